@@ -48,6 +48,10 @@ class Fields:
     inputs : sequence of str
         The names of the channels that the network is given.
     input_units : sequence of str
+    lead : int
+        How many times after the last of its images a target is.
+    step : float
+        Seconds from time to time.
     """
 
     source: str
@@ -59,6 +63,8 @@ class Fields:
     climatology: np.ndarray | None = None
     inputs: Sequence[str] = ()
     input_units: Sequence[str] = ()
+    lead: int = 0
+    step: float = 0.0
 
     @property
     def names(self) -> list[str]:

@@ -35,6 +35,7 @@ class NetCDFSource(HDF5Source):
             if file.read(3) == b"CDF":
                 raise DataError(f"{path}: is NetCDF-3; convert it: nccopy -k nc4 {path.name} NEW.nc")
         self._given = axes
+        self._found: dict[str, list[tuple[str, Any]]] = {}  # dimensions of variables, which take long to look up
         super().__init__(path, inside, level, axes)
 
     def _called(self, name: str) -> str:
@@ -104,6 +105,8 @@ class NetCDFSource(HDF5Source):
         """
         import h5py
 
+        if array.name in self._found:
+            return self._found[array.name]
         own, known = h5py.h5o.get_info(array.id).addr, dict[int, tuple[str, Any]]()
         ids = np.ravel(array.attrs[_OF_VARIABLE]).tolist() if _of_numbers(array, _OF_VARIABLE) else []
         for group in self._groups():
@@ -118,7 +121,8 @@ class NetCDFSource(HDF5Source):
                     known.setdefault(axis, (name, found))
         if not known and array.ndim == 1 and "CLASS" in array.attrs:
             known[0] = (array.name.rpartition("/")[2], array)
-        return [known.get(axis, ("", None)) for axis in range(array.ndim)]
+        self._found[array.name] = [known.get(axis, ("", None)) for axis in range(array.ndim)]
+        return self._found[array.name]
 
     def beside(self) -> tuple[list[Beside], list[str]]:
         """Return what the variable needs, the file as '/' and itself as '' among it, and what of it cannot be read."""

@@ -12,9 +12,10 @@ import numpy as np
 
 from ..data import Dataset
 from ..formats.fields import Fields
-from ..io.checkpoint.texts import of_kind, plain_json
+from ..io.checkpoint.texts import of_kind, plain_json, whole
 
 TEXT = "fields"
+_NEAR = 0.2  # months are of 28 to 31 days
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class FieldFacts:
     ----------
     inputs, input_units : of the channels that the network is given
     outputs, units, mean, std : of those that it gives
+    lead : times from the last of an image to its target
+    step : seconds from time to time
     """
 
     inputs: list[str]
@@ -33,6 +36,8 @@ class FieldFacts:
     units: list[str]
     mean: np.ndarray
     std: np.ndarray
+    lead: int
+    step: float
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> FieldFacts:
@@ -48,14 +53,25 @@ class FieldFacts:
         mean, std = (_numbers(facts, name, len(outputs)) for name in ("mean", "std"))
         if (std <= 0).any():
             raise ValueError("'std' is not positive")
-        return cls(inputs, input_units, outputs, units, mean, std)
+        (step,) = _numbers({"step": [facts.get("step")]}, "step", 1).tolist()
+        return cls(inputs, input_units, outputs, units, mean, std, whole("'lead'", facts.get("lead")), step)
 
-    def require(self, inputs: Sequence[str], input_units: Sequence[str]) -> None:
-        """Raise ValueError, with the first name that differs, unless a network of these channels is meant."""
+    def require(self, inputs: Sequence[str], input_units: Sequence[str], lead: int, step: float) -> None:
+        """Raise ValueError, with the first name that differs, unless a network of these channels and times is meant.
+
+        `step` may be 0, where it is not known.
+        """
         _require_same("inputs", self.inputs, inputs)
         for name, there, here in zip(inputs, self.input_units, input_units, strict=True):
             if there != here:
                 raise ValueError(f"was trained with {name} in '{there}', here it is in '{here}'; convert the files")
+        if lead != self.lead:
+            raise ValueError(f"was trained with lead: {self.lead}, the experiment has lead: {lead}; give the same")
+        if step and abs(step - self.step) > _NEAR * self.step:
+            raise ValueError(
+                f"was trained with {self.step / 3600:g} hours from time to time, the files have {step / 3600:g}; select"
+                " times that are as far apart"
+            )
 
 
 def texts_of(fields: Fields | None) -> dict[str, str]:
@@ -69,6 +85,8 @@ def texts_of(fields: Fields | None) -> dict[str, str]:
         "units": [channel.units for channel in fields.channels],
         "mean": fields.mean.tolist(),
         "std": fields.std.tolist(),
+        "lead": fields.lead,
+        "step": fields.step,
     }
     return {TEXT: json.dumps(facts)}
 
@@ -82,7 +100,7 @@ def taken(texts: Mapping[str, str], fields: Fields) -> Fields:
         Its channels are others, with the first name that differs; or it does not say what they are.
     """
     facts = FieldFacts.of(texts)
-    facts.require(fields.inputs, fields.input_units)
+    facts.require(fields.inputs, fields.input_units, fields.lead, fields.step)
     _require_same("outputs", facts.outputs, fields.names)
     return replace(fields, mean=facts.mean, std=facts.std)
 

@@ -67,8 +67,6 @@ def expected(whole, y, scale, weights):
 
 def weights_of(kind, whole, path):
     """The argument, and what it stands for."""
-    if kind == "none":
-        return None, xarray.ones_like(whole.t2m[0], "f8")
     if kind == "cosine":
         return "cos(lat)", np.cos(np.deg2rad(whole.lat)) * xarray.ones_like(whole.t2m[0], "f8")
     area = xarray.DataArray(np.random.default_rng(1).random((7, 6)), whole.t2m[0].coords, ("lat", "lon"), "area")
@@ -76,7 +74,7 @@ def weights_of(kind, whole, path):
     return f"{path}/area.nc4:area", area.drop_vars("time")
 
 
-@pytest.mark.parametrize("kind", ["none", "cosine", "file"])
+@pytest.mark.parametrize("kind", ["cosine", "file"])
 def test_costs_and_metrics_are_those_of_xarray(tmp_path, kind):
     whole = series(tmp_path, extent=(7, 6))
     weights, arrays = weights_of(kind, whole, tmp_path)

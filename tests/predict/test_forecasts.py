@@ -6,7 +6,8 @@ import pytest
 import neondist as nd
 from neondist.cli import main
 from neondist.comm import loopback
-from neondist.train.inference.forecast import forecast
+from neondist.train.field_facts import FieldFacts
+from neondist.train.inference.forecast import forecast, require_closed
 
 pytest.importorskip("netCDF4", reason="files are made by netCDF4")
 xarray = pytest.importorskip("xarray", reason="the oracle")
@@ -14,13 +15,13 @@ from climate import save, series, weather  # noqa: E402
 
 YAML = """!FitExperiment
 dataset: !ClimateFiles
-  {{files: '{path}/*.nc', variables: [t2m, z], levels: [850, 500], steps: {steps}, lead: {lead}, test: 4{more}}}
+  {{files: '{path}/*.nc', variables: [t2m, z], levels: [850, 500], steps: {steps}, lead: {lead}, test: 4}}
 model: !ConvnetDist
   layers:
     - !ConvLayerDist {{out_channels: 4, kernel_size: 3, padding: 1}}
     - !ActivationLayer {{activation: !Tanh {{}}}}
     - !ConvLayerDist
-      {{out_channels: {outputs}, kernel_size: 3, padding: 1, padding_mode: [zeros, wrap], scheme: halo}}
+      {{out_channels: 3, kernel_size: 3, padding: 1, padding_mode: [zeros, wrap], scheme: halo}}
   cost: !MSE {{weights: cos(lat)}}
 batch_size: 4
 """
@@ -31,13 +32,13 @@ def trained(tmp_path_factory):
     """A function that trains with some steps and lead, each once; and the weather."""
     made, whole = {}, None
 
-    def train(steps=2, lead=1, outputs=3, more=""):
+    def train(steps=2, lead=1):
         nonlocal whole
-        key = steps, lead, outputs, more
+        key = steps, lead
         if key not in made:
             path = tmp_path_factory.mktemp("trained")
             whole = series(path)
-            (path / "run.yaml").write_text(YAML.format(path=path, steps=steps, lead=lead, outputs=outputs, more=more))
+            (path / "run.yaml").write_text(YAML.format(path=path, steps=steps, lead=lead))
             assert main(["run", str(path / "run.yaml"), "--output", str(path / "run")]) == 0
             made[key] = path
         return made[key], whole
@@ -114,8 +115,7 @@ def rolled(path, whole, steps, count):
 
 RANKS = {
     "one": (1, {}),
-    "four tiles": (4, {}),
-    "replicas": (4, {"grid.replicas": 2}),
+    "two replicas of two tiles": (4, {"grid.replicas": 2}),
     "tiles that overlap": (2, {"model.scheme": "overlap_tile"}),
 }
 
@@ -174,27 +174,25 @@ def changed(data, **more):
 
 
 WRONG = {
-    "other units": ({}, lambda d: changed(d, t2m="degC"), [], "was trained with t2m@t-1 in 'K', here it is in 'degC'"),
+    "other units": (lambda d: changed(d, t2m="degC"), [], "was trained with t2m@t-1 in 'K', here it is in 'degC'"),
     "other variables": (
-        {}, lambda d: d, ["--set", "dataset.variables=[u10, z]"],
+        lambda d: d, ["--set", "dataset.variables=[u10, z]"],
         "is of another network: channel 0 of its inputs is 't2m@t-1', the experiment has 'u10@t-1'",
     ),
-    "other levels": ({}, lambda d: d.isel(level=[1]), [], "a.nc:z: has no level 850; choose from 500"),
-    "a gap": ({}, lambda d: d.isel(time=[0, 1, 2, 5]), [], "a.nc: a gap in time"),
-    "too few times": ({}, lambda d: d.isel(time=[0]), [], "has 1 times, the network takes 2; give more files"),
-    "no file of NetCDF": ({}, lambda d: d, ["--output", "out.npy"], "forecasts are written to NetCDF"),
-    "blocks": ({}, lambda d: d, ["--block", "4"], "leave out --classes, --probabilities and --block"),
-    "not closed": (
-        {"outputs": 1, "more": ", targets: [t2m]"}, lambda d: d, [], "'z850' is an input and no output of the network",
-    ),
-    "lead of two": ({"lead": 2}, lambda d: d, [], "images of 2 times with a lead of 2 cannot follow each other"),
+    "other levels": (lambda d: d.isel(level=[1]), [], "a.nc:z: has no level 850; choose from 500"),
+    "a gap": (lambda d: d.isel(time=[0, 1, 2, 5]), [], "a.nc: a gap in time"),
+    "too few times": (lambda d: d.isel(time=[0]), [], "has 1 times, the network takes 2; give more files"),
+    "no file of NetCDF": (lambda d: d, ["--output", "out.npy"], "forecasts are written to NetCDF"),
+    "blocks": (lambda d: d, ["--block", "4"], "leave out --classes, --probabilities and --block"),
+    "another lead": (lambda d: d, ["--set", "dataset.lead=2"], "with lead: 1, the experiment has lead: 2; give the"),
+    "other steps": (lambda d: d.isel(time=[0, 2, 4]), [], "6 hours from time to time, the files have 12; select"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_forecast_is_told_once(trained, tmp_path, name, capsys):
-    how, change, more, message = WRONG[name]
-    path, _ = trained(**how)
+    change, more, message = WRONG[name]
+    path, _ = trained()
     save(change(weather(0, 6)), tmp_path / "a.nc")
     words = ["--checkpoint", str(path / "run" / "checkpoint.h5"), "--input", str(tmp_path / "a.nc")]
     capsys.readouterr()
@@ -204,6 +202,22 @@ def test_what_cannot_be_forecast_is_told_once(trained, tmp_path, name, capsys):
     assert message in told
     assert told.count("\n") == 1
     assert [one.name for one in tmp_path.iterdir()] == ["a.nc"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "lead", "outputs", "message"),
+    [
+        (2, 1, ["t2m", "u10"], "'z500' is an input and no output of the network, so no forecast can follow"),
+        (2, 2, ["t2m", "z500"], "images of 2 times with a lead of 2 cannot follow each other"),
+        (1, 0, ["t2m", "z500"], "a lead of 0 cannot follow each other"),
+    ],
+)
+def test_forecasts_that_cannot_be_inputs(tmp_path, steps, lead, outputs, message):
+    save(weather(0, 6), tmp_path / "a.nc")
+    data = nd.ClimateFiles(str(tmp_path / "a.nc"), ["t2m", "z"], levels=[500], steps=steps, lead=lead)
+    facts = FieldFacts([], [], outputs, ["", ""], np.zeros(2), np.ones(2), lead, 1.0)
+    with pytest.raises(nd.ConfigError, match=message):
+        require_closed(data, facts, data.open_series(str(tmp_path / "a.nc")))
 
 
 def test_a_checkpoint_of_other_variables_is_not_evaluated(trained, capsys):

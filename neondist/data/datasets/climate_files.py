@@ -107,9 +107,16 @@ class ClimateFiles(Dataset):
         inputs = len(self.input_channels(series))
         self.sample_shape, self.classes = (*series.extent, inputs * self.steps), None
         chosen = [series.channels[at] for at in self.target_channels(series)]
-        where = f"{series.names[0]}:{chosen[0].variable}"
-        self._fields = Fields(where, chosen, series.extent, series.latitude)
-        self._fields = replace(self._fields, inputs=self.channel_names(series), input_units=self.input_units(series))
+        self._fields = Fields(
+            f"{series.names[0]}:{chosen[0].variable}",
+            chosen,
+            series.extent,
+            series.latitude,
+            inputs=self.channel_names(series),
+            input_units=self.input_units(series),
+            lead=self.lead,
+            step=series.step,
+        )
         self._numbers()
 
     def open_series(self, files: str, field: str = "files", targets: bool = True) -> FieldSeries:

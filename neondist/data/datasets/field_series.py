@@ -72,16 +72,19 @@ class FieldSeries:
         self._rows: dict[str, np.ndarray | None] = {}
         self._first: tuple[str, tuple[str, ...]] | None = None
         dtypes, times = set(), []
-        for number, name in enumerate(self.names):
-            found = [self._look_at(number, variable) for variable in self.variables]
-            self._channels_of(name, found)
-            dtypes |= {source.dtype for source, _ in found}
-            times.append(self._times_of(name, found))
-        self._begin = np.cumsum([0, *map(len, times)])
-        self.times = np.concatenate(times)
-        self.dtype = np.result_type(*dtypes, np.float32)
-        self._check_times()
-        self.close()
+        try:
+            for number, name in enumerate(self.names):
+                found = [self._look_at(number, variable) for variable in self.variables]
+                self._channels_of(name, found)
+                dtypes |= {source.dtype for source, _ in found}
+                times.append(self._times_of(name, found))
+            self._begin = np.cumsum([0, *map(len, times)])
+            self.times = np.concatenate(times)
+            self.dtype = np.result_type(*dtypes, np.float32)
+            self._check_times()
+        except BaseException:
+            self.close()
+            raise
 
     def __len__(self) -> int:
         return len(self.times)

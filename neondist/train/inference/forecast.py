@@ -87,13 +87,13 @@ def forecast(
         with all_or_none(world):
             try:
                 facts = FieldFacts.of(file.facts.texts)
-                facts.require(dataset.channel_names(series), dataset.input_units(series))
+                facts.require(dataset.channel_names(series), dataset.input_units(series), dataset.lead, series.step)
             except ValueError as problem:
                 raise DataError(f"{path}: {problem}") from None
             series.fill = fill
             images = FieldImages(series, dataset.steps, dataset.input_channels(series), factor, offset)
             if steps is not None:
-                _require_closed(dataset, facts, series)
+                require_closed(dataset, facts, series)
                 images.repeat_last(grid.replicas)
             route = choose(model, images, grid, experiment.batch_size, None, None)  # type: ignore[arg-type]
             if not isinstance(route, InTiles):
@@ -105,7 +105,7 @@ def forecast(
                 )
         take_weights(file, model)
         count = images.shape[0] if steps is None else steps
-        after = dataset.lead * series.step
+        after = dataset.lead * (series.step or facts.step)
         first = series.times[dataset.steps - 1 :] if steps is None else [series.times[-1]]
         times = [t + after for t in first] if steps is None else [first[0] + after * (k + 1) for k in range(count)]
         with _sink(series, facts, times, Path(target), grid, model.dtype, overwrite) as sink:
@@ -158,7 +158,7 @@ class FieldImages:
         return normalised(tiles[np.arange(samples.start, samples.stop)], self.factor, self.offset, dtype)
 
 
-def _require_closed(dataset: ClimateFiles, facts: FieldFacts, series: FieldSeries) -> None:
+def require_closed(dataset: ClimateFiles, facts: FieldFacts, series: FieldSeries) -> None:
     """Raise ConfigError unless forecasts have all that the next one needs."""
     for at in dataset.input_channels(series):
         name = series.channels[at].name
