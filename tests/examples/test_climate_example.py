@@ -26,7 +26,7 @@ def test_weather_is_learnt_and_forecast(tmp_path, monkeypatch, capsys):
     assert whole.time.values[-1] == np.datetime64("2020-01-18T18")
     squares = ((whole.t2m[-7:] - whole.t2m.mean("time")) ** 2).weighted(np.cos(np.deg2rad(whole.lat)))
     climatology = float(np.sqrt(squares.mean()))
-    small = ["model.layers.0.out_channels=8", "model.layers.1.out_channels=8", "epochs=8"]
+    small = ["model.layers.0.out_channels=8", "model.layers.1.out_channels=8", "epochs=6", "batch_size=4"]
     assert main(["run", "climate.yaml", "--output", "run", "--set", *small]) == 0
     epochs = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert epochs[-1]["train_loss"] < 0.2 * epochs[0]["train_loss"]
