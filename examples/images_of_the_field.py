@@ -1,6 +1,6 @@
-"""Images for the examples segmentation.yaml, volumes.yaml and climate.yaml: made up, in the files of their fields.
+"""Images for the examples segmentation.yaml and volumes.yaml: made up, in the files of their fields.
 
-python examples/images_of_the_field.py slides|volumes|climate [DIR] [SIDE]    writes DIR and one to predict for
+python examples/images_of_the_field.py slides|volumes [DIR] [SIDE]               writes DIR and one to predict for
 python examples/images_of_the_field.py picture OUT.png IMAGE RESULT [TRUTH]      draws them side by side
 """
 
@@ -66,19 +66,6 @@ def images(folder, shape, axes, suffix, count, density, radii, spacing, noise):
         save(folder / ("masks" if number < count else "truth") / f"{name}{suffix}", mask, axes)
 
 
-def climate(folder, side):
-    """Write fields of temperature, and what falls as rain where warm air meets cold: a target for each cell."""
-    for name, times in (("train", 40), ("new", 4)):
-        rng = np.random.default_rng(times)
-        shape = side, 2 * side
-        warm = np.stack([smooth(rng, shape, 12) for _ in range(times)])
-        across, along = np.gradient(warm, axis=(1, 2))
-        rain = np.log1p(50 * (across**2 + along**2))
-        kelvin = 280 + 8 * warm + 0.2 * rng.standard_normal(warm.shape)
-        save(folder / ("fields" if name == "train" else ".") / f"{name}.nc", kelvin.astype(np.float32), "TYXC")
-        save(folder / ("rain" if name == "train" else "truth") / f"{name}.nc", rain.astype(np.float32), "TYXC")
-
-
 def picture(out, *paths):
     """Draw the middle of each array: what was seen, what was found, and what is true."""
     import matplotlib
@@ -106,11 +93,9 @@ def main(what, folder="data", side=None, *more):
     elif what == "slides":
         n = int(side or 4096)
         images(Path(folder), (n, n), "YXC", ".tif", 6, 1 / 3000, (8, 20), 256, 25)
-    elif what == "volumes":
+    else:
         n = int(side or 64)
         images(Path(folder), (n, n, n), "ZYXC", ".nii", 8, 1 / 12000, (5, 10), 32, 30)
-    else:
-        climate(Path(folder), int(side or 96))
 
 
 if __name__ == "__main__":

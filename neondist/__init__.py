@@ -8,7 +8,7 @@ from .backends import Backend, Kernels, available, get_backend
 from .cluster import ResourceSpec, TaskSpec, TaskSpecDef
 from .comm import ProcessGrid, loopback
 from .costs import BCE, MAE, MSE, Cost, CrossEntropy, Dice, DiceCE, Focal, Huber, SoftmaxCrossEntropy, SumSquared
-from .data import CIFAR10, MNIST, Dataset, HDF5Dataset, ImageFiles, Photographs, Split, Synthetic
+from .data import CIFAR10, MNIST, ClimateFiles, Dataset, HDF5Dataset, ImageFiles, Photographs, Split, Synthetic
 from .data.augment import Brightness, Contrast, Elastic, Flip, Noise, QuarterTurns, Shift, Transform
 from .data.records import RecordIOWriter
 from .errors import (
@@ -102,14 +102,19 @@ from .layers import (
     UpsampleLayerDist,
 )
 from .metrics import (
+    ACC,
     F1,
     PSNR,
+    R2,
+    RMSE,
     ROCAUC,
     SSIM,
     Accuracy,
+    Bias,
     ConfusionMatrix,
     IoU,
     LogLoss,
+    MeanAbsoluteError,
     Metric,
     Misclassification,
     Precision,
@@ -142,6 +147,7 @@ Scheme = ExchangePolicy
 """Border schemes are what users call exchange policies."""
 
 __all__ = [
+    "ACC",
     "BCE",
     "CIFAR10",
     "F1",
@@ -152,6 +158,8 @@ __all__ = [
     "MNIST",
     "MSE",
     "PSNR",
+    "R2",
+    "RMSE",
     "ROCAUC",
     "SGD",
     "SSIM",
@@ -170,8 +178,10 @@ __all__ = [
     "BatchNormLayer",
     "BatchNormLayerDist",
     "Best",
+    "Bias",
     "Box",
     "Brightness",
+    "ClimateFiles",
     "Concat",
     "ConfigError",
     "ConfusionMatrix",
@@ -253,6 +263,7 @@ __all__ = [
     "MLflow",
     "MaxPoolingLayer",
     "MaxPoolingLayerDist",
+    "MeanAbsoluteError",
     "Metric",
     "Misclassification",
     "Model",

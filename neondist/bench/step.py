@@ -87,6 +87,7 @@ def bench_step(
     x, targets = dataset.train.images(mine, model.dtype), labels_for(plan, dataset.train.targets(mine))
     memory.forget_peak()
     model.build(dataset.sample_shape, len(batch), grid, plan)
+    model.place(dataset.fields)
     made = {"bench": "step", "batch_size": len(batch), "steps": steps, "sample_shape": list(dataset.sample_shape)}
     made |= {"backend": get_backend(model.backend).name}
     made |= environment(grid, dtype=str(model.dtype), seed=model.seed)

@@ -78,6 +78,10 @@ def add(commands: Any) -> None:
     one.add_argument("--probabilities", action="store_true", help="write the softmax of each cell's outputs")
     one.add_argument("--raw", action="store_true", help="write the outputs as they are: what is done by default")
     _block(one)
+    one.add_argument(
+        "--steps", type=options.positive, metavar="N",
+        help="of a network of ClimateFiles: N forecasts, each from the one before, from the last times of the input",
+    )  # fmt: skip
     one.add_argument("--overwrite", action="store_true", help="replace what is there, or was begun with something else")
     one.set_defaults(command=predict, watched=True)
 
@@ -193,13 +197,16 @@ def predict(arguments: argparse.Namespace) -> int:
         from ..train import predict
 
         files = arguments.checkpoint, arguments.input, arguments.output
-        _tell_written(arguments, grid, predict(experiment, *files, grid, **_asked(arguments)))
+        _tell_written(arguments, grid, predict(experiment, *files, grid, steps=arguments.steps, **_asked(arguments)))
 
     return _on_ranks(arguments, lambda world, ranks: loaded(arguments, world), work)
 
 
 def _predict_module(arguments: argparse.Namespace) -> int:
     """Write the outputs of a module with weights of a file, which need no experiment."""
+
+    if arguments.steps is not None:
+        raise ConfigError("predict: --steps is for networks of ClimateFiles; leave it out with --weights")
 
     def work(trained: Any, grid: ProcessGrid) -> None:
         from ..train.inference import predict_module

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from ..errors import ConfigError, ShapeError
+from ..formats.fields import Fields
+from ..geometry import Box
 from ..registry import Registered
 
 Total: TypeAlias = Callable[[Any], Any]
@@ -44,6 +46,13 @@ class Cost(Registered, ABC):
     def parts(self) -> Sequence[tuple[float, Cost]]:
         """The costs whose means are added, each times its factor."""
         return ((1.0, self),)
+
+    def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
+        """Raise UserError if the cost cannot be used with what is known of the fields that outputs are."""
+
+    def placed(self, extent: Sequence[int], box: Box, fields: Fields | None) -> Cost:
+        """Return the cost of outputs whose local cells are a box of the global extent."""
+        return self
 
     @abstractmethod
     def value(self, y: Any, targets: Any, total: Total = alone) -> Any:

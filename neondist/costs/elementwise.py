@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
+from ..errors import ConfigError, ShapeError
+from ..formats.cell_weights import cell_weights, check_weights
+from ..formats.fields import Fields
+from ..geometry import Box
 from ..namespace import namespace
 from ..registry.ranges import NotNegative, Positive
 from .base import Cost, Total, alone
@@ -18,15 +23,52 @@ class Regression(Cost):
 
     Outputs `y` are (n, C) or (n, *spatial, C), local to this rank. Targets are numbers of the shape of `y`, or, of one
     output, without the last axis; integer labels of several outputs stand for their one-hot vectors.
+
+    Parameters
+    ----------
+    weights : str, optional
+        What each cell counts, relative to the mean over all cells: 'cos(lat)' of a data set that knows latitudes, or a
+        file, 'FILE.nc:NAME'. Default: all alike.
     """
+
+    _cells: Any = None  # weights of the local cells (*tile, 1)
+
+    def __init__(self, *, weights: str | None = None) -> None:
+        self.weights = weights
 
     def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return the sum over everything local, summed in float64."""
-        return self.costs(y - values_of(y, targets)).sum(dtype="f8")
+        return self._weighted(self.costs(y - values_of(y, targets))).sum(dtype="f8")
 
     def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return the slope at every difference."""
-        return self.slopes(y - values_of(y, targets))
+        return self._weighted(self.slopes(y - values_of(y, targets)))
+
+    def _weighted(self, cells: Any) -> Any:
+        """Return an array (n, *tile, C) times the weights of its cells."""
+        if self.weights is None:
+            return cells
+        if self._cells is None or self._cells.shape[:-1] != cells.shape[1:-1]:
+            raise ConfigError(
+                "weights: a cost with weights measures whole tiles of a data set that an experiment has opened; leave"
+                " them out here"
+            )
+        return cells * namespace(cells).asarray(self._cells, cells.dtype)
+
+    def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
+        """Raise UserError unless there are weights for outputs of this global shape."""
+        if self.weights is not None and len(y_shape) < 2:
+            raise ShapeError("weights: are of cells, but the last layer gives a vector; leave them out")
+        if self.weights is not None:
+            check_weights(self.weights, y_shape[:-1], fields)
+
+    def placed(self, extent: Sequence[int], box: Box, fields: Fields | None) -> Cost:
+        """Return the cost with the weights of a box of cells."""
+        if self.weights is None:
+            return self
+        found = copy(self)
+        found._cells = cell_weights(self.weights, extent, box, fields)
+        return found
 
     @abstractmethod
     def costs(self, difference: Any) -> Any:
@@ -47,7 +89,14 @@ class Regression(Cost):
 
 
 class MSE(Regression):
-    """Mean squared error, as `torch.nn.MSELoss`; for the sum over a sample see SumSquared."""
+    """Mean squared error, as `torch.nn.MSELoss`; for the sum over a sample see SumSquared.
+
+    Parameters
+    ----------
+    weights : str, optional
+        What each cell counts, relative to the mean over all cells: 'cos(lat)' of a data set that knows latitudes, or a
+        file, 'FILE.nc:NAME'.
+    """
 
     def costs(self, difference: Any) -> Any:
         """Return the squares."""
@@ -59,7 +108,13 @@ class MSE(Regression):
 
 
 class MAE(Regression):
-    """Mean absolute error, as `torch.nn.L1Loss`; the gradient at 0 is 0."""
+    """Mean absolute error, as `torch.nn.L1Loss`; the gradient at 0 is 0.
+
+    Parameters
+    ----------
+    weights : str, optional
+        What each cell counts, as for MSE.
+    """
 
     def costs(self, difference: Any) -> Any:
         """Return the absolute values."""
@@ -77,9 +132,12 @@ class Huber(Regression):
     ----------
     delta : float
         From where on a difference d is large, and costs ``delta * (|d| - delta / 2)``.
+    weights : str, optional
+        What each cell counts, as for MSE.
     """
 
-    def __init__(self, delta: Positive = 1.0) -> None:
+    def __init__(self, delta: Positive = 1.0, *, weights: str | None = None) -> None:
+        super().__init__(weights=weights)
         self.delta = float(delta)
 
     def costs(self, difference: Any) -> Any:

@@ -6,6 +6,7 @@ between runs. convert: other files to HDF5. split_source, chunks: samples on the
 
 from .base import Dataset
 from .datasets.cifar10 import CIFAR10
+from .datasets.climate_files import ClimateFiles
 from .datasets.hdf5 import HDF5Dataset
 from .datasets.image_files import ImageFiles
 from .datasets.mnist import MNIST
@@ -13,4 +14,14 @@ from .datasets.photographs import Photographs
 from .datasets.synthetic import Synthetic
 from .split import Split
 
-__all__ = ["CIFAR10", "MNIST", "Dataset", "HDF5Dataset", "ImageFiles", "Photographs", "Split", "Synthetic"]
+__all__ = [
+    "CIFAR10",
+    "MNIST",
+    "ClimateFiles",
+    "Dataset",
+    "HDF5Dataset",
+    "ImageFiles",
+    "Photographs",
+    "Split",
+    "Synthetic",
+]

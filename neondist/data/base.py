@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ..comm import ProcessGrid, agree
 from ..errors import ConfigError, DataError, NotReadyError, UserError
+from ..formats.fields import Fields
 from ..geometry import Overlapping
 from ..registry import Registered
 from ..registry.ranges import integer
@@ -86,6 +87,11 @@ class Dataset(Registered, ABC):
     def selection(self) -> Split:
         """What settings are chosen by: the validation split, or where there is none the test split."""
         return list(self.splits.values())[1]
+
+    @property
+    def fields(self) -> Fields | None:
+        """What the targets are, if they are physical fields; None otherwise."""
+        return None
 
     @abstractmethod
     def check(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ..errors import ShapeError
+from ..formats.fields import Fields
 from ..geometry import Box
 from ..io.hdf5 import checksum
 from ..lazy import LazyTile
@@ -65,6 +66,7 @@ class Split:
     epoch = 0
     sampler: Sampler | None = None
     fill: float | None = None  # what `tiles` have instead of NaN
+    fields: Fields | None = None  # what targets are, if they are physical fields
     _tile: AugmentedTile | None = None
 
     def __init__(
@@ -77,8 +79,7 @@ class Split:
             labels = np.asarray(labels)
             labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iu" else labels
         self.labels: Tiles = labels
-        self._factor = 1.0 / (scale * np.asarray(std, np.float64))
-        self._offset = np.asarray(mean, np.float64) / np.asarray(std, np.float64)
+        self.normalise(mean, std, scale)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -129,6 +130,11 @@ class Split:
         labels = f", labels {checksum(self.labels):08x}" if whole else ""  # type: ignore[arg-type]
         factor, offset = self.normalisation
         return f"{len(self)} samples, times {factor} minus {offset}{labels}"
+
+    def normalise(self, mean: ArrayLike, std: ArrayLike, scale: float = 1.0) -> None:
+        """Let `images` return (x / scale - mean) / std from now on."""
+        self._factor = 1.0 / (scale * np.asarray(std, np.float64))
+        self._offset = np.asarray(mean, np.float64) / np.asarray(std, np.float64)
 
     @property
     def normalisation(self) -> tuple[list[float], list[float]]:

@@ -169,6 +169,10 @@ class TileSource(ABC):
         """Return the coordinates and other variables that belong to the array, and what of these cannot be read."""
         return [], []
 
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of the array, where its format has some: text as str, numbers as arrays."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 - some have nothing to let go of
         """Let go of the file."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -108,33 +109,50 @@ class HDF5Sink(PlacedSink):
     choices: ClassVar[dict[str, Any]] = {"name": "predictions", "channels": True}
 
     def _lay(self, part: Path, like: TileSource | None) -> Placement:
-        import h5py
-
-        name = self._options["name"]
+        names = self._arrays()
         self.chunks = self.chunks or default_chunks(self.shape, self.axes, self.dtype)
         axes, shape = bare(self.axes, self.shape, self._options)
-        chunks = self.chunks[: len(shape)]
+        each = self._options.get("variables") is not None  # an array for each channel
+        self.chunks = (*self.chunks[:-1], 1) if each else self.chunks
+        chunks, own = self.chunks[: len(shape)], len(shape) - each
+        places: dict[tuple[int, ...], int] = {}
         with open(part, "xb+") as file:
             made = DeferredErrorFile(file, libver="v110")
             try:
-                facts = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-                facts.set_chunk(chunks)
-                facts.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-                facts.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-                facts.set_obj_track_times(False)  # the same cells make the same file, whenever
-                of, space = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(shape)
-                array = h5py.Dataset(h5py.h5d.create(made.hdf5.id, name.encode(), of, space, facts))
-                self._describe(array, like)
+                arrays = [self._array(made.hdf5, name, shape[:own], chunks[:own]) for name in names]
+                self._describe(arrays, like)
                 made.hdf5.flush()
-                places: dict[tuple[int, ...], int] = {}
-                array.id.chunk_iter(lambda chunk: places.update({chunk.chunk_offset: chunk.byte_offset}))
+                for number, array in enumerate(arrays):
+                    channel = (number,) if each else ()
+
+                    def note(chunk: Any, channel: tuple[int, ...] = channel) -> None:
+                        places[(*chunk.chunk_offset, *channel)] = chunk.byte_offset
+
+                    array.id.chunk_iter(note)
             finally:
                 made.close()
         return Placement(axes, self.dtype.str, shape, chunks, tuple(places[at] for at in sorted(places)))
 
-    def _describe(self, array: Any, like: TileSource | None) -> None:
+    def _array(self, file: Any, name: str, shape: Sequence[int], chunks: Sequence[int]) -> Any:
+        """Return a new array, whose chunks have their places from the start."""
+        import h5py
+
+        facts = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        facts.set_chunk(tuple(chunks))
+        facts.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        facts.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        facts.set_obj_track_times(False)  # the same cells make the same file, whenever
+        of, space = h5py.h5t.py_create(self.dtype, logical=True), h5py.h5s.create_simple(tuple(shape))
+        return h5py.Dataset(h5py.h5d.create(file.id, name.encode(), of, space, facts))
+
+    def _arrays(self) -> list[str]:
+        """Return the names of the arrays: one, or one for each channel."""
+        return [self._options["name"]]
+
+    def _describe(self, arrays: Sequence[Any], like: TileSource | None) -> None:
         """Write what the axes are, and what is known of them."""
-        put_text(array.attrs, _AXES, self.axes[: array.ndim])
+        for array in arrays:
+            put_text(array.attrs, _AXES, self.axes[: array.ndim])
 
 
 def _is_array(found: Any) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..io.hdf5 import faults, find, get_text, plain
 from ..io.regular_file import open_regular
 from .axes import Cells
@@ -34,6 +35,7 @@ class NetCDFSource(HDF5Source):
             if file.read(3) == b"CDF":
                 raise DataError(f"{path}: is NetCDF-3; convert it: nccopy -k nc4 {path.name} NEW.nc")
         self._given = axes
+        self._found: dict[str, list[tuple[str, Any]]] = {}  # dimensions of variables, which take long to look up
         super().__init__(path, inside, level, axes)
 
     def _called(self, name: str) -> str:
@@ -103,6 +105,8 @@ class NetCDFSource(HDF5Source):
         """
         import h5py
 
+        if array.name in self._found:
+            return self._found[array.name]
         own, known = h5py.h5o.get_info(array.id).addr, dict[int, tuple[str, Any]]()
         ids = np.ravel(array.attrs[_OF_VARIABLE]).tolist() if _of_numbers(array, _OF_VARIABLE) else []
         for group in self._groups():
@@ -117,7 +121,8 @@ class NetCDFSource(HDF5Source):
                     known.setdefault(axis, (name, found))
         if not known and array.ndim == 1 and "CLASS" in array.attrs:
             known[0] = (array.name.rpartition("/")[2], array)
-        return [known.get(axis, ("", None)) for axis in range(array.ndim)]
+        self._found[array.name] = [known.get(axis, ("", None)) for axis in range(array.ndim)]
+        return self._found[array.name]
 
     def beside(self) -> tuple[list[Beside], list[str]]:
         """Return what the variable needs, the file as '/' and itself as '' among it, and what of it cannot be read."""
@@ -129,6 +134,11 @@ class NetCDFSource(HDF5Source):
             along = [self._of(name, one, lost) for name, one in self._dimensions(array) if name]
             found += collect(own, along, lambda name: self._of(name, self._in_scope(name), lost))
         return found, list(dict.fromkeys(lost))
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of the variable."""
+        with faults(Path(self.path)):
+            return {name: value for name, value in _texts(self._array).items() if value is not None}
 
     def known(self) -> list[str]:
         """Return the names of what is known of the variable beside its cells."""
@@ -150,16 +160,31 @@ class NetCDFSource(HDF5Source):
 class NetCDFSink(HDF5Sink):
     """A new NetCDF-4 file with one variable, and the dimensions, coordinates and projection of the one that it is like.
 
+    Parameters
+    ----------
+    name : str
+        Of the variable, default 'predictions'.
+    variables : sequence of (str, mapping), optional
+        Instead, a variable for each channel: its name and its attributes, numbers and text.
+
     Attributes
     ----------
     lost : list of str
         What of these cannot be kept.
     """
 
-    choices: ClassVar[dict[str, Any]] = {"name": "predictions"}
+    choices: ClassVar[dict[str, Any]] = {"name": "predictions", "variables": None}
 
-    def _describe(self, array: Any, like: TileSource | None) -> None:
-        file, names, given = array.file, dict[str, str](), list[Beside]()
+    def _arrays(self) -> list[str]:
+        if self._options["variables"] is None:
+            return super()._arrays()
+        names = [name for name, _ in self._options["variables"]]
+        if len(names) != self.shape[-1] or len({*names}) < len(names):
+            raise ConfigError(f"{self.path}: variables {names} for {self.shape[-1]} channels; give each its own name")
+        return names
+
+    def _describe(self, arrays: Sequence[Any], like: TileSource | None) -> None:
+        file, names, given = arrays[0].file, dict[str, str](), list[Beside]()
         if like is not None:
             given, self.lost = like.beside()
             self._kept = {name: set() for name in names_of(given, self.lost)}  # what is not is in `lost`
@@ -167,11 +192,13 @@ class NetCDFSink(HDF5Sink):
             names = {letter: name for letter, name in known if name}
         usual = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
         sizes = {names.get(one, usual.get(one, one.lower())): n for one, n in zip(self.axes, self.shape, strict=True)}
+        if self._options["variables"] is not None:
+            sizes.popitem()  # the channels
         own, kept = tuple(sizes), dict[str, Beside]()
         for one in given:
             if one.values is not None:
                 extents = dict(zip(one.dimensions, one.values.shape, strict=True))
-                if sizes | extents == extents | sizes and one.name != self._options["name"]:
+                if sizes | extents == extents | sizes and one.name not in self._arrays():
                     sizes, kept[one.name] = sizes | extents, one
                     file[one.name] = one.values
                 else:
@@ -181,8 +208,10 @@ class NetCDFSink(HDF5Sink):
                 file[name] = np.zeros(n, ">f4")
             file[name].make_scale(name if name in kept else f"{_BARE}{n:10d}")
             file[name].attrs[_OF_DIMENSION] = np.int32(number)
-        array.attrs[_OF_VARIABLE] = np.arange(len(own), dtype=np.int32)
-        for name, dimensions in [(array.name, own), *((one.name, one.dimensions) for one in kept.values())]:
+        for array in arrays:
+            array.attrs[_OF_VARIABLE] = np.arange(len(own), dtype=np.int32)
+        all_own = [(array.name, own) for array in arrays]
+        for name, dimensions in [*all_own, *((one.name, one.dimensions) for one in kept.values())]:
             for axis, of in enumerate(dimensions if name not in sizes else ()):
                 file[name].dims[axis].attach_scale(file[of])
         for one in given:
@@ -192,9 +221,13 @@ class NetCDFSink(HDF5Sink):
                     there = [name for name in there if name in kept]
                     value = np.bytes_(" ".join(there)) if there else None
                 if value is not None and {*there} <= {*kept}:
-                    (file[one.name] if one.name else array).attrs[key] = value
+                    for found in [file[one.name]] if one.name else arrays:
+                        found.attrs[key] = value
                 else:
                     self.lost.append(f"{one.name}:{key}" if one.name else key)
+        for array, (_, attributes) in zip(arrays, self._options["variables"] or (), strict=False):
+            for key, value in attributes.items():
+                array.attrs[key] = np.bytes_(value.encode()) if isinstance(value, str) else value
         self.lost = list(dict.fromkeys(self.lost))
 
 

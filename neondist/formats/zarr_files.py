@@ -37,6 +37,9 @@ class ZarrSource(TileSource):
         if ".." in inside.split("/"):
             raise DataError(f"{name}: leads out of the folder; name an array in it")
         with faults(name):
+            if inside.strip("/") and not (path / inside.strip("/")).exists():
+                there = sorted(one.name for one in path.iterdir() if any((one / each).is_file() for each in METADATA))
+                raise DataError(f"{path}: has no array '{inside}'; it has {', '.join(there) or 'none'}")
             found: Any = zarr.open(FolderStore(path, read_only=True), path=inside.strip("/"), mode="r")
             image = Multiscale([""])
             if isinstance(found, zarr.Group):
@@ -80,6 +83,10 @@ class ZarrSource(TileSource):
         """Return the coordinates and other variables that belong to the array, and what of these cannot be read."""
         with faults(self.path):
             return beside(self._place, self._array) if self._packing is not None else ([], [])
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the attributes of the array."""
+        return {name: value for name, value in attributes(self._array).items() if value is not None}
 
     def known(self) -> list[str]:
         """Return the names of what is known of the array beside its cells."""

@@ -83,9 +83,13 @@ class HaloPlan(TransferPlan):
     @property
     def outside(self) -> list[Box]:
         """What of the buffer lies outside the image, or has no owner, and holds the window's fill value."""
-        if self.window.mode != "zeros":
+        kept, modes = self.own if self.overlaps else Box.of(self.extent), self.window.modes
+        if "zeros" not in modes:
             return []
-        return self.buffer.outside(self.own if self.overlaps else Box.of(self.extent))
+        if self.window.mode != "zeros":  # along other axes cells are copied, those outside of this one too
+            of = zip(modes, kept.axes(), self.buffer.axes(), strict=True)
+            kept = Box(*zip(*(there if mode == "zeros" else whole for mode, there, whole in of), strict=True))
+        return self.buffer.outside(kept)
 
     @property
     def receives(self) -> tuple[Piece, ...]:  # type: ignore[override]
@@ -235,7 +239,7 @@ class _Axis:
     """One axis of a halo: tiles are a product of ranges, so every piece is a product of axis pieces."""
 
     def __init__(self, partition: Partition, window: Window, axis: int, outputs: Partition) -> None:
-        self.partition, self.axis, self.mode = partition, axis, window.mode
+        self.partition, self.axis, self.mode = partition, axis, window.modes[axis]
         self.n, self.parts = partition.extent[axis], partition.parts[axis]
         needs, step = needs_along(outputs, window, axis), window.stride[axis]
         # own cells behind the last that it sees, for that is often all of a tile; none that others would send beside it

@@ -71,7 +71,7 @@ def sources(
     for axis, (n, views) in enumerate(zip(extent, looked_at(outputs, window, extent).ranges, strict=True)):
         found = []
         for part, view in enumerate(views):
-            lo, hi = sources_within(*view, n, window.mode)
+            lo, hi = sources_within(*view, n, window.modes[axis])
             nearest = min(max(lo, 0), n - 1)
             found.append(_hull((lo, hi), (nearest, nearest + 1) if owners is None else owners.range(axis, part)))
         ranges.append(tuple(found))

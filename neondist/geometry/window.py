@@ -28,8 +28,8 @@ class Window:
         Negative numbers crop, which only a kernel of 1 may do.
     fill : float
         Value of the cells outside the image in mode 'zeros' (-inf for max pooling).
-    mode : {'zeros', 'reflect', 'replicate', 'wrap'}
-        Where cells outside the image come from.
+    mode : {'zeros', 'reflect', 'replicate', 'wrap'}, or one per axis
+        Where cells outside the image come from. Of different modes by axis the attribute is a tuple, else a str.
     """
 
     kernel: tuple[int, ...]
@@ -37,7 +37,7 @@ class Window:
     padding: tuple[tuple[int, int], ...]
     dilation: tuple[int, ...]
     fill: float
-    mode: str
+    mode: str | tuple[str, ...]
 
     @checked
     def __init__(
@@ -48,18 +48,22 @@ class Window:
         dilation: int | Sequence[int] = 1,
         *,
         fill: float = 0.0,
-        mode: str = "zeros",
+        mode: str | Sequence[str] = "zeros",
         ndim: int | None = None,
     ) -> None:
+        modes = (mode,) if isinstance(mode, str) else tuple(mode)
         lengths = {len(v) for v in (kernel, stride, padding, dilation) if _several(v)}
+        lengths |= set() if isinstance(mode, str) else {len(modes)}
         if len(lengths) > 1 or (ndim is not None and lengths - {ndim}):
             raise ConfigError(
-                f"kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation}: the tuples differ in length"
+                f"kernel {kernel}, stride {stride}, padding {padding}, dilation {dilation}"
+                f"{'' if isinstance(mode, str) else f', padding_mode {list(modes)}'}: the tuples differ in length"
                 " or from the number of spatial axes; give an int or one entry per axis"
             )
         axes = ndim if ndim is not None else (lengths.pop() if lengths else 2)
-        if mode not in MODES:
-            raise ConfigError(f"padding_mode '{mode}' is unknown{suggest(mode, MODES)}")
+        for each in modes:
+            if each not in MODES:
+                raise ConfigError(f"padding_mode '{each}' is unknown{suggest(str(each), MODES)}")
         self._set("kernel", _per_axis("kernel_size", kernel, axes, least=1))
         self._set("stride", _per_axis("stride", stride, axes, least=1))
         self._set("padding", _per_side(padding, axes))
@@ -67,7 +71,7 @@ class Window:
         if any(min(sides) < 0 < k - 1 for sides, k in zip(self.padding, self.kernel, strict=True)):
             raise ConfigError(f"padding {padding}: only a kernel of 1 may crop, with negative padding; give at least 0")
         self._set("fill", float(fill))
-        self._set("mode", mode)
+        self._set("mode", modes[0] if len({*modes}) == 1 else modes)
 
     def _set(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)  # the class is frozen
@@ -76,6 +80,16 @@ class Window:
     def ndim(self) -> int:
         """Number of spatial axes."""
         return len(self.kernel)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The padding mode of every axis."""
+        return (self.mode,) * self.ndim if isinstance(self.mode, str) else self.mode
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the image wraps around on some axis."""
+        return "wrap" in self.modes
 
     @property
     def span(self) -> tuple[int, ...]:
@@ -123,6 +137,7 @@ class Window:
         one = copy(self)
         for field in ("kernel", "stride", "padding", "dilation"):
             one._set(field, (getattr(self, field)[axis],))
+        one._set("mode", self.modes[axis])
         return one
 
     def check(self, extent: Sequence[int]) -> None:
@@ -136,7 +151,7 @@ class Window:
                     f" {axis}, more than the padded input has ({n} + {sides[0]} + {sides[1]}); use a smaller kernel or"
                     " more padding"
                 )
-            if self.mode == "reflect" and max(sides) >= n:
+            if self.modes[axis] == "reflect" and max(sides) >= n:
                 raise ConfigError(
                     f"padding {sides} with padding_mode 'reflect' must be less than the image's {n} cells on axis"
                     f" {axis}; use less padding or padding_mode 'replicate'"

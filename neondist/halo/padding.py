@@ -31,13 +31,15 @@ def fold_back(gradient: Any, plan: HaloPlan) -> None:
 
 def _pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
     """Yield (padding layer, source layer) as indices into the buffer; a layer is one cell thick."""
-    if plan.window.mode not in ("reflect", "replicate") or plan.need.empty:
+    if plan.need.empty:
         return
-    for axis, ((lo, hi), n) in enumerate(zip(plan.need.axes(), plan.extent, strict=True)):
+    for axis, ((lo, hi), n, mode) in enumerate(zip(plan.need.axes(), plan.extent, plan.window.modes, strict=True)):
+        if mode not in ("reflect", "replicate"):
+            continue
         before = (slice(None),) * (axis + 1)
         start = plan.buffer.lo[axis]
         for cell in (*range(lo, min(0, hi)), *range(max(n, lo), hi)):
-            yield (*before, cell - start), (*before, fold(cell, n, plan.window.mode) - start)
+            yield (*before, cell - start), (*before, fold(cell, n, mode) - start)
 
 
 def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:

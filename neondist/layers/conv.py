@@ -31,7 +31,8 @@ class ConvLayer(Layer):
         Must divide the input's channels and out_channels.
     bias : bool
     activation : Activation, optional
-    padding_mode : {'zeros', 'reflect', 'replicate', 'wrap'}
+    padding_mode : {'zeros', 'reflect', 'replicate', 'wrap'}, or one per axis
+        ['zeros', 'wrap'] is for rows of latitude and columns of longitude around the globe.
     scheme : ExchangePolicy or str, optional
         How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
     weights_init : Initializer, optional
@@ -56,7 +57,7 @@ class ConvLayer(Layer):
         groups: Count = 1,
         bias: bool = True,
         activation: Activation | None = None,
-        padding_mode: str = "zeros",
+        padding_mode: str | Sequence[str] = "zeros",
         weights_init: Initializer | None = None,
         scheme: ExchangePolicy | str | None = None,
         name: str | None = None,
@@ -98,18 +99,19 @@ class ConvLayer(Layer):
     def gathers_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
         """Return the output and what looks at input cells, if the scheme wants it so, or wants what is fewer."""
         way = self.scheme.gradients if self.scheme else "scatter"
-        if way == "scatter" or (way == "auto" and self.padding_mode != "zeros"):
+        if way == "scatter":
             return None
-        if self.padding_mode != "zeros":
-            return super().gathers_for(input_shape, grid)
-        window, (shape, back) = self.window_for(input_shape), self._gradient_window(input_shape)
+        window = self.window_for(input_shape)
+        if window.mode != "zeros":
+            return None if way == "auto" else super().gathers_for(input_shape, grid)
+        shape, back = self._gradient_window(input_shape)
         gathered = halo_volume(grid.partition(shape[:-1]), back) * shape[-1]
         scattered = halo_volume(grid.partition(input_shape[:-1]), window) * input_shape[-1]
         return (shape, back) if way == "gather" or gathered < scattered else None
 
     def gathers_of(self, input_shape: Shape) -> tuple[Shape, Window] | None:
         """Return the output and what looks at input cells, where padding is zeros."""
-        return self._gradient_window(input_shape) if self.padding_mode == "zeros" else None
+        return self._gradient_window(input_shape) if self.window_for(input_shape).mode == "zeros" else None
 
     def _gradient_window(self, input_shape: Shape) -> tuple[Shape, Window]:
         return self.output_shape_for(input_shape), GradientWindow(self.window_for(input_shape), input_shape[:-1])

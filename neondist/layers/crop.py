@@ -18,7 +18,7 @@ class PadLayer(Layer):
     Parameters
     ----------
     padding : int, one per axis, or ((before, after), ...) per axis
-    mode : {'zeros', 'reflect', 'replicate', 'wrap'}
+    mode : {'zeros', 'reflect', 'replicate', 'wrap'}, or one per axis
     fill : float
         Value of the new cells in mode 'zeros'.
     scheme : ExchangePolicy or str, optional
@@ -32,7 +32,7 @@ class PadLayer(Layer):
     def __init__(
         self,
         padding: int | Sequence[Any],
-        mode: str = "zeros",
+        mode: str | Sequence[str] = "zeros",
         *,
         fill: float = 0.0,
         scheme: ExchangePolicy | str | None = None,

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..errors import ShapeError
+from ..formats.fields import Fields
 from ..registry import Registered
 from .outputs import Outputs
 
@@ -45,6 +46,9 @@ class Metric(Registered, ABC):
 
     def check_outputs(self, y_shape: tuple[int, ...]) -> None:
         """Raise ShapeError if the metric cannot be used with outputs of that global shape, without the batch."""
+
+    def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
+        """Raise UserError if the metric cannot be used with what is known of the fields that outputs are."""
 
     def meter(self, outputs: Outputs) -> Meter:
         """Return what adds up over one evaluation; for metrics that are no sum over cells."""

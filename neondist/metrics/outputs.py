@@ -9,6 +9,7 @@ import numpy as np
 
 from ..comm import ProcessGrid, Reductions
 from ..errors import ShapeError
+from ..formats.fields import Fields
 from ..geometry import Window
 from ..halo import GlobalArray
 
@@ -25,12 +26,19 @@ class Outputs:
         Sums over all ranks what each counted in its own cells; None: there is one rank.
     owns : bool
         Whether this rank counts; False where another has the same outputs, and counts them.
+    fields : Fields, optional
+        What the channels are, if they are physical fields.
     """
 
     def __init__(
-        self, grid: ProcessGrid, shape: Sequence[int], total: Callable[..., Any] | None = None, owns: bool = True
+        self,
+        grid: ProcessGrid,
+        shape: Sequence[int],
+        total: Callable[..., Any] | None = None,
+        owns: bool = True,
+        fields: Fields | None = None,
     ) -> None:
-        self.grid, self.shape, self.owns = grid, tuple(shape), owns
+        self.grid, self.shape, self.owns, self.fields = grid, tuple(shape), owns, fields
         self._total, self._views = total, dict[tuple[Window, int, bool], GlobalArray]()
         self._reductions = Reductions(grid)
 

@@ -12,6 +12,7 @@ from ..backends import Backend, get_backend
 from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, PassError, ShapeError
+from ..formats.fields import Fields
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, scheme_text
 from ..layers import Context, Node, Sequential
@@ -273,6 +274,11 @@ class Model(LayerModel):
         self.slots = self.parameters.new_slots(self.optimizer)
         if self.pending is not None:
             self.load_state(self.pending)
+
+    def place(self, fields: Fields | None) -> None:
+        """Let the cost know what the outputs are, and which cells of them this rank has."""
+        if isinstance(self.cost, Cost):
+            self.cost = self.cost.placed(self.output.extent, self.output.own, fields)
 
     # The passes.
 

@@ -14,6 +14,7 @@ from ..backends import Backend
 from ..comm import ProcessGrid
 from ..data import Dataset
 from ..errors import ConfigError
+from ..formats.fields import Fields
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray
 from ..optim import Optimizer
@@ -217,6 +218,9 @@ class TrainableModel(Registered, Trainable, ABC):
         lo, hi = self.grid.sample_range(self.batch_size)
         numbers = np.arange(lo, hi) % len(dataset.train)
         return dataset.train.images(numbers, self.dtype), dataset.train.targets(numbers)
+
+    def place(self, fields: Fields | None) -> None:
+        """Let the cost know what the outputs are, and which cells of them this rank has; the model is built."""
 
     def cost_of_cells(self) -> Any:
         """Return the cost such that sums over boxes of an image's cells, whole samples or not, add up."""

@@ -213,7 +213,7 @@ def not_in_blocks(graph: Graph) -> Iterator[tuple[str, str]]:
             yield str(layer.name), "sums over the whole image"
         elif layer.reach_for(shape) is None:
             yield str(layer.name), layer.no_recompute
-        elif window is not None and window.mode == "wrap":
+        elif window is not None and window.wraps:
             yield str(layer.name), "its image wraps around"
 
 

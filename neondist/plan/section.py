@@ -213,7 +213,7 @@ def in_segments(
         before = groups[-1][-1] if groups else None
         follows = before is not None and before == at - 1 and graph.readers[graph.steps[at - 1].output] == [at]
         exchanges = plan.window is not None and grid.tiles > 1 and plan.regions[0] is None
-        wraps = plan.window is not None and plan.window.mode == "wrap"
+        wraps = plan.window is not None and plan.window.wraps
         if follows and step.inputs == (graph.steps[at - 1].output,) and not exchanges and not wraps:
             groups[-1].append(at)
         else:

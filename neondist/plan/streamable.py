@@ -32,7 +32,7 @@ def _goes(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
         and (layer.scheme is None or layer.scheme.exact)
         and layer.reach_for(shape) is not None
         and layer.gathers_for(shape, grid) is None
-        and (window is None or window.mode != "wrap")
+        and (window is None or not window.wraps)
         and (layer.sees_reach or layer.view_window_for(shape, grid) == window)
         and (layer.sees_reach or layer.reverse_halos or layer.halos_for(shape, grid) == halos)
         and (last or not any(parameter.layout.cut for parameter in layer.parameters_for(shape).values()))

@@ -61,7 +61,7 @@ def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Seque
         check_alike(grid.world, {}, error)
     extent = _extent_of(x, window, grid) if global_shape is None else tuple(global_shape)[2:]
     padding = tuple(chain.from_iterable(window.padding))
-    how = window.kernel, window.stride, padding, window.dilation, window.fill, window.mode
+    how = window.kernel, window.stride, padding, window.dilation, window.fill, ",".join(window.modes)
     return torch.ops.neondist.halo(x, grid.handle, *how, extent)
 
 
@@ -277,10 +277,11 @@ def _seen(window: Window, axis: int, n: int, lo: int, hi: int) -> tuple[tuple[Ra
         return (), (0, 0)
     start = lo * window.stride[axis] - window.padding[axis][0]
     end = (hi - 1) * window.stride[axis] - window.padding[axis][0] + window.span[axis]
-    if window.mode == "zeros":
+    mode = window.modes[axis]
+    if mode == "zeros":
         inside, around = clipped(start, end, n)
         return (inside,), around
-    return tuple(_runs(fold(i, n, window.mode) for i in range(start, end))), (0, 0)
+    return tuple(_runs(fold(i, n, mode) for i in range(start, end))), (0, 0)
 
 
 def _runs(indices: Iterator[int]) -> Iterator[Range]:
@@ -307,7 +308,7 @@ def _opened(grid: int, how: Sequence[Any]) -> tuple[_Hand, Window, tuple[int, ..
     """Return what the numbers say that an operator was given."""
     kernel, stride, padding, dilation, fill, mode, extent = how
     sides = tuple(zip(padding[::2], padding[1::2], strict=True))
-    window = Window(tuple(kernel), tuple(stride), sides, tuple(dilation), fill=fill, mode=mode)
+    window = Window(tuple(kernel), tuple(stride), sides, tuple(dilation), fill=fill, mode=mode.split(","))
     return _hand(ProcessGrid.of(grid), window.ndim), window, tuple(extent)
 
 

@@ -17,7 +17,7 @@ from .callbacks.stopping import StopOnSignal, TimeLimit
 from .callbacks.watchdog import Watchdog
 from .describe import describe
 from .experiment import FitExperiment, RunResult
-from .inference import evaluate_files, predict
+from .inference import evaluate_files, forecast, predict
 from .loop import evaluate, fit
 from .pretrain import pretrain
 from .state import Record, Stop, TrainState
@@ -43,6 +43,7 @@ __all__ = [
     "evaluate_checkpoint",
     "evaluate_files",
     "fit",
+    "forecast",
     "predict",
     "pretrain",
 ]

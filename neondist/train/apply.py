@@ -10,12 +10,13 @@ from typing import Any
 from ..comm import ProcessGrid, all_or_none
 from ..data import Dataset
 from ..data.base import SPLITS
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..io.checkpoint import opened
 from ..models import TrainableModel
 from ..registry.ranges import choice
 from .consistency import check_consistency, check_data_consistency, outline
 from .experiment import FitExperiment
+from .field_facts import take_fields
 from .loop import evaluate
 from .state import told_of
 from .validate import validate
@@ -56,6 +57,11 @@ def evaluate_checkpoint(
             split = "test" if "test" in dataset.splits else "validation"
         with opened(Path(checkpoint), model.grid.world) as file:
             take_weights(file, model)
+            with all_or_none(model.grid.world):
+                try:
+                    take_fields(file.facts.texts, dataset)
+                except ValueError as problem:
+                    raise DataError(f"{checkpoint}: {problem}") from None
         samples = dataset.splits[split]
         found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
     return {"split": split, **told_of(len(samples), found)}
@@ -80,4 +86,5 @@ def opened_for_evaluation(
             if split is not None and split not in dataset.splits:
                 raise ConfigError(f"split: the data set has no {split} split; choose from {', '.join(dataset.splits)}")
             model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
+            model.place(dataset.fields)
         yield model, dataset

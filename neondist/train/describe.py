@@ -23,4 +23,8 @@ def describe(experiment: Experiment, ranks: int = 1) -> Any:
     data = f"{type(experiment.dataset).__name__} {by(experiment.dataset.sample_shape)}"
     model = f"{type(experiment.model).__name__} ({experiment.model.dtype})"
     head = f"{model} on {grid_text(plan.grid)}, {data}, batches of {experiment.batch_size}"
-    return Group(Text(head, style="bold"), Text(), plan.table())
+    fields = experiment.dataset.fields
+    named = (
+        [] if fields is None else [Text(f"channels: {', '.join(fields.inputs)}; targets: {', '.join(fields.names)}")]
+    )
+    return Group(Text(head, style="bold"), *named, Text(), plan.table())

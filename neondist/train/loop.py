@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from ..comm import all_or_none
 from ..costs.mean import mean_of, parts_of, weighted, weights_of
 from ..data import Dataset, Split
 from ..errors import ConfigError
 from ..metrics import Metric, Misclassification, Outputs
-from ..models import Model, Trainable
+from ..models import Model, Trainable, TrainableModel
 from ..namespace import to_host
 from ..registry.arguments import checked
 from .callbacks.hook import Hook, opened
@@ -72,6 +73,9 @@ def train_loop(
     metrics = [Misclassification()] if metrics is None else metrics
     model = run.model
     try:
+        if isinstance(model.whole, TrainableModel):  # trainables of others need not know of it
+            with all_or_none(model.grid.world):
+                model.whole.place(run.dataset.train.fields)
         _call(hooks, lambda hook: hook.before_run(run))
         while run.stop is None and run.epoch < run.epochs:  # a hook may lower it to stop early
             _train_epoch(run, hooks, model.seed if seed is None else seed)
@@ -210,7 +214,7 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
         Equal on every rank; NaN where there is nothing to count.
     """
     costs, weights = np.zeros(len(parts_of(model.cost))), np.zeros(len(weighted(model.cost)))
-    meters = [metric.meter(_outputs(model)) for metric in metrics]
+    meters = [metric.meter(_outputs(model, split)) for metric in metrics]
     ignored = getattr(model.cost, "ignore_index", None)
     for _, y, targets, cost in judged(model, split, batch_size):
         costs += cost
@@ -237,10 +241,12 @@ def judged(model: Trainable, split: Split, batch_size: int) -> Iterator[tuple[np
             yield part, *model.judged(x, targets, count)
 
 
-def _outputs(model: Trainable) -> Outputs:
-    """Return where a model's outputs lie."""
+def _outputs(model: Trainable, split: Split) -> Outputs:
+    """Return where a model's outputs lie, and what they are."""
     output = model.output
-    return Outputs(model.grid, model.output_shape, output.total, getattr(output, "owns", True))
+    return Outputs(
+        model.grid, model.output_shape, output.total, getattr(output, "owns", True), getattr(split, "fields", None)
+    )
 
 
 def counted(y: Any, targets: Any, ignored: int | None) -> tuple[Any, Any]:

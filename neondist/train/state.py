@@ -16,6 +16,7 @@ from ..metrics import Misclassification
 from ..models import Trainable
 from ..parallel import Flag
 from ..renamed import Renamed
+from .field_facts import taken, texts_of
 
 if TYPE_CHECKING:
     from ..services.master import WorkerTasks
@@ -183,7 +184,10 @@ class TrainState:
         train = self.dataset.train
         factor, offset = train.normalisation
         images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
-        return {"images": json.dumps(images)}
+        return {"images": json.dumps(images), **texts_of(getattr(train, "fields", None))}
 
     def take_texts(self, texts: Mapping[str, str]) -> None:
         """Go on with what `texts` returned; ValueError, which says what is wrong with it."""
+        fields = getattr(self.dataset.train, "fields", None)  # what is only like a split may not have it
+        if fields is not None:
+            taken(texts, fields)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ..backends import get_backend
+from ..costs import Cost
+from ..costs.mean import parts_of
 from ..data import Dataset
 from ..data.augment import Transform
 from ..errors import ConfigError, GridError, UserError
@@ -71,6 +73,9 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
             _check_room_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
     with about(model.subject_of_outputs):
         model.cost.check(plan.output_shape, dataset.classes)
+    for part in [one for _, one in parts_of(model.cost) if isinstance(one, Cost)]:
+        with about(part):
+            part.check_place(plan.output_shape, dataset.fields)
     model.optimizer.check(experiment.epochs)
     if model.num_pretrain_epochs:
         model.pretrain_optimizer.check(model.num_pretrain_epochs)
@@ -81,6 +86,7 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
         with about(metric):
             metric.check(dataset.classes)
             metric.check_outputs(plan.output_shape)
+            metric.check_place(plan.output_shape, dataset.fields)
     for logger in experiment.loggers:
         with about(logger):
             logger.check()

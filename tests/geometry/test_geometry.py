@@ -96,7 +96,7 @@ def test_plans_deliver_every_needed_cell_once(drawn, parts):
         for peer, other in enumerate(plans):
             sent = [p.source for p in plan.sends if p.peer == peer]
             assert sent == [p.source for p in other.receives if p.peer == tile]
-        if window.mode in ("zeros", "wrap"):
+        if set(window.modes) <= {"zeros", "wrap"}:
             need = plan.need.relative_to(plan.buffer).slices
             expected = expected_view(image, window, plan.need)[0, ..., 0]
             np.testing.assert_array_equal(buffer[need], expected)
@@ -177,6 +177,8 @@ def test_an_enlarged_cell_looks_at_those_around_its_centre(factor, linear):
         (lambda: Window(0), ConfigError, "kernel_size"),
         (lambda: Window(3, padding=-1), ConfigError, "only a kernel of 1 may crop"),
         (lambda: Window((3, 3), stride=(1, 1, 1)), ConfigError, "differ in length"),
+        (lambda: Window(mode=("zeros", "wrp")), ConfigError, "padding_mode 'wrp'.*did you mean 'wrap'"),
+        (lambda: Window(mode=("zeros", "wrap", "wrap"), ndim=2), ConfigError, "padding_mode .*differ in length"),
         (lambda: Window(mode="reflec"), ConfigError, "padding_mode 'reflec'.*did you mean 'reflect'"),
         (lambda: Window(9, padding=1).check((5, 5)), ShapeError, "spans 9 cells on axis 0"),
         (lambda: Window(3, padding=2, mode="reflect").check((2, 9)), ConfigError, "'reflect' must be less"),

@@ -42,6 +42,8 @@ HARD = {
     "reflect": ((9, 8), nd.Window(5, padding=4, mode="reflect"), (4, 2, 1)),
     "replicate": ((5, 4), nd.Window(5, padding=4, mode="replicate"), (3, 2, 1)),
     "wrap more than once": ((3, 2), nd.Window(3, padding=7, mode="wrap"), (2, 2, 1)),
+    "zeros above, wrapped around": ((6, 7), nd.Window(5, padding=3, mode=("zeros", "wrap")), (3, 2, 1)),
+    "a mode for each axis": ((5, 4, 6), nd.Window(3, padding=2, mode=("wrap", "zeros", "reflect")), (2, 2, 2)),
     "tiles that see nothing but padding": ((8, 4), nd.Window(3, padding=((1, 1), (6, 6))), (1, 7, 1)),
     "volume": ((4, 5, 6), nd.Window(3, padding=1, ndim=3), (2, 3, 2)),
     "one axis": ((9,), nd.Window(3, padding=1, ndim=1), (2, 2, 1)),

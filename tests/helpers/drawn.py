@@ -18,7 +18,7 @@ def windows(draw, ndim=None, extent=9):
         padding=tuple((draw(st.integers(0, 4)), draw(st.integers(0, 4))) for _ in range(ndim)),
         dilation=tuple(draw(st.integers(1, 2)) for _ in range(ndim)),
         fill=draw(st.sampled_from([0.0, -1.5])),
-        mode=draw(st.sampled_from(sorted(PAD_MODE))),
+        mode=draw(st.one_of(st.sampled_from(sorted(PAD_MODE)), st.tuples(*[st.sampled_from(sorted(PAD_MODE))] * ndim))),
         ndim=ndim,
     )
     return shape, window

@@ -16,8 +16,11 @@ PAD_MODE = {"zeros": "constant", "reflect": "reflect", "replicate": "edge", "wra
 
 def padded_whole(whole, window):
     """The whole image with its padding, by NumPy."""
-    extra = {"constant_values": window.fill} if window.mode == "zeros" else {}
-    return np.pad(whole, [(0, 0), *window.padding, (0, 0)], mode=PAD_MODE[window.mode], **extra)
+    for axis, (sides, mode) in enumerate(zip(window.padding, window.modes, strict=True), start=1):
+        extra = {"constant_values": window.fill} if mode == "zeros" else {}
+        alone = [sides if axis == at else (0, 0) for at in range(whole.ndim)]
+        whole = np.pad(whole, alone, mode=PAD_MODE[mode], **extra)
+    return whole
 
 
 def expected_view(whole, window, need):
@@ -50,10 +53,10 @@ def check_views(grid, extent, window, samples=2, channels=2):
 
 def inside(ga, view):
     """Cells of the view that depend on the image: all, unless padding is a constant."""
-    if ga.window.mode != "zeros":
-        return np.ones(view.shape, bool)
     mask = np.ones(view.shape, bool)
     for axis, ((lo, hi), n) in enumerate(zip(ga.need.axes(), ga.extent, strict=True), start=1):
+        if ga.window.modes[axis - 1] != "zeros":
+            continue
         cells = np.arange(lo, max(lo, hi))
         shape = [1] * view.ndim
         shape[axis] = -1

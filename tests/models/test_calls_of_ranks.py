@@ -32,7 +32,7 @@ AS_OTHERS = {"forward", "judged", "gather", "gather_input", "total", "remember",
 """those that only make others, and what passes and costs call between them"""
 LOCAL = {
     "scatter", "scatter_output", "local_targets", "load_state", "load_optimizer_state", "kept_arrays", "plan", "build",
-    "execute", "cut", "take", "owned", "buffer", "settle", "remembered", "check_tile", "batch_stats", "ledger",
+    "execute", "cut", "take", "owned", "buffer", "settle", "remembered", "check_tile", "batch_stats", "ledger", "place",
 }  # fmt: skip
 CALLS = dict(COLLECTIVE.values())
 

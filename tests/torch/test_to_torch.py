@@ -37,6 +37,7 @@ LAYERS = {
     "lrn": ([nd.LRNLayer(4, alpha=0.3, beta=0.6, k=2.0)], IMAGE),
     "lrn of vectors": ([nd.FCLayer(7), nd.LRNLayer(3, alpha=0.3)], IMAGE),
     "lcn": ([nd.LCNLayer(3, min_deviation=0.3)], IMAGE),
+    "conv, by axis": ([nd.ConvLayer(6, 3, 2, ((2, 1), (0, 2)), padding_mode=("replicate", "wrap"))], (9, 5, 4)),
     "lcn, mean": ([nd.LCNLayer((3, 5), window="uniform", padding_mode="reflect", min_deviation="mean")], IMAGE),
     "lcn, volumes": ([nd.LCNLayer((1, 3, 5), min_deviation=1e-3)], (4, 5, 6, 2)),
     "own filters": ([nd.LocalFilteringLayer(3, (3, 2), (2, 1), ((1, 0), (0, 1)), bias=True)], IMAGE),

@@ -111,6 +111,7 @@ def _prepared(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], No
     factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
     grid = dry_run_grid(fullest(shape, sample_shape[:-1]), factors, shape.size, notes)
     model.build(sample_shape, whole, grid, model.within(model.plan(sample_shape, shape, whole)))
+    model.place(experiment.dataset.fields)
     x, targets = model.trial_batch(experiment.dataset)
     model.learning_rate_scale = 0.0  # its gradients are not those of the whole
 

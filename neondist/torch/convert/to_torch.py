@@ -198,8 +198,13 @@ def _loaded(kind: Any, *args: Any, weights: Arrays, **named: Any) -> nn.Module:
     return made
 
 
-def _padding(sides: Sequence[tuple[int, int]], shape: Shape, mode: str = "zeros", fill: float = 0.0) -> list[nn.Module]:
+def _padding(
+    sides: Sequence[tuple[int, int]], shape: Shape, mode: str | Sequence[str] = "zeros", fill: float = 0.0
+) -> list[nn.Module]:
     """Return what puts cells around an image, or cuts them off."""
+    if not isinstance(mode, str):  # one axis after the other
+        alone = [[side if axis == at else (0, 0) for at, side in enumerate(sides)] for axis in range(len(sides))]
+        return [made for of, each in zip(alone, mode, strict=True) for made in _padding(of, shape, each, fill)]
     flat = tuple(n for side in reversed(sides) for n in side)
     if not any(flat):
         return []

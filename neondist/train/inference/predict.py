@@ -13,7 +13,8 @@ import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
 from ...console import say
-from ...errors import OutputError
+from ...data import ClimateFiles
+from ...errors import ConfigError, OutputError
 from ...formats import TileSink, create_sink
 from ...geometry import split
 from ...io.files import make_folder
@@ -21,6 +22,7 @@ from ...io.files import partial as unfinished
 from ...io.journal import Journal
 from ...io.lock import Lock
 from ..experiment import FitExperiment
+from .forecast import forecast
 from .images import Images
 from .network import network
 from .of_weights import TrainedModule
@@ -41,6 +43,7 @@ def predict(
     raw: bool = False,
     block: int | None = None,
     overwrite: bool = False,
+    steps: int | None = None,
 ) -> tuple[int, ...]:
     """Write the outputs of a checkpoint's network for images of any size; return their whole shape; collective.
 
@@ -71,6 +74,8 @@ def predict(
         or 2048 cells where these do not fit.
     overwrite : bool
         Replace a file that is there, and begin anew where something else was begun.
+    steps : int, optional
+        Of a network that was trained on ClimateFiles: so many forecasts one after the other; see `forecast`.
 
     Raises
     ------
@@ -79,6 +84,10 @@ def predict(
         ConfigError for a network that fits into no memory.
     """
     grid = experiment.open_grid() if grid is None else grid
+    if steps is not None or isinstance(experiment.dataset, ClimateFiles):
+        if classes or probabilities or block is not None:
+            raise ConfigError("predict: forecasts are fields, whole; leave out --classes, --probabilities and --block")
+        return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
     opened = partial(network, experiment, checkpoint, source, grid, block)
     return _written(opened, Path(target), grid, kinds_of(raw, probabilities, classes), overwrite)
 

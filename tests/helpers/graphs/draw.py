@@ -66,6 +66,11 @@ class Draw:
             return self.axes(ndim, low, high)
         return tuple((self.int(low, high), self.int(low, high)) for _ in range(ndim))
 
+    def modes(self, ndim: int) -> Any:
+        """Return a padding mode, or one for each axis."""
+        choices = ["zeros", "zeros", "reflect", "replicate", "wrap"]
+        return self.pick(choices) if self.maybe(0.7) else tuple(self.pick(choices) for _ in range(ndim))
+
     def kernel(self, ndim: int) -> Any:
         """Return a kernel_size, seldom a large one."""
         return self.axes(ndim, 1, 4 if self.maybe(0.9) else 7)
@@ -84,7 +89,7 @@ def conv(d: Draw, shape: Shape) -> dict[str, Any]:
     ndim, groups = len(shape) - 1, d.pick([g for g in (1, 1, 2, 3) if shape[-1] % g == 0])
     given = {"out_channels": groups * d.channels(4 // groups), "kernel_size": d.kernel(ndim)}
     given |= {"padding": d.pick(["same", d.sides(ndim, 0, 2), d.sides(ndim, 0, 2), d.sides(ndim, 3, 7), 1])}
-    given |= {"padding_mode": d.pick(["zeros", "zeros", "reflect", "replicate", "wrap"])}
+    given |= {"padding_mode": d.modes(ndim)}
     given |= {"stride": d.axes(ndim, 1, 3)} if d.maybe(0.4) else {}
     given |= {"dilation": d.axes(ndim, 1, 3)} if d.maybe(0.3) else {}
     given |= {"groups": groups} if groups > 1 else {}
@@ -123,7 +128,7 @@ def upsample(d: Draw, shape: Shape) -> dict[str, Any]:
 
 def pad(d: Draw, shape: Shape) -> dict[str, Any]:
     given = {"padding": d.sides(len(shape) - 1, -1 if d.maybe(0.3) else 0, 3)}
-    given |= {"mode": d.pick(["zeros", "reflect", "replicate", "wrap"])}
+    given |= {"mode": d.modes(len(shape) - 1)}
     return given | ({"fill": 1.5} if d.maybe(0.3) else {})
 
 

@@ -94,7 +94,7 @@ class Oracle:
         return x
 
     def Conv(self, x: Tensor, layer: str, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0,
-             dilation: Any = 1, groups: int = 1, bias: bool = True, padding_mode: str = "zeros") -> Tensor:  # fmt: skip
+             dilation: Any = 1, groups: int = 1, bias: bool = True, padding_mode: Any = "zeros") -> Tensor:  # fmt: skip
         ndim = x.ndim - 2
         if padding == "same":
             padding = _same(x.shape[2:], *(_axes(v, ndim) for v in (kernel_size, stride, dilation)))
@@ -144,7 +144,7 @@ class Oracle:
             return F.interpolate(x, size)
         return F.interpolate(x, size, mode=("linear", "bilinear", "trilinear")[len(size) - 1], align_corners=False)
 
-    def Pad(self, x: Tensor, layer: str, padding: Any, mode: str = "zeros", fill: float = 0.0) -> Tensor:
+    def Pad(self, x: Tensor, layer: str, padding: Any, mode: Any = "zeros", fill: float = 0.0) -> Tensor:
         return _pad(x, padding, mode, fill)
 
     def Crop(self, x: Tensor, layer: str, cropping: Any) -> Tensor:
@@ -247,10 +247,11 @@ def _same(extent: Any, kernel: Any, stride: Any, dilation: Any) -> list[tuple[in
     return [(m // 2, (m + 1) // 2) for m in missing]
 
 
-def _pad(x: Tensor, padding: Any, mode: str, fill: float = 0.0) -> Tensor:
+def _pad(x: Tensor, padding: Any, mode: Any, fill: float = 0.0) -> Tensor:
     """Return the image with cells around it; negative padding crops."""
+    modes = [mode] * (x.ndim - 2) if isinstance(mode, str) else mode
     for axis, (before, after) in enumerate(_sides(padding, x.ndim - 2), start=2):
-        grown = max(before, 0), max(after, 0)
+        grown, mode = (max(before, 0), max(after, 0)), modes[axis - 2]
         if mode != "zeros" and any(grown):
             source = np.pad(np.arange(x.shape[axis]), grown, mode=_MODES[mode])  # type: ignore[call-overload]
             x = x.index_select(axis, torch.tensor(source))

@@ -1,0 +1,95 @@
+"""Times of the CF conventions, 'hours since 2000-01-01' in a calendar, as seconds that compare across files."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+
+_UNITS = {
+    86400.0: ("days", "day", "d"),
+    3600.0: ("hours", "hour", "hrs", "hr", "h"),
+    60.0: ("minutes", "minute", "mins", "min"),
+    1.0: ("seconds", "second", "secs", "sec", "s"),
+    1e-3: ("milliseconds", "millisecond", "msecs", "msec", "ms"),
+    1e-6: ("microseconds", "microsecond"),
+    604800.0: ("weeks", "week"),
+}
+_SECONDS = {name: seconds for seconds, names in _UNITS.items() for name in names}
+_CALENDARS = {
+    "standard": "standard", "gregorian": "standard", "proleptic_gregorian": "gregorian", "julian": "julian",
+    "noleap": "noleap", "365_day": "noleap", "all_leap": "all_leap", "366_day": "all_leap", "360_day": "360_day",
+}  # fmt: skip
+_SINCE = re.compile(
+    r"(?P<unit>[a-z]+)\s+since\s+(?P<year>[+-]?\d{1,6})-(?P<month>\d{1,2})-(?P<day>\d{1,2})"
+    r"(?:[t\s]\s*(?P<hour>\d{1,2})(?::(?P<minute>\d{1,2})(?::(?P<second>\d{1,2}(?:\.\d*)?))?)?)?"
+    r"\s*(?:z|utc|gmt|(?P<zone>[+-]\d{1,2}(?::?\d{2})?))?",
+    re.IGNORECASE,
+)
+_FIRST_GREGORIAN = 1582, 10, 15
+_BEFORE = np.cumsum([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30])
+"""days of a common year before each month"""
+
+
+def seconds_since(where: str, values: Any, units: str, calendar: str = "standard") -> np.ndarray:
+    """Return times as seconds from one moment that is the same for all units of a calendar.
+
+    Parameters
+    ----------
+    where : str
+        The coordinate, as messages name it.
+    values : array of numbers
+    units : str
+        'days since 1850-01-01', as the attribute has it.
+    calendar : str
+        One of CF's; years without or of only leap days among them.
+
+    Raises
+    ------
+    DataError
+        The units are none of a fixed length since a date, the calendar is unknown, or a time is missing.
+    """
+    kind = _CALENDARS.get(calendar.strip().lower())
+    if kind is None:
+        raise DataError(f"{where}: the calendar '{calendar}' is unknown; choose from {', '.join(_CALENDARS)}")
+    found = _SINCE.fullmatch(units.strip())
+    unit = _SECONDS.get(found["unit"].lower()) if found else None
+    if found is None or unit is None:
+        raise DataError(
+            f"{where}: units '{units}' are no times since a date of days, hours, minutes or seconds; write them as"
+            " 'hours since 2000-01-01 00:00:00'"
+        )
+    times = np.asarray(values, np.float64)
+    if not np.isfinite(times).all():
+        raise DataError(f"{where}: has times that are missing; correct the file")
+    date = int(found["year"]), int(found["month"]), int(found["day"])
+    hours = int(found["hour"] or 0), int(found["minute"] or 0), float(found["second"] or 0)
+    start = 86400.0 * _day(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone(found["zone"])
+    return start + unit * times
+
+
+def _zone(text: str | None) -> float:
+    """Return the seconds that a zone is ahead."""
+    if not text:
+        return 0.0
+    hours, minutes = text[1:].replace(":", "")[:2], text[1:].replace(":", "")[2:]
+    return (-1 if text[0] == "-" else 1) * (3600.0 * int(hours) + 60.0 * int(minutes or 0))
+
+
+def _day(kind: str, year: int, month: int, day: int) -> int:
+    """Return the number of a day in a calendar."""
+    month = min(max(month, 1), 12)
+    if kind == "360_day":
+        return 360 * year + 30 * (month - 1) + day
+    if kind in ("noleap", "all_leap"):
+        leap = kind == "all_leap"
+        return (365 + leap) * year + int(_BEFORE[month - 1]) + (leap and month > 2) + day
+    if kind == "standard":
+        kind = "julian" if (year, month, day) < _FIRST_GREGORIAN else "gregorian"
+    early = (14 - month) // 12  # Julian day numbers
+    y, m = year + 4800 - early, month + 12 * early - 3
+    number = day + (153 * m + 2) // 5 + 365 * y + y // 4
+    return number - 32083 if kind == "julian" else number - y // 100 + y // 400 - 32045

@@ -1,0 +1,83 @@
+"""What the coordinates of a variable say: times, latitudes, levels, and which name a dimension has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import DataError
+from .base import TileSource
+from .cf_time import seconds_since
+from .conventions import Beside
+from .packing import Packing
+
+
+def dimension_of(source: TileSource, letter: str) -> str:
+    """Return the name of the dimension along an axis; '' if it has none."""
+    named = dict(zip(source.stored.stored, source.metadata.get("dimensions", ()), strict=False))
+    return str(named.get(letter, ""))
+
+
+def coordinate(source: TileSource, letter: str, beside: Sequence[Beside]) -> Beside | None:
+    """Return the coordinate along an axis, or None where the file has none with values."""
+    name = dimension_of(source, letter)
+    return next((one for one in beside if one.name == name and name and one.values is not None), None)
+
+
+def text_of(attributes: Any, name: str) -> str:
+    """Return an attribute that is text; '' if there is none."""
+    value = attributes.get(name)
+    if isinstance(value, (bytes, np.bytes_)):
+        return bytes(value).decode(errors="replace").strip("\0 ")
+    return value.strip("\0 ") if isinstance(value, str) else ""
+
+
+def values_of(where: str, one: Beside) -> np.ndarray:
+    """Return the values of a coordinate, unpacked."""
+    assert one.values is not None
+    attributes = {name: text_of({name: v}, name) if isinstance(v, bytes) else v for name, v in one.attributes.items()}
+    return Packing(f"{where}:{one.name}", one.values.dtype, attributes).decode(one.values)
+
+
+def times_of(where: str, one: Beside) -> np.ndarray:
+    """Return times as seconds, for comparing.
+
+    Raises
+    ------
+    DataError
+        The coordinate has no units of time.
+    """
+    units = text_of(one.attributes, "units")
+    if " since " not in units.lower():
+        raise DataError(
+            f"{where}: its coordinate {one.name} has {f'units {units!r}' if units else 'no units'}; give it units such"
+            " as 'hours since 2000-01-01 00:00:00'"
+        )
+    calendar = text_of(one.attributes, "calendar") or "standard"
+    return seconds_since(f"{where}:{one.name}", values_of(where, one), units, calendar)
+
+
+def latitudes_of(source: TileSource, beside: Sequence[Beside]) -> np.ndarray | None:
+    """Return the latitudes of a variable's rows (H,), or of its cells (H, W), in degrees; None if it has none."""
+    rows, columns = dimension_of(source, "Y"), dimension_of(source, "X")
+    extent = dict(zip(source.axes, source.shape, strict=True))
+    for one in beside:
+        units = text_of(one.attributes, "units").lower()
+        told = text_of(one.attributes, "standard_name").lower() == "latitude" or units in _DEGREES_NORTH
+        told |= one.name.lower() in ("lat", "latitude") and units in ("", "degrees", "degree")
+        if not told or one.values is None:
+            continue
+        if one.dimensions == (rows,) and one.values.shape == (extent["Y"],):
+            return np.asarray(values_of(source.path, one), np.float64)
+        if one.dimensions == (rows, columns):
+            return np.asarray(values_of(source.path, one), np.float64)
+        if one.dimensions == (columns, rows):
+            return np.asarray(values_of(source.path, one), np.float64).T
+    return None
+
+
+_DEGREES_NORTH = {
+    f"{word}{mark}{north}" for word in ("degree", "degrees") for mark in ("_", "") for north in ("n", "north")
+}

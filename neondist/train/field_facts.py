@@ -1,0 +1,140 @@
+"""What a checkpoint keeps of fields: the names of channels, and how targets were normalised."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ..data import Dataset
+from ..formats.fields import Fields
+from ..io.checkpoint.texts import of_kind, plain_json, whole
+
+TEXT = "fields"
+_NEAR = 0.2  # months are of 28 to 31 days
+
+
+@dataclass(frozen=True)
+class FieldFacts:
+    """What a checkpoint says of fields.
+
+    Attributes
+    ----------
+    inputs, input_units : of the channels that the network is given
+    outputs, units, mean, std : of those that it gives
+    lead : times from the last of an image to its target
+    step : seconds from time to time
+    """
+
+    inputs: list[str]
+    input_units: list[str]
+    outputs: list[str]
+    units: list[str]
+    mean: np.ndarray
+    std: np.ndarray
+    lead: int
+    step: float
+
+    @classmethod
+    def of(cls, texts: Mapping[str, str]) -> FieldFacts:
+        """Return what the texts of a checkpoint say; ValueError, which says what is wrong, if that is nothing."""
+        if TEXT not in texts:
+            raise ValueError("is of a network of other data: it has no names of variables")
+        facts = plain_json(texts[TEXT], dict)
+        inputs, input_units, outputs, units = (
+            _names(facts, name) for name in ("inputs", "input_units", "outputs", "units")
+        )
+        if len(inputs) != len(input_units) or len(outputs) != len(units):
+            raise ValueError("it does not say the units of all its variables")
+        mean, std = (_numbers(facts, name, len(outputs)) for name in ("mean", "std"))
+        if (std <= 0).any():
+            raise ValueError("'std' is not positive")
+        (step,) = _numbers({"step": [facts.get("step")]}, "step", 1).tolist()
+        return cls(inputs, input_units, outputs, units, mean, std, whole("'lead'", facts.get("lead")), step)
+
+    def require(self, inputs: Sequence[str], input_units: Sequence[str], lead: int, step: float) -> None:
+        """Raise ValueError, with the first name that differs, unless a network of these channels and times is meant.
+
+        `step` may be 0, where it is not known.
+        """
+        _require_same("inputs", self.inputs, inputs)
+        for name, there, here in zip(inputs, self.input_units, input_units, strict=True):
+            if there != here:
+                raise ValueError(f"was trained with {name} in '{there}', here it is in '{here}'; convert the files")
+        if lead != self.lead:
+            raise ValueError(f"was trained with lead: {self.lead}, the experiment has lead: {lead}; give the same")
+        if step and abs(step - self.step) > _NEAR * self.step:
+            raise ValueError(
+                f"was trained with {self.step / 3600:g} hours from time to time, the files have {step / 3600:g}; select"
+                " times that are as far apart"
+            )
+
+
+def texts_of(fields: Fields | None) -> dict[str, str]:
+    """Return the text of a checkpoint; none where targets are no fields."""
+    if fields is None:
+        return {}
+    facts = {
+        "inputs": list(fields.inputs),
+        "input_units": list(fields.input_units),
+        "outputs": fields.names,
+        "units": [channel.units for channel in fields.channels],
+        "mean": fields.mean.tolist(),
+        "std": fields.std.tolist(),
+        "lead": fields.lead,
+        "step": fields.step,
+    }
+    return {TEXT: json.dumps(facts)}
+
+
+def taken(texts: Mapping[str, str], fields: Fields) -> Fields:
+    """Return fields with the mean and std of a checkpoint.
+
+    Raises
+    ------
+    ValueError
+        Its channels are others, with the first name that differs; or it does not say what they are.
+    """
+    facts = FieldFacts.of(texts)
+    facts.require(fields.inputs, fields.input_units, fields.lead, fields.step)
+    _require_same("outputs", facts.outputs, fields.names)
+    return replace(fields, mean=facts.mean, std=facts.std)
+
+
+def take_fields(texts: Mapping[str, str], dataset: Dataset) -> None:
+    """Let an open data set normalise as the training did that wrote a checkpoint; ValueError as `taken`."""
+    for split in dataset.splits.values():
+        if split.fields is not None:
+            split.fields = taken(texts, split.fields)
+            images = plain_json(texts.get("images", "{}"), dict)
+            count = len(split.normalisation[0])
+            factor, offset = (_numbers(images, name, count) for name in ("factor", "offset"))
+            if (factor == 0).any():
+                raise ValueError("'factor' is 0")
+            split.normalise(offset / factor, 1 / factor)
+
+
+def _require_same(what: str, there: Sequence[str], here: Sequence[str]) -> None:
+    longest = max(len(there), len(here))
+    mine, other = ([*names, *["nothing"] * (longest - len(names))] for names in (here, there))
+    for at, (a, b) in enumerate(zip(mine, other, strict=True)):
+        if a != b:
+            raise ValueError(
+                f"is of another network: channel {at} of its {what} is '{b}', the experiment has '{a}'; give the"
+                " variables, levels and steps that it was trained with"
+            )
+
+
+def _names(facts: dict[str, Any], name: str) -> list[str]:
+    return [of_kind(f"a name of '{name}'", one, str) for one in of_kind(f"'{name}'", facts.get(name), list)]
+
+
+def _numbers(facts: dict[str, Any], name: str, count: int) -> np.ndarray:
+    found = of_kind(f"'{name}'", facts.get(name), list)
+    if len(found) != count or not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in found):
+        raise ValueError(f"'{name}' are not {count} numbers")
+    return np.array(found, np.float64)

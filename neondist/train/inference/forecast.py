@@ -1,0 +1,307 @@
+"""Forecasts of a trained network: the fields some times later, or one forecast from the other, in NetCDF."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...comm import ProcessGrid, all_or_none
+from ...data import ClimateFiles
+from ...data.datasets.climate_files import FieldTiles
+from ...data.datasets.field_series import FieldSeries
+from ...data.raw import normalised
+from ...errors import ConfigError, DataError
+from ...formats import TileSource, create_sink
+from ...formats.axes import Cells
+from ...formats.conventions import PLACE, Beside
+from ...formats.coordinates import coordinate, dimension_of, times_of, values_of
+from ...formats.packing import OF_VALUES
+from ...geometry import Box
+from ...halo import GlobalArray
+from ...io.checkpoint import opened
+from ...namespace import to_host
+from ..experiment import FitExperiment
+from ..field_facts import FieldFacts
+from ..validate import grid_shape_of
+from ..weights import take_weights
+from .network import normalisation
+from .routes import InTiles, choose
+
+_SUFFIXES = (".nc", ".nc4")
+
+
+def forecast(
+    experiment: FitExperiment,
+    checkpoint: str | Path,
+    source: str | Path,
+    target: str | Path,
+    grid: ProcessGrid | None = None,
+    steps: int | None = None,
+    overwrite: bool = False,
+) -> tuple[int, ...]:
+    """Write the forecasts of a checkpoint's network to NetCDF; return their shape (time, *extent, C); collective.
+
+    Variables are in the units of the files, at the times that they are for, on the grid of the input.
+
+    Parameters
+    ----------
+    experiment : FitExperiment
+        The one that wrote the checkpoint, whose data set is ClimateFiles; its files need not be there.
+    checkpoint : path
+        Written by any number of ranks.
+    source : path
+        A pattern of files with the variables of the images.
+    target : path
+        A NetCDF file.
+    grid : ProcessGrid, optional
+        Default `experiment.open_grid()`.
+    steps : int, optional
+        So many forecasts one after the other, from the last times of the files: each is an input of the next. Default:
+        a forecast from each time of the files that has as many before it as an image needs.
+    overwrite : bool
+        Replace a file that is there.
+
+    Raises
+    ------
+    UserError
+        On every rank: DataError for files that cannot be read, or are not those of the network; ConfigError if
+        forecasts cannot be inputs.
+    """
+    grid = experiment.open_grid() if grid is None else grid
+    grid.check("predict", {"steps": steps})
+    dataset, model, path, world = experiment.dataset, experiment.model, Path(checkpoint), grid.world
+    with all_or_none(world):
+        if not isinstance(dataset, ClimateFiles):
+            raise ConfigError(f"steps: is for forecasts of ClimateFiles, not of {type(dataset).__name__}; leave it out")
+        if Path(target).suffix.lower() not in _SUFFIXES:
+            raise ConfigError(f"{target}: forecasts are written to NetCDF; give a name that ends with .nc")
+        grid_shape_of(experiment, grid.size)
+        series = dataset.open_series(str(source), "input", targets=False)
+    with closing(series), opened(path, world) as file:
+        _, factor, offset, fill = normalisation(path, file.facts.texts)
+        with all_or_none(world):
+            try:
+                facts = FieldFacts.of(file.facts.texts)
+                facts.require(dataset.channel_names(series), dataset.input_units(series), dataset.lead, series.step)
+            except ValueError as problem:
+                raise DataError(f"{path}: {problem}") from None
+            series.fill = fill
+            images = FieldImages(series, dataset.steps, dataset.input_channels(series), factor, offset)
+            if steps is not None:
+                require_closed(dataset, facts, series)
+                images.repeat_last(grid.replicas)
+            route = choose(model, images, grid, experiment.batch_size, None, None)  # type: ignore[arg-type]
+            if not isinstance(route, InTiles):
+                raise ConfigError("memory: the network does not fit with whole fields; use more ranks, or more memory")
+            if len(route.output_shape) < 3 or tuple(route.output_shape[:-1]) != series.extent:
+                raise ConfigError(
+                    f"model: gives {list(route.output_shape)}, the fields are {list(series.extent)}; let it keep the"
+                    " extent (padding: same)"
+                )
+        take_weights(file, model)
+        count = images.shape[0] if steps is None else steps
+        after = dataset.lead * (series.step or facts.step)
+        first = series.times[dataset.steps - 1 :] if steps is None else [series.times[-1]]
+        times = [t + after for t in first] if steps is None else [first[0] + after * (k + 1) for k in range(count)]
+        with _sink(series, facts, times, Path(target), grid, model.dtype, overwrite) as sink:
+            made = _from_files(route, facts) if steps is None else _rolled_out(route, dataset.steps, facts, steps)
+            for places, values in made:
+                if values is not None:
+                    box = grid.partition(series.extent).box(grid.tile)
+                    sink.write((places, *box.slices, slice(0, len(facts.outputs))), values.astype(model.dtype))
+            sink.commit()
+    return count, *series.extent, len(facts.outputs)
+
+
+class FieldImages:
+    """The images (N, H, W, C) of a series, as a network was trained on them."""
+
+    stacked = True
+
+    def __init__(
+        self,
+        series: FieldSeries,
+        steps: int,
+        channels: Sequence[int],
+        factor: Sequence[float],
+        offset: Sequence[float],
+    ) -> None:
+        count = len(series) - steps + 1
+        if count < 1:
+            raise DataError(f"{series.names[0]}: has {len(series)} times, the network takes {steps}; give more files")
+        self.series, self.factor, self.offset = series, factor, offset
+        self._steps, self._channels, self._first = steps, channels, np.arange(count)
+        self.source = series.source(0)
+
+    def repeat_last(self, count: int) -> None:
+        """Let the images be so many of the last one, one for each replica."""
+        self._first = np.repeat(self._first[-1:], count)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, H, W, C)."""
+        return len(self._first), *self.series.extent, self._steps * len(self._channels)
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Extents of the axes that are samples."""
+        return self.shape[:1]
+
+    def read(self, samples: range, box: Box, dtype: Any) -> np.ndarray:
+        """Return the cells of a box of consecutive images (n, *box, C)."""
+        tiles = FieldTiles(self.series, self._first, self._steps, self._channels, box.slices)
+        return normalised(tiles[np.arange(samples.start, samples.stop)], self.factor, self.offset, dtype)
+
+
+def require_closed(dataset: ClimateFiles, facts: FieldFacts, series: FieldSeries) -> None:
+    """Raise ConfigError unless forecasts have all that the next one needs."""
+    for at in dataset.input_channels(series):
+        name = series.channels[at].name
+        if name not in facts.outputs:
+            raise ConfigError(
+                f"steps: '{name}' is an input and no output of the network, so no forecast can follow another; train it"
+                " with all variables as targets"
+            )
+    if dataset.lead < 1 or (dataset.lead > 1 and dataset.steps > 1):
+        raise ConfigError(
+            f"steps: images of {dataset.steps} times with a lead of {dataset.lead} cannot follow each other; train with"
+            " lead: 1, or with steps: 1"
+        )
+
+
+def _from_files(route: InTiles, facts: FieldFacts) -> Iterator[tuple[slice, np.ndarray | None]]:
+    """Yield forecasts from all images, this rank's samples and tile of them."""
+    for part in range(route.parts):
+        x = None
+        with all_or_none(route.grid.world):
+            x = route.read(part)
+        assert x is not None
+        y = route.outputs(part, x)
+        samples, _ = route.place(part)
+        yield slice(samples.start, samples.stop), None if y is None else y * facts.std + facts.mean
+
+
+def _rolled_out(route: InTiles, steps: int, facts: FieldFacts, count: int) -> Iterator[tuple[slice, np.ndarray | None]]:
+    """Yield forecasts, each from the one before; each replica computes them all, and the first one has them."""
+    model, grid, images = route.model, route.grid, route.images
+    own, channels = model.input.own, images.shape[-1] // steps
+    names = facts.inputs[-channels:]
+    order = [facts.outputs.index(name) for name in names]
+    factor, offset = (np.resize(np.asarray(of), images.shape[-1])[-channels:] for of in (images.factor, images.offset))
+    alike = all(grid.world.allgather(own == grid.partition(route.output_shape[:-1]).box(grid.tile)))
+    x = None
+    with all_or_none(grid.world):
+        x = route.read(0)
+    assert x is not None
+    for number in range(count):
+        y = to_host(model.fprop(x, training=False, batch_size=grid.replicas))
+        values = y * facts.std + facts.mean
+        yield slice(number, number + 1), values if grid.replica == 0 else None
+        if not alike:  # tiles that are read overlap
+            whole = GlobalArray(grid, (grid.replicas, *route.output_shape), dtype=str(y.dtype)).gather(y)
+            values = whole[(slice(grid.replica, grid.replica + 1), *own.slices)] * facts.std + facts.mean
+        following = values[..., order] * factor - offset
+        x = np.concatenate([x[..., channels:], following.astype(x.dtype)], axis=-1)
+
+
+class ForecastPlace(TileSource):
+    """Where forecasts lie: the grid of a variable, at other times.
+
+    Parameters
+    ----------
+    source : TileSource
+        A variable of the input.
+    times : sequence of float
+        In the units of its coordinate of times.
+    """
+
+    def __init__(self, source: TileSource, times: np.ndarray) -> None:
+        extent = dict(zip(source.axes, source.shape, strict=True))
+        names = {letter: dimension_of(source, letter) for letter in "TYX"}
+        self._source, self._times, self._names = source, times, names
+        shape = len(times), extent["Y"], extent["X"]
+        super().__init__(source.path, "TYX", shape, source.dtype, metadata={"dimensions": list(names.values())})
+
+    def beside(self) -> tuple[list[Beside], list[str]]:
+        """Return the coordinates of the grid, the new times, and the attributes of the file."""
+        kept, time = list[Beside](), self._names["T"]
+        for one in self._source.beside()[0]:
+            grid = {*one.dimensions} & {self._names["Y"], self._names["X"]}
+            if one.name == time and one.values is not None:
+                attributes = {name: value for name, value in one.attributes.items() if name not in _OF_OLD_TIMES}
+                kept.append(Beside(time, (time,), self._times, attributes))
+            elif one.name == "/":
+                kept.append(replace(one, attributes=_CONVENTIONS | one.attributes))
+            elif one.name == "" or (
+                one.values is not None and time not in one.dimensions and (grid or not one.dimensions)
+            ):
+                kept.append(one)  # but levels, and what changes with time
+        if not any(one.name == "/" for one in kept):
+            kept.append(Beside("/", (), None, dict(_CONVENTIONS)))
+        return kept, []
+
+    def _read(self, cells: Cells) -> np.ndarray:
+        raise DataError(f"{self.path}: has no cells of forecasts")
+
+
+_CONVENTIONS = {"Conventions": np.bytes_(b"CF-1.8")}
+_OF_OLD_TIMES = ("bounds", "climatology", "_FillValue", "missing_value", "valid_range", "valid_min", "valid_max")
+
+
+@contextmanager
+def _sink(
+    series: FieldSeries,
+    facts: FieldFacts,
+    times: Sequence[float],
+    target: Path,
+    grid: ProcessGrid,
+    dtype: Any,
+    overwrite: bool,
+) -> Iterator[Any]:
+    """Yield the file of forecasts at some times, in seconds."""
+    place, variables = None, list[tuple[str, Mapping[str, Any]]]()
+    with all_or_none(grid.world):
+        source = series.source(len(series) - 1)
+        place = ForecastPlace(source, _raw_times(source, series.times[-1], times))
+        for name, units in zip(facts.outputs, facts.units, strict=True):
+            variables.append((name, _attributes(series, name, units)))
+    assert place is not None
+    shape = len(times), *series.extent, len(facts.outputs)
+    made = create_sink(target, shape, dtype, "TYXC", like=place, overwrite=overwrite, grid=grid, variables=variables)
+    with closing(made) as sink:
+        yield sink
+
+
+def _raw_times(source: TileSource, last: float, times: Sequence[float]) -> np.ndarray:
+    """Return times as the coordinate of a file has them; whole numbers where those are."""
+    one = coordinate(source, "T", source.beside()[0])
+    assert one is not None
+    values = values_of(source.path, one)
+    zero, unit = times_of(source.path, replace(one, values=np.arange(2.0), attributes=_plain(one)))
+    found = float(values[-1]) + (np.asarray(times) - last) / (unit - zero)
+    whole = one.values is not None and one.values.dtype.kind in "iu" and np.allclose(found, np.rint(found), atol=1e-6)
+    return np.rint(found).astype(np.int64) if whole else found
+
+
+def _plain(one: Beside) -> dict[str, Any]:
+    return {name: value for name, value in one.attributes.items() if name in ("units", "calendar")}
+
+
+def _attributes(series: FieldSeries, name: str, units: str) -> dict[str, Any]:
+    """Return the attributes of an output: those of the variable of that name, but how it was stored."""
+    channel = next((one for one in series.channels if one.name == name), None)
+    given = {} if channel is None else dict(channel.attributes)
+    kept = {
+        key: value
+        for key, value in given.items()
+        if key not in OF_VALUES and key not in PLACE and not key.startswith("_") and key.isidentifier()
+    }
+    kept |= {"units": units} if units else {}
+    if channel is not None and channel.level is not None:
+        kept["level"] = np.float64(channel.level[1])
+    return kept

@@ -1,0 +1,235 @@
+"""Variables of NetCDF and Zarr files as one series, against xarray, on any grid; and files that do not go together."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+import neondist as nd
+from neondist.cli import main
+from neondist.comm import loopback
+from neondist.formats.cf_time import seconds_since
+
+pytest.importorskip("netCDF4", reason="files are made by netCDF4")
+xarray = pytest.importorskip("xarray", reason="the oracle")
+from climate import save, series, weather  # noqa: E402
+
+GIVEN = {"variables": ["t2m", "z"], "levels": [500, 850], "targets": ["u10", "z500"], "steps": 2, "lead": 1}
+GIVEN |= {"validation": 3, "test": 4}
+
+
+def drawn(path, ranks, numbers, **more):
+    """What `ranks` ranks have of some training samples together, and the statistics."""
+
+    def body(world):
+        grid = nd.ProcessGrid(world)
+        data = nd.ClimateFiles(str(path), **(GIVEN | more))
+        data.open(grid)
+        split = data.train
+        x, y = split.images(numbers, "float64"), split.targets(numbers)
+        wholes = [nd.GlobalArray(grid, (len(numbers), *data.sample_shape[:-1], of.shape[-1])) for of in (x, y)]
+        climatology = nd.GlobalArray(grid, (1, *data.sample_shape[:-1], 2), dtype="float64")
+        facts = [split.normalisation, data.fields.mean, data.fields.std, [len(one) for one in data.splits.values()]]
+        found = [
+            *(ga.gather(of) for ga, of in zip(wholes, (x, y), strict=True)),
+            climatology.gather(data.fields.climatology[None])[0],
+            *facts,
+        ]
+        data.close()
+        return found
+
+    return loopback.run(ranks, body)[0]
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+def test_samples_are_the_variables_at_their_times(tmp_path, suffix):
+    if suffix == ".zarr":
+        pytest.importorskip("zarr", reason="Zarr needs zarr")
+    whole = series(tmp_path, suffix).astype("f8")
+    training = whole.isel(time=slice(0, 23 + 2))  # what its 23 samples and their targets see
+    numbers = np.array([7, 8, 0])  # the first two reach into the second file
+    x, y, climatology, _, mean, std, counts = drawn(tmp_path / f"*{suffix}", 1, numbers, validation=2, test=3)
+    assert counts == [23, 2, 3]
+    inputs = [("t2m", whole.t2m), ("z500", whole.z.sel(level=500)), ("z850", whole.z.sel(level=850))]
+    trained = [training.t2m, training.z.sel(level=500), training.z.sel(level=850)]
+    for channel, ((_, of), seen) in enumerate(zip(inputs, trained, strict=True)):
+        normal = ((of - seen.mean()) / seen.std()).values
+        for at, number in enumerate(numbers):
+            np.testing.assert_allclose(x[at, ..., channel], normal[number], atol=2e-5)
+            np.testing.assert_allclose(x[at, ..., 3 + channel], normal[number + 1], atol=2e-5)
+    for channel, (of, seen) in enumerate([(whole.u10, training.u10), (inputs[1][1], trained[1])]):
+        normal = ((of - seen.mean()) / seen.std()).values
+        np.testing.assert_allclose(y[:, ..., channel], normal[numbers + 2], atol=2e-5)
+        np.testing.assert_allclose([mean[channel], std[channel]], [seen.mean(), seen.std()], rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(climatology[..., channel], seen.mean("time"), rtol=1e-12)
+
+
+def test_every_grid_has_the_same_numbers(tmp_path):
+    series(tmp_path, files=2, times=6, extent=(7, 5))
+    one, *others = (drawn(tmp_path / "*.nc", ranks, np.array([3, 0]), test=2) for ranks in (1, 4))
+    for other in others:
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_rank_reads_its_tile_alone(tmp_path):
+    series(tmp_path, extent=(8, 8))
+    data = nd.ClimateFiles(str(tmp_path / "*.nc"), ["t2m"], validation=3, normalise="none")
+    data.check()
+    tiles = data.load(nd.ProcessGrid.serial().of_strip(nd.geometry.GridShape(1, 2, 2), 3))[0].tiles
+    before = data._series.source(0).bytes_read
+    assert tiles[np.arange(5)].shape == (5, 4, 4, 1)
+    assert data._series.source(0).bytes_read - before == 5 * 4 * 4 * 4
+
+
+def test_names_of_channels(tmp_path):
+    series(tmp_path)
+    data = nd.ClimateFiles(str(tmp_path / "*.nc"), ["t2m", "z"], levels={"z": [500]}, steps=3)
+    data.check()
+    assert data.sample_shape == (6, 8, 6)
+    assert data.channel_names(data._series) == ["t2m@t-2", "z500@t-2", "t2m@t-1", "z500@t-1", "t2m", "z500"]
+    assert data.fields.names == ["t2m", "z500"]
+    assert [one.units for one in data.fields.channels] == ["K", "m2 s-2"]
+
+
+def test_missing_cells_are_filled(tmp_path):
+    data = weather(0, 12)
+    data.t2m[3, 2, 1] = np.nan
+    save(data, tmp_path / "a.nc")
+    given = {"variables": ["t2m"], "validation": 2, "normalise": "none"}
+    found = nd.ClimateFiles(str(tmp_path / "a.nc"), fill=250.0, **given)
+    found.open(nd.ProcessGrid.serial())
+    assert found.train.images([3])[0, 2, 1, 0] == 250
+    with pytest.raises(nd.DataError, match=r"a\.nc:t2m: has cells that are NaN; give the data set fill"):
+        nd.ClimateFiles(str(tmp_path / "a.nc"), **given).open(nd.ProcessGrid.serial())
+
+
+def disordered(data):
+    return data.isel(time=[0, 2, 1, *range(3, 10)])
+
+
+def in_celsius(data):
+    data = data.copy()
+    data["t2m"] = (data.t2m - 273.15).assign_attrs(units="degC")
+    return data
+
+
+WRONG = {
+    "disorder": (disordered, {}, r"1\.nc: disorder in time: time 3 of .*1\.nc is not after the one before; sort"),
+    "a gap": (lambda d: d.isel(time=[0, 1, 2, *range(5, 10)]), {}, r"1\.nc: a gap .* comes 18 hours after .* 6 hours"),
+    "a gap between files": (lambda d: d.isel(time=slice(3, 10)), {}, r"a gap in time: time 1 of .*1\.nc comes 1 days"),
+    "the same times": (lambda d: weather(0, 10), {}, r"1\.nc: disorder in time: time 1 .*the last of .*0\.nc; sort"),
+    "other units": (in_celsius, {}, r"1\.nc: t2m is in 'degC', but in .*0\.nc in 'K'; convert"),
+    "another grid": (lambda d: d.isel(lat=slice(0, 5)), {}, r"1\.nc:t2m: lies on lat 5 x lon 8, but .* 6 x lon 8"),
+    "turned round": (lambda d: d.isel(lat=slice(None, None, -1)), {}, r"1\.nc:t2m: its coordinate lat differs"),
+    "other dimensions": (
+        lambda d: d.assign(u10=d.u10.rename(lat="y")), {"variables": ["t2m", "u10"]},
+        r"1\.nc:u10: lies on y 6 x lon 8, but .*same dimensions: regrid",
+    ),
+    "no such variable": (lambda d: d.drop_vars("t2m"), {}, r"1\.nc: has no array 't2m'; it has"),
+    "no such level": (
+        lambda d: d.isel(level=[0, 2]), {"variables": ["z"], "levels": [500]},
+        r"1\.nc:z: has no level 500; choose from 850, 250",
+    ),
+    "levels not said": (lambda d: d, {"variables": ["z"]}, r"0\.nc:z: has 3 levels; give levels, some of 850, 500"),
+    "moved levels": (
+        lambda d: d.isel(level=[1, 0, 2]), {"variables": ["z"], "levels": [500]}, r"level z500 in another place",
+    ),
+    "no times": (lambda d: d.isel(time=0), {}, r"1\.nc:t2m: has no axis of time"),
+    "numbers for times": (
+        lambda d: d.assign_coords(time=("time", np.arange(10.0), {"axis": "T"})), {}, r"1\.nc: its coordinate time has",
+    ),
+    "too few times": (lambda d: d, {"lead": 20}, r"20 times are 0 samples of 1 times and a target 20 later"),
+    "an unknown target": (lambda d: d, {"targets": ["pr"]}, r"has no array 'pr'"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    path = tmp_path_factory.mktemp("good") / "0.nc"
+    save(weather(0, 10), path)
+    return path
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_files_that_do_not_go_together(good, tmp_path, name):
+    change, given, message = WRONG[name]
+    shutil.copy(good, tmp_path)
+    changed = change(weather(10, 10))
+    if changed.time.dtype.kind == "M":
+        save(changed, tmp_path / "1.nc")
+    else:
+        changed.to_netcdf(tmp_path / "1.nc")
+    with pytest.raises(nd.DataError, match=message):
+        nd.ClimateFiles(str(tmp_path / "*.nc"), **({"variables": ["t2m"]} | given)).check()
+
+
+def test_a_variable_that_a_zarr_store_does_not_have(tmp_path):
+    pytest.importorskip("zarr", reason="Zarr needs zarr")
+    save(weather(0, 6), tmp_path / "0.zarr")
+    with pytest.raises(nd.DataError, match=r"0\.zarr: has no array 'pr'; it has lat, level, lon, t2m, time, u10, z"):
+        nd.ClimateFiles(str(tmp_path / "*.zarr"), ["t2m", "pr"]).check()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"variables": []}, "variables: .* list names"),
+        ({"variables": ["t2m", "t2m"]}, "each once"),
+        ({"levels": {"w": [500]}}, "levels: 'w' is none of the variables"),
+        ({"fill": float("nan")}, "fill"),
+        ({"steps": 0}, "steps"),
+    ],
+)
+def test_arguments_that_cannot_be_used(given, message):
+    with pytest.raises(nd.ConfigError, match=message):
+        nd.ClimateFiles("*.nc", **({"variables": ["t2m"]} | given))
+
+
+def test_the_command_tells_file_and_line(tmp_path, capsys):
+    save(weather(0, 10), tmp_path / "0.nc")
+    save(disordered(weather(10, 10)), tmp_path / "1.nc")
+    (tmp_path / "run.yaml").write_text(
+        f"!FitExperiment\ndataset: !ClimateFiles {{files: '{tmp_path}/*.nc', variables: [t2m]}}\n"
+        "model: !ConvnetDist\n  layers: [!ConvLayerDist {out_channels: 1, kernel_size: 1}]\n  cost: !MSE {}\n"
+    )
+    assert main(["check", str(tmp_path / "run.yaml")]) == 2
+    told = capsys.readouterr().err
+    assert "run.yaml:2: dataset: " in told
+    assert "disorder in time" in told
+    assert told.count("\n") == 1
+
+
+CALENDARS = ["standard", "proleptic_gregorian", "julian", "noleap", "all_leap", "360_day"]
+
+
+@pytest.mark.parametrize("calendar", CALENDARS)
+def test_times_of_calendars(calendar):
+    cftime = pytest.importorskip("cftime")
+    rng = np.random.default_rng(0)
+    zero = seconds_since("t", 0, "days since 2000-01-01", calendar)
+    for _ in range(50):
+        year, month, day, hour = (int(rng.integers(1, most)) for most in (2400, 13, 29, 24))
+        if (year, month) == (1582, 10):
+            continue
+        units = f"hours since {year:04}-{month}-{day} {hour}:30:00"
+        value = int(rng.integers(0, 10**6))
+        date = cftime.num2date(value, units, calendar)
+        expected = cftime.date2num(date, "seconds since 2000-01-01", calendar)
+        assert abs(seconds_since("t", value, units, calendar) - zero - expected) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("units", "calendar", "message"),
+    [
+        ("months since 2000-01-01", "standard", "no times since a date"),
+        ("days since yesterday", "standard", "no times since a date"),
+        ("days since 2000-01-01", "lunar", "calendar 'lunar' is unknown"),
+    ],
+)
+def test_times_that_cannot_be_compared(units, calendar, message):
+    with pytest.raises(nd.DataError, match=message):
+        seconds_since("t", [0, 1], units, calendar)
+    assert seconds_since("t", 0, "days since 2000-01-01T06:00:00+02:00") == seconds_since(
+        "t", 0, "days since 2000-01-01 04:00"
+    )
