@@ -110,6 +110,11 @@ class Scaling:
         """Return how many workers have to end for other jobs; those that are about to end are among them."""
         return self._table.surplus(self._hosts())
 
+    def reason(self) -> str:
+        """Return in words why workers have to end."""
+        used = self._table.workers * self._table.demand.width
+        return "there are fewer slots" if used > sum(self._hosts().values()) else "another job waits"
+
     def give(self, host: str, for_good: bool) -> None:
         """Give the slots of a worker back, as `SlotTable.give`."""
         self._table.give(host, for_good)

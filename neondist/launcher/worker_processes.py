@@ -171,7 +171,7 @@ class WorkerProcesses:
         leaving = sum(worker.deadline is not None for worker in self._workers.values())
         surplus = scaling.surplus() - leaving
         if surplus > 0:
-            self._release(surplus, "another job waits")
+            self._release(surplus, scaling.reason())
         elif not leaving and self._codes == {}:
             self._grow(scaling)
 
