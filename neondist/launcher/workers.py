@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -126,8 +127,10 @@ def _wait_for_slots(arguments: argparse.Namespace, scaling: Scaling, log: Genera
         log.add("wait", what=text)
         say(text, sys.stderr)
 
+    began = time.monotonic()
     found = scaling.wait_for_minimum(limit, lambda: bool(heard), report)
     if found is not None:
+        log.add("slots", workers=len(found), waited=round(time.monotonic() - began, 3))
         return found
     if heard:
         say(f"stopped while waiting for slots: {heard[0]} came; start the command again")

@@ -142,8 +142,11 @@ class Master(Service):
         return Message()
 
     def progress(self, request: Message) -> Message:
-        """Return the number of tasks that no worker has yet, and the workers that have asked for one."""
-        return Message({"todo": self.counts()["todo"], "workers": sorted([*self._workers])})
+        """Return the number of tasks that no worker has yet, at least 1 before the first report of a worker, and the
+        workers that have asked for one.
+        """
+        todo = self.counts()["todo"] if self.begun else 1
+        return Message({"todo": todo, "workers": sorted([*self._workers])})
 
     def compare(self, request: Message) -> Message:
         """Compare what a server has applied with the tasks; see `check`."""
