@@ -4,7 +4,7 @@ python tools/shared_slots.py [--slots 6] [--workers 4] [--seconds 1] [--minibatc
 
 Workers sleep for a fixed time per minibatch, which stands for the computation on a core or a device of their own, so
 that six slots can be tried on a machine with fewer cores. Starting a process is real work, though, and takes longer on
-few cores. Both pairs of jobs run the same command but for --num-workers: 1:4 elastic, 4:4 by gang, which waits for 4 slots.
+few cores. Both pairs run the same command but for --num-workers: 1:4 elastic; 4:4 by gang, which waits for 4 slots.
 
 Printed are the makespans, from the submission of the first job to the end of the second, and how long the second one
 waits for its first slots once it asks for them. Before that it imports its libraries and checks its input, as any job.

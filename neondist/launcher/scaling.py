@@ -40,7 +40,7 @@ def read_slots(source: HostSource | None) -> dict[str, int]:
             f"--hosts-from {source.path}: workers beside parameter servers run on this machine, and {others[0]} is"
             " another; list localhost:SLOTS"
         )
-    return found
+    return {"localhost": sum(found.values())}
 
 
 def check_bounds(demand: Demand, source: HostSource | None) -> None:
@@ -90,17 +90,16 @@ class Scaling:
             sleep(INTERVAL)
         return None
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the job has its maximum."""
-        return self._table.workers >= self._table.demand.high
-
     def is_due(self) -> bool:
         """Whether it is time to compare the number of workers with the slots."""
         if time.monotonic() < self._next:
             return False
         self._next = time.monotonic() + INTERVAL
         return True
+
+    def has_room(self) -> bool:
+        """Whether more workers may be started now."""
+        return self._table.has_room(self._hosts())
 
     def take(self) -> list[str]:
         """Return the hosts of workers that may be started now."""

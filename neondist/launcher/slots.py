@@ -171,15 +171,14 @@ class SlotTable:
         with self._updating() as others:
             if others is None:
                 return []
-            wanted = self._share(hosts, others) - self.workers
-            free = _free(hosts, [self._own, *others])
-            found: list[str] = []
-            for host, slots in free.items():
-                found += [host] * max(0, min(slots // self.demand.width, wanted - len(found)))
-            if self.workers + len(found) < self.demand.low:
-                return []
+            found = self._available(hosts, others)
             self._own.held.update(found)
             return found
+
+    def has_room(self, hosts: Mapping[str, int]) -> bool:
+        """Whether `take` would return anything."""
+        with self._updating() as others:
+            return bool(others is not None and self._available(hosts, others))
 
     def give(self, host: str, for_good: bool = False) -> None:
         """Give the slots of a worker on a host back; `for_good`: the job, which is about to end, wants no others."""
@@ -207,6 +206,14 @@ class SlotTable:
         needs = self.demand.low * self.demand.width
         return f"{used} of {total} slots are in use by {jobs}, and at least {needs} are needed"
 
+    def _available(self, hosts: Mapping[str, int], others: list[_Entry]) -> list[str]:
+        """Return the hosts of workers that this job may have beside those that it has."""
+        wanted = self._share(hosts, others) - self.workers
+        found: list[str] = []
+        for host, slots in _free(hosts, [self._own, *others]).items():
+            found += [host] * max(0, min(slots // self.demand.width, wanted - len(found)))
+        return found if self.workers + len(found) >= self.demand.low else []
+
     def _share(self, hosts: Mapping[str, int], others: list[_Entry]) -> int:
         """Return the fair share of this job, in workers; jobs that run come before those that wait."""
         entries = sorted([self._own, *others], key=lambda one: (one.waits, one.order))
@@ -215,7 +222,13 @@ class SlotTable:
 
     @contextmanager
     def _updating(self) -> Iterator[list[_Entry] | None]:
-        """Yield the entries of other jobs, and write this job's at the end; None while the files are locked."""
+        """Yield the entries of other jobs, and write this job's at the end.
+
+        None while the files are locked, or if they have been removed: a job that runs stays as it is.
+        """
+        if not self._folder.is_dir():
+            yield None
+            return
         with _translated(self._folder), self._locked() as locked:
             yield self._others() if locked else None
             if locked:

@@ -192,7 +192,7 @@ class WorkerProcesses:
 
     def _grow(self, scaling: Scaling) -> None:
         """Start more workers, if there are slots and tasks for them."""
-        if scaling.is_full:
+        if not scaling.has_room():
             return
         progress = self._progress()
         if progress is None or not progress.todo:

@@ -1,5 +1,6 @@
 """Slots that jobs share: the arithmetic of shares, and files whose jobs come, go and are killed."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,6 +81,15 @@ def test_hosts_are_filled_in_order_and_workers_are_whole(tmp_path):
         table.give("a")
         assert table.take({"b": 5}) == [], "a host that is gone"
         assert table.take({"b": 6}) == ["b"]
+
+
+def test_a_job_whose_folder_was_removed_stays_as_it_is(tmp_path):
+    (tmp_path / "slots").mkdir()
+    with SlotTable(Demand(1, 2), tmp_path / "slots") as table:
+        assert table.take({"localhost": 2}) == ["localhost"] * 2
+        shutil.rmtree(tmp_path / "slots")
+        table.give("localhost")
+        assert (table.workers, table.take({"localhost": 2}), table.surplus({"localhost": 0})) == (1, [], 0)
 
 
 JOB = """
