@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     every.set_defaults(stops=False, watched=False, watchdog=None, restarts=None, elastic=None, lease=None, begun=None)
     # of `launch`, and of hosts that come and go
     every.set_defaults(resources=None, hosts_from=None, cool_down=None, wait=None, snapshot=None, source=None, spares=0)
-    every.set_defaults(hosts=None, generation=None, num_ps=0)  # num_ps: of `train`; servers, 0 for a default
+    every.set_defaults(hosts=None, generation=None)
+    # of `train`: servers, 0 for a default; bounds of the number of workers, where their slots come from, the wait
+    every.set_defaults(num_ps=0, bounds=None, slots_from=None, slots_wait=None)
     commands = every.add_subparsers(required=True, metavar="COMMAND")
 
     for command in (run, train, launch, submit, plan, apply, sweep, bench, serve, top, doctor, data, files, zoo):

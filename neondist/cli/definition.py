@@ -31,6 +31,17 @@ def tiles(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def workers(text: str) -> int | tuple[int, int]:
+    """Read a number of workers, '4', or its bounds, '1:4'."""
+    found = re.fullmatch(r"([1-9][0-9]{0,5})(?::([1-9][0-9]{0,5}))?", text)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is no number of workers; give 1 or more, or MIN:MAX such as 1:4 with MIN at most MAX"
+        )
+    return (low, high) if ":" in text else low
+
+
 NAMES = (
     "feed", "loss", "optimizer", "eval_metrics_fn", "callbacks", "custom_data_reader", "PredictionOutputsProcessor",
     "custom_model",

@@ -11,17 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..cluster.hosts import HostSource
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..console import emit
 from ..data.records import Mode
 from ..errors import ConfigError, UserError
 from ..io.output import CHECKPOINT, WEIGHTS
 from ..launcher.ranks import on_ranks
+from ..launcher.scaling import check_bounds
+from ..launcher.slots import Demand
 from ..launcher.workers import check_workers, run_workers, worker_place
 from ..strategies import PSLoadBalancing
 from . import options
-from .definition import NAMES, experiment_of, load_definition, samples_of, tiles
-from .run import hooks_of, resume_mode
+from .definition import NAMES, experiment_of, load_definition, samples_of, tiles, workers
+from .run import duration, hooks_of, resume_mode
 
 if TYPE_CHECKING:
     from ..services.state import UpdateRule
@@ -39,7 +42,19 @@ def add(commands: Any) -> None:
     one.add_argument("--validation-data", metavar="F", help="records that judge the model after every epoch")
     _model_options(one)
     one.add_argument("--num-epochs", type=options.positive, default=1, metavar="N")
-    one.add_argument("--num-workers", type=options.positive, default=1, metavar="N", help="replicas (default 1)")
+    one.add_argument(
+        "--num-workers", type=workers, default=1, metavar="N|MIN:MAX",
+        help="replicas (default 1); or, with servers, between MIN and MAX of them, by the slots that other jobs leave",
+    )  # fmt: skip
+    one.add_argument(
+        "--hosts-from", dest="slots_from", type=options.path, metavar="FILE|SCRIPT",
+        help="with MIN:MAX workers: the slots of this machine, as localhost:SLOTS, read again and again; default its"
+        " cores",
+    )  # fmt: skip
+    one.add_argument(
+        "--wait", dest="slots_wait", type=duration, metavar="TIME",
+        help="with MIN:MAX workers: give up if there have been no slots for MIN for so long (default 10m)",
+    )  # fmt: skip
     one.add_argument("--num-ps", type=options.not_negative, default=0, metavar="N", help="parameter servers")
     one.add_argument(
         "--tiles", type=tiles, default=(1, 1), metavar="RxC", help="tiles of an image in each replica (default 1x1)"
@@ -47,8 +62,9 @@ def add(commands: Any) -> None:
     one.add_argument("--distribution-strategy", choices=STRATEGIES, default="Local")
     one.add_argument("--use-async", action="store_true", help="servers apply each gradient at once")
     one.add_argument(
-        "--grads-to-wait", type=options.positive, default=1, metavar="N",
-        help="gradients that servers average for an update, without --use-async (default 1)",
+        "--grads-to-wait", type=options.positive, metavar="N",
+        help="gradients that servers average for an update, without --use-async; fewer where there are fewer workers"
+        " (default 1; with MIN:MAX workers MAX)",
     )  # fmt: skip
     one.add_argument(
         "--sync-version-tolerance", type=options.not_negative, default=0, metavar="N",
@@ -212,6 +228,7 @@ def _operands(words: list[str]) -> list[str]:
 def _settle(arguments: argparse.Namespace) -> None:
     """Find contradictions of the options, and set ranks and the folder of the run."""
     rows, cols = arguments.tiles
+    _settle_bounds(arguments)
     ranks, strategy = arguments.num_workers * rows * cols, arguments.distribution_strategy
     if strategy == "ParameterServerStrategy":
         arguments.strategy = PSLoadBalancing(sync=not arguments.use_async)
@@ -232,10 +249,31 @@ def _settle(arguments: argparse.Namespace) -> None:
         arguments.folder = Path(arguments.checkpoint_dir)
 
 
+def _settle_bounds(arguments: argparse.Namespace) -> None:
+    """Read MIN:MAX workers, and where their slots come from; `num_workers` is the most there can be."""
+    if isinstance(arguments.num_workers, int):
+        for name, given in (("--hosts-from", arguments.slots_from), ("--wait", arguments.slots_wait)):
+            if given is not None:
+                raise ConfigError(f"{name} is for a number of workers that changes; give --num-workers MIN:MAX")
+        return
+    arguments.bounds = low, high = arguments.num_workers
+    arguments.num_workers = high
+    if arguments.distribution_strategy != "ParameterServerStrategy":
+        raise ConfigError(
+            f"--num-workers {low}:{high}: workers come and go beside parameter servers; use"
+            " --distribution-strategy ParameterServerStrategy, or give one number"
+        )
+    if worker_place(os.environ) is None:
+        if arguments.slots_from is not None:
+            arguments.slots_from = HostSource(arguments.slots_from)
+        check_bounds(Demand(low, high, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from)
+
+
 def _update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
     """Return how servers apply gradients; None: there are no servers, since the workers themselves own parameters."""
-    wait, tolerance = arguments.grads_to_wait, arguments.sync_version_tolerance
-    modulate, workers = arguments.lr_staleness_modulation, arguments.num_workers
+    workers, tolerance = arguments.num_workers, arguments.sync_version_tolerance
+    elastic, modulate = arguments.bounds is not None, arguments.lr_staleness_modulation
+    wait = arguments.grads_to_wait or (workers if elastic and not arguments.use_async else 1)
     for name, given in (("--grads-to-wait", wait > 1), ("--sync-version-tolerance", tolerance)):
         if given and arguments.use_async:
             raise ConfigError(f"{name} is for synchronous updates; leave it out, or --use-async")
@@ -243,10 +281,10 @@ def _update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
         raise ConfigError("--lr-staleness-modulation is for asynchronous updates; give --use-async, or leave it out")
     if wait > workers:
         raise ConfigError(f"--grads-to-wait {wait}: there are {workers} workers; give at most as many")
-    if not (arguments.use_async or arguments.num_ps or tolerance or wait not in (1, workers)):
+    if not (arguments.use_async or arguments.num_ps or tolerance or elastic or wait not in (1, workers)):
         return None
     if workers == 1:
-        raise ConfigError("--use-async and --num-ps are for several workers; give --num-workers")
+        raise ConfigError("servers are for several workers; give --num-workers 2 or more, or MIN:2")
     from ..services.state import UpdateRule
 
     return UpdateRule(not arguments.use_async, wait, tolerance, None, modulate)

@@ -9,21 +9,26 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from .. import safe_path
 from ..console import say
-from ..errors import ConfigError, DataError, LaunchError, ServiceError, ServiceUnavailableError
+from ..errors import ConfigError, DataError, LaunchError, OutputError, ServiceError
+from ..io.generation_log import GenerationLog
 from ..io.output import RECOVERY, clear, has_run
 from ..job import detect
-from ..signals import INTERRUPTED, STOPPED
+from ..signals import STOPPED
 from ..train.validate import grid_shape_of
 from .launch import words
+from .members import WAIT
 from .parent_watch import end_child_with_us, end_with_parent
+from .scaling import Scaling, open_scaling
 from .service_process import ServiceProcess
+from .slots import Demand
+from .worker_processes import TaskProgress, WorkerProcesses, worker_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,12 +36,9 @@ if TYPE_CHECKING:
     from ..services.message import Message
     from ..services.training import WorkerPlace
 
-T = TypeVar("T")
 SERVERS = "NEONDIST_SERVERS"
 """Set in the environment of workers."""
 MOST_SERVERS = 4
-MOST_RESTARTS = 5
-"""Of a worker that is killed."""
 _GRACE = 10.0
 """Seconds that workers have to end after a signal, before they are killed."""
 
@@ -80,9 +82,9 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
 def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     """Run an experiment whose strategy needs servers, and return the exit code; None if it needs none.
 
-    There is a worker for each replica, a process or an mpirun of its tiles; a master with their tasks; and as many
-    servers as workers, at most four. Worker 0 writes the run's folder, the others folders in it; the folder `servers`
-    has the servers' checkpoints and the queue.
+    There is a worker for each replica, a process or an mpirun of its tiles, or between bounds as many as there are
+    slots for. Beside them are a master with their tasks, and as many servers as workers, at most four. Worker 0 writes
+    the run's folder, the others folders in it; the folder `servers` has the servers' checkpoints and the queue.
 
     Raises
     ------
@@ -95,134 +97,103 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     if strategy is None or SERVERS in os.environ:
         return None
     shape = grid_shape_of(experiment, arguments.ranks)
-    from ..services.training import WorkerPlace
-    from ..services.wire import TOKEN, create_token
-
-    token, folder = create_token(), Path(arguments.folder, RECOVERY)
-    env = {**os.environ, TOKEN: token}
     if arguments.overwrite:  # at once, so that a worker that is started again finds files of this run alone
         for one in (arguments.folder, *arguments.folder.glob("worker-*")):
             clear(one)
     if not arguments.resume:
-        shutil.rmtree(folder, ignore_errors=True)
-    fixed = getattr(strategy, "servers", None)
-    count = _servers_in(folder) or arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
+        shutil.rmtree(Path(arguments.folder, RECOVERY), ignore_errors=True)
+    log = GenerationLog(arguments.folder, bool(arguments.resume))
     with ExitStack() as stack:
-
-        def serve(words: Sequence[str]) -> subprocess.Popen[str]:
-            return stack.enter_context(_process(["neondist", "serve", *words], env, True))
-
-        kept = ["--checkpoint-dir", str(folder.absolute())]
-        servers = [ServiceProcess(f"parameter server {at}", ["ps", *kept], serve) for at in range(count)]
-        for server in servers:
-            server.wait()
-        addresses = tuple(server.address for server in servers)
-        master = ServiceProcess("master", ["master", *kept, *_master_words(arguments, experiment, addresses)], serve)
-        master.wait()
-
-        def start(index: int, again: bool) -> subprocess.Popen[str]:
-            place = WorkerPlace(index, addresses, master.address, token, getattr(arguments, "update_rule", None))
-            command = ["neondist", *_worker_words(arguments, index, shape.tiles, again)]
-            return stack.enter_context(_process(command, env | place.environment, False, silent=index > 0))
-
-        job = _Job(start, shape.replicas, [*servers, master])
-        arguments.signals.join(job.forward)
-        code = job.watch(lambda index: _lost(master.address, addresses, token, index))
-        if code == 0:
-            text = job.insist(lambda: _check(master.address, addresses, token))
-            say(f"applied: {text}; {job.restarted}")
-        elif code == STOPPED:
-            job.insist(lambda: _save(master.address, token))
-        return code
+        hosts, scaling = ["localhost"] * shape.replicas, None
+        if arguments.bounds is not None:
+            low, high = arguments.bounds
+            demand = Demand(low, high, shape.tiles)
+            scaling = stack.enter_context(open_scaling(demand, arguments.slots_from))
+            found = _wait_for_slots(arguments, scaling, log)
+            if isinstance(found, int):
+                return found
+            hosts = found
+        code = _run_job(arguments, experiment, stack, hosts, scaling, log)
+        with suppress(OutputError):  # the run matters more
+            log.add("end", code=code)
+    return code
 
 
-class _Job:
-    """The processes of a job.
+def _wait_for_slots(arguments: argparse.Namespace, scaling: Scaling, log: GenerationLog) -> list[str] | int:
+    """Return the hosts of the first workers, or the exit code of a job for which there were no slots."""
+    limit, heard = arguments.slots_wait or WAIT, arguments.signals.heard
 
-    Parameters
-    ----------
-    start : callable
-        Starts a worker by its number, for the first time or again.
-    workers : int
-    services : sequence of ServiceProcess
-    """
+    def report(text: str) -> None:
+        log.add("wait", what=text)
+        say(text, sys.stderr)
 
-    def __init__(
-        self, start: Callable[[int, bool], subprocess.Popen[str]], workers: int, services: Sequence[ServiceProcess]
-    ) -> None:
-        self._start, self._services = start, services
-        self._workers = [start(index, False) for index in range(workers)]
-        self._losses = [0] * workers
-
-    @property
-    def restarted(self) -> str:
-        """How often workers and services were started again, in words."""
-        services = sum(service.restarts for service in self._services)
-        more = f" and {services} services" if services else ""
-        return f"{sum(self._losses)} workers{more} started again"
-
-    def forward(self, name: str) -> None:
-        """Pass a signal on to all workers."""
-        for process in self._workers:
-            if process.poll() is None:
-                process.send_signal(getattr(signal, name))
-
-    def watch(self, lost: Callable[[int], None]) -> int:
-        """Wait for all workers, start those again that were killed, and return the exit code.
-
-        Parameters
-        ----------
-        lost : callable
-            Called with the number of a worker that has ended, before it is started again.
-        """
-        ended: set[int] = set()
-        while True:
-            try:
-                self._keep_services()
-            except LaunchError:
-                for process in self._workers:
-                    process.kill()  # else each would say that it cannot reach the service
-                raise
-            codes = [process.poll() for process in self._workers]
-            for at, code in enumerate(codes):
-                if code is None or at in ended:
-                    continue
-                lost(at)
-                if code in (0, STOPPED):
-                    ended.add(at)
-                elif not _was_killed(code):
-                    return code
-                elif self._losses[at] == MOST_RESTARTS:
-                    say(f"error: worker {at} was killed {MOST_RESTARTS + 1} times; start the command again", sys.stderr)
-                    return 128 - code if code < 0 else code
-                else:
-                    self._losses[at] += 1
-                    say(f"worker {at} was killed; started again", sys.stderr)
-                    self._workers[at] = self._start(at, True)
-            if len(ended) == len(codes):
-                return max(code or 0 for code in codes)
-            time.sleep(0.05)
-
-    def insist(self, call: Callable[[], T], patience: float = 120.0) -> T:
-        """Return what a call of services returns, once these have been restarted."""
-        end = time.monotonic() + patience
-        while True:
-            self._keep_services()
-            try:
-                return call()
-            except ServiceUnavailableError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.1)
-
-    def _keep_services(self) -> None:
-        for service in self._services:
-            service.keep()
+    began = time.monotonic()
+    found = scaling.wait_for_minimum(limit, lambda: bool(heard), report)
+    if found is not None:
+        log.add("slots", workers=len(found), waited=round(time.monotonic() - began, 3))
+        return found
+    if heard:
+        say(f"stopped while waiting for slots: {heard[0]} came; start the command again")
+        return STOPPED
+    text = f"error: gives up after {limit:g} s: {scaling.describe()}; start it again later, or lower --num-workers"
+    say(text, sys.stderr)
+    return 1
 
 
-def _was_killed(code: int) -> bool:
-    """Whether an exit code is that of a process, or of a job, that was killed."""
-    return code < 0 or (code > 128 and code != INTERRUPTED)
+def _run_job(
+    arguments: argparse.Namespace,
+    experiment: Any,
+    stack: ExitStack,
+    hosts: Sequence[str],
+    scaling: Scaling | None,
+    log: GenerationLog,
+) -> int:
+    """Start servers, master and workers, whose processes end with `stack`; return the exit code."""
+    from ..services.training import WorkerPlace
+    from ..services.wire import TOKEN, create_token
+
+    shape, token, folder = grid_shape_of(experiment, arguments.ranks), create_token(), Path(arguments.folder, RECOVERY)
+    env = {**os.environ, TOKEN: token}
+    fixed = getattr(experiment.server_strategy, "servers", None)
+    count = _servers_in(folder) or arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
+
+    def serve(words: Sequence[str]) -> subprocess.Popen[str]:
+        return stack.enter_context(_process(["neondist", "serve", *words], env, True))
+
+    kept = ["--checkpoint-dir", str(folder.absolute())]
+    servers = [ServiceProcess(f"parameter server {at}", ["ps", *kept], serve) for at in range(count)]
+    for server in servers:
+        server.wait()
+    addresses = tuple(server.address for server in servers)
+    master = ServiceProcess("master", ["master", *kept, *_master_words(arguments, experiment, addresses)], serve)
+    master.wait()
+
+    def start(index: int, again: bool) -> subprocess.Popen[str]:
+        place = WorkerPlace(index, addresses, master.address, token, getattr(arguments, "update_rule", None))
+        command = ["neondist", *_worker_words(arguments, index, shape.tiles, again)]
+        return stack.enter_context(_process(command, env | place.environment, False, silent=index > 0))
+
+    def note(event: str, **fields: Any) -> None:
+        with suppress(OutputError):
+            log.add(event, **fields)
+
+    workers = WorkerProcesses(
+        start,
+        hosts,
+        [*servers, master],
+        lambda index: _lost(master.address, addresses, token, index),
+        scaling,
+        lambda: _progress(master.address, token),
+        note,
+    )
+    arguments.signals.join(workers.forward)
+    code = workers.watch()
+    if code == 0:
+        text = workers.insist(lambda: _check(master.address, addresses, token))
+        say(f"applied: {text}; {workers.restarted}")
+    elif code == STOPPED:
+        workers.insist(lambda: _save(master.address, token))
+    return code
 
 
 def _lost(master: str, servers: Sequence[str], token: str, index: int) -> None:
@@ -233,6 +204,15 @@ def _lost(master: str, servers: Sequence[str], token: str, index: int) -> None:
     for address, service, method in [(master, "Master", "lost"), *((one, "PServer", "leave") for one in servers)]:
         with suppress(ServiceError):  # a master without tasks yet, or a service that is being restarted
             _call(address, service, token, method, worker)
+
+
+def _progress(master: str, token: str) -> TaskProgress | None:
+    """Return the tasks of a job; None while the master does not know them, or is being restarted."""
+    try:
+        reply = _call(master, "Master", token, "progress")
+    except ServiceError:
+        return None
+    return TaskProgress(reply.integer("todo"), worker_numbers(reply.items("workers")))
 
 
 def _check(master: str, servers: Sequence[str], token: str) -> str:

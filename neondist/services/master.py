@@ -1,29 +1,22 @@
-"""The master of a job, which hands the tasks of a queue to workers, and a worker's side of it."""
+"""The master of a job, which hands the tasks of a queue to workers."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-import numpy as np
-
-from ..comm import Transport, all_or_none
 from ..errors import ConfigError, ServiceError
 from .database import read_note
 from .message import Message
 from .progress import Credit, Credits
-from .queue import WAIT, Task, TaskQueue
-from .wire import Method, Service, ServiceClient
+from .queue import WAIT, TaskQueue
+from .wire import Method, Service
 
 LEASE = 60.0
 """Seconds that a worker keeps its task without a sign of life; the death of a process is known at once."""
-PATIENCE = 60.0
-"""Seconds for which workers try services again that do not answer, as while they are restarted."""
 _FACTS = "records", "batch_size", "epochs", "seed"
 _TRAINING, _WITHOUT_UPDATE, _SERVERS = "training", "without update", "servers"
 """Names of what is noted in the queue: what workers train on, minibatches without an update, and the servers' state."""
@@ -69,6 +62,7 @@ class Master(Service):
         self._queue: TaskQueue | None = None
         self._facts: dict[str, int] = {}
         self._without_update: set[Credit] = set()
+        self._workers: set[str] = set()
         self.ready = self.finished = path is None
         self.blank = False
         if path is not None and (facts := read_note(path, _TRAINING)) is not None:
@@ -83,6 +77,7 @@ class Master(Service):
             "report_task_result": self.report_task_result,
             "heartbeat": self.heartbeat,
             "lost": self.lose,
+            "progress": self.progress,
             "check": self.compare,
         }
 
@@ -107,6 +102,7 @@ class Master(Service):
         """Lease the next task to a worker, and take back what it has had: `type` is TRAINING, WAIT or NONE."""
         queue, worker = self._begun(), request.text("worker")
         queue.lost(worker)
+        self._workers.add(worker)
         task = queue.get(worker) if self.ready else WAIT
         if task is WAIT or (task is None and not self.finished):
             return Message({"type": "WAIT", "blank": self.blank})
@@ -136,6 +132,7 @@ class Master(Service):
 
     def lost(self, worker: str) -> None:
         """Take back the task of a worker that has ended."""
+        self._workers.discard(worker)
         if self._queue is not None:
             self._queue.lost(worker)
 
@@ -143,6 +140,13 @@ class Master(Service):
         """Take back the task of a worker that has ended."""
         self.lost(request.text("worker"))
         return Message()
+
+    def progress(self, request: Message) -> Message:
+        """Return the number of tasks that no worker has yet, at least 1 before the first report of a worker, and the
+        workers that have asked for one.
+        """
+        todo = self.counts()["todo"] if self.begun else 1
+        return Message({"todo": todo, "workers": sorted([*self._workers])})
 
     def compare(self, request: Message) -> Message:
         """Compare what a server has applied with the tasks; see `check`."""
@@ -244,135 +248,3 @@ class Master(Service):
         if self._queue is None:
             raise ConfigError("no worker has reported what it trains on; call report_training_params first")
         return self._queue
-
-
-class WorkerTasks:
-    """The tasks of a worker, whose first rank speaks with the master.
-
-    Parameters
-    ----------
-    address, token : str
-        Of the master.
-    worker : str
-        Unique within the job.
-    world : Transport
-        The ranks of this worker.
-    facts : dict of str to int
-        records, batch_size, epochs and seed: the same on all workers.
-
-    Attributes
-    ----------
-    credit : Credit
-        The present minibatch.
-    samples : int
-        Of the present minibatch.
-    updated : bool
-        Whether its gradient was pushed.
-    refused : bool
-        Whether a server has refused it, as one of older values; set on the first rank.
-
-    Raises
-    ------
-    ServiceError
-        On every rank: the master cannot be reached, or other workers train on something else.
-    """
-
-    def __init__(self, address: str, token: str, worker: str, world: Transport, facts: Mapping[str, int]) -> None:
-        self.worker, self.world, self._size = worker, world, facts["batch_size"]
-        self.credit, self.samples, self.updated, self.refused = Credit(0, 0, 0), 0, False, False
-        self._ahead: Task | None = None
-        self._task: Task | None = None
-        self._upto = self._per_task = 0
-        self._master: ServiceClient | None = None
-        self._closed = threading.Event()
-        self._idle: Callable[[], object] = lambda: None
-        self._blank: Callable[[], object] = lambda: None
-        with all_or_none(world):
-            if world.rank == 0:
-                self._master = ServiceClient(address, Master.name, token, patience=PATIENCE)
-                self._master.hello()
-                reply = self._master.call("report_training_params", facts)
-                self._per_task = reply.integer("records_per_task", 1)
-                pause = reply.number("lease") / 3
-                threading.Thread(target=self._beat, args=(pause,), name="heartbeat", daemon=True).start()
-        self._per_task = world.bcast(self._per_task)
-
-    def of_epoch(self, epoch: int) -> Iterator[Task]:
-        """Yield tasks until one of a later epoch comes, or all are done; collective.
-
-        Tasks of earlier epochs that others have lost may be among them.
-        """
-        while True:
-            task, self._ahead = self._ahead or self._take(), None
-            if task is None or task.epoch > epoch:
-                self._ahead = task
-                return
-            self._task = task
-            yield task
-
-    def begin(self, first: int, upto: int, samples: int) -> None:
-        """Take note of the minibatch of the present task that is trained next."""
-        assert self._task is not None
-        number = first // self._per_task
-        self.credit = Credit(self._task.epoch, number, (first - number * self._per_task) // self._size)
-        self._upto, self.samples, self.updated, self.refused = upto, samples, False, False
-
-    def finish_minibatch(self) -> bool:
-        """Report that the minibatch was trained; collective. False: it was refused, or the lease is over.
-
-        The rest of the task is then handed out again.
-        """
-        assert self._task is not None
-        credited, told = True, {"task_id": self._task.id}
-        with all_or_none(self.world):
-            if self._master is not None:
-                more = {"upto": self._upto, "updated": self.updated, "credit": list(self.credit)}
-                credited = not self.refused and self._master.call("applied", {**told, **more}).flag("credited")
-                if credited and self._upto == self._task.end:
-                    self._master.call("report_task_result", {**told, "err_message": ""})
-        return bool(self.world.bcast(credited))
-
-    def when_idle(self, function: Callable[[], object]) -> None:
-        """Call a function, on the first rank, before it waits for a task, and when there are none any more."""
-        self._idle = function
-
-    def when_blank(self, function: Callable[[], object]) -> None:
-        """Call a function, on the first rank, while servers wait for the model."""
-        self._blank = function
-
-    def close(self) -> None:
-        """End the connection."""
-        self._closed.set()
-        if self._master is not None:
-            self._master.close()
-
-    def _take(self) -> Task | None:
-        """Return the next task, as soon as there is one; None if all are done."""
-        task = None
-        with all_or_none(self.world):
-            if self._master is not None:
-                task = self._next(self._master)
-        return self.world.bcast(task)
-
-    def _next(self, master: ServiceClient) -> Task | None:
-        pause = 0.0
-        while (reply := master.call("get_task", {"worker": self.worker})).text("type") == "WAIT":
-            if not pause:
-                self._idle()
-            if reply.fields.get("blank"):
-                self._blank()
-            pause = min(2 * pause + 0.02, 0.5)
-            time.sleep(pause)
-        if reply.text("type") == "NONE":
-            self._idle()
-            return None
-        task_id, epoch, start, end = (reply.integer(name) for name in ("task_id", "epoch", "start", "end"))
-        indices, positions = (reply.array(name, np.int64, [None]) for name in ("indices", "positions"))
-        return Task(task_id, epoch, start, end, "training", indices, positions)
-
-    def _beat(self, pause: float) -> None:
-        """Give signs of life until the end; where the master is gone for good, the next call says so."""
-        assert self._master is not None
-        while not self._closed.wait(pause):
-            with suppress(ServiceError, ValueError):  # it is restarted, or this is the end
-                self._master.call("heartbeat", {"worker": self.worker})

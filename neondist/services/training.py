@@ -17,10 +17,10 @@ from ..namespace import namespace
 from ..parallel import Parameters
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from .client import ParameterClient
-from .master import PATIENCE, WorkerTasks
 from .placement import place
 from .state import UpdateRule
 from .wire import read_token
+from .worker_tasks import PATIENCE, WorkerTasks
 
 SERVERS, MASTER, WORKER = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
 """Environment variables of a worker: addresses of the servers and of the master, and its number."""

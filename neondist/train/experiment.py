@@ -288,16 +288,17 @@ def _train(
     begun = begin(run, folder, resume, init_from, store)
     remote = None
     if worker is not None and experiment.server_strategy is not None:
-        from ..services.master import WorkerTasks  # gRPC
-        from ..services.training import ServerUpdate
+        from ..services.training import ServerUpdate  # gRPC
+        from ..services.worker_tasks import WorkerTasks
 
         facts = {"records": run.samples, "batch_size": run.batch_size, "epochs": run.epochs, "seed": model.seed}
-        run.tasks = WorkerTasks(worker.master, worker.token, worker.name, grid.world, facts)
+        first = worker.index == 0
+        run.tasks = WorkerTasks(worker.master, worker.token, worker.name, grid.world, facts, first)
         remote = ServerUpdate(worker, experiment.server_strategy, model.built, model.optimizer, grid.world, run.tasks)
     model.remote = remote
     writers: list[Hook] = []
     if folder is not None:
-        _begin(experiment, grid, folder, begun.resumed, resolved, supervised)
+        _begin(experiment, grid, folder, begun.resumed, resolved, supervised or worker is not None)
         writing = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, resolved)
         writers = _writers(folder, writing, store, snapshot)
     with (

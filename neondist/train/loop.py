@@ -19,7 +19,7 @@ from ..models import Model, Trainable, TrainableModel
 from ..namespace import to_host
 from ..registry.arguments import checked
 from .callbacks.hook import Hook, opened
-from .state import Record, Totals, TrainState, without_nan
+from .state import Record, Stop, Totals, TrainState, without_nan
 
 
 @checked
@@ -77,6 +77,7 @@ def train_loop(
             with all_or_none(model.grid.world):
                 model.whole.place(run.dataset.train.fields)
         _call(hooks, lambda hook: hook.before_run(run))
+        _join_epoch(run)
         while run.stop is None and run.epoch < run.epochs:  # a hook may lower it to stop early
             _train_epoch(run, hooks, model.seed if seed is None else seed)
             if run.stop is None:
@@ -91,6 +92,22 @@ def train_loop(
             with suppress(Exception):  # the first error is the one to read
                 hook.on_error(run, error)
         raise
+
+
+def _join_epoch(run: TrainState) -> None:
+    """Let a worker that joins late begin with the epoch of the first task that it gets; collective.
+
+    The first worker writes the records of all epochs.
+    """
+    if run.tasks is None or run.tasks.is_first or run.stop is not None or run.epoch >= run.epochs:
+        return
+    epoch = run.tasks.next_epoch(run.is_asked_to_stop)
+    if run.tasks.interrupted:
+        run.stop = Stop("asked to while it waited for a task; --resume goes on from here")
+    elif epoch is None:
+        run.stop = Stop("all tasks are done", code=0)
+    elif epoch > run.epoch:
+        run.epoch, run.samples_seen, run.totals = epoch, 0, Totals()
 
 
 def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
@@ -124,6 +141,10 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 _call(hooks, lambda hook: hook.after_step(run))
                 if not goes_on:
                     break
+    if tasks is not None and tasks.interrupted:
+        run.stop = Stop("asked to while it waited for a task; --resume goes on from here")
+    if tasks is not None and run.stop is not None:
+        return
     totals.skipped += len(split) - run.samples_seen
     run.samples_seen = len(split)
     if model.whole.remote is not None and run.epoch + 1 >= run.epochs:
@@ -133,8 +154,10 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
 def _rounds(run: TrainState, seed: int) -> Iterator[tuple[int, list[tuple[int, int, np.ndarray]]]]:
     """Yield epochs and minibatches that are read one after the other: positions before and after, and samples."""
     if run.tasks is not None:
-        for task in run.tasks.of_epoch(run.epoch):
+        for task in run.tasks.of_epoch(run.epoch, run.is_asked_to_stop):
             yield task.epoch, list(task.minibatches(run.batch_size))
+            if run.stop is not None:
+                return
         return
     samples, size = run.dataset.train.order(seed, run.epoch), run.batch_size
     starts = range(run.samples_seen, len(samples), size)

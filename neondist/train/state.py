@@ -19,7 +19,7 @@ from ..renamed import Renamed
 from .field_facts import taken, texts_of
 
 if TYPE_CHECKING:
-    from ..services.master import WorkerTasks
+    from ..services.worker_tasks import WorkerTasks
 
 
 class Record(dict[str, Any]):
@@ -165,6 +165,10 @@ class TrainState:
     def request_stop(self, reason: str) -> None:
         """Ask, on this rank or on several, that the run ends on all ranks after the next step, complete."""
         self.model.sync.flags.mine[Flag.STOP] = 1
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether this rank was asked to stop, which all ranks hear in the next step, if there is one."""
+        return bool(self.model.sync.flags.mine[[Flag.SIGTERM, Flag.SIGUSR1, Flag.TIME, Flag.STOP]].any())
 
     def hear_requests(self) -> None:
         """Stop, if a rank asked for it in the step that is over."""

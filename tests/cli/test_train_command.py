@@ -163,6 +163,7 @@ def test_bad_records(place, capsys):
 
 
 SERVED = "--distribution-strategy", "ParameterServerStrategy", "--num-workers", "2"
+ELASTIC = "--distribution-strategy", "ParameterServerStrategy", "--num-workers"
 
 
 def test_servers_average_as_many_gradients_as_the_options_say(place):
@@ -184,10 +185,15 @@ def test_servers_average_as_many_gradients_as_the_options_say(place):
         (["--sync-version-tolerance", "4"], UpdateRule(True, 1, 4)),
         (["--use-async"], UpdateRule(False, 1)),
         (["--use-async", "--lr-staleness-modulation"], UpdateRule(False, 1, 0, None, True)),
+        (["--num-workers", "1:2"], UpdateRule(True, 2)),
+        (["--num-workers", "1:2", "--grads-to-wait", "1"], UpdateRule(True, 1)),
+        (["--num-workers", "2:2", "--use-async"], UpdateRule(False, 1)),
     ],
 )
 def test_rules_of_servers(place, options, rule):
-    arguments = parser().parse_args(["train", model(place), "--training-data", "train.csv", *SERVED, *options])
+    (place / "slots").write_text("localhost:2\n")
+    slots = ["--hosts-from", "slots"] if any(":" in option for option in options) else []
+    arguments = parser().parse_args(["train", model(place), "--training-data", "train.csv", *SERVED, *options, *slots])
     _settle(arguments)
     assert arguments.update_rule == rule
 
@@ -204,11 +210,31 @@ def test_rules_of_servers(place, options, rule):
         ([*SERVED, "--use-async", "--sync-version-tolerance", "1"], "is for synchronous updates"),
         ([*SERVED, "--grads-to-wait", "3"], "there are 2 workers; give at most as many"),
         (["--evaluation-steps", "3"], "needs --validation-data"),
+        (["--num-workers", "1:2"], "workers come and go beside parameter servers"),
+        ([*ELASTIC, "1:3", "--hosts-from", "slots"], "slots lists 2 slots, too few for 3 workers; give at most 2"),
+        ([*ELASTIC, "1:2", "--tiles", "2x1", "--hosts-from", "slots"], "too few for 2 workers of 2 tiles"),
+        ([*ELASTIC, "1:2", "--hosts-from", "elsewhere"], "run on this machine, and far is another"),
+        ([*ELASTIC, "1:2", "--hosts-from", "absent"], "absent: no such file"),
+        ([*ELASTIC, "1:99999"], "this machine has"),
+        ([*ELASTIC, "1:1"], "give --num-workers 2 or more, or MIN:2"),
+        ([*SERVED, "--wait", "1m"], "--wait is for a number of workers that changes"),
     ],
 )
 def test_contradictions(place, capsys, options, what):
+    (place / "slots").write_text("localhost:2\n")
+    (place / "elsewhere").write_text("localhost:2\nfar:2\n")
     assert main(["train", model(place), "--training-data", "train.csv", *options]) == 2
-    assert what in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert what in err
+    assert err.count("error:") == 1
+
+
+@pytest.mark.parametrize("number", ["4:1", "0:2", "0", "1:", ":2", "one", "1:2:3", "-1", "1.5", "1:9999999", "²"])
+def test_numbers_of_workers_that_are_none(capsys, number):
+    with pytest.raises(SystemExit) as error:
+        main(["train", "model.py", "--training-data", "train.csv", f"--num-workers={number}"])
+    assert error.value.code == 2
+    assert f"'{number}' is no number of workers; give 1 or more, or MIN:MAX such as 1:4" in capsys.readouterr().err
 
 
 def test_elasticdl_spellings(place):

@@ -8,10 +8,11 @@ from parameter_servers import Servers, arrays
 import neondist as nd
 from neondist.comm import SingleTransport
 from neondist.errors import ServiceError
-from neondist.services.master import Master, WorkerTasks
+from neondist.services.master import Master
 from neondist.services.message import Message
 from neondist.services.progress import Credit, Credits
 from neondist.services.state import UpdateRule
+from neondist.services.worker_tasks import WorkerTasks
 
 RECORDS, SIZE, PER_TASK, EPOCHS = 11, 2, 3, 2
 FACTS = {"records": RECORDS, "batch_size": SIZE, "epochs": EPOCHS, "seed": 3}

@@ -1,0 +1,163 @@
+"""The number of workers of an elastic job: within its bounds, by the slots that other jobs leave."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from .. import threads
+from ..cluster.hosts import HostPool, HostSource
+from ..console import say
+from ..errors import ConfigError, LaunchError
+from .members import POLL
+from .slots import Demand, SlotTable
+
+INTERVAL = 0.25
+"""Seconds between two looks at the slots of other jobs."""
+_REPORT = 30.0
+"""Seconds between two messages of a job that waits."""
+
+
+def read_slots(source: HostSource | None) -> dict[str, int]:
+    """Return the slots of this machine: its cores, or what a source of hosts says.
+
+    Raises
+    ------
+    ConfigError
+        The list cannot be read, or has other machines.
+    """
+    if source is None:
+        return {"localhost": threads.cores()}
+    found = source.read()
+    node = os.uname().nodename
+    local = {"localhost", "127.0.0.1", node, node.partition(".")[0]}
+    if others := sorted(set(found) - local):
+        raise ConfigError(
+            f"--hosts-from {source.path}: workers beside parameter servers run on this machine, and {others[0]} is"
+            " another; list localhost:SLOTS"
+        )
+    return {"localhost": sum(found.values())}
+
+
+def check_bounds(demand: Demand, source: HostSource | None) -> None:
+    """Raise an error if a job could never have its maximum; the list of a script may grow."""
+    slots = sum(read_slots(source).values())
+    if demand.high * demand.width > slots and (source is None or not source.is_script):
+        where = f"{source.path} lists" if source is not None else "this machine has"
+        each = f" of {demand.width} tiles" if demand.width > 1 else ""
+        raise LaunchError(
+            f"--num-workers {demand.low}:{demand.high}: {where} {slots} slots, too few for {demand.high} workers{each};"
+            f" give at most {slots // demand.width}, or more slots with --hosts-from FILE (localhost:SLOTS)"
+        )
+
+
+class Scaling:
+    """The slots of an elastic job.
+
+    Parameters
+    ----------
+    table : SlotTable
+    hosts : callable
+        Returns the slots of each host as they are now.
+    """
+
+    def __init__(self, table: SlotTable, hosts: Callable[[], Mapping[str, int]]) -> None:
+        self._table, self._hosts = table, hosts
+        self._next = 0.0
+
+    def wait_for_minimum(
+        self,
+        limit: float,
+        stopped: Callable[[], bool],
+        report: Callable[[str], None],
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> list[str] | None:
+        """Return the host of each worker once the job has its minimum; None after `limit` seconds, or if stopped."""
+        began, last = time.monotonic(), -1
+        while not stopped():
+            if found := self._table.take(self._hosts()):
+                return found
+            waited = time.monotonic() - began
+            if waited >= limit:
+                return None
+            if int(waited / _REPORT) > last:
+                last = int(waited / _REPORT)
+                report(f"waiting for slots: {self.describe()}; gives up in {limit - waited:.0f} s")
+            sleep(INTERVAL)
+        return None
+
+    def is_due(self) -> bool:
+        """Whether it is time to compare the number of workers with the slots."""
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + INTERVAL
+        return True
+
+    def has_room(self) -> bool:
+        """Whether more workers may be started now."""
+        return self._table.has_room(self._hosts())
+
+    def take(self) -> list[str]:
+        """Return the hosts of workers that may be started now."""
+        return self._table.take(self._hosts())
+
+    def surplus(self) -> int:
+        """Return how many workers have to end for other jobs; those that are about to end are among them."""
+        return self._table.surplus(self._hosts())
+
+    def reason(self) -> str:
+        """Return in words why workers have to end."""
+        used = self._table.workers * self._table.demand.width
+        return "there are fewer slots" if used > sum(self._hosts().values()) else "another job waits"
+
+    def give(self, host: str, for_good: bool) -> None:
+        """Give the slots of a worker back, as `SlotTable.give`."""
+        self._table.give(host, for_good)
+
+    def describe(self) -> str:
+        """Return in words who uses the slots."""
+        return self._table.describe(self._hosts())
+
+
+@contextmanager
+def open_scaling(demand: Demand, source: HostSource | None) -> Iterator[Scaling]:
+    """Yield the slots of a job, for which it waits in turn; the list of hosts is read again and again meanwhile."""
+    pool, closed = HostPool(lambda: read_slots(source), 0.0), threading.Event()
+    pool.refresh()
+    if pool.error:
+        raise ConfigError(pool.error)
+    hosts = dict(pool.listed)
+
+    def watch() -> None:
+        nonlocal hosts
+        reported, fewer = "", 0
+        while not closed.wait(POLL):
+            pool.refresh()
+            if pool.error not in ("", reported):
+                say(f"hosts: {pool.error}; the last list stays", sys.stderr)
+            reported = pool.error
+            fewer = fewer + 1 if sum(pool.listed.values()) < sum(hosts.values()) else 0
+            if fewer != 1:  # a list that is just being written has fewer hosts
+                hosts = dict(pool.listed)
+
+    with SlotTable(demand) as table:
+        if source is not None:
+            threading.Thread(target=watch, name="hosts", daemon=True).start()
+        try:
+            yield Scaling(table, lambda: hosts)
+        finally:
+            closed.set()
+
+
+def describe_change(before: int, now: int, reason: str) -> str:
+    """Return a change of the number of workers in words."""
+    return f"workers: {before} -> {now} ({reason})"
+
+
+def choose_released(indices: Sequence[int], count: int) -> list[int]:
+    """Return the workers that end for other jobs: the last ones; never worker 0, which writes the run."""
+    return sorted((at for at in indices if at > 0), reverse=True)[:count]
