@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..io.files import write_figure
 from ..plan.report import Column, LayerTable, by
 from .suite import OURS, THEIRS
-from .tables import bytes_text, markdown, seconds_text
+from .tables import bytes_text, markdown, seconds_text, share_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -116,14 +116,15 @@ def _roofline(row: Made) -> list[str]:
     flops, moved = machine["flops_per_second"] / 1e9, machine["bytes_per_second"] / 1e9
     head = (
         f"Where the time of {row['network']} goes: matrix products reach {flops:.0f} Gflop/s, copies {moved:.1f} GB/s,"
-        " all ranks together; reached: the share of that limit (more than 100% where arrays stay in caches)."
+        " all ranks together; reached: the share of that limit (more than 100% where arrays stay in caches or"
+        " another layer does the work)."
     )
     heads = ["layer or segment", "forward", "backward", "exchange", "wait", "Gflop/s", "limit", "reached"]
     rows = []
     for one in row["layers"]:
         times = [seconds_text(one[kind]) for kind in ("forward", "backward", "exchange", "wait")]
         speed, share = one.get("flops_per_second"), one.get("share_of_limit")
-        speeds = [f"{speed / 1e9:.0f}" if speed else "", one.get("limit", ""), "" if share is None else f"{share:.0%}"]
+        speeds = [f"{speed / 1e9:.0f}" if speed else "", one.get("limit", ""), share_text(share)]
         rows.append([one["name"], *times, *speeds])
     return [head, markdown(heads, rows)]
 

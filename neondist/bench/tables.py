@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..plan.report import Column, LayerTable
 from ..runtime.observers.clock import KINDS
 
+_BEYOND = 3.0  # caches alone do not make a layer faster than its limit by more
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -38,13 +40,20 @@ def step_table(made: dict[str, Any]) -> RenderableType:
     return Group(Text(head, style="bold"), Text(), table, Text(), *(Text(line) for line in _summary(made)))
 
 
+def share_text(share: float | None) -> str:
+    """Return the share of a limit; far beyond it, as where another layer does the work, it is no figure."""
+    if share is None:
+        return ""
+    return f"{share:.0%}" if share <= _BEYOND else f">{_BEYOND:.0%}"
+
+
 def _machine(made: dict[str, Any]) -> list[Column]:
     if "machine" not in made:
         return []
     shares = [row.get("share_of_limit") for row in made["layers"]]
     return [
         Column("limit", [row.get("limit", "") for row in made["layers"]], right=False),
-        Column("reached", ["" if share is None else f"{share:.0%}" for share in shares]),
+        Column("reached", [share_text(share) for share in shares]),
     ]
 
 

@@ -326,6 +326,12 @@ def _result(trial: FrozenTrial, folder: Path) -> str:
     return f"failed: {_last_words(_run(folder, trial.number))}"
 
 
+def _marked(trial: FrozenTrial, key: str) -> tuple[float, float] | None:
+    """Return the point of the best trial in the plot of a field; None where the field is no number."""
+    at, value = trial.params[key], trial.value
+    return (at, value) if is_number(at) and value is not None else None
+
+
 def _conclude(study: Study, folder: Path) -> int:
     """Print the trials, the best first, and write them and the best experiment; ConfigError if none has a result."""
     from rich.table import Table
@@ -357,8 +363,12 @@ def _conclude(study: Study, folder: Path) -> int:
     origin = f"# trial {trials[0].number} of {visible(str(folder), keep='')}: {trials[0].value:.6g}"
     write_text(folder / "best.yaml", f"{origin}\n{text}")
     write_text(folder / "sweep.html", page(folder.resolve().name, [
-        "<h2>Results</h2>", plot("trials", {"result": [(number, value) for number, value, _ in good]}, dots=True),
-        *(plot(key, {"result": of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False))
+        "<h2>Results</h2>", plot(
+            "trials", {"result": [(number, value) for number, value, _ in good]}, dots=True,
+            best=(trials[0].number, float(trials[0].value)),
+        ),
+        *(plot(key, {"result": of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False),
+               best=_marked(trials[0], key))
           for key, of in points.items() if of),
         table(head, rows), f"<h2>The best</h2><pre>{safe(text, len(text))}</pre>",
     ]))  # fmt: skip

@@ -252,6 +252,10 @@ class TrainableModel(Registered, Trainable, ABC):
             raise ConfigError("summary: the model is not built; give the shape of an image, such as (28, 28, 1)")
         return Summary(self.compiled.describe())
 
+    def __repr__(self) -> str:
+        built = getattr(self, "compiled", None) is not None
+        return str(self.summary()) if built else f"{type(self).__name__} (not built)"
+
     def _repr_html_(self) -> str:
         built = getattr(self, "compiled", None) is not None
         return (self.summary() if built else Summary(f"{self} (not built)"))._repr_html_()

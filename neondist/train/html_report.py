@@ -15,10 +15,10 @@ from ..formats.base import faults
 from ..io.files import reason
 from ..io.generation_log import read_events
 from ..io.regular_file import open_regular, read_bytes
-from .page import is_number, page, picture, plot, png, safe, table, text, told
+from .page import is_number, page, picture, plot, png, safe, scrolled, table, text, told
 from .state import Record
 
-_PICTURES = ("curves.png", "tiles.png")
+_PICTURES = ("tiles.png",)  # curves are drawn from the records
 _ROWS, _COLUMNS, _DEPTH = 5000, 100, 5
 """the most of a table that is shown, and how deep lists of a record are nested"""
 _LARGEST = 1 << 27  # bytes of a picture, or of arrays
@@ -42,6 +42,7 @@ def report(folder: Path) -> str:
     shown = records[-_ROWS:]
     pictures = [folder / name for name in _PICTURES if (folder / name).is_file()]
     return page(folder.resolve().name, [
+        *_headline(records),
         f"<p>{last['epoch']} epochs, {told(last.get('step', '?'))} steps; from records of metrics.jsonl.</p>",
         "<h2>Curves</h2>",
         *(plot(base, _lines(base, metrics, records)) for base in dict.fromkeys(map(_base, metrics))),
@@ -55,6 +56,18 @@ def report(folder: Path) -> str:
         *(f"<h2>{path.name}</h2>{picture(path.name, read_bytes(path, _LARGEST, folder))}" for path in pictures),
         *(text(folder / name) for name in ("experiment.yaml", "environment.json") if (folder / name).is_file()),
     ])  # fmt: skip
+
+
+def _headline(records: Sequence[Record]) -> list[str]:
+    """Return the lowest error, or loss, of the split by which settings are chosen, and its epoch."""
+    for number in ("error", "loss"):
+        split = records[-1].selection
+        known = [(r[key], r["epoch"]) for r in records if is_number(r.get(key := f"{split}_{number}"))]
+        if known:
+            value, epoch = min(known)
+            shown = f"{100 * value:.4g} %" if number == "error" else told(value)
+            return [f"<p class='lead'>Lowest {split} {number}: {shown}, epoch {epoch}</p>"]
+    return []
 
 
 def page_of_numbers(name: str, of: Mapping[str, str], found: Mapping[str, Any]) -> str:
@@ -128,6 +141,9 @@ def _of_classes(record: Mapping[str, Any], when: str = ", last epoch") -> list[s
             for at in range(count)
         ]
         parts += [f"<h2>Classes{when}</h2>", table(["class", *columns], rows)]
+        for name, value in columns.items():
+            if points := [(float(at), one) for at, one in enumerate(value[:_ROWS]) if is_number(one)]:
+                parts.append(plot(f"{name} by class", {name: points}, dots=True))
     for name, value in lists.items():
         if name not in columns:
             parts += [
@@ -229,4 +245,4 @@ def _matrix(counts: Sequence[Sequence[Any]]) -> str:
         )
         rows.append(f"<tr><th>{at}</th>{''.join(cells)}</tr>")
     head = "".join(f"<th>{at}</th>" for at in range(len(counts)))
-    return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>"
+    return scrolled(f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>")

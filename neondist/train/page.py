@@ -20,17 +20,23 @@ from ..io.regular_file import read_bytes
 _LARGEST = sys.float_info.max / 4  # so that differences are finite
 _MOST_TEXT = 1 << 22  # bytes
 _WIDTH, _HEIGHT = 420, 220
+_FAR_APART = 20  # largest over smallest value from which an axis is logarithmic
+_BEST = "#d62728"
 _COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
 _STYLE = """body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:.5em 0}td,th{padding:.2em .7em;border:1px solid #ccc;text-align:right}
-figure{display:inline-block;margin:0 1.5em 1em 0}figcaption{font-weight:bold}
+figure{display:inline-block;margin:0 1.5em 1em 0;max-width:100%}figcaption{font-weight:bold}
 pre{background:#f6f6f6;padding:1em;overflow:auto}
-img{max-width:100%}"""
+img,svg{max-width:100%;height:auto}.wide{overflow-x:auto}.lead{font-size:1.3em;font-weight:bold}
+.key{font-weight:normal;font-size:12px;margin-right:1em;white-space:nowrap}"""
 
 
 def page(title: str, parts: Iterable[str]) -> str:
     """Return the page."""
-    head = f"<!doctype html><meta charset='utf-8'><title>{safe(title)}</title><style>{_STYLE}</style>"
+    head = (
+        f"<!doctype html><meta charset='utf-8'>"
+        f"<meta name='viewport' content='width=device-width'><title>{safe(title)}</title><style>{_STYLE}</style>"
+    )
     return head + "\n".join([f"<h1>{safe(title)}</h1>", *parts]) + "\n"
 
 
@@ -56,24 +62,45 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a table of what `told` gives."""
     lines = ["<tr>" + "".join(f"<th>{safe(name)}</th>" for name in head) + "</tr>"]
     lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
-    return f"<table>{''.join(lines)}</table>"
+    return scrolled(f"<table>{''.join(lines)}</table>")
+
+
+def scrolled(content: str) -> str:
+    """Return content that scrolls by itself where the window is narrower."""
+    return f"<div class='wide'>{content}</div>"
 
 
 def plot(
-    title: str, lines: Mapping[str, Sequence[tuple[float, float]]], dots: bool = False, powers: bool = False
+    title: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    dots: bool = False,
+    powers: bool = False,
+    best: tuple[float, float] | None = None,
 ) -> str:
-    """Return a picture of points (x, y) by the names of lines; `dots`: not joined, `powers`: of x."""
+    """Return a picture of points (x, y) by the names of lines.
+
+    Parameters
+    ----------
+    dots : bool
+        Points are not joined.
+    powers : bool
+        The axis of x is logarithmic. That of y is where `dots` are positive and far apart.
+    best : (x, y), optional
+        A point to mark.
+    """
     points = [point for line in lines.values() for point in line]
     first, last = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)
     across = math.log if powers else float
+    upwards = math.log if dots and low > 0 and high / low > _FAR_APART else float
+    bottom, top = upwards(low), upwards(high)
 
     def place(x: float, y: float) -> tuple[str, str]:
         right = (across(x) - across(first)) / (across(last) - across(first) or 1) * (_WIDTH - 70) + 55
-        down = _HEIGHT - 30 - (y - low) / (high - low or 1) * (_HEIGHT - 50)
+        down = _HEIGHT - 30 - (upwards(y) - bottom) / (top - bottom or 1) * (_HEIGHT - 50)
         return f"{right:.1f}", f"{down:.1f}"
 
-    drawn = []
+    drawn, keys = [], []
     for at, (name, line) in enumerate(lines.items()):
         colour, spots = _COLOURS[at % len(_COLOURS)], [place(*point) for point in line]
         if not dots:
@@ -81,12 +108,17 @@ def plot(
             drawn.append(f"<polyline points='{joined}' fill='none' stroke='{colour}' stroke-width='2'/>")
         if dots or len(spots) <= 40:
             drawn += [f"<circle cx='{x}' cy='{y}' r='3' fill='{colour}'/>" for x, y in spots]
-        drawn.append(f"<text x='{60 + 110 * at}' y='14' fill='{colour}' font-size='12'>{safe(name)}</text>")
+        keys.append(f"<span class='key' style='color:{colour}'>{safe(name)}</span>")
+    if best is not None:
+        x, y = place(*best)
+        drawn.append(f"<circle cx='{x}' cy='{y}' r='7' fill='none' stroke='{_BEST}' stroke-width='2'/>")
+        keys.append(f"<span class='key' style='color:{_BEST}'>best: {told(best[1])} at {told(best[0])}</span>")
     ends = [(4, _HEIGHT - 26, low), (4, 28, high), (52, _HEIGHT - 8, first), (_WIDTH - 30, _HEIGHT - 8, last)]
     drawn += [f"<text x='{x}' y='{y}' font-size='11'>{told(value)}</text>" for x, y, value in ends]
     return (
-        f"<figure><figcaption>{safe(title)}</figcaption>"
-        f"<svg width='{_WIDTH}' height='{_HEIGHT}' role='img'>{''.join(drawn)}</svg></figure>"
+        f"<figure><figcaption>{safe(title)}<div>{''.join(keys)}</div></figcaption>"
+        f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img'>"
+        f"{''.join(drawn)}</svg></figure>"
     )
 
 

@@ -9,6 +9,7 @@ from neondist.bench import suite
 from neondist.bench.networks import GROUPS, NETWORKS
 from neondist.bench.suite import bench_suite, means
 from neondist.bench.suite_report import draw, suite_markdown, suite_table
+from neondist.bench.tables import share_text
 from neondist.cli import main
 from neondist.cli.bench import suite as command
 from neondist.config import dump, load_experiment
@@ -176,3 +177,10 @@ def test_a_job_that_fails_is_told(file, monkeypatch, capsys):
 def test_names():
     assert tuple(command.NAMES.split(", ")) == tuple(NETWORKS) == sum(GROUPS.values(), ())
     assert len(GROUPS["main"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(None, ""), (0.714, "71%"), (1.43, "143%"), (3.0, "300%"), (1298.0, ">300%")], ids=str
+)
+def test_shares_far_beyond_the_limit_are_no_figures(share, text):
+    assert share_text(share) == text

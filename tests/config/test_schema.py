@@ -207,6 +207,7 @@ def test_init_without_images(tmp_path, capsys):
 def test_a_model_shows_itself():
     model = nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(2)])
     assert "not built" in model._repr_html_()
+    assert repr(model) == "Convnet (not built)"
     with pytest.raises(nd.UserError, match="summary: the model is not built; give the shape"):
         model.summary()
     told = model.summary((8, 8, 1))
@@ -216,3 +217,11 @@ def test_a_model_shows_itself():
     assert str(model.summary()) == model.compiled.describe()
     for shown in (model, model.compiled, model.grid, told):
         assert shown._repr_html_().startswith("<pre>")
+
+
+def test_a_built_model_is_a_table_at_the_prompt():
+    model = nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(2)])
+    model.build((8, 8, 1), 2)
+    assert repr(model) == str(model.summary())
+    assert "conv1" in repr(model)
+    assert "\n" not in str(model)

@@ -81,6 +81,8 @@ def is_page_or_message(folder):
         "text",
         "img",
         "pre",
+        "div",
+        "span",
     ]
     assert tags <= set(own)
     assert "\x1b" not in page
@@ -148,7 +150,7 @@ def test_what_unpacks_to_too_much(tmp_path):
         report(tmp_path)
 
 
-FILES = ["metrics.jsonl", "worst.npz", "curves.png", "tiles.png", "environment.json", "experiment.yaml"]
+FILES = ["metrics.jsonl", "worst.npz", "tiles.png", "environment.json", "experiment.yaml"]
 
 
 @pytest.mark.parametrize("name", FILES)

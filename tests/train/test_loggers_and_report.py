@@ -129,6 +129,8 @@ def test_a_report_is_a_page_of_its_own(tmp_path, capsys):
         "validation_iou_per_class",
         "bytes of halos",
         "figcaption>loss<",
+        "<p class='lead'>Lowest ",
+        "<div class='wide'><table>",
         "<h2>Generations",
         "hosts: a 1, b 1",
         "what: node &lt;b&gt; was lost<",

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -81,6 +82,7 @@ def scaling(arguments: argparse.Namespace) -> int:
     from ...bench.scaling import bench_scaling, scaling_table, write
     from ...comm import SingleTransport
     from ...io.output import prepare
+    from ...train.inference.progress import Progress
 
     if job_of(arguments) is not None or arguments.ranks is not None:
         raise LaunchError("bench scaling starts MPI jobs itself; start it outside of one, with --ranks instead of -n")
@@ -89,11 +91,17 @@ def scaling(arguments: argparse.Namespace) -> int:
     folder = options.folder(arguments, "scaling")
     prepare(SingleTransport(), folder)
 
-    def measure(count: int) -> dict[str, Any]:
-        grown = batch * count // arguments.counts[0] if arguments.weak else batch
-        return step_of(arguments, count, [f"batch_size={grown}"], arguments.steps)
+    jobs = len(arguments.counts) * arguments.rounds
+    with Progress(jobs, sys.stderr, "measurement") as progress:
 
-    rows = bench_scaling(measure, arguments.counts, arguments.rounds)
+        def measure(count: int) -> dict[str, Any]:
+            progress.begin(_ranks(count))
+            grown = batch * count // arguments.counts[0] if arguments.weak else batch
+            found = step_of(arguments, count, [f"batch_size={grown}"], arguments.steps)
+            progress.add(1)
+            return found
+
+        rows = bench_scaling(measure, arguments.counts, arguments.rounds)
     kind = "weak" if arguments.weak else "strong"
     emit(scaling_table(rows))
     options.print_written(write(folder, rows, f"{Path(arguments.file).name}, {kind} scaling"))
@@ -157,6 +165,7 @@ def predict(arguments: argparse.Namespace) -> int:
     from ...comm import SingleTransport
     from ...io.output import prepare
     from ...machine import read
+    from ...train.inference.progress import Progress
 
     if job_of(arguments) is not None or arguments.ranks is not None:
         raise LaunchError("bench model predict runs in one process; start it outside of a job, with --ranks, not -n")
@@ -171,23 +180,34 @@ def predict(arguments: argparse.Namespace) -> int:
     measured = [count for count in measured if count not in given]
     for count in (*arguments.counts, *given):  # a grid that the file fixes is for one of them
         validated(arguments, SingleTransport(), count)
-    with threadpool_limits(1):  # a rank for each core
-        rows = model.predict(lambda: _looked_at(arguments), sorted({*arguments.counts, *measured, *given}), machine)
-    if given:
-        better = model.calibrated(machine, rows, given)
-        rows = [model.on(better, row, machine) | {"measured_seconds": given.get(row["ranks"])} for row in rows]
-        emit(f"calibrated by --measured: compute_factor {better.compute_factor:.4g}, jitter {better.jitter:.3g}\n")
-    for row in rows:
-        if row["ranks"] in measured:
-            row["measured_seconds"] = _measure(arguments, row)
-            with threadpool_limits(1):
-                row["noise"] = max(row["noise"], model.drift(row, _looked_at(arguments)))
+    counts, rows = sorted({*arguments.counts, *measured, *given}), list[dict[str, Any]]()
+    with Progress(len(counts) + len(measured), sys.stderr, "step") as progress:
+        for count in counts:
+            progress.begin(_ranks(count))
+            with threadpool_limits(1):  # a rank for each core
+                rows += model.predict(lambda: _looked_at(arguments), [count], machine)
+            progress.add(1)
+        if given:
+            better = model.calibrated(machine, rows, given)
+            rows = [model.on(better, row, machine) | {"measured_seconds": given.get(row["ranks"])} for row in rows]
+            emit(f"calibrated by --measured: compute_factor {better.compute_factor:.4g}, jitter {better.jitter:.3g}\n")
+        for row in rows:
+            if row["ranks"] in measured:
+                progress.begin(f"measuring {_ranks(row['ranks'])}")
+                row["measured_seconds"] = _measure(arguments, row)
+                with threadpool_limits(1):
+                    row["noise"] = max(row["noise"], model.drift(row, _looked_at(arguments)))
+                progress.add(1)
     emit(table.prediction_table(rows))
     if any(row["schemes"] for row in rows):
         emit(f"\n{table.schemes_table(rows)}")
     emit("\n" + "\n".join(table.words(rows)))
     options.print_written(table.write(folder, rows, f"{Path(arguments.file).name} on {Path(arguments.machine).name}"))
     return 0
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _looked_at(arguments: argparse.Namespace) -> Any:

@@ -8,10 +8,14 @@ from typing import Any
 
 from ...comm import all_or_none
 from ...io.files import can_draw, write_figure
+from ..page import is_number
 from ..state import Record, TrainState
 from .hook import Hook
+from .progress import is_metric
 
 _STYLES = {"train": ("tab:blue", "o"), "validation": ("tab:green", "^"), "test": ("tab:orange", "s")}
+_MOST, _FAR_APART = 4, 100
+"""panels of metrics beside loss and error; largest over smallest value from which an axis is logarithmic"""
 
 
 class Curves(Hook):
@@ -45,8 +49,12 @@ def draw_curves(history: Sequence[Record], path: Path) -> None:
     history = [Record.of(record) for record in history]
     last, error = history[-1], history[-1].selected("error")
     classes = error is not None
-    figure = Figure(figsize=(10 if classes else 5, 4), layout="constrained")
-    loss, *others = figure.subplots(1, 1 + classes, squeeze=False)[0]
+    names = (name for record in history for name, value in record.items() if is_metric(name, value))
+    metrics = list(dict.fromkeys(name.removeprefix("validation_") for name in names))[:_MOST]
+    panels = 1 + classes + len(metrics)
+    figure = Figure(figsize=(5 * panels, 4), layout="constrained")
+    loss, *rest = figure.subplots(1, panels, squeeze=False)[0]
+    others, chosen = rest[:classes], rest[classes:]
     loss.set(title="Loss", ylabel="mean loss per sample")
     for name, style in _STYLES.items():
         _line(loss, history, f"{name}_loss", name, *style)
@@ -55,18 +63,34 @@ def draw_curves(history: Sequence[Record], path: Path) -> None:
     for axes in others:
         title = f"{last.selection.capitalize()} error: {100 * error:.2f} % after epoch {last['epoch']}"
         axes.set(title=title, ylabel="wrong answers (%)")
-    for axes in (loss, *others):
-        axes.legend()
+    for axes, name in zip(chosen, metrics, strict=True):
+        axes.set(title=name)
+        _line(axes, history, f"validation_{name}", "validation", *_STYLES["validation"])
+        _line(axes, history, name, "test", *_STYLES["test"])
+    for axes in (loss, *others, *chosen):
+        if axes.get_lines():
+            axes.legend()
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_ylim(bottom=0)
+        _set_limits(axes)
         axes.grid(alpha=0.3)
     write_figure(path, figure)
+
+
+def _set_limits(axes: Any) -> None:
+    """Begin at 0 unless values are negative or vary little; use a logarithmic axis where they vary much."""
+    values = [y for line in axes.get_lines() for y in line.get_ydata()]
+    if not values or min(values) < 0:
+        return
+    if 0 < _FAR_APART * min(values) < max(values):
+        axes.set_yscale("log")
+    elif 2 * min(values) <= max(values):
+        axes.set_ylim(bottom=0)
 
 
 def _line(
     axes: Any, history: Sequence[Record], key: str, label: str, color: str, marker: str, factor: float = 1
 ) -> None:
-    points = [(r["epoch"], factor * r[key]) for r in history if r.get(key) is not None]
+    points = [(r["epoch"], factor * r[key]) for r in history if is_number(r.get(key))]
     few = len(points) <= 40  # markers of more would hide the line
     axes.plot(*zip(*points, strict=True), color=color, marker=marker if few else None, label=label) if points else None

@@ -133,7 +133,7 @@ def headline(run: TrainState) -> str:
     )
 
 
-def _is_metric(name: str, value: Any) -> bool:
+def is_metric(name: str, value: Any) -> bool:
     """Tell whether it is one number of a metric that was asked for."""
     return name not in _KNOWN and type(value) is float and not math.isnan(value)
 
@@ -148,7 +148,7 @@ def summary(record: Record, epochs: int) -> str:
             for name in SPLITS
             if record.get(key := f"{name}_error") is not None
         ),
-        *(f"{_LONGER.get(name, name)} {value:.3f}" for name, value in record.items() if _is_metric(name, value)),
+        *(f"{_LONGER.get(name, name)} {value:.3f}" for name, value in record.items() if is_metric(name, value)),
         f"{record['seconds']:.1f} s",
         f"{record['samples_per_second']:,.0f} samples/s",
         *([f"{record['bytes_sent'] / 1e6:,.1f} MB sent"] if record["bytes_sent"] else []),

@@ -28,7 +28,7 @@ from .images import Images, open_images
 from .network import network
 from .of_weights import TrainedModule
 from .predict import through
-from .progress import Progress
+from .progress import first_rank_progress
 from .routes import InBlocks, InTiles, Route
 
 
@@ -105,7 +105,7 @@ def _measured(
 ) -> dict[str, Any]:
     """Return the cost and the metrics on the route that `opened` yields; collective."""
     grid.check("evaluate images")
-    with opened as (route, images, _):
+    with first_rank_progress(grid.rank, sys.stderr) as progress, opened as (route, images, _):
         with all_or_none(grid.world):
             for metric in metrics:
                 metric.check_outputs(route.output_shape)
@@ -116,7 +116,8 @@ def _measured(
             else:
                 with all_or_none(grid.world):
                     sums = _Sums(model, metrics, route, _Targets(targets, Box.of(targets.shape[1:-1])), grid)
-                progress = Progress(route.parts, file=sys.stderr) if grid.rank == 0 else None
+                if progress is not None:
+                    progress.expect(route.parts)
                 through(route, range(route.parts), grid, sums, progress)
                 found = sums.result()
     return told_of(images.shape[0], found)

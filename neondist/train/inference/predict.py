@@ -26,7 +26,7 @@ from .forecast import forecast
 from .images import Images
 from .network import network
 from .of_weights import TrainedModule
-from .progress import Progress
+from .progress import Progress, first_rank_progress
 from .results import channels_of, check_kinds, dtype_of, kinds_of, options_of, paths_of, result
 from .routes import Route
 
@@ -131,7 +131,11 @@ def _written(
 ) -> tuple[int, ...]:
     """Write the outputs on the route that `opened` yields; the shape, collective."""
     grid.check("predict")
-    with _journal(target, grid) as (journal, before), opened(before) as (route, images, said):
+    with (
+        first_rank_progress(grid.rank) as progress,
+        _journal(target, grid) as (journal, before),
+        opened(before) as (route, images, said),
+    ):
         done: set[int] = set()
         with all_or_none(grid.world):
             check_kinds(kinds, route.output_shape[-1], target)
@@ -144,7 +148,8 @@ def _written(
                 if journal is not None and not done:
                     journal.begin(job)
             left = [part for part in range(route.parts) if part not in done]
-            progress = Progress(route.parts, len(done)) if grid.rank == 0 else None
+            if progress is not None:
+                progress.expect(route.parts, len(done))
             through(route, left, grid, Writer(route, images, sinks, grid.world.bcast(journal)), progress)
             for sink in sinks.values():
                 sink.commit()
@@ -174,8 +179,6 @@ def through(route: Route, parts: Sequence[int], grid: ProcessGrid, take: Any, pr
             if progress is not None:
                 progress.add(others, others * route.cells(part))
         _finish(route, grid, behind, take)
-    if progress is not None:
-        progress.close()
 
 
 def _agreed(route: Route, grid: ProcessGrid, action: Callable[[], Any]) -> Any:

@@ -3,48 +3,119 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
+from threading import Event, Lock, Thread
+from types import TracebackType
 from typing import IO
 
 from ...console import say
 from ..callbacks.progress import terminal
 
+_FIRST, _EVERY, _ON_TERMINAL = 3.0, 30.0, 0.2
+"""seconds until the first line, between lines of a file, and between updates of a terminal's line"""
+
 
 class Progress:
-    """Told of each part that is done; where there is no terminal, it speaks every half minute.
+    """Prints the parts that are done and the time left: after 3 seconds, then every 30 if there is no terminal.
+
+    As a context manager it prints the first line on time even while the first part is still computed.
 
     Parameters
     ----------
-    parts, cells : int
-        All that there are to do.
-    before : int
-        Parts that an earlier process has done.
+    parts : int, optional
+        All that there are to do; if that is not known yet, `expect` sets it.
+    file : text file, optional
+        Where to print; default stdout.
+    unit : str
+        What a part is called.
     """
 
-    def __init__(self, parts: int, before: int = 0, file: IO[str] | None = None) -> None:
-        self.parts, self.done, self.before, self.cells, self.file = parts, before, before, 0, file
-        self.start = self.told = time.monotonic()
+    def __init__(self, parts: int | None = None, file: IO[str] | None = None, unit: str = "part") -> None:
+        self.parts, self.done, self.before, self.cells = parts, 0, 0, 0
+        self.file, self.unit, self.doing = file, unit, ""
+        self.start = time.monotonic()
+        self.printed: float | None = None
         self.terminal = terminal(file) is not None
-        if before:
-            say(f"goes on: {before} of {parts} parts were done before", file)
+        self._estimated, self._end, self._lock = False, Event(), Lock()
+        self._thread: Thread | None = None
 
-    def add(self, parts: int, cells: int) -> None:
-        """Count parts, and say so if it is time."""
-        self.done, self.cells, now = min(self.parts, self.done + parts), self.cells + cells, time.monotonic()
-        if now - self.told >= (0.2 if self.terminal else 30):
-            self.told = now
-            end, start = ("", "\r") if self.terminal else ("\n", "")
-            say(self.line(now), self.file, end, start)
+    def __enter__(self) -> Progress:
+        self._thread = Thread(target=self._wait, name="progress", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def expect(self, parts: int, before: int = 0) -> None:
+        """Set how many parts there are, and how many of these an earlier process has done; time counts from here."""
+        with self._lock:
+            self.parts, self.done, self.before, self.start = parts, before, before, time.monotonic()
+            if before:
+                say(f"goes on: {before} of {parts} {self.unit}s were done before", self.file)
+
+    def begin(self, doing: str) -> None:
+        """Note what is computed now."""
+        self.doing = doing
+
+    def add(self, parts: int, cells: int = 0) -> None:
+        """Count parts, and the cells of outputs in them; print the line if it is time."""
+        with self._lock:
+            self.done, self.cells = self.done + parts, self.cells + cells
+            if self.parts is not None:
+                self.done = min(self.parts, self.done)
+            self._print(time.monotonic())
 
     def line(self, now: float) -> str:
-        """Return what is said."""
-        seconds = max(now - self.start, 1e-9)
-        left = (self.parts - self.done) * seconds / max(1, self.done - self.before)
-        return f"part {self.done} of {self.parts}, {self.cells / 1e6 / seconds:.3g} Mpixel/s, {duration(left)} left  "
+        """Return what is printed."""
+        seconds, done = max(now - self.start, 1e-9), self.done - self.before
+        if self.parts is None:
+            return f"preparing, {duration(seconds)} so far  "
+        facts = [f"{self.unit} {self.done} of {self.parts}"]
+        if self.cells:
+            facts.append(f"{self.cells / 1e6 / seconds:.3g} Mpixel/s")
+        if self.doing and self.done < self.parts:
+            facts.append(f"now {self.doing}")
+        if done > 0:
+            facts.append(f"{duration((self.parts - self.done) * seconds / done)} left")
+        else:
+            facts.append(f"{duration(seconds)} so far; an estimate follows the first {self.unit}")
+        return f"{', '.join(facts)}  "
 
     def close(self) -> None:
         """Leave the line."""
-        if self.terminal and self.told > self.start:
+        self._end.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self.terminal and self.printed is not None:
             say("", self.file)
+            self.printed = None
+
+    def _wait(self) -> None:
+        """Print the first line while the first part may still be computed."""
+        if not self._end.wait(_FIRST):
+            with self._lock:
+                self._print(time.monotonic())
+
+    def _print(self, now: float) -> None:
+        """Print the line if it is time: early once, again with the first estimate, and then now and again."""
+        has_estimate = self.done > self.before
+        every = _ON_TERMINAL if self.terminal else _EVERY
+        due = now - self.start >= _FIRST if self.printed is None else now - self.printed >= every
+        if not due and not (self.printed is not None and has_estimate and not self._estimated):
+            return
+        self.printed, self._estimated = now, has_estimate
+        # a terminal's line may be longer than the next one
+        end, start = ("\x1b[K", "\r") if self.terminal else ("\n", "")
+        say(self.line(now), self.file, end, start)
+
+
+def first_rank_progress(rank: int, file: IO[str] | None = None) -> AbstractContextManager[Progress | None]:
+    """Return the progress of a job whose parts are not known yet, for rank 0; None for other ranks."""
+    return Progress(file=file) if rank == 0 else nullcontext()
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,89 @@
+"""Figures of pages and of curves.png: limits, axes, the marked point, and the chosen metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from neondist.train.callbacks.curves import draw_curves
+from neondist.train.html_report import page_of_numbers, report
+from neondist.train.page import plot
+from neondist.train.state import Record
+
+
+def records(losses, **more):
+    return [
+        Record(epoch=at + 1, step=at + 1, train_loss=loss, validation_loss=loss, **{k: v[at] for k, v in more.items()})
+        for at, loss in enumerate(losses)
+    ]
+
+
+@pytest.fixture
+def axes(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr("neondist.train.callbacks.curves.write_figure", lambda path, figure: figures.append(figure))
+
+    def draw(history):
+        draw_curves(history, tmp_path / "curves.png")
+        return figures.pop().axes
+
+    return draw
+
+
+@pytest.mark.parametrize(
+    ("losses", "scale", "bottom"),
+    [
+        ((2.0, 0.5), "linear", 0.0),
+        ((-1.0, -3.0), "linear", None),
+        ((10.2, 10.1), "linear", None),
+        ((900, 0.1), "log", None),
+    ],
+    ids=["from_zero", "negative", "flat", "far"],
+)
+def test_limits_hold_all_points(axes, losses, scale, bottom):
+    (one,) = axes(records(losses))
+    assert one.get_yscale() == scale
+    low, high = one.get_ylim()
+    assert low <= min(losses) < max(losses) <= high
+    assert low == bottom if bottom is not None else low != 0
+    assert high - low < 2 * (max(losses) - min(losses)) or scale == "log"
+
+
+def test_chosen_metrics_have_panels(axes):
+    history = records((2.0, 0.5), iou=(0.1, 0.4), validation_iou=(0.2, 0.3))
+    _, iou = axes(history)
+    assert iou.get_title() == "iou"
+    assert [line.get_label() for line in iou.lines] == ["validation", "test"]
+
+
+def test_foreign_numbers_are_left_out(axes):
+    (one,) = axes(records(("<b>", 0.5)))
+    assert [list(line.get_xdata()) for line in one.lines] == [[2], [2]]
+
+
+def test_best_point_is_marked_on_logarithmic_axes():
+    text = plot("rate", {"result": [(1e-3, 2.0), (1e-2, 0.1), (1e-1, 40.0)]}, True, True, (1e-2, 0.1))
+    middle = re.search(r"<circle cx='([\d.]+)' cy='([\d.]+)' r='7'", text)
+    assert float(middle[1]) == pytest.approx(55 + (420 - 70) / 2)  # 0.01 is half way from 0.001 to 0.1
+    assert "best: 0.1 at 0.01" in text
+    heights = [float(y) for y in re.findall(r"cy='([\d.]+)' r='3'", text)]
+    assert heights[0] == pytest.approx(190 - 170 / 2, abs=1)  # 2 is half way from 0.1 to 40
+
+
+def test_report_begins_with_its_best_epoch(tmp_path):
+    errors = ((1, 0.5), (2, 0.25), (3, 0.75))
+    lines = [json.dumps({"epoch": at, "validation_loss": 1, "validation_error": error}) for at, error in errors]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    (tmp_path / "curves.png").write_bytes(b"drawn from the records already")
+    text = report(tmp_path)
+    assert "Lowest validation error: 25 %, epoch 2" in text
+    assert "curves.png" not in text
+
+
+def test_evaluate_page_has_a_figure():
+    text = page_of_numbers("e", {}, {"loss": 1.0, "iou_per_class": [0.5, None, "<script>", 0.25]})
+    assert text.count("<circle") == 2
+    assert "<script>" not in text
