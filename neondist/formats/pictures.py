@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +11,7 @@ from ..errors import ConfigError, DataError
 from ..io.files import replacing
 from .axes import Cells
 from .base import TileSource
+from .class_colours import class_colours
 from .image_loader import Loader, pictures_in
 from .placed import PlacedSink, Placement
 from .table import open_source
@@ -129,13 +129,6 @@ class PictureSink(PlacedSink):
             kind = _PACKED[self.path.suffix.lower()]
             image = Image.fromarray(cells[..., 0] if self.shape[-1] == 1 else cells)
             if self._options["palette"]:
-                image.putpalette(_colours())
+                image.putpalette([part for colour in class_colours(256) for part in colour])
             image.save(file, kind, quality=self._options["quality"])
         return packed
-
-
-def _colours() -> list[int]:
-    """Return red, green and blue of 256 classes: black, and then hues far from those before them."""
-    turns = ((number * 0.618034) % 1 for number in range(255))
-    hues = (colorsys.hsv_to_rgb(turn, 0.7, 0.95) for turn in turns)
-    return [0, 0, 0, *(round(255 * part) for hue in hues for part in hue)]

@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import ConfigError, DataError, OutputError
 from .axes import Axes, Cells, guess, relative
 from .base import TileSource, agreed_on, faults, refused
+from .class_colours import class_colours
 from .conventions import Beside, Variable, letters, names_of
 from .draft import DraftSink
 from .ome import Multiscale, multiscale, read_multiscale
@@ -106,9 +107,12 @@ class ZarrSink(DraftSink):
     nearest : bool, optional
         Whether lower resolutions take one cell of each 2 x 2, as maps of classes need, or their mean. Default: of
         whole numbers one, of others the mean.
+    classes : int
+        Of an OME-Zarr image: its cells are numbers of so many classes, and it is a label image with a colour for each,
+        0 transparent. 0: it is none.
     """
 
-    choices: ClassVar[dict[str, Any]] = {"ome": "0.5", "nearest": None}
+    choices: ClassVar[dict[str, Any]] = {"ome": "0.5", "nearest": None, "classes": 0}
 
     def _make(self, like: TileSource | None) -> dict[str, Any]:
         import zarr
@@ -139,11 +143,19 @@ class ZarrSink(DraftSink):
             shape = [ceil(n / 2) if axis in halved else n for axis, n in enumerate(shape)]
         known = [self._keep(like, name, axes) for name in ("scale", "translation", "units")]
         image = multiscale(self.path.name, axes, len(levels), {self.axes[axis] for axis in halved}, nearest, *known)
+        labels = self._label_metadata()
         if ome == "0.4":
             group.attrs["multiscales"] = [{"version": ome, **image}]
+            group.attrs.update({name: {"version": ome, **one} for name, one in labels.items()})
         else:
-            group.attrs["ome"] = {"version": ome, "multiscales": [image]}
+            group.attrs["ome"] = {"version": ome, "multiscales": [image], **labels}
         return {"axes": axes, "levels": levels, "nearest": nearest}
+
+    def _label_metadata(self) -> dict[str, dict[str, Any]]:
+        """Return the 'image-label' metadata of OME-NGFF under its name; empty where cells are no numbers of classes."""
+        colours = enumerate(class_colours(self._options["classes"]))
+        entries = [{"label-value": at, "rgba": [*colour, 255 if at else 0]} for at, colour in colours]
+        return {"image-label": {"colors": entries}} if entries else {}
 
     def flush(self) -> None:
         """Nothing is held back: what was written is the system's to put on the disk."""

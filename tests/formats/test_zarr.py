@@ -149,3 +149,22 @@ def test_plates_and_wells(tmp_path, ome):
             same(source, cells((6, 7), seed=seed)[..., None])
     with nd.open_source(tmp_path / "plate.ome.zarr/B/12") as source:
         same(source, cells((6, 7))[..., None])
+
+
+@pytest.mark.parametrize("ome", ["0.4", "0.5"])
+def test_maps_of_classes_are_label_images(tmp_path, ome):
+    """As OME-NGFF has them: a colour for each label, of which the background is transparent; other images have none."""
+    for name, options in ("labels", {"classes": 3}), ("image", {}):
+        with nd.create_sink(tmp_path / f"{name}.ome.zarr", (8, 8, 1), "uint8", "YXC", ome=ome, **options) as sink:
+            sink.write((slice(0, 8), slice(0, 8), slice(0, 1)), np.ones((8, 8, 1), "uint8"))
+            sink.commit()
+    labels, image = (dict(zarr.open_group(str(tmp_path / f"{name}.ome.zarr")).attrs) for name in ("labels", "image"))
+    found = labels["image-label"] if ome == "0.4" else labels["ome"]["image-label"]
+    assert found.get("version") == ("0.4" if ome == "0.4" else None)
+    assert [one["label-value"] for one in found["colors"]] == [0, 1, 2]
+    assert [one["rgba"][3] for one in found["colors"]] == [0, 255, 255]
+    assert len({tuple(one["rgba"]) for one in found["colors"]}) == 3
+    assert all(0 <= part <= 255 for one in found["colors"] for part in one["rgba"])
+    assert "image-label" not in {**image, **image.get("ome", {})}
+    with nd.open_source(tmp_path / "labels.ome.zarr") as source:
+        assert np.all(source.read((slice(0, 8), slice(0, 8), slice(0, 1))) == 1)

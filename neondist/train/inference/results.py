@@ -48,6 +48,8 @@ def options_of(kind: str, channels: int, path: Path) -> dict[str, Any]:
     suffix = path.suffix.lower()
     if suffix in (".npy", ".h5", ".hdf5"):
         return {"channels": False}  # as NumPy's users have class maps; formats of images know no single channel anyway
+    if path.name.lower().endswith(".ome.zarr"):
+        return {"classes": channels}
     return {"palette": True} if suffix == ".png" and channels <= 256 else {}
 
 
