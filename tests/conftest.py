@@ -12,6 +12,7 @@ LONG = (
     "test_under_mpirun.py", "test_under_torchrun.py", "test_kill.py", "test_storage_faults.py", "test_supervise.py",
     "test_docs_pages.py", "test_unet.py",
 )  # fmt: skip
+CHOICES = "NEONDIST_SEED", "NEONDIST_CASES"
 DRAWING = "curves", "tiles_picture", "stage_pictures"
 
 INSIDE = "NEONDIST_MPI_TEST" in os.environ
@@ -102,7 +103,7 @@ def out_of_any_job():
     terminal = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
-            if (name.startswith(job) and name != "NEONDIST_SEED") or name in terminal:
+            if (name.startswith(job) and name not in CHOICES) or name in terminal:
                 patch.delenv(name)
         yield
 

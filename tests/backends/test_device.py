@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from device import Device
+from turns import some
 
 import neondist as nd
 from neondist.backends import Backend, Kernels
@@ -120,7 +121,7 @@ OURS = sorted(name for name, cls in scheme_names().items() if cls.__module__.sta
 SCHEMES = [("halo", "bucketed"), *((name, "allreduce") for name in OURS)]
 
 
-@pytest.mark.parametrize(("scheme", "sync"), SCHEMES)
+@pytest.mark.parametrize(("scheme", "sync"), some(SCHEMES))
 def test_on_ranks(scheme, sync):
     """What MPI takes goes through the host."""
     fused = scheme in ("auto", "deep_halo", "overlap_tile")  # which not all layers can do

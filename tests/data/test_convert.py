@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import product
 from math import prod
 
 import h5py
@@ -12,6 +13,7 @@ from dataset_toys import grids, idx, put, small_mnist
 from fuzz import typed
 from hdf5_toys import image_folder
 from test_cifar10 import archive, batches, folder
+from turns import some
 
 import neondist as nd
 from neondist.data.chunks import cells_read, chunk_shape
@@ -102,8 +104,9 @@ def test_labels_in_a_table_and_maps(tmp_path):
         np.testing.assert_array_equal(y, expected[at][..., 0])
 
 
-@pytest.mark.parametrize("dtype", ["u1", ">f4", "f8", "i2"])
-@pytest.mark.parametrize("shape", [(6, 5), (6, 5, 3), (4, 6, 5, 2)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"), some(product(["u1", ">f4", "f8", "i2"], [(6, 5), (6, 5, 3), (4, 6, 5, 2)])), ids=str
+)
 def test_numpy_files(tmp_path, dtype, shape):
     draw = np.random.default_rng(0)
     arrays = {f"{kind}_{part}": None for part in PARTS for kind in "xy"}

@@ -1,8 +1,11 @@
 """Group and instance normalisation against PyTorch, and over tiles."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from norm_runs import check_grids, in_turn, layer, passes
+from turns import some
 
 import neondist as nd
 from neondist.comm import loopback
@@ -42,8 +45,7 @@ def test_equals_torch(shape, name):
         np.testing.assert_allclose(grad, tensor.grad.numpy(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("shape", "name"), some(product(SHAPES, LAYERS)), ids=str)
 def test_every_grid_computes_what_one_process_does(shape, name):
     check_grids(LAYERS[name], shape, in_turn(SHAPES.index(shape) + list(LAYERS).index(name)))
 

@@ -1,12 +1,14 @@
 """Memory that arrays share: what lives at one moment never overlaps, and no layer can be hurt by it."""
 
 import tracemalloc
+from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from present import NAMES
+from turns import some
 
 import neondist as nd
 from neondist.plan.memory import LiveRange, pack
@@ -173,8 +175,7 @@ def trained(layers, name, arena, task, monkeypatch):
     return [*found, model.state()]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("network", networks())
+@pytest.mark.parametrize(("network", "name"), some(product(networks(), NAMES)))
 def test_sharing_memory_changes_no_number(network, name, monkeypatch):
     expected = trained(networks()[network], name, Apart, LayerTask, monkeypatch)
     for how in ((Arena, LayerTask), (Apart, PoisonTask)):

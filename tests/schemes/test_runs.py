@@ -1,9 +1,12 @@
 """Runs of layers that compute cells of other tiles themselves: the numbers of one process, one exchange or none."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from scheme_runs import build, noise, on_ranks, step
 from support import worst
+from turns import some
 
 import neondist as nd
 from neondist.errors import ConfigError
@@ -96,8 +99,7 @@ def passes(comm, layers, shape, scheme, rows=None):
     return found | {f"state {name}": array for name, array in model.state().items()}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("name", "scheme"), some(product(NETWORKS, SCHEMES)))
 def test_everything_is_what_one_process_computes(name, scheme):
     shape, layers = NETWORKS[name]
     if name == "branches" and "overlap" in scheme:

@@ -120,7 +120,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("names", groups(FUNCTIONS), ids=lambda names: names[0])
 def test_functions(names):
-    check_beside({name: Function(FUNCTIONS[name]) for name in names}, IMAGES, grids=in_turn(MANY))
+    check_beside({name: Function(FUNCTIONS[name]) for name in names}, IMAGES, grids=in_turn(MANY, 1))
 
 
 class NoGrad(nn.Module):

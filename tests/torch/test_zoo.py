@@ -22,15 +22,13 @@ from neondist.comm import loopback  # noqa: E402
 EVERY = "NEONDIST_ZOO" in os.environ
 # whose operators are nearly all of the zoo's; test_operators.py has grouped convolutions (mnasnet) and relu6
 SOME = (
-    ("torchvision.shufflenet_v2_x0_5", "torchvision.squeezenet1_1"),
-    ("torchvision.swin", "timm.convnext_atto"),
-    ("smp.UnetPlusPlus", "smp.PSPNet"),
-    ("monai.DynUNet", "monai.BasicUNet"),
-    ("monai.SegResNet", "monai.AttentionUnet"),
-    ("diffusers.vae_encoder_with_attention", "diffusers.vae_decoder_with_attention"),
+    ("torchvision.shufflenet_v2_x0_5", "torchvision.squeezenet1_1", "timm.convnext_atto"),
+    ("torchvision.swin", "diffusers.vae_encoder_with_attention", "diffusers.vae_decoder_with_attention"),
+    ("smp.UnetPlusPlus", "smp.PSPNet", "monai.BasicUNet"),
+    ("monai.DynUNet", "monai.SegResNet", "monai.AttentionUnet"),
 )
-"""those of a pair take turns"""
-NAMES = [entry.name for entry in ZOO if EVERY or entry.name in [name for pair in SOME for name in some(pair)]]
+"""those of a line take turns"""
+NAMES = [entry.name for entry in ZOO if EVERY or entry.name in [name for line in SOME for name in some(line, 3)]]
 GRIDS = ((1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (1, 3, 2))
 """(replicas, rows, cols) of 1, 2, 3, 4, 6 ranks"""
 TRAINED = ("torchvision.squeezenet1_1", "monai.UNet", "diffusers.vae_decoder_with_attention")
