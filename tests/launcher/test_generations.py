@@ -38,7 +38,8 @@ class Script:
         self.folder, self.acts, self.started = folder, list(acts), []
 
     def hosts(self, text):
-        (self.folder / "hosts").write_text(text.replace(" ", "\n") + "\n")
+        (self.folder / "hosts.new").write_text(text.replace(" ", "\n") + "\n")
+        (self.folder / "hosts.new").replace(self.folder / "hosts")  # a list that is read is a whole one
 
     def start(self, arguments, heard, more, change):
         assert more["NEONDIST_GENERATION"] == str(arguments.generation) == str(len(self.started) + 1)

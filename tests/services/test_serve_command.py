@@ -96,8 +96,9 @@ def test_a_run_starts_workers_and_servers(tmp_path):
     code, out, err = call(neondist("run", "e.yaml", "-n", 2, "--output", "out"), tmp_path)
     assert (code, err) == (0, "")
     assert "epoch 1/1" in out
-    records = [json.loads((tmp_path / folder / "metrics.jsonl").read_text()) for folder in ("out", "out/worker-1")]
-    assert [record["epoch"] for record in records] == [1, 1]
+    written = [(tmp_path / folder / "metrics.jsonl").read_text().splitlines() for folder in ("out", "out/worker-1")]
+    records = [json.loads(line) for lines in written for line in lines]  # none of a worker that came when all was done
+    assert {record["epoch"] for record in records} == {1}
     assert sum(record["step"] for record in records) == 6  # who takes a task first has it
     assert "staleness: 1" in (tmp_path / "out" / "strategy.yaml").read_text()
     here = psutil.Process().children(recursive=True)

@@ -76,15 +76,16 @@ def test_a_script_follows_its_hosts(folder):
         job = subprocess.Popen(neondist(*words, 10**6), cwd=folder, env=env, stdout=file, stderr=file)
         try:
             trained(lambda step, ranks, generation: step > 2)
-            (folder / "hosts").write_text("localhost:2\n")
+            (folder / "hosts.new").write_text("localhost:2\n")
+            (folder / "hosts.new").replace(folder / "hosts")
             trained(lambda step, ranks, generation: (ranks, generation) == (2, 2))
             job.terminate()
-            assert job.wait(60) == 75, log.read_text()
+            assert job.wait(150) == 75, log.read_text()
         finally:
             job.kill()
         (folder / "hosts").write_text("localhost:1\n")
         last = len(steps()) + 3
-        subprocess.run(neondist(*words, last), cwd=folder, env=env, stdout=file, stderr=file, timeout=60, check=True)
+        subprocess.run(neondist(*words, last), cwd=folder, env=env, stdout=file, stderr=file, timeout=150, check=True)
     text = log.read_text()
     assert "hosts changed: localhost added; the script begins again, on 2 ranks" in text
     assert text.count("stopped at step") == 2
