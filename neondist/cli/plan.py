@@ -47,7 +47,7 @@ def plan(arguments: argparse.Namespace) -> int:
             raise ConfigError("dist_flag: false runs in one process; plan needs dist_flag: true")
         limit, within = _limits(experiment, ranks, machine)
         builders = _builders(experiment.model)
-        found = search.choices(_plans(arguments, experiment, ranks, machine), builders, machine, resources)
+        found = search.choices(_plans(experiment, ranks, machine), builders, machine, resources)
         choice, runner_up, left = search.best(found, limit, within)
     except UserError as error:
         raise place(error) from None
@@ -77,7 +77,8 @@ def _limits(experiment: Any, ranks: int, machine: Any) -> tuple[int | None, Any]
     """Return the bytes of a rank where memory is limited, and what makes a plan of strips within a limit."""
     from ..memory import PROCESS, words
 
-    memory = _unlimited(experiment.model)
+    model, memory = experiment.model, experiment.model.memory
+    model.memory = model.room = None
     if memory is None:
         return None, None
     here = min(ranks, machine.cores_per_node)
@@ -100,32 +101,28 @@ def _in_strips(experiment: Any, plan: Any, limit: int) -> Any:
         model.memory = None
 
 
-def _unlimited(model: Any) -> int | None:
-    """Let the model plan as if memory were not limited, and return its limit."""
-    memory: int | None = model.memory
-    model.memory = model.room = None
-    return memory
-
-
-def _with_schemes(arguments: argparse.Namespace, grid: Any, machine: Any) -> Any:
+def _with_schemes(experiment: Any, grid: Any, machine: Any) -> Any:
     """Return the plan of a grid with the exact schemes that cost least; None if that is `halo`, or others are given."""
     from ..halo import scheme_text
     from ..models import Model
     from ..plan.choices import choose, figures_on, put_schemes
     from ..plan.search import PlanWithSchemes
 
-    experiment = load(arguments)
     model, shape, batch = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
     if not isinstance(model, Model) or {scheme_text(one.scheme or model.scheme) for one in model.leaves} != {"halo"}:
         return None
-    _unlimited(model)
     figures = figures_on(machine, grid, batch, model.dtype.itemsize)
     chosen = choose(model.chain, shape, grid, figures)
     schemes = {choice.layer: choice.scheme for choice in chosen if choice.scheme != "halo"}
-    return PlanWithSchemes(model.plan(shape, grid, batch), schemes) if put_schemes(model.leaves, schemes) else None
+    given = {layer: layer.scheme for layer in model.leaves}
+    try:
+        return PlanWithSchemes(model.plan(shape, grid, batch), schemes) if put_schemes(model.leaves, schemes) else None
+    finally:
+        for layer, scheme in given.items():
+            layer.scheme = scheme
 
 
-def _plans(arguments: argparse.Namespace, experiment: Any, ranks: int, machine: Any) -> list[Any]:
+def _plans(experiment: Any, ranks: int, machine: Any) -> list[Any]:
     """Return the plans of all grids to compare; the error of the last one, if there is none."""
     from ..plan.search import grids
 
@@ -135,7 +132,7 @@ def _plans(arguments: argparse.Namespace, experiment: Any, ranks: int, machine: 
     for grid in grids(ranks, experiment.grid, batch, shape[:-1]):
         try:
             found.append(model.plan(shape, grid, batch))
-            found += [chosen] if grid.tiles > 1 and (chosen := _with_schemes(arguments, grid, machine)) else []
+            found += [chosen] if grid.tiles > 1 and (chosen := _with_schemes(experiment, grid, machine)) else []
         except UserError as problem:
             error = problem
     if not found and error is not None:

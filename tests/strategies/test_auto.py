@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import h5py
+import numpy as np
 import pytest
 
 import neondist as nd
@@ -146,13 +148,26 @@ network: {latency: LATENCY, bandwidth: BANDWIDTH}
 SLOW_LINKS, FREE_LINKS = ("1e-3", "1e9"), ("1e-12", "1e15")
 
 
-def planned(folder, capsys, link):
+def planned(folder, capsys, link, text=CHAIN):
     """Return what `plan` prints for four ranks of a machine, and the strategy that it writes."""
-    (folder / "chain.yaml").write_text(CHAIN)
+    (folder / "chain.yaml").write_text(text)
     (folder / "machine.yaml").write_text(COSTS.replace("LATENCY", link[0]).replace("BANDWIDTH", link[1]))
     files = ["--machine", str(folder / "machine.yaml"), "--to", str(folder / "strategy.yaml")]
     assert main(["plan", str(folder / "chain.yaml"), "-n", "4", *files]) == 0
     return capsys.readouterr().out, Strategy.load(folder / "strategy.yaml")
+
+
+def test_schemes_are_planned_for_data_whose_shape_is_in_a_file(tmp_path, capsys):
+    """As for data with a known shape; and the model has its own schemes in the plans that follow."""
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        for split, count in (("train", 8), ("test", 4)):
+            file[f"{split}/images"] = np.zeros((count, 24, 24, 2), "f4")
+            file[f"{split}/labels"] = np.arange(count) % 3
+    given = "!Synthetic {shape: [24, 24, 2], classes: 3, train: 8, test: 4}"
+    plain = planned(tmp_path, capsys, SLOW_LINKS)
+    assert given in CHAIN
+    read = f"!HDF5Dataset {{path: {tmp_path / 'data.h5'}}}"
+    assert planned(tmp_path, capsys, SLOW_LINKS, CHAIN.replace(given, read)) == plain
 
 
 def losses(strategy, ranks):
