@@ -13,6 +13,11 @@ def visible(text: str, keep: str = "\n") -> str:
     return "".join(one if one.isprintable() or one in keep else repr(one)[1:-1] for one in text)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things: '1 rank', '4 ranks'."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def emit(*texts: object) -> None:
     """Print what a command was asked for to stdout, line by line; unlike `say`, OSError if that fails."""
     for text in texts:

@@ -90,7 +90,7 @@ class Dataset(Registered, ABC):
 
     @property
     def fields(self) -> Fields | None:
-        """What the targets are, if they are physical fields; None otherwise."""
+        """Metadata of the targets, if they are physical fields; None otherwise."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What each cell of a grid counts: the cosine of its latitude, or what a file says."""
+"""Weights of the cells of a grid: the cosine of latitude, or a variable of a file."""
 
 from __future__ import annotations
 

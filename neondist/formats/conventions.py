@@ -124,7 +124,12 @@ def references(attributes: Mapping[str, Any]) -> list[str]:
 
 def words(text: Any) -> list[str]:
     """Return the words of an attribute that is text."""
-    return (text.decode(errors="replace") if isinstance(text, bytes) else text if isinstance(text, str) else "").split()
+    return plain_text(text).split()
+
+
+def plain_text(value: Any) -> str:
+    """Return an attribute that is text, as bytes or str; '' for others."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
 
 
 def letters(where: str, variable: Variable, shape: Sequence[int]) -> str:

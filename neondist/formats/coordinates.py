@@ -1,4 +1,4 @@
-"""What the coordinates of a variable say: times, latitudes, levels, and which name a dimension has."""
+"""Coordinates of a variable: times, latitudes, levels, and the names of dimensions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import DataError
 from .base import TileSource
 from .cf_time import seconds_since
-from .conventions import Beside
+from .conventions import Beside, plain_text
 from .packing import Packing
 
 
@@ -28,10 +28,7 @@ def coordinate(source: TileSource, letter: str, beside: Sequence[Beside]) -> Bes
 
 def text_of(attributes: Any, name: str) -> str:
     """Return an attribute that is text; '' if there is none."""
-    value = attributes.get(name)
-    if isinstance(value, (bytes, np.bytes_)):
-        return bytes(value).decode(errors="replace").strip("\0 ")
-    return value.strip("\0 ") if isinstance(value, str) else ""
+    return plain_text(attributes.get(name)).strip("\0 ")
 
 
 def values_of(where: str, one: Beside) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What is known of physical fields on a grid: what their channels are called, in which units, and where cells lie."""
+"""Metadata of physical fields on a grid: names and units of channels, and the places of cells."""
 
 from __future__ import annotations
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from ..errors import OutputError
 from .files import append, write_text
 from .output import GENERATIONS
 from .regular_file import read_bytes
@@ -52,6 +54,11 @@ class GenerationLog:
     def add(self, event: str, **fields: Any) -> None:
         """Append an event."""
         append(self.path, format_event(event, **fields))
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Append an event if the file can be written; where it cannot, the run matters more."""
+        with suppress(OutputError):
+            self.add(event, **fields)
 
 
 def format_event(event: str, **fields: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..cluster.preflight import NodesError
 from ..console import say
-from ..errors import OutputError, UserError
+from ..errors import UserError
 from ..io.generation_log import GenerationLog
 from ..job import GENERATION
 from ..signals import STOPPED
@@ -212,6 +212,5 @@ class _Run:
 
     def note(self, event: str, **fields: Any) -> None:
         """Append an event to the log."""
-        with suppress(OutputError):  # the run matters more
-            if self.log is not None:
-                self.log.add(event, generation=self.generation, **fields)
+        if self.log is not None:
+            self.log.note(event, generation=self.generation, **fields)

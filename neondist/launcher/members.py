@@ -12,7 +12,7 @@ from typing import Any
 
 from ..cluster import ResourceSpec
 from ..cluster.hosts import HostPool, HostSource, fill, slots_of, unreachable
-from ..console import say
+from ..console import counted, say
 from ..errors import LaunchError, UserError
 from ..job import LAUNCHED, Job
 
@@ -50,7 +50,7 @@ class Members:
         return owners[rank] if 0 <= rank < len(owners) else ""
 
     def __str__(self) -> str:
-        text = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        text = counted(self.ranks, "rank")
         if self.hosts is None:
             return text
         return f"{text} on {', '.join(f'{host}:{count}' for host, count in self.hosts.items())}"

@@ -81,7 +81,7 @@ def fair_shares(slots: int, demands: Sequence[Demand]) -> list[int]:
 
 @dataclass
 class _Entry:
-    """What the file of a job says: when it came, its bounds, and its workers on each host."""
+    """The file of a job: its place in the order of jobs, its bounds, and its workers on each host."""
 
     order: int
     demand: Demand

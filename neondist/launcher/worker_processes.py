@@ -25,7 +25,7 @@ PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class TaskProgress:
-    """What workers have and will have to do.
+    """Progress of the tasks of a job.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ class WorkerProcesses:
 
     @property
     def restarted(self) -> str:
-        """How often workers and services were started again, in words."""
+        """Numbers of restarts of workers and services, as text."""
         services = sum(service.restarts for service in self._services)
         more = f" and {services} services" if services else ""
         return f"{sum(self._losses.values())} workers{more} started again"

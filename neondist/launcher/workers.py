@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import safe_path
 from ..console import say
-from ..errors import ConfigError, DataError, LaunchError, OutputError, ServiceError
+from ..errors import ConfigError, DataError, LaunchError, ServiceError
 from ..io.generation_log import GenerationLog
 from ..io.output import RECOVERY, clear, has_run
 from ..job import detect
@@ -114,8 +114,7 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
                 return found
             hosts = found
         code = _run_job(arguments, experiment, stack, hosts, scaling, log)
-        with suppress(OutputError):  # the run matters more
-            log.add("end", code=code)
+        log.note("end", code=code)
     return code
 
 
@@ -173,10 +172,6 @@ def _run_job(
         command = ["neondist", *_worker_words(arguments, index, shape.tiles, again)]
         return stack.enter_context(_process(command, env | place.environment, False, silent=index > 0))
 
-    def note(event: str, **fields: Any) -> None:
-        with suppress(OutputError):
-            log.add(event, **fields)
-
     workers = WorkerProcesses(
         start,
         hosts,
@@ -184,7 +179,7 @@ def _run_job(
         lambda index: _lost(master.address, addresses, token, index),
         scaling,
         lambda: _progress(master.address, token),
-        note,
+        log.note,
     )
     arguments.signals.join(workers.forward)
     code = workers.watch()

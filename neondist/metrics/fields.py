@@ -34,9 +34,9 @@ class OfVariables(Metric):
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return sums (k, C) over samples and cells, of outputs and targets (n, *tile, C) in float64."""
 
-    @abstractmethod
     def of_sums(self, sums: np.ndarray) -> np.ndarray:
-        """Return the numbers (C,) of sums over all ranks."""
+        """Return the numbers (C,) of sums (k, ..., C) over all ranks: by default the means of the first kind."""
+        return np.asarray(sums[0] / sums[1])
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the sums of whole images, by channel, one kind after the other."""
@@ -116,7 +116,7 @@ class RMSE(OfVariables):
 
     def of_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the roots of the means."""
-        return np.sqrt(sums[0] / sums[1])
+        return np.sqrt(super().of_sums(sums))
 
 
 class MeanAbsoluteError(OfVariables):
@@ -129,10 +129,6 @@ class MeanAbsoluteError(OfVariables):
         """Return the absolute errors and what they are divided by."""
         return _weighted(np.abs(y - targets), weights)
 
-    def of_sums(self, sums: np.ndarray) -> np.ndarray:
-        """Return the means."""
-        return np.asarray(sums[0] / sums[1])
-
 
 class Bias(OfVariables):
     """Mean of output minus target of each variable, in its units."""
@@ -142,10 +138,6 @@ class Bias(OfVariables):
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the errors and what they are divided by."""
         return _weighted(y - targets, weights)
-
-    def of_sums(self, sums: np.ndarray) -> np.ndarray:
-        """Return the means."""
-        return np.asarray(sums[0] / sums[1])
 
 
 class R2(OfVariables):

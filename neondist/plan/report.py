@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
+from ..console import counted
 from ..geometry import Box, GridShape
 from ..halo import scheme_text
 from .layer import LayerCosts, LayerPlan
@@ -148,7 +149,7 @@ def headline(dtype: Any, grid: GridShape, input_shape: Sequence[int], batch_size
 
 def grid_text(grid: GridShape) -> str:
     """Return '6 ranks (1 replicas, 3 rows, 2 cols)'."""
-    ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks"
+    ranks = counted(grid.size, "rank")
     parts = {"replicas": grid.replicas, "planes": grid.planes, "rows": grid.rows, "cols": grid.cols}
     return f"{ranks} ({', '.join(f'{n} {name}' for name, n in parts.items() if name != 'planes' or n > 1)})"
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import yaml
 
+from ..console import counted
 from ..errors import ConfigError
 from ..io.files import write_text
 from ..yaml_nodes import Node, fault, join, parse_file, value_of
@@ -176,7 +177,7 @@ class Strategy:
         rows = [head, *(_row(self.specs[name], one) for name, one in self.parameters.items())]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        title = f"{self.builder}, {_count(self.replicas, 'replica')}, {_count(self.servers, 'owner')}"
+        title = f"{self.builder}, {counted(self.replicas, 'replica')}, {counted(self.servers, 'owner')}"
         loads = [f"bytes per owner: {', '.join(map(str, self.loads))}"] if self.loads else []
         return "\n".join([title, *lines, *loads])
 
@@ -193,10 +194,6 @@ class Strategy:
         return yaml.safe_dump(head | {"parameters": entries}, sort_keys=False, default_flow_style=None, width=2**31)
 
 
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}{'s' * (n != 1)}"
-
-
 def _row(spec: ParameterSpec, one: ParameterStrategy) -> tuple[str, ...]:
     shape = " x ".join(map(str, spec.shape)) or "scalar"
     mode = str(one.staleness) if one.sync else "asynchronous"
@@ -210,7 +207,7 @@ def _listed(numbers: list[int], separator: str) -> str:
 
 
 PLANNED = "grid", "schemes"
-"""what a planner may choose beside a strategy"""
+"""fields that a planner may add to a strategy"""
 _TOP = "format", "builder", "replicas", "servers", "parameters"
 _GRID = "replicas", "planes", "rows", "cols"
 _ENTRY = "shape", "dtype", "sparse", *(each.name for each in fields(ParameterStrategy))

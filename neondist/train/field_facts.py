@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of fields: the names of channels, and how targets were normalised."""
+"""Metadata of fields in checkpoints: names of channels, and the normalisation of targets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEAR = 0.2  # months are of 28 to 31 days
 
 @dataclass(frozen=True)
 class FieldFacts:
-    """What a checkpoint says of fields.
+    """Metadata of fields, as a checkpoint has them.
 
     Attributes
     ----------
@@ -55,6 +55,10 @@ class FieldFacts:
             raise ValueError("'std' is not positive")
         (step,) = _numbers({"step": [facts.get("step")]}, "step", 1).tolist()
         return cls(inputs, input_units, outputs, units, mean, std, whole("'lead'", facts.get("lead")), step)
+
+    def physical(self, y: np.ndarray) -> np.ndarray:
+        """Return outputs (..., C) of the network in the units of the files."""
+        return np.asarray(y * self.std + self.mean)
 
     def require(self, inputs: Sequence[str], input_units: Sequence[str], lead: int, step: float) -> None:
         """Raise ValueError, with the first name that differs, unless a network of these channels and times is meant.

@@ -6,12 +6,12 @@ Ranks that are not at work sleep.
 
 from __future__ import annotations
 
+import itertools
 import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from itertools import product
 from statistics import mean, median
 from typing import Any
 
@@ -41,21 +41,21 @@ def calibrate(world: Transport, cores: int) -> tuple[Machine, float]:
     Beside it how much longer the median turn of a matrix product took than the fastest: much, if others disturb.
     """
     cores, turns = min(cores, world.size), _Turns(world)
-    convolving, products, copy = Convolving(), multiplying(), copying()
+    convolving, product, copy = Convolving(), multiplying(), copying()
     pairs = {size: _pair(world, size) for size in SIZES}
-    unit = min(turns.take("unit", products.call, 3, 1) for _ in range(3))
+    unit = min(turns.take("unit", product.call, 3, 1) for _ in range(3))
     few, many = (max(least, round(piece / unit)) for least, piece in zip((1, 2), PIECES, strict=True))
     group = world.split(int(world.rank >= 2 * cores), world.rank)
     for _ in range(ROUNDS):
         for size, exchange in pairs.items():
             turns.take(size, exchange, max(5, min(200, (1 << 24) // size)), 2)
         turns.take("convolving", convolving.step, 3, 1)
-        for name, work in ("product", products), ("copy", copy):
-            count = max(1, round(TURN / unit)) if work is products else 2
+        for name, work in ("product", product), ("copy", copy):
+            count = max(1, round(TURN / unit)) if work is product else 2
             turns.take((name, "alone"), work.call, count, 1)
             turns.take((name, "shared"), work.call, count, cores)
         for count in (few, many) if world.size >= 2 * cores else ():
-            turns.take(("shared", count), _meeting(products.call, count, group), max(2, many // count), 2 * cores)
+            turns.take(("shared", count), _meeting(product.call, count, group), max(2, many // count), 2 * cores)
     best = {name: min(taken) for name, taken in turns.all.items()}
     noise = max(median(turns.all["product", how]) / best["product", how] - 1 for how in ("alone", "shared"))
     slowdown, at_memory = (max(1.0, best[name, "shared"] / best[name, "alone"]) for name in ("product", "copy"))
@@ -82,11 +82,10 @@ def calibrate(world: Transport, cores: int) -> tuple[Machine, float]:
 def prediction_error(world: Transport, cores: int, machine: Machine) -> float:
     """Return the mean relative error of predicted steps of some networks, on up to so many ranks; collective."""
     errors = []
-    for name, ranks in product(CHECKED, sorted({1, 2, min(cores, world.size)})):
-        case, predicted, taken = NETWORKS[name], 0.0, 0.0
+    for name, ranks in itertools.product(CHECKED, sorted({1, 2, min(cores, world.size)})):
+        case, shape, predicted, taken = NETWORKS[name], grid_shape(ranks), 0.0, 0.0
         if world.rank == 0:
-            profile = profile_rank(case.experiment(), grid_shape(ranks))
-            predicted = row_of(grid_shape(ranks), machine, profile)["seconds_per_step"]
+            predicted = row_of(shape, machine, profile_rank(case.experiment(), shape))["seconds_per_step"]
         rest(world)
         group = world.split(int(world.rank >= ranks), world.rank)
         if world.rank < ranks:

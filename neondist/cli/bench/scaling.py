@@ -16,7 +16,7 @@ from typing import Any
 
 from ... import safe_path, threads
 from ...comm import Transport
-from ...console import emit
+from ...console import counted, emit
 from ...errors import ConfigError, LaunchError
 from ...io.regular_file import read_bytes
 from ...launcher.ranks import job_of, on_ranks
@@ -95,7 +95,7 @@ def scaling(arguments: argparse.Namespace) -> int:
     with Progress(jobs, sys.stderr, "measurement") as progress:
 
         def measure(count: int) -> dict[str, Any]:
-            progress.begin(_ranks(count))
+            progress.begin(counted(count, "rank"))
             grown = batch * count // arguments.counts[0] if arguments.weak else batch
             found = step_of(arguments, count, [f"batch_size={grown}"], arguments.steps)
             progress.add(1)
@@ -183,7 +183,7 @@ def predict(arguments: argparse.Namespace) -> int:
     counts, rows = sorted({*arguments.counts, *measured, *given}), list[dict[str, Any]]()
     with Progress(len(counts) + len(measured), sys.stderr, "step") as progress:
         for count in counts:
-            progress.begin(_ranks(count))
+            progress.begin(counted(count, "rank"))
             with threadpool_limits(1):  # a rank for each core
                 rows += model.predict(lambda: _looked_at(arguments), [count], machine)
             progress.add(1)
@@ -193,7 +193,7 @@ def predict(arguments: argparse.Namespace) -> int:
             emit(f"calibrated by --measured: compute_factor {better.compute_factor:.4g}, jitter {better.jitter:.3g}\n")
         for row in rows:
             if row["ranks"] in measured:
-                progress.begin(f"measuring {_ranks(row['ranks'])}")
+                progress.begin(f"measuring {counted(row['ranks'], 'rank')}")
                 row["measured_seconds"] = _measure(arguments, row)
                 with threadpool_limits(1):
                     row["noise"] = max(row["noise"], model.drift(row, _looked_at(arguments)))
@@ -204,10 +204,6 @@ def predict(arguments: argparse.Namespace) -> int:
     emit("\n" + "\n".join(table.words(rows)))
     options.print_written(table.write(folder, rows, f"{Path(arguments.file).name} on {Path(arguments.machine).name}"))
     return 0
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _looked_at(arguments: argparse.Namespace) -> Any:

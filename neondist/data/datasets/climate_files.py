@@ -159,7 +159,7 @@ class ClimateFiles(Dataset):
 
     @property
     def fields(self) -> Fields:
-        """What the targets are; mean, std and climatology once the data set is open."""
+        """Metadata of the targets; with mean, std and climatology once the data set is open."""
         if self._fields is None:
             self.check()
         assert self._fields is not None

@@ -107,15 +107,7 @@ class FieldSeries:
 
     def source(self, place: int, channel: int = 0) -> TileSource:
         """Return the variable of a channel in the file that has a time."""
-        return self._open(*self._place(place, channel))
-
-    def raw_time(self, place: int) -> float:
-        """Return a time as its file has it."""
-        number = int(np.searchsorted(self._begin, place, "right")) - 1
-        source = self._open(number, self.variables[0])
-        one = coordinate(source, "T", source.beside()[0])
-        assert one is not None
-        return float(values_of(source.path, one)[place - self._begin[number]])
+        return self._open(self._file_of(place), self.channels[channel].variable)
 
     def place_named(self, name: str) -> list[int]:
         """Return the channels of a name: of a variable, or of a channel alone."""
@@ -131,15 +123,16 @@ class FieldSeries:
         """The usual seconds from time to time."""
         return float(np.median(np.diff(self.times))) if len(self) > 1 else 0.0
 
-    def _place(self, place: int, channel: int) -> tuple[int, str]:
-        return int(np.searchsorted(self._begin, place, "right")) - 1, self.channels[channel].variable
+    def _file_of(self, place: int) -> int:
+        """Return the number of the file that has a time."""
+        return int(np.searchsorted(self._begin, place, "right")) - 1
 
     def _runs(self, places: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
         """Yield (position, file, first time in it, count) of times that are one read."""
         for start, first, count in runs(np.asarray(places)):
             at = start
             while count:
-                number = int(np.searchsorted(self._begin, first, "right")) - 1
+                number = self._file_of(first)
                 here = min(count, int(self._begin[number + 1]) - first)
                 yield at, number, first - int(self._begin[number]), here
                 at, first, count = at + here, first + here, count - here
@@ -298,7 +291,7 @@ class FieldSeries:
         if not wrong.size:
             return
         at = int(wrong[0]) + 1
-        number = int(np.searchsorted(self._begin, at, "right")) - 1
+        number = self._file_of(at)
         first, place = at == self._begin[number], f"time {at - self._begin[number] + 1} of {self.names[number]}"
         before = f"the last of {self.names[number - 1]}" if first else "the one before"
         if steps[at - 1] <= 0:

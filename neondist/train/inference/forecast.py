@@ -183,7 +183,7 @@ def _from_files(route: InTiles, facts: FieldFacts) -> Iterator[tuple[slice, np.n
         assert x is not None
         y = route.outputs(part, x)
         samples, _ = route.place(part)
-        yield slice(samples.start, samples.stop), None if y is None else y * facts.std + facts.mean
+        yield slice(samples.start, samples.stop), None if y is None else facts.physical(y)
 
 
 def _rolled_out(route: InTiles, steps: int, facts: FieldFacts, count: int) -> Iterator[tuple[slice, np.ndarray | None]]:
@@ -200,11 +200,11 @@ def _rolled_out(route: InTiles, steps: int, facts: FieldFacts, count: int) -> It
     assert x is not None
     for number in range(count):
         y = to_host(model.fprop(x, training=False, batch_size=grid.replicas))
-        values = y * facts.std + facts.mean
+        values = facts.physical(y)
         yield slice(number, number + 1), values if grid.replica == 0 else None
         if not alike:  # tiles that are read overlap
             whole = GlobalArray(grid, (grid.replicas, *route.output_shape), dtype=str(y.dtype)).gather(y)
-            values = whole[(slice(grid.replica, grid.replica + 1), *own.slices)] * facts.std + facts.mean
+            values = facts.physical(whole[(slice(grid.replica, grid.replica + 1), *own.slices)])
         following = values[..., order] * factor - offset
         x = np.concatenate([x[..., channels:], following.astype(x.dtype)], axis=-1)
 
