@@ -21,6 +21,8 @@ from ..registry.arguments import checked
 from .callbacks.hook import Hook, opened
 from .state import Record, Stop, Totals, TrainState, without_nan
 
+_WAITED = Stop("asked to while it waited for a task; --resume goes on from here")
+
 
 @checked
 def fit(
@@ -103,7 +105,7 @@ def _join_epoch(run: TrainState) -> None:
         return
     epoch = run.tasks.next_epoch(run.is_asked_to_stop)
     if run.tasks.interrupted:
-        run.stop = Stop("asked to while it waited for a task; --resume goes on from here")
+        run.stop = _WAITED
     elif epoch is None:
         run.stop = Stop("all tasks are done", code=0)
     elif epoch > run.epoch:
@@ -142,7 +144,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 if not goes_on:
                     break
     if tasks is not None and tasks.interrupted:
-        run.stop = Stop("asked to while it waited for a task; --resume goes on from here")
+        run.stop = _WAITED
     if tasks is not None and run.stop is not None:
         return
     totals.skipped += len(split) - run.samples_seen
