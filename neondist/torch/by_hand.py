@@ -59,15 +59,19 @@ def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Seque
         _check(x, window, global_shape)
     except UserError as error:
         check_alike(grid.world, {}, error)
-    extent = _extent_of(x, window, grid) if global_shape is None else tuple(global_shape)[2:]
+    ask = _extent_outside_graph if torch.compiler.is_compiling() else _extent_of
+    extent = ask(x, window, grid) if global_shape is None else tuple(global_shape)[2:]
     padding = tuple(chain.from_iterable(window.padding))
     how = window.kernel, window.stride, padding, window.dilation, window.fill, ",".join(window.modes)
     return torch.ops.neondist.halo(x, grid.handle, *how, extent)
 
 
-@torch.compiler.disable
 def _extent_of(x: torch.Tensor, window: Window, grid: ProcessGrid) -> tuple[int, ...]:
     return _hand(grid, window.ndim).extent_of(x, window)
+
+
+# torch.compiler.disable as a decorator would import the compiler, 2 s, with neondist.torch
+_extent_outside_graph = torch._disable_dynamo(_extent_of)
 
 
 def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") -> torch.Tensor:

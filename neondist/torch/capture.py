@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import logging
 import os
@@ -70,6 +71,7 @@ def captured(
         traced for another reason.
     """
     check_module(module)
+    importlib.import_module("torch._dynamo")  # what it makes of autograd.Function is not to see that of `recorded`
     with _tracing(what or type(module).__name__, shapes), recorded() as functions, known_values(module) as reads:
         with FakeTensorMode(allow_non_fake_inputs=True):
             on = device or device_of(module)

@@ -4,6 +4,7 @@ PyTorch, which takes seconds to import, is imported once: the ranks are forked. 
 job after the other.
 """
 
+import gc
 import os
 import runpy
 import signal
@@ -17,6 +18,10 @@ def main(ranks, arguments):
     import torch.distributed
 
     import neondist.torch.transport  # noqa: F401
+
+    if not arguments[0].endswith(".py"):  # tests capture modules
+        import torch._dynamo
+    gc.freeze()  # collections of a rank would copy what it shares with the others
 
     ports, tell = os.pipe()
     running = set()
