@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import ConfigError
 from ..machine import Machine
+from ..machine import read as read_machine
 from ..memory import as_bytes, words
 from .all_reduce import AllReduce, PartitionedAllReduce, ShardedOptimizer
 from .builder import StrategyBuilder, builder_text
@@ -80,18 +82,21 @@ class AutoStrategy(StrategyBuilder):
     ----------
     memory : int or str, optional
         The most that a rank may hold of parameters, gradients and the optimiser's arrays (two for each parameter).
+    machine : str, optional
+        The file of the machine, as `neondist bench model calibrate` writes it; default: common figures.
     """
 
     _called_in_fields = ("Auto",)
 
-    def __init__(self, memory: int | str | None = None) -> None:
+    def __init__(self, memory: int | str | None = None, machine: str | None = None) -> None:
         self.limit = None if memory is None else as_bytes("memory", memory)
+        self.figures = Machine.default() if machine is None else read_machine(Path(machine))
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return what the best builder assigns."""
-        machine, ranks = Machine.default(), max(replicas, servers)
+        ranks = max(replicas, servers)
         made = {builder_text(builder): builder.assign(specs, replicas, servers) for builder in candidates()}
-        costs = {name: sync_costs(each, specs, ranks, SLOTS, machine) for name, each in made.items()}
+        costs = {name: sync_costs(each, specs, ranks, SLOTS, self.figures) for name, each in made.items()}
         fitting = [name for name, cost in costs.items() if self.limit is None or cost.held <= self.limit]
         if not fitting:
             least = min(cost.held for cost in costs.values())

@@ -8,7 +8,7 @@ import pytest
 
 import neondist as nd
 from neondist.cli import main
-from neondist.machine import Link, Machine
+from neondist.machine import Link, Machine, write
 from neondist.plan import search
 from neondist.strategies import AutoStrategy, ParameterSpec, Strategy, as_builder
 from neondist.strategies.auto import SLOTS, candidates, sync_costs
@@ -92,6 +92,20 @@ def test_the_builder_chooses_the_best_that_fits():
         nd.strategies.Auto(1).build(SPECS, 4)
 
 
+def test_the_builder_knows_a_measured_machine(tmp_path):
+    file = tmp_path / "machine.yaml"
+    machine = Machine(1, Link(1.0, 1e12), Link(1.0, 1e12), memory_bandwidth=1e15)
+    write(file, machine, "a second for each message")
+    made = {type(one).__name__: one.assign(SPECS, 4, 4) for one in candidates()}
+    costs = {name: sync_costs(each, SPECS, 4, SLOTS, machine).seconds for name, each in made.items()}
+    best = made[min(costs, key=lambda name: (costs[name], name))]
+    assert nd.strategies.Auto(machine=str(file)).build(SPECS, 4).parameters == best
+    assert nd.strategies.Auto().build(SPECS, 4).parameters != best
+    file.write_text("cores_per_node: none")
+    with pytest.raises(nd.ConfigError, match=r"machine\.yaml"):
+        nd.strategies.Auto(machine=str(file))
+
+
 def test_the_name_means_what_its_field_wants(tmp_path):
     file = tmp_path / "one.yaml"
     file.write_text(FILE)
@@ -99,10 +113,10 @@ def test_the_name_means_what_its_field_wants(tmp_path):
 
     found = load_experiment(file)
     assert isinstance(found.model.strategy, AutoStrategy)
-    assert found.model.strategy.arguments() == {"memory": "1GiB"}
+    assert found.model.strategy.arguments() == {"memory": "1GiB", "machine": None}
     assert type(found.model.leaves[0].scheme) is nd.Auto
     assert isinstance(as_builder("Auto"), AutoStrategy)
-    assert as_builder("Auto(memory='1GiB')").arguments() == {"memory": "1GiB"}
+    assert as_builder("Auto(memory='1GiB')").arguments() == {"memory": "1GiB", "machine": None}
 
 
 def test_a_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
