@@ -18,6 +18,8 @@ _FAMILIES = (
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
 )
+_LOCAL_RANKS = "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
+"""Of torchrun, Open MPI, MPICH and Intel MPI, srun."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ def detect(env: Mapping[str, str]) -> Job | None:
 def torchrun_ranks(env: Mapping[str, str]) -> int:
     """Return how many ranks torchrun has started, 0 if this process is none of them; that is no MPI job."""
     return (_number(env, "WORLD_SIZE") or 0) if "TORCHELASTIC_RUN_ID" in env else 0
+
+
+def local_rank(env: Mapping[str, str]) -> int:
+    """Return this process's number among the ranks of its machine, 0 where the environment does not tell."""
+    return next((rank for name in _LOCAL_RANKS if (rank := _number(env, name)) is not None), 0)
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:

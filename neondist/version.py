@@ -18,7 +18,8 @@ PACKAGES = (
 )
 TORCH = (2, 9), (2, 16)
 """The oldest PyTorch that is supported, and the first that is not yet; as the extra `torch` of pyproject.toml says."""
-_DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
+DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
+"""The packages that may bring a module, where they have other names."""
 
 
 def torch_remedy(version: str) -> str:
@@ -48,7 +49,7 @@ def installed(name: str) -> str | None:
     from importlib import metadata  # takes a while
     from importlib.util import find_spec
 
-    for distribution in _DISTRIBUTIONS.get(name, (name,)):
+    for distribution in DISTRIBUTIONS.get(name, (name,)):
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:

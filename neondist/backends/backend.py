@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import ConfigError, ShapeError
 from ..registry import suggest
 from ..registry.arguments import checked
+from . import cupy
 from .host import HostKernels
 from .kernels import Kernels
 
@@ -78,8 +79,8 @@ class Availability:
 
 
 def available() -> list[Availability]:
-    """Return all backends, the one that `auto` prefers first; imports PyTorch, where it is, to see whether it works."""
-    return [_torch_availability(), Availability("numpy", True, "always there")]
+    """Return all backends, the one that `auto` prefers first; imports PyTorch and CuPy, where they are, to try them."""
+    return [_torch_availability(), Availability("numpy", True, "always there"), _cupy_availability()]
 
 
 @checked
@@ -89,8 +90,9 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     Parameters
     ----------
     name : str or Backend
-        'auto': the first usable one. A name with a dot is a module's, whose attribute `backend` is the backend; it has
-        to have been imported, by `import` or by `--import`: a name in a file imports nothing.
+        'auto': 'torch' where it is installed, else 'numpy'. A name with a dot is a module's, whose attribute
+        `backend` is the backend; it has to have been imported, by `import` or by `--import`: a name in a file imports
+        nothing.
     """
     if isinstance(name, Backend):
         return name
@@ -126,4 +128,19 @@ def _torch() -> Backend:
     return Backend("torch", TorchKernels())
 
 
-_MAKERS: dict[str, Callable[[], Backend]] = {"torch": _torch, "numpy": lambda: Backend("numpy", HostKernels())}
+def _cupy_availability() -> Availability:
+    problem = cupy.find_problem()
+    return Availability("cupy", not problem, problem or cupy.describe())
+
+
+def _cupy() -> Backend:
+    if problem := cupy.find_problem():
+        raise ConfigError(f"backend 'cupy': {problem}, or use backend 'numpy'")
+    return Backend("cupy", Kernels(cupy.load()))
+
+
+_MAKERS: dict[str, Callable[[], Backend]] = {
+    "torch": _torch,
+    "numpy": lambda: Backend("numpy", HostKernels()),
+    "cupy": _cupy,
+}

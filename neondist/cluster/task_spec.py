@@ -11,7 +11,7 @@ from typing import Any
 
 from ..comm import Transport
 from ..errors import ConfigError, LaunchError
-from ..job import detect, torchrun_ranks
+from ..job import detect, local_rank, torchrun_ranks
 from ..registry import suggest
 
 _TYPES = {"master": "master", "chief": "master", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
@@ -23,10 +23,6 @@ _RANKS = (
     ("JOB_COMPLETION_INDEX", "NEONDIST_WORKERS", ""),
 )
 """Variables of torchrun, Open MPI, Slurm and indexed jobs: the process's number, how many there are, the generation."""
-
-
-_LOCAL = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-"""Variables with the process's number on its machine."""
 
 
 class TaskSpecDef:
@@ -193,7 +189,7 @@ class TaskSpecDef:
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_available():
             return "cpu"
-        local = next((int(os.environ[name]) for name in _LOCAL if os.environ.get(name, "").isdecimal()), 0)
+        local = local_rank(os.environ)
         return f"cuda:{local % torch.cuda.device_count()}"
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ of their namespace, which takes no argument that CuPy's functions do not have. W
 """
 
 from functools import partial
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import numpy as np
@@ -200,3 +201,43 @@ class Namespace:
         """Return an array; one of the device's stays what it is."""
         same = isinstance(values, DeviceArray) and dtype in (None, values.dtype)
         return values if same else self.array(values, dtype)
+
+
+class CudaError(RuntimeError):
+    """An error of the CUDA runtime."""
+
+    def __init__(self, status):
+        super().__init__(f"error {status}")
+        self.status = status
+
+
+class CudaDevice:
+    """A GPU by its number; `used` has those that a thread was moved to."""
+
+    used = ()
+
+    def __init__(self, number):
+        self.number = number
+
+    def use(self):
+        """Remember that it is used."""
+        CudaDevice.used = (*CudaDevice.used, self.number)
+
+
+def cupy_like(device, count=1, status=0, driver=13000):
+    """Return a module with the functions of a strict device, and the calls of CuPy to GPUs that neondist makes."""
+
+    def devices():
+        if status:
+            raise CudaError(status)
+        return count
+
+    module, runtime = ModuleType("cupy"), ModuleType("cupy.cuda.runtime")
+    module.__spec__, module.__version__ = ModuleSpec("cupy", None), "14.2.0"
+    module.__getattr__ = partial(getattr, device.xp)
+    module.cuda = ModuleType("cupy.cuda")
+    module.cuda.runtime, module.cuda.Device = runtime, CudaDevice
+    runtime.CUDARuntimeError, runtime.getDeviceCount = CudaError, devices
+    runtime.runtimeGetVersion, runtime.driverGetVersion = lambda: 12090, lambda: driver
+    runtime.getDeviceProperties = lambda number: {"name": b"Strict", "totalGlobalMem": 80 << 30}
+    return module

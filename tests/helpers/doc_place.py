@@ -49,7 +49,7 @@ class Place:
 
         `neondist` runs in this process, its ranks as virtual ones; and a script on two ranks, not four.
         """
-        command = re.sub("^mpirun -n [34] ", "mpirun -n 2 ", self._on_few_digits(command))
+        command = re.sub("^(mpirun -n|torchrun --nproc-per-node) [34] ", r"\1 2 ", self._on_few_digits(command))
         kind, *words = shlex.split(command, comments=True)
         if kind == "neondist":
             if "-n" in words and words[0] != "check":

@@ -1,0 +1,107 @@
+"""The CuPy backend, on a strict device in place of a GPU; and what keeps it from being used."""
+
+import sys
+from importlib import metadata
+
+import numpy as np
+import pytest
+from device import CudaDevice, Device, cupy_like
+
+import neondist as nd
+from neondist.backends import cupy
+from neondist.namespace import namespace
+
+YAML = """
+!FitExperiment
+dataset: !Synthetic {shape: [8, 8, 1], classes: 2, train: 8, test: 4}
+model: !Convnet {layers: [!FCLayer {out_features: 2}]}
+dist_flag: false
+backend: cupy
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A function that puts a CuPy with some GPUs into this process."""
+
+    def put(**options):
+        device = Device()
+        monkeypatch.setitem(sys.modules, "cupy", cupy_like(device, **options))
+        monkeypatch.setattr(CudaDevice, "used", ())
+        return device
+
+    return put
+
+
+def losses(backend):
+    layers = [nd.ConvLayerDist(3, 3, padding=1, activation=nd.ReLU()), nd.MaxPoolingLayerDist(2), nd.FCLayerDist(4)]
+    model = nd.ConvnetDist(layers, cost=nd.CrossEntropy(), optimizer=nd.Adam(0.01), backend=backend, dtype="float64")
+    model.build((6, 8, 2), 4, nd.ProcessGrid.serial())
+    rng = np.random.default_rng(3)
+    return [float(model.train_batch(model.scatter(rng.random((4, 6, 8, 2))), np.arange(4))) for _ in range(3)]
+
+
+def test_a_network_learns_as_on_the_host(gpu):
+    gpu()
+    np.testing.assert_allclose(losses("cupy"), losses("numpy"), rtol=1e-12)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 5])
+def test_ranks_take_turns(gpu, monkeypatch, rank):
+    gpu(count=2)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", str(rank))
+    assert nd.get_backend("cupy").name == "cupy"
+    assert CudaDevice.used == (rank % 2,)
+
+
+def test_it_is_described(gpu):
+    gpu(count=2)
+    found = {one.name: one for one in nd.available()}["cupy"]
+    assert found.usable
+    assert found.reason == "CuPy 14.2.0, CUDA 12.9, driver for CUDA 13.0: Strict (80 GiB), Strict (80 GiB)"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 0}, "no GPU is visible; see nvidia-smi, and the variable CUDA_VISIBLE_DEVICES"),
+        ({"status": 100}, "no GPU is visible"),
+        ({"status": 35, "driver": 0}, "there is no NVIDIA driver; install one for CUDA 12.9 or later"),
+        ({"status": 35, "driver": 11040}, "the NVIDIA driver supports CUDA 11.4 at most, and this CuPy needs 12.9"),
+        ({"status": 999}, "the CUDA runtime fails: error 999; see whether nvidia-smi works"),
+    ],
+)
+def test_no_gpu(gpu, options, message):
+    gpu(**options)
+    assert cupy.find_problem().startswith(message)
+    assert not {one.name: one for one in nd.available()}["cupy"].usable
+
+
+def test_mistakes_name_the_line_and_the_remedy(monkeypatch, tmp_path, capsys):
+    from neondist.cli import main
+
+    (tmp_path / "one.yaml").write_text(YAML)
+    monkeypatch.setattr(cupy.importlib.util, "find_spec", lambda name: None)
+    assert main(["check", str(tmp_path / "one.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "one.yaml:4: model.backend" in said
+    assert "backend 'cupy': not installed; pip install cupy-cuda12x" in said
+    assert "or use backend 'numpy'" in said
+
+
+def test_installations_that_do_not_work(gpu, monkeypatch):
+    gpu()
+    monkeypatch.setattr(metadata, "version", {"cupy-cuda11x": "13.1", "cupy-cuda12x": "14.2"}.__getitem__)
+    monkeypatch.setattr(metadata, "PackageNotFoundError", KeyError)
+    assert cupy.find_problem().startswith("cupy-cuda12x and cupy-cuda11x are installed together")
+    monkeypatch.undo()
+    gpu()
+    monkeypatch.setattr(cupy.importlib, "import_module", lambda name: 1 / 0)
+    assert cupy.find_problem() == "cannot be imported: ZeroDivisionError: division by zero"
+
+
+def test_arrays_without_a_namespace_are_of_their_package(gpu):
+    """CuPy's have no `__array_namespace__`."""
+    gpu()
+    array = type("ndarray", (), {"__module__": "cupy._core.core"})()
+    assert namespace(array) is sys.modules["cupy"]
