@@ -3,7 +3,7 @@
 Importing neondist starts no MPI and imports neither PyTorch nor h5py.
 """
 
-from . import at_start, datasets, strategies  # noqa: F401 - datasets is a name of before
+from . import at_start, strategies  # noqa: F401
 from .backends import Backend, Kernels, available, get_backend
 from .cluster import ResourceSpec, TaskSpec, TaskSpecDef
 from .comm import ProcessGrid, loopback

@@ -157,20 +157,9 @@ def layer_classes():
 
 
 def old_words(tree):
-    """Return the lines with names of the first edition, or its words in texts.
-
-    A name that stays for a release, `old = Renamed("new")`, is none.
-    """
-    kept = {
-        id(part)
-        for node in nodes(tree, ast.Assign)
-        if any(isinstance(one, ast.Call) and ast.unparse(one.func) == "Renamed" for one in ast.walk(node.value))
-        for part in targets(node)
-    }
+    """Return the lines with names of the first edition, or its words in texts."""
     for node in ast.walk(tree):
-        names = (
-            {getattr(node, field, None) for field in ("id", "attr", "arg", "name")} if id(node) not in kept else set()
-        )
+        names = {getattr(node, field, None) for field in ("id", "attr", "arg", "name")}
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in DEFINED:
             yield node.lineno
         text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
@@ -181,7 +170,6 @@ def old_words(tree):
 COMPUTES = ("layers", "costs", "optim", "runtime", "parallel", "halo")
 ON_HOST = (
     "costs/labels.py",
-    "halo/old_names.py",
     "parallel/compressed.py",
     "parallel/compressors.py",
     "parallel/flags.py",
@@ -190,7 +178,7 @@ ON_HOST = (
     "runtime/debug/",
     "runtime/observers/",
 )
-"""what targets, flags, messages, policies of 0.1 and whole arrays are made of stays on the host, and what is watched"""
+"""what targets, flags, messages and whole arrays are made of stays on the host, and what is watched"""
 KINDS = {"ndarray", "dtype", "float64", "finfo", "iinfo", "shape"}
 
 
@@ -250,7 +238,6 @@ def trees(rule):
         for path, tree in all_trees().items()
         if not (rule.startswith("opens files") and (path in AFTER_A_LOOK or not path.startswith(READERS)))
         and not (rule.startswith("prints") and path in PRINTERS)
-        and not (rule == "no words of the first edition" and "old_names" in path)
         # they look for what changes in users' modules
         # while a module is captured, of PyTorch's metaclass: what applies a Function is compiled, and tells nobody
         and not (rule == "replaces no methods" and path == "torch/custom_gradients.py")
@@ -264,11 +251,8 @@ def test_never(rule):
 
 
 def test_no_module_has_a_name_of_the_first_edition():
-    names = {
-        part.strip("_") for path in all_trees() if "old_names" not in path for part in Path(path).with_suffix("").parts
-    }
+    names = {part.strip("_") for path in all_trees() for part in Path(path).with_suffix("").parts}
     assert names & DEFINED == set()
-    assert list(old_words(ast.parse('class A:\n    trouble, seen = Renamed("a"), Renamed("b")'))) == []
 
 
 def test_arrays_are_computed_with_by_their_own_namespace():

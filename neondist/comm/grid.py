@@ -15,7 +15,6 @@ from ..errors import ConfigError
 from ..geometry import Box, GridShape, Partition, grid_shape, split
 from ..observer import Observers
 from ..registry.arguments import checked
-from ..renamed import Renamed
 from . import mpi
 from .agree import CALL, check_alike, checksum_of
 from .effects import Effects
@@ -152,8 +151,6 @@ class ProcessGrid:
     def group(self, name: str) -> Transport:
         """Return the ranks of one of GROUPS."""
         return {"world": self.world, "tiles": self.tile_comm, "replicas": self.replica_comm}[name]
-
-    tiles, copies = Renamed("tile_comm"), Renamed("replica_comm")
 
     @staticmethod
     def of(handle: int) -> ProcessGrid:

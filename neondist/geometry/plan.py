@@ -14,7 +14,6 @@ from itertools import product
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from ..renamed import Renamed
 from .box import Box
 from .split import Partition
 from .window import Window
@@ -52,8 +51,6 @@ class TransferPlan:
     def halo_volume(self) -> int:
         """Cells that this tile receives in fprop; in bprop it sends as many."""
         return sum(piece.source.size for piece in self.receives)
-
-    received_cells = Renamed("halo_volume")
 
 
 @dataclass(frozen=True)

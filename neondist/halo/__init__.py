@@ -4,7 +4,7 @@ Read in this order. global_array: an activation, the view that a window has of i
 memory of one view. exchange: cells of other tiles are gathered from their owners, and the adjoint scatters and adds.
 padding: cells that are copied from inside the image, or from inside the tile. policies: border schemes, one file each.
 fusion: schemes for several layers together, which change who computes what and leave the exchange as it is.
-redistribute: activations cut for another grid. old_names: what schemes written for neondist 0.1 call.
+redistribute: activations cut for another grid.
 """
 
 from .exchange import HaloExchange, PackedExchange, Phase

@@ -16,7 +16,6 @@ import numpy as np
 from ..comm import Exchange, Message
 from ..geometry import Box, HaloPlan
 from ..namespace import namespace
-from .old_names import OldHaloNames, OldPackedNames
 from .padding import fill_locally, return_locally
 
 Shape = tuple[int, ...]
@@ -51,7 +50,7 @@ class Buffer(Protocol):
         """Return an exchange of messages, which the array's record has from now on."""
 
 
-class HaloExchange(OldHaloNames):
+class HaloExchange:
     """What crosses between tiles for one view, in one pass, for one batch size; collective.
 
     Parameters
@@ -140,7 +139,7 @@ class HaloExchange(OldHaloNames):
         return self.packed()
 
 
-class PackedExchange(OldPackedNames):
+class PackedExchange:
     """Messages through contiguous buffers, so that they may change type or size, or travel while the step goes on.
 
     Attributes

@@ -24,7 +24,6 @@ from ..plan import Plan, Training, compile_plan, largest_of, micro_batches
 from ..plan.choices import put_schemes
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index, integer, shape_of
-from ..renamed import Renamed
 from ..runtime import Executor
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
@@ -113,7 +112,6 @@ class Model(LayerModel):
     #: why its layers cannot be executed in strips, if they cannot
     no_strips = ""
     vector_parallel = False
-    trouble = Renamed("nonfinite_monitor")
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return super().__new__(class_in_scope(cls), *args, **kwargs)

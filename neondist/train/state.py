@@ -15,7 +15,6 @@ from ..errors import DataError
 from ..metrics import Misclassification
 from ..models import Trainable
 from ..parallel import Flag
-from ..renamed import Renamed
 from .field_facts import taken, texts_of
 
 if TYPE_CHECKING:
@@ -139,8 +138,6 @@ class TrainState:
     totals: Totals = field(default_factory=Totals)
     notes: list[str] = field(default_factory=list)
     tasks: WorkerTasks | None = None
-
-    seen = Renamed("samples_seen")
 
     @property
     def grid(self) -> ProcessGrid:

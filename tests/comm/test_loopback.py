@@ -126,14 +126,6 @@ def test_grid_numbers_ranks_row_major_with_replicas_slowest():
     assert loopback.run(6, body) == [(6, r, r // 3, 0, r % 3, 3, 2) for r in range(6)]
 
 
-def test_communicators_by_their_old_names():
-    grid = nd.ProcessGrid.serial()
-    with pytest.warns(DeprecationWarning, match="ProcessGrid.tile_comm"):
-        assert grid.tiles is grid.tile_comm
-    with pytest.warns(DeprecationWarning, match="ProcessGrid.replica_comm"):
-        assert grid.copies is grid.replica_comm
-
-
 def test_a_sent_array_may_change_before_its_receiver_looks():
     def body(transport):
         array, everything = np.full(3, 1.0 + transport.rank), (slice(0, 3),)

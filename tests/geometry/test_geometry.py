@@ -101,8 +101,6 @@ def test_plans_deliver_every_needed_cell_once(drawn, parts):
             expected = expected_view(image, window, plan.need)[0, ..., 0]
             np.testing.assert_array_equal(buffer[need], expected)
     assert sum(p.sent_cells for p in plans) == sum(p.halo_volume for p in plans)
-    with pytest.warns(DeprecationWarning, match=r"received_cells is called TransferPlan\.halo_volume"):
-        assert plans[0].received_cells == plans[0].halo_volume
 
 
 @given(st.tuples(st.integers(0, 9), st.integers(0, 9)), parts_3d, parts_3d, st.integers(1, 3))

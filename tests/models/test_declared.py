@@ -85,30 +85,3 @@ def test_what_is_not_declared_is_refused(layer, words):
 
     with pytest.raises(PlanError, match=words):
         on_ranks(2, job)
-
-
-def test_a_scheme_that_tells_means_as_before_may_leave_exchanges_out():
-    class Alternate(nd.Scheme):
-        def forward(self, halo):
-            if halo.step % 2:
-                halo.exchange()
-            for _, where in () if halo.step % 2 else halo.receives:
-                halo.array[where] = 0
-
-        backward = forward
-
-        def forward_bytes(self, messages, itemsize):
-            return sum(messages) * itemsize / 2
-
-    def job(comm):
-        model = nd.ConvnetDist([conv(Alternate())()], dtype="float64", cost=nd.SumSquared())
-        model.build((8, 6, 2), 3, nd.ProcessGrid(comm, rows=2))
-        x, sent = model.scatter(np.ones((3, 8, 6, 2))), []
-        for _ in range(2):
-            model.train_batch(x, np.zeros_like(x))
-            sent.append(model.leaves[0].bytes_sent)
-        return sent
-
-    with pytest.warns(DeprecationWarning, match="is called message_bytes"):
-        found = on_ranks(2, job)
-    assert all(first == 0 < second for first, second in found)

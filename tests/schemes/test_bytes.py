@@ -84,24 +84,6 @@ def test_every_exchange_and_message_is_what_the_scheme_says(text, reverse):
     on_ranks(4, job)
 
 
-def test_a_scheme_that_tells_its_bytes_as_before_is_heard():
-    class Halved(nd.Scheme):
-        def forward(self, halo):
-            """Nobody runs it."""
-
-        backward = forward
-
-        def forward_bytes(self, messages, itemsize):
-            return sum(messages) * itemsize / 2
-
-        def backward_bytes(self, messages, itemsize):
-            return 7 * len(messages)
-
-    with pytest.warns(DeprecationWarning, match=r"Halved\.(for|back)ward_bytes\(.*is called message_bytes, and"):
-        told = [Halved().mean_bytes([3, 5], 8, direction) for direction in ("forward", "backward")]
-    assert told == [32, 14]
-
-
 def test_the_formula_of_an_inner_tile():
     """H = n c (2 O (h + w) + 4 O²) numbers, here n = 2, c = 3, O = 2, h x w = 5 x 7."""
     model = nd.ConvnetDist([nd.ConvLayerDist(1, 5, padding=2)])

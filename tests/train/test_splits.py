@@ -160,13 +160,3 @@ def test_curves_have_a_line_for_each_split(tmp_path, pictures, kept, monkeypatch
     assert error.get_title().startswith(f"{names[0].capitalize()} error: ")
     shown = Record.of(history[-1])[f"{names[0]}_error"]
     assert error.lines[0].get_ydata()[-1] == pytest.approx(100 * shown)
-
-
-def test_the_name_of_version_0_1_leads_to_the_state_of_training():
-    with pytest.warns(DeprecationWarning, match=r"neondist\.datasets\.MNIST is neondist\.data\.MNIST now"):
-        assert nd.datasets.MNIST is nd.MNIST
-    state = nd.train.TrainState(ToyModel(), ToyData(), 1, 4, samples_seen=3)
-    with pytest.warns(DeprecationWarning, match=r"TrainState\.seen is called TrainState\.samples_seen now"):
-        assert state.seen == 3
-    with pytest.raises(AttributeError, match="has no attribute 'Walk'"):
-        nd.datasets.Walk  # noqa: B018

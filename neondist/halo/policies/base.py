@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 from ...errors import PlanError
 from ...registry import Registered
 from ..exchange import HaloExchange
-from ..old_names import old_bytes
 
 Fill: TypeAlias = Literal["zeros", "reflect", "replicate"]
 """What may stand for cells of other tiles."""
@@ -74,8 +73,7 @@ class ExchangePolicy(Registered, ABC):
             Bytes of a number.
         direction : 'forward' or 'backward'
         """
-        old = old_bytes(self, direction)
-        return numbers * itemsize if old is None else old([numbers], itemsize)
+        return numbers * itemsize
 
     def exchanges(self, direction: str) -> tuple[int, float, int]:
         """Return how many exchanges of all messages a call of `forward`, or of `backward`, starts.
@@ -89,8 +87,6 @@ class ExchangePolicy(Registered, ABC):
 
     def check_messages(self, numbers: Sequence[int], sent: Sequence[int], itemsize: int, direction: str) -> None:
         """Raise PlanError if messages that stand for so many numbers have other bytes than `message_bytes` says."""
-        if self._tells_means(direction):
-            return
         declared = [self.message_bytes(n, itemsize, direction) for n in numbers]
         if list(sent) != declared:
             raise PlanError(
@@ -101,15 +97,11 @@ class ExchangePolicy(Registered, ABC):
     def check_exchanges(self, count: int, direction: str) -> None:
         """Raise PlanError if a call has started another number of exchanges than `exchanges` says."""
         least, _, most = self.exchanges(direction)
-        if not least <= count <= most and not self._tells_means(direction):
+        if not least <= count <= most:
             raise PlanError(
                 f"scheme {type(self).__name__} has exchanged {count} times in one call {direction}, but its exchanges"
                 f" says {least} to {most}; make them agree (docs/adding_a_scheme.md)"
             )
-
-    def _tells_means(self, direction: str) -> bool:
-        """Whether it tells its bytes as in 0.1: in the mean of many steps, which says nothing of one call."""
-        return old_bytes(self, direction) is not None
 
     def mean_bytes(self, messages: Sequence[int], itemsize: int, direction: str) -> float:
         """Return the bytes of messages of so many numbers, in the mean of many training steps."""

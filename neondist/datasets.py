@@ -1,5 +1,0 @@
-"""`neondist.data`, under its name until this release."""
-
-from .renamed import moved
-
-__getattr__ = moved(__name__, "neondist.data")
