@@ -345,3 +345,8 @@ __all__ = [
     "split",
     "strategies",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, without those of modules that have been imported."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

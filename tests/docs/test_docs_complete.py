@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from functools import reduce
+from importlib import import_module
 
 import pytest
 from doc_place import ROOT
@@ -12,6 +13,14 @@ from doc_place import ROOT
 import neondist as nd
 
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["neondist", "neondist.torch"])
+def test_completion_offers_public_names(name):
+    if name == "neondist.torch":
+        pytest.importorskip("torch")
+    package = import_module(name)
+    assert {name for name in dir(package) if not name.startswith("__")} == {*package.__all__} - {"__version__"}
 
 
 def test_reference_has_every_public_name():
