@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ..console import say
 from ..errors import LaunchError
+from ..signals import signal_name
 
 MOST_RESTARTS = 5
 """Of a service that is killed."""
@@ -66,6 +67,7 @@ class ServiceProcess:
         if self.restarts == MOST_RESTARTS:
             raise LaunchError(f"{self.name} was killed {MOST_RESTARTS + 1} times; go on with --resume auto")
         self.restarts += 1
-        say(f"{self.name} was killed; restarted", sys.stderr)
+        cause = signal_name(-code if code < 0 else code - 128)
+        say(f"{self.name} was killed ({cause}); restarted", sys.stderr)
         self._process = self._start([*self._words, *(["--address", self.address] if self.address else [])])
         self.wait()

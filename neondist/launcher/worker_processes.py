@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ..console import say
 from ..errors import LaunchError, ServiceUnavailableError
-from ..signals import INTERRUPTED, STOPPED
+from ..signals import INTERRUPTED, STOPPED, signal_name
 from .scaling import Scaling, choose_released, describe_change
 from .service_process import ServiceProcess
 
@@ -153,8 +153,9 @@ class WorkerProcesses:
             say(f"error: worker {at} was killed {MOST_RESTARTS + 1} times; start the command again", sys.stderr)
             return 128 - code if code < 0 else code
         self._losses[at] = losses + 1
-        say(f"worker {at} was killed; started again", sys.stderr)
-        self._note("restart", worker=at)
+        cause = signal_name(-code if code < 0 else code - 128)
+        say(f"worker {at} was killed ({cause}); started again", sys.stderr)
+        self._note("restart", worker=at, cause=cause)
         worker.process = self._start(at, True)
         return None
 

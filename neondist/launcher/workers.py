@@ -24,7 +24,7 @@ from ..signals import STOPPED
 from ..train.validate import grid_shape_of
 from .launch import words
 from .members import WAIT
-from .parent_watch import end_child_with_us, end_with_parent
+from .parent_watch import end_with_parent
 from .scaling import Scaling, open_scaling
 from .service_process import ServiceProcess
 from .slots import Demand
@@ -289,13 +289,12 @@ def _process(
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a process, and end it when the block ends."""
     process = subprocess.Popen(
-        safe_path.command(*command),
+        safe_path.command(*command, bound=True),
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if listens else subprocess.DEVNULL if silent else None,
         text=True,
         start_new_session=True,
-        preexec_fn=end_child_with_us(),
     )
     try:
         yield process

@@ -56,7 +56,8 @@ def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path, capsys):
     assert code == 0, err
     for line in ("worker", "parameter server 0", "parameter server 1", "master"):
         assert line in err
-    assert (err.count("was killed; started again"), err.count("was killed; restarted")) == (1, 3), err
+    kills = err.count("was killed (SIGKILL); started again"), err.count("was killed (SIGKILL); restarted")
+    assert kills == (1, 3), err
     assert "applied: 48 records in each of 2 epochs, each once; 1 workers and " in out, err
     assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-worker", "killed-ps", "killed-master"}
     assert (tmp_path / "run/complete.json").exists()
