@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any, TypeVar
 from ..console import say
 from ..errors import LaunchError, ServiceUnavailableError
 from ..signals import INTERRUPTED, STOPPED, signal_name
+from .fork_server import Process
 from .scaling import Scaling, choose_released, describe_change
 from .service_process import ServiceProcess
 
@@ -43,7 +43,7 @@ class TaskProgress:
 class _Worker:
     """A worker that runs: its process, its host, and until when it has to end for another job, if it has to."""
 
-    process: subprocess.Popen[str]
+    process: Process
     host: str
     deadline: float | None = None
 
@@ -70,7 +70,7 @@ class WorkerProcesses:
 
     def __init__(
         self,
-        start: Callable[[int, bool], subprocess.Popen[str]],
+        start: Callable[[int, bool], Process],
         hosts: Sequence[str],
         services: Sequence[ServiceProcess],
         lost: Callable[[int], object],
