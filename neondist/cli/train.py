@@ -168,7 +168,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from ..train import evaluate_checkpoint
 
     definition = load_definition(arguments.file, _names(arguments))
-    experiment = experiment_of(definition, arguments, arguments.validation_data, arguments.validation_data)
+    experiment = experiment_of(definition, arguments, None, arguments.validation_data)
     found = evaluate_checkpoint(experiment, _file_of(arguments.checkpoint), ProcessGrid.serial(), "validation")
     emit(json.dumps(found))
     return 0
