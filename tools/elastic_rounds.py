@@ -32,7 +32,7 @@ from definitions import MODEL, drawn, write_csv  # noqa: E402
 from processes import alive, children, kill  # noqa: E402
 
 RECORDS, EPOCHS, SIZE = 320, 3, 16
-LIMIT = 240.0
+LIMIT = 900.0
 KINDS = ("worker", "rank", "server", "master", "supervisor")
 SLOW = MODEL.replace("def forward(self, x):", "def forward(self, x):\n        import time\n\n        time.sleep(0.03)")
 MNIST = "!MNIST {}"
@@ -60,13 +60,20 @@ def vary_slots(folder: Path, bounds: str, width: int, rng: random.Random, ended:
     while True:
         (folder / "new").write_text(f"localhost:{slots * width}\n")
         os.replace(folder / "new", folder / "slots")
-        if ended.wait(rng.uniform(1.0, 8.0)):
+        if ended.wait(rng.uniform(1.0, 20.0)):
             return
         slots = rng.randint(low, high)
 
 
 def targets(job: int, kind: str) -> list[int]:
     """Return the processes of a kind in a job."""
+    try:
+        return _targets(job, kind)
+    except psutil.Error:  # one has just ended
+        return []
+
+
+def _targets(job: int, kind: str) -> list[int]:
     if kind == "supervisor":
         return [job]
     found = psutil.Process(job).children()
@@ -87,10 +94,7 @@ def disturb(job: subprocess.Popen[str], kind: str, rng: random.Random) -> int:
     for _ in range(many):
         moment = time.monotonic() + rng.uniform(0.0, 15.0)
         while job.poll() is None:
-            try:
-                found = targets(job.pid, kind)
-            except psutil.Error:
-                found = []
+            found = targets(job.pid, kind)
             if found and time.monotonic() > moment:
                 kill([rng.choice(found)])
                 killed += 1

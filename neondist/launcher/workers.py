@@ -61,7 +61,8 @@ def open_forks(arguments: argparse.Namespace) -> AbstractContextManager[ForkServ
 
     Open it before the model is loaded.
     """
-    able = arguments.signals.whole_process and Path(arguments.file).is_file()
+    # ranks of tiles are started by mpirun
+    able = arguments.signals.whole_process and arguments.tiles == (1, 1) and Path(arguments.file).is_file()
     return open_fork_server(_load) if able else nullcontext()
 
 
@@ -178,7 +179,7 @@ def _run_job(
     fixed = getattr(experiment.server_strategy, "servers", None)
     count = _servers_in(folder) or arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
 
-    forks = arguments.fork_server if shape.tiles == 1 else None
+    forks = arguments.fork_server
 
     def serve(words: Sequence[str]) -> Process:
         return stack.enter_context(_process(["serve", *words], env, f"serve {words[0]}", forks, subprocess.PIPE))
