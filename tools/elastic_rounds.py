@@ -1,7 +1,7 @@
 """Asynchronous jobs of workers and servers, some of whose processes are killed: each record is applied once an epoch.
 
 python tools/elastic_rounds.py [--rounds N] [--seed S] [--kinds worker rank server master supervisor]
-                               [--num-workers MIN:MAX] [--digits]
+                               [--num-workers MIN:MAX] [--digits] [--whole]
 
 With MIN:MAX workers, the list of slots changes at random meanwhile, so that workers end and start besides. With
 --digits the jobs train the digits of the package, and their error on the test digits must be at most 3.5 %.
@@ -33,10 +33,11 @@ from processes import alive, children, kill  # noqa: E402
 
 RECORDS, EPOCHS, SIZE = 320, 3, 16
 LIMIT = 900.0
+FORKED = "neondist-fork", "serve "
 KINDS = ("worker", "rank", "server", "master", "supervisor")
 SLOW = MODEL.replace("def forward(self, x):", "def forward(self, x):\n        import time\n\n        time.sleep(0.03)")
 MNIST = "!MNIST {}"
-DIGITS, DIGITS_EPOCHS, MOST_ERROR = 10_000, 2, 0.035
+DIGITS, MOST_ERROR = 10_000, 0.035
 
 
 def command(rng: random.Random, tiles: str, bounds: str | None, digits: bool) -> list[str]:
@@ -44,7 +45,7 @@ def command(rng: random.Random, tiles: str, bounds: str | None, digits: bool) ->
     data = ["model_slow.py", "--training-data", "train.csv", "--minibatch-size", SIZE]
     if digits:
         data = ["digits.py", "--training-data", MNIST, "--validation-data", MNIST]
-    more = ["--num-epochs", DIGITS_EPOCHS if digits else EPOCHS, "--num-minibatches-per-task", rng.choice([1, 3, 8])]
+    more = ["--num-epochs", EPOCHS, "--num-minibatches-per-task", rng.choice([1, 3, 8])]
     workers: object = 2 if tiles != "1x1" else rng.choice([2, 3])
     places = ["--num-workers", bounds or workers, "--num-ps", rng.choice([1, 2])]
     places += ["--hosts-from", "hosts", "--wait", "1h"] if bounds else []
@@ -81,7 +82,7 @@ def _targets(job: int, kind: str) -> list[int]:
     if top := [one for one in found if one.name().startswith(name)]:
         return [one.pid for one in top]
     word = {"server": "ps", "master": "master"}.get(kind, "train")
-    top = [one for one in found if word in one.cmdline() and one.name() != "neondist-fork"]
+    top = [one for one in found if word in one.cmdline() and not one.name().startswith(FORKED)]
     if kind != "rank":
         return [one.pid for one in top]
     inner = [rank for one in top for rank in one.children(recursive=True)]
@@ -103,7 +104,7 @@ def disturb(job: subprocess.Popen[str], kind: str, rng: random.Random) -> int:
     return killed
 
 
-def round_of(seed: int, kinds: list[str], bounds: str | None, digits: bool) -> tuple[str, int, str]:
+def round_of(seed: int, kinds: list[str], bounds: str | None, digits: bool, whole: bool) -> tuple[str, int, str]:
     """Run a job and return what was killed, how often, and what is wrong."""
     rng = random.Random(seed)
     kind = rng.choice(kinds)
@@ -114,7 +115,7 @@ def round_of(seed: int, kinds: list[str], bounds: str | None, digits: bool) -> t
         write_csv(folder / "train.csv", drawn(RECORDS))
         (folder / "hosts").write_text("#!/bin/sh\ncat slots\n")
         (folder / "hosts").chmod(0o700)
-        tiles = "2x1" if kind == "rank" else rng.choice(["1x1", "1x1", "2x1"])
+        tiles = "2x1" if kind == "rank" else "1x1" if whole else rng.choice(["1x1", "1x1", "2x1"])
         words = command(rng, tiles, bounds, digits)
         varied = random.Random(seed + 1), ended
         varying = threading.Thread(target=vary_slots, args=(folder, bounds, 1 + (tiles == "2x1"), *varied))
@@ -164,8 +165,7 @@ def disturbed(folder: Path, words: list[str], kind: str, rng: random.Random) -> 
 
 def applied(digits: bool) -> str:
     """Return what a job says whose records were each applied once an epoch."""
-    records, epochs = (DIGITS, DIGITS_EPOCHS) if digits else (RECORDS, EPOCHS)
-    return f"applied: {records} records in each of {epochs} epochs, each once; "
+    return f"applied: {DIGITS if digits else RECORDS} records in each of {EPOCHS} epochs, each once; "
 
 
 def judge(run: Path) -> str:
@@ -197,12 +197,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--num-workers", metavar="MIN:MAX", help="let the number of workers change")
+    parser.add_argument("--whole", action="store_true", help="workers of one tile, unless a rank is to be killed")
     parser.add_argument("--digits", action="store_true", help="train the digits, and compare the error")
     arguments = parser.parse_args()
     counts: Counter[str] = Counter()
     kills, wrong = 0, 0
     for seed in range(arguments.seed, arguments.seed + arguments.rounds):
-        kind, killed, problem = round_of(seed, arguments.kinds, arguments.num_workers, arguments.digits)
+        kind, killed, problem = round_of(
+            seed, arguments.kinds, arguments.num_workers, arguments.digits, arguments.whole
+        )
         counts[kind.partition(",")[0]] += 1
         kills += killed
         wrong += bool(problem)

@@ -62,8 +62,10 @@ class ForkedProcess:
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:
-                pid, status = self.pid, signal.SIGKILL  # somebody else has waited for it: as if it was killed
+            except ChildProcessError:  # a signal's handler has waited for it in between, or somebody else
+                pid, status = self.pid, signal.SIGKILL
+                if self._code is not None:
+                    return self._code
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
         return self._code
