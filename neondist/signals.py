@@ -113,6 +113,14 @@ class Signals:
         again.start()
 
 
+def signal_name(number: int) -> str:
+    """Return the name of the signal that ended a process, such as 'SIGKILL'; of none that there is, the exit code."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"exit code {128 + number}"
+
+
 def listen_in_command() -> None:
     """Begin to listen, if this process is the `neondist` command, which will ask for it with `listening`."""
     words, name = sys.orig_argv, os.path.basename(sys.argv[0])

@@ -221,6 +221,11 @@ def prints(tree):
             yield node.lineno
 
 
+def forked_code(tree):
+    """Return the lines that let a child run code before exec, which threads of gRPC let crash or hang."""
+    return [node.lineno for node in nodes(tree, ast.keyword) if node.arg == "preexec_fn"]
+
+
 RULES = {
     "opens files through one function": opened_by_name,
     "prints through one module": prints,
@@ -228,6 +233,7 @@ RULES = {
     "no dictionaries of objects": through_dictionaries,
     "does not ask layers what they are": lambda tree: layer_questions(tree, layer_classes()),
     "looks at no stack frames": frames,
+    "runs no code between fork and exec": forked_code,
     "no words of the first edition": old_words,
 }
 
@@ -238,6 +244,7 @@ def trees(rule):
         for path, tree in all_trees().items()
         if not (rule.startswith("opens files") and (path in AFTER_A_LOOK or not path.startswith(READERS)))
         and not (rule.startswith("prints") and path in PRINTERS)
+        and not (rule.startswith("runs no code") and path == "launcher/supervise.py")  # of mpirun; it calls no service
         # they look for what changes in users' modules
         # while a module is captured, of PyTorch's metaclass: what applies a Function is compiled, and tells nobody
         and not (rule == "replaces no methods" and path == "torch/custom_gradients.py")
@@ -283,6 +290,7 @@ BAD = {
     "no dictionaries of objects": ["vars(self).update(x)", "self.__dict__['a'] = 1", "vars(layer)"],
     "does not ask layers what they are": ["isinstance(x, ConvLayer)", "isinstance(x, (int, layers.FCLayerDist))"],
     "looks at no stack frames": ["sys._current_frames()", "inspect.currentframe()", "frame.f_back", "inspect.stack()"],
+    "runs no code between fork and exec": ["subprocess.Popen(words, preexec_fn=f)"],
     "no words of the first edition": [
         "class Way: pass",
         "def courier(self): pass",

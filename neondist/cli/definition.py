@@ -86,19 +86,17 @@ def samples_of(definition: ModelDefinition, source: str, mode: Mode, skip_bad: b
 def experiment_of(
     definition: ModelDefinition,
     arguments: argparse.Namespace,
-    training: str,
+    training: str | None,
     validation: str | None,
     speaks: bool = True,
 ) -> Any:
-    """Return the experiment that trains, or judges, the model of a definition."""
+    """Return the experiment that trains the model of a definition, or, without training data, judges it."""
     from ..train import FitExperiment
 
     skip = arguments.skip_bad_records
     judged = None if validation is None else samples_of(definition, validation, Mode.EVALUATION, skip, speaks)
-    if training == validation and judged is not None:
-        trained = judged
-    else:
-        trained = samples_of(definition, training, Mode.TRAINING, skip, speaks)
+    trained = judged if training is None else samples_of(definition, training, Mode.TRAINING, skip, speaks)
+    assert trained is not None
     (rows, cols), alone = arguments.tiles, SERVERS in os.environ  # other workers are jobs of their own
     return FitExperiment(
         record_dataset(trained, judged),

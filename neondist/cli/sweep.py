@@ -26,7 +26,6 @@ from ..io.files import write_text
 from ..io.output import held
 from ..io.regular_file import read_bytes
 from ..job import detect
-from ..launcher.parent_watch import end_child_with_us
 from ..launcher.pinning import SWITCH
 from ..launcher.ranks import must_launch
 from ..signals import INTERRUPTED, STOPPED
@@ -293,8 +292,8 @@ def start(words: Sequence[str], log: Path, env: Mapping[str, str]) -> Any:
     """Start a process that trains, and says into a file what it says."""
     with file_errors(log), log.open("ab") as file:
         return subprocess.Popen(
-            safe_path.command("neondist", *words), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            start_new_session=True, preexec_fn=end_child_with_us(), env=env,
+            safe_path.command("neondist", *words, bound=True), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True, env=env,
         )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from ..io.output import CHECKPOINT, WEIGHTS
 from ..launcher.ranks import on_ranks
 from ..launcher.scaling import check_bounds
 from ..launcher.slots import Demand
-from ..launcher.workers import check_workers, run_workers, worker_place
+from ..launcher.workers import check_workers, open_forks, run_workers, worker_place
 from ..strategies import PSLoadBalancing
 from . import options
 from .definition import NAMES, experiment_of, load_definition, samples_of, tiles, workers
@@ -157,7 +157,10 @@ def train(arguments: argparse.Namespace) -> int:
     def elsewhere(prepared: tuple[Any, Any]) -> int | None:
         return run_workers(arguments, prepared[1])
 
-    return on_ranks(arguments, prepare, work, elsewhere)
+    if getattr(arguments, "update_rule", None) is None or worker_place(os.environ) is not None:
+        return on_ranks(arguments, prepare, work, elsewhere)
+    with open_forks(arguments) as arguments.fork_server:
+        return on_ranks(arguments, prepare, work, elsewhere)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -165,7 +168,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from ..train import evaluate_checkpoint
 
     definition = load_definition(arguments.file, _names(arguments))
-    experiment = experiment_of(definition, arguments, arguments.validation_data, arguments.validation_data)
+    experiment = experiment_of(definition, arguments, None, arguments.validation_data)
     found = evaluate_checkpoint(experiment, _file_of(arguments.checkpoint), ProcessGrid.serial(), "validation")
     emit(json.dumps(found))
     return 0

@@ -8,6 +8,7 @@ supervise: signals go to mpirun, its exit code comes back. filter_mpirun: its ou
 parent_watch: nobody outlives the process that has started it. cleanup: nor do files; `comm.segments`: in the ranks.
 members: the hosts of a job, and how many ranks. generations: after a loss, or a change of hosts, the job goes on.
 restarts: from which checkpoint. snapshots: until when nodes keep theirs.
+fork_server: processes of a job with servers that have no imports left to do.
 report: a mistake is told once, and ends all ranks.
 tell_mpi: a process of `neondist doctor`, which MPI may end or hang.
 

@@ -19,7 +19,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_child_with_us() -> Callable[[], None] | None:
-    """Return what a child does before exec, so that it gets a SIGTERM when this process is killed (Linux)."""
+    """Return what a child does before exec, so that it gets a SIGTERM when this process is killed (Linux).
+
+    Processes of neondist are bound by `safe_path.command`, which is safe beside threads of gRPC.
+    """
     if sys.platform != "linux":
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()

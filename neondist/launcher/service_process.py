@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
 from ..console import say
 from ..errors import LaunchError
+from ..signals import signal_name
+from .fork_server import Process
 
 MOST_RESTARTS = 5
 """Of a service that is killed."""
@@ -31,9 +32,7 @@ class ServiceProcess:
     restarts : int
     """
 
-    def __init__(
-        self, name: str, words: Sequence[str], start: Callable[[Sequence[str]], subprocess.Popen[str]]
-    ) -> None:
+    def __init__(self, name: str, words: Sequence[str], start: Callable[[Sequence[str]], Process]) -> None:
         self.name, self.restarts = name, 0
         self._words, self._start = list(words), start
         self._process = start(self._words)
@@ -66,6 +65,7 @@ class ServiceProcess:
         if self.restarts == MOST_RESTARTS:
             raise LaunchError(f"{self.name} was killed {MOST_RESTARTS + 1} times; go on with --resume auto")
         self.restarts += 1
-        say(f"{self.name} was killed; restarted", sys.stderr)
+        cause = signal_name(-code if code < 0 else code - 128)
+        say(f"{self.name} was killed ({cause}); restarted", sys.stderr)
         self._process = self._start([*self._words, *(["--address", self.address] if self.address else [])])
         self.wait()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import IO, Any
 
-from ..signals import INTERRUPTED, STOPPED
+from ..signals import INTERRUPTED, STOPPED, signal_name
 from .filter_mpirun import Filter, copy
 from .monitor import ENDED, Monitor
 from .parent_watch import end_child_with_us
@@ -150,7 +150,7 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
         return Ending(code)
     loss = monitor.loss
     if killed:
-        loss = f"mpirun was killed ({_name(code - 128)})"
+        loss = f"mpirun was killed ({signal_name(code - 128)})"
     elif len(nodes := messages.lost_nodes) == 1:
         loss = f"node {nodes[0]} was lost: its daemon was killed, or the network to it failed"
     elif nodes:
@@ -163,17 +163,10 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
         rank, text = next(iter(messages.signals.items()))
         loss = f"{monitor.describe(rank)} was killed by {text}"
     elif not loss and code > 128:
-        loss = f"a rank was killed ({_name(code - 128)})"
+        loss = f"a rank was killed ({signal_name(code - 128)})"
     if not loss:
         return Ending(code)
     return Ending(code if code > 128 else 128 + signal.SIGKILL, loss, messages.lost_nodes, monitor.silent)
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"exit code {128 + number}"
 
 
 def _copier(source: IO[bytes] | None, target: int, messages: Filter | None = None) -> threading.Thread | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,8 @@ from typing import Any, TypeVar
 
 from ..console import say
 from ..errors import LaunchError, ServiceUnavailableError
-from ..signals import INTERRUPTED, STOPPED
+from ..signals import INTERRUPTED, STOPPED, signal_name
+from .fork_server import Process
 from .scaling import Scaling, choose_released, describe_change
 from .service_process import ServiceProcess
 
@@ -43,7 +43,7 @@ class TaskProgress:
 class _Worker:
     """A worker that runs: its process, its host, and until when it has to end for another job, if it has to."""
 
-    process: subprocess.Popen[str]
+    process: Process
     host: str
     deadline: float | None = None
 
@@ -70,7 +70,7 @@ class WorkerProcesses:
 
     def __init__(
         self,
-        start: Callable[[int, bool], subprocess.Popen[str]],
+        start: Callable[[int, bool], Process],
         hosts: Sequence[str],
         services: Sequence[ServiceProcess],
         lost: Callable[[int], object],
@@ -153,8 +153,9 @@ class WorkerProcesses:
             say(f"error: worker {at} was killed {MOST_RESTARTS + 1} times; start the command again", sys.stderr)
             return 128 - code if code < 0 else code
         self._losses[at] = losses + 1
-        say(f"worker {at} was killed; started again", sys.stderr)
-        self._note("restart", worker=at)
+        cause = signal_name(-code if code < 0 else code - 128)
+        say(f"worker {at} was killed ({cause}); started again", sys.stderr)
+        self._note("restart", worker=at, cause=cause)
         worker.process = self._start(at, True)
         return None
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,10 @@ from ..io.output import RECOVERY, clear, has_run
 from ..job import detect
 from ..signals import STOPPED
 from ..train.validate import grid_shape_of
+from .fork_server import ForkServer, Process, open_fork_server
 from .launch import words
 from .members import WAIT
-from .parent_watch import end_child_with_us, end_with_parent
+from .parent_watch import end_with_parent
 from .scaling import Scaling, open_scaling
 from .service_process import ServiceProcess
 from .slots import Demand
@@ -41,6 +42,28 @@ SERVERS = "NEONDIST_SERVERS"
 MOST_SERVERS = 4
 _GRACE = 10.0
 """Seconds that workers have to end after a signal, before they are killed."""
+
+
+def _load() -> None:
+    """Import what workers and servers need that train a model of PyTorch."""
+    import h5py  # noqa: F401  of checkpoints
+
+    from .. import train  # noqa: F401
+    from ..io import environment  # noqa: F401
+    from ..services import recovery, server, training, worker_tasks  # noqa: F401
+    from ..torch.definition import load_capture
+
+    load_capture()
+
+
+def open_forks(arguments: argparse.Namespace) -> AbstractContextManager[ForkServer | None]:
+    """Return what forks the processes of a job whose model is one of PyTorch; it yields None if they are started anew.
+
+    Open it before the model is loaded.
+    """
+    # ranks of tiles are started by mpirun
+    able = arguments.signals.whole_process and arguments.tiles == (1, 1) and Path(arguments.file).is_file()
+    return open_fork_server(_load) if able else nullcontext()
 
 
 def worker_place(environ: Mapping[str, str]) -> WorkerPlace | None:
@@ -156,8 +179,10 @@ def _run_job(
     fixed = getattr(experiment.server_strategy, "servers", None)
     count = _servers_in(folder) or arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
 
-    def serve(words: Sequence[str]) -> subprocess.Popen[str]:
-        return stack.enter_context(_process(["neondist", "serve", *words], env, True))
+    forks = arguments.fork_server
+
+    def serve(words: Sequence[str]) -> Process:
+        return stack.enter_context(_process(["serve", *words], env, f"serve {words[0]}", forks, subprocess.PIPE))
 
     kept = ["--checkpoint-dir", str(folder.absolute())]
     servers = [ServiceProcess(f"parameter server {at}", ["ps", *kept], serve) for at in range(count)]
@@ -167,10 +192,11 @@ def _run_job(
     master = ServiceProcess("master", ["master", *kept, *_master_words(arguments, experiment, addresses)], serve)
     master.wait()
 
-    def start(index: int, again: bool) -> subprocess.Popen[str]:
+    def start(index: int, again: bool) -> Process:
         place = WorkerPlace(index, addresses, master.address, token, getattr(arguments, "update_rule", None))
-        command = ["neondist", *_worker_words(arguments, index, shape.tiles, again)]
-        return stack.enter_context(_process(command, env | place.environment, False, silent=index > 0))
+        command = _worker_words(arguments, index, shape.tiles, again)
+        output = subprocess.DEVNULL if index else None
+        return stack.enter_context(_process(command, env | place.environment, f"worker {index}", forks, output))
 
     workers = WorkerProcesses(
         start,
@@ -285,23 +311,24 @@ def _worker_words(arguments: argparse.Namespace, index: int, tiles: int, again: 
 
 @contextmanager
 def _process(
-    command: Sequence[str], env: Mapping[str, str], listens: bool, silent: bool = False
-) -> Iterator[subprocess.Popen[str]]:
-    """Start a process, and end it when the block ends."""
-    process = subprocess.Popen(
-        safe_path.command(*command),
-        env=dict(env),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if listens else subprocess.DEVNULL if silent else None,
-        text=True,
-        start_new_session=True,
-        preexec_fn=end_child_with_us(),
-    )
+    words: Sequence[str], env: Mapping[str, str], name: str, forks: ForkServer | None, output: int | None
+) -> Iterator[Process]:
+    """Start a `neondist` command, and end it when the block ends; `output` as `subprocess.Popen` has its stdout."""
+    process: Process | None = None if forks is None else forks.start(words, env, name, output)
+    if process is None:
+        process = subprocess.Popen(
+            safe_path.command("neondist", *words, bound=True),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            text=True,
+            start_new_session=True,
+        )
     try:
         yield process
     finally:
         if process.poll() is None:
-            process.terminate() if listens else process.send_signal(signal.SIGINT)
+            process.terminate() if output == subprocess.PIPE else process.send_signal(signal.SIGINT)
             try:
                 process.wait(_GRACE)
             except subprocess.TimeoutExpired:

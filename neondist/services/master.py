@@ -146,12 +146,17 @@ class Master(Service):
         workers that have asked for one.
         """
         todo = self.counts()["todo"] if self.begun else 1
-        return Message({"todo": todo, "workers": sorted([*self._workers])})
+        return Message({"todo": todo, "workers": self.workers})
 
     def compare(self, request: Message) -> Message:
         """Compare what a server has applied with the tasks; see `check`."""
         text = self.check(request.number("samples"), Credits.parse(request.mapping("credits")))
         return Message({"text": text})
+
+    @property
+    def workers(self) -> list[str]:
+        """The workers that have asked for a task, and have not ended."""
+        return sorted([*self._workers])
 
     @property
     def begun(self) -> bool:

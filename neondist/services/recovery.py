@@ -65,8 +65,17 @@ class ServerRecovery(Service):
         self._thread = threading.Thread(target=self._run, name="recovery", daemon=True)
 
     def methods(self) -> Mapping[str, Method]:
-        """Return the methods of the supervisor."""
-        return {"save": self.save}
+        """Return the methods of the supervisor, and of the worker that writes the run's records."""
+        return {"save": self.save, "figures": self.figures}
+
+    def figures(self, request: Message) -> Message:
+        """Return the figures of the job as they are now: its workers, tasks, versions of servers, and throughput."""
+        with self._lock:
+            self._status = self._group.status()
+            found = self._state(time.monotonic())
+        figures = {"workers": len(self._master.workers), "tasks": found.tasks}
+        figures |= {"server_versions": [one.version for one in found.servers]}
+        return Message({"figures": {**figures, "samples_per_second": found.samples_per_second}})
 
     def save(self, request: Message) -> Message:
         """Write a checkpoint now, as before the end of a job that will be resumed."""
@@ -125,15 +134,21 @@ class ServerRecovery(Service):
 
     def _report(self) -> None:
         """Write the state of the job for `neondist top`."""
-        now, samples = time.monotonic(), min(float(one["samples"]) for one in self._status)
-        self._history.append((now, samples))
+        now = time.monotonic()
+        self._history.append((now, self._samples()))
         while self._history[0][0] < now - WINDOW:
             self._history.popleft()
-        begun, before = self._history[0]
-        rate = max(0.0, samples - before) / (now - begun) if now > begun else 0.0
+        self._state(now).write(self._folder)
+
+    def _state(self, now: float) -> JobStatus:
+        begun, before = self._history[0] if self._history else (now, 0.0)
+        rate = max(0.0, self._samples() - before) / (now - begun) if now > begun else 0.0
         servers = [ServerStatus.of(one) for one in self._status]
         counts, workers = self._master.counts(), dict(self._status[0]["workers"])
-        JobStatus(time.time(), rate, counts, workers, servers, self._master.finished).write(self._folder)
+        return JobStatus(time.time(), rate, counts, workers, servers, self._master.finished)
+
+    def _samples(self) -> float:
+        return min(float(one["samples"]) for one in self._status)
 
     def _settle(self) -> None:
         """Restore the servers from the newest checkpoint; where there is none, begin as soon as they have the model."""

@@ -192,3 +192,8 @@ class _FunctionMetric(Metric):
 def _named(like: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     function.__name__ = like.__name__
     return function
+
+
+def load_capture() -> None:
+    """Let PyTorch import what it does not before a module is first captured."""
+    torch.export.export(nn.Identity(), (torch.zeros(1),), strict=False)

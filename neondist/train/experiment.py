@@ -34,6 +34,7 @@ from .callbacks.checkpoint import Checkpoint, CheckpointSchedule
 from .callbacks.completion import CompletionMark
 from .callbacks.curves import Curves
 from .callbacks.hook import Hook, opened
+from .callbacks.job_figures import JobFigures
 from .callbacks.ledger_log import LedgerLog
 from .callbacks.loggers import Logger
 from .callbacks.metrics_log import MetricsLog
@@ -300,7 +301,8 @@ def _train(
     if folder is not None:
         _begin(experiment, grid, folder, begun.resumed, resolved, supervised or worker is not None)
         writing = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, resolved)
-        writers = _writers(folder, writing, store, snapshot)
+        figures = [JobFigures(worker)] if worker is not None and worker.index == 0 else []
+        writers = [*figures, *_writers(folder, writing, store, snapshot)]
     with (
         closing(dataset),
         nullcontext() if remote is None else closing(remote),

@@ -15,6 +15,7 @@ from ..formats.base import faults
 from ..io.files import reason
 from ..io.generation_log import read_events
 from ..io.regular_file import open_regular, read_bytes
+from .job_report import describe_job
 from .page import is_number, page, picture, plot, png, safe, scrolled, table, text, told
 from .state import Record
 
@@ -52,6 +53,7 @@ def report(folder: Path) -> str:
         *_worst(folder / "worst.npz"),
         "<h2>Time and bytes</h2>",
         table(["epoch", *_COSTS.values()], [[told(r.get(name)) for name in ("epoch", *_COSTS)] for r in shown]),
+        *describe_job(folder, shown),
         *_of_generations(folder),
         *(f"<h2>{path.name}</h2>{picture(path.name, read_bytes(path, _LARGEST, folder))}" for path in pictures),
         *(text(folder / name) for name in ("experiment.yaml", "environment.json") if (folder / name).is_file()),

@@ -279,3 +279,11 @@ def test_records_of_a_data_set(place):
     a, b = (np.stack(reader.read(range(5))) for reader in map(open_records, ("a.csv", "a.recordio")))
     np.testing.assert_array_equal(a, b)
     assert a.shape == (5, 17)
+
+
+def test_splits_of_a_data_set_stay_apart(place):
+    text = "!Synthetic {shape: [4, 4, 1], train: 5, test: 3, classes: 2}"
+    file, words = model(place), ["--training-data", text, "--validation-data", text]
+    experiment = experiment_of(load_definition(file), parser().parse_args(["train", file, *words]), text, text)
+    experiment.dataset.open(nd.ProcessGrid.serial())
+    assert (len(experiment.dataset.train), len(experiment.dataset.validation)) == (5, 3)

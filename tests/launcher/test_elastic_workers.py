@@ -73,7 +73,7 @@ def test_a_worker_joins_late_and_leaves_early(tmp_path, monkeypatch):
     code, out, err = here(tmp_path, *words)
     ended.set()
     assert code == 0, err
-    assert "applied: 64 records in each of 6 epochs, each once" in out, err
+    assert "applied: 64 records in each of 6 epochs, each once; 0 workers started again" in out, err
     assert "workers: 1 -> 2 (slots are free)\n" in err
     assert "workers: 2 -> 1 (another job waits)\n" in err
     assert scaled(tmp_path / "run") == [(1, 2), (2, 1)]

@@ -9,6 +9,7 @@ import time
 import pytest
 from processes import alive, kill
 
+from neondist import safe_path
 from neondist.launcher import supervise as supervising
 from neondist.launcher.monitor import Monitor
 
@@ -83,6 +84,36 @@ def test_the_child_dies_with_its_parent():
         assert gone(child, seconds=30)
     finally:
         kill([child])
+
+
+BOUND = """\
+import subprocess
+from neondist import safe_path
+process = subprocess.Popen(safe_path.command("code", "-q", bound=True))
+print(process.pid, flush=True)
+process.wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_a_command_of_neondist_dies_with_its_parent():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", BOUND], text=True, **pipes) as process:
+        child = int(process.stdout.readline())
+        try:
+            process.stdin.write("print('bound')\n")
+            process.stdin.flush()
+            assert "bound" in process.stdout.readline()
+            process.kill()
+            assert gone(child, seconds=30)
+        finally:
+            kill([child])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+def test_a_command_whose_parent_is_dead_ends():
+    words = [sys.executable, safe_path.__file__, "--parent=1", "code", "-q"]
+    assert subprocess.run(words, stdin=subprocess.DEVNULL).returncode == 1
 
 
 def test_stderr_comes_through_without_mpiruns_notices():

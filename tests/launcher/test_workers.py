@@ -1,5 +1,7 @@
 """Workers beside servers: what is killed is started again, and each record is applied once."""
 
+import json
+
 from cli_runs import call, neondist
 
 from neondist.cli import main
@@ -56,7 +58,8 @@ def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path, capsys):
     assert code == 0, err
     for line in ("worker", "parameter server 0", "parameter server 1", "master"):
         assert line in err
-    assert (err.count("was killed; started again"), err.count("was killed; restarted")) == (1, 3), err
+    kills = err.count("was killed (SIGKILL); started again"), err.count("was killed (SIGKILL); restarted")
+    assert kills == (1, 3), err
     assert "applied: 48 records in each of 2 epochs, each once; 1 workers and " in out, err
     assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-worker", "killed-ps", "killed-master"}
     assert (tmp_path / "run/complete.json").exists()
@@ -74,3 +77,12 @@ def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path, capsys):
     code, out, err = call(neondist(*words, "--resume", "--set", "epochs=3"), tmp_path)
     assert code == 0, err
     assert "applied: 48 records in each of 3 epochs, each once; 0 workers started again" in out, err
+    job = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["job"]
+    assert job["workers"] in (1, 2), "the other one may have ended"
+    assert sum(job["tasks"].values()) == 36
+    assert len(job["server_versions"]) == 2 <= min(job["server_versions"])
+    assert job["samples_per_second"] >= 0
+    assert main(["report", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run/report.html").read_text()
+    for words in ("Workers and servers", "tasks done", "samples/s of all workers", "At the end", "parameters", "start"):
+        assert words in page

@@ -10,6 +10,8 @@ from rich.console import Console
 from neondist.cli import main
 from neondist.cli.top import shown
 from neondist.services.job_status import JobStatus, ServerStatus
+from neondist.train.job_report import describe_job
+from neondist.train.state import Record
 
 STATUS = JobStatus(
     1000.0, 12.3, {"todo": 3, "doing": 2, "done": 7, "failed": 0}, {"worker-1": 9, "worker-0": 8},
@@ -36,6 +38,18 @@ def test_everything_is_shown():
     assert all(number in text for number in ("17", "272", "288", "4.1 kB"))
     assert "no new state" not in text
     assert "no new state for 60 s" in text_of(STATUS, 1060.0)
+
+
+def test_a_report_shows_what_there_is(tmp_path):
+    (tmp_path / "servers").mkdir()
+    STATUS.write(tmp_path / "servers")
+    assert "worker-0" in "".join(describe_job(tmp_path, []))
+    damaged = [{"workers": "<b>", "tasks": 3, "server_versions": [None, 7]}, 5]
+    page = "".join(describe_job(tmp_path, [Record(epoch=1, job=one) for one in damaged]))
+    assert "<b>" not in page
+    assert "<td>, 7</td>" in page
+    (tmp_path / "servers/status.json").write_text("{")
+    assert describe_job(tmp_path, []) == []
 
 
 def test_a_run_without_servers(tmp_path, capsys):

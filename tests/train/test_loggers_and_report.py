@@ -33,7 +33,9 @@ def run(folder, logger=None, epochs=2, **how):
 
 def test_numbers_of_a_record():
     record = Record({"epoch": 1, "a": 1.5, "b": None, "c": [1, float("nan")], "d": [[1, 2], [3, 4]], "stage": "x"})
+    record["job"] = {"workers": 2, "server_versions": [7]}
     expected = [("a", 1.5), ("c/0", 1), ("d/0/0", 1), ("d/0/1", 2), ("d/1/0", 3), ("d/1/1", 4)]
+    expected += [("job/workers", 2), ("job/server_versions/0", 7)]
     assert list(numbers(record)) == expected
 
 

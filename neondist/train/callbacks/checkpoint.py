@@ -129,9 +129,9 @@ def _record(record: Any) -> Record:
 
 
 def _numbers(name: str, value: Any, depth: int = 0) -> None:
-    """Check a number of a record, or a list of them, or a table."""
-    if type(value) is list and depth < 2:
-        for item in value:
+    """Check a number of a record, or a list of them, or a table, or figures by name."""
+    if type(value) in (list, dict) and depth < 2:
+        for item in value.values() if type(value) is dict else value:
             _numbers(name, item, depth + 1)
     elif value is not None and type(value) not in (int, float):
         raise ValueError(f"'{name}' of an epoch's record is no number")

@@ -180,7 +180,7 @@ def _fields(node: yaml.Node, path: str) -> Iterator[tuple[str, str]]:
 
 
 def numbers(record: Record) -> Iterator[tuple[str, float]]:
-    """Yield all numbers of a record by name, those of lists too; what is not finite is left out."""
+    """Yield all numbers of a record by name, those in lists and mappings too; what is not finite is left out."""
     for name, value in record.items():
         for place, one in _each(name, without_nan(value)):
             if name != "epoch" and type(one) in (int, float):
@@ -188,8 +188,8 @@ def numbers(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def _each(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, list):
+    if not isinstance(value, (list, dict)):
         yield name, value
         return
-    for at, one in enumerate(value):
+    for at, one in value.items() if isinstance(value, dict) else enumerate(value):
         yield from _each(f"{name}/{at}", one)

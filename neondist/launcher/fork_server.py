@@ -1,0 +1,229 @@
+"""A copy of this process that has imported what a job needs, and from which the processes of the job are forked.
+
+Importing PyTorch takes longer than all else before a worker's first step. The copy is made before any code of the user
+runs, and while no other thread does, so that locks, pools of threads and devices are as in a new process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO, Any, NoReturn, Protocol
+
+from ..signals import Signals
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_MOST_BYTES = 1 << 20
+_PATIENCE = 60.0
+"""Seconds for a process to be forked."""
+
+
+class Process(Protocol):
+    """A child of this process, as `subprocess.Popen` has it."""
+
+    pid: int
+    stdout: IO[str] | None
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code; subprocess.TimeoutExpired after `timeout` seconds."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless it has ended."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+
+class ForkedProcess:
+    """A process that a ForkServer has forked; see `Process`."""
+
+    def __init__(self, pid: int, stdout: IO[str] | None) -> None:
+        self.pid, self.stdout = pid, stdout
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+        if self._code is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # a signal's handler has waited for it in between, or somebody else
+                pid, status = self.pid, signal.SIGKILL
+                if self._code is not None:
+                    return self._code
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code; subprocess.TimeoutExpired after `timeout` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """This process's end of the copy, which ends with the connection.
+
+    Parameters
+    ----------
+    connection : socket
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.settimeout(_PATIENCE)
+
+    def start(
+        self, words: Sequence[str], env: Mapping[str, str], name: str, output: int | None = None
+    ) -> ForkedProcess | None:
+        """Fork a process that runs the `neondist` command; None if that is not possible, or no more.
+
+        It is a child of this process and leads a session. It gets a SIGTERM when this process is killed.
+
+        Parameters
+        ----------
+        words : sequence of str
+            After 'neondist'.
+        env : mapping of str to str
+            Its environment.
+        name : str
+            That `ps` and `top` show.
+        output : int, optional
+            Its stdout: subprocess.PIPE or subprocess.DEVNULL. Default: that of this process.
+        """
+        reading = None
+        if output == subprocess.PIPE:
+            reading, writing = os.pipe()
+        else:
+            writing = os.open(os.devnull, os.O_WRONLY) if output == subprocess.DEVNULL else os.dup(1)
+        request = json.dumps({"words": list(words), "env": dict(env), "name": name}).encode()
+        try:
+            socket.send_fds(self._connection, [request], [writing])
+            answer = self._connection.recv(64)
+        except OSError:  # it was killed
+            answer = b""
+        os.close(writing)
+        if answer:
+            return ForkedProcess(int(answer), None if reading is None else open(reading, encoding="utf-8"))
+        if reading is not None:
+            os.close(reading)
+        return None
+
+
+@contextmanager
+def open_fork_server(load: Callable[[], object]) -> Iterator[ForkServer | None]:
+    """Let `load` import modules, and yield a server that has them; None where there can be none.
+
+    Open it while this process has neither run code of the user nor started threads.
+    """
+    if not _can_fork(load):
+        yield None
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # what they hold would be written twice
+        stream.flush()
+    supervisor = os.getpid()
+    server = os.fork()
+    if not server:
+        ours.close()
+        _run(*_serve(theirs, supervisor))
+    theirs.close()
+    try:
+        yield ForkServer(ours)
+    finally:
+        ours.close()
+        os.waitpid(server, 0)
+
+
+def _can_fork(load: Callable[[], object]) -> bool:
+    """Import what is needed, and tell whether processes can be forked."""
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return False
+    try:
+        load()
+    except ImportError:  # what needs it says so
+        return False
+    return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+
+
+def _serve(connection: socket.socket, supervisor: int) -> tuple[dict[str, Any], int]:
+    """Fork processes until the supervisor ends; return, in each of these, what it shall run and its output."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"neondist-fork")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    while True:
+        text, output = b"", list[int]()
+        with suppress(OSError):
+            text, output, *_ = socket.recv_fds(connection, _MOST_BYTES, 1)
+        if not text or not output:
+            os._exit(0)
+        between = os.fork()
+        if not between:  # its child becomes one of the supervisor, which is to be its parent
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+            _settle(connection, between, supervisor)
+            return json.loads(text), output[0]
+        os.waitpid(between, 0)
+        os.close(output[0])
+
+
+def _settle(connection: socket.socket, between: int, supervisor: int) -> None:
+    """Wait for the supervisor to be the parent, bind this process to it, and answer."""
+    while os.getppid() == between:
+        time.sleep(0.001)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != supervisor:  # it died in between
+        os._exit(1)
+    os.setsid()
+    connection.send(str(os.getpid()).encode())
+    connection.close()
+
+
+def _run(request: Mapping[str, Any], output: int) -> NoReturn:
+    """Be the `neondist` command, and leave the interpreter."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, request["name"].encode())
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(output, 1)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    Signals(whole_process=True).listen()
+    sys.argv = ["neondist", *request["words"]]
+    runpy.run_module("neondist", run_name="__main__", alter_sys=True)
+    sys.exit(0)

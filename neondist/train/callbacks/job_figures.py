@@ -1,0 +1,45 @@
+"""What the records of a run with servers have of its whole job."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ServiceError
+from ..state import TrainState
+from .hook import Hook
+
+if TYPE_CHECKING:
+    from ...services.training import WorkerPlace
+
+JOB = "job"
+"""Their name in a record."""
+
+
+class JobFigures(Hook):
+    """Ask the master at the end of each epoch for the workers, tasks, versions of servers and throughput of the job.
+
+    The numbers of the record itself are those of the worker that writes it. A master that is being restarted is not
+    waited for.
+
+    Parameters
+    ----------
+    worker : WorkerPlace
+    """
+
+    def __init__(self, worker: WorkerPlace) -> None:
+        self._worker = worker
+
+    def after_epoch(self, run: TrainState) -> None:
+        """Add the figures to the record."""
+        found = self._ask() if run.first_rank else None
+        if found := run.grid.world.bcast(found):
+            run.history[-1][JOB] = found
+
+    def _ask(self) -> dict[str, Any] | None:
+        from ...services.wire import ServiceClient  # gRPC
+
+        try:
+            with ServiceClient(self._worker.master, "Recovery", self._worker.token, timeout=10.0, patience=1.0) as one:
+                return dict(one.call("figures").mapping("figures"))
+        except ServiceError:
+            return None

@@ -1,0 +1,61 @@
+"""The part of report.html on the workers, tasks and servers of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from ..io.output import RECOVERY
+from ..memory import words
+from ..services.job_status import NAME, TASKS, JobStatus
+from .callbacks.job_figures import JOB
+from .page import is_number, plot, safe, table, told
+from .state import Record
+
+_MOST = 1000
+"""Workers, and servers, that are shown."""
+
+
+def describe_job(folder: Path, records: Sequence[Record]) -> list[str]:
+    """Return the workers, tasks, versions of servers and throughput of each epoch, and the last state of the job.
+
+    Nothing where the run has no servers.
+    """
+    parts, found = [], [(one["epoch"], one[JOB]) for one in records if isinstance(one.get(JOB), dict)]
+    if found:
+        rows = [[told(epoch), *_row(figures)] for epoch, figures in found]
+        parts = ["<h2>Workers and servers</h2>"]
+        for name, title in (("workers", "workers"), ("samples_per_second", "samples/s of all workers")):
+            points = [(at, one[name]) for at, one in found if is_number(one.get(name))]
+            parts += [plot(title, {title: points})] if points else []
+        tasks = [f"tasks {state}" for state in TASKS]
+        parts.append(table(["epoch", "workers", *tasks, "versions of servers", "samples/s, all workers"], rows))
+    return parts + _last_state(folder / RECOVERY)
+
+
+def _row(figures: dict[str, Any]) -> list[str]:
+    tasks, versions = figures.get("tasks"), figures.get("server_versions")
+    counts = [told(tasks.get(state)) for state in TASKS] if isinstance(tasks, dict) else [""] * len(TASKS)
+    listed = ", ".join(map(told, versions[:_MOST])) if isinstance(versions, list) else ""
+    return [told(figures.get("workers")), *counts, listed, told(figures.get("samples_per_second"))]
+
+
+def _last_state(folder: Path) -> list[str]:
+    if not (folder / NAME).is_file():
+        return []
+    try:
+        status = JobStatus.read(folder)
+    except DataError:  # `neondist top` says why
+        return []
+    workers = [[safe(name), told(steps)] for name, steps in sorted(status.workers.items())[:_MOST]]
+    servers = [
+        [*map(told, (at, one.version, one.samples)), words(one.bytes), *map(told, (one.rows, one.refused))]
+        for at, one in enumerate(status.servers[:_MOST])
+    ]
+    return [
+        "<h3>At the end</h3>" if status.ended else "<h3>Now</h3>",
+        *([table(["worker", "steps"], workers)] if workers else []),
+        table(["server", "version", "samples", "parameters", "rows", "refused"], servers),
+    ]
