@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..comm import ProcessGrid, Transport, all_or_none
-from ..errors import ConfigError
+from ..errors import ConfigError, NeondistError
 from ..torch.distributing import distribute
 from . import memory
 from .module_profile import Shares, shares_of
@@ -88,7 +88,9 @@ class ModuleStep:
             shapes = getattr(self.run, "output_shapes", [y.shape for y in outputs])
             self.targets = [self.cut(torch.randn(tuple(one), generator=source)) for one in shapes]
             self.loss_of(outputs, self.targets).backward()
-        except (RuntimeError, ValueError, TypeError) as error:  # the module's own, or a compiler's
+        except NeondistError:
+            raise
+        except Exception as error:  # the module's own, or a compiler's
             words = str(error).strip().splitlines() or [""]
             raise ConfigError(
                 f"a training step for an input of {'×'.join(map(str, self.shape))} failed: {type(error).__name__}:"
