@@ -36,7 +36,7 @@ losses: .venv/test
 
 # half an hour: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test
-	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n 0 tests/torch/test_zoo.py
+	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n 0 tests/torch/test_zoo.py tests/torch/test_volumes_of_modules.py
 
 # half an hour: all cases of tests that take turns, which `make test` tries by NEONDIST_SEED
 all-cases: .venv/test

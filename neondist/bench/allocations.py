@@ -48,7 +48,7 @@ def allocations(call: Callable[[], object]) -> list[Allocated]:
     """
     from torch.profiler import ProfilerActivity, profile
 
-    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
     events = list(recorded.profiler.kineto_results.events())
     calls = [(event.start_ns(), event.end_ns(), event.name()) for event in events if event.name() != "[memory]"]
@@ -63,7 +63,7 @@ def allocations(call: Callable[[], object]) -> list[Allocated]:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Let the profiler's library say nothing about itself: it writes to the process' standard error."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)

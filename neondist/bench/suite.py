@@ -59,8 +59,8 @@ def bench_suite(
     networks : names
     sides : of OURS and THEIRS, in the order of a round
     measure : function of a network, a side, and whether it is the first round
-        Returns 'seconds' of a step and 'peak_bytes', in a new process. A side that raises ConfigError or LaunchError is
-        left out from then on, and its row says why.
+        Returns 'seconds' of a step and 'peak_bytes', in a new process, and 'details', if there are any, of that side. A
+        side that raises ConfigError or LaunchError is left out from then on, and its row says why.
     rounds : int
         In each, every side has its turn, so that a machine that becomes slower slows all of them down.
     tell : function of a text
@@ -85,10 +85,11 @@ def bench_suite(
 
 
 def row_of(network: str, turns: Mapping[str, Turns]) -> Made:
-    """Return medians, and ratios of turns of the same round."""
+    """Return medians, and ratios of turns of the same round; 'memory' is that of one process, or else of a rank."""
     timed = {side: one for side, one in turns.items() if one.seconds and not one.why}
     sides: Made = {
         side: {"seconds": median(one.seconds), "all_seconds": one.seconds, "peak_bytes": max(one.peaks)}
+        | one.more.pop("details", {})
         for side, one in timed.items()
     }
     theirs = {side: sides[side]["seconds"] for side in THEIRS if side in sides}
@@ -98,10 +99,10 @@ def row_of(network: str, turns: Mapping[str, Turns]) -> Made:
         if side in timed and best is not None:
             every = [a / b for a, b in zip(timed[side].seconds, timed[best].seconds, strict=True)]
             ratios[side] = {"ratio": median(every), "all": every}
-    memory = None
-    if {"one", "eager"} <= sides.keys():
-        memory = sides["one"]["peak_bytes"] / sides["eager"]["peak_bytes"]
-    told = next((timed[side].more for side in OURS if side in timed and "layers" in timed[side].more), {})
+    memory, mine = None, sides.get("one", sides.get("ranks"))
+    if mine and "eager" in sides:
+        memory = mine["peak_bytes"] / sides["eager"]["peak_bytes"]
+    told = next((timed[side].more for side in OURS if side in timed and timed[side].more), {})
     why = {side: one.why for side, one in turns.items() if one.why}
     return {"network": network, "sides": sides, "best": best, "ratios": ratios, "memory": memory, "why": why} | told
 

@@ -27,9 +27,9 @@ def suite_table(made: Made) -> RenderableType:
 
     heads, rows = _networks(made)
     columns = [Column(head, [row[at] for row in rows], right=at > 1) for at, head in enumerate(heads)]
-    lines = [*_means(made), *_notes(made)]
+    lines = [*means_lines(made), *_notes(made)]
     return Group(
-        Text(_head(made), style="bold"), Text(), LayerTable(columns, left=7), Text(),
+        Text(head_text(made), style="bold"), Text(), LayerTable(columns, left=7), Text(),
         *map(Text, lines), Text(), Text(LEGEND, style="dim"),
     )  # fmt: skip
 
@@ -37,9 +37,9 @@ def suite_table(made: Made) -> RenderableType:
 def suite_markdown(made: Made) -> str:
     """Return the same in Markdown, with what limits each layer or segment of every network."""
     parts = [
-        f"{_head(made)}.",
+        f"{head_text(made)}.",
         markdown(*_networks(made)),
-        "\n".join(f"* {line}" for line in _means(made)),
+        "\n".join(f"* {line}" for line in means_lines(made)),
         LEGEND + ".",
     ]
     parts += ["\n".join(f"* {note}" for note in _notes(made))]
@@ -48,7 +48,8 @@ def suite_markdown(made: Made) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _head(made: Made) -> str:
+def head_text(made: Made) -> str:
+    """Return when, on what and how it was measured."""
     about = made["environment"]
     versions = ", ".join(
         f"{name} {about['versions'][name]}" for name in ("numpy", "torch") if name in about["versions"]
@@ -74,7 +75,7 @@ def _networks(made: Made) -> tuple[list[str], list[list[str]]]:
             found = row["sides"].get(side)
             cells.append(seconds_text(found["seconds"]) + "*" * (side == row["best"]) if found else "-")
         if compared:
-            cells += [_ratio(row["ratios"].get(side)) for side in inside]
+            cells += [ratio_text(row["ratios"].get(side)) for side in inside]
         peaks = [row["sides"].get(side, {}).get("peak_bytes", 0) for side in ("one", "eager")]
         cells += [bytes_text(peaks[0])]
         if compared:
@@ -83,11 +84,13 @@ def _networks(made: Made) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
-def _ratio(found: Made | None) -> str:
+def ratio_text(found: Made | None) -> str:
+    """Return a ratio, and its range over the rounds."""
     return f"{found['ratio']:.2f} ({min(found['all']):.2f} to {max(found['all']):.2f})" if found else "-"
 
 
-def _means(made: Made) -> list[str]:
+def means_lines(made: Made) -> list[str]:
+    """Return a line for each group of networks."""
     words = {"ranks": f"{made['ranks']} × {made['threads']}", "one": f"1 × {made['cores']}", "memory": "memory"}
     return [
         f"geometric mean of {group}: " + ", ".join(f"{words[kind]} {value:.2f}" for kind, value in found.items())
@@ -103,10 +106,16 @@ def _notes(made: Made) -> list[str]:
             + "; ".join(f"{side}: {THEIRS[side]}" for side in THEIRS if side in made["sides"])
             + "; * its fastest"
         )
-    for row in made["networks"]:
-        for why in dict.fromkeys(row["why"].values()):
-            notes.append(f"{row['network']}, {', '.join(s for s, one in row['why'].items() if one == why)}: {why}")
-    return notes
+    return notes + reasons(made)
+
+
+def reasons(made: Made) -> list[str]:
+    """Return why sides of a network could not be measured."""
+    return [
+        f"{row['network']}, {', '.join(side for side, one in row['why'].items() if one == why)}: {why}"
+        for row in made["networks"]
+        for why in dict.fromkeys(row["why"].values())
+    ]
 
 
 def _roofline(row: Made) -> list[str]:

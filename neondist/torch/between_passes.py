@@ -24,6 +24,7 @@ from .errors import NotRecorded, defined_at
 from .module_state import GONE, OF_MODULES, PLAIN, Reach, plain
 
 _PLAIN = (bool, int, float, str)
+_TRACER = "torch.fx._symbolic_trace"
 
 
 class Snapshot:
@@ -44,7 +45,7 @@ class Snapshot:
             present = holder.read()
             for key in {**before, **present}:
                 then, now = before.get(key, GONE), present.get(key, GONE)
-                if not (then is now or key in OF_MODULES or _equal(then, now)):
+                if not (then is now or key in OF_MODULES or _equal(then, now) or _stands_for(now, then)):
                     found.setdefault(holder.called(key), (holder.module, []))[1].append(now)
         return found
 
@@ -74,6 +75,12 @@ class Snapshot:
 
 def _equal(then: Any, now: Any) -> bool:
     return isinstance(then, PLAIN) and isinstance(now, PLAIN) and plain(then) == plain(now)
+
+
+def _stands_for(now: Any, then: Any) -> bool:
+    """Tell whether a value is what torch.fx.wrap puts in a function's place for as long as PyTorch traces."""
+    inside = getattr(now, "__globals__", None)
+    return isinstance(inside, dict) and inside.get("__name__") == _TRACER and getattr(now, "__wrapped__", None) is then
 
 
 @contextmanager

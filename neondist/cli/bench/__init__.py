@@ -1,4 +1,4 @@
-"""`neondist bench`: training steps and halo exchanges; suite, scaling and schemes, which have files of their own."""
+"""`neondist bench`: training steps and halo exchanges; suite, torch, scaling and schemes have files of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...job import detect
 from ...launcher.ranks import on_ranks
 from .. import options
 from ..experiment import validated
-from . import scaling, schemes, suite
+from . import modules, scaling, schemes, suite
 
 
 def add(commands: Any) -> None:
@@ -44,6 +44,7 @@ def add(commands: Any) -> None:
     one.set_defaults(command=halo)
 
     suite.add(benches)
+    modules.add(benches)
     scaling.add(benches)
     schemes.add(benches)
 

@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from ... import safe_path, threads
 from ...comm import Transport
 from ...console import counted, emit
-from ...errors import ConfigError, LaunchError
+from ...errors import ConfigError, LaunchError, UserError
 from ...io.regular_file import read_bytes
 from ...launcher.ranks import job_of, on_ranks
 from .. import options
@@ -121,12 +121,34 @@ def step_of(
     words += ["--set", *arguments.settings, *settings] if arguments.settings or settings else []
     env = dict(os.environ) | ({} if each is None else dict.fromkeys(threads.VARIABLES, str(each)))
     words += [f"--import={module}" for module in arguments.modules]
+    return json_of(
+        ["step", options.word(arguments.file), *words], env,
+        lambda code, _: LaunchError(f"{count} ranks ended with exit code {code}; what they said is above"), told=None,
+    )  # fmt: skip
+
+
+def json_of(
+    words: Sequence[str],
+    env: Mapping[str, str],
+    failure: Callable[[int, str], UserError],
+    told: int | None = subprocess.PIPE,
+) -> dict[str, Any]:
+    """Return what `neondist bench`, with these words, writes to its JSON file.
+
+    Parameters
+    ----------
+    env : mapping
+    failure : function of the exit code, if that is not 0, and of what the process has said
+        Returns the error.
+    told : what subprocess does with its stderr
+        None: it is this process's own, and `failure` is given nothing.
+    """
     with tempfile.TemporaryDirectory(prefix="neondist-bench-") as folder:
         file = Path(folder, "made.json")
-        command = safe_path.command("neondist", "bench", "step", options.word(arguments.file), *words, "--json", file)
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False, env=env)
+        command = safe_path.command("neondist", "bench", *words, "--json", file)
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=told, text=True, check=False, env=env)
         if done.returncode:
-            raise LaunchError(f"{count} ranks ended with exit code {done.returncode}; what they said is above")
+            raise failure(done.returncode, done.stderr or "")
         found: dict[str, Any] = json.loads(read_bytes(file))
         return found
 

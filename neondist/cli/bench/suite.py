@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -50,13 +51,15 @@ def suite(arguments: argparse.Namespace) -> int:
 
     cores = threads.cores()
     ranks = cores if arguments.ranks is None else arguments.ranks
-    _check(arguments, ranks, cores)
+    if arguments.plot and not can_draw():
+        raise MissingPackageError("--plot needs matplotlib: pip install 'neondist[plot]'")
+    check(arguments, "suite", ranks, cores, [arguments.json, arguments.markdown, arguments.plot])
     notes: list[str] = []
     sides = [side for side in OURS if side != "ranks" or ranks > 1]
-    sides += _theirs(list(THEIRS), notes)
+    sides += theirs(list(THEIRS), notes)
     made: dict[str, Any] = {
         "bench": "suite", "ranks": ranks, "threads": max(1, cores // ranks), "cores": cores, "rounds": arguments.rounds,
-        "sides": sides, "environment": _environment(), "networks": [], "notes": notes,
+        "sides": sides, "environment": environment(), "networks": [], "notes": notes,
         "compared": any(side in THEIRS for side in sides),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder:
@@ -87,20 +90,19 @@ def suite(arguments: argparse.Namespace) -> int:
     return int(any(side in row["why"] for row in made["networks"] for side in OURS))
 
 
-def _check(arguments: argparse.Namespace, ranks: int, cores: int) -> None:
+def check(arguments: argparse.Namespace, bench: str, ranks: int, cores: int, files: Sequence[Path | None]) -> None:
+    """Raise LaunchError where such ranks prove nothing, ConfigError where files cannot be written."""
     if job_of(arguments) is not None:
-        raise LaunchError("bench suite starts MPI jobs itself; start it outside of one, with -n RANKS")
+        raise LaunchError(f"bench {bench} starts MPI jobs itself; start it outside of one, with -n RANKS")
     if ranks > cores and not arguments.force:
         raise LaunchError(f"-n {ranks}: this machine has {cores} cores, and ranks that share one prove nothing; give at"
                           f" most {cores}; --force measures them all the same")  # fmt: skip
-    if arguments.plot and not can_draw():
-        raise MissingPackageError("--plot needs matplotlib: pip install 'neondist[plot]'")
-    for file in filter(None, (arguments.json, arguments.markdown, arguments.plot)):  # before hours of measuring
+    for file in filter(None, files):  # before hours of measuring
         if file.is_dir() or not file.parent.is_dir():
             raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder is not there'}; name a file")
 
 
-def _theirs(sides: list[str], notes: list[str]) -> list[str]:
+def theirs(sides: list[str], notes: list[str]) -> list[str]:
     """Return PyTorch's sides that can be measured; `notes` says why others cannot."""
     if importlib.util.find_spec("torch") is None:
         notes.append("PyTorch is not installed, so neondist was timed alone; pip install 'neondist[torch]'")
@@ -179,8 +181,9 @@ class _Measure:
         return TorchSide(load(_of_file(self.arguments, self.files[network])), self.cores, settings)
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """Return what results are of: versions, the machine, its processor."""
     from ...comm import ProcessGrid
-    from ...io.environment import environment, processor
+    from ...io import environment as about
 
-    return environment(ProcessGrid.serial()) | {"processor": processor()}
+    return about.environment(ProcessGrid.serial()) | {"processor": about.processor()}

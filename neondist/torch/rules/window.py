@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .. import winograd
+from .. import volumes, winograd
 from ..layout import Atom, Layout, axes_of, local_shape, replaced
 from ..registry import rule
 from ..transfer import clipped
 
 Ints = Sequence[int]
-_CONV: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d, 3: F.conv3d}
-_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_CONV: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d, 3: volumes.conv3d}
+_TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: volumes.conv_transpose3d}
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 

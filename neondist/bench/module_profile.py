@@ -1,0 +1,96 @@
+"""Where the time of a training step of a PyTorch module goes, from PyTorch's profiler."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+from ..comm import ProcessGrid
+from ..observer import Observer
+from .allocations import silent
+
+KINDS = ("kernels", "messages", "copies", "sums", "other")
+"""operators that compute; waiting inside MPI; views of tiles and operators that move numbers; what is around sums over
+ranks; Python, autograd and dispatch"""
+Shares = dict[str, dict[str, float]]
+"""'kinds': the share of each of KINDS; 'operators': that of each operator among kernels, largest first"""
+_MARK = "neondist::"
+_KINDS = {"wait": "messages", "halo": "copies", "redistribute": "copies", "reduce": "sums", "sync": "sums"}
+"""of what observers are told"""
+_MOVES = """
+clone contiguous copy_ cat _to_copy to constant_pad_nd fill_ zero_ zeros zeros_like new_zeros empty empty_like
+empty_strided as_strided slice narrow reshape view _unsafe_view permute transpose t expand select split squeeze
+unsqueeze unbind flatten unflatten chunk roll flip stack repeat detach alias unfold_backward slice_backward
+select_backward as_strided_ resize_ pad index_select ones ones_like
+"""
+MOVES = frozenset(f"aten::{name}" for name in _MOVES.split())
+"""operators that make views and copies"""
+_WRAPPERS = """
+conv1d conv2d conv3d convolution _convolution convolution_backward convolution_backward_overrideable thnn_conv2d
+slow_conv3d conv_transpose2d conv_transpose3d linear matmul batch_norm _batch_norm_impl_index group_norm layer_norm
+instance_norm scaled_dot_product_attention einsum softmax gelu_ max_pool2d max_pool3d adaptive_avg_pool2d
+adaptive_avg_pool3d dropout relu6 silu_ upsample mean
+"""
+WRAPPERS = frozenset(f"aten::{name}" for name in _WRAPPERS.split())
+"""operators that call the one which computes, whose name tells more"""
+
+
+class Marks(Observer):
+    """Marks in the profile what the observers of a grid are told of."""
+
+    def __init__(self) -> None:
+        self._open: list[record_function | None] = []
+
+    def begin(self, what: str, name: str, direction: str, subject: object) -> None:
+        """Begin a mark, if it is of a kind of its own."""
+        mark = record_function(_MARK + what) if what in _KINDS else None
+        if mark is not None:
+            mark.__enter__()
+        self._open.append(mark)
+
+    def end(self, what: str, name: str, direction: str) -> None:
+        """End it."""
+        mark = self._open.pop()
+        if mark is not None:
+            mark.__exit__(None, None, None)
+
+
+def shares_of(step: Callable[[], object], grid: ProcessGrid) -> Shares:
+    """Return where the time of a step goes on this rank; on each rank of the grid at the same time."""
+    with silent(), grid.observers.watched_by(Marks()), profile(activities=[ProfilerActivity.CPU]) as recorded:
+        begin = time.perf_counter()
+        step()
+        whole = time.perf_counter() - begin
+    seconds, operators = Counter[str](), Counter[str]()
+    for event in recorded.events() or ():
+        kind, name = classified(event)
+        seconds[kind] += event.self_cpu_time_total / 1e6
+        if kind == "kernels":
+            operators[name] += event.self_cpu_time_total / 1e6
+    seconds["other"] += max(0.0, whole - seconds.total())  # type: ignore[assignment]
+    whole = max(1e-9, seconds.total())
+    return {
+        "kinds": {kind: seconds[kind] / whole for kind in KINDS},
+        "operators": {name.removeprefix("aten::"): taken / whole for name, taken in operators.most_common()},
+    }
+
+
+def classified(event: Any) -> tuple[str, str]:
+    """Return the kind of an event's own time, and the operator that it belongs to.
+
+    That is the outermost one that is not there to choose another; what is inside of a mark is of that one's kind.
+    """
+    name = ""
+    while event is not None:
+        if event.name.startswith(_MARK):
+            return _KINDS[event.name.removeprefix(_MARK)], event.name
+        operator = "::" in event.name and "autograd::" not in event.name
+        if operator and not (name and event.name in WRAPPERS):
+            name = event.name
+        event = event.cpu_parent
+    return ("copies" if name in MOVES else "kernels" if name else "other"), name

@@ -1,0 +1,93 @@
+"""The results of `neondist bench torch` to read: tables for a terminal and for a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..plan.report import Column, LayerTable, by
+from .suite_report import head_text, means_lines, ratio_text, reasons
+from .tables import bytes_text, markdown, seconds_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Made = dict[str, Any]
+Table = tuple[list[str], list[list[str]]]
+KINDS = ("kernels", "messages", "copies", "sums", "other")
+TOP = 3
+"""operators of a row"""
+SIDES = {"ranks": "a rank", "eager": "one process"}
+LEGEND = (
+    "A training step in float32, PyTorch's default layout, all sides with an allocator that keeps its memory; * the"
+    " faster of PyTorch's. ÷ best: over that one in the same round, median and range of the rounds. memory: peak of a"
+    " process above what it had before the module. first step: with distributing, or compiling, what comes before it."
+)
+PLACES = (
+    "Where a step goes, of the time above as PyTorch's profiler divides it, mean over ranks. kernels: operators that"
+    " compute; messages: inside MPI, waiting for other ranks too; copies: views of tiles and operators that move"
+    " numbers; sums: what is around sums over ranks; other: Python, autograd and dispatch."
+)
+
+
+def module_table(made: Made) -> RenderableType:
+    """Return the tables for a rich console."""
+    from rich.console import Group
+    from rich.text import Text
+
+    tables = [
+        LayerTable([Column(head, [row[at] for row in rows], right=at > left) for at, head in enumerate(heads)], left=7)
+        for (heads, rows), left in ((_steps(made), 1), (_places(made), 1))
+        if rows
+    ]
+    parts = [part for table, text in zip(tables, (LEGEND, PLACES), strict=False) for part in (table, Text(), text, "")]
+    return Group(Text(head_text(made), style="bold"), Text(), *parts, *map(Text, _lines(made)))
+
+
+def module_markdown(made: Made) -> str:
+    """Return the same in Markdown."""
+    steps, places = _steps(made), _places(made)
+    parts = [f"{head_text(made)}.", markdown(*steps), "\n".join(f"* {line}" for line in _lines(made)), LEGEND]
+    parts += [markdown(*places), PLACES] if places[1] else []
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _lines(made: Made) -> list[str]:
+    return [*means_lines(made), *made["notes"], *reasons(made)]
+
+
+def _steps(made: Made) -> Table:
+    sides, ours = made["sides"], f"{made['ranks']} × {made['threads']}"
+    compared = len(sides) > 1
+    heads = ["model", "input", ours, *sides[1:], *(["÷ best"] if compared else []), "memory"]
+    heads += ["eager's", "÷ eager"] if "eager" in sides else []
+    heads += ["first step", *(f"{side}'s" for side in sides[1:])]
+    rows = []
+    for row in made["networks"]:
+        found: Mapping[str, Made] = row["sides"]
+        cells = [row["network"], by((row["batch_size"], *row["sample_shape"])) if "batch_size" in row else ""]
+        for side in sides:
+            star = "*" * (side == row["best"] and len(sides) > 2)
+            cells.append(seconds_text(found[side]["seconds"]) + star if side in found else "-")
+        cells += [ratio_text(row["ratios"].get("ranks"))] if compared else []
+        cells += [bytes_text(found.get("ranks", {}).get("peak_bytes", 0))]
+        if "eager" in sides:
+            share = "-" if row["memory"] is None else f"{row['memory']:.2f}"
+            cells += [bytes_text(found.get("eager", {}).get("peak_bytes", 0)), share]
+        cells += [seconds_text(found.get(side, {}).get("first_seconds", 0)) for side in sides]
+        rows.append(cells)
+    return heads, rows
+
+
+def _places(made: Made) -> Table:
+    rows = []
+    for row in made["networks"]:
+        for side, what in SIDES.items():
+            found = row["sides"].get(side, {})
+            if "kinds" not in found:
+                continue
+            seconds, most = found["seconds"], list(found["operators"].items())[:TOP]
+            times = [seconds_text(seconds * found["kinds"][kind]) for kind in KINDS]
+            top = ", ".join(f"{name} {seconds_text(seconds * share)}" for name, share in most)
+            rows.append([row["network"], what, *times, top])
+    return ["model", "", *KINDS, "operators that take most"], rows

@@ -1,0 +1,194 @@
+"""A training step of a PyTorch module: in one process, by torch.compile, or distributed over ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..comm import ProcessGrid, Transport, all_or_none
+from ..errors import ConfigError, NeondistError
+from ..torch.distributing import distribute
+from . import memory
+from .module_profile import Shares, shares_of
+from .public_models import EXTENTS
+from .rest import rest
+
+LEAST = 0.3
+"""seconds of the steps of a turn"""
+RATE = 1e-6
+"""of the optimiser: with longer steps, losses of random targets grow until they are no numbers"""
+
+
+class ModuleStep:
+    """A module that is trained on one batch: mean squares to random targets, SGD with momentum.
+
+    Parameters
+    ----------
+    side : 'ranks', 'eager' or 'compile'
+    factory : callable
+        Returns the module.
+    shape : (N, C, *spatial), optional
+        Default: by the module's first convolution.
+    world : Transport
+        Of one rank but for 'ranks'.
+    compiled : bool
+        Of 'ranks': let torch.compile have what a rank computes between messages.
+
+    Raises
+    ------
+    UserError
+        The factory fails, or its module, or that cannot be distributed.
+    """
+
+    def __init__(
+        self,
+        side: str,
+        factory: Callable[[], Any],
+        shape: Sequence[int] | None,
+        world: Transport,
+        compiled: bool = False,
+    ) -> None:
+        self.grid = ProcessGrid(world)
+        with all_or_none(world):
+            torch.manual_seed(0)
+            module = _made(factory)
+            self.shape = tuple(shape or default_shape(module))
+            image = torch.randn(self.shape)
+        self.run: Any = torch.compile(module) if side == "compile" else module
+        self.optimizer = torch.optim.SGD(module.parameters(), RATE, momentum=0.9)
+        self.loss_of: Any = _mean_square
+        self.cut: Any = lambda tensor: tensor
+        self.targets: list[torch.Tensor] = []
+        begin = time.perf_counter()
+        if side == "ranks":
+            self.run = distribute(module, self.shape, self.grid, compile=compiled)
+            image = self.run.scatter(image)
+            self.loss_of, self.cut = self._loss, self.run.scatter_target
+        self.x = image
+        with all_or_none(world):
+            self._first()
+        self.first_seconds = time.perf_counter() - begin
+
+    def __call__(self) -> None:
+        """Train once."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss_of(_numbers(self.run(self.x)), self.targets).backward()
+        self.optimizer.step()
+
+    def _first(self) -> None:
+        try:
+            outputs = _numbers(self.run(self.x))
+            source = torch.Generator().manual_seed(1)
+            shapes = getattr(self.run, "output_shapes", [y.shape for y in outputs])
+            self.targets = [self.cut(torch.randn(tuple(one), generator=source)) for one in shapes]
+            self.loss_of(outputs, self.targets).backward()
+        except NeondistError:
+            raise
+        except Exception as error:  # the module's own, or a compiler's
+            words = str(error).strip().splitlines() or [""]
+            raise ConfigError(
+                f"a training step for an input of {'×'.join(map(str, self.shape))} failed: {type(error).__name__}:"
+                f" {words[0]}; give --input N,C,H,W as the module expects it"
+            ) from error
+        self.optimizer.step()
+
+    def _loss(self, outputs: Any, targets: Any) -> torch.Tensor:
+        return self.run.loss(_mean_square, outputs, targets)
+
+    def seconds(self, steps: int) -> list[float]:
+        """Return the seconds of each step, of the slowest rank; collective."""
+        taken = []
+        rest(self.grid.world)
+        for _ in range(steps):
+            begin = time.perf_counter()
+            self()
+            taken.append(time.perf_counter() - begin)
+        return [max(each) for each in zip(*self.grid.world.allgather(taken), strict=True)]
+
+    def shares(self) -> Shares:
+        """Return where the time of a step goes, the mean over the ranks; collective."""
+        rest(self.grid.world)
+        every = self.grid.world.allgather(shares_of(self, self.grid))
+        kinds, operators = [one["kinds"] for one in every], [one["operators"] for one in every]
+        names = list(dict.fromkeys(name for one in operators for name in one))
+        return {
+            "kinds": {kind: fmean(one[kind] for one in kinds) for kind in kinds[0]},
+            "operators": {name: fmean(one.get(name, 0.0) for one in operators) for name in names},
+        }
+
+
+def measure_module(
+    side: str,
+    factory: Callable[[], Any],
+    shape: Sequence[int] | None,
+    world: Transport,
+    steps: int,
+    compiled: bool = False,
+    profile: bool = False,
+) -> dict[str, Any]:
+    """Return what a turn of `bench_suite` returns, the same on every rank; collective.
+
+    Parameters
+    ----------
+    steps : int
+        How many to time at least; the first two are not.
+    profile : bool
+        Tell where the time of one more step goes.
+    others : as of ModuleStep
+    """
+    empty = memory.resident()
+    memory.forget_peak()
+    step = ModuleStep(side, factory, shape, world, compiled)
+    (last,) = step.seconds(1)
+    taken = step.seconds(max(steps, round(LEAST / last)))
+    peaks = world.allgather(memory.peak() - empty)
+    details: dict[str, Any] = {"first_seconds": max(world.allgather(step.first_seconds))}
+    if profile:
+        details |= step.shares()
+    return {
+        "seconds": median(taken), "peak_bytes": max(peaks), "details": details, "batch_size": step.shape[0],
+        "sample_shape": list(step.shape[1:]),
+    }  # fmt: skip
+
+
+def run_once(factory: Callable[[], Any], shape: Sequence[int]) -> Any:
+    """Return a module that has run once."""
+    module = factory()
+    with torch.no_grad():
+        module(torch.randn(tuple(shape)))
+    return module
+
+
+def default_shape(module: nn.Module) -> tuple[int, ...]:
+    """Return the shape of an input, by the module's first convolution."""
+    part: Any
+    for part in module.modules():
+        if hasattr(part, "in_channels") and hasattr(part, "dilation"):
+            return (1, part.in_channels, *EXTENTS[len(part.dilation)])
+    raise ConfigError(f"{type(module).__name__} has no convolution that tells of its input; give --input N,C,H,W")
+
+
+def _made(factory: Callable[[], Any]) -> nn.Module:
+    try:
+        module = factory()
+    except Exception as error:
+        name = getattr(factory, "__name__", "the factory")
+        raise ConfigError(f"{name} failed: {type(error).__name__}: {error}; it is called without arguments") from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"the factory returned a {type(module).__name__}; it has to return a torch.nn.Module")
+    return module.float().train()
+
+
+def _numbers(outputs: Any) -> list[torch.Tensor]:
+    """Return the tensors among the outputs."""
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _mean_square(outputs: list[torch.Tensor], targets: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([((y - t) ** 2).mean() for y, t in zip(outputs, targets, strict=True)]).sum()

@@ -1,0 +1,51 @@
+"""Public PyTorch models that `neondist bench torch` knows by name, and the inputs that they are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class PublicModel(NamedTuple):
+    """A public model.
+
+    Attributes
+    ----------
+    family : str
+    factory : 'MODULE:NAME'
+    shape : (N, C, *spatial)
+    arguments : of the factory
+    runs_before : bool
+        Whether it has to run once before it is captured: its packages keep what they find out in the first call.
+    """
+
+    family: str
+    factory: str
+    shape: tuple[int, ...]
+    arguments: Mapping[str, Any] = {}
+    runs_before: bool = False
+
+
+_VISION, _PARTS = "torchvision.models", "torchvision.models.segmentation"
+_NO_WEIGHTS = {"weights": None, "weights_backbone": None}
+_FNO = {"n_modes": (16, 16), "in_channels": 3, "out_channels": 1, "hidden_channels": 32}
+MODELS = {
+    "efficientnet_b0": PublicModel("CNN", f"{_VISION}:efficientnet_b0", (1, 3, 256, 256)),
+    "convnext_tiny": PublicModel("CNN", f"{_VISION}:convnext_tiny", (1, 3, 256, 256)),
+    "fcn_resnet50": PublicModel("segmentation", f"{_PARTS}:fcn_resnet50", (1, 3, 256, 256), _NO_WEIGHTS),
+    "unetplusplus": PublicModel(
+        "segmentation", "segmentation_models_pytorch:UnetPlusPlus", (1, 3, 256, 256),
+        {"encoder_name": "resnet18", "encoder_weights": None},
+    ),
+    "segresnet": PublicModel("3-D", "monai.networks.nets:SegResNet", (1, 1, 64, 64, 64)),
+    "r3d_18": PublicModel("3-D", f"{_VISION}.video:r3d_18", (1, 3, 16, 112, 112)),
+    "vit_b_16": PublicModel("ViT", f"{_VISION}:vit_b_16", (1, 3, 224, 224)),
+    "vit_small": PublicModel("ViT", "timm:create_model", (1, 3, 224, 224), {"model_name": "vit_small_patch16_224"}),
+    "swin_t": PublicModel("windows", f"{_VISION}:swin_t", (1, 3, 224, 224)),
+    "gcvit_xxtiny": PublicModel("windows", "timm:create_model", (1, 3, 224, 224), {"model_name": "gcvit_xxtiny"}),
+    "fno": PublicModel("FNO", "neuralop.models:FNO", (4, 3, 128, 128), _FNO, runs_before=True),
+    "tfno": PublicModel("FNO", "neuralop.models:TFNO", (4, 3, 128, 128), _FNO, runs_before=True),
+}  # fmt: skip
+"""two of each of six families"""
+EXTENTS = {1: (4096,), 2: (224, 224), 3: (64, 64, 64)}
+"""of inputs of other modules, by the spatial axes of their first convolution"""

@@ -1,0 +1,243 @@
+"""`neondist bench torch`: training steps of PyTorch modules, distributed, against PyTorch in one process."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ... import threads
+from ...comm import Transport
+from ...errors import ConfigError, LaunchError, UserError
+from ...io.files import write_text
+from ...launcher.ranks import on_ranks
+from .. import options
+from ..experiment import load_factory
+from . import suite
+from .scaling import json_of
+
+AGAINST = ("eager", "compile")
+NAMES = (
+    "efficientnet_b0, convnext_tiny, fcn_resnet50, unetplusplus, segresnet, r3d_18, vit_b_16, vit_small, swin_t,"
+    " gcvit_xxtiny, fno, tfno"
+)
+
+
+def add(benches: Any) -> None:
+    """Say what can be typed."""
+    about = "training steps of PyTorch modules on ranks, against PyTorch in one process"
+    one = benches.add_parser("torch", help=about, allow_abbrev=False)
+    one.add_argument(
+        "--models", type=_words, metavar="A,FILE.py:NAME,MODULE:NAME",
+        help=f"functions or classes that return a module, such as torchvision.models:resnet18, or {NAMES} (default: of"
+        " these all that are installed)",
+    )  # fmt: skip
+    one.add_argument(
+        "--against", type=_against, default=list(AGAINST), metavar="eager,compile",
+        help="in one process with all cores; or none (default: both)",
+    )  # fmt: skip
+    one.add_argument(
+        "-n", "--ranks", dest="ranks", type=options.positive, metavar="RANKS",
+        help="ranks that share this machine's cores (default: a rank for each)",
+    )  # fmt: skip
+    one.add_argument("--force", action="store_true", help="start more ranks than this machine has cores")
+    one.add_argument(
+        "--input", type=options.counts, metavar="N,C,H,W",
+        help="the shape of an input (default: by the first convolution, 1,C,224,224 or 1,C,64,64,64)",
+    )  # fmt: skip
+    one.add_argument("--compile", action="store_true", help="ndt.distribute(..., compile=True) on the ranks")
+    one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each side (default 3)")
+    one.add_argument("--steps", type=options.positive, default=3, metavar="K", help="steps of each turn (default 3)")
+    for kind in "json", "markdown":
+        one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="write the results there as well")
+    one.add_argument("--side", choices=["ranks", *AGAINST], help="one turn of this side alone, of one model, to --json")
+    one.add_argument("--profile", action="store_true", help="with --side: and where its time goes")
+    one.set_defaults(command=modules)
+
+
+def modules(arguments: argparse.Namespace) -> int:
+    """Measure every model; 2 if one of them cannot be distributed."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("bench torch: PyTorch is not installed; pip install 'neondist[torch]'")
+    return _compare(arguments) if arguments.side is None else _turn(arguments)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from ...bench.module_report import module_markdown, module_table
+    from ...bench.public_models import MODELS
+    from ...bench.suite import bench_suite, means
+    from ...rich_console import Console
+    from ...train.inference.progress import Progress
+
+    cores = threads.cores()
+    ranks = arguments.ranks = cores if arguments.ranks is None else arguments.ranks
+    suite.check(arguments, "torch", ranks, cores, [arguments.json, arguments.markdown])
+    notes: list[str] = []
+    sides = ["ranks", *suite.theirs(list(arguments.against), notes)]
+    names = arguments.models or _installed(list(MODELS), notes)
+    made: dict[str, Any] = {
+        "bench": "torch", "ranks": ranks, "threads": max(1, cores // ranks), "cores": cores,
+        "rounds": arguments.rounds, "sides": sides, "compile": arguments.compile, "environment": suite.environment(),
+        "networks": [], "notes": notes, "means": {},
+    }  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory(prefix="neondist-torch-") as folder,
+        Progress(len(names) * len(sides) * arguments.rounds, sys.stderr, "turn") as progress,
+    ):
+        for name in names:
+            if name not in MODELS:
+                progress.begin(f"importing {name}")
+                factory_of(name)
+        measure = _Measure(arguments, cores, Path(folder), progress)
+        for row in bench_suite(names, sides, measure, arguments.rounds, progress.begin):
+            made["networks"].append(row)
+            made["means"] = means(made["networks"], {**_families(names), "all": names})
+            if arguments.json:  # after each model, for whoever stops before the last
+                write_text(arguments.json, json.dumps(made, indent=2, default=str) + "\n")
+    failed = [row["why"]["ranks"] for row in made["networks"] if "ranks" in row["why"]]
+    if len(failed) == len(names):
+        raise ConfigError("\n".join(dict.fromkeys(failed)))
+    Console(soft_wrap=True).print(module_table(made))
+    if arguments.markdown:
+        write_text(arguments.markdown, module_markdown(made))
+    written = [file for file in (arguments.json, arguments.markdown) if file]
+    if written:
+        options.print_written(written)
+    return 2 if failed else 0
+
+
+def _turn(arguments: argparse.Namespace) -> int:
+    """Measure one side of one model, in this process, or on ranks."""
+    if arguments.models is None or len(arguments.models) != 1:
+        raise ConfigError("--side: measures one model; give its name to --models")
+    if arguments.side != "ranks":
+        if arguments.ranks not in (None, 1):
+            raise ConfigError(f"--side {arguments.side}: is one process; leave out -n")
+        arguments.ranks = None
+    (name,) = arguments.models
+
+    def prepare(world: Transport, ranks: int) -> Any:
+        return factory_of(name) if world.size == ranks else None  # not where mpirun is still to be started
+
+    def work(world: Transport, found: tuple[Callable[[], Any], Any]) -> int:
+        from ...bench.module_step import measure_module
+
+        factory, shape = found
+        how = arguments.steps, arguments.compile, arguments.profile
+        made = measure_module(arguments.side, factory, arguments.input or shape, world, *how)
+        if world.rank == 0 and arguments.json is not None:
+            write_text(arguments.json, json.dumps(made) + "\n")
+        return 0
+
+    return on_ranks(arguments, prepare, work)
+
+
+def factory_of(name: str) -> tuple[Callable[[], Any], tuple[int, ...] | None]:
+    """Return what makes a model, and the shape of its input, where that is known; ConfigError without such a model."""
+    from ...bench.public_models import MODELS
+
+    known = MODELS.get(name)
+    if known is None:
+        if ":" not in name:
+            raise ConfigError(f"--models {name}: unknown; there are {', '.join(MODELS)}, FILE.py:NAME and MODULE:NAME")
+        return load_factory(name, "--models "), None
+    factory = partial(load_factory(known.factory, "--models "), **known.arguments)
+    if known.runs_before:
+        from ...bench.module_step import run_once
+
+        factory = partial(run_once, factory, known.shape)
+    return factory, known.shape
+
+
+class _Measure:
+    """A turn of one side for one model, in a new process."""
+
+    def __init__(self, arguments: argparse.Namespace, cores: int, folder: Path, progress: Any) -> None:
+        self.arguments, self.cores, self.folder, self.progress = arguments, cores, folder, progress
+        self._refused: dict[str, UserError] = {}
+
+    def __call__(self, model: str, side: str, first: bool) -> dict[str, Any]:
+        """Return what `measure_module` does; a model that cannot be distributed is not measured at all."""
+        turns = self.arguments.rounds if first else 1
+        try:
+            if model in self._refused:
+                raise self._refused[model]
+            made = self._made(model, side, ["--profile"] if first and side != "compile" else [])
+        except UserError as error:
+            if side == "ranks":
+                self._refused[model] = error
+            self.progress.add(turns)
+            raise
+        self.progress.add(1)
+        return made
+
+    def _made(self, model: str, side: str, more: list[str]) -> dict[str, Any]:
+        from ...bench.suite import WARM
+
+        arguments = self.arguments
+        words = ["--models", model, "--side", side, "--steps", str(arguments.steps), *more]
+        words += ["--input", ",".join(map(str, arguments.input))] if arguments.input else []
+        each = self.cores
+        if side == "ranks":
+            words += ["-n", str(arguments.ranks), *(["--force"] if arguments.force else [])]
+            words += ["--compile"] if arguments.compile else []
+            each = max(1, self.cores // arguments.ranks)
+        env = os.environ | WARM | dict.fromkeys(threads.VARIABLES, str(each))
+        env |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
+        return json_of(["torch", *words], env, _failure)
+
+
+def _failure(code: int, told: str) -> UserError:
+    """Return the error of a turn that has ended with another exit code than 0."""
+    if code == 2:
+        return ConfigError(told.rpartition("error: ")[2].strip() or told.strip())
+    sys.stderr.write(told)
+    return LaunchError(f"ended with exit code {code}; what it said is above")
+
+
+def _installed(names: list[str], notes: list[str]) -> list[str]:
+    """Return the public models whose packages are here; `notes` says which are not."""
+    from ...bench.public_models import MODELS
+
+    packages = {name: MODELS[name].factory.partition(":")[0].partition(".")[0] for name in names}
+    lacking = {name: one for name, one in packages.items() if importlib.util.find_spec(one) is None}
+    for package in dict.fromkeys(lacking.values()):
+        notes.append(f"{package} is not installed: without {', '.join(n for n in lacking if lacking[n] == package)}")
+    found = [name for name in names if name not in lacking]
+    if not found:
+        raise ConfigError(f"--models: none of {', '.join(names)} is installed; give FILE.py:NAME")
+    return found
+
+
+def _families(names: list[str]) -> dict[str, list[str]]:
+    from ...bench.public_models import MODELS
+
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if name in MODELS:
+            found.setdefault(MODELS[name].family, []).append(name)
+    return found
+
+
+def _words(text: str) -> list[str]:
+    """Read names of models."""
+    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not found:
+        raise argparse.ArgumentTypeError(f"'{text}' names no model; give FILE.py:NAME, for instance")
+    return found
+
+
+def _against(text: str) -> list[str]:
+    """Read sides."""
+    found = [] if text == "none" else list(dict.fromkeys(text.split(",")))
+    for word in found:
+        if word not in AGAINST:
+            raise argparse.ArgumentTypeError(f"'{word}' is none of {', '.join(AGAINST)}; give these, or none")
+    return found

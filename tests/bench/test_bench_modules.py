@@ -1,0 +1,174 @@
+"""`neondist bench torch`: its options, its tables, and a model on real ranks; never how long anything took."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from neondist.bench.module_profile import KINDS, classified  # noqa: E402
+from neondist.bench.module_report import module_markdown, module_table  # noqa: E402
+from neondist.bench.module_step import default_shape  # noqa: E402
+from neondist.bench.public_models import MODELS  # noqa: E402
+from neondist.bench.suite import bench_suite, means  # noqa: E402
+from neondist.cli import main  # noqa: E402
+from neondist.cli.bench import modules as command  # noqa: E402
+from neondist.errors import ConfigError, LaunchError  # noqa: E402
+
+NETS = """\
+from torch import nn
+
+
+class Small(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+
+
+def fails():
+    raise ValueError("no weights here")
+
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def nets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text(NETS)
+    monkeypatch.setattr(command, "json_of", lambda words, env, failure: pytest.fail("started a process"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--models nowhere.py:Small", "--models nowhere.py: no such file"),
+        ("--models nets.py:Smal", "nets.py has no 'Smal'; did you mean 'Small'?"),
+        ("--models resnet", "--models resnet: unknown; there are efficientnet_b0, "),
+        ("--models nets.py:Small -n 1000", "-n 1000: this machine has "),
+        ("--models nets.py:Small --json nowhere/made.json", "its folder is not there"),
+        ("--models nets.py:Small,nets.py:fails --side eager", "--side: measures one model"),
+        ("--models nets.py:Small --side eager -n 2", "--side eager: is one process; leave out -n"),
+        ("--models nets.py:fails --side eager", "fails failed: ValueError: no weights here"),
+        ("--models nets.py:number --side eager", "the factory returned a int"),
+        ("--models nets.py:Small --side eager --input 1,4,8,8", "a training step for an input of 1×4×8×8 failed"),
+    ],
+)
+def test_mistakes(words, message, nets, capsys):
+    assert main(["bench", "torch", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["--against eagre", "--models ,"])
+def test_words_that_cannot_be_read(words):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "torch", *words.split()])
+    assert end.value.code == 2
+
+
+def test_turns_in_this_process_and_on_ranks(tmp_path, monkeypatch):
+    """Both sides tell where a step goes: of one process no messages and no sums."""
+    (tmp_path / "nets.py").write_text(NETS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["bench", "torch", "--models", "nets.py:Small", "--input", "1,3,16,12", "--steps", "1", "--profile"]
+    made = {}
+    for side, more in {"eager": [], "ranks": ["-n", "2", "--force"]}.items():
+        file = tmp_path / f"{side}.json"
+        assert main([*words, "--side", side, *more, "--json", str(file)]) == 0
+        turn = json.loads(file.read_text())
+        assert (turn["batch_size"], turn["sample_shape"]) == (1, [3, 16, 12])
+        assert turn["seconds"] > 0 < turn["peak_bytes"]
+        made[side] = turn["details"]
+        assert tuple(made[side]["kinds"]) == KINDS
+        assert sum(made[side]["kinds"].values()) == pytest.approx(1)
+        assert sum(made[side]["operators"].values()) == pytest.approx(made[side]["kinds"]["kernels"])
+    assert min(made["ranks"]["kinds"].values()) > 0
+    assert made["eager"]["kinds"]["messages"] == made["eager"]["kinds"]["sums"] == 0
+
+
+def test_a_module_that_cannot_be_distributed_has_one_message(nets, tmp_path, capsys, monkeypatch):
+    """It is measured nowhere; the others are."""
+    asked = []
+
+    def started(words, env, failure):
+        asked.append((words[2], words[4], env["OMP_NUM_THREADS"]))
+        assert "MALLOC_TRIM_THRESHOLD_" in env
+        if words[2] == "nets.py:number":
+            raise failure(2, "a warning\nerror: aten.nothing: has no rule\n")
+        return {"seconds": 1.0, "peak_bytes": 8, "batch_size": 1, "sample_shape": [3, 8, 8]}
+
+    monkeypatch.setattr(command, "json_of", started)
+    monkeypatch.setattr(command.threads, "cores", lambda process=0: 4)
+    words = ["--against", "eager", "--rounds", "2", "--input", "1,3,8,8", "-n", "2"]
+    assert main(["bench", "torch", "--models", "nets.py:Small,nets.py:number", *words, "--json", "made.json"]) == 2
+    turns = [("nets.py:Small", "ranks", "2"), ("nets.py:Small", "eager", "4")]
+    assert asked == [*turns, *turns, ("nets.py:number", "ranks", "2")]
+    assert "nets.py:number, ranks, eager: aten.nothing: has no rule" in capsys.readouterr().out
+    assert [row["network"] for row in json.loads((tmp_path / "made.json").read_text())["networks"]] == [
+        "nets.py:Small", "nets.py:number",
+    ]  # fmt: skip
+    assert main(["bench", "torch", "--models", "nets.py:number", *words]) == 2
+    assert capsys.readouterr().err == "error: aten.nothing: has no rule\n"
+
+
+class Event:
+    def __init__(self, name, parent=None):
+        self.name, self.cpu_parent = name, parent
+
+
+def test_own_times_belong_to_the_operator_that_computes():
+    conv = Event("aten::conv2d")
+    slow = Event("aten::_slow_conv2d_forward", Event("aten::convolution", conv))
+    assert classified(Event("aten::addmm", slow)) == ("kernels", "aten::_slow_conv2d_forward")
+    assert classified(conv) == ("kernels", "aten::conv2d")
+    assert classified(Event("aten::copy_", Event("aten::contiguous", conv))) == ("copies", "aten::contiguous")
+    node = Event("autograd::engine::evaluate_function: ViewBackward")
+    assert classified(node)[0] == "other"
+    assert classified(Event("aten::add_", Event("neondist::halo", node)))[0] == "copies"
+    assert classified(Event("neondist::wait", Event("neondist::reduce", node)))[0] == "messages"
+
+
+def test_inputs_by_the_first_convolution():
+    nn = torch.nn
+    assert default_shape(nn.Sequential(nn.ReLU(), nn.Conv2d(5, 4, 3), nn.Conv2d(4, 2, 1))) == (1, 5, 224, 224)
+    assert default_shape(nn.Conv3d(2, 4, 3)) == (1, 2, 64, 64, 64)
+    with pytest.raises(ConfigError, match="Linear has no convolution that tells of its input; give --input"):
+        default_shape(nn.Linear(3, 4))
+
+
+def measured(network, side, first):
+    if network == "b":
+        raise LaunchError("ended")
+    kinds = dict.fromkeys(KINDS, 0.2)
+    details = {"first_seconds": 3.0} | ({"kinds": kinds, "operators": {"mm": 0.1}} if side != "compile" else {})
+    seconds = {"ranks": 1.0, "eager": 4.0, "compile": 2.0}[side]
+    return {
+        "seconds": seconds, "peak_bytes": 3 if side == "ranks" else 4, "details": details, "batch_size": 1,
+        "sample_shape": [3, 8, 8],
+    }  # fmt: skip
+
+
+def test_tables():
+    from rich.console import Console
+
+    sides = ["ranks", "eager", "compile"]
+    rows = list(bench_suite(["a", "b"], sides, measured, 2))
+    about = {"started": "2026-01-01T00:00", "processor": "P", "cores": 2, "python": "3", "versions": {"numpy": "2"}}
+    made = {"ranks": 2, "threads": 1, "cores": 2, "rounds": 2, "sides": sides, "environment": about, "networks": rows}
+    made |= {"notes": [], "means": means(rows, {"CNN": ["a"]})}
+    page = module_markdown(made)
+    assert "| a | 1×3×8×8 | 1 s | 4 s | 2 s* | 0.50 (0.50 to 0.50) | 3 B | 4 B | 0.75 | 3 s | 3 s | 3 s |" in page
+    assert "| a | a rank | 200 ms | 200 ms | 200 ms | 200 ms | 200 ms | mm 100 ms |" in page
+    assert "* geometric mean of CNN: 2 × 1 0.50, memory 0.75" in page
+    assert "* b, ranks, eager, compile: ended" in page
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(module_table(made))
+    assert "b, ranks, eager, compile: ended" in console.export_text()
+
+
+def test_names():
+    assert tuple(command.NAMES.split(", ")) == tuple(MODELS)
+    assert len({model.family for model in MODELS.values()}) == 6
