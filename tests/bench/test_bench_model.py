@@ -123,7 +123,7 @@ def test_examples(name):
     [
         ("[1]", "the file: needs fields cores_per_node"),
         ("nothing: 1", "nothing: unknown field; choose from cores_per_node"),
-        ("cores_per_node: 2\nnode: 3", r"node: needs fields latency, bandwidth; docs/performance.md has"),
+        ("cores_per_node: 2\nnode: 3", r"node: needs fields latency, bandwidth; docs/predicting.md has"),
         ("node: {latency: -1, bandwidth: 1}", "node.latency: -1 is not a number above 0"),
         ("node: {latency: 1, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: .inf}", "network.bandwidth: inf is not"),
         ("node: {latency: 1e-6, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: 1}", "cores_per_node: None is not"),
