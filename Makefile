@@ -60,7 +60,7 @@ image: .venv/test
 streams: .venv/test
 	$(BIN)/python tools/stream_exactness.py --rows 37,128
 
-# an hour on an otherwise idle machine; writes docs/performance.md; BENCH="--networks main": options of bench suite
+# an hour on an otherwise idle machine; writes docs/measured.md; BENCH="--networks main": options of bench suite
 bench: .venv/test
 	$(BIN)/python tools/bench_report.py $(BENCH)
 

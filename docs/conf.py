@@ -35,10 +35,10 @@ napoleon_use_rtype = False
 html_theme = "alabaster"
 html_theme_options = {
     "description": "Convolutional networks over MPI ranks",
-    "page_width": "1320px",
+    "page_width": "1180px",  # below it navigation follows the content
     "body_max_width": "1080px",
     "sidebar_width": "210px",
-    "fixed_sidebar": True,
+    "show_relbar_bottom": True,
 }
 html_sidebars = {"**": ["about.html", "navigation.html", "searchbox.html"]}
 html_static_path = ["static"]

@@ -18,7 +18,7 @@ SPEED = 2e10
 """floating point operations per second of a rank, where nobody says"""
 SAMPLES = 32
 """of a replica in a step, where nobody says"""
-_REMEDY = "docs/performance.md has two examples"
+_REMEDY = "docs/predicting.md has two examples"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`make bench`: measure, and write the tables between the markers of docs/performance.md.
+"""`make bench`: measure, and write the tables between the markers of docs/measured.md.
 
 python tools/bench_report.py [--page FILE] [options of neondist bench suite, such as --networks main --rounds 5]
 """
@@ -42,6 +42,8 @@ def beside(folder):
         for words, threads in ((["-n", 4], None), ([], 1))
     )
     return [
+        "### Exchanges and memory",
+        "",
         "| Compared | Ratio |",
         "| --- | --- |",
         "| halo of (8, 256, 256, 64), 2 ranks, cut along H ÷ the same messages in plain mpi4py"
@@ -60,7 +62,7 @@ def write(path, text):
 def main(argv=None):
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "measured.md")
     arguments, words = parser.parse_known_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "suite.md")

@@ -36,7 +36,7 @@ def write(path: Path, extent: int, square: np.ndarray) -> None:
 
 
 def network(memory: str, dtype: str) -> nd.ConvnetDist:
-    """Return the network that is called plain in docs/performance.md; its step changes no weights."""
+    """Return the network that is called plain in docs/measured.md; its step changes no weights."""
     layers: list[nd.Layer] = []
     for channels, stride in CONVOLUTIONS:
         layers.append(nd.ConvLayerDist(channels, 3, stride=stride, padding=1, activation=nd.ReLU()))

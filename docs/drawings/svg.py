@@ -44,6 +44,16 @@ class Picture:
             f' stroke="{stroke}" stroke-width="{width}"{extra}/>'
         )
 
+    def clip(self, name, x, y, w, h) -> None:
+        """A rectangle that later shapes may be clipped to, by its name."""
+        self.parts.append(
+            f'<clipPath id="{name}"><rect x="{_n(x)}" y="{_n(y)}" width="{_n(w)}" height="{_n(h)}"/></clipPath>'
+        )
+
+    def disc(self, x, y, radius, fill, clip="") -> None:
+        extra = f' clip-path="url(#{clip})"' if clip else ""
+        self.parts.append(f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" fill="{fill}"{extra}/>')
+
     def text(self, x, y, words, size=13, fill=INK, anchor="start", bold=False, italic=False) -> None:
         extra = ' font-weight="bold"' if bold else ""
         extra += ' font-style="italic"' if italic else ""

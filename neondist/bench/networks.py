@@ -122,7 +122,7 @@ MAIN = {
     "unet": Case(1, (1024, 1024, 3), lambda: [*_levels(16, 2), ConvLayerDist(2, 1)], classes=2),
     "vol": Case(1, (96, 96, 96, 4), lambda: [_conv(16), _conv(32, stride=2), _conv(32), _pool(), *_head()]),
 }
-"""the networks of the table in docs/performance.md"""
+"""the networks of the tables in docs/measured.md"""
 OTHERS = {
     "wide": Case(1, (512, 512, 8), lambda: [_conv(32, 5), _conv(64, 5, 2), _conv(64, 5), _pool(), *_head()]),
     "dilated": Case(

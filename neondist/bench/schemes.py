@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..errors import ConfigError
 from ..halo import as_scheme
 from ..io.files import append, can_draw, make_folder, write_figure, write_text
 from ..train import Record
+from ..train.inference.progress import first_rank_progress
 from .tables import markdown
 
 RESULTS = "results.jsonl"
@@ -33,20 +35,26 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
         Gets results.jsonl, a line for each run as soon as it is complete.
     """
     rows: list[Record] = []
-    for described, load in runs:
-        experiment = load()
-        key = hashlib.sha256(f"{dump(experiment)}{world.size}".encode()).hexdigest()[:16]
-        known = {row["key"]: row for row in read_results(folder / RESULTS)} if world.rank == 0 else {}
-        row = world.bcast(known.get(key))
-        if row is None:
-            row = Record(key=key, scheme=described.scheme, seed=described.seed, **_run(experiment, world))
-            if world.rank == 0:
-                make_folder(folder)
-                append(folder / RESULTS, json.dumps(row) + "\n")
-        if world.rank == 0:
-            error = f"{row.selection} error {100 * row.selected('error'):.2f} %"
-            emit(f"{row['scheme']}, {tiles_of(row)} tiles, seed {row['seed']}: {error}")
-        rows.append(row)
+    with first_rank_progress(world.rank, sys.stderr, len(runs), "run", first=0) as progress:
+        for described, load in runs:
+            experiment = load()
+            key = hashlib.sha256(f"{dump(experiment)}{world.size}".encode()).hexdigest()[:16]
+            known = {row["key"]: row for row in read_results(folder / RESULTS)} if world.rank == 0 else {}
+            row = world.bcast(known.get(key))
+            if row is None:
+                if progress is not None:
+                    progress.begin(f"{described.scheme}, seed {described.seed}")
+                row = Record(key=key, scheme=described.scheme, seed=described.seed, **_run(experiment, world))
+                if world.rank == 0:
+                    make_folder(folder)
+                    append(folder / RESULTS, json.dumps(row) + "\n")
+            elif progress is not None:
+                progress.before += 1  # an earlier command has trained it: no measure of the time left
+            if progress is not None:
+                error = f"{row.selection} error {100 * row.selected('error'):.2f} %"
+                emit(f"{row['scheme']}, {tiles_of(row)} tiles, seed {row['seed']}: {error}")
+                progress.add(1)
+            rows.append(row)
     return rows
 
 

@@ -18,6 +18,11 @@ LEGEND = (
     "÷ best: a step's time over that of PyTorch's fastest side in the same round, median and range of the rounds;"
     " memory: peak of one whole process, libraries included"
 )
+ROOFLINE = (
+    "Seconds of a training step, and the share of what limits a layer, the matrix products or the copies of all ranks"
+    " together. It exceeds 100% where arrays stay in caches and where convolutions need fewer products (Winograd);"
+    " - where another layer does the work."
+)
 
 
 def suite_table(made: Made) -> RenderableType:
@@ -43,8 +48,8 @@ def suite_markdown(made: Made) -> str:
         LEGEND + ".",
     ]
     parts += ["\n".join(f"* {note}" for note in _notes(made))]
-    for row in made["networks"]:
-        parts += _roofline(row)
+    details = [part for row in made["networks"] for part in _roofline(row)]
+    parts += ["## Layer by layer", ROOFLINE, *details] if details else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -123,12 +128,8 @@ def _roofline(row: Made) -> list[str]:
         return []
     machine = row["machine"]
     flops, moved = machine["flops_per_second"] / 1e9, machine["bytes_per_second"] / 1e9
-    head = (
-        f"Where the time of {row['network']} goes: matrix products reach {flops:.0f} Gflop/s, copies {moved:.1f} GB/s,"
-        " all ranks together; reached: the share of that limit (more than 100% where arrays stay in caches or"
-        " another layer does the work)."
-    )
-    heads = ["layer or segment", "forward", "backward", "exchange", "wait", "Gflop/s", "limit", "reached"]
+    head = f"### {row['network']}\n\nMatrix products run at {flops:.0f} Gflop/s, copies at {moved:.1f} GB/s."
+    heads = ["layer or segment", "forward", "backward", "exchange", "wait", "Gflop/s", "limit", "of limit"]
     rows = []
     for one in row["layers"]:
         times = [seconds_text(one[kind]) for kind in ("forward", "backward", "exchange", "wait")]

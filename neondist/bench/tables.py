@@ -41,10 +41,10 @@ def step_table(made: dict[str, Any]) -> RenderableType:
 
 
 def share_text(share: float | None) -> str:
-    """Return the share of a limit; far beyond it, as where another layer does the work, it is no figure."""
+    """Return the share of a limit; far beyond it another layer does the work, and the share is no figure."""
     if share is None:
         return ""
-    return f"{share:.0%}" if share <= _BEYOND else f">{_BEYOND:.0%}"
+    return f"{share:.0%}" if share <= _BEYOND else "-"
 
 
 def _machine(made: dict[str, Any]) -> list[Column]:
@@ -53,7 +53,7 @@ def _machine(made: dict[str, Any]) -> list[Column]:
     shares = [row.get("share_of_limit") for row in made["layers"]]
     return [
         Column("limit", [row.get("limit", "") for row in made["layers"]], right=False),
-        Column("reached", [share_text(share) for share in shares]),
+        Column("of limit", [share_text(share) for share in shares]),
     ]
 
 
@@ -67,7 +67,7 @@ def _summary(made: dict[str, Any]) -> list[str]:
         machine = made["machine"]
         lines.append(
             f"limits  {machine['flops_per_second'] / 1e9:.4g} Gflop/s in a matrix product,"
-            f" {bytes_text(machine['bytes_per_second'])}/s in a copy, by all ranks; reached: share of it"
+            f" {bytes_text(machine['bytes_per_second'])}/s in a copy, by all ranks; of limit: share of it"
         )
     if "reading" in made:
         read, ratios = made["reading"], made["reading"]["ratios"]

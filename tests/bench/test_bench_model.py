@@ -1,5 +1,7 @@
 """The performance model: arithmetic of machines, and a rank alone that would send what ranks do send."""
 
+import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from neondist.cli.bench.scaling import span
 from neondist.comm import loopback
 from neondist.errors import ConfigError
 from neondist.geometry import GridShape
+from neondist.train.inference.progress import first_rank_progress
 
 NODE, NET = machine.Link(1e-6, 1e9), machine.Link(1e-5, 1e8)
 
@@ -123,7 +126,7 @@ def test_examples(name):
     [
         ("[1]", "the file: needs fields cores_per_node"),
         ("nothing: 1", "nothing: unknown field; choose from cores_per_node"),
-        ("cores_per_node: 2\nnode: 3", r"node: needs fields latency, bandwidth; docs/performance.md has"),
+        ("cores_per_node: 2\nnode: 3", r"node: needs fields latency, bandwidth; docs/predicting.md has"),
         ("node: {latency: -1, bandwidth: 1}", "node.latency: -1 is not a number above 0"),
         ("node: {latency: 1, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: .inf}", "network.bandwidth: inf is not"),
         ("node: {latency: 1e-6, bandwidth: 1}\nnetwork: {latency: 1, bandwidth: 1}", "cores_per_node: None is not"),
@@ -255,7 +258,15 @@ def test_calibrate(monkeypatch):
     monkeypatch.setattr(calibrate, "PIECES", (1e-4, 1e-3))
     monkeypatch.setattr(workload, "COPIED", 1 << 16)
     monkeypatch.setattr(workload.Convolving, "SHAPE", (8, 8, 2))
-    one, noise = loopback.run(4, lambda transport: calibrate.calibrate(transport, 2))[0]
+    told = io.StringIO()
+
+    def measured(world):
+        parts = calibrate.measurements(world, 2)
+        with first_rank_progress(world.rank, told, parts, "measurement", first=0) as progress:
+            return calibrate.calibrate(world, 2, progress)
+
+    one, noise = loopback.run(4, measured)[0]
+    assert re.match(r"measurement 0 of 7, now messages and kernels, ", told.getvalue())
     assert noise == 0  # of one round
     assert (one.cores_per_node, one.nodes) == (2, 1)
     assert min(one.slowdown, one.memory_slowdown, one.shared_slowdown) >= 1

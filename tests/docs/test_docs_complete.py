@@ -6,8 +6,10 @@ import subprocess
 import sys
 from functools import reduce
 from importlib import import_module
+from xml.etree import ElementTree
 
 import pytest
+from doc_blocks import blocks
 from doc_place import ROOT
 
 import neondist as nd
@@ -84,9 +86,35 @@ def test_drawings_are_used():
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
     for drawing in (ROOT / "docs" / "drawings").glob("*.svg"):
         assert f"drawings/{drawing.name}" in pages
+    assert "](docs/drawings/idea.svg)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_drawings_are_readable_on_dark_pages():
+    for drawing in (ROOT / "docs" / "drawings").glob("*.svg"):
+        svg = ElementTree.parse(drawing).getroot()
+        _, _, *size = svg.attrib["viewBox"].split()
+        behind = next(shape for shape in svg if shape.tag.endswith("}rect"))
+        assert (behind.attrib["width"], behind.attrib["height"], behind.attrib["fill"]) == (*size, "#ffffff")
+        assert "fill-opacity" not in behind.attrib
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(((?!https?:)[^)#]+)", page.read_text(encoding="utf-8")):
+    for page in (ROOT / "README.md", ROOT / "llms.txt", *(ROOT / "docs").glob("*.md")):
+        for target, anchor in re.findall(r"\]\(((?!https?:)[^)#]+)#?([^)]*)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+            if anchor and not page.parent.samefile(ROOT / "docs"):  # where Sphinx does not look
+                headings = re.findall("^#+ (.*)", (page.parent / target).read_text(encoding="utf-8"), re.M)
+                known = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
+                assert anchor in known, f"{page.name}: {target}#{anchor}"
+
+
+def test_every_page_is_in_llms_txt():
+    listed = (ROOT / "llms.txt").read_text(encoding="utf-8")
+    pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md"]
+    assert not [page for page in pages if f"(docs/{page})" not in listed]
+
+
+def test_the_first_hour_takes_few_commands():
+    found = [command for block in blocks(ROOT / "docs" / "getting_started.md") for command, _ in block.commands]
+    by_users = [command for command in found if not re.match(r"python (scans|photos)\.py", command)]
+    assert 10 < len(by_users) <= 15

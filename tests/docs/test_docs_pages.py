@@ -9,14 +9,24 @@ from test_docs_examples import EXAMPLES, WITH_TORCH
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+NEEDS = {
+    "assistants.md": ["torch"],
+    "getting_started.md": ["nibabel"],
+    "inference.md": ["torch", "tifffile"],
+    "pytorch.md": ["torch"],
+    "whole_slide.md": ["torch", "tifffile", "skimage", "zarr"],
+}
+"""optional packages"""
+
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page, tmp_path, request):
     place = Place(tmp_path)
-    if page.name in ("inference.md", "pytorch.md"):
-        pytest.importorskip("torch")
-    if page.name == "pytorch.md":
+    for package in NEEDS.get(page.name, ()):
+        pytest.importorskip(package)
+    if page.name in ("assistants.md", "pytorch.md"):
         request.getfixturevalue("captured_once")
+    if page.name == "pytorch.md":
         place.env["NEONDIST_TESTS_HIDE"] = "matplotlib"
     for block in blocks(page):
         where = f"{page.name}:{block.line}"

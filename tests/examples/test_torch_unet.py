@@ -34,6 +34,6 @@ def test_the_documentation_shows_how_the_scripts_differ():
         if line[0] in "+-" and line[:3] not in ("---", "+++") and line[1:].strip()
     ]
     assert len([line for line in changes if line[0] == "+"]) <= 5
-    page = (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^```diff\n(.*?)^```", page, re.M | re.S)
-    assert changes in [[line for line in block.splitlines() if line[0] in "+-"] for block in shown]
+    for page in ("README.md", "docs/pytorch.md"):
+        shown = re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+        assert changes in [[line for line in block.splitlines() if line[0] in "+-"] for block in shown], page

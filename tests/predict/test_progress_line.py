@@ -63,6 +63,16 @@ def test_what_is_quick_prints_nothing():
     assert not file.getvalue()
 
 
+def test_what_takes_long_has_a_line_at_once():
+    file = io.StringIO()
+    with Progress(2, file, "run", first=0) as progress:
+        assert not file.getvalue()
+        progress.begin("halo")
+        assert file.getvalue().startswith("run 0 of 2, now halo, 0 s so far")
+        progress.begin("tower")
+    assert len(file.getvalue().splitlines()) == 1
+
+
 def test_an_error_ends_the_thread():
     with pytest.raises(KeyError), Progress(2, io.StringIO()):
         raise KeyError

@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from ...comm import Message, ProcessGrid, Transport
+from ...console import counted
 from ...geometry import grid_shape
 from ...machine import Link, Machine
+from ...train.inference.progress import Progress
 from ..networks import NETWORKS
 from ..rest import rest
 from ..step import bench_step
@@ -35,11 +37,18 @@ PIECES = (2e-3, 3e-2)
 """seconds that ranks which share cores compute between two meetings: less than a slice of the system's, and many"""
 
 
-def calibrate(world: Transport, cores: int) -> tuple[Machine, float]:
+def measurements(world: Transport, cores: int) -> int:
+    """Return how many parts `calibrate` and `prediction_error` have together."""
+    return ROUNDS + len(_checks(world, cores))
+
+
+def calibrate(world: Transport, cores: int, progress: Progress | None = None) -> tuple[Machine, float]:
     """Return the machine that these ranks (two at least) run on, as one node of so many cores; collective.
 
     Beside it how much longer the median turn of a matrix product took than the fastest: much, if others disturb.
     """
+    if progress is not None:
+        progress.begin("messages and kernels")
     cores, turns = min(cores, world.size), _Turns(world)
     convolving, product, copy = Convolving(), multiplying(), copying()
     pairs = {size: _pair(world, size) for size in SIZES}
@@ -56,6 +65,8 @@ def calibrate(world: Transport, cores: int) -> tuple[Machine, float]:
             turns.take((name, "shared"), work.call, count, cores)
         for count in (few, many) if world.size >= 2 * cores else ():
             turns.take(("shared", count), _meeting(product.call, count, group), max(2, many // count), 2 * cores)
+        if progress is not None:
+            progress.add(1)
     best = {name: min(taken) for name, taken in turns.all.items()}
     noise = max(median(turns.all["product", how]) / best["product", how] - 1 for how in ("alone", "shared"))
     slowdown, at_memory = (max(1.0, best[name, "shared"] / best[name, "alone"]) for name in ("product", "copy"))
@@ -79,10 +90,12 @@ def calibrate(world: Transport, cores: int) -> tuple[Machine, float]:
     return replace(machine, shared_slowdown=factor, shared_latency=latency), noise
 
 
-def prediction_error(world: Transport, cores: int, machine: Machine) -> float:
+def prediction_error(world: Transport, cores: int, machine: Machine, progress: Progress | None = None) -> float:
     """Return the mean relative error of predicted steps of some networks, on up to so many ranks; collective."""
     errors = []
-    for name, ranks in itertools.product(CHECKED, sorted({1, 2, min(cores, world.size)})):
+    for name, ranks in _checks(world, cores):
+        if progress is not None:
+            progress.begin(f"a step of {name}, {counted(ranks, 'rank')}")
         case, shape, predicted, taken = NETWORKS[name], grid_shape(ranks), 0.0, 0.0
         if world.rank == 0:
             predicted = row_of(shape, machine, profile_rank(case.experiment(), shape))["seconds_per_step"]
@@ -94,7 +107,14 @@ def prediction_error(world: Transport, cores: int, machine: Machine) -> float:
         rest(world)
         predicted, taken = world.bcast((predicted, taken))
         errors.append(abs(predicted / taken - 1))
+        if progress is not None:
+            progress.add(1)
     return mean(errors)
+
+
+def _checks(world: Transport, cores: int) -> list[tuple[str, int]]:
+    """Return the networks and numbers of ranks that are predicted and measured."""
+    return list(itertools.product(CHECKED, sorted({1, 2, min(cores, world.size)})))
 
 
 def _link(times: dict[int, float]) -> Link:

@@ -92,7 +92,7 @@ def scaling(arguments: argparse.Namespace) -> int:
     prepare(SingleTransport(), folder)
 
     jobs = len(arguments.counts) * arguments.rounds
-    with Progress(jobs, sys.stderr, "measurement") as progress:
+    with Progress(jobs, sys.stderr, "measurement", first=0) as progress:
 
         def measure(count: int) -> dict[str, Any]:
             progress.begin(counted(count, "rank"))
@@ -166,10 +166,13 @@ def calibrate(arguments: argparse.Namespace) -> int:
         from ...bench.model import calibrate as model
         from ...bench.model.table import disturbed
         from ...machine import write
+        from ...train.inference.progress import first_rank_progress
 
         cores = max(2, threads.cores(os.getppid()))
-        machine, noise = model.calibrate(world, cores)
-        machine = replace(machine, error=model.prediction_error(world, cores, machine))
+        parts = model.measurements(world, cores)
+        with first_rank_progress(world.rank, sys.stderr, parts, "measurement", first=0) as progress:
+            machine, noise = model.calibrate(world, cores, progress)
+            machine = replace(machine, error=model.prediction_error(world, cores, machine, progress))
         if world.rank == 0:
             write(Path(arguments.output), machine, f"measured by neondist bench model calibrate on {world.size} ranks")
             emit(read_bytes(arguments.output).decode(), *disturbed(noise))
@@ -203,7 +206,7 @@ def predict(arguments: argparse.Namespace) -> int:
     for count in (*arguments.counts, *given):  # a grid that the file fixes is for one of them
         validated(arguments, SingleTransport(), count)
     counts, rows = sorted({*arguments.counts, *measured, *given}), list[dict[str, Any]]()
-    with Progress(len(counts) + len(measured), sys.stderr, "step") as progress:
+    with Progress(len(counts) + len(measured), sys.stderr, "step", first=0) as progress:
         for count in counts:
             progress.begin(counted(count, "rank"))
             with threadpool_limits(1):  # a rank for each core

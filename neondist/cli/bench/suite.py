@@ -1,4 +1,4 @@
-"""`neondist bench suite`: the networks of the page on performance, and any file, against the best of PyTorch."""
+"""`neondist bench suite`: networks of its own, and any file, against the best of PyTorch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def suite(arguments: argparse.Namespace) -> int:
     from ...bench.suite import OURS, THEIRS, bench_suite, means
     from ...bench.suite_report import draw, suite_markdown, suite_table
     from ...rich_console import Console
+    from ...train.inference.progress import Progress
 
     cores = threads.cores()
     ranks = cores if arguments.ranks is None else arguments.ranks
@@ -65,16 +66,19 @@ def suite(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder:
         files = _files(arguments, Path(folder), sorted({1, ranks}))
         measure = _Measure(arguments, files, ranks, cores, Path(folder))
-        console = Console(stderr=True)
-        with console.status("") if console.is_terminal else nullcontext() as status:
+        turns = len(files) * len(sides) * arguments.rounds
+        with Progress(turns, sys.stderr, "turn", first=0) as progress:
 
-            def tell(text: str) -> None:
-                if status is None:
-                    console.print(text, highlight=False)
-                else:
-                    status.update(text)
+            def timed(network: str, side: str, first: bool) -> dict[str, Any]:
+                try:
+                    found = measure(network, side, first)
+                except (ConfigError, LaunchError):
+                    progress.add(arguments.rounds if first else 1)  # its other rounds are left out
+                    raise
+                progress.add(1)
+                return found
 
-            for row in bench_suite(list(files), _in_turn(sides), measure, arguments.rounds, tell):
+            for row in bench_suite(list(files), _in_turn(sides), timed, arguments.rounds, progress.begin):
                 made["networks"].append(row)
                 made["means"] = means(made["networks"], {**GROUPS, "all": list(files)})
                 if arguments.json:  # after each network, for whoever stops before the last

@@ -28,9 +28,14 @@ class Progress:
         Where to print; default stdout.
     unit : str
         What a part is called.
+    first : float, optional
+        Seconds until the first line; 0 prints it when the first part begins, for what is known to take long.
     """
 
-    def __init__(self, parts: int | None = None, file: IO[str] | None = None, unit: str = "part") -> None:
+    def __init__(
+        self, parts: int | None = None, file: IO[str] | None = None, unit: str = "part", first: float | None = None
+    ) -> None:
+        self.first = _FIRST if first is None else first
         self.parts, self.done, self.before, self.cells = parts, 0, 0, 0
         self.file, self.unit, self.doing = file, unit, ""
         self.start = time.monotonic()
@@ -40,8 +45,9 @@ class Progress:
         self._thread: Thread | None = None
 
     def __enter__(self) -> Progress:
-        self._thread = Thread(target=self._wait, name="progress", daemon=True)
-        self._thread.start()
+        if self.first > 0:
+            self._thread = Thread(target=self._wait, name="progress", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(
@@ -59,11 +65,14 @@ class Progress:
     def begin(self, doing: str) -> None:
         """Note what is computed now."""
         self.doing = doing
+        if self.printed is None and self.first <= 0:
+            with self._lock:
+                self._print(time.monotonic())
 
     def add(self, parts: int, cells: int = 0) -> None:
         """Count parts, and the cells of outputs in them; print the line if it is time."""
         with self._lock:
-            self.done, self.cells = self.done + parts, self.cells + cells
+            self.done, self.cells, self.doing = self.done + parts, self.cells + cells, ""
             if self.parts is not None:
                 self.done = min(self.parts, self.done)
             self._print(time.monotonic())
@@ -96,7 +105,7 @@ class Progress:
 
     def _wait(self) -> None:
         """Print the first line while the first part may still be computed."""
-        if not self._end.wait(_FIRST):
+        if not self._end.wait(self.first):
             with self._lock:
                 self._print(time.monotonic())
 
@@ -104,7 +113,7 @@ class Progress:
         """Print the line if it is time: early once, again with the first estimate, and then now and again."""
         has_estimate = self.done > self.before
         every = _ON_TERMINAL if self.terminal else _EVERY
-        due = now - self.start >= _FIRST if self.printed is None else now - self.printed >= every
+        due = now - self.start >= self.first if self.printed is None else now - self.printed >= every
         if not due and not (self.printed is not None and has_estimate and not self._estimated):
             return
         self.printed, self._estimated = now, has_estimate
@@ -113,9 +122,11 @@ class Progress:
         say(self.line(now), self.file, end, start)
 
 
-def first_rank_progress(rank: int, file: IO[str] | None = None) -> AbstractContextManager[Progress | None]:
-    """Return the progress of a job whose parts are not known yet, for rank 0; None for other ranks."""
-    return Progress(file=file) if rank == 0 else nullcontext()
+def first_rank_progress(
+    rank: int, file: IO[str] | None = None, parts: int | None = None, unit: str = "part", first: float | None = None
+) -> AbstractContextManager[Progress | None]:
+    """Return the progress of a job for rank 0, of parts that may not be known yet; None for other ranks."""
+    return Progress(parts, file, unit, first) if rank == 0 else nullcontext()
 
 
 def duration(seconds: float) -> str:
