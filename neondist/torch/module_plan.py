@@ -27,6 +27,7 @@ from .layout import Mesh, cut
 from .parameters import MODULE, described, sparse_tables
 from .plan import TorchPlan, Traffic
 from .traffic import WayBack
+from .training_memory import TrainingMemory
 from .transfer import Wanted
 
 ROWS = 40
@@ -36,8 +37,9 @@ module: those inside of one another together where there are many; output: of th
 last of its steps, whole; sent: bytes of messages in a training step, both ways, by
 the busiest rank and by all; summed: bytes that the busiest rank gives into sums;
 flops: multiplications and additions of products of a rank, both ways; memory: what
-its steps make on the fullest rank, parameters, gradients, optimiser. The loss, and
-what ranks tell each other before a pass, are not counted: some sums of a few bytes"""
+its steps make on the fullest rank, parameters, gradients, optimiser; not all of it
+lives at once: the peak is below the table. The loss, and what ranks tell each other
+before a pass, are not counted: some sums of a few bytes"""
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,12 @@ class ModulePlan:
         return PlanCosts(self.steps, self.trained, self.parameters.slots)
 
     def memory(self, rank: int = 0) -> int:
-        """Return the bytes of what a rank's steps make, parameters, their gradients and the optimiser's arrays."""
-        return self.steps.memory(rank) + self.parameters.memory(rank)
+        """Return the bytes that a rank needs in training: values, gradients, parameters and the optimiser's arrays.
+
+        Where segments are run again, those of all values.
+        """
+        steps = self.steps.memory(rank) if self.steps.recompute else self._training.peak(rank)
+        return steps + self.parameters.memory(rank)
 
     @property
     def trained_in(self) -> int:
@@ -219,6 +225,7 @@ class ModulePlan:
         costs = self.costs()
         total, sums, sent = self.all_costs.total, self.parameters.reduced(0), self.parameters.redistributed(0)
         notes = [f"{len(self.steps.steps)} steps; memory is that of rank {self.all_costs.fullest}, which needs most"]
+        notes.append(f"planned peak: {report.size(self.trained_in)}, for parameters, optimiser, values and gradients")
         if sums:
             notes.append(f"sum of gradients: a rank gives {report.size(sums)} a step")
         if sent:
@@ -233,6 +240,10 @@ class ModulePlan:
         """Return the same as plain text, with the grid above."""
         head = report.headline(self.parameters.dtype, self.grid, self.input_shape, self.batch_size)
         return report.as_text(head, self.table())
+
+    @cached_property
+    def _training(self) -> TrainingMemory:
+        return TrainingMemory(self.steps, self.trained)
 
     def _traffic(self, rank: int) -> Traffic:
         """Return what steps send in a training step, but for the sum of gradients."""

@@ -281,3 +281,38 @@ def test_check_plans_what_is_built(network):
     rounded = 4 * 4 * 16 * (2 * len(model.leaves) + 9 * len(networks()[network]))  # every span to a cache line
     made = 4 * 4 * model.executor.blocks.length
     assert planned <= made <= planned + rounded
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_ranks_hold_is_what_is_planned(ranks):
+    """Within 15 %: views, gradients, parameters and the optimiser's arrays; kernels add a strip while they work."""
+
+    def layers():
+        return [conv(), nd.BatchNormLayer(), nd.MaxPoolingLayer(2), nd.Sum([conv(), []]), nd.GlobalAvgPoolingLayer()]
+
+    images, labels = np.ones((2, 96, 128, 3), np.float32), np.zeros(2, int)
+    held = []
+
+    def body(world):
+        with nd.ProcessGrid(world, replicas=1) as grid:
+            model = nd.distribute(nd.Convnet([*layers(), nd.FCLayer(4)], backend="numpy"))
+            rows, columns = grid.tile_box((96, 128)).slices
+            tile = np.ascontiguousarray(images[:, rows, columns])
+            grid.world.allgather(None)
+            if grid.rank == 0:
+                tracemalloc.start()
+            grid.world.allgather(None)
+            model.build((96, 128, 3), 2, grid)
+            for _ in range(2):
+                model.train_batch(tile, labels, batch_size=2)
+            grid.world.allgather(None)
+            if grid.rank == 0:
+                arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
+                found = tracemalloc.take_snapshot().filter_traces([arrays])
+                held.append(sum(one.size for one in found.traces))
+                tracemalloc.stop()
+            grid.world.allgather(None)
+            return model.compiled.memory(grid.rank)
+
+    planned = sum(nd.loopback.run(ranks, body))
+    assert held == [pytest.approx(planned, rel=0.15)]

@@ -100,7 +100,10 @@ def test_costs_add_up_to_the_traffic_of_all_ranks(shape, recompute):
     assert summed.max() == max(one.get(("sum", "gradients", "backward"), 0) for one in each)
     mine = {(kind, name): n for (kind, name, direction), n in each[0].items() if direction == "forward"}
     assert all(kind in costs[plan.row_of(name)].crosses for kind, name in mine)
-    assert total.memory == sum(cost.memory for cost in costs.values()) == plan.memory(plan.all_costs.fullest)
+    everything = steps.memory(plan.all_costs.fullest) + plan.parameters.memory(plan.all_costs.fullest)
+    assert total.memory == sum(cost.memory for cost in costs.values()) == everything
+    assert not recompute or plan.trained_in == everything
+    assert f"planned peak: {report.size(plan.trained_in)}, " in plan.describe()
     assert plan.memory(plan.all_costs.fullest) == max(plan.memory(rank) for rank in range(shape.size))
     assert total.parameters == sum(p.numel() for p in Net().parameters() if p.requires_grad)
     assert costs["frozen"].parameters == 0

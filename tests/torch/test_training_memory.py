@@ -1,0 +1,100 @@
+"""The planned peak of a module's training step is that of the tensors which live in one, within 15 %."""
+
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs PyTorch")
+
+import torch.nn.functional as F  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch_runs import captured_once  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
+from neondist.torch.training_memory import TrainingMemory  # noqa: E402
+
+SHAPE = (2, 3, 96, 80)
+
+
+class LiveTensors(TorchDispatchMode):
+    """Counts the bytes of all tensors that this thread's operators make, while they live."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.known = 0, 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._meet((args, kwargs), made=False)  # what was there before does not count
+        made = func(*args, **(kwargs or {}))
+        self._meet(made, made=True)
+        return made
+
+    def _meet(self, tree, made):
+        for storage in (leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)):
+            if id(storage) not in self.known:
+                size = storage.nbytes() if made else 0
+                self.known.add(id(storage))
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._gone, id(storage), size)
+
+    def _gone(self, key, size):
+        self.known.discard(key)
+        self.live -= size
+
+
+def chain():
+    convolutions = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.SiLU()
+    return nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.BatchNorm2d(16)
+        self.a, self.b = nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.first(x)))
+        return F.relu(x + self.b(F.relu(self.a(x)))).mean((2, 3))
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU())
+        self.bottom = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.GroupNorm(2, 16), nn.ReLU())
+        self.up = nn.Sequential(nn.Conv2d(24, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+    def forward(self, x):
+        x = self.down(x)
+        y = F.interpolate(self.bottom(F.max_pool2d(x, 2)), scale_factor=2.0, mode="bilinear")
+        return self.up(torch.cat([x, y], 1)).mean((2, 3))
+
+
+@pytest.mark.parametrize(("build", "ranks"), [(chain, 2), (Residual, 1), (Residual, 4), (UNet, 1), (UNet, 2)])
+def test_planned_peak(build, ranks):
+    x, labels = torch.randn(SHAPE), torch.zeros(SHAPE[0], dtype=torch.long)
+
+    def body(world):
+        with nd.ProcessGrid(world, replicas=1) as grid:
+            model = ndt.distribute(build(), SHAPE, grid)
+            tile = model.scatter(x)
+
+            def train():
+                model.loss(nn.CrossEntropyLoss(), model(tile), labels).backward()
+
+            train()  # what is made once
+            model.zero_grad()
+            with LiveTensors() as tensors:
+                train()
+            trained = [name for name, _ in model.named_parameters()]
+            gradients = sum(parameter.nbytes for parameter in model.parameters())
+            return TrainingMemory(model.plan, trained).peak(grid.rank) + gradients, tensors.peak
+
+    with captured_once():
+        for planned, lived in nd.loopback.run(ranks, body):
+            assert planned == pytest.approx(lived, rel=0.15)
