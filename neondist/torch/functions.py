@@ -280,7 +280,7 @@ class Parameters(torch.autograd.Function):
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
             these = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
             flat = torch.cat([gradients[at].reshape(-1) for at in these])
-            flat = ctx.wires.reduce(GRADIENTS, "backward", flat, ctx.wires.mesh.axes)
+            flat = ctx.wires.reduce(GRADIENTS, "backward", flat, ctx.wires.mesh.axes, in_place=len(these) > 1)
             parts = flat.split([gradients[at].numel() for at in these])
             for at, part in zip(these, parts, strict=True):
                 found[at] = part.view(gradients[at].shape)

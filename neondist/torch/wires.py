@@ -107,12 +107,21 @@ class Wires:
         grid = self.grid  # its world may be the caller's own communicator, with messages of his; its tiles are not
         return (grid.world, 0) if 0 in axes else (grid.tile_comm, grid.rank - grid.tile)
 
-    def reduce(self, step: str, direction: str, tensor: torch.Tensor, axes: frozenset[int], op: Any = "sum") -> Any:
-        """Return the sum, or maximum, over axes, as a new tensor; collective over them."""
+    def reduce(
+        self,
+        step: str,
+        direction: str,
+        tensor: torch.Tensor,
+        axes: frozenset[int],
+        op: Any = "sum",
+        in_place: bool = False,
+    ) -> Any:
+        """Return the sum, or maximum, over axes, as a new tensor, or perhaps in place of it; collective over them."""
         groups = [self.group(one) for one in self.mesh.sums(axes)]  # made by all, those without numbers too
         if not groups or not tensor.numel():
-            return tensor.clone()
-        wide = tensor.detach().to(self.carrier(tensor.device), WIDER.get(tensor.dtype, tensor.dtype), copy=True)
+            return tensor if in_place else tensor.clone()
+        dtype = WIDER.get(tensor.dtype, tensor.dtype)
+        wide = tensor.detach().to(self.carrier(tensor.device), dtype, copy=not in_place)
         wide = wide.resolve_conj().resolve_neg().contiguous()
         plain = wide.view(torch.uint8) if wide.dtype == torch.bool else _real(wide)
         array = plain if self.grid.world.tensors else plain.numpy()
@@ -321,9 +330,14 @@ def _by_peer(pieces: Iterable[Piece]) -> _Pieces:
     return found
 
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The memory format of images and volumes, by the dimensions of their tensors."""
+
+
 def format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels-last for a tensor that is so and not contiguous, else contiguous."""
-    for rank, kind in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if tensor.dim() == rank and tensor.is_contiguous(memory_format=kind) and not tensor.is_contiguous():
-            return kind
+    """Return channels-last for a tensor, or a part of one, that lies so and not otherwise too, else contiguous."""
+    if tensor.dim() in CHANNELS_LAST and tensor.shape[1] > 1 and tensor.stride(1) == 1:
+        cells = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
+        if any(n > 1 for n, _ in cells) and not tensor.is_contiguous():
+            return CHANNELS_LAST[tensor.dim()]
     return torch.contiguous_format

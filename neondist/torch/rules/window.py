@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .. import volumes, winograd
+from .. import volumes
+from ..convolution import conv as convolved
 from ..layout import Atom, Layout, axes_of, local_shape, replaced
 from ..registry import rule
 from ..transfer import clipped
 
 Ints = Sequence[int]
-_CONV: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d, 3: volumes.conv3d}
 _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: volumes.conv_transpose3d}
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
@@ -105,7 +105,7 @@ def conv(lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: An
         before, even = spread_out(padding, n), True
     slides = [Sliding(*of) for of in zip(kernel, stride, before, dilation, strict=True)]
     view, left, atoms = windows_of(lowering, x, slides, extents, every=not even)
-    run = _one_cell(_CONV[n]) if max(stride) > prod(kernel) == 1 else _CONV[n]
+    run = _one_cell(convolved) if max(stride) > prod(kernel) == 1 else convolved
     how = stride, left, dilation, groups
     layout = images(x, weight.shape[0], atoms)
     return lowering.local(lambda a, w, b: run(a, w, b, *how), [view, weight, bias], layout, lowering.out.dtype)
