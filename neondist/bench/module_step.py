@@ -116,10 +116,10 @@ class ModuleStep:
         rest(self.grid.world)
         every = self.grid.world.allgather(shares_of(self, self.grid))
         kinds, operators = [one["kinds"] for one in every], [one["operators"] for one in every]
-        names = list(dict.fromkeys(name for one in operators for name in one))
+        means = {name: fmean(one.get(name, 0.0) for one in operators) for each in operators for name in each}
         return {
             "kinds": {kind: fmean(one[kind] for one in kinds) for kind in kinds[0]},
-            "operators": {name: fmean(one.get(name, 0.0) for one in operators) for name in names},
+            "operators": dict(sorted(means.items(), key=lambda one: -one[1])),
         }
 
 
