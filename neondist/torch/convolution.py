@@ -1,7 +1,7 @@
 """Convolutions by the fastest kernels that there are: compiled ones, products of matrices, or PyTorch's.
 
 With one thread the compiled ones (`CompiledConvolution`) are up to twice as fast as oneDNN's for 3 x 3 windows, and ten
-times as fast as PyTorch's for volumes of few channels and for the gradients of depthwise weights. They see channels-last
+times as fast as PyTorch's for volumes of few channels and for gradients of depthwise weights. They see channels-last
 memory, and give it; what follows keeps that.
 """
 
