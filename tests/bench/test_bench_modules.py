@@ -80,7 +80,7 @@ def test_turns_in_this_process_and_on_ranks(tmp_path, monkeypatch):
         assert main([*words, "--side", side, *more, "--json", str(file)]) == 0
         turn = json.loads(file.read_text())
         assert (turn["batch_size"], turn["sample_shape"]) == (1, [3, 16, 12])
-        assert turn["seconds"] > 0 < turn["peak_bytes"]
+        assert turn["seconds"] > 0 <= turn["peak_bytes"]  # 0 where this process has had more before
         made[side] = turn["details"]
         assert tuple(made[side]["kinds"]) == KINDS
         assert sum(made[side]["kinds"].values()) == pytest.approx(1)
