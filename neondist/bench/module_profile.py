@@ -38,6 +38,8 @@ adaptive_avg_pool3d dropout relu6 silu_ upsample mean
 """
 WRAPPERS = frozenset(f"aten::{name}" for name in _WRAPPERS.split())
 """operators that call the one which computes, whose name tells more"""
+COMPILED = frozenset({"_Convolution", "_ConvolutionBackward"})
+"""functions of neondist.torch that call compiled kernels, which the profiler does not see"""
 
 
 class Marks(Observer):
@@ -92,5 +94,7 @@ def classified(event: Any) -> tuple[str, str]:
         operator = "::" in event.name and "autograd::" not in event.name
         if operator and not (name and event.name in WRAPPERS):
             name = event.name
+        elif event.name in COMPILED:
+            name = name or "neondist::convolution"
         event = event.cpu_parent
     return ("copies" if name in MOVES else "kernels" if name else "other"), name

@@ -127,6 +127,8 @@ def test_own_times_belong_to_the_operator_that_computes():
     assert classified(Event("aten::copy_", Event("aten::contiguous", conv))) == ("copies", "aten::contiguous")
     node = Event("autograd::engine::evaluate_function: ViewBackward")
     assert classified(node)[0] == "other"
+    assert classified(Event("_Convolution", node)) == ("kernels", "neondist::convolution")
+    assert classified(Event("aten::constant_pad_nd", Event("_Convolution", node)))[0] == "copies"
     assert classified(Event("aten::add_", Event("neondist::halo", node)))[0] == "copies"
     assert classified(Event("neondist::wait", Event("neondist::reduce", node)))[0] == "messages"
 
