@@ -23,7 +23,8 @@ def command(module: str, *words: object, bound: bool = False) -> list[str]:
     return [sys.executable, __file__, *parent, module, *map(str, words)]
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
+    """Get a SIGTERM when the parent is killed (Linux); end now if this process has another one by then."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -41,7 +42,7 @@ def _run() -> None:
     if root not in sys.path:
         sys.path.append(root)  # a checkout that is not installed
     if sys.argv[1].startswith(_PARENT):
-        _end_with(int(sys.argv.pop(1)[len(_PARENT) :]))
+        end_with(int(sys.argv.pop(1)[len(_PARENT) :]))
     import runpy
 
     sys.argv = sys.argv[1:]

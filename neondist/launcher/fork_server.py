@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import IO, Any, NoReturn, Protocol
 
+from ..safe_path import end_with
 from ..signals import Signals
 
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MOST_BYTES = 1 << 20
 _PATIENCE = 60.0
 """Seconds for a process to be forked."""
@@ -62,7 +63,7 @@ class ForkedProcess:
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # a signal's handler has waited for it in between, or somebody else
+            except ChildProcessError:  # a signal's handler, or other code, has waited for it
                 pid, status = self.pid, signal.SIGKILL
                 if self._code is not None:
                     return self._code
@@ -206,9 +207,7 @@ def _settle(connection: socket.socket, between: int, supervisor: int) -> None:
     """Wait for the supervisor to be the parent, bind this process to it, and answer."""
     while os.getppid() == between:
         time.sleep(0.001)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != supervisor:  # it died in between
-        os._exit(1)
+    end_with(supervisor)
     os.setsid()
     connection.send(str(os.getpid()).encode())
     connection.close()

@@ -22,6 +22,7 @@ from ..backends.gomp import gomp_parallel
 from ..backends.rows import VECTOR
 from ..backends.windows import out_extent
 from . import volumes, winograd
+from .graph import is_eager_float
 from .wires import CHANNELS_LAST, format_of
 
 Ints = Sequence[int]
@@ -76,15 +77,7 @@ def _is_product(
 
 
 def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    return (
-        x.dim() in CHANNELS_LAST
-        and x.numel() > 0
-        and x.device.type == "cpu"
-        and x.dtype == weight.dtype
-        and x.dtype in (torch.float32, torch.float64)
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-    )
+    return x.dim() in CHANNELS_LAST and x.numel() > 0 and is_eager_float(x, weight)
 
 
 class _Convolution(torch.autograd.Function):

@@ -39,6 +39,17 @@ def autocast() -> list[bool]:
     return [torch.is_autocast_enabled(device) for device in DEVICES]
 
 
+def is_eager_float(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Tell whether kernels other than PyTorch's own choice apply: floats on the CPU, no autocast, no compiler."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.float32, torch.float64)
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+    )
+
+
 @dataclass(eq=False)
 class Value:
     """A tensor of the plan.

@@ -17,12 +17,12 @@ from .traffic import Ranks, WayBack
 BLOCKS = 64
 """of a step are run, at most, to see what it keeps"""
 _READ = {"norm": 1, "ring": 3}
-"""how many inputs steps that are not local keep for their way back, by kind"""
+"""inputs that steps which are not local keep for their backward pass, by kind"""
 
 
 @dataclass
 class _Kept:
-    """What a step keeps for its way back, and which of its results are in memory that was there before.
+    """Values that a step keeps for its backward pass, and results that share memory with its inputs.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class _Kept:
 
 
 class TrainingMemory:
-    """What lives when in a training step of a module.
+    """Lifetimes of the memory of a module's training step.
 
     Parameters
     ----------

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ..backends.windows import out_extent
+from .graph import is_eager_float
+
 Ints = Sequence[int]
 _SMALL = 20480  # channels * planes * rows, up to which PyTorch takes its own kernel
 _CELLS, _TRANSPOSED_CELLS = 128, 1024  # measured: with fewer outputs of a channel, or inputs, oneDNN is no faster
@@ -30,7 +33,8 @@ def conv3d(
     groups: int,
 ) -> torch.Tensor:
     """Return F.conv3d's result, by the faster kernel."""
-    many = _outputs(x.shape[2:], weight.shape[2:], stride, padding, dilation) >= _CELLS
+    seen = [n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)]
+    many = prod(out_extent(seen, weight.shape[2:], stride, dilation)) >= _CELLS
     if many and prod(weight.shape[2:]) > 1 and _falls_back(x, weight, groups):
         y: torch.Tensor = _Convolution.apply(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation))
         return y
@@ -62,17 +66,10 @@ def _falls_back(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
         x.dim() == 5
         and len(x) == groups == 1
         and x.shape[1] * x.shape[2] * x.shape[3] <= _SMALL
-        and x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
+        and x.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
+        and is_eager_float(x, weight)
     )
-
-
-def _outputs(extents: Ints, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> int:
-    axes = zip(extents, kernel, stride, padding, dilation, strict=True)
-    return prod(max(0, n + 2 * p - d * (k - 1) - 1 + s) // s for n, k, s, p, d in axes)
 
 
 class _Convolution(torch.autograd.Function):

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from .graph import is_eager_float
+
 Pair = Sequence[int]
 _G = torch.tensor([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], dtype=torch.float64)
 _TO_WEIGHTS = torch.kron(_G, _G)  # (16, 9)
@@ -48,11 +50,7 @@ def _is_faster(x: torch.Tensor, weight: torch.Tensor, stride: Pair, padding: Pai
         and x.dim() == 4
         and _is_worth_tiles(len(x), _extents(x, padding, dilation), dilation)
         and x.stride(-1) == 1
-        and x.device.type == "cpu"
-        and x.dtype == weight.dtype
-        and x.dtype in (torch.float32, torch.float64)
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
+        and is_eager_float(x, weight)
     )
 
 
