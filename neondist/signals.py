@@ -113,8 +113,12 @@ class Signals:
         again.start()
 
 
-def signal_name(number: int) -> str:
-    """Return the name of the signal that ended a process, such as 'SIGKILL'; of none that there is, the exit code."""
+def signal_name(code: int) -> str:
+    """Return the name of the signal that ended a process, such as 'SIGKILL'; of none that there is, the exit code.
+
+    The code is a negative signal, as subprocess has it, or 128 and the signal, as shells have it.
+    """
+    number = -code if code < 0 else code - 128
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -18,7 +18,7 @@ PACKAGES = (
 )
 TORCH = (2, 9), (2, 16)
 """The oldest PyTorch that is supported, and the first that is not yet; as the extra `torch` of pyproject.toml says."""
-DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
+_DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
 """The packages that may bring a module, where they have other names."""
 
 
@@ -43,15 +43,24 @@ def versions() -> dict[str, str | None]:
     return {"neondist": __version__} | {name: installed(name) for name in PACKAGES}
 
 
+def installed_distributions(name: str) -> dict[str, str]:
+    """Return the versions of the installed packages that bring a module, by package."""
+    from importlib import metadata  # takes a while
+
+    found = {}
+    for distribution in _DISTRIBUTIONS.get(name, (name,)):
+        try:
+            found[distribution] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 @cache  # every run asks, and looking costs tens of milliseconds
 def installed(name: str) -> str | None:
     """Return the version of an installed package without importing it."""
-    from importlib import metadata  # takes a while
     from importlib.util import find_spec
 
-    for distribution in DISTRIBUTIONS.get(name, (name,)):
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
+    for version in installed_distributions(name).values():
+        return version
     return "not installed as a package" if find_spec(name) else None

@@ -5,11 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from importlib import metadata
 from typing import Any
 
 from ..job import local_rank
-from ..version import DISTRIBUTIONS
+from ..version import installed_distributions
 
 _INSTALL = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
@@ -18,7 +17,7 @@ _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
 
 def find_problem() -> str:
     """Return why CuPy cannot be used here, with the remedy; '' if it can."""
-    packages = [name for name in DISTRIBUTIONS["cupy"] if _version(name)]
+    packages = installed_distributions("cupy")
     if importlib.util.find_spec("cupy") is None:
         return f"not installed; {_INSTALL}"
     if len(packages) > 1:
@@ -62,13 +61,6 @@ def load() -> Any:
     cupy = importlib.import_module("cupy")
     cupy.cuda.Device(local_rank(os.environ) % cupy.cuda.runtime.getDeviceCount()).use()
     return cupy
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _cuda_version(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Where the time of a training step of a PyTorch module goes, from PyTorch's profiler."""
+"""Time of a training step of a PyTorch module by kind, from PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from ..comm import ProcessGrid
 from ..observer import Observer
 from .allocations import silent
+from .module_report import KINDS
 
-KINDS = ("kernels", "messages", "copies", "sums", "other")
-"""operators that compute; waiting inside MPI; views of tiles and operators that move numbers; what is around sums over
-ranks; Python, autograd and dispatch"""
 Shares = dict[str, dict[str, float]]
 """'kinds': the share of each of KINDS; 'operators': that of each operator among kernels, largest first"""
 _MARK = "neondist::"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Made = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 KINDS = ("kernels", "messages", "copies", "sums", "other")
+"""operators that compute; waiting inside MPI; views of tiles and operators that move numbers; what is around sums over
+ranks; Python, autograd and dispatch"""
 TOP = 3
 """operators of a row"""
 SIDES = {"ranks": "a rank", "eager": "one process"}

@@ -65,7 +65,7 @@ class ServiceProcess:
         if self.restarts == MOST_RESTARTS:
             raise LaunchError(f"{self.name} was killed {MOST_RESTARTS + 1} times; go on with --resume auto")
         self.restarts += 1
-        cause = signal_name(-code if code < 0 else code - 128)
+        cause = signal_name(code)
         say(f"{self.name} was killed ({cause}); restarted", sys.stderr)
         self._process = self._start([*self._words, *(["--address", self.address] if self.address else [])])
         self.wait()

@@ -150,7 +150,7 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
         return Ending(code)
     loss = monitor.loss
     if killed:
-        loss = f"mpirun was killed ({signal_name(code - 128)})"
+        loss = f"mpirun was killed ({signal_name(code)})"
     elif len(nodes := messages.lost_nodes) == 1:
         loss = f"node {nodes[0]} was lost: its daemon was killed, or the network to it failed"
     elif nodes:
@@ -163,7 +163,7 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
         rank, text = next(iter(messages.signals.items()))
         loss = f"{monitor.describe(rank)} was killed by {text}"
     elif not loss and code > 128:
-        loss = f"a rank was killed ({signal_name(code - 128)})"
+        loss = f"a rank was killed ({signal_name(code)})"
     if not loss:
         return Ending(code)
     return Ending(code if code > 128 else 128 + signal.SIGKILL, loss, messages.lost_nodes, monitor.silent)

@@ -153,7 +153,7 @@ class WorkerProcesses:
             say(f"error: worker {at} was killed {MOST_RESTARTS + 1} times; start the command again", sys.stderr)
             return 128 - code if code < 0 else code
         self._losses[at] = losses + 1
-        cause = signal_name(-code if code < 0 else code - 128)
+        cause = signal_name(code)
         say(f"worker {at} was killed ({cause}); started again", sys.stderr)
         self._note("restart", worker=at, cause=cause)
         worker.process = self._start(at, True)

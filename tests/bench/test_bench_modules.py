@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from neondist.bench.module_profile import KINDS, classified  # noqa: E402
-from neondist.bench.module_report import module_markdown, module_table  # noqa: E402
+from neondist.bench.module_profile import classified  # noqa: E402
+from neondist.bench.module_report import KINDS, module_markdown, module_table  # noqa: E402
 from neondist.bench.module_step import default_shape  # noqa: E402
 from neondist.bench.public_models import MODELS  # noqa: E402
 from neondist.bench.suite import bench_suite, means  # noqa: E402

@@ -99,7 +99,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         for row in bench_suite(names, sides, measure, arguments.rounds, progress.begin):
             made["networks"].append(row)
             made["means"] = means(made["networks"], {**_families(names), "all": names})
-            if arguments.json:  # after each model, for whoever stops before the last
+            if arguments.json:  # after each model: an interrupted run keeps its results
                 write_text(arguments.json, json.dumps(made, indent=2, default=str) + "\n")
     failed = [row["why"]["ranks"] for row in made["networks"] if "ranks" in row["why"]]
     if len(failed) == len(names):

@@ -1,4 +1,4 @@
-"""What the records of a run with servers have of its whole job."""
+"""Figures of the whole job in the records of a run with servers."""
 
 from __future__ import annotations
 
