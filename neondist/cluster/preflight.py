@@ -47,7 +47,9 @@ print("MARK" + json.dumps({"host": os.uname().nodename, "python": "%d.%d" % sys.
     "neondist": found and attempt(metadata.version, "neondist"), "package": found and os.path.dirname(found.origin),
     "mpi4py": attempt(metadata.version, "mpi4py"), "mpi": attempt(mpi), "memory": attempt(memory),
     "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-    "clock": time.time(), "folder": os.path.isdir(folder), "shared": os.path.exists(witness),
+    "clock": time.time(),
+    "address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
+    "folder": os.path.isdir(folder), "shared": os.path.exists(witness),
     "files": [attempt(digest, path) for path in files]}))
 """.replace("MARK", _MARK)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -50,10 +50,12 @@ def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def ssh_command(node: Node, config: Path, command: list[str], env: Mapping[str, str]) -> list[str]:
-    """Return the words that run a command on a node."""
+def ssh_command(
+    node: Node, config: Path, command: list[str], env: Mapping[str, str], options: Sequence[str] = ()
+) -> list[str]:
+    """Return the words that run a command on a node; `options` are further ones of ssh."""
     agent = shlex.split(env.get(AGENT, "ssh")) or ["ssh"]
-    return [*agent, "-F", str(config), node.address, shlex.join(command)]
+    return [*agent, "-F", str(config), *options, node.address, shlex.join(command)]
 
 
 def typed_command(node: Node, ssh: SSHConfig) -> str:

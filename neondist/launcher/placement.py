@@ -50,9 +50,7 @@ class Placement:
         """
         parts: list[str] = []
         for report in self.reports:
-            own = settings_of(self.resources, report.node).shared_envs
-            if not threads.chosen({**env, **own}):
-                own = {**dict.fromkeys(threads.VARIABLES, str(max(1, report.facts["cores"] // report.ranks))), **own}
+            own = self.variables(report, env)
             names = [name for name in variables if name not in threads.VARIABLES]
             start = ["-n", str(report.ranks), *(word for name in names for word in ("-x", name))]
             start = mpirun.command(report.ranks, names)[1:] if not parts else start
@@ -62,6 +60,13 @@ class Placement:
             here = str(Path(report.facts["package"]) / "safe_path.py")
             parts += [":", *start, report.python, here, *words]
         return [mpirun.path, *parts[1:]]
+
+    def variables(self, report: NodeReport, env: Mapping[str, str]) -> dict[str, str]:
+        """Return a node's own environment variables; ranks share its cores where the user has not chosen threads."""
+        own = settings_of(self.resources, report.node).shared_envs
+        if threads.chosen({**env, **own}):
+            return dict(own)
+        return {**dict.fromkeys(threads.VARIABLES, str(max(1, report.facts["cores"] // report.ranks))), **own}
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """Return the environment for mpirun, whose daemons are started as the nodes were checked."""

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 from ..console import say
 from ..errors import LaunchError, ServiceUnavailableError
-from ..signals import INTERRUPTED, STOPPED, signal_name
+from ..signals import INTERRUPTED, STOPPED
 from .fork_server import Process
+from .job_nodes import JobNodes
+from .remote import UNREACHABLE, cause_of
 from .scaling import Scaling, choose_released, describe_change
 from .service_process import ServiceProcess
 
@@ -54,9 +56,9 @@ class WorkerProcesses:
     Parameters
     ----------
     start : callable
-        Starts a worker by its number, for the first time or again.
-    hosts : sequence of str
-        The host of each worker at the beginning.
+        Starts a worker by its number and the name of its machine, for the first time or again.
+    nodes : JobNodes
+        The machine of each worker at the beginning, and of one whose machine is gone.
     services : sequence of ServiceProcess
     lost : callable
         Called with the number of a worker that has ended, before it is started again.
@@ -70,23 +72,23 @@ class WorkerProcesses:
 
     def __init__(
         self,
-        start: Callable[[int, bool], Process],
-        hosts: Sequence[str],
+        start: Callable[[int, str, bool], Process],
+        nodes: JobNodes,
         services: Sequence[ServiceProcess],
         lost: Callable[[int], object],
         scaling: Scaling | None = None,
         progress: Callable[[], TaskProgress | None] = lambda: None,
         note: Callable[..., object] = lambda event, **fields: None,
     ) -> None:
-        self._start, self._services, self._lost, self._note = start, services, lost, note
+        self._start, self._nodes, self._services, self._lost, self._note = start, nodes, services, lost, note
         self._scaling, self._progress = scaling, progress
         self._losses: dict[int, int] = {}
         self._codes: dict[int, int] = {}
         self._stopping = False
         self._workers: dict[int, _Worker] = {}
-        for host in hosts:
+        for host in nodes.workers:
             self._add(host)
-        note("start", workers=len(hosts))
+        note("start", workers=len(nodes.workers))
 
     @property
     def restarted(self) -> str:
@@ -153,10 +155,14 @@ class WorkerProcesses:
             say(f"error: worker {at} was killed {MOST_RESTARTS + 1} times; start the command again", sys.stderr)
             return 128 - code if code < 0 else code
         self._losses[at] = losses + 1
-        cause = signal_name(code)
-        say(f"worker {at} was killed ({cause}); started again", sys.stderr)
-        self._note("restart", worker=at, cause=cause)
-        worker.process = self._start(at, True)
+        cause, where = cause_of(code), ""
+        if code == UNREACHABLE:
+            others = [one.host for one in self._workers.values() if one is not worker]
+            worker.host = self._nodes.replace(worker.host, others)
+            where = f" on {worker.host}"
+        say(f"worker {at} was killed ({cause}); started again{where}", sys.stderr)
+        self._note("restart", worker=at, cause=cause, host=worker.host)
+        worker.process = self._start(at, worker.host, True)
         return None
 
     def _scale(self, scaling: Scaling) -> None:
@@ -211,7 +217,7 @@ class WorkerProcesses:
     def _add(self, host: str) -> None:
         """Start the worker with the lowest number that is free."""
         at = next(number for number in range(len(self._workers) + 1) if number not in self._workers)
-        self._workers[at] = _Worker(self._start(at, at in self._losses), host)
+        self._workers[at] = _Worker(self._start(at, host, at in self._losses), host)
         self._losses.setdefault(at, 0)
         if self._stopping:  # a signal came in between
             self._workers[at].process.send_signal(signal.SIGTERM)

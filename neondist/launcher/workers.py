@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import safe_path
 from ..console import say
 from ..errors import ConfigError, DataError, LaunchError, ServiceError
 from ..io.generation_log import GenerationLog
@@ -23,6 +21,7 @@ from ..job import detect
 from ..signals import STOPPED
 from ..train.validate import grid_shape_of
 from .fork_server import ForkServer, Process, open_fork_server
+from .job_nodes import JobNode, JobNodes, NodeLostError, open_nodes, place_workers
 from .launch import words
 from .members import WAIT
 from .parent_watch import end_with_parent
@@ -32,16 +31,12 @@ from .slots import Demand
 from .worker_processes import TaskProgress, WorkerProcesses, worker_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ..services.message import Message
     from ..services.training import WorkerPlace
 
 SERVERS = "NEONDIST_SERVERS"
 """Set in the environment of workers."""
 MOST_SERVERS = 4
-_GRACE = 10.0
-"""Seconds that workers have to end after a signal, before they are killed."""
 
 
 def _load() -> None:
@@ -86,7 +81,7 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
     if experiment.server_strategy is None or SERVERS in os.environ:
         return
     remedy = "or use sync: true and staleness: 0"
-    for name in ("spares", "restarts", "elastic", "resources", "virtual"):
+    for name in ("spares", "restarts", "elastic", "virtual"):
         if getattr(arguments, name):
             raise LaunchError(f"--{name}: is for one MPI job, and the strategy needs servers; leave it out, {remedy}")
     _check_resume(arguments)
@@ -100,14 +95,17 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
             f"strategy: servers are for several replicas, and {ranks} ranks are one of {shape.tiles} tiles; set"
             f" grid.replicas, {remedy}"
         )
+    if arguments.resources is not None:
+        place_workers(arguments.resources, shape.replicas, shape.tiles)
 
 
 def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     """Run an experiment whose strategy needs servers, and return the exit code; None if it needs none.
 
     There is a worker for each replica, a process or an mpirun of its tiles, or between bounds as many as there are
-    slots for. Beside them are a master with their tasks, and as many servers as workers, at most four. Worker 0 writes
-    the run's folder, the others folders in it; the folder `servers` has the servers' checkpoints and the queue.
+    slots for. Beside them are a master with their tasks, and as many servers as workers, at most four. With a resource
+    file workers and servers are on its nodes. Worker 0 writes the run's folder, the others folders in it; the folder
+    `servers` has the servers' checkpoints and the queue.
 
     Raises
     ------
@@ -127,7 +125,7 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
         shutil.rmtree(Path(arguments.folder, RECOVERY), ignore_errors=True)
     log = GenerationLog(arguments.folder, bool(arguments.resume))
     with ExitStack() as stack:
-        hosts, scaling = ["localhost"] * shape.replicas, None
+        count, scaling = shape.replicas, None
         if arguments.bounds is not None:
             low, high = arguments.bounds
             demand = Demand(low, high, shape.tiles)
@@ -135,8 +133,18 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
             found = _wait_for_slots(arguments, scaling, log)
             if isinstance(found, int):
                 return found
-            hosts = found
-        code = _run_job(arguments, experiment, stack, hosts, scaling, log)
+            count = len(found)
+        nodes = stack.enter_context(open_nodes(arguments, count, shape.tiles))
+        code = None
+        while code is None:
+            try:
+                with ExitStack() as processes:
+                    code = _run_job(arguments, experiment, processes, nodes, scaling, log)
+            except NodeLostError as lost:
+                nodes.drop(lost.node)
+                say(f"{lost.node} cannot be reached; goes on without it, from the servers' checkpoint", sys.stderr)
+                log.note("lost", host=lost.node)
+                arguments.resume = "auto"
         log.note("end", code=code)
     return code
 
@@ -166,7 +174,7 @@ def _run_job(
     arguments: argparse.Namespace,
     experiment: Any,
     stack: ExitStack,
-    hosts: Sequence[str],
+    nodes: JobNodes,
     scaling: Scaling | None,
     log: GenerationLog,
 ) -> int:
@@ -175,32 +183,38 @@ def _run_job(
     from ..services.wire import TOKEN, create_token
 
     shape, token, folder = grid_shape_of(experiment, arguments.ranks), create_token(), Path(arguments.folder, RECOVERY)
-    env = {**os.environ, TOKEN: token}
+    if arguments.resume == "auto" and _servers_in(folder) is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    secret = {TOKEN: token}
     fixed = getattr(experiment.server_strategy, "servers", None)
     count = _servers_in(folder) or arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
 
-    forks = arguments.fork_server
+    def service(name: str, node: JobNode, words: Sequence[str]) -> ServiceProcess:
+        def serve(words: Sequence[str]) -> Process:
+            title = f"serve {words[0]}"
+            return stack.enter_context(nodes.process(node, ["serve", *words], secret, title, subprocess.PIPE))
 
-    def serve(words: Sequence[str]) -> Process:
-        return stack.enter_context(_process(["serve", *words], env, f"serve {words[0]}", forks, subprocess.PIPE))
+        return ServiceProcess(name, [*words, "--checkpoint-dir", str(folder.absolute())], node, serve)
 
-    kept = ["--checkpoint-dir", str(folder.absolute())]
-    servers = [ServiceProcess(f"parameter server {at}", ["ps", *kept], serve) for at in range(count)]
+    servers = []
+    for at in range(count):
+        node = nodes.services[at % len(nodes.services)]
+        servers.append(service(f"parameter server {at}", node, ["ps"]))
     for server in servers:
         server.wait()
     addresses = tuple(server.address for server in servers)
-    master = ServiceProcess("master", ["master", *kept, *_master_words(arguments, experiment, addresses)], serve)
+    master = service("master", nodes.services[0], ["master", *_master_words(arguments, experiment, addresses)])
     master.wait()
 
-    def start(index: int, again: bool) -> Process:
+    def start(index: int, node: str, again: bool) -> Process:
         place = WorkerPlace(index, addresses, master.address, token, getattr(arguments, "update_rule", None))
-        command = _worker_words(arguments, index, shape.tiles, again)
+        command = _worker_words(arguments, index, shape.tiles, again or arguments.resume == "auto")
         output = subprocess.DEVNULL if index else None
-        return stack.enter_context(_process(command, env | place.environment, f"worker {index}", forks, output))
+        return stack.enter_context(nodes.process(node, command, secret | place.environment, f"worker {index}", output))
 
     workers = WorkerProcesses(
         start,
-        hosts,
+        nodes,
         [*servers, master],
         lambda index: _lost(master.address, addresses, token, index),
         scaling,
@@ -307,32 +321,3 @@ def _worker_words(arguments: argparse.Namespace, index: int, tiles: int, again: 
     if again:
         told = [word for word in told if word != "--overwrite"] + ["--resume", "auto"]
     return told
-
-
-@contextmanager
-def _process(
-    words: Sequence[str], env: Mapping[str, str], name: str, forks: ForkServer | None, output: int | None
-) -> Iterator[Process]:
-    """Start a `neondist` command, and end it when the block ends; `output` as `subprocess.Popen` has its stdout."""
-    process: Process | None = None if forks is None else forks.start(words, env, name, output)
-    if process is None:
-        process = subprocess.Popen(
-            safe_path.command("neondist", *words, bound=True),
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            text=True,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate() if output == subprocess.PIPE else process.send_signal(signal.SIGINT)
-            try:
-                process.wait(_GRACE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        if process.stdout is not None:
-            process.stdout.close()

@@ -21,7 +21,10 @@ while [ "${1#-}" != "$1" ]; do
 done
 export FAKE_HOST="$1"; shift
 [ -e "${0%/*}/off-$FAKE_HOST" ] && exit 255
-exec setsid unshare --uts sh -c 'hostname "$FAKE_HOST"; eval "$@"' sh "$@"
+# as sshd does
+export SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22"
+unset PRTE_MCA_prte_default_hostfile
+exec setsid --wait unshare --uts sh -c 'hostname "$FAKE_HOST"; eval "$@"' sh "$@"
 """
 MARK = "NEONDIST_FAKE_NODES"
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from neondist.launcher import worker_processes
+from neondist.launcher.job_nodes import JobNode, JobNodes
 from neondist.launcher.scaling import Scaling
 from neondist.launcher.slots import Demand, SlotTable
 from neondist.launcher.worker_processes import TaskProgress, WorkerProcesses
@@ -31,9 +32,9 @@ class Job:
         self.progress, self.processes = TaskProgress(9, frozenset(range(9))), {}
         self.table = SlotTable(demand, folder).__enter__()
         self.scaling = Scaling(self.table, lambda: {"localhost": self.slots})
-        hosts = self.table.take({"localhost": slots})
+        nodes = JobNodes([JobNode()], self.table.take({"localhost": slots}))
         self.pool = WorkerProcesses(
-            self.start, hosts, [], self.lost.append, self.scaling, lambda: self.progress, self.note
+            self.start, nodes, [], self.lost.append, self.scaling, lambda: self.progress, self.note
         )
         self.code, self.ended = None, False
         self.thread = threading.Thread(target=self.watch, daemon=True)
@@ -42,7 +43,7 @@ class Job:
     def watch(self):
         self.code = self.pool.watch()
 
-    def start(self, at, again):
+    def start(self, at, host, again):
         words = [sys.executable, "-S", "-c", WORKER, self.kind if at else "good"]
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "ready\n"

@@ -1,0 +1,249 @@
+"""The machines of an asynchronous job: where each worker and each server runs, and how it is started there."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from .. import safe_path
+from ..cluster import ResourceSpec
+from ..cluster.hosts import slots_of
+from ..cluster.preflight import NodeReport
+from ..cluster.ssh_config import ssh_command
+from ..errors import LaunchError
+from .fork_server import ForkServer, Process
+from .launch import ready
+from .monitor import LOOPBACK
+from .placement import Placement, list_addresses, placed
+from .remote import RemoteProcess
+
+LOCAL = "localhost"
+_PROGRAM = "neondist.launcher.remote"
+_GRACE = 10.0
+"""Seconds that a process has to end after a signal, before it is killed."""
+_ANSWER = 15.0
+"""Seconds in which a machine has to answer."""
+_KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+"""Options of ssh: a machine that is gone is noticed within the lease of a rank."""
+
+
+@dataclass(frozen=True)
+class JobNode:
+    """A machine of a job.
+
+    Attributes
+    ----------
+    name : str
+    address : str
+        At which others reach services there; '' if none may run there.
+    connect : callable, optional
+        From the words of a command to those that run it there; None: this is this machine.
+    program : sequence of str
+        Words that run the module `remote` there.
+    variables : mapping of str to str
+        Environment variables of its processes.
+    """
+
+    name: str = LOCAL
+    address: str = LOOPBACK
+    connect: Callable[[Sequence[str]], list[str]] | None = None
+    program: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def any_port(self) -> str:
+        """The address with port 0, at which a service listens on any free port."""
+        return f"[{self.address}]:0" if ":" in self.address else f"{self.address}:0"
+
+    def answers(self) -> bool:
+        """Whether it can be reached."""
+        if self.connect is None:
+            return True
+        try:
+            done = subprocess.run(self.connect(["true"]), capture_output=True, timeout=_ANSWER, check=False)
+        except subprocess.TimeoutExpired:
+            return False
+        return done.returncode == 0
+
+    def start(
+        self,
+        words: Sequence[str],
+        variables: Mapping[str, str],
+        name: str,
+        forks: ForkServer | None,
+        output: int | None,
+    ) -> Process:
+        """Start a `neondist` command there; `output` as `subprocess.Popen` has its stdout."""
+        variables = {**self.variables, **variables}
+        if self.connect is not None:
+            return RemoteProcess(self.connect(self.program), words, variables, output)
+        env = {**os.environ, **variables}
+        if forks is not None and (process := forks.start(words, env, name, output)) is not None:
+            return process
+        return subprocess.Popen(
+            safe_path.command("neondist", *words, bound=True),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            text=True,
+            start_new_session=True,
+        )
+
+
+class NodeLostError(LaunchError):
+    """A machine that runs a server cannot be reached.
+
+    Attributes
+    ----------
+    node : str
+        Its name.
+    """
+
+    def __init__(self, node: str) -> None:
+        super().__init__(f"{node} cannot be reached; go on with --resume auto on the other machines")
+        self.node = node
+
+
+class JobNodes:
+    """The machines of a job.
+
+    Parameters
+    ----------
+    nodes : sequence of JobNode
+        At least one.
+    workers : sequence of str
+        The name of the machine of each worker at the beginning.
+    forks : ForkServer, optional
+        Starts processes on this machine.
+
+    Attributes
+    ----------
+    workers : list of str
+    """
+
+    def __init__(self, nodes: Sequence[JobNode], workers: Sequence[str], forks: ForkServer | None = None) -> None:
+        self.workers = list(workers)
+        self._nodes, self._forks = {node.name: node for node in nodes}, forks
+
+    @property
+    def services(self) -> list[JobNode]:
+        """Machines for servers, in turn, this one first; the master is there."""
+        nodes = self._nodes.values()
+        own = [node for node in nodes if node.connect is None] or [JobNode(address=_own_address([]))]
+        return own[:1] + [node for node in nodes if node.connect is not None and node.address]
+
+    @contextmanager
+    def process(
+        self, node: JobNode | str, words: Sequence[str], variables: Mapping[str, str], name: str, output: int | None
+    ) -> Iterator[Process]:
+        """Start a `neondist` command on a machine, and end it when the block ends."""
+        node = self._nodes[node] if isinstance(node, str) else node
+        process = node.start(words, variables, name, self._forks, output)
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate() if output == subprocess.PIPE else process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(_GRACE)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+    def drop(self, lost: str) -> None:
+        """Leave out a machine from now on; its workers are divided among the others.
+
+        Raises
+        ------
+        NodeLostError
+            There is no other.
+        """
+        del self._nodes[lost]
+        if not self._nodes:
+            raise NodeLostError(lost)
+        kept = [name for name in self.workers if name != lost]
+        while len(kept) < len(self.workers):
+            kept.append(min(self._nodes, key=kept.count))
+        self.workers = kept
+
+    def replace(self, lost: str, workers: Sequence[str]) -> str:
+        """Return the machine for a worker whose machine cannot be reached: the one with the fewest of `workers`.
+
+        It is the same one if that answers again, or if there is no other.
+        """
+        count = Counter(workers)
+        others = sorted((node for node in self._nodes.values() if node.name != lost), key=lambda one: count[one.name])
+        return next((node.name for node in (self._nodes[lost], *others) if node.answers()), lost)
+
+
+def place_workers(resources: ResourceSpec, workers: int, tiles: int) -> dict[str, int]:
+    """Return how many of so many workers each node runs, filled in the order of the file; a worker is on one node.
+
+    Raises
+    ------
+    LaunchError
+        The nodes have room for fewer.
+    """
+    room = {node: slots // tiles for node, slots in slots_of(resources).items()}
+    if workers > sum(room.values()):
+        each, most = f" of {tiles} tiles" if tiles > 1 else "", sum(room.values())
+        raise LaunchError(
+            f"-n {workers * tiles}: the nodes of the resource file have room for {most} workers{each}, each on one"
+            f" node; give at most -n {most * tiles}, or list more cpus or gpus"
+        )
+    found = {}
+    for node, most in room.items():
+        if count := min(most, workers):
+            found[node] = count
+        workers -= count
+    return found
+
+
+@contextmanager
+def open_nodes(arguments: argparse.Namespace, workers: int, tiles: int) -> Iterator[JobNodes]:
+    """Yield the machines of a job: this one, or the nodes of its resource file, which are checked and shown.
+
+    Raises
+    ------
+    LaunchError
+        Nodes cannot take part; the message names all of them.
+    """
+    if arguments.resources is None:
+        yield JobNodes([JobNode()], [LOCAL] * workers, arguments.fork_server)
+        return
+    counts = place_workers(arguments.resources, workers, tiles)
+    arguments.hosts = {node: count * tiles for node, count in counts.items()}
+    with placed(arguments, ready(os.environ), workers * tiles) as placement:
+        assert isinstance(placement, Placement)
+        own = _own_address(placement.addresses()) if any(one.node.ssh_config for one in placement.reports) else LOOPBACK
+        nodes = [_node(placement, report, own) for report in placement.reports]
+        yield JobNodes(nodes, [node for node, count in counts.items() for _ in range(count)], arguments.fork_server)
+
+
+def _node(placement: Placement, report: NodeReport, own: str) -> JobNode:
+    variables = placement.variables(report, os.environ)
+    if report.node.ssh_config is None:
+        return JobNode(report.node.address, own, variables=variables)
+    program = report.python, f"{report.facts['package']}/safe_path.py", _PROGRAM
+    # servers write checkpoints to the folder of the run
+    address = report.facts["address"] if report.facts["shared"] else ""
+
+    def connect(words: Sequence[str]) -> list[str]:
+        return ssh_command(report.node, placement.config, list(words), os.environ, _KEEP_ALIVE)
+
+    return JobNode(report.node.address, address, connect, program, variables)
+
+
+def _own_address(preferred: Sequence[str]) -> str:
+    """Return the address at which other machines reach this one; the loopback address if it has no other."""
+    every = [*preferred, *list_addresses()]
+    return next((one for one in every if not ipaddress.ip_address(one.partition("%")[0]).is_loopback), LOOPBACK)

@@ -1,0 +1,168 @@
+"""Workers and servers on the nodes of a resource file: losses of processes and of nodes, signals, and tiles."""
+
+import platform
+import signal
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+from cli_runs import here, neondist, start
+from fake_nodes import FakeNodes, missing, needs_mpirun
+from turns import some
+
+import yaml
+from neondist.cluster import ResourceSpec
+from neondist.errors import LaunchError
+from neondist.launcher.job_nodes import JobNode, JobNodes, NodeLostError, place_workers
+
+EXPERIMENT = """!FitExperiment
+dataset: !Synthetic {shape: [6, 6, 1], classes: 2, train: 48, test: 4}
+model: !ConvnetDist {layers: [!FCLayerDist {out_features: 2, activation: !Slow {}}], optimizer: !SGD {}}
+grid: {replicas: 3}
+batch_size: 4
+epochs: 4
+strategy: !PS {sync: false}
+"""
+SLOW = """
+import time
+
+import neondist as nd
+
+
+class Slow(nd.Activation):
+    "The identity."
+
+    def fprop(self, z):
+        time.sleep(0.2)
+        return z
+
+    def bprop(self, y, dy):
+        return dy
+"""
+
+
+def resources(**cpus):
+    first = {"address": platform.node(), "chief": True}
+    nodes = [
+        first,
+        *({"address": node, "cpus": list(range(count)), "ssh_config": "all"} for node, count in cpus.items()),
+    ]
+    return {"nodes": nodes, "ssh": {"all": {"shared_envs": {"ODD": "it's $HOME"}}}}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "it's a $HOME"
+    made.mkdir()
+    (made / "job.yaml").write_text(EXPERIMENT)
+    (made / "slow.py").write_text(SLOW)
+    (made / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=1, nodeC=1)))
+    return made
+
+
+def wait_for(found, seconds=60):
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return value
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    made = FakeNodes(tmp_path, "nodeB", "nodeC")
+    yield made
+    made.end()
+
+
+def find(nodes, node, kind):
+    """Return the processes of a kind on a node: 'ps', 'master', or 'run' for a worker."""
+    found = []
+    for _, where, pid in nodes.processes():
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            words = process.cmdline()
+            if where == node and kind in words and "neondist.launcher.remote" not in words:
+                found.append(process)
+    return found
+
+
+fake = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@fake
+@needs_mpirun
+def test_processes_and_a_node_are_lost_and_the_run_goes_on(folder, nodes):
+    """A worker and a server of nodeB are killed, then nodeC is gone: its worker and its server go on elsewhere."""
+    job = start(
+        neondist("launch", "nodes.yaml", "job.yaml", "--import", "slow.py", "--output", "out"), folder, **nodes.env
+    )
+    try:
+        wait_for(lambda: (folder / "out" / "metrics.jsonl").is_file() and find(nodes, "nodeC", "run"))
+        for kind in ("run", "ps"):
+            (process,) = wait_for(lambda kind=kind: find(nodes, "nodeB", kind))
+            process.kill()
+            process.wait()
+            wait_for(lambda kind=kind: find(nodes, "nodeB", kind))
+        nodes.switch_off("nodeC")
+        out, err = job.communicate(timeout=240)
+    finally:
+        job.kill()
+    assert job.returncode == 0, err
+    assert "applied: 48 records in each of 4 epochs, each once" in out
+    assert "parameter server 1 was killed (SIGKILL); restarted" in err
+    assert "worker 1 was killed (SIGKILL); started again\n" in err
+    assert "nodeC cannot be reached; goes on without it, from the servers' checkpoint" in err
+    assert not nodes.processes()
+
+
+@fake
+@needs_mpirun
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGKILL]))
+def test_all_nodes_end_with_the_job(folder, nodes, number):
+    """A stopped job has a checkpoint, from which it would go on; of a killed one nothing is left on any node."""
+    (folder / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=4)))
+    tiles = "grid: {replicas: 2, rows: 2, cols: 1}"
+    (folder / "job.yaml").write_text(EXPERIMENT.replace("grid: {replicas: 3}", tiles))
+    words = neondist("launch", "nodes.yaml", "job.yaml", "--import", "slow.py", "--output", "out", "-n", 4)
+    job = start(words, folder, **nodes.env)
+    try:
+        wait_for(lambda: (folder / "out" / "metrics.jsonl").is_file() and len(nodes.pids("rank", "nodeB")) == 4)
+        job.send_signal(number)
+        _, err = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert job.returncode == (75 if number == signal.SIGTERM else -number), err
+    wait_for(lambda: not nodes.processes(), 30)
+
+
+def test_workers_are_whole_on_a_node(folder):
+    spec = ResourceSpec(resources(nodeB=5, nodeC=4))
+    assert place_workers(spec, 3, 2) == {"nodeB": 2, "nodeC": 1}
+    assert place_workers(spec, 9, 1) == {platform.node(): 1, "nodeB": 5, "nodeC": 3}
+    with pytest.raises(LaunchError, match=r"-n 10: .* have room for 4 workers of 2 tiles, .* at most -n 8,"):
+        place_workers(spec, 5, 2)
+    (folder / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=3)))
+    grid = "--set", "grid={replicas: 2, rows: 2, cols: 1}"
+    code, _, err = here(folder, "launch", "nodes.yaml", "job.yaml", "--import", "slow.py", *grid)
+    assert (code, "have room for 1 workers of 2 tiles" in err) == (2, True), err
+
+
+def test_workers_of_a_lost_machine_are_divided(monkeypatch):
+    """A worker goes to the machine with the fewest that answers, or stays."""
+    answering = {"a", "b", "c"}
+    monkeypatch.setattr(JobNode, "answers", lambda node: node.name in answering)
+    nodes = JobNodes([JobNode("a"), JobNode("b"), JobNode("c")], ["a", "a", "b", "b", "c"])
+    assert nodes.replace("b", ["a", "a", "c"]) == "b"
+    answering -= {"b"}
+    assert nodes.replace("b", ["a", "a", "c"]) == "c"
+    answering -= {"c"}
+    assert nodes.replace("b", ["a", "a", "c"]) == "a"
+    answering.clear()
+    assert nodes.replace("b", ["a", "a", "c"]) == "b"
+    nodes.drop("a")
+    assert nodes.workers == ["b", "b", "c", "c", "b"]
+    nodes.drop("b")
+    with pytest.raises(NodeLostError, match="c cannot be reached; go on with --resume auto"):
+        nodes.drop("c")
