@@ -48,8 +48,8 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     one.add_argument(
         "--hosts-from", dest="slots_from", type=options.path, metavar="FILE|SCRIPT",
-        help="with MIN:MAX workers: the slots of this machine, as localhost:SLOTS, read again and again; default its"
-        " cores",
+        help="with MIN:MAX workers: hosts and their slots, as HOST:SLOTS, read again and again (default the cores of"
+        " this machine, as localhost:CORES)",
     )  # fmt: skip
     one.add_argument(
         "--wait", dest="slots_wait", type=duration, metavar="TIME",

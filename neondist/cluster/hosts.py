@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -183,18 +183,23 @@ def fill(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
     return found
 
 
-def unreachable(hosts: Iterable[str], env: Mapping[str, str]) -> list[str]:
-    """Return the hosts on which ssh, or the agent that mpirun uses instead, cannot run a command; all asked at once."""
-    hosts = [host for host in hosts if host not in ("localhost", os.uname().nodename)]
+def host_command(host: str, words: Sequence[str], env: Mapping[str, str], more: Sequence[str] = ()) -> list[str]:
+    """Return the words that run a command on a host: by ssh, with `more` options, or the agent that mpirun uses."""
     agent = shlex.split(env.get(AGENT, "ssh")) or ["ssh"]
     options = shlex.split(env.get(SSH_ARGS, ""))
     options += [] if AGENT in env else ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+    return [*agent, *options, *more, host, shlex.join(words)]
+
+
+def unreachable(hosts: Iterable[str], env: Mapping[str, str]) -> list[str]:
+    """Return the hosts on which ssh, or the agent that mpirun uses instead, cannot run a command; all asked at once."""
+    hosts = [host for host in hosts if host not in ("localhost", os.uname().nodename)]
 
     async def answers(host: str) -> bool:
         nowhere = asyncio.subprocess.DEVNULL
         try:
             process = await asyncio.create_subprocess_exec(
-                *agent, *options, host, "true", stdin=nowhere, stdout=nowhere, stderr=nowhere, env=dict(env)
+                *host_command(host, ["true"], env), stdin=nowhere, stdout=nowhere, stderr=nowhere, env=dict(env)
             )
         except OSError:
             return False

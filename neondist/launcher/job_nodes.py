@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from .. import safe_path
 from ..cluster import ResourceSpec
-from ..cluster.hosts import slots_of
+from ..cluster.hosts import host_command, slots_of
 from ..cluster.preflight import NodeReport
 from ..cluster.ssh_config import ssh_command
 from ..errors import LaunchError
@@ -23,8 +23,8 @@ from .launch import ready
 from .monitor import LOOPBACK
 from .placement import Placement, list_addresses, placed
 from .remote import RemoteProcess
+from .scaling import LOCAL, read_slots
 
-LOCAL = "localhost"
 _PROGRAM = "neondist.launcher.remote"
 _GRACE = 10.0
 """Seconds that a process has to end after a signal, before it is killed."""
@@ -119,7 +119,8 @@ class JobNodes:
     nodes : sequence of JobNode
         At least one.
     workers : sequence of str
-        The name of the machine of each worker at the beginning.
+        The name of the machine of each worker at the beginning. One that is not among the nodes is a host that ssh
+        reaches, with the same files at the same paths.
     forks : ForkServer, optional
         Starts processes on this machine.
 
@@ -144,7 +145,8 @@ class JobNodes:
         self, node: JobNode | str, words: Sequence[str], variables: Mapping[str, str], name: str, output: int | None
     ) -> Iterator[Process]:
         """Start a `neondist` command on a machine, and end it when the block ends."""
-        node = self._nodes[node] if isinstance(node, str) else node
+        if isinstance(node, str):
+            node = self._nodes.get(node) or _host(node)
         process = node.start(words, variables, name, self._forks, output)
         try:
             yield process
@@ -209,8 +211,17 @@ def place_workers(resources: ResourceSpec, workers: int, tiles: int) -> dict[str
 
 
 @contextmanager
-def open_nodes(arguments: argparse.Namespace, workers: int, tiles: int) -> Iterator[JobNodes]:
-    """Yield the machines of a job: this one, or the nodes of its resource file, which are checked and shown.
+def open_nodes(arguments: argparse.Namespace, workers: int, tiles: int, hosts: Sequence[str]) -> Iterator[JobNodes]:
+    """Yield the machines of a job: its hosts, or the nodes of its resource file, which are checked and shown.
+
+    Parameters
+    ----------
+    arguments : Namespace
+        With `resources` or `slots_from`, or neither of them: all is on this machine.
+    workers, tiles : int
+        Workers, and ranks of each.
+    hosts : sequence of str
+        The host of each worker; empty with a resource file.
 
     Raises
     ------
@@ -218,7 +229,10 @@ def open_nodes(arguments: argparse.Namespace, workers: int, tiles: int) -> Itera
         Nodes cannot take part; the message names all of them.
     """
     if arguments.resources is None:
-        yield JobNodes([JobNode()], [LOCAL] * workers, arguments.fork_server)
+        source = arguments.slots_from
+        others = source is not None and (source.is_script or list(read_slots(source)) != [LOCAL])
+        own = _own_address([]) if others else LOOPBACK
+        yield JobNodes([JobNode(address=own)], hosts, arguments.fork_server)
         return
     counts = place_workers(arguments.resources, workers, tiles)
     arguments.hosts = {node: count * tiles for node, count in counts.items()}
@@ -241,6 +255,13 @@ def _node(placement: Placement, report: NodeReport, own: str) -> JobNode:
         return ssh_command(report.node, placement.config, list(words), os.environ, _KEEP_ALIVE)
 
     return JobNode(report.node.address, address, connect, program, variables)
+
+
+def _host(name: str) -> JobNode:
+    def connect(words: Sequence[str]) -> list[str]:
+        return host_command(name, words, os.environ, _KEEP_ALIVE)
+
+    return JobNode(name, "", connect, safe_path.command(_PROGRAM))
 
 
 def _own_address(preferred: Sequence[str]) -> str:

@@ -91,7 +91,12 @@ def cause_of(code: int) -> str:
 def _run(requests: IO[str]) -> int:
     """Run the command of the first line, and return its exit code, that of a shell if it was killed."""
     request = json.loads(requests.readline(_MOST_CHARACTERS))
-    os.chdir(request["folder"])
+    try:
+        os.chdir(request["folder"])
+    except OSError as error:
+        where = f"{os.uname().nodename}: the folder {request['folder']}"
+        sys.stderr.write(f"error: {where}: {error.strerror}; share it, or copy it to the same path\n")
+        return 2
     child = subprocess.Popen(
         safe_path.command("neondist", *request["words"], bound=True),
         stdin=subprocess.DEVNULL,

@@ -13,9 +13,11 @@ from .. import threads
 from ..cluster.hosts import HostPool, HostSource
 from ..console import say
 from ..errors import ConfigError, LaunchError
-from .members import POLL
+from .members import COOL_DOWN, POLL, WAIT
+from .monitor import LOOPBACK
 from .slots import Demand, SlotTable
 
+LOCAL = "localhost"
 INTERVAL = 0.25
 """Seconds between two looks at the slots of other jobs."""
 _REPORT = 30.0
@@ -23,35 +25,33 @@ _REPORT = 30.0
 
 
 def read_slots(source: HostSource | None) -> dict[str, int]:
-    """Return the slots of this machine: its cores, or what a source of hosts says.
+    """Return the slots of each host: those of a source of hosts, or the cores of this machine, which is 'localhost'.
 
     Raises
     ------
     ConfigError
-        The list cannot be read, or has other machines.
+        The list cannot be read.
     """
     if source is None:
-        return {"localhost": threads.cores()}
-    found = source.read()
+        return {LOCAL: threads.cores()}
     node = os.uname().nodename
-    local = {"localhost", "127.0.0.1", node, node.partition(".")[0]}
-    if others := sorted(set(found) - local):
-        raise ConfigError(
-            f"--hosts-from {source.path}: workers beside parameter servers run on this machine, and {others[0]} is"
-            " another; list localhost:SLOTS"
-        )
-    return {"localhost": sum(found.values())}
+    found: dict[str, int] = {}
+    for host, slots in source.read().items():
+        name = LOCAL if host in (LOCAL, LOOPBACK, node, node.partition(".")[0]) else host
+        found[name] = found.get(name, 0) + slots
+    return found
 
 
 def check_bounds(demand: Demand, source: HostSource | None) -> None:
     """Raise an error if a job could never have its maximum; the list of a script may grow."""
-    slots = sum(read_slots(source).values())
-    if demand.high * demand.width > slots and (source is None or not source.is_script):
+    hosts = read_slots(source)
+    slots, most = sum(hosts.values()), sum(slots // demand.width for slots in hosts.values())
+    if demand.high > most and (source is None or not source.is_script):
         where = f"{source.path} lists" if source is not None else "this machine has"
         each = f" of {demand.width} tiles" if demand.width > 1 else ""
         raise LaunchError(
             f"--num-workers {demand.low}:{demand.high}: {where} {slots} slots, too few for {demand.high} workers{each};"
-            f" give at most {slots // demand.width}, or more slots with --hosts-from FILE (localhost:SLOTS)"
+            f" give at most {most}, or more slots with --hosts-from FILE (localhost:SLOTS or HOST:SLOTS)"
         )
 
 
@@ -63,21 +63,30 @@ class Scaling:
     table : SlotTable
     hosts : callable
         Returns the slots of each host as they are now.
+    fail : callable
+        Called with a host that cannot be reached, which `hosts` then leaves out for a while.
+    limit : float
+        Seconds for which the job waits for its minimum.
     """
 
-    def __init__(self, table: SlotTable, hosts: Callable[[], Mapping[str, int]]) -> None:
-        self._table, self._hosts = table, hosts
+    def __init__(
+        self,
+        table: SlotTable,
+        hosts: Callable[[], Mapping[str, int]],
+        fail: Callable[[str], None] = lambda host: None,
+        limit: float = WAIT,
+    ) -> None:
+        self._table, self._hosts, self._fail, self.limit = table, hosts, fail, limit
         self._next = 0.0
 
     def wait_for_minimum(
         self,
-        limit: float,
         stopped: Callable[[], bool],
         report: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> list[str] | None:
-        """Return the host of each worker once the job has its minimum; None after `limit` seconds, or if stopped."""
-        began, last = time.monotonic(), -1
+        """Return the host of each worker once the job has its minimum; None after the limit, or if stopped."""
+        began, last, limit = time.monotonic(), -1, self.limit
         while not stopped():
             if found := self._table.take(self._hosts()):
                 return found
@@ -118,19 +127,33 @@ class Scaling:
         """Give the slots of a worker back, as `SlotTable.give`."""
         self._table.give(host, for_good)
 
+    def lose(self, host: str) -> None:
+        """Give the slots of a worker back whose host cannot be reached, and use that host no more for a while."""
+        self._fail(host)
+        self._table.give(host)
+
+    def give_up(self) -> None:
+        """Say that the job ends, for it has waited too long for its minimum."""
+        remedy = "start it again later, or lower --num-workers"
+        say(f"error: gives up after {self.limit:g} s: {self.describe()}; {remedy}", sys.stderr)
+
     def describe(self) -> str:
         """Return in words who uses the slots."""
         return self._table.describe(self._hosts())
 
 
 @contextmanager
-def open_scaling(demand: Demand, source: HostSource | None) -> Iterator[Scaling]:
+def open_scaling(demand: Demand, source: HostSource | None, limit: float = WAIT) -> Iterator[Scaling]:
     """Yield the slots of a job, for which it waits in turn; the list of hosts is read again and again meanwhile."""
-    pool, closed = HostPool(lambda: read_slots(source), 0.0), threading.Event()
+    pool, closed = HostPool(lambda: read_slots(source), COOL_DOWN), threading.Event()
     pool.refresh()
     if pool.error:
         raise ConfigError(pool.error)
     hosts = dict(pool.listed)
+
+    def usable() -> dict[str, int]:
+        cooling = pool.cooling()
+        return {host: slots for host, slots in hosts.items() if host not in cooling}
 
     def watch() -> None:
         nonlocal hosts
@@ -148,7 +171,7 @@ def open_scaling(demand: Demand, source: HostSource | None) -> Iterator[Scaling]
         if source is not None:
             threading.Thread(target=watch, name="hosts", daemon=True).start()
         try:
-            yield Scaling(table, lambda: hosts)
+            yield Scaling(table, usable, pool.fail, limit)
         finally:
             closed.set()
 

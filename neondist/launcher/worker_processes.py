@@ -117,8 +117,8 @@ class WorkerProcesses:
                 code = worker.process.poll()
                 if code is not None and (failed := self._end(at, worker, code)) is not None:
                     return failed
-            if not self._workers:
-                return max(self._codes.values())
+            if not self._workers and (ended := self._end_of_all()) is not None:
+                return ended
             if self._scaling is not None and self._scaling.is_due():
                 self._scale(self._scaling)
             time.sleep(0.05)
@@ -134,6 +134,20 @@ class WorkerProcesses:
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.1)
+
+    def _end_of_all(self) -> int | None:
+        """Return the exit code of a job without workers; None if it has got others for those whose hosts are gone."""
+        if self._codes or self._scaling is None:
+            return max(self._codes.values())
+        hosts = self._scaling.wait_for_minimum(lambda: self._stopping, lambda text: say(text, sys.stderr))
+        if hosts is None:
+            if not self._stopping:
+                self._scaling.give_up()
+            return STOPPED if self._stopping else 1
+        self._report(len(hosts), "hosts are back")
+        for host in hosts:
+            self._add(host)
+        return None
 
     def _end(self, at: int, worker: _Worker, code: int) -> int | None:
         """Take note of the end of a worker, which may be started again; return the exit code if it ends the job."""
@@ -155,6 +169,11 @@ class WorkerProcesses:
             say(f"error: worker {at} was killed {MOST_RESTARTS + 1} times; start the command again", sys.stderr)
             return 128 - code if code < 0 else code
         self._losses[at] = losses + 1
+        if code == UNREACHABLE and self._scaling is not None:
+            self._report(-1, f"{worker.host} cannot be reached")
+            del self._workers[at]
+            self._scaling.lose(worker.host)
+            return None
         cause, where = cause_of(code), ""
         if code == UNREACHABLE:
             others = [one.host for one in self._workers.values() if one is not worker]

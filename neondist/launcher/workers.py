@@ -125,16 +125,16 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
         shutil.rmtree(Path(arguments.folder, RECOVERY), ignore_errors=True)
     log = GenerationLog(arguments.folder, bool(arguments.resume))
     with ExitStack() as stack:
-        count, scaling = shape.replicas, None
+        scaling, hosts = None, ["localhost"] * shape.replicas
         if arguments.bounds is not None:
             low, high = arguments.bounds
             demand = Demand(low, high, shape.tiles)
-            scaling = stack.enter_context(open_scaling(demand, arguments.slots_from))
+            scaling = stack.enter_context(open_scaling(demand, arguments.slots_from, arguments.slots_wait or WAIT))
             found = _wait_for_slots(arguments, scaling, log)
             if isinstance(found, int):
                 return found
-            count = len(found)
-        nodes = stack.enter_context(open_nodes(arguments, count, shape.tiles))
+            hosts = found
+        nodes = stack.enter_context(open_nodes(arguments, len(hosts), shape.tiles, hosts))
         code = None
         while code is None:
             try:
@@ -151,22 +151,21 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
 
 def _wait_for_slots(arguments: argparse.Namespace, scaling: Scaling, log: GenerationLog) -> list[str] | int:
     """Return the hosts of the first workers, or the exit code of a job for which there were no slots."""
-    limit, heard = arguments.slots_wait or WAIT, arguments.signals.heard
+    heard = arguments.signals.heard
 
     def report(text: str) -> None:
         log.add("wait", what=text)
         say(text, sys.stderr)
 
     began = time.monotonic()
-    found = scaling.wait_for_minimum(limit, lambda: bool(heard), report)
+    found = scaling.wait_for_minimum(lambda: bool(heard), report)
     if found is not None:
         log.add("slots", workers=len(found), waited=round(time.monotonic() - began, 3))
         return found
     if heard:
         say(f"stopped while waiting for slots: {heard[0]} came; start the command again")
         return STOPPED
-    text = f"error: gives up after {limit:g} s: {scaling.describe()}; start it again later, or lower --num-workers"
-    say(text, sys.stderr)
+    scaling.give_up()
     return 1
 
 

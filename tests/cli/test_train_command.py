@@ -213,7 +213,7 @@ def test_rules_of_servers(place, options, rule):
         (["--num-workers", "1:2"], "workers come and go beside parameter servers"),
         ([*ELASTIC, "1:3", "--hosts-from", "slots"], "slots lists 2 slots, too few for 3 workers; give at most 2"),
         ([*ELASTIC, "1:2", "--tiles", "2x1", "--hosts-from", "slots"], "too few for 2 workers of 2 tiles"),
-        ([*ELASTIC, "1:2", "--hosts-from", "elsewhere"], "run on this machine, and far is another"),
+        ([*ELASTIC, "1:2", "--tiles", "2x1", "--hosts-from", "elsewhere"], "4 slots, too few for 2 workers of 2 tiles"),
         ([*ELASTIC, "1:2", "--hosts-from", "absent"], "absent: no such file"),
         ([*ELASTIC, "1:99999"], "this machine has"),
         ([*ELASTIC, "1:1"], "give --num-workers 2 or more, or MIN:2"),
@@ -222,7 +222,7 @@ def test_rules_of_servers(place, options, rule):
 )
 def test_contradictions(place, capsys, options, what):
     (place / "slots").write_text("localhost:2\n")
-    (place / "elsewhere").write_text("localhost:2\nfar:2\n")
+    (place / "elsewhere").write_text("localhost:1\nfar:3\n")
     assert main(["train", model(place), "--training-data", "train.csv", *options]) == 2
     err = capsys.readouterr().err
     assert what in err

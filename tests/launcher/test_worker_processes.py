@@ -20,7 +20,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 if sys.argv[1] == "stuck":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
-sys.stdin.read()
+sys.exit(int(sys.stdin.read() or 0))
 """
 
 
@@ -29,9 +29,10 @@ class Job:
 
     def __init__(self, folder, demand, slots, kind="good"):
         self.slots, self.kind, self.events, self.lost, self.started = slots, kind, [], [], []
-        self.progress, self.processes = TaskProgress(9, frozenset(range(9))), {}
+        self.progress, self.processes, self.places = TaskProgress(9, frozenset(range(9))), {}, {}
         self.table = SlotTable(demand, folder).__enter__()
-        self.scaling = Scaling(self.table, lambda: {"localhost": self.slots})
+        self.failed, self.hosts = [], {}
+        self.scaling = Scaling(self.table, self.listed, self.failed.append)
         nodes = JobNodes([JobNode()], self.table.take({"localhost": slots}))
         self.pool = WorkerProcesses(
             self.start, nodes, [], self.lost.append, self.scaling, lambda: self.progress, self.note
@@ -39,6 +40,10 @@ class Job:
         self.code, self.ended = None, False
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
+
+    def listed(self):
+        every = {"localhost": self.slots, **self.hosts}
+        return {host: slots for host, slots in every.items() if host not in self.failed}
 
     def watch(self):
         self.code = self.pool.watch()
@@ -48,6 +53,7 @@ class Job:
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "ready\n"
         self.started.append((at, again))
+        self.places[at] = host
         self.processes[at] = process
         return process
 
@@ -72,6 +78,12 @@ class Job:
 
     def running(self):
         return sorted(at for at, process in self.processes.items() if process.poll() is None)
+
+    def leave(self, at):
+        """End a worker as ssh does whose host is gone."""
+        self.processes[at].stdin.write("255")
+        self.processes[at].stdin.close()
+        self.processes[at].wait()
 
     def wait(self, workers):
         end = time.monotonic() + 10
@@ -165,3 +177,29 @@ def test_a_killed_worker_keeps_its_slot_and_a_signal_ends_all(start):
     job.pool.forward("SIGTERM")
     job.thread.join(5)
     assert (job.code, job.table.workers) == (75, 0)
+
+
+def test_workers_of_hosts_that_are_gone_go_on_elsewhere_and_wait_for_hosts(start):
+    job = start(Demand(2, 3), 2)
+    job.wait([0, 1])
+    job.hosts = {"b": 1}
+    job.wait([0, 1, 2])
+    assert job.places == {0: "localhost", 1: "localhost", 2: "b"}
+    job.leave(2)
+    job.wait([0, 1])
+    assert (job.failed, job.lost) == (["b"], [2])
+    assert job.events[-1] == ("scale", 2, "b cannot be reached")
+    job.hosts = {"b": 1, "c": 2}
+    job.wait([0, 1, 2])
+    assert (job.places[2], job.started[-1]) == ("c", (2, True))
+    job.hosts = {}
+    for at in range(3):
+        job.leave(at)
+    job.wait([])
+    assert job.thread.is_alive(), "waits"
+    job.hosts = {"d": 2}
+    job.wait([0, 1])
+    assert job.events[-1] == ("scale", 2, "hosts are back")
+    assert {job.places[0], job.places[1]} == {"d"}
+    job.end()
+    assert job.code == 0
