@@ -78,11 +78,12 @@ def _job(arguments: argparse.Namespace) -> Submission:
             f"--name {arguments.name}: a name is lower-case letters, digits and '-', 40 at most, a letter first;"
             f" such as {job_name(arguments.name)}"
         )
+    experiment = load(arguments)
     job = Submission(
         arguments.name or job_name(arguments.file), arguments.file, arguments.ranks or nodes, nodes,
-        tuple(arguments.settings), tuple(arguments.modules), arguments.elastic,
+        tuple(arguments.settings), tuple(arguments.modules), arguments.elastic, experiment.server_strategy is not None,
     )  # fmt: skip
-    load(arguments).validate(job.ranks)
+    experiment.validate(job.ranks)
     return job
 
 

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from .. import safe_path
-from ..cluster import ResourceSpec
 from ..cluster.hosts import host_command, slots_of
 from ..cluster.preflight import NodeReport
 from ..cluster.ssh_config import ssh_command
@@ -187,20 +186,36 @@ class JobNodes:
         return next((node.name for node in (self._nodes[lost], *others) if node.answers()), lost)
 
 
-def place_workers(resources: ResourceSpec, workers: int, tiles: int) -> dict[str, int]:
-    """Return how many of so many workers each node runs, filled in the order of the file; a worker is on one node.
+def find_places(arguments: argparse.Namespace, workers: int, tiles: int) -> dict[str, int]:
+    """Return how many of so many workers each host or node runs, in their order; a worker is on one of them.
+
+    Parameters
+    ----------
+    arguments : Namespace
+        With `resources`, or a `source` of hosts; with neither all are on this machine.
+    workers, tiles : int
+        Workers, and ranks of each.
 
     Raises
     ------
     LaunchError
-        The nodes have room for fewer.
+        There is room for fewer.
     """
-    room = {node: slots // tiles for node, slots in slots_of(resources).items()}
+    if arguments.resources is not None:
+        return place_workers(slots_of(arguments.resources), workers, tiles)
+    if arguments.source is not None:
+        return place_workers(read_slots(arguments.source), workers, tiles)
+    return {LOCAL: workers}
+
+
+def place_workers(slots: Mapping[str, int], workers: int, tiles: int) -> dict[str, int]:
+    """Return how many workers each host runs, as `find_places`."""
+    room = {node: count // tiles for node, count in slots.items()}
     if workers > sum(room.values()):
         each, most = f" of {tiles} tiles" if tiles > 1 else "", sum(room.values())
         raise LaunchError(
-            f"-n {workers * tiles}: the nodes of the resource file have room for {most} workers{each}, each on one"
-            f" node; give at most -n {most * tiles}, or list more cpus or gpus"
+            f"-n {workers * tiles}: the nodes have room for {most} workers{each}, each on one node; give at most"
+            f" -n {most * tiles}, or list more cpus, gpus or slots"
         )
     found = {}
     for node, most in room.items():
@@ -211,17 +226,17 @@ def place_workers(resources: ResourceSpec, workers: int, tiles: int) -> dict[str
 
 
 @contextmanager
-def open_nodes(arguments: argparse.Namespace, workers: int, tiles: int, hosts: Sequence[str]) -> Iterator[JobNodes]:
+def open_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles: int) -> Iterator[JobNodes]:
     """Yield the machines of a job: its hosts, or the nodes of its resource file, which are checked and shown.
 
     Parameters
     ----------
     arguments : Namespace
-        With `resources` or `slots_from`, or neither of them: all is on this machine.
-    workers, tiles : int
-        Workers, and ranks of each.
+        With `resources`, or a `source` of hosts, or of slots that come and go.
     hosts : sequence of str
-        The host of each worker; empty with a resource file.
+        The host of each worker.
+    tiles : int
+        Ranks of each worker.
 
     Raises
     ------
@@ -229,18 +244,19 @@ def open_nodes(arguments: argparse.Namespace, workers: int, tiles: int, hosts: S
         Nodes cannot take part; the message names all of them.
     """
     if arguments.resources is None:
-        source = arguments.slots_from
-        others = source is not None and (source.is_script or list(read_slots(source)) != [LOCAL])
-        own = _own_address([]) if others else LOOPBACK
-        yield JobNodes([JobNode(address=own)], hosts, arguments.fork_server)
+        source = arguments.slots_from or arguments.source
+        listed = [LOCAL] if source is None else list(read_slots(source))
+        others = (source is not None and source.is_script) or listed != [LOCAL]
+        nodes = [JobNode(address=_own_address([]) if others else LOOPBACK)]
+        nodes += [_host(name) for name in listed if name != LOCAL]
+        yield JobNodes(nodes if LOCAL in listed else nodes[1:], hosts, arguments.fork_server)
         return
-    counts = place_workers(arguments.resources, workers, tiles)
-    arguments.hosts = {node: count * tiles for node, count in counts.items()}
-    with placed(arguments, ready(os.environ), workers * tiles) as placement:
+    arguments.hosts = {node: count * tiles for node, count in Counter(hosts).items()}
+    with placed(arguments, ready(os.environ), len(hosts) * tiles) as placement:
         assert isinstance(placement, Placement)
         own = _own_address(placement.addresses()) if any(one.node.ssh_config for one in placement.reports) else LOOPBACK
         nodes = [_node(placement, report, own) for report in placement.reports]
-        yield JobNodes(nodes, [node for node, count in counts.items() for _ in range(count)], arguments.fork_server)
+        yield JobNodes(nodes, hosts, arguments.fork_server)
 
 
 def _node(placement: Placement, report: NodeReport, own: str) -> JobNode:

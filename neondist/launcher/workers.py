@@ -21,7 +21,7 @@ from ..job import detect
 from ..signals import STOPPED
 from ..train.validate import grid_shape_of
 from .fork_server import ForkServer, Process, open_fork_server
-from .job_nodes import JobNode, JobNodes, NodeLostError, open_nodes, place_workers
+from .job_nodes import JobNode, JobNodes, NodeLostError, find_places, open_nodes
 from .launch import words
 from .members import WAIT
 from .parent_watch import end_with_parent
@@ -95,8 +95,7 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
             f"strategy: servers are for several replicas, and {ranks} ranks are one of {shape.tiles} tiles; set"
             f" grid.replicas, {remedy}"
         )
-    if arguments.resources is not None:
-        place_workers(arguments.resources, shape.replicas, shape.tiles)
+    find_places(arguments, shape.replicas, shape.tiles)
 
 
 def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
@@ -125,7 +124,8 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
         shutil.rmtree(Path(arguments.folder, RECOVERY), ignore_errors=True)
     log = GenerationLog(arguments.folder, bool(arguments.resume))
     with ExitStack() as stack:
-        scaling, hosts = None, ["localhost"] * shape.replicas
+        places, scaling = find_places(arguments, shape.replicas, shape.tiles), None
+        hosts = [host for host, count in places.items() for _ in range(count)]
         if arguments.bounds is not None:
             low, high = arguments.bounds
             demand = Demand(low, high, shape.tiles)
@@ -134,7 +134,7 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
             if isinstance(found, int):
                 return found
             hosts = found
-        nodes = stack.enter_context(open_nodes(arguments, len(hosts), shape.tiles, hosts))
+        nodes = stack.enter_context(open_nodes(arguments, hosts, shape.tiles))
         code = None
         while code is None:
             try:

@@ -134,7 +134,17 @@ def test_names(given, name):
     assert job_name(given) == name
 
 
+@pytest.mark.parametrize("make", KINDS.values())
+def test_workers_beside_servers_are_on_the_pods(make, folder):
+    launcher, _ = containers(make(job(folder, needs_servers=True), "image"))
+    words = launcher["command"]
+    assert words[words.index("--hosts-from") + 1] in (HOST_FILE, DISCOVERY)
+    assert words[words.index("-n") + 1] == "4"
+    assert not {"--restarts", "--elastic"} & set(words)
+
+
 @pytest.mark.parametrize(("words", "message"), [
+    (["--slurm", "--elastic", "1:2", "-n", 2, "--set", "strategy=!PS {sync: false}"], "the strategy needs servers"),
     (["--mpijob", "-n", 3, "--nodes", 2], "give a multiple of 2, such as -n 4"),
     (["--mpijob", "--nodes", 2, "--elastic", "3:4"], "-n 2 is not within --elastic 3:4"),
     (["--trainjob", "--elastic", "1:2"], "use --mpijob"),

@@ -21,6 +21,9 @@ printf '<%s>' "$@"; echo
 trap 'kill $!; exit 75' USR1
 sleep 60 & touch ready; wait $!
 """
+SCONTROL = """#!/bin/sh
+if [ "$1" = show ]; then printf 'n1\\nn2\\n'; else echo "$@" >> requeued; fi
+"""
 CONFIG = os.environ.get("SLURM_CONF")
 ODD = 'it\'s a "b" $HOME `id` ; &'
 
@@ -30,7 +33,7 @@ def folder(tmp_path):
     made = tmp_path / ODD
     made.mkdir()
     (made / "a b.yaml").write_text(EXPERIMENT)
-    for name, text in (("run", RUN), ("scontrol", '#!/bin/sh\necho "$@" >> requeued\n')):
+    for name, text in (("run", RUN), ("scontrol", SCONTROL)):
         (made / name).write_text(text)
         (made / name).chmod(0o755)
     return made
@@ -47,6 +50,15 @@ def begin(folder, script, **env):
         "SLURM_JOB_NODELIST": "n[1-2]", **env,
     }  # fmt: skip
     return subprocess.Popen(["bash"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_workers_beside_servers_are_on_the_nodes_of_the_job(folder):
+    script = script_of(folder, needs_servers=True)
+    job = begin(folder, script)
+    out, _ = job.communicate(script)
+    words = ["-m", "neondist", "run", "a b.yaml", "-n", "4", "--output", "runs/a b", "--hosts-from", "hosts-7"]
+    assert out.splitlines()[-1] == "".join(f"<{word}>" for word in [*words, "--resume", "auto"])
+    assert (folder / "hosts-7").read_text() == "n1:2\nn2:2\n"
 
 
 @pytest.mark.parametrize("code", [0, 2, 75, 137])

@@ -12,7 +12,6 @@ from fake_nodes import FakeNodes, missing, needs_mpirun
 from turns import some
 
 import yaml
-from neondist.cluster import ResourceSpec
 from neondist.errors import LaunchError
 from neondist.launcher.job_nodes import JobNode, JobNodes, NodeLostError, place_workers
 
@@ -119,14 +118,17 @@ def test_processes_and_a_node_are_lost_and_the_run_goes_on(folder, nodes):
 
 @fake
 @needs_mpirun
-@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGKILL]))
-def test_all_nodes_end_with_the_job(folder, nodes, number):
+@pytest.mark.parametrize(("number", "command"), some([
+    (signal.SIGTERM, ["launch", "nodes.yaml", "job.yaml", "-n", 4]),
+    (signal.SIGKILL, ["run", "job.yaml", "--hosts-from", "hosts", "-n", 4]),
+]))  # fmt: skip
+def test_all_nodes_end_with_the_job(folder, nodes, number, command):
     """A stopped job has a checkpoint, from which it would go on; of a killed one nothing is left on any node."""
     (folder / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=4)))
     tiles = "grid: {replicas: 2, rows: 2, cols: 1}"
     (folder / "job.yaml").write_text(EXPERIMENT.replace("grid: {replicas: 3}", tiles))
-    words = neondist("launch", "nodes.yaml", "job.yaml", "--import", "slow.py", "--output", "out", "-n", 4)
-    job = start(words, folder, **nodes.env)
+    (folder / "hosts").write_text("nodeB:4\n")
+    job = start(neondist(*command, "--import", "slow.py", "--output", "out"), folder, **nodes.env)
     try:
         wait_for(lambda: (folder / "out" / "metrics.jsonl").is_file() and len(nodes.pids("rank", "nodeB")) == 4)
         job.send_signal(number)
@@ -138,11 +140,11 @@ def test_all_nodes_end_with_the_job(folder, nodes, number):
 
 
 def test_workers_are_whole_on_a_node(folder):
-    spec = ResourceSpec(resources(nodeB=5, nodeC=4))
-    assert place_workers(spec, 3, 2) == {"nodeB": 2, "nodeC": 1}
-    assert place_workers(spec, 9, 1) == {platform.node(): 1, "nodeB": 5, "nodeC": 3}
+    slots = {"a": 1, "b": 5, "c": 4}
+    assert place_workers(slots, 3, 2) == {"b": 2, "c": 1}
+    assert place_workers(slots, 9, 1) == {"a": 1, "b": 5, "c": 3}
     with pytest.raises(LaunchError, match=r"-n 10: .* have room for 4 workers of 2 tiles, .* at most -n 8,"):
-        place_workers(spec, 5, 2)
+        place_workers(slots, 5, 2)
     (folder / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=3)))
     grid = "--set", "grid={replicas: 2, rows: 2, cols: 1}"
     code, _, err = here(folder, "launch", "nodes.yaml", "job.yaml", "--import", "slow.py", *grid)

@@ -46,9 +46,10 @@ def mpi_job(job: Submission, image: str, claim: str | None = None) -> list[Manif
     """
     files = _config_map(job)
     low, high = job.elastic or (job.ranks_per_node, job.ranks)
+    ranks = ["-n", str(job.ranks)] if job.needs_servers else ["--elastic", f"{low}:{high}"]
     launcher = _pod("launcher", image, job, claim)
     launcher["containers"][0] |= {
-        "command": [*_run(job, claim), "--hosts-from", DISCOVERY, "--elastic", f"{low}:{high}"],
+        "command": [*_run(job, claim), "--hosts-from", DISCOVERY, *ranks],
         "env": _ENV,
     }
     worker = _pod("worker", image, job, claim)
@@ -113,11 +114,12 @@ def train_job(job: Submission, image: str, claim: str | None = None) -> list[Man
             }
         },
     }
+    hosts = ["--hosts-from", HOST_FILE] if job.needs_servers else []
     trainer = {
         "numNodes": job.nodes,
         "numProcPerNode": job.ranks_per_node,
         "image": image,
-        "command": [*_run(job, claim), "-n", str(job.ranks)],
+        "command": [*_run(job, claim), "-n", str(job.ranks), *hosts],
         "env": _ENV,
     }
     version, name = "trainer.kubeflow.org/v1alpha1", f"neondist-{job.name}"
@@ -181,7 +183,7 @@ def _run(job: Submission, claim: str | None) -> list[str]:
     keys = _keys(job)
     words = ["neondist", *job.run_words(lambda path: f"{_FOLDER}/{keys[path]}")]
     folder = f"{_RUNS}/{job.name}" if claim is not None else f"{_HOME}/runs/{job.name}"
-    return [*words, "--output", folder, "--restarts", str(RESTARTS), "--resume", "auto"]
+    return [*words, "--output", folder, *job.restart_words(), "--resume", "auto"]
 
 
 def _pod(container: str, image: str, job: Submission, claim: str | None) -> Manifest:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ...errors import LaunchError
 from ...signals import STOPPED
-from .submission import RESTARTS, Submission
+from .submission import Submission
 
 LEAD = 120
 """Seconds before the end of its time in which a job finishes its step and writes a checkpoint."""
@@ -29,7 +29,7 @@ trap stop TERM
 
 restarts=${{SLURM_RESTART_COUNT:-0}}
 echo "job $SLURM_JOB_ID, start $((restarts + 1)), $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST"
-code={stopped}
+{hosts}code={stopped}
 if [ "$signals" -eq 0 ]; then
     {command} \\
         -n "$SLURM_NTASKS" {options} --resume auto &
@@ -47,6 +47,13 @@ if [ "$code" -eq {stopped} ] && [ "$over" -eq 1 ] && [ "$restarts" -lt {attempts
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
+"""
+
+
+# a file of the job's: nodes of a job that was put back into the queue may be others
+_HOSTS = """\
+hosts=hosts-$SLURM_JOB_ID
+scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:{slots}/' > "$hosts" || exit 2
 """
 
 
@@ -71,7 +78,8 @@ def batch_script(job: Submission, python: str, folder: str, output: str) -> str:
         f"--signal=B:USR1@{LEAD}",
         "--open-mode=append",
     ]
-    options = ["--output", output, "--restarts", str(RESTARTS)]
+    options = ["--output", output, *job.restart_words()]
+    hosts = _HOSTS.format(slots=job.ranks_per_node) if job.needs_servers and job.nodes > 1 else ""
     if job.elastic is not None:
         directives.append("--no-kill")  # a lost node does not end the job
         options += ["--elastic", f"{job.elastic[0]}:{job.elastic[1]}"]
@@ -79,7 +87,8 @@ def batch_script(job: Submission, python: str, folder: str, output: str) -> str:
         directives="\n".join(f"#SBATCH {one}" for one in directives),
         folder=shlex.quote(folder),
         command=shlex.join([python, "-m", "neondist", *job.run_words()]),
-        options=shlex.join(options),
+        options=shlex.join(options) + (' --hosts-from "$hosts"' if hosts else ""),
+        hosts=hosts,
         lead=LEAD,
         stopped=STOPPED,
         killed=128 + signal.SIGUSR1,

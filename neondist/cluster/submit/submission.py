@@ -32,11 +32,13 @@ class Submission:
         Values of `--set` and `--import`.
     elastic : tuple of int, or None
         The fewest and the most ranks of a job that goes on after a loss.
+    needs_servers : bool
+        Whether its strategy does: then its workers are jobs of their own on the nodes.
 
     Raises
     ------
     ConfigError
-        The ranks do not fit the nodes, or the bounds the ranks.
+        The ranks do not fit the nodes, or the bounds the ranks or the strategy.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Submission:
     settings: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     elastic: tuple[int, int] | None = None
+    needs_servers: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks % self.nodes:
@@ -57,6 +60,9 @@ class Submission:
             low, high = self.elastic
             raise ConfigError(f"-n {self.ranks} is not within --elastic {low}:{high}; change one of them")
 
+        if self.elastic is not None and self.needs_servers:
+            raise ConfigError("--elastic: is for one MPI job, and the strategy needs servers; leave it out")
+
     @property
     def ranks_per_node(self) -> int:
         """Number of ranks of each node."""
@@ -66,6 +72,10 @@ class Submission:
     def files(self) -> list[str]:
         """Paths of the experiment, of its strategy, and of modules: what a machine without this disk needs."""
         return [self.file, *filter(None, map(_strategy_file, self.settings)), *filter(_is_file, self.modules)]
+
+    def restart_words(self) -> list[str]:
+        """Return the words of `neondist run` for what it does after losses; workers beside servers need none."""
+        return [] if self.needs_servers else ["--restarts", str(RESTARTS)]
 
     def run_words(self, place: Callable[[str], str] = str) -> list[str]:
         """Return the words of `neondist` that run the experiment, with each file at the path that `place` gives."""
