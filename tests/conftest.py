@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from turns import taking_turns
 
 TESTS = Path(__file__).parent
 LONG = (
@@ -39,8 +40,11 @@ for number in signal.valid_signals() - {signal.SIGPIPE, getattr(signal, "SIGXFSZ
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def pytest_collection_modifyitems(items):
-    """Put long tests first: of two workers, the one with a long test at the end would keep the other waiting."""
+def pytest_collection_modifyitems(config, items):
+    """Leave out long tests of other seeds, and put files of long ones first, lest one worker waits for another."""
+    if not INSIDE:
+        items[:], later = taking_turns(items)
+        config.hook.pytest_deselected(items=later)
     items.sort(key=lambda item: item.path.name not in LONG)
 
 

@@ -59,6 +59,7 @@ sys.exit(3 * (how == "none"))
 
 
 @pytest.mark.parametrize("how", ["none", "exit", "ProcessGrid.close", "other images"])
+@pytest.mark.long
 def test_ranks_that_part_ways(how, tmp_path):
     """All end, with a message that names the rank and both calls; a common exit code stays."""
     (tmp_path / "script.py").write_text(PARTING)

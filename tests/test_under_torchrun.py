@@ -50,6 +50,7 @@ def test_under_torchrun():
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_network_learns_the_same_as_over_mpi(tmp_path):
     folders = {name: tmp_path / name for name in ("mpi", "torch")}
     for folder in folders.values():
@@ -92,6 +93,7 @@ for wait in (
 """
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_is_an_error_on_all_others(tmp_path):
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
@@ -119,6 +121,7 @@ with nd.ProcessGrid(world()) as grid:
 """
 
 
+@pytest.mark.long
 def test_an_error_on_one_rank_ends_a_job_of_torchrun(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(FAILS)

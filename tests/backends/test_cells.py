@@ -39,6 +39,7 @@ def placed(array, how):
 @pytest.mark.parametrize("layout", ["whole", "rows", "cells", "backwards"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.long
 def test_equals_the_reference(kernels, shape, dtype, layout):
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(1, 2, shape).astype(dtype) for _ in range(2))

@@ -122,6 +122,7 @@ SCHEMES = [("halo", "bucketed"), *((name, "allreduce") for name in OURS)]
 
 
 @pytest.mark.parametrize(("scheme", "sync"), some(SCHEMES))
+@pytest.mark.long
 def test_on_ranks(scheme, sync):
     """What MPI takes goes through the host."""
     fused = scheme in ("auto", "deep_halo", "overlap_tile")  # which not all layers can do
@@ -160,6 +161,7 @@ WAYS = {}, {"accumulate": 2}, {"sync": "bucketed"}, {"recompute": True}, {"dtype
 @pytest.mark.parametrize(
     ("rule", "more"), [(rule, WAYS[(3 * at + k) % 5]) for at, rule in enumerate(OPTIMIZERS) for k in range(2)], ids=str
 )
+@pytest.mark.long
 def test_training_waits_once_a_step(rule, more):
     check(everything, optimizer=OPTIMIZERS[rule], **more)
 

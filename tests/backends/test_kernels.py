@@ -27,6 +27,7 @@ def channels_last(t):
 
 @pytest.mark.parametrize("kernel", [(3, 3), (1, 2), (2, 4)])
 @pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
+@pytest.mark.long
 def test_convolution(backend, kernel, stride):
     for dilation, groups, inner, outer in itertools.product([(1, 1), (2, 1)], [1, 2, 4], [4, 8], [4, 8]):
         compare_convolution(backend, (11, 13), kernel, stride, dilation, groups, inner, outer)

@@ -83,6 +83,7 @@ def test_equals_the_reference(kernels, case, layouts, dtype, ties):
 )
 @pytest.mark.parametrize(("k", "s"), [(2, 2), (3, 2), (3, 1), (2, 3), (4, 4)])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.long
 def test_arrays_large_enough_for_threads(kernels, shape, k, s, dtype):
     axes = len(shape) - 2
     check(kernels, np.random.default_rng(0).normal(size=shape).astype(dtype), (k,) * axes, (s,) * axes)

@@ -43,6 +43,7 @@ def cases(draw):
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), samples=st.integers(0, 3), apart=st.booleans())
+@pytest.mark.long
 def test_outputs_and_gradients_of_inputs(kernels, dtype, case, samples, apart):
     """Of any kernel, stride and dilation; cells may be apart, and what is beside them is not read."""
     extent, kernel, stride, dilation, inner, outer, sides = case
@@ -64,6 +65,7 @@ def test_outputs_and_gradients_of_inputs(kernels, dtype, case, samples, apart):
     channels=st.tuples(st.integers(1, 5), st.sampled_from([8, 16, 24, 40])),
     apart=st.booleans(),
 )
+@pytest.mark.long
 def test_gradients_of_weights(kernels, dtype, sizes, width, channels, apart):
     """Of any kernel, stride and dilation, along rows that are long enough; shares of two threads add up."""
     sizes[-1], (inner, outer) = (*sizes[-1][:3], width), channels

@@ -24,6 +24,7 @@ def convolutions(draw):
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("numbers", [1, 40, 1 << 22])
 @given(convolutions())
+@pytest.mark.long
 def test_strips_join_to_the_whole(name, numbers, case):
     samples, extent, kernel, stride, dilation, groups = case
     kernels, rng = backend_of(name).kernels, np.random.default_rng(0)

@@ -81,6 +81,7 @@ def test_weights_in_order_again(shape):
     "sides", [((2, 0), (1, 1), (0, 2)), ((0, 3), (2, 1), (3, 3)), ((9, 0), (8, 0), (0, 7)), ((1, 2), (2, 1), (3, 2))]
 )
 @pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.long
 def test_what_padding_spares(monkeypatch, dtype, sides, ndim):
     from neondist.backends.torch_conv import weights_by_gemm
     from neondist.backends.windows import cropped
@@ -116,6 +117,7 @@ def test_what_padding_spares(monkeypatch, dtype, sides, ndim):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("channels", [1, 4, 19])
+@pytest.mark.long
 def test_windows(dtype, ndim, channels):
     extent = (9, 10, 11)[:ndim]
     x = sliced((2, *extent, channels), dtype)
@@ -184,6 +186,7 @@ def test_importing_neondist_does_not_import_what_kernels_need():
     assert python("import sys, neondist; neondist.get_backend('numpy'); print('torch' in sys.modules)") == "False"
 
 
+@pytest.mark.long
 def test_auto_takes_torch_and_doctor_says_so(capsys):
     assert nd.available()[0].name == nd.get_backend().name == "torch"
     assert main(["doctor"]) == 0
@@ -225,6 +228,7 @@ print('torch' in sys.modules)
 
 
 @pytest.mark.parametrize("early", ["", "import torch; "], ids=["torch after the launcher", "torch before"])
+@pytest.mark.long
 def test_threads_are_those_of_the_rank(early):
     share = "from neondist import threads; threads.cores = lambda process=0: 2; threads.limit(2); "
     code = f"{early}{share}import neondist as nd; nd.get_backend('torch'); import torch; print(torch.get_num_threads())"

@@ -52,6 +52,7 @@ def cases(draw):
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @settings(max_examples=40, deadline=None)
 @given(case=cases(), seed=st.integers(0, 99))
+@pytest.mark.long
 def test_all_ways_of_a_convolution(kernels, dtype, case, seed):
     samples, extent, kernel, inner, outer, sides = case
     rng, how = np.random.default_rng(seed), ((1,) * len(extent), (1,) * len(extent), 1)
@@ -120,6 +121,7 @@ def test_arrays_that_it_cannot_take_are_refused(kernels):
 @pytest.mark.parametrize("strip", [1, 2000, 1 << 20])
 @settings(max_examples=10, deadline=None)
 @given(case=cases(), apart=st.booleans())
+@pytest.mark.long
 def test_strips_join_to_the_whole(kernels, dtype, strip, case, apart):
     """In place, whatever is beside; if channels are apart, the table does it."""
     samples, extent, kernel, inner, outer, sides = case

@@ -67,6 +67,7 @@ def test_words_that_cannot_be_read(words):
     assert end.value.code == 2
 
 
+@pytest.mark.long
 def test_turns_in_this_process_and_on_ranks(tmp_path, monkeypatch):
     """Both sides tell where a step goes: of one process no messages and no sums."""
     (tmp_path / "nets.py").write_text(NETS)

@@ -115,6 +115,7 @@ class Own(nd.Identity):
     """May compute anything."""
 
 
+@pytest.mark.long
 def test_what_has_no_counterpart_is_named(monkeypatch):
     model = built([nd.FCLayer(2)], (6, 6, 1), nd.SumSquared())
     with pytest.raises(ConfigError, match="SumSquared has no counterpart"):

@@ -52,6 +52,7 @@ def once():
 
 
 @pytest.mark.parametrize("shape", [GridShape(1, 2, 3), GridShape(2, 3, 1), GridShape(2, 2, 2), GridShape()])
+@pytest.mark.long
 def test_a_rank_alone_notes_what_a_rank_among_others_sends(shape):
     def on_ranks(transport):
         made = experiment()
@@ -93,6 +94,7 @@ def test_a_group_of_a_rank_alone_has_those_of_its_colour():
     assert (group.rank, group.size) == (2, 4)
 
 
+@pytest.mark.long
 def test_steps_are_predicted(monkeypatch, tmp_path):
     monkeypatch.setattr(predict, "LONG", 1e-3)
     monkeypatch.setattr(predict, "QUICK", 1e-3)
@@ -148,6 +150,7 @@ batch_size: 2
 """
 
 
+@pytest.mark.long
 def test_the_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

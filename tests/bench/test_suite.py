@@ -21,6 +21,7 @@ SMALL = {"unet": (8, 12, 3), "vol": (6, 5, 7, 4), "unet3d": (8, 4, 8, 1), "lcn":
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.long
 def test_networks_are_the_same_in_pytorch(name, tmp_path):
     pytest.importorskip("torch")
     from neondist.bench.torch_twin import TorchTwin
@@ -85,6 +86,7 @@ def made_of(sides, networks=("a", "b")):
 
 
 @pytest.mark.parametrize("sides", [[*TIMES, "compile"], ["ranks", "one"]])
+@pytest.mark.long
 def test_tables_and_picture(sides, tmp_path):
     from rich.console import Console
 
@@ -140,6 +142,7 @@ def test_mistakes(words, message, tmp_path, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_neondist_alone(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     monkeypatch.setattr(command.threads, "cores", lambda process=0: 1)
@@ -151,6 +154,7 @@ def test_neondist_alone(file, tmp_path, monkeypatch, capsys):
     assert "pip install 'neondist[torch]'" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_against_pytorch(file, tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")

@@ -61,6 +61,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(("ranks", "grid"), LAYOUTS)
 @pytest.mark.parametrize("name", ["classes", "cells"])
+@pytest.mark.long
 def test_predictions(folder, tmp_path, name, ranks, grid):
     layers, data = (None, nd.Synthetic) if name == "classes" else (segmentation, Cells)
     expected = np.load(folder / f"{name}.npy")
@@ -95,6 +96,7 @@ def test_images_of_another_size_where_the_weights_fit(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "grid"), LAYOUTS)
+@pytest.mark.long
 def test_evaluation_says_what_the_run_said(folder, ranks, grid):
     history = made().run(hooks=[]).history
 

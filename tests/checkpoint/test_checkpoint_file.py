@@ -24,6 +24,7 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("writer", LAYOUTS)
+@pytest.mark.long
 def test_any_number_of_ranks_reads_what_any_other_wrote(tmp_path, writer):
     written = save(tmp_path / "c.h5", *writer)
     for reader in LAYOUTS[(LAYOUTS.index(writer) + 1) % 2 :: 2]:

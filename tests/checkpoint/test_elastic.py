@@ -28,6 +28,7 @@ def virtually(kind, folder, first=0, end=None):
 
 
 @pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.long
 def test_moving_between_virtual_ranks(tmp_path, still, kind):
     folder, expected = still[kind]
     same_arrays(virtually(kind, tmp_path), expected)
@@ -35,6 +36,7 @@ def test_moving_between_virtual_ranks(tmp_path, still, kind):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_moving_between_ranks_of_mpirun(tmp_path, still):
     """Both kinds in the job that goes on with 6 ranks; the other stretches on virtual ranks."""
     mpirun = find_mpirun(os.environ)

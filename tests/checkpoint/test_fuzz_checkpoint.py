@@ -1,6 +1,7 @@
 """Damaged checkpoints: every command that reads one refuses it in one message."""
 
 import numpy as np
+import pytest
 from fuzz import check_outcomes, damaged, survive, typed
 
 EXPERIMENT = """
@@ -13,6 +14,7 @@ batch_size: 4
 """
 
 
+@pytest.mark.long
 def test_damaged_checkpoints(tmp_path):
     file, out, bad = tmp_path / "x.yaml", tmp_path / "out", tmp_path / "moved" / "checkpoint.h5"
     file.write_text(EXPERIMENT)

@@ -43,6 +43,7 @@ def train(run, sizes):
 
 
 @pytest.mark.parametrize(("scheme", "replicas"), [*((scheme, 1) for scheme in SCHEMES), ("stale", 2)])
+@pytest.mark.long
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, scheme, replicas):
     """Stopped after the second step, after one with few samples, and after the first of the second round."""
 

@@ -94,6 +94,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("lost", LOSSES)
+@pytest.mark.long
 def test_the_loss_of_nodes(lost, memory, tmp_path, monkeypatch, expected):
     patterns, source, step = LOSSES[lost]
     folder = tmp_path / "out"

@@ -39,6 +39,7 @@ def succeed(folder, *words):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_evaluate_and_predict_on_two_ranks_as_on_one(folder):
     log = json.loads((folder / "runs" / "toy" / "metrics.jsonl").read_text())
     for ranks in ((), ("-n", 2)):

@@ -38,6 +38,7 @@ def test_a_file_with_an_equals_sign_is_no_setting():
         ("run e.yaml --set epochs=3 --out", ["--output "]),
     ],
 )
+@pytest.mark.long
 def test_shells_complete_each_field_after_set(tmp_path, typed, offered):
     pytest.importorskip("argcomplete")
     (tmp_path / "e.yaml").write_text(EXPERIMENT)

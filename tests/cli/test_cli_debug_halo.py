@@ -1,5 +1,6 @@
 """`neondist run --debug-halo`."""
 
+import pytest
 from cli_runs import EXPERIMENT, call, needs_mpirun, neondist, own
 
 MINE = """
@@ -14,6 +15,7 @@ class CentresDist(nd.ConvLayerDist):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_mistake_is_told_once_with_its_line(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     (tmp_path / "toy.yaml").write_text(EXPERIMENT.replace("!ConvLayerDist", "!CentresDist"))

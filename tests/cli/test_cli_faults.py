@@ -45,6 +45,7 @@ def clean(pids, seconds=60.0):
     return left
 
 
+@pytest.mark.long
 def test_a_rank_that_sleeps_is_reported(folder):
     activation = "model.layers.0.activation=!Sleepy {}"
     words = ["toy.yaml", "-n", 2, "--set", activation, "--import", "sleeps.py", "--stall-timeout", "5s"]
@@ -80,12 +81,14 @@ def job_with(folder, fault, early=False, expected=1):
     return err
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped_before_it_starts_mpi(folder):
     assert "rank 0 of 2: no progress for 3 s (--stall-timeout): waits in the start of MPI" in job_with(
         folder, STOP, True
     )
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped_in_code_of_the_users(folder):
     err = job_with(folder, STOP)
     assert re.search(
@@ -95,6 +98,7 @@ def test_a_rank_that_is_stopped_in_code_of_the_users(folder):
     assert "allgather" not in err or "rank 1 of 2: is stopped (process " in err
 
 
+@pytest.mark.long
 def test_a_rank_that_leaves_without_a_word(folder):
     """Its exit code is 0."""
     assert re.search(

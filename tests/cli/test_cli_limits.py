@@ -46,6 +46,7 @@ def test_ranks_are_told_the_options():
     assert told.time_limit == 12600
 
 
+@pytest.mark.long
 def test_time_limit(folder):
     code, out, err = call(neondist("run", "toy.yaml", *LONG, "--time-limit", "4s"), folder)
     assert (code, err) == (75, "")
@@ -81,6 +82,7 @@ def stop(folder, number, whom, *more):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_signals_stop_all_ranks_with_a_checkpoint(folder):
     """SIGTERM to the launcher, which mpirun alone would make a SIGKILL; then SIGUSR1 to a rank."""
     assert " came; --resume goes on from here" in stop(folder, signal.SIGTERM, 0)
@@ -91,6 +93,7 @@ KILL = "import os, signal\nos.kill(os.getpid(), signal.{})\n"
 
 
 @pytest.mark.parametrize("words", [(), ("--virtual", 2), ("-n", 2)])
+@pytest.mark.long
 def test_a_signal_while_the_command_starts(folder, words):
     """Code of the user's is imported before anything is loaded: with -n, mpirun is not started at all."""
     if "-n" in words:
@@ -102,6 +105,7 @@ def test_a_signal_while_the_command_starts(folder, words):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_signal_while_the_ranks_start(folder):
     text = "import os, signal\nif 'OMPI_COMM_WORLD_RANK' in os.environ:\n    os.kill(os.getpid(), signal.SIGTERM)\n"
     (folder / "kill.py").write_text(text)
@@ -110,6 +114,7 @@ def test_a_signal_while_the_ranks_start(folder):
     assert "stopped at step 0: SIGTERM came" in out
 
 
+@pytest.mark.long
 def test_virtual_ranks_stop(folder):
     process = start(neondist("run", "toy.yaml", *LONG, "--virtual", 2), folder)
     assert "2 ranks" in process.stdout.readline()

@@ -14,6 +14,7 @@ from neondist.cli.doctor import probe_mpi
 from neondist.errors import DataError
 
 
+@pytest.mark.long
 def test_doctor(capfd):
     assert main(["doctor"]) == 0
     out = capfd.readouterr().out
@@ -43,6 +44,7 @@ def test_doctor_without_mpi(monkeypatch, capsys):
 
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize(("word", "codes"), [("--help", (0, 141)), ("doctor", (141,))])  # argparse may look away itself
+@pytest.mark.long
 def test_nobody_reads_on(word, codes, buffered):
     read, write = os.pipe()
     os.close(read)
@@ -53,6 +55,7 @@ def test_nobody_reads_on(word, codes, buffered):
     assert done.stderr == ""
 
 
+@pytest.mark.long
 def test_a_full_disk_gets_the_table():
     with open("/dev/full", "w") as full:
         done = subprocess.run(neondist("doctor"), stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)

@@ -43,6 +43,7 @@ def test_run_writes_and_names_its_files(folder):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_files_that_lie_there_are_not_imported(folder, monkeypatch):
     for name in ("queue", "mpi4py", "numpy", "h5py", "neondist"):
         (folder / f"{name}.py").write_text("open('imported', 'w')\nraise SystemExit('imported from the folder')\n")
@@ -92,6 +93,7 @@ def test_resume(folder):
     assert losses(out) == whole[1:]
 
 
+@pytest.mark.long
 def test_import_adds_classes(folder):
     (folder / "mine.py").write_text("import neondist as nd\nclass MySGD(nd.SGD):\n    'Mine.'\n")
     words = ["check", "toy.yaml", "--set", "model.optimizer=!MySGD {learning_rate: 0.1}"]
@@ -102,6 +104,7 @@ def test_import_adds_classes(folder):
 
 @needs_mpirun
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.long
 def test_interrupting_ends_all_ranks(folder, number, code):
     """The ranks tell their process ids; epochs enough that they would run for minutes."""
     (folder / "tell.py").write_text("import os, pathlib\npathlib.Path(f'pid{os.getpid()}').touch()\n")
@@ -131,6 +134,7 @@ def read_one_line(words, folder, **env):
 
 
 @pytest.mark.parametrize("ranks", [[], pytest.param(["-n", 2], marks=needs_mpirun)])
+@pytest.mark.long
 def test_a_run_goes_on_where_nobody_reads_on(folder, ranks):
     """As with `| head -1`: mpirun would end the job with SIGPIPE."""
     words = neondist("run", "toy.yaml", *ranks, "--set", "epochs=10")
@@ -140,6 +144,7 @@ def test_a_run_goes_on_where_nobody_reads_on(folder, ranks):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.long
 def test_a_run_goes_on_where_its_output_finds_no_room(folder):
     with open("/dev/full", "w") as full:
         done = subprocess.run(neondist("run", "toy.yaml"), cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True)

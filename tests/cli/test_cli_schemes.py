@@ -39,6 +39,7 @@ def bench(*words):
     return main(["bench", "schemes", "small.yaml", "--virtual", "4", "--epochs", "1", *words])
 
 
+@pytest.mark.long
 def test_every_scheme_and_seed_has_a_result(folder, capsys):
     assert bench("--schemes", "halo,tower(fill=reflect), every(j=2, between=zeros)", "--seeds", "2") == 0
     rows = results(folder)
@@ -55,6 +56,7 @@ def test_every_scheme_and_seed_has_a_result(folder, capsys):
     assert told.err.startswith("run 0 of 6, now halo, seed 1, ")
 
 
+@pytest.mark.long
 def test_several_numbers_of_tiles_are_one_result(folder):
     assert bench("--schemes", "halo,tower", "--virtual", "1,4") == 0
     assert [(row["scheme"], row["ranks"]) for row in results(folder)] == [
@@ -67,6 +69,7 @@ def test_several_numbers_of_tiles_are_one_result(folder):
     assert (folder / "runs/small-schemes/tiles.png").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_it_resumes_where_it_stopped(folder):
     bench("--schemes", "halo")
     file = folder / "runs/small-schemes/results.jsonl"
@@ -80,6 +83,7 @@ def test_it_resumes_where_it_stopped(folder):
     assert file.read_text().count('"scheme": "halo"') == 2
 
 
+@pytest.mark.long
 def test_seams(folder, capsys):
     assert main(["bench", "seams", "small.yaml", "--virtual", "4", "--schemes", "tower,halo_oneway"]) == 0
     found = json.loads((folder / "runs/small-seams/seams.json").read_text())
@@ -104,6 +108,7 @@ def test_the_front():
 
 
 @pytest.mark.parametrize("scheme", ["deep_halo", "overlap_tile"])
+@pytest.mark.long
 def test_seams_of_a_network_with_a_run_of_layers(folder, capsys, monkeypatch, scheme):
     """In a run layers have cells of other tiles, which are not counted."""
     monkeypatch.setattr("neondist.bench.seams.plot", lambda found, file: False)

@@ -52,6 +52,7 @@ def test_what_is_no_space(text):
         sweep.space(text)
 
 
+@pytest.mark.long
 def test_the_best_is_written_and_can_be_run(go, capsys, tmp_path):
     words = ["--vary", RATES, "model.layers.0.kernel_size=[3, 99]", "--number", "accuracy", "--output", "here"]
     assert go(*words, "--trials", "3") == 0
@@ -80,6 +81,7 @@ def test_the_best_is_written_and_can_be_run(go, capsys, tmp_path):
     assert "here: has a sweep that was begun with another --vary and another --number;" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_it_goes_on_as_if_it_had_not_been_ended(go, capsys, monkeypatch):
     words = ["--vary", RATES, "--trials", "2", "--output"]
     assert go(*words, "whole") == 0
@@ -177,6 +179,7 @@ def test_bad_input_is_told_before_anything_is_trained(go, capsys, tmp_path):
     assert re.match(r"error: x/sweep\.db: cannot be used \(.*\); choose another folder", capsys.readouterr().err)
 
 
+@pytest.mark.long
 def test_runs_are_processes(tmp_path, capsys):
     (tmp_path / "file.yaml").write_text(EXPERIMENT)
     path, folder = str(tmp_path / "file.yaml"), str(tmp_path / "here")

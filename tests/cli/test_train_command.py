@@ -42,6 +42,7 @@ def records_of(folder, name="metrics.jsonl"):
 DATA = "--training-data", "train.csv", "--validation-data", "test.csv"
 
 
+@pytest.mark.long
 def test_train_evaluate_predict(place, capsys):
     processor = """
 class PredictionOutputsProcessor:
@@ -80,6 +81,7 @@ def test_training_without_validation_data(place):
     assert "validation_loss" not in records_of("run")[0]
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on_with_its_tasks(place):
     stop = """
 import neondist as nd
@@ -106,6 +108,7 @@ OPTIONS = *DATA, "--minibatch-size", "32", "--distribution-strategy", "Allreduce
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_replicas_are_ranks_of_one_job(place):
     many = *OPTIONS, "--num-workers", "2", "--output", "many", "--force"
     code, _, err = call(neondist("train", model(place), *many), place, NEONDIST_TESTS_HIDE="matplotlib")
@@ -115,6 +118,7 @@ def test_replicas_are_ranks_of_one_job(place):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.long
 def test_replicas_of_tiles_train_what_one_process_does(place):
     definition = load_definition(model(place))
 
@@ -166,6 +170,7 @@ SERVED = "--distribution-strategy", "ParameterServerStrategy", "--num-workers", 
 ELASTIC = "--distribution-strategy", "ParameterServerStrategy", "--num-workers"
 
 
+@pytest.mark.long
 def test_servers_average_as_many_gradients_as_the_options_say(place):
     words = "train", model(place), *DATA, "--minibatch-size", "16", "--num-epochs", "2", *SERVED, "--num-ps", "1"
     mode = "--grads-to-wait", "2", "--sync-version-tolerance", "1"

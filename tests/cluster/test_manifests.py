@@ -177,6 +177,7 @@ def test_files_without_names_for_a_config_map(folder):
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @needs_mpirun
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_the_launcher_starts_ranks_on_all_workers(kind, folder, tmp_path):
     """With the operator's variables, host file and script of hosts, at the paths that a container would have."""
     names = [f"toy-1-worker-{at}.toy-1-worker.default.svc" for at in range(2)]

@@ -129,6 +129,7 @@ def operator(api, kind, *changes):
     ("--mpijob", "MPIJob", "Succeeded", 0), ("--trainjob", "TrainJob", "Complete", 0),
     ("--mpijob", "MPIJob", "Failed", 1),
 ])  # fmt: skip
+@pytest.mark.long
 def test_created_and_followed_to_its_end(api, folder, option, kind, end, code):
     log = f"/api/v1{NAMESPACE}/pods/toy-launcher-x/log"
     api.loop.call_soon_threadsafe(lambda: api.api[f"get {log}"] << b"epoch 1/2\nepoch 2/2\n")
@@ -167,6 +168,7 @@ def test_scaled_refused_and_deleted(api, folder):
 
 
 @needs_kmock
+@pytest.mark.long
 def test_a_job_that_is_deleted_meanwhile(api, folder):
     with operator(api, "MPIJob", "Created"):
         job = start(neondist("submit", "--mpijob", "toy.yaml", "--apply"), folder)

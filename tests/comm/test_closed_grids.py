@@ -66,6 +66,7 @@ def test_an_error_closes_the_grid_if_all_ranks_have_it(error, closes):
 
 
 @pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.long
 def test_many_grids_leave_nothing(closed):
     def groups():
         gc.collect()

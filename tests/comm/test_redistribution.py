@@ -3,6 +3,7 @@
 from functools import partial
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import check_redistribution
@@ -24,6 +25,7 @@ def cuts(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(cuts())
+@pytest.mark.long
 def test_cells_arrive_and_come_back_and_the_adjoint_adds(drawn):
     ranks, *how = drawn
     loopback.run(ranks, lambda comm: check_redistribution(ProcessGrid(comm), *how))

@@ -228,6 +228,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long
 def test_message(name):
     text, message = CASES[name]
     start = time.perf_counter()

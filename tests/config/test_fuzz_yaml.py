@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 from fuzz import check_outcomes, outcome, survive, typed
 from fuzz_yaml import LAUGHS, PAYLOAD, mutated
 
@@ -67,6 +68,7 @@ def train_a_step(path):
         load_experiment(path).run(nd.ProcessGrid.serial(), hooks=[_OneStep()])
 
 
+@pytest.mark.long
 def test_mutated_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

@@ -226,6 +226,7 @@ def trained(name, grid=None, **how):
 
 
 @pytest.mark.parametrize("name", COSTS)
+@pytest.mark.long
 def test_means_are_of_the_whole_batch_on_every_grid(name):
     whole = trained(name)
     assert all(np.isfinite(array).all() for array in whole.values())

@@ -107,6 +107,7 @@ def test_labels_in_a_table_and_maps(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "shape"), some(product(["u1", ">f4", "f8", "i2"], [(6, 5), (6, 5, 3), (4, 6, 5, 2)])), ids=str
 )
+@pytest.mark.long
 def test_numpy_files(tmp_path, dtype, shape):
     draw = np.random.default_rng(0)
     arrays = {f"{kind}_{part}": None for part in PARTS for kind in "xy"}
@@ -250,6 +251,7 @@ def test_bytes_that_four_tiles_really_read(tmp_path, monkeypatch, size, shape):
     assert image * 3 <= read <= 1.2 * image * 3 + 4 * 2**14, read / image / 3  # the rest are tables, once for each rank
 
 
+@pytest.mark.long
 def test_memory_stays_small(tmp_path):
     """Converting 320 MB takes no more room than a few images."""
     with open(tmp_path / "x.npy", "wb") as file:

@@ -66,6 +66,7 @@ def refused_twice(full, folder, attempt, old):
 
 @FULL
 @pytest.mark.parametrize("more", [[], ["--compress"]])
+@pytest.mark.long
 def test_convert(tmp_path, full, more):
     np.save(tmp_path / "x.npy", np.random.default_rng(0).integers(0, 256, (60, 200, 200), dtype=np.uint8))
     np.save(tmp_path / "y.npy", np.arange(60))

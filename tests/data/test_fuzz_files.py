@@ -35,6 +35,7 @@ def trained(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.long
 def test_idx(tmp_path, trained, suffix):
     small_mnist(tmp_path / "mnist", suffix, counts=(5, 3))
     _, judge = trained(f"!MNIST {{path: {tmp_path / 'mnist'}}}")
@@ -52,6 +53,7 @@ def test_idx(tmp_path, trained, suffix):
 
 
 @pytest.mark.parametrize("pack", [folder, archive])
+@pytest.mark.long
 def test_cifar10(tmp_path, trained, pack):
     place = pack(tmp_path / "cifar", batches(2))
     path = place / "data_batch_2.bin" if place.is_dir() else place
@@ -65,6 +67,7 @@ def test_cifar10(tmp_path, trained, pack):
 
 
 @pytest.mark.parametrize("libver", ["earliest", "v110"])
+@pytest.mark.long
 def test_hdf5(tmp_path, trained, libver):
     """Of the version that convert writes, with checksums of the metadata, and of the oldest, without."""
     path = tmp_path / "x.h5"
@@ -79,6 +82,7 @@ def test_hdf5(tmp_path, trained, libver):
     check_outcomes(survive(damaged(path.read_bytes(), 50), attempt), 15)
 
 
+@pytest.mark.long
 def test_images_to_predict(tmp_path, trained):
     small_hdf5(tmp_path / "x.h5", (6, 5, 2), counts=(6, 3))
     _, judge = trained(f"!HDF5Dataset {{path: {tmp_path / 'x.h5'}}}")
@@ -95,6 +99,7 @@ def test_images_to_predict(tmp_path, trained):
     check_outcomes(outcomes, 15)
 
 
+@pytest.mark.long
 def test_what_convert_writes(tmp_path):
     """Every wrong bit is found, in the images too: no case gives other numbers."""
     np.save(tmp_path / "x.npy", np.arange(12 * 30, dtype="u1").reshape(12, 6, 5))
@@ -140,6 +145,7 @@ def test_tile_cache(tmp_path):
     check_outcomes(outcomes, 0)
 
 
+@pytest.mark.long
 def test_sources_of_convert(tmp_path):
     """Damaged arrays and images."""
     np.savez(tmp_path / "x.npz", images=np.ones((5, 4, 3, 1), "f4"), labels=np.arange(5))

@@ -24,6 +24,7 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("shape", GRIDS)
 @pytest.mark.parametrize("chunks", [True, False])
+@pytest.mark.long
 def test_tiles_give_the_whole(path, shape, chunks):
     made = small_hdf5(path, chunks=chunks)
     order = np.random.default_rng(1).permutation(20)

@@ -76,6 +76,7 @@ def losses(grid, fields):
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.long
 def test_crops_labels_and_losses_are_the_same_in_all_formats_on_all_grids(made, suffix):
     for kind in {"", FORMATS[suffix]} - {""}:
         pytest.importorskip(kind, reason=f"{suffix} needs {kind}")

@@ -18,6 +18,7 @@ def opened(grid=ONE, **arguments):
 
 @pytest.mark.parametrize("grid_shape", GRIDS)
 @pytest.mark.parametrize("shape", [(13, 11, 3), (7, 40, 1), (700, 600, 2)])
+@pytest.mark.long
 def test_tiles_are_the_whole_bit_for_bit(grid_shape, shape):
     arguments = {"shape": shape, "classes": 3, "train": 6, "test": 3, "seed": 5}
     ranks = grids(*grid_shape)

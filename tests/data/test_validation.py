@@ -76,6 +76,7 @@ KINDS = [mnist, cifar10, synthetic, photographs, lambda path, **more: Own(**more
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("asked", "count"), [(0.25, 5), (0.01, 1), (0.999, 19), (7, 7), (19, 19)])
+@pytest.mark.long
 def test_the_last_training_samples(tmp_path, kind, asked, count):
     whole = opened(kind(tmp_path))  # which makes the files, once
     assert whole.validation is None

@@ -22,6 +22,7 @@ def same(job, ranks):
 @pytest.mark.parametrize(
     ("kind", "ranks"), some([*((kind, 4) for kind in KINDS), ("everything", 1), ("segmentation", 9)])
 )
+@pytest.mark.long
 def test_every_layer(kind, ranks):
     same(lambda comm, after: train(kind, nd.ProcessGrid(comm), steps=2, after_build=after), ranks)
 

@@ -20,6 +20,7 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.long
 def test_example(place, name):
     losses = []
     for launcher in ("python", "mpirun -n 4 python"):

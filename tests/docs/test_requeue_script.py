@@ -34,6 +34,7 @@ wait $job
 
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script")
+@pytest.mark.long
 def test_it_goes_on_in_the_middle_of_pretraining(tmp_path):
     (script,) = [b.text for b in blocks(ROOT / "docs" / "cluster.md") if "scontrol requeue" in b.text]
     (tmp_path / "bin").mkdir()

@@ -35,6 +35,7 @@ def names(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "pyproject.toml", "setup.py"])
+@pytest.mark.long
 def test_what_every_archive_needs(names, name):
     assert name in names
 

@@ -16,6 +16,7 @@ xarray = pytest.importorskip("xarray", reason="the oracle")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+@pytest.mark.long
 def test_weather_is_learnt_and_forecast(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copy(EXAMPLES / "climate.yaml", tmp_path)

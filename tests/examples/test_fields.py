@@ -19,6 +19,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.long
 def test_an_example(name, tmp_path, monkeypatch):
     what, side, suffix, package, changes = FIELDS[name]
     pytest.importorskip(package)

@@ -11,6 +11,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ORIGINAL, TILED = EXAMPLES / "training_script_one_process.py", EXAMPLES / "training_script.py"
 
 
+@pytest.mark.long
 def test_numbers_are_those_of_one_process(tmp_path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("tensorboardX")

@@ -59,6 +59,7 @@ def test_a_file_that_may_not_grow(tmp_path):
 
 
 @pytest.mark.parametrize("foreseen", [True, False])
+@pytest.mark.long
 def test_a_small_tmpfs(tmp_path, foreseen):
     if not can_mount():
         pytest.skip("needs user namespaces to mount a tmpfs")

@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="compiles a library to preload")
+@pytest.mark.long
 def test_faults_and_ends_before_some_of_all_calls(tmp_path):
     """Ends of one command and of the same anew, too; other calls with each seed."""
     script = Path(__file__).parents[1] / "helpers" / "storage_faults.py"

@@ -143,6 +143,7 @@ def write_zarr(path, dimensions, sizes, by_cells, version):
 
 @given(variables())
 @settings(max_examples=25, deadline=None)
+@pytest.mark.long
 def test_axes_are_those_that_were_written(tmp_path_factory, case):
     dimensions, sizes, by_cells, places = case
     folder = tmp_path_factory.mktemp("a")

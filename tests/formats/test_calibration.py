@@ -371,6 +371,7 @@ CASES = [(source, seed) for source in SOURCES for seed in ((0, 1, 3) if source i
 
 
 @pytest.mark.parametrize(("source", "seed"), CASES, ids=[f"{source.__name__}-{seed}" for source, seed in CASES])
+@pytest.mark.long
 def test_place_time_and_calibration(tmp_path, source, seed):
     path, known = source(tmp_path, seed)
     with nd.open_source(tmp_path / path) as given:

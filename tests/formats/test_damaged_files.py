@@ -100,6 +100,7 @@ def check(outcomes, path):
 
 
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.long
 def test_damaged_files(tmp_path, name):
     FILES[name](tmp_path / name)
     raw, path = (tmp_path / name).read_bytes(), tmp_path / "broken" / name
@@ -114,6 +115,7 @@ def test_damaged_files(tmp_path, name):
 
 
 @pytest.mark.parametrize("ome", ["0.4", "0.5"])
+@pytest.mark.long
 def test_damaged_zarr_folders(tmp_path, ome):
     pytest.importorskip("zarr")
     path = made(tmp_path / "a.ome.zarr", ome=ome)

@@ -69,6 +69,7 @@ def read(name):
 
 @given(packings())
 @settings(max_examples=50, deadline=None)
+@pytest.mark.long
 def test_values_are_those_of_netcdf4(tmp_path_factory, case):
     cells, attributes, fill, order, written = case
     order = order if cells.dtype.itemsize > 1 else "native"
@@ -125,6 +126,7 @@ OF_XARRAY = "i1", "u1", "i2", "u2", "i4", "f4", "f8"
 
 @pytest.mark.parametrize("kind", OF_XARRAY)
 @pytest.mark.parametrize("scale", [{}, {"scale_factor": 0.5}, {"scale_factor": 0.01, "add_offset": 280.0}])
+@pytest.mark.long
 def test_values_are_those_of_xarray(tmp_path, kind, scale):
     version = 2 + (OF_XARRAY.index(kind) + len(scale)) % 2
     pytest.importorskip("zarr", reason="Zarr needs zarr")

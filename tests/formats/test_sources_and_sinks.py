@@ -50,6 +50,7 @@ def write(path, array, axes, ranks=1, counts=(3, 2, 2), at_write=lambda: None, *
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("axes", SHAPES)
 @pytest.mark.parametrize(("ranks", "dtype"), [(1, "uint8"), (3, "float32"), (4, "int16")])
+@pytest.mark.long
 def test_ranks_write_a_file_and_boxes_of_it_are_read(tmp_path, suffix, axes, ranks, dtype):
     array, path = cells(axes, dtype), tmp_path / f"out{suffix}"
     if suffix in (".ome.zarr", ".nii", ".nii.gz"):

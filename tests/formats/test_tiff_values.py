@@ -54,6 +54,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int16"])
+@pytest.mark.long
 def test_masks(tmp_path, layout, count, dtype):
     if "predictor" in (options := LAYOUTS[layout]) and dtype == "int16":
         options = {"compress": "lzw", "predictor": 2}

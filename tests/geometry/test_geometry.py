@@ -76,6 +76,7 @@ def test_windows_need_what_a_convolution_reads(drawn):
 @example(((7, 6), Window((1, 3), stride=(2, 1), padding=0)), (1, 2, 2))
 @given(windows(), parts_3d)
 @settings(max_examples=200)
+@pytest.mark.long
 def test_plans_deliver_every_needed_cell_once(drawn, parts):
     """Play all plans by hand on numbered cells: each view is right, and both ends of each message agree."""
     extent, window = drawn

@@ -26,6 +26,7 @@ def on_ranks(extent, window, parts):
 
 @given(windows(), st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2)))
 @settings(max_examples=60, deadline=None)
+@pytest.mark.long
 def test_views_and_dot_test(drawn, parts):
     extent, window = drawn
     assume(slides(extent, window))

@@ -51,6 +51,7 @@ def wait(condition):
 @linux
 @needs_mpirun
 @pytest.mark.parametrize("killed", ["launcher", "mpirun", "launcher and mpirun", "rank", "everyone", "nobody"])
+@pytest.mark.long
 def test_nothing_is_left(tmp_path, killed):
     rank = RANK.replace("600", "0") if killed == "nobody" else RANK
     launcher = start([sys.executable, "-c", LAUNCHER, rank], tmp_path, TMPDIR=str(tmp_path))

@@ -42,6 +42,7 @@ def scaled(folder):
     return [(one["before"], one["workers"]) for one in read_events(folder) if one["event"] == "scale"]
 
 
+@pytest.mark.long
 def test_a_worker_joins_late_and_leaves_early(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "matplotlib")

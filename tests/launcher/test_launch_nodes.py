@@ -54,6 +54,7 @@ def write(folder, addresses, **ssh):
 
 @fake
 @needs_mpirun
+@pytest.mark.long
 def test_a_script_and_an_experiment_on_fake_nodes(folder, tmp_path):
     nodes = FakeNodes(tmp_path, "nodeB", "nodeC")
     write(folder, nodes.nodes)
@@ -107,6 +108,7 @@ def test_mistakes_with_scripts(folder):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_script_that_is_lost_begins_again(folder):
     (folder / "nodes.yaml").write_text(f"nodes: [{{address: {platform.node()}, cpus: [0]}}]")
     (folder / "dies.py").write_text(

@@ -37,6 +37,7 @@ def wait(condition, what, seconds=120):
     return found
 
 
+@pytest.mark.long
 def test_losses_on_other_nodes(nodes, tmp_path):
     """A daemon (mpirun: exit code 0), a stopped rank, a rank, and the supervisor; then the weights of a run without."""
     folder, log = tmp_path / "out", tmp_path / "log"

@@ -64,6 +64,7 @@ def weights(path):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_rank_is_killed_and_the_newest_checkpoint_is_spoilt(folder):
     (folder / "die1").write_text("spoil")
     (folder / "die2").write_text("")
@@ -83,6 +84,7 @@ def test_a_rank_is_killed_and_the_newest_checkpoint_is_spoilt(folder):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_no_more_often_than_allowed_and_not_for_mistakes(folder):
     for number in range(2):
         (folder / f"die{number}").write_text("")

@@ -40,6 +40,7 @@ def gone(pid, seconds=60.0):
 
 
 @pytest.mark.parametrize(("text", "code"), [("exit 0", 0), ("exit 5", 5), ("kill -9 $$", 137)])
+@pytest.mark.long
 def test_exit_code(text, code):
     assert start("sh", "-c", text).wait(60) == code
 
@@ -47,6 +48,7 @@ def test_exit_code(text, code):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 3), (signal.SIGHUP, 4)]
 )
+@pytest.mark.long
 def test_signals_are_forwarded(number, code):
     """The child tells which signal it got: USR1 and HUP (as TERM) by its own code."""
     process = start(*trapping(USR1="os._exit(3)", TERM="os._exit(4)", INT="os._exit(5)"))

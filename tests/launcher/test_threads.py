@@ -43,6 +43,7 @@ def test_share(monkeypatch, cores, ranks, expected):
 
 
 @pytest.mark.parametrize("loaded", [[], ["numpy"]])
+@pytest.mark.long
 def test_a_quarter_of_the_parents_cores(loaded):
     given, variable, *pools = limited(8, 8, *loaded)
     assert (given, variable) == ("2", "2")
@@ -71,6 +72,7 @@ print(*most, flush=True)
 
 @needs_mpirun
 @pytest.mark.parametrize("chosen", [{}, {"OMP_NUM_THREADS": "3"}])
+@pytest.mark.long
 def test_a_script_under_plain_mpirun(chosen):
     """The ranks share the cores, of which they would each take all, and one of them says so, once."""
     mpirun = find_mpirun(os.environ)

@@ -27,6 +27,7 @@ LINEAR = {
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.long
 def test_dot(name, ranks):
     def on_tiles(comm):
         model = nd.ConvnetDist(LINEAR[name](), seed=2, dtype="float64")

@@ -46,6 +46,7 @@ def test_equals_torch(shape, name):
 
 
 @pytest.mark.parametrize(("shape", "name"), some(product(SHAPES, LAYERS)), ids=str)
+@pytest.mark.long
 def test_every_grid_computes_what_one_process_does(shape, name):
     check_grids(LAYERS[name], shape, in_turn(SHAPES.index(shape) + list(LAYERS).index(name)))
 

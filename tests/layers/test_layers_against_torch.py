@@ -117,6 +117,7 @@ def test_upsampling_by_a_factor_per_axis():
 
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])
 @pytest.mark.parametrize("factor", [4, (5, 7)])
+@pytest.mark.long
 def test_upsampling_by_large_factors_on_tiles(factor, mode):
     """A tile begins anywhere inside of an enlarged cell, and may see a part of one cell alone."""
     check_grids(layer("Upsample", factor, mode), (3, 2, 2), [(2, 1, 2, 1), (3, 1, 1, 1), (9, 1, 3, 1), (8, 1, 8, 1)])

@@ -64,6 +64,7 @@ def test_equals_the_formula(ndim, halo, options):
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize(("options", "halo"), [*zip(OPTIONS, ["twice", "wide", "wide", "twice"], strict=True)])
+@pytest.mark.long
 def test_every_grid_computes_what_one_process_does(ndim, halo, options):
     grids = in_turn(ndim + OPTIONS.index(options))
     check_grids(layer("LCN", KERNELS[ndim], halo=halo, **options), SHAPES[ndim], grids)
@@ -71,6 +72,7 @@ def test_every_grid_computes_what_one_process_does(ndim, halo, options):
 
 @pytest.mark.parametrize("halo", ["twice", "wide"])
 @pytest.mark.parametrize("shape", [(2, 3, 1), (5, 1, 3), (1, 1, 1)])
+@pytest.mark.long
 def test_windows_wider_than_the_image(shape, halo):
     make = layer("LCN", 9, halo=halo)
     check_grids(make, shape, [(2, 1, 2, 1), (4, 1, 2, 1), (6, 1, 3, 1)])
@@ -100,6 +102,7 @@ def sent_by_plan(halos, grid):
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
+@pytest.mark.long
 def test_auto_sends_no_more_than_either_way(mode):
     rng, chosen = np.random.default_rng(2), []
     for _ in range(100):

@@ -11,6 +11,7 @@ from neondist.comm import loopback
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(("rows", "cols"), [(1, 7), (7, 1)])
 @pytest.mark.parametrize(("padding", "stride"), [(6, 1), (((6, 0), (0, 6)), 2)])
+@pytest.mark.long
 def test_gradients_of_tiles_without_a_cell_of_the_image(backend, rows, cols, padding, stride):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 6, 5, 16))

@@ -10,6 +10,7 @@ from neondist.comm import loopback
 
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(2, 1, 0), (3, 2, 1), (5, 1, 2)])
+@pytest.mark.long
 def test_ties_across_seams(backend, kernel, stride, padding):
     x = np.random.default_rng(0).integers(0, 2, (2, 11, 9, 3)).astype(np.float64)  # nearly every window has ties
 

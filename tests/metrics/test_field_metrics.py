@@ -75,6 +75,7 @@ def weights_of(kind, whole, path):
 
 
 @pytest.mark.parametrize("kind", ["cosine", "file"])
+@pytest.mark.long
 def test_costs_and_metrics_are_those_of_xarray(tmp_path, kind):
     whole = series(tmp_path, extent=(7, 6))
     weights, arrays = weights_of(kind, whole, tmp_path)

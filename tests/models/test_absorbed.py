@@ -106,6 +106,7 @@ def test_what_goes_together():
 @pytest.mark.parametrize("more", [{}, {"accumulate": 2}, {"recompute": True}, {"strips": 3}], ids=str)
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "not compiled"])
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
+@pytest.mark.long
 def test_the_same_numbers(apart, more, backend, compiled, monkeypatch):
     if backend == "torch":
         pytest.importorskip("torch")
@@ -116,6 +117,7 @@ def test_the_same_numbers(apart, more, backend, compiled, monkeypatch):
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2), (4, 1), (6, 1)])
+@pytest.mark.long
 def test_on_grids(apart, ranks, replicas):
     def job(comm):
         return steps(built(nd.ReLU, "Dist", nd.ProcessGrid(comm, replicas=replicas)))

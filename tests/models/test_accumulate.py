@@ -38,6 +38,7 @@ def whole():
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (3, 3), (4, 1), (4, 2)], ids=str)
+@pytest.mark.long
 def test_every_layer(whole, grid):
     ranks, replicas = grid
 

@@ -106,6 +106,7 @@ def close(found, expected):
 
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("seed", range(24))
+@pytest.mark.long
 def test_passes(seed, backend):
     model, network, tensors = build(seed, backend)
     rng = np.random.default_rng(seed)
@@ -134,6 +135,7 @@ def test_passes(seed, backend):
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.long
 def test_training(seed, backend, ours, theirs):
     model, network, tensors = build(seed, backend, ours)
     trained = {k: t for k, t in tensors.items() if not k.endswith(("/mean", "/var"))}

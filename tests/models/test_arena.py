@@ -176,6 +176,7 @@ def trained(layers, name, arena, task, monkeypatch):
 
 
 @pytest.mark.parametrize(("network", "name"), some(product(networks(), NAMES)))
+@pytest.mark.long
 def test_sharing_memory_changes_no_number(network, name, monkeypatch):
     expected = trained(networks()[network], name, Apart, LayerTask, monkeypatch)
     for how in ((Arena, LayerTask), (Apart, PoisonTask)):
@@ -226,6 +227,7 @@ def test_a_residual_block_adds_gradients_where_the_first_one_lies():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("middle", ["chain", "containers"])
+@pytest.mark.long
 def test_a_step_allocates_next_to_nothing(name, middle, monkeypatch):
     middles = {
         "chain": [conv(), conv(stride=2), nd.MaxPoolingLayer(2), conv()],

@@ -78,6 +78,7 @@ def whole():
     ],
     ids=str,
 )
+@pytest.mark.long
 def test_a_residual_network(whole, ranks, replicas, more):
     def job(comm):
         model = residual(memory=ENOUGH, **more)
@@ -91,6 +92,7 @@ def test_a_residual_network(whole, ranks, replicas, more):
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.long
 def test_every_layer(ranks):
     """What cannot go in strips, here a convolution whose gradients are gathered, ends the stream."""
     expected = steps(every_layer(batch=8))
@@ -147,6 +149,7 @@ def pooled(**more):
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.long
 def test_what_is_kept_spares_work(ranks):
     whole, shape, grid = trained(pooled(), nd.ProcessGrid.serial()), (23, 17, 2), nd.GridShape(1, ranks)
     plans = {PROCESS * ranks + (1 << 40): None}
@@ -214,6 +217,7 @@ def contrast(**more):
 @pytest.mark.parametrize(
     ("network", "nodes", "ranks", "rows"), [(unet, 7, 4, 2), (contrast, 8, 1, 2), (contrast, 8, 3, 1)]
 )
+@pytest.mark.long
 def test_a_network(network, nodes, ranks, rows):
     whole = trained(network(), nd.ProcessGrid.serial())
 
@@ -328,6 +332,7 @@ class Told(Hook):
         self.notes = run.notes
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_streamed_without_being_asked(tmp_path, monkeypatch):
     file = tmp_path / "images.h5"
     small_hdf5(file, shape=(60, 50, 2), counts=(3, 2))

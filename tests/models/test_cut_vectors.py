@@ -127,6 +127,7 @@ def on(ranks, job):
 
 
 @pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.long
 def test_which_vectors_stay_cut_and_that_it_changes_no_number(name):
     assert len(model_of(name).plan(SHAPE).graph.shards) == CHAINS[name][1]
     expected = on(1, lambda grid: trained(grid, name))[0]

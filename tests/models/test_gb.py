@@ -16,6 +16,7 @@ ROWS = {1: (1, 1), 4: (2, 2), 6: (3, 2)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_pretraining_is_the_same_on_every_grid(kind):
     expected = pretrain_steps(kind)
     for ranks, replicas, rows in (GRIDS[0], GRIDS[1 + list(KINDS).index(kind) % 2]):
@@ -27,6 +28,7 @@ def test_pretraining_is_the_same_on_every_grid(kind):
             assert worst(found, expected) < 1e-9, (ranks, replicas)
 
 
+@pytest.mark.long
 def test_a_whole_run_is_the_same_on_every_grid():
     expected = pretrain_and_fit()
     assert expected["pretraining"][2, 0] < expected["pretraining"][0, 0]
@@ -36,6 +38,7 @@ def test_a_whole_run_is_the_same_on_every_grid():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_the_decoder_is_the_encoders_adjoint(kind):
     def job(comm):
         model, x = built(kind, nd.ProcessGrid(comm))

@@ -18,6 +18,7 @@ def whole():
 
 
 @pytest.mark.parametrize(("ranks", "replicas", "rows"), [(1, 1, 8), (3, 1, 1), (4, 2, 3), (6, 2, "auto")])
+@pytest.mark.long
 def test_every_layer(whole, ranks, replicas, rows):
 
     def job(comm):
@@ -64,6 +65,7 @@ def trained(model, grid, shape=(23, 17, 2)):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("scheme", ["halo", "deep_halo(layers=3)", "overlap_tile(statistics=global)"])
+@pytest.mark.long
 def test_long_segments(ranks, scheme):
     def job(comm):
         expected = trained(chain(scheme), nd.ProcessGrid(comm))

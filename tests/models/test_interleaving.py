@@ -77,6 +77,7 @@ def interleaved(model, seeds, order):
 @pytest.mark.parametrize(
     ("ranks", "backend"), [*((ranks, NAMES[0]) for ranks in (1, 6)), *((4, name) for name in NAMES[1:])]
 )
+@pytest.mark.long
 def test_in_either_order(ranks, backend):
     expected = separately(built(backend=backend), (0, 1, 2))
 

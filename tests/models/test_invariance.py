@@ -34,6 +34,7 @@ def serial():
 
 
 @pytest.mark.parametrize(("kind", "grid", "backend"), some(CASES), ids=str)
+@pytest.mark.long
 def test_every_grid_computes_what_one_process_does(serial, kind, grid, backend):
     """The one process with NumPy: all backends agree too."""
     expected = serial(kind)
@@ -53,6 +54,7 @@ def test_the_runs_learn():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_distribute_keeps_the_weights(kind):
     shape, model = KINDS[kind][0], model_of(kind, dist=False)
     model.build(shape, batch_size=2)

@@ -82,6 +82,7 @@ SPOILERS = [spoil_images, spoil_weights, spoil_tiled_weights, spoil_output, spoi
 
 @pytest.mark.parametrize("spoil", SPOILERS)
 @pytest.mark.parametrize(("ranks", "factors"), GRIDS)
+@pytest.mark.long
 def test_the_place_is_named_alike_on_all_ranks(ranks, factors, spoil):
     def body(transport):
         model = built(nd.ProcessGrid(transport, **factors))
@@ -133,6 +134,7 @@ def test_a_skipped_step_changes_nothing_but_the_count(ranks, factors, spoil):
 
 @pytest.mark.parametrize("bad", [0, 1, 4])
 @pytest.mark.parametrize("scheme", ["stale", "stale(steps=2)", "every(j=4)", "quantised(bits=8, feedback=true)"])
+@pytest.mark.long
 def test_border_schemes_remember_nothing_of_a_skipped_step(scheme, bad):
     """The steps around it are those of a model that never sees it; `every` exchanges in steps 0 and 4."""
 

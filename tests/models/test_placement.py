@@ -55,6 +55,7 @@ def test_rows_are_summed_over_replicas():
 
 
 @pytest.mark.parametrize("shape", [(7, 5, 2), (2, 3, 4), (3,), (5, 2)], ids=str)
+@pytest.mark.long
 def test_whole_arrays_go_from_any_grid_to_any_other(shape):
     """Uneven tiles, tiles of no cells, and vectors of fewer features than tiles."""
     names = {f"fc{at}/{name}" for at in (1, 2, 3) for name in ("weights", "bias")}

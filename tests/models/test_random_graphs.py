@@ -21,6 +21,7 @@ CASES, AT_ONCE = 15, 5  # tests/mpi has some more
 
 
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
+@pytest.mark.long
 def test_generated_networks_compute_what_pytorch_does(first):
     for number in range(first, first + AT_ONCE):
         case = draw_case(SEED, number)
@@ -55,6 +56,7 @@ def test_what_was_wrong_once(name):
     check(FOUND[name])
 
 
+@pytest.mark.long
 def test_every_layer_is_drawn():
     drawn = {kind for number in range(40) for kind, _ in leaves(draw_case(0, number).network)}
     assert drawn == set(IMAGES)

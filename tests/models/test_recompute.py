@@ -20,6 +20,7 @@ def kept():
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.long
 def test_every_layer(kept, grid):
     ranks, replicas = grid
 
@@ -40,6 +41,7 @@ def test_every_layer(kept, grid):
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.long
 def test_passes_interleave_and_are_gone_back_through_again(ranks):
     def job(comm):
         found = []

@@ -77,6 +77,7 @@ def planned(model):
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.long
 def test_numbers_are_those_of_what_is_kept(ranks):
     def job(comm):
         again, kept = (built(norm, nd.ProcessGrid(comm)) for norm in (nd.BatchNormLayerDist, KeepingDist))

@@ -43,6 +43,7 @@ def steps(grid, sync, accumulate=1):
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 2), (3, 1), (6, 2)], ids=str)
+@pytest.mark.long
 def test_buckets_travel_during_backward(small, grid):
     ranks, replicas = grid
 
@@ -62,6 +63,7 @@ def test_buckets_travel_during_backward(small, grid):
 
 @pytest.mark.parametrize("kind", ["unshared", "shared"])
 @pytest.mark.parametrize("grid", [(4, 1), (6, 2)], ids=str)
+@pytest.mark.long
 def test_gradients_of_a_tiles_own_weights(small, kind, grid):
     ranks, replicas = grid
 

@@ -47,6 +47,7 @@ def train(model, shape, grid):
     st.sampled_from(sorted(OPTIMIZERS)), st.booleans(), st.sampled_from([{}, {"recompute": True}, {"accumulate": 2}]),
     st.sampled_from(["AllReduce", "ShardedOptimizer", "AllReduce(compressor='fp16')"]),
 )  # fmt: skip
+@pytest.mark.long
 def test_numbers_are_those_of_one_process(sizes, shape, grid, optimizer, bias, how, strategy):
     replicas, rows, cols = grid
     expected = train(perceptron(False, sizes, optimizer, bias, vector_parallel=False), shape, None)

@@ -138,6 +138,7 @@ def trained(optimizer, grid=None):
 
 
 @pytest.mark.parametrize("optimizer", WHOLE)
+@pytest.mark.long
 def test_every_norm_is_of_the_whole_on_every_grid(optimizer):
     whole, _, _ = trained(optimizer, nd.ProcessGrid.serial())
     assert np.allclose(whole["judged"], whole["raw"]) is not any("average" in name for name in whole)
@@ -155,6 +156,7 @@ def experiment(optimizer, epochs, metrics=()):
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "rmsprop"])
+@pytest.mark.long
 def test_a_resumed_run_is_the_same(optimizer, tmp_path):
     def run(comm, folder, epochs, resume=False):
         made = experiment(optimizer, epochs)

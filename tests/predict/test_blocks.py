@@ -31,6 +31,7 @@ def check(model, x, size):
 
 
 @pytest.mark.parametrize("first", range(0, 45, 15))
+@pytest.mark.long
 def test_generated_networks(first):
     checked = 0
     for number in range(first, first + 15):
@@ -75,6 +76,7 @@ def unet(ndim=2, wide=2):
         ((12, 12, 2), (100, 1), False),
     ],
 )
+@pytest.mark.long
 def test_a_network_that_goes_down_and_up(shape, size, alike):
     model = unet(len(shape) - 1)
     model.build(shape, 2)
@@ -94,6 +96,7 @@ def test_a_network_that_goes_down_and_up(shape, size, alike):
         ((9, 7, 8, 1), (4, 7, 3), 2, False),
     ],
 )
+@pytest.mark.long
 def test_contrast_normalisation_and_shared_filters(shape, size, shared, alike):
     layers = [
         nd.LCNLayer(5, min_deviation=0.2),

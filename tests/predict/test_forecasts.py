@@ -86,6 +86,7 @@ def close(found, wanted):
 
 
 @pytest.mark.parametrize(("steps", "lead"), [(2, 1), (1, 3)])
+@pytest.mark.long
 def test_forecasts_from_all_times_of_files(trained, tmp_path, steps, lead):
     path, whole = trained(steps, lead)
     target = tmp_path / "out.nc"
@@ -121,6 +122,7 @@ RANKS = {
 
 
 @pytest.mark.parametrize("name", RANKS)
+@pytest.mark.long
 def test_roll_outs_feed_forecasts_back(trained, tmp_path, name):
     path, whole = trained()
     ranks, changes = RANKS[name]
@@ -141,6 +143,7 @@ def test_roll_outs_feed_forecasts_back(trained, tmp_path, name):
     assert [one.name for one in tmp_path.iterdir()] == ["out.nc"]
 
 
+@pytest.mark.long
 def test_from_zarr_over_mpi(trained, tmp_path, capfd):
     pytest.importorskip("zarr", reason="Zarr needs zarr")
     path, _ = trained()

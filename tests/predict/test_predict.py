@@ -90,6 +90,7 @@ def on(ranks, folder, target, source="x.npy", fresh=made, **how):
 
 
 @pytest.mark.parametrize(("ranks", "block"), [(1, None), (2, 8), (3, 1000), (6, 30)])
+@pytest.mark.long
 def test_any_blocks_on_any_ranks(folder, tmp_path, ranks, block):
     expected = np.load(folder / "y.npy")
     assert on(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape
@@ -98,6 +99,7 @@ def test_any_blocks_on_any_ranks(folder, tmp_path, ranks, block):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.long
 def test_chunks_that_blocks_share_are_decoded_once(folder, tmp_path, monkeypatch, ranks):
     """Blocks of 40 cells, of which each sees 4 further, lie across tiles of 32."""
     tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
@@ -165,6 +167,7 @@ def test_what_normalises_over_the_image_goes_whole(folder, tmp_path):
         on(1, tmp_path, tmp_path / "z.npy", fresh=fresh, block=8)
 
 
+@pytest.mark.long
 def test_blocks_where_the_whole_does_not_fit(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("neondist.memory.PROCESS", 0)
     monkeypatch.setattr("neondist.train.inference.routes.PROCESS", 0)
@@ -183,6 +186,7 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize(("block", "parts"), [(24, 18), (None, 3)])
+@pytest.mark.long
 def test_ended_at_every_part(folder, tmp_path, monkeypatch, block, parts):
     """Each process does one part more; the second one says nothing of blocks, and takes those that are there."""
     add, run = Journal.add, Blockwise.run
@@ -229,6 +233,7 @@ on(2, Path({folder!r}), Path({target!r}), block=16, classes=True, raw=True)
 """
 
 
+@pytest.mark.long
 def test_killed_and_gone_on_with_on_other_ranks(folder, tmp_path):
     paths = [str(Path(__file__).parent), *sys.path]
     code = KILLED.format(paths=paths, folder=str(folder), target=str(tmp_path / "y.npy"))
@@ -261,6 +266,7 @@ def begun(folder, tmp_path, monkeypatch):
             on(1, folder, tmp_path / "y.npy", tmp_path / "x.npy", block=16)
 
 
+@pytest.mark.long
 def test_another_job_is_told(folder, tmp_path, monkeypatch):
     shutil.copy(folder / "x.npy", tmp_path / "x.npy")
     begun(folder, tmp_path, monkeypatch)
@@ -296,6 +302,7 @@ def test_one_job_at_a_time(folder, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["y.npy"]
 
 
+@pytest.mark.long
 def test_ended_between_the_names_of_two_files(folder, tmp_path, monkeypatch):
     from neondist.formats.npy import NPYSink
 
@@ -367,6 +374,7 @@ def measured(folder, labels, ranks, block, fresh=made):
     return found[0]
 
 
+@pytest.mark.long
 def test_cost_and_metrics_over_files(folder, tmp_path):
     y = np.load(folder / "y.npy")
     labels = np.random.default_rng(5).integers(0, 3, y.shape[:-1]).astype(np.uint8)
@@ -383,6 +391,7 @@ def test_cost_and_metrics_over_files(folder, tmp_path):
         measured(folder, tmp_path / "short.npy", 2, None)
 
 
+@pytest.mark.long
 def test_costs_and_metrics_of_whole_samples(folder, tmp_path):
     """Blocks and tiles give the numbers of one rank that has whole images."""
     y = np.load(folder / "y.npy")
@@ -414,6 +423,7 @@ def test_costs_and_metrics_of_whole_samples(folder, tmp_path):
     assert whole["psnr"] == pytest.approx(np.mean(10 * np.log10(400 / means)))
 
 
+@pytest.mark.long
 def test_windows_of_ssim_lie_across_blocks(folder, tmp_path):
     sk = pytest.importorskip("skimage.metrics")
     shutil.copy(folder / "net.h5", tmp_path)

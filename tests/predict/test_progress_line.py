@@ -86,6 +86,7 @@ def test_estimate_is_that_of_the_parts_so_far():
     assert "part 3 of 9, 30 s left" in progress.line(progress.start + 10)
 
 
+@pytest.mark.long
 def test_prediction_of_steps_tells_how_far_it_is(tmp_path):
     code = (
         "from neondist.train.inference import progress\n"

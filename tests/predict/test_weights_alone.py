@@ -154,6 +154,7 @@ def test_the_middle_of_windows(folder):
         np.testing.assert_array_equal(found, whole[12 : 12 + 88 : 8, 12 : 12 + 112 : 8])
 
 
+@pytest.mark.long
 def test_every_cell_and_classes_that_are_seen(folder):
     words = (
         "predict",

@@ -24,6 +24,7 @@ MORE = ["deep_halo", "overlap_tile", "auto", "stale(steps=3)", "every(j=3)", "ev
         if name == "halo" or EVERY or not (k + n + SEED) % 4
     ],
 )
+@pytest.mark.long
 def test_bytes_are_those_of_the_formula(layer, scheme):
     shape, make = LAYERS[layer]
     for ranks, rows in GRIDS[list(LAYERS).index(layer) % 6 :: 6] if scheme == "halo" else UNEVEN:
@@ -45,6 +46,7 @@ def test_bytes_are_those_of_the_formula(layer, scheme):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["gathers", "adds"])
 @pytest.mark.parametrize("text", [*SCHEMES, *MORE])
+@pytest.mark.long
 def test_every_exchange_and_message_is_what_the_scheme_says(text, reverse):
     """In training and evaluation, step after step; the mean is that of the steps after the first."""
     scheme, cycle = as_scheme(text), 6

@@ -50,6 +50,7 @@ def train(comm, layers, cost, replicas, rows, cols):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.long
 def test_sums_are_those_of_the_formula(name):
     layers, cost = NETWORKS[name]
     for replicas, rows, cols in GRIDS:

@@ -100,6 +100,7 @@ def passes(comm, layers, shape, scheme, rows=None):
 
 
 @pytest.mark.parametrize(("name", "scheme"), some(product(NETWORKS, SCHEMES)))
+@pytest.mark.long
 def test_everything_is_what_one_process_computes(name, scheme):
     shape, layers = NETWORKS[name]
     if name == "branches" and "overlap" in scheme:
@@ -113,6 +114,7 @@ def test_everything_is_what_one_process_computes(name, scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["plain", "strides", "padding"])
+@pytest.mark.long
 def test_bytes_are_those_of_the_formula(name, scheme):
     shape, layers = NETWORKS[name]
 

@@ -24,6 +24,7 @@ EXACT = [name for name in SCHEMES if as_scheme(name).exact]
 
 
 @pytest.mark.parametrize(("layer", "scheme"), some(product(LAYERS, EXACT)))
+@pytest.mark.long
 def test_exact_schemes_compute_what_one_process_does(layer, scheme):
     """Each pair on every third grid, other schemes on others."""
     shape, make = LAYERS[layer]
@@ -64,6 +65,7 @@ LINEAR = {
 
 @pytest.mark.parametrize("layers", LINEAR.values(), ids=LINEAR)
 @pytest.mark.parametrize("scheme", ["halo", "tower", "tower(fill=reflect)", "tower(fill=replicate)"])
+@pytest.mark.long
 def test_gradients_are_those_of_the_network_that_the_scheme_makes(scheme, layers):
     for ranks, rows in [(4, 2), (6, 3), (12, 2)]:
         assert dots(scheme, layers, (9, 8, 2), ranks, rows) < 1e-12
@@ -250,6 +252,7 @@ def test_feedback_is_for_gradients():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.long
 def test_empty_batches_and_empty_tiles(scheme):
     def job(comm):
         layers = [nd.ConvLayerDist(2, 5, padding=2), nd.MaxPoolingLayerDist(3, 2, 1), nd.DeconvLayerDist(1, 3, 2)]
@@ -274,6 +277,7 @@ def test_a_layer_before_the_model():
 
 @given(windows(), st.tuples(st.integers(1, 4), st.integers(1, 3)))
 @settings(max_examples=30, deadline=None)
+@pytest.mark.long
 def test_gathering_gives_the_gradient_that_scattering_gives(drawn, parts):
     shape, window = drawn
     assume(slides(shape, window) and len(shape) < 3)

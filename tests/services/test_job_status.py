@@ -3,6 +3,7 @@
 import io
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -65,6 +66,7 @@ JSON = st.recursive(
 
 
 @given(st.sampled_from(["time", "tasks", "workers", "servers", "samples_per_second"]), JSON)
+@pytest.mark.long
 def test_damaged_files(tmp_path_factory, name, value):
     folder = tmp_path_factory.mktemp("run") / "servers"
     folder.mkdir()

@@ -43,6 +43,7 @@ class Worker:
 
 
 @pytest.mark.parametrize("steps", range(9))
+@pytest.mark.long
 def test_what_a_lost_worker_has_pushed_is_applied_once(steps):
     """The first worker ends before or after a push; another one does the rest, and its duplicate is refused."""
     values = arrays(0)

@@ -205,5 +205,6 @@ def test_the_database_is_in_write_ahead_mode(make, tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.long
 def test_every_record_changes_the_weights_once_an_epoch(tmp_path, seed):
     run_history(seed, tmp_path)

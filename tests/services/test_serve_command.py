@@ -31,6 +31,7 @@ def start(token, *words):
     return process, said.split()[-1]
 
 
+@pytest.mark.long
 def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path):
     token, values = create_token(), {"w": np.zeros(3, "float32")}
     layouts = place(PS().build([ParameterSpec("w", (3,))], 1), 1)
@@ -90,6 +91,7 @@ strategy: !PSLoadBalancing {staleness: 1}
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_run_starts_workers_and_servers(tmp_path):
     """Two processes of workers and two of servers; all have ended when the command has."""
     (tmp_path / "e.yaml").write_text(ASYNCHRONOUS)

@@ -58,6 +58,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("counts", [[2], [3], [1], [3, 2], [3, 1, 2]], ids=str)
+@pytest.mark.long
 def test_any_number_of_servers_goes_on(undisturbed, tmp_path, counts):
     """Slots, scalars, rows and credits move between servers; the end is that of an undisturbed run."""
     folder, expected = undisturbed

@@ -67,6 +67,7 @@ def told(job):
         (module, "PSLoadBalancing(sync=False)", 2),
     ],
 )
+@pytest.mark.long
 def test_one_worker_is_a_serial_run(model, strategy, tiles):
     serial = experiment(model)
     serial.run(ProcessGrid.serial(), hooks=[])

@@ -58,6 +58,7 @@ def weighted(gradients, samples):
     ],
     ids=["sgd", "adam", "nesterov", "rmsprop", "adamw", "lamb"],
 )
+@pytest.mark.long
 def test_synchronous_rounds_equal_serial_steps(strategy, optimizer, servers):
     """Three workers with uneven batches, whose gradients arrive in any order."""
     samples = {"0": 5, "1": 3, "2": 8}

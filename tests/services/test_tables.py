@@ -45,6 +45,7 @@ def dense_update(optimizer, table, steps):
     [nd.SGD(0.1), nd.SGD(0.1, momentum=0.9), nd.Adam(0.01), nd.RMSprop(0.01, momentum=0.5)],
     ids=["plain", "momentum", "adam", "rmsprop"],
 )
+@pytest.mark.long
 def test_sparse_updates_equal_dense_ones(servers, optimizer):
     first = first_rows(TABLE, np.arange(ROWS))
     with Servers(servers) as job:

@@ -210,6 +210,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("script", "grid", "strategy"), cases())
+@pytest.mark.long
 def test_numbers_are_those_of_one_process(script, grid, strategy):
     for found, text in distributed(script, strategy, *grid):
         torch.testing.assert_close(found, one_process(script), rtol=1e-9, atol=1e-9)
@@ -217,6 +218,7 @@ def test_numbers_are_those_of_one_process(script, grid, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["AllReduce", "PartitionedPS"])
+@pytest.mark.long
 def test_a_session_goes_on_with_all_that_a_script_remembers(strategy, tmp_path):
     """Weights, the optimizer's state and the schedule, from two ranks to four."""
 

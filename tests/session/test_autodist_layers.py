@@ -71,6 +71,7 @@ def test_serial_models_of_layers(strategy):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_script_starts_itself_on_its_resources_and_prints_once(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     printed = {}

@@ -57,6 +57,7 @@ def folder(tmp_path):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_a_script_follows_its_hosts(folder):
     """One rank, two, a SIGTERM of the supervisor, and one rank: each step is done once, with the numbers of one run."""
     log = folder / "log"

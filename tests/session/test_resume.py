@@ -61,6 +61,7 @@ def run(kind, folder, last, **fields):
 
 @settings(max_examples=5, deadline=None)
 @given(kind=st.sampled_from(list(SHAPES)), cuts=st.sets(st.integers(1, LAST - 1), min_size=1, max_size=2))
+@pytest.mark.long
 def test_layers_resume_at_any_step(tmp_path_factory, kind, cuts):
     if kind not in undisturbed:
         undisturbed[kind] = run(kind, None, LAST)
@@ -138,6 +139,7 @@ def torch_trained(folder, last, kind, grid=None):
 
 @settings(max_examples=2, deadline=None)
 @given(kind=st.sampled_from(["AllReduce", "plain"]), cut=st.integers(1, 6))
+@pytest.mark.long
 def test_torch_modules_resume_at_any_step(tmp_path_factory, kind, cut):
     torch = pytest.importorskip("torch")
     if kind not in undisturbed:
@@ -173,6 +175,7 @@ def torch_on(ranks, folder, last, kind):
     [("AllReduce", (2, 4)), ("plain", (4, 2)), ("ShardedOptimizer", (2, 4)), ("ShardedOptimizer", (4, 2))],
     ids=str,
 )
+@pytest.mark.long
 def test_torch_modules_resume_on_other_ranks(tmp_path, kind, counts):
     """Weights, slots, learning rate, dropout and running statistics: the numbers of one process, in float64."""
     cuts = [2 + 2 * at for at in range(len(counts))]

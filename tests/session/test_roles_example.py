@@ -31,6 +31,7 @@ def start(task, cluster, *words, index=0, **more):
     return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.long
 def test_three_shells(tmp_path):
     pytest.importorskip("torch", reason="tasks that are started one by one meet by torch.distributed")
     cluster = {"master": [f"127.0.0.1:{free_port()}"], "worker": ["127.0.0.1:1"]}
@@ -53,6 +54,7 @@ def test_three_shells(tmp_path):
     assert (tmp_path / "ckpt" / "evaluation" / "metrics.jsonl").read_text() == told["evaluator"]
 
 
+@pytest.mark.long
 def test_a_server_and_two_workers(tmp_path):
     """Worker 1 comes first, and the server last: all end with worker 0, at the step that all updates make."""
     address = f"127.0.0.1:{free_port()}"

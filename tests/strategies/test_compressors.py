@@ -87,6 +87,7 @@ def sent_of(model):
     ("shape", "sync"), [((2, 1, 1), "allreduce"), ((2, 1, 2), "bucketed"), ((1, 2, 2), "allreduce")], ids=str
 )
 @pytest.mark.parametrize("compressor", ["fp16", "bf16", "topk(0.2)", "powersgd(2)"])
+@pytest.mark.long
 def test_bytes_and_memory_are_as_planned(compressor, shape, sync):
     def body(world):
         grid = nd.ProcessGrid(world, replicas=shape[0], rows=shape[1], cols=shape[2])

@@ -43,6 +43,7 @@ def serial(kind, optimizer):
 
 @settings(max_examples=24)
 @given(*map(st.sampled_from, (NETWORKS, sorted(OPTIMIZERS), SYNCHRONOUS, GRIDS)))
+@pytest.mark.long
 def test_numbers_are_those_of_one_process(kind, optimizer, strategy, shape):
     replicas, rows, cols = shape
 

@@ -40,6 +40,7 @@ def step(seeds, grid=None, strategy=None, accumulate=1):
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
 @pytest.mark.parametrize("seeds", AFTER, ids=str)
+@pytest.mark.long
 def test_weights_after_one_step_in_ten_digits(seeds, strategy):
     """A replica on each device, or devices that differ in samples: what counts is the number of samples."""
     assert step(seeds, None, strategy) == pytest.approx(AFTER[seeds], rel=1e-13)

@@ -60,6 +60,7 @@ def embedded(model_of_grid, shape):
     st.sampled_from(SYNCHRONOUS), st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from(SHAPES),
     st.sampled_from([(1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1), (1, 3, 1)]),
 )  # fmt: skip
+@pytest.mark.long
 def test_numbers_are_those_of_one_process(strategy, optimizer, shape, grid):
     tables = [lambda make: make("Embedding", ROWS, WIDTH)] * 2
     how = {"optimizer": OPTIMIZERS[optimizer](), "strategy": strategy}

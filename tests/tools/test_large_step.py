@@ -19,6 +19,7 @@ def tool():
     return module
 
 
+@pytest.mark.long
 def test_a_step_is_what_few_repeats_say_of_many(tool, tmp_path, monkeypatch, capsys):
     options = ["--extent", "384", "--square", "32", "--dtype", "float64", "--file", str(tmp_path / "large.h5")]
     monkeypatch.setattr(sys, "argv", ["large_step.py", *options])

@@ -55,6 +55,7 @@ def tree(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_what_becomes_of_a_mutation(mutate, tree, monkeypatch):
     told = []
     mutations = {one.name: one for one in mutate.read(tree / "list.yaml")}
@@ -76,6 +77,7 @@ def test_what_becomes_of_a_mutation(mutate, tree, monkeypatch):
     assert (tree / "code_under_test.py").read_text() == CODE  # only copies were changed
 
 
+@pytest.mark.long
 def test_without_a_mutation_the_tests_must_pass(mutate, tree, capsys):
     mutations = mutate.read(tree / "list.yaml")[:1]
     assert mutate.sound(mutations, tree, 120)

@@ -115,6 +115,7 @@ def running_mean(self, x):
 
 
 @pytest.mark.parametrize("function", [counting, with_a_cache, looked_at, running_mean])
+@pytest.mark.long
 def test_what_is_harmless(function):
     module = Keeping(function)
     check(module, IMAGES, grids=GRIDS)

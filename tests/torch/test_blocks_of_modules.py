@@ -74,6 +74,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize(("cells", "size"), [((61, 50), (16, 13)), ((97,), (10,)), ((14, 13, 17), (6, 20, 5))])
+@pytest.mark.long
 def test_exactly_the_halo_that_is_needed(cells, size):
     """By the gradient of a block with respect to the image."""
     torch.manual_seed(0)
@@ -90,6 +91,7 @@ def test_exactly_the_halo_that_is_needed(cells, size):
         assert (box.lo, box.hi) == (tuple(places.amin(0).tolist()), tuple((places.amax(0) + 1).tolist()))
 
 
+@pytest.mark.long
 def test_float32_and_taps_between_cells():
     class Taps(nn.Module):
         def forward(self, x):
@@ -238,6 +240,7 @@ def folder(tmp_path_factory):
         yield folder
 
 
+@pytest.mark.long
 def test_losses_of_samples_alone(folder, tmp_path):
     with captured_once():
         loopback.run(4, lambda world: made().run(ProcessGrid(world, replicas=2), output=tmp_path, hooks=[]))
@@ -257,6 +260,7 @@ def on(ranks, folder, target, fresh=made, **how):
     return np.load(target)
 
 
+@pytest.mark.long
 def test_an_experiment_predicts_in_blocks(folder, tmp_path, monkeypatch):
     expected = np.load(folder / "y.npy")
     for ranks, how in ((1, {"block": 16}), (2, {"block": 9}), (2, {})):

@@ -47,6 +47,7 @@ def tile_of(image, grid):
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.long
 def test_the_view_and_its_adjoint_are_those_of_a_global_array(name, grid):
     window, image = WINDOWS[name], drawn(*IMAGE)
 
@@ -150,6 +151,7 @@ def test_an_image_of_another_size_whose_tiles_look_alike_on_one_rank():
 
 
 @pytest.mark.parametrize("window", [WINDOWS["even, strided"], WINDOWS["by axis"], WINDOWS["none"]])
+@pytest.mark.long
 def test_they_are_operators_as_pytorch_wants_them(window):
     with nd.ProcessGrid.serial() as grid:
         padding = sum(window.padding, ())
@@ -160,6 +162,7 @@ def test_they_are_operators_as_pytorch_wants_them(window):
             torch.library.opcheck(operators.reduce.default, (drawn(3, 4).requires_grad_(), op, grid.handle, "tiles"))
 
 
+@pytest.mark.long
 def test_a_step_by_hand_compiles_in_one_graph():
     image, start, window = drawn(*IMAGE), drawn(3, 2, 3, 3, step=1), nd.Window(3, padding=1)
 

@@ -154,6 +154,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.long
 def test_a_loss_by_hand(name, replicas):
     loss, warned = LOSSES[name]
 

@@ -33,6 +33,7 @@ def test_what_is_fused_gives_the_same_numbers(grid):
     assert fused
 
 
+@pytest.mark.long
 def test_torch_compile_gives_the_same_numbers():
     """With what it does before it writes C++, which takes a minute."""
     check(Net(), (1, 2, 9, 8), grids=[(1, 2, 1)], compile=partial(torch.compile, backend="aot_eager"))

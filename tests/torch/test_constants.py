@@ -116,12 +116,14 @@ class Convolved(nn.Module):
         return self.function(self.conv(x))
 
 
+@pytest.mark.long
 def test_code_reads_constants():
     """All in one module, whose outputs they are; each rank captures it, of which the other waits for the end."""
     module = Convolved(lambda y: [function(y) for function in CONSTANTS.values()])
     check(module, IMAGES, grids=((1, 1, 2),), timeout=240)
 
 
+@pytest.mark.long
 def test_criteria_read_constants():
     def criterion(y, t):
         names = "tolist", "bool", "for pairs", "numpy", "in place", "nonzero as an index", "one hot"
@@ -147,6 +149,7 @@ class Causal(nn.Module):
 
 
 @pytest.mark.parametrize(("is_causal", "kept"), [(None, True), (True, False)])
+@pytest.mark.long
 def test_causal_transformers(is_causal, kept):
     torch.manual_seed(0)
     with doubles():
@@ -296,6 +299,7 @@ def change(module, step):
 
 
 @pytest.mark.parametrize("name", BUFFERS)
+@pytest.mark.long
 def test_code_reads_buffers(name):
     once = contextlib.nullcontext if name == "loose" else captured_once  # of a tensor each rank has its own
     assert steps(Counting(BUFFERS[name]), F.mse_loss, 3, (1, 1, 2), change, once) is None
@@ -335,6 +339,7 @@ class ReadsInAllWays(nn.Module):
 
 
 @pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.long
 def test_each_way_of_reading_is_noted(kept):
     for way in WAYS:
         reads = captured(ReadsInAllWays(kept, [way]), [((1, 4, 1, 1), torch.float32)]).reads
@@ -342,6 +347,7 @@ def test_each_way_of_reading_is_noted(kept):
 
 
 @pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.long
 def test_a_change_is_seen_by_all_ways_of_reading(kept):
     def body(world):
         with nd.ProcessGrid(world, cols=2) as ranks:

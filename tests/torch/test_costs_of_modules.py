@@ -87,6 +87,7 @@ def planned(shape, build=Net, image=(17, 14, 2), **more):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("shape", GRIDS)
+@pytest.mark.long
 def test_costs_add_up_to_the_traffic_of_all_ranks(shape, recompute):
     plan = planned(shape, recompute=recompute)
     steps, costs, total = plan.steps, plan.costs(), plan.all_costs.total

@@ -122,6 +122,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("name", EXACT)
+@pytest.mark.long
 def test_a_functions_own_gradient(name):
     conv = nn.Conv2d(3, 3, 3, padding=1)
     check(Function(lambda x, conv: conv(EXACT[name](conv(x))), conv), IMAGES, grids=in_turn(GRIDS))

@@ -74,6 +74,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", some(CHAINS))
+@pytest.mark.long
 def test_modules(name):
     module, shape = CHAINS[name]
     converted(nn.Sequential(module), shape)
@@ -159,12 +160,14 @@ class DenseNet(nn.Module):
 @pytest.mark.parametrize(
     ("module", "shape"), [(ResNet, (2, 3, 37, 41)), (UNet, (2, 3, 13, 11)), (DenseNet, (2, 3, 5, 4))]
 )
+@pytest.mark.long
 def test_networks(module, shape):
     torch.manual_seed(0)
     _, again = converted(module(), shape)
     converted(again, shape)
 
 
+@pytest.mark.long
 def test_on_several_ranks():
     torch.manual_seed(0)
     module, shape = shaken(ResNet()), (3, 3, 37, 41)
@@ -321,6 +324,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.long
 def test_refused(name):
     make, words = REFUSED[name]
     with pytest.raises(nd.UserError, match=words) as caught:
@@ -406,6 +410,7 @@ def drawn_chain(seed):
     return nn.Sequential(*chain), shape
 
 
+@pytest.mark.long
 def test_random_chains_are_exact_or_refused():
     exact = 0
     for number in range(CHAINS_DRAWN):

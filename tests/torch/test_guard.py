@@ -62,6 +62,7 @@ def softplus():
 
 
 @pytest.mark.parametrize("how", [{}, {"scheme": "tower"}, {"scheme": "deep_halo"}, {"recompute": True}])
+@pytest.mark.long
 def test_the_same_numbers(how):
     for plain, watched in zip(passed(False, **how), passed(True, **how), strict=True):
         for a, b in zip(plain, watched, strict=True):

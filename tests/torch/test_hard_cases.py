@@ -119,6 +119,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("names", groups(FUNCTIONS), ids=lambda names: names[0])
+@pytest.mark.long
 def test_functions(names):
     check_beside({name: Function(FUNCTIONS[name]) for name in names}, IMAGES, grids=in_turn(MANY, 1))
 
@@ -262,6 +263,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.long
 def test_a_module(name):
     torch.manual_seed(1)
     module, given = MODULES[name]
@@ -282,6 +284,7 @@ def test_one_sample_of_a_norm_in_any_memory_order(training):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.long
 def test_a_batch_over_three_replicas(batch):
     torch.manual_seed(1)
     module = nn.Sequential(

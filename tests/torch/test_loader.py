@@ -78,6 +78,7 @@ def train(dataset, world, factors=(1, 1, 1), epochs=2, **how):
     st.fixed_dictionaries({"shuffle": st.booleans(), "drop_last": st.booleans(), "seed": st.integers(0, 3)}),
     st.sampled_from([Images, Boxes]),
 )
+@pytest.mark.long
 def test_numbers_are_those_of_one_process(samples, factors, how, kind):
     expected = nd.loopback.run(1, lambda world: train(Images(samples, noise=kind is Images), world, **how))[0]
     assert len(expected) == 2 * (samples // 3 if how["drop_last"] else -(-samples // 3))
@@ -85,6 +86,7 @@ def test_numbers_are_those_of_one_process(samples, factors, how, kind):
         np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@pytest.mark.long
 def test_worker_processes_change_nothing():
     expected = train(Images(), None, shuffle=True)
     np.testing.assert_array_equal(train(Images(), None, shuffle=True, num_workers=2), expected)

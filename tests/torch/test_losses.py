@@ -80,12 +80,14 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("at", range(len(PLACES)))
+@pytest.mark.long
 def test_losses_are_those_of_one_process(at):
     chosen = random.Random(f"losses {SEED} {at}").sample(sorted(TABLE), CHOSEN)
     assert_equal(chosen, *PLACES[at], HOLES[at % len(HOLES)])
 
 
 @pytest.mark.parametrize("holes", HOLES)
+@pytest.mark.long
 def test_classes_beyond_the_weights_may_be_ignored(holes):
     wanted = ", weights, 255", ", weights, 1000000"
     beyond = [name for name in TABLE if "mean, images" in name and any(word in name for word in wanted)]

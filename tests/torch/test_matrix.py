@@ -99,6 +99,7 @@ def low_rank(u, s, vh):
 
 
 @pytest.mark.parametrize("names", groups(MODULES), ids=lambda names: names[0])
+@pytest.mark.long
 def test_matrices_are_those_of_one_process(names):
     torch.manual_seed(0)
     modules = {name: MODULES[name]() for name in names}

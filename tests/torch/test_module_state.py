@@ -178,6 +178,7 @@ def test_a_change_of_a_module_is_seen_and_taken_back(name):
 
 
 @pytest.mark.parametrize("name", ["nested", "slots", "bound method", "array", "item of a global"])
+@pytest.mark.long
 def test_passes_after_a_change(name):
     make, read, change = PLACES[name]
 
@@ -322,6 +323,7 @@ def state(module):
 
 
 @pytest.mark.parametrize("name", some(MODULES))
+@pytest.mark.long
 def test_a_module_is_left_as_it_was(name, capfd):
     torch.manual_seed(0)
     module = MODULES[name]()
@@ -387,6 +389,7 @@ def test_wrappers_are_refused_by_name(kind):
         ndt.distribute(wrapper, SHAPE, grid)
 
 
+@pytest.mark.long
 def test_virtual_ranks_seed_inside():
     shared = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2))
 

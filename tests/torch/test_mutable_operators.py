@@ -112,6 +112,7 @@ REFUSED = {"set_", "resize_", "batch_norm_update_stats", "several outs", "_fused
 
 
 @pytest.mark.parametrize("name", WRITES)
+@pytest.mark.long
 def test_writes_on_tiles(name):
     try:
         check(Writing(WRITES[name]), (2, 4, 4, 6), grids=((1, 1, 2),))

@@ -127,6 +127,7 @@ def written(x):
 
 
 @pytest.mark.parametrize("names", groups(MODULES), ids=lambda names: names[0])
+@pytest.mark.long
 def test_operators_give_the_numbers_of_one_process(names):
     torch.manual_seed(0)
     grids = *BOTH_AXES_AND_REPLICAS, *in_turn(OTHERS, 1)

@@ -104,6 +104,7 @@ CASES = {
 @pytest.mark.usefixtures("captured_once")
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.long
 def test_a_step_stays_on_the_device(case, grid):
     replicas, rows, cols = grid
     module, shape = CASES[case]

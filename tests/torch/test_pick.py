@@ -87,6 +87,7 @@ def placed_channels(x):
 
 
 @pytest.mark.parametrize("names", groups(MODULES), ids=lambda names: names[0])
+@pytest.mark.long
 def test_picked_cells_are_those_of_one_process(names):
     torch.manual_seed(0)
     check_beside({name: Function(MODULES[name]) for name in names}, (2, 3, 13, 11), grids=in_turn(GRIDS))

@@ -146,6 +146,7 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize("number", range(ROUNDS))
+@pytest.mark.long
 def test_random_calls(number):
     rng = random.Random(f"{SEED} {number}")
     script = [(rng.choice(CALLS), rng.randint(0, 11)) for _ in range(rng.randint(4, 10))]

@@ -17,6 +17,7 @@ CASES, AT_ONCE = 18, 6
 
 
 @pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
+@pytest.mark.long
 def test_random_modules_give_the_numbers_of_one_process(first):
     exact = 0
     for number in range(first, first + AT_ONCE):

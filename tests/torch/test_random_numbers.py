@@ -38,6 +38,7 @@ def attention(x):
     return found * F.scaled_dot_product_attention(vectors, vectors, vectors, dropout_p=0.3).mT[..., None]
 
 
+@pytest.mark.long
 def test_dropout_is_that_of_one_rank_on_every_grid(monkeypatch):
     """Grids have plans of other lengths, and a channel or a vector is whole on all ranks."""
     monkeypatch.setattr(
@@ -71,6 +72,7 @@ DRAWN = {
 
 
 @pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.long
 def test_numbers_are_those_of_one_rank_on_every_grid(name, monkeypatch):
     monkeypatch.setattr(Runner, "_drawn", lambda self, inputs: torch.tensor(12345))
     torch.manual_seed(0)
@@ -142,6 +144,7 @@ class Recurrent(nn.Module):
         return self.lstm(x.mean(3).mT)[0]
 
 
+@pytest.mark.long
 def test_dropout_between_recurrent_layers_is_refused():
     with pytest.raises(ndt.UnsupportedOperator, match="leaves out"):
         outputs(Recurrent(), torch.zeros(IMAGES), (1, 2, 1))

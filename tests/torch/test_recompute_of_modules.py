@@ -39,6 +39,7 @@ def deep(blocks=8, channels=3):
     )
 
 
+@pytest.mark.long
 def test_recomputing_gives_the_numbers_of_one_process():
     check(deep(), (2, 2, 13, 11), grids=[(1, 1, 1), (1, 3, 2), (2, 1, 2)], recompute=True)
 
@@ -91,11 +92,13 @@ def kept(recompute):
     return max(loopback.run(2, body))
 
 
+@pytest.mark.long
 def test_less_is_kept():
     assert kept(True) < 0.45 * kept(False)
 
 
 @pytest.mark.parametrize("grid", [(1, 3, 2), (2, 1, 2)])
+@pytest.mark.long
 def test_a_users_checkpoint_sends_in_the_same_order_on_all_ranks(grid):
     replicas, rows, cols = grid
     original = deep(blocks=2).double()

@@ -75,6 +75,7 @@ def kinds(grid, module, shape=(2, 3, 13, 11)):
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.long
 def test_a_ring_gives_the_numbers_of_one_process(name):
     check(MODULES[name](), (2, 3, 13, 11), grids=in_turn(((1, 2, 1), (1, 1, 3), (2, 2, 1), (1, 2, 2))))
     assert all("ring" in found[0] for found in kinds((1, 3, 1), MODULES[name]()))

@@ -49,6 +49,7 @@ def as_layers(name):
 
 
 @pytest.mark.parametrize(("name", "scheme"), some(product(NETS, [name for name in SCHEMES if "backward" not in name])))
+@pytest.mark.long
 def test_numbers_are_those_of_our_layers(name, scheme):
     shape, (module, ours) = NETS[name][0], as_layers(name)
     rng = np.random.default_rng(1)
@@ -104,6 +105,7 @@ def test_modules_have_the_scheme_of_the_innermost_that_is_named():
 
 @pytest.mark.parametrize("scheme", ["tower", "halo_oneway", "quantised(bits=8)"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.long
 def test_traffic_is_what_was_planned(scheme, dtype):
     exact = distributed("halo", torch.float64)
     for (_, found, planned), (_, more, _) in zip(distributed(scheme, dtype), exact, strict=True):

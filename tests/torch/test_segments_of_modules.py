@@ -78,6 +78,7 @@ HOW = {
     ("name", "way"),
     some(sorted({*product(("batch norm", "U-Net"), HOW), *product(CASES, ("all windows", "strips"))})),
 )
+@pytest.mark.long
 def test_the_numbers_of_one_process(name, way):
     (make, shape), (how, grids) = CASES[name], HOW[way]
     torch.manual_seed(0)
@@ -117,6 +118,7 @@ def views(plan):
 CHAIN = nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1) for _ in range(6)))
 
 
+@pytest.mark.long
 def test_windows_of_a_segment_share_an_exchange():
     counts = {
         layers: views(planned(CHAIN, (1, 2, 24, 24), scheme=f"deep_halo(layers={layers})")[0])
@@ -151,6 +153,7 @@ GRIDS = ((1, 2, 2), (2, 1, 3), (1, 5, 1))
 
 
 @pytest.mark.parametrize(("name", "grid"), some(product(OVERLAPPING, GRIDS)), ids=str)
+@pytest.mark.long
 def test_tiles_that_overlap_give_the_numbers_of_one_process(name, grid):
     make, shapes = OVERLAPPING[name]
     if name == "volume" and grid[0] > 1:
@@ -162,6 +165,7 @@ def test_tiles_that_overlap_give_the_numbers_of_one_process(name, grid):
 
 
 @pytest.mark.parametrize("more", [{}, {"strips": 5}], ids=str)
+@pytest.mark.long
 def test_tiles_that_overlap_exchange_nothing(more):
     check(copy.deepcopy(CHAIN), (1, 2, 24, 24), grids=GRIDS, scheme="overlap_tile", **more)
     _, sent = planned(CHAIN, (1, 2, 24, 24), scheme="overlap_tile", **more)

@@ -42,6 +42,7 @@ grids = st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2))
 
 @settings(max_examples=6)
 @given(st.lists(shapes, min_size=1, max_size=3), grids, st.booleans())
+@pytest.mark.long
 def test_numbers_are_those_of_one_process(shapes, factors, ahead):
     replicas, rows, cols = factors
     shapes = [*shapes, EXAMPLE]

@@ -148,6 +148,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("names", groups(MODULES), ids=lambda names: names[0])
+@pytest.mark.long
 def test_spectra_are_those_of_one_process(names):
     torch.manual_seed(0)
     check_beside({name: MODULES[name]() for name in names}, (2, 3, 13, 11), grids=in_turn(GRIDS))

@@ -87,6 +87,7 @@ def serial(optimizer):
 
 @settings(max_examples=8)
 @given(*map(st.sampled_from, (sorted(OPTIMIZERS), SYNCHRONOUS, GRIDS, ("allreduce", "bucketed"))))
+@pytest.mark.long
 def test_numbers_are_those_of_one_process(optimizer, strategy, shape, sync):
     replicas, rows, cols = shape
 
@@ -113,6 +114,7 @@ def test_numbers_are_those_of_one_process(optimizer, strategy, shape, sync):
     st.sampled_from(sorted(OPTIMIZERS)),
     st.lists(st.tuples(*map(st.sampled_from, (SYNCHRONOUS, GRIDS))), min_size=3, max_size=3),
 )
+@pytest.mark.long
 def test_a_checkpoint_continues_under_any_strategy_and_grid(optimizer, stretches):
     bounds = [range(2), range(2, 3), range(3, 5)]
     with TemporaryDirectory() as folder:
@@ -339,6 +341,7 @@ class BagOfWords(nn.Module):
     st.sampled_from([(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.01})]),
     st.sampled_from([(2, 1, 1), (3, 1, 1), (2, 1, 2)]),
 )
+@pytest.mark.long
 def test_rows_of_sparse_embeddings_travel_and_the_table_does_not(strategy, optimizer, shape):
     def train(world, case):
         torch.manual_seed(0)

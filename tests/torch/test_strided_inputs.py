@@ -152,6 +152,7 @@ def check_layers():
 
 
 @pytest.mark.parametrize("threads", [2])
+@pytest.mark.long
 def test_convolutions_of_strided_inputs(threads):
     here = Path(__file__)
     paths = [str(here.parent), str(here.parents[1] / "helpers"), str(here.parents[2])]

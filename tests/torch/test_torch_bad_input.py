@@ -114,6 +114,7 @@ DATA_DEPENDENT = {
 
 
 @pytest.mark.parametrize("name", DATA_DEPENDENT)
+@pytest.mark.long
 def test_values_decide(name):
     for said in messages(lambda grid: ndt.distribute(Inner(DATA_DEPENDENT[name]), IMAGES, grid)):
         assert "test_torch_bad_input.py:" in said, said
@@ -407,6 +408,7 @@ def test_gradients_of_gradients_are_no_wrong_numbers():
 
 
 @pytest.mark.parametrize("change", ["deleted", "resized", "replaced"])
+@pytest.mark.long
 def test_a_module_that_changes_afterwards(change):
     def body(grid):
         model, x = ready(grid)

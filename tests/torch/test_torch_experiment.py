@@ -149,6 +149,7 @@ def check_ledger(output):
     assert line["bytes_summed"] == sum(one["bytes"] for one in mine if one["kind"] != "halo") > 0
 
 
+@pytest.mark.long
 def test_any_number_of_ranks_gives_the_same_numbers(folder):
     expected = run("classifier", "one")
     keys = {"epoch", "step", "train_loss", *(f"{a}_{b}" for a in ("validation", "test") for b in ("loss", "error"))}
@@ -260,6 +261,7 @@ def test_check_plans_for_ranks_that_are_not_there(folder, capsys):
     assert "sum of gradients: a rank gives" in said
 
 
+@pytest.mark.long
 def test_recompute_schemes_and_strips_are_fields(folder, capsys):
     expected = run("classifier", "one", "--set", "epochs=1")
     again = run("classifier", "again", "--virtual", 2, "--set", "epochs=1", "recompute=true", "model.scheme=tower")
@@ -281,6 +283,7 @@ def test_recompute_schemes_and_strips_are_fields(folder, capsys):
     assert halos[2] == [name for name in halos[0] if name != "0"]
 
 
+@pytest.mark.long
 def test_tiles_that_overlap(folder, capsys):
     """Images are read with what is around tiles, and labels that `feed` makes are those of tiles."""
     for name, scheme in (("classifier", "overlap_tile(statistics=global)"), ("segmenter", "{'0': overlap_tile}")):
@@ -323,6 +326,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
+@pytest.mark.long
 def test_mistakes_in_a_file_have_one_message_with_its_place(folder, capsys, name):
     setting, message = BAD[name]
     words = ["classifier.yaml", "--import", "nets.py", "--set", setting, "epochs=1"]
@@ -347,6 +351,7 @@ def test_what_benchmarks_ask_of_layers_alone(folder, capsys, words, what, remedy
     assert f"{what}: is for layers of neondist, and TorchModel classifier has none; {remedy}\n" in said
 
 
+@pytest.mark.long
 def test_debug_halo_changes_no_numbers(folder):
     watched = ("--virtual", 2, "--debug-halo", "--set", "epochs=1")
     check_same(run("classifier", "watched", *watched), run("classifier", "plain", "--set", "epochs=1"))

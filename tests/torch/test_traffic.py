@@ -53,6 +53,7 @@ def once():
 @pytest.mark.parametrize(
     ("grid", "inputs", "dtype"), some(product(GRIDS, [False, True], [torch.float64, torch.bfloat16]), 3), ids=str
 )
+@pytest.mark.long
 def test_traffic_is_what_was_planned(grid, inputs, dtype):
     replicas, rows, cols = grid
     original = Everything().to(dtype)
@@ -148,6 +149,7 @@ class ManyUses(nn.Module):
 
 
 @pytest.mark.parametrize("grid", [{"rows": 1, "cols": 2}, {"replicas": 2, "rows": 2, "cols": 1}])
+@pytest.mark.long
 def test_parameters_are_summed_that_have_gradients(grid):
     original = ManyUses().double()
 

@@ -51,16 +51,19 @@ def equal(script, grids=GRIDS, tolerance=1e-9):
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.long
 def test_a_loss_is_that_of_the_whole_images(name):
     criterion, target = LOSSES[name]
     equal(lambda start: one_loss(start, Net, criterion, target()), grids=in_turn(GRIDS[2:], 1))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.long
 def test_a_script_gives_the_numbers_of_one_process(name):
     equal(SCRIPTS[name], in_turn(GRIDS, 1))
 
 
+@pytest.mark.long
 def test_automatic_precision_is_close_to_that_of_one_process():
     def found(start):
         model = start(made(Net).float(), IMAGES)
@@ -186,6 +189,7 @@ def test_messages_of_a_training_step_are_planned_once(monkeypatch):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_on_ranks_of_mpi():
     """And, at the end, a mistake in a script of the user's own, on one rank only: exit code 2, and one message."""
     mpirun = find_mpirun(os.environ)
@@ -196,6 +200,7 @@ def test_on_ranks_of_mpi():
     assert said.count("failed and ends the job") == 1, said
 
 
+@pytest.mark.long
 def test_on_ranks_of_torchrun():
     check_ranks([sys.executable, HELPERS / "torch_ranks.py", "2", str(HELPERS / "torch_training.py"), "torch"], 2, {})
 

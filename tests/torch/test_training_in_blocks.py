@@ -99,6 +99,7 @@ def columns():
     return pixels(lambda: nn.Softmax(2))
 
 
+@pytest.mark.long
 def test_an_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr("neondist.memory.PROCESS", 0)
 
@@ -129,6 +130,7 @@ def test_an_experiment(tmp_path, monkeypatch):
         (Live, (2, 3, 37, 46), (2, 37, 46), (2500, 1000, 700)),
     ],
 )
+@pytest.mark.long
 def test_three_steps(build, shape, target, memory, monkeypatch):
     monkeypatch.setattr("neondist.memory.PROCESS", 0)
     torch.manual_seed(0)

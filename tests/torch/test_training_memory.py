@@ -76,6 +76,7 @@ class UNet(nn.Module):
 
 
 @pytest.mark.parametrize(("build", "ranks"), [(chain, 2), (Residual, 1), (Residual, 4), (UNet, 1), (UNet, 2)])
+@pytest.mark.long
 def test_planned_peak(build, ranks):
     x, labels = torch.randn(SHAPE), torch.zeros(SHAPE[0], dtype=torch.long)
 

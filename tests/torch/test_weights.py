@@ -44,6 +44,7 @@ def steps(world, optimizer, path, first, last):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.long
 def test_training_goes_on_from_a_file_on_another_number_of_ranks(tmp_path, name):
     optimizer, path = OPTIMIZERS[name], tmp_path / "model.safetensors"
     with captured_once():
@@ -109,6 +110,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
+@pytest.mark.long
 def test_bad_files_have_one_message_on_all_ranks(tmp_path, name):
     path = tmp_path / "bad.safetensors"
     write, message = BAD[name]

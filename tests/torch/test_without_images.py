@@ -55,6 +55,7 @@ def once():
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.long
 def test_losses_and_gradients_are_those_of_one_process(case):
     make, x = CASES[case]
     labels = torch.arange(7) % 4

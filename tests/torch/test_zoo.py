@@ -39,6 +39,7 @@ def entry_of(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.long
 def test_a_public_model_gives_the_numbers_of_one_process(name):
     entry, at = entry_of(name), NAMES.index(name)
     module = deterministic(entry)
@@ -49,6 +50,7 @@ def test_a_public_model_gives_the_numbers_of_one_process(name):
 
 
 @pytest.mark.parametrize("name", [name for name in TRAINED if EVERY or name != "monai.UNet"])
+@pytest.mark.long
 def test_five_steps_of_an_optimiser(name):
     entry = entry_of(name)
     expected, build = state_after(entry), deterministic(entry)
@@ -75,6 +77,7 @@ def test_five_steps_of_an_optimiser(name):
 
 
 @pytest.mark.parametrize("grid", [(1, 2, 2), (1, 3, 1)])
+@pytest.mark.long
 def test_a_decoder_of_images_in_single_precision(grid):
     """Latents of odd sizes; the largest difference anywhere, of values around 1."""
     entry = entry_of("diffusers.vae_decoder_with_attention")

@@ -37,6 +37,7 @@ def check_alike(found, expected):
         np.testing.assert_allclose(found[1][name], array, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.long
 def test_every_grid_trains_alike_and_only_training_is_augmented():
     expected = run(1)
     plain = run(1, made=lambda: experiment(2))
@@ -48,6 +49,7 @@ def test_every_grid_trains_alike_and_only_training_is_augmented():
     assert still[0][0]["train_loss"] != still[0][1]["train_loss"], "every epoch has other images"
 
 
+@pytest.mark.long
 def test_a_resume_goes_on_with_the_same_images(tmp_path):
     expected = run(1)
     run(4, output=tmp_path, hooks=[StopAt(7)])
@@ -58,6 +60,7 @@ def test_a_resume_goes_on_with_the_same_images(tmp_path):
     assert numbers(again.run(output=tmp_path, resume=True, hooks=[]).history) == numbers(expected[0])
 
 
+@pytest.mark.long
 def test_maps_in_a_file_read_ahead_or_strip_by_strip(tmp_path):
     small_hdf5(tmp_path / "x.h5", (13, 12, 2), maps=(13, 12))
 

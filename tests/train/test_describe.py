@@ -26,6 +26,7 @@ def rows(printed):
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (3, 1), (6, 1), (2, 2), (4, 2), (6, 2)])
 @pytest.mark.parametrize(("dtype", "first"), [("float32", "convolution"), ("float64", "activation")])
+@pytest.mark.long
 def test_bytes_are_those_that_a_run_sends(ranks, replicas, dtype, first):
     fields = {"dtype": dtype, "grid": {"replicas": replicas}, "batch_size": 9}  # 45 samples are 5 whole batches
 

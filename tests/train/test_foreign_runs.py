@@ -143,6 +143,7 @@ def test_nothing_is_unpickled(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.long
 def test_what_unpacks_to_too_much(tmp_path):
     write(tmp_path)
     np.savez_compressed(tmp_path / "worst.npz", **worst(image=np.zeros((1, 1 << 14, 1 << 14), "u1")))
@@ -172,6 +173,7 @@ ODD_NAMES = ["a\nmodel: x", 'q"uote', "co: lon", "# hash", "!tag {}", "\ttab", "
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.long
 def test_a_name_is_one_text_of_the_file_of_init(tmp_path, name, capsys):
     image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
     folder = tmp_path / name

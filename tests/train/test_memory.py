@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = r"""
 import sys
 import psutil
@@ -36,6 +38,7 @@ loopback.run(2, rank)
 """
 
 
+@pytest.mark.long
 def test_five_hundred_steps(tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]

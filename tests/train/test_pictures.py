@@ -20,6 +20,7 @@ def is_png(path):
 
 
 @pytest.mark.parametrize(("ranks", "grid"), [(1, None), (6, {"replicas": 2, "rows": 1}), (10, {"rows": 5})])
+@pytest.mark.long
 def test_pictures_of_a_run(tmp_path, pictures, ranks, grid):
     def data():
         return Synthetic((4, 7, 3), classes=4, train=10, test=4)  # over 5 rows one tile of each column is empty
@@ -118,6 +119,7 @@ def test_strips_are_what_is_left(inner):
     np.testing.assert_array_equal(count, 1)
 
 
+@pytest.mark.long
 def test_a_run_that_goes_on_draws_after_its_first_epoch(tmp_path, pictures):
     """Before the first step after a loss, nothing waits for matplotlib."""
     experiment(1).run(output=tmp_path, hooks=[])

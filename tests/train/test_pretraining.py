@@ -67,6 +67,7 @@ def test_a_run_writes_the_costs_of_pretraining(whole):
 
 
 @pytest.mark.parametrize("at", [("local_filtering1", 2), ("local_filtering2", 4), ("local_filtering2", 6)])
+@pytest.mark.long
 def test_pretraining_stops_anywhere_and_resumes_on_other_ranks(tmp_path, whole, at):
     result, _ = run(1, output=tmp_path, hooks=[StopPretraining(*at)])
     assert result.stop.reason == "asked to"

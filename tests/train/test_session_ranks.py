@@ -41,6 +41,7 @@ GRIDS = [
 
 
 @pytest.mark.parametrize(("ranks", "grid"), GRIDS)
+@pytest.mark.long
 def test_training_is_the_same_on_every_grid(ranks, grid):
     def make(**fields):
         return experiment(optimizer=Adam(0.01, weight_decay=0.01), metrics=[TopK(2), LogLoss()], **fields)
@@ -53,6 +54,7 @@ def test_training_is_the_same_on_every_grid(ranks, grid):
 
 
 @pytest.mark.parametrize(("ranks", "grid"), GRIDS)
+@pytest.mark.long
 def test_a_last_batch_smaller_than_the_replicas(ranks, grid):
     def make(**fields):
         return experiment(1, dataset=lambda: Synthetic((13, 11, 2), classes=4, train=11, test=1), **fields)
@@ -80,6 +82,7 @@ def test_bytes_sent_are_those_of_all_ranks():
     assert sent.pop() > 0
 
 
+@pytest.mark.long
 def test_checkpoint_of_four_ranks_continues_on_three(tmp_path):
     (expected, weights), *_ = train(1, make=lambda **f: experiment(3, **f))
     train(4, make=lambda **f: experiment(1, **f), output=tmp_path)

@@ -65,6 +65,7 @@ def test_the_names_of_version_0_1_lead_to_the_test_split():
 
 
 @pytest.mark.parametrize(("ranks", "grid"), [(1, {}), (4, {}), (6, {"replicas": 2})])
+@pytest.mark.long
 def test_validation_is_the_same_on_every_grid(tmp_path, ranks, grid):
     def fresh():
         return experiment(1, dataset=data, metrics=[TopK(2)])

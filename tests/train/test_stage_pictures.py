@@ -31,6 +31,7 @@ def collected(comm=None, replicas=1, kind="unshared"):
 
 
 @pytest.mark.parametrize(("kind", "grids"), [("unshared", [(2, 1), (6, 2)]), ("blocks", [(6, 1)])])
+@pytest.mark.long
 def test_each_picture_is_put_together_once(kind, grids):
     expected, data = collected(kind=kind)
     np.testing.assert_allclose(expected["input"], data.test.images(range(5), "float64"))
@@ -50,6 +51,7 @@ def test_a_linear_unit_answers_most_to_its_own_filter():
         assert value == pytest.approx(2 * np.linalg.norm(own))
 
 
+@pytest.mark.long
 def test_a_run_draws_its_stages(tmp_path, pictures):
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
     data = nd.Synthetic((12, 10, 1), classes=4, train=8, test=3)
@@ -64,6 +66,7 @@ def test_pictures_of_volumes_and_series_are_left_out(tmp_path, pictures):
     assert not list(tmp_path.glob("*_?.png"))
 
 
+@pytest.mark.long
 def test_the_hook_is_for_supervised_runs_too(tmp_path, pictures):
     pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
     data = nd.Synthetic((12, 10, 3), classes=4, train=8, test=3)

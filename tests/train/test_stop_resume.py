@@ -54,6 +54,7 @@ optimizers = {"SGD": lambda: SGD(0.05, momentum=0.9), "Adam": lambda: Adam(0.01,
 @pytest.mark.parametrize(
     ("ranks", "grid", "rule"), [(1, None, "SGD"), (1, None, "Adam"), (3, None, "Adam"), (4, {"replicas": 2}, "SGD")]
 )
+@pytest.mark.long
 def test_stopping_anywhere_changes_no_bit(tmp_path, ranks, grid, rule):
     expected, weights = run(ranks, grid, rule=rule)
     hooks = [[StopAt(2)], [StopAt(3, 5)], [StopAt(5)], [StopAfterEpoch()], [StopAt(13)], []]

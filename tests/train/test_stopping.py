@@ -123,6 +123,7 @@ class Save(Hook):
 
 @pytest.mark.parametrize("times", [(1, 7, 0), (1, 0, 7), (3, 2, 1)])
 @pytest.mark.parametrize("seconds", [47, 60])
+@pytest.mark.long
 def test_the_run_ends_in_time_and_not_much_earlier(times, seconds):
     def body(transport):
         clock = Clock(*times)

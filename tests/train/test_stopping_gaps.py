@@ -51,6 +51,7 @@ def test_heard_before_the_first_step(tmp_path):
 
 
 @pytest.mark.parametrize(("call", "stage", "there"), [("after_run", "Autoencoder", 1), ("before_run", "GBDist", 2)])
+@pytest.mark.long
 def test_between_stages(tmp_path, call, stage, there):
     """After the first stage, and after the last one."""
     signals = Signals()

@@ -40,6 +40,7 @@ def experiment(dense, shape, **more):
     ],
     ids=["classes", "cells", "volumes", "streamed"],
 )
+@pytest.mark.long
 def test_they_are_the_same_on_any_grid(tmp_path, dense, shape, more):
     found, cut = {}, "planes" if len(shape) > 3 else "rows"
     small = (slice(None), *(slice(2, 3) for _ in shape[:-3]), slice(None, None, 2), slice(None, None, 2))
