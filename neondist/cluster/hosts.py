@@ -184,11 +184,11 @@ def fill(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def host_command(host: str, words: Sequence[str], env: Mapping[str, str], more: Sequence[str] = ()) -> list[str]:
-    """Return the words that run a command on a host: by ssh, with `more` options, or the agent that mpirun uses."""
+    """Return the words that run a command on a host: by ssh, with `more` options, or by the agent of mpirun's."""
     agent = shlex.split(env.get(AGENT, "ssh")) or ["ssh"]
     options = shlex.split(env.get(SSH_ARGS, ""))
-    options += [] if AGENT in env else ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
-    return [*agent, *options, *more, host, shlex.join(words)]
+    options += [] if AGENT in env else ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *more]
+    return [*agent, *options, host, shlex.join(words)]
 
 
 def unreachable(hosts: Iterable[str], env: Mapping[str, str]) -> list[str]:
