@@ -80,7 +80,7 @@ class Availability:
 
 def available() -> list[Availability]:
     """Return all backends, the one that `auto` prefers first; imports PyTorch and CuPy, where they are, to try them."""
-    return [_torch_availability(), Availability("numpy", True, "always there"), _cupy_availability()]
+    return [_cupy_availability(), _torch_availability(), Availability("numpy", True, "always there")]
 
 
 @checked
@@ -90,14 +90,15 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     Parameters
     ----------
     name : str or Backend
-        'auto': 'torch' where it is installed, else 'numpy'. A name with a dot is a module's, whose attribute
-        `backend` is the backend; it has to have been imported, by `import` or by `--import`: a name in a file imports
-        nothing.
+        'auto': 'cupy' where it finds a GPU, else 'torch' where it is installed, else 'numpy'. A name
+        with a dot is a module's, whose attribute `backend` is the backend; it has to have been imported, by `import` or
+        by `--import`: a name in a file imports nothing.
     """
     if isinstance(name, Backend):
         return name
     if name == "auto":
-        name = "torch" if importlib.util.find_spec("torch") else "numpy"
+        host = "torch" if importlib.util.find_spec("torch") else "numpy"
+        name = host if cupy.find_problem() else "cupy"
     if name in _MAKERS:
         return _MAKERS[name]()
     found = getattr(sys.modules.get(name), "backend", None)
@@ -136,7 +137,7 @@ def _cupy_availability() -> Availability:
 def _cupy() -> Backend:
     if problem := cupy.find_problem():
         raise ConfigError(f"backend 'cupy': {problem}, or use backend 'numpy'")
-    return Backend("cupy", Kernels(cupy.load()))
+    return Backend("cupy", cupy.CupyKernels(cupy.load()))
 
 
 _MAKERS: dict[str, Callable[[], Backend]] = {

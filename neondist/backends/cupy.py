@@ -1,4 +1,4 @@
-"""CuPy: whether it can be used, and the GPU of this rank."""
+"""CuPy: whether it can be used, the GPU of this rank, and kernels over its arrays."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from ..job import local_rank
 from ..version import installed_distributions
+from .kernels import Kernels
 
 _INSTALL = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
@@ -17,9 +18,9 @@ _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
 
 def find_problem() -> str:
     """Return why CuPy cannot be used here, with the remedy; '' if it can."""
-    packages = installed_distributions("cupy")
     if importlib.util.find_spec("cupy") is None:
         return f"not installed; {_INSTALL}"
+    packages = installed_distributions("cupy")
     if len(packages) > 1:
         return f"{' and '.join(packages)} are installed together, and break each other; uninstall all but one of them"
     try:
@@ -61,6 +62,29 @@ def load() -> Any:
     cupy = importlib.import_module("cupy")
     cupy.cuda.Device(local_rank(os.environ) % cupy.cuda.runtime.getDeviceCount()).use()
     return cupy
+
+
+class CupyKernels(Kernels):
+    """Kernels over CuPy's arrays.
+
+    Parameters
+    ----------
+    cupy : module
+        On this rank's GPU.
+    """
+
+    def room(self, ranks: int) -> int | None:
+        """Return the bytes of its GPU that each of so many ranks on this machine may still take."""
+        runtime, pool = self.xp.cuda.runtime, self.xp.get_default_memory_pool()
+        free, _ = runtime.memGetInfo()
+        sharing = -(-ranks // runtime.getDeviceCount())
+        return int(free) // sharing + int(pool.free_bytes())
+
+    def give_back_freed(self, above: int) -> None:
+        """Give back what CuPy's pool keeps, so that ranks that share the GPU have it."""
+        pool = self.xp.get_default_memory_pool()
+        if pool.total_bytes() > above:
+            pool.free_all_blocks()
 
 
 def _cuda_version(number: int) -> str:

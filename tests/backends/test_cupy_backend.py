@@ -1,5 +1,6 @@
 """The CuPy backend, on a strict device in place of a GPU; and what keeps it from being used."""
 
+import re
 import sys
 from importlib import metadata
 
@@ -9,6 +10,7 @@ from device import CudaDevice, Device, cupy_like
 
 import neondist as nd
 from neondist.backends import cupy
+from neondist.memory import words
 from neondist.namespace import namespace
 
 YAML = """
@@ -24,8 +26,8 @@ backend: cupy
 def gpu(monkeypatch):
     """A function that puts a CuPy with some GPUs into this process."""
 
-    def put(**options):
-        device = Device()
+    def put(most=1 << 34, **options):
+        device = Device(most)
         monkeypatch.setitem(sys.modules, "cupy", cupy_like(device, **options))
         monkeypatch.setattr(CudaDevice, "used", ())
         return device
@@ -98,6 +100,55 @@ def test_installations_that_do_not_work(gpu, monkeypatch):
     gpu()
     monkeypatch.setattr(cupy.importlib, "import_module", lambda name: 1 / 0)
     assert cupy.find_problem() == "cannot be imported: ZeroDivisionError: division by zero"
+
+
+def learner(**more):
+    layers = [nd.ConvLayer(8, 3, padding=1, activation=nd.ReLU()), nd.MaxPoolingLayer(2), nd.FCLayer(4)]
+    return nd.Convnet(layers, backend="cupy", **more)
+
+
+def test_out_of_memory_names_the_layer_and_what_would_fit(gpu, monkeypatch):
+    """The setting that the message tells is a plan's, which then fits."""
+    monkeypatch.setattr("neondist.memory.PROCESS", 0)
+    model, x = learner(), np.random.default_rng(0).random((4, 64, 64, 3), np.float32)
+    needed = model.plan((64, 64, 3), batch_size=4).needed
+
+    def train(device, **more):
+        model = learner(**more)
+        model.build((64, 64, 3), 4)
+        device.most = 3 * needed // 2
+        return model, model.train_batch(x, np.arange(4))
+
+    with pytest.raises(
+        nd.ConfigError, match=r"^memory: layer 'conv1' asks for .*B on its way (for|back)ward, and"
+    ) as told:
+        train(gpu())
+    said = str(told.value)
+    assert f"the peak of a step is planned as {words(needed)} on a rank" in said
+    assert isinstance(told.value.__cause__, MemoryError)
+    setting = re.search(r"set memory: (.*?B), or use more ranks or smaller batches", said).group(1)
+    fitted, loss = train(gpu(), memory=setting)
+    assert fitted.compiled.needed < needed
+    assert fitted.streams
+    assert np.isfinite(loss)
+
+
+def test_too_little_memory_is_found_before_a_run(gpu, tmp_path, capsys):
+    from neondist.cli import main
+
+    (tmp_path / "one.yaml").write_text(YAML.replace("shape: [8, 8, 1]", "shape: [4096, 2048, 1]"))
+    gpu(most=1 << 26)
+    assert main(["check", str(tmp_path / "one.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "layer 'fc1' needs" in said or "memory: a rank may use" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_auto_takes_a_gpu(gpu):
+    gpu()
+    assert nd.get_backend("auto").name == nd.available()[0].name == "cupy"
+    gpu(count=0)
+    assert nd.get_backend("auto").name == next(one.name for one in nd.available() if one.usable) != "cupy"
 
 
 def test_arrays_without_a_namespace_are_of_their_package(gpu):

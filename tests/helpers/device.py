@@ -4,6 +4,7 @@ They never become NumPy arrays by themselves, do not mix with them, and are touc
 of their namespace, which takes no argument that CuPy's functions do not have. What makes the host wait is counted.
 """
 
+import weakref
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -30,20 +31,42 @@ class Device:
     ----------
     synchronisations : int
         How often the host waited for values.
+    used, most : int
+        Bytes of its arrays, and how many there can be.
     backend : Backend
         The reference's kernels over its arrays.
     """
 
-    def __init__(self):
-        self.synchronisations = 0
+    def __init__(self, most=1 << 34):
+        self.synchronisations = self.used = 0
+        self.most = most
         self.xp = Namespace(self, np)
         self.backend = Backend("strict", Kernels(self.xp))
 
     def wrapped(self, value):
         """Return a result as the device's."""
         if isinstance(value, (np.ndarray, np.generic)):
-            return DeviceArray(self, np.asarray(value))
+            return DeviceArray(self, self.allocated(np.asarray(value)))
         return tuple(map(self.wrapped, value)) if isinstance(value, (tuple, list)) else value
+
+    def allocated(self, memory):
+        """Return an array's memory, which counts as the device's as long as it is there."""
+        if memory.base is None:
+            if self.used + memory.nbytes > self.most:
+                raise OutOfMemoryError(memory.nbytes, self.used)
+            self.used += memory.nbytes
+            weakref.finalize(memory, self._free, memory.nbytes)
+        return memory
+
+    def _free(self, nbytes):
+        self.used -= nbytes
+
+
+class OutOfMemoryError(MemoryError):
+    """CuPy's, in its words."""
+
+    def __init__(self, size, total):
+        super().__init__(f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes).")
 
 
 def inner(value):
@@ -195,7 +218,7 @@ class Namespace:
     def array(self, values, dtype=None, order="K"):
         """Return a new array, also of the host's values."""
         memory = values if isinstance(values, np.ndarray) else inner(values)
-        return DeviceArray(self._device, np.array(memory, dtype, order=order))
+        return DeviceArray(self._device, self._device.allocated(np.array(memory, dtype, order=order)))
 
     def asarray(self, values, dtype=None):
         """Return an array; one of the device's stays what it is."""
@@ -224,6 +247,16 @@ class CudaDevice:
         CudaDevice.used = (*CudaDevice.used, self.number)
 
 
+class Pool:
+    """CuPy's, which keeps nothing here."""
+
+    def free_bytes(self):
+        """Return what it keeps."""
+        return 0
+
+    total_bytes = free_bytes
+
+
 def cupy_like(device, count=1, status=0, driver=13000):
     """Return a module with the functions of a strict device, and the calls of CuPy to GPUs that neondist makes."""
 
@@ -239,5 +272,7 @@ def cupy_like(device, count=1, status=0, driver=13000):
     module.cuda.runtime, module.cuda.Device = runtime, CudaDevice
     runtime.CUDARuntimeError, runtime.getDeviceCount = CudaError, devices
     runtime.runtimeGetVersion, runtime.driverGetVersion = lambda: 12090, lambda: driver
+    runtime.memGetInfo = lambda: (device.most - device.used, device.most)
+    module.get_default_memory_pool = Pool
     runtime.getDeviceProperties = lambda number: {"name": b"Strict", "totalGlobalMem": 80 << 30}
     return module
