@@ -47,6 +47,16 @@ class CellKernels:
         """Copy the values of `source` into `target`, both of any strides."""
         self.xp.copyto(target, source)
 
+    def copy_each(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        """Copy the values of each source into its target, of any strides: on a device all in one launch."""
+        for source, target in zip(sources, targets, strict=True):
+            target[...] = source
+
+    def add_boxes(self, array: Any, boxes: Sequence[tuple[slice, ...]], parts: Sequence[Any]) -> None:
+        """Add each part to its box of an array; they may overlap, and are added in their order; on a device at once."""
+        for box, part in zip(boxes, parts, strict=True):
+            array[box] += part
+
     def contiguous(self, x: Any) -> Any:
         """Return x, or a copy of it, in one piece."""
         return self.xp.ascontiguousarray(x)

@@ -5,15 +5,23 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 from ..job import local_rank
 from ..version import installed_distributions
+from .device_kernels import ADD_BOXES, COPY_EACH, NUMBERS, WORDS, box_table, copy_table, typed
 from .kernels import Kernels
 
 _INSTALL = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
 """Codes of the CUDA runtime; the first also where no driver is installed."""
+_THREADS, _BLOCKS = 256, 4096
+"""of a launch, at most"""
+_TABLES = 1024
+"""that are kept"""
 
 
 def find_problem() -> str:
@@ -73,6 +81,52 @@ class CupyKernels(Kernels):
         On this rank's GPU.
     """
 
+    packs = True
+
+    def __init__(self, cupy: Any) -> None:
+        super().__init__(cupy)
+        self._compiled: dict[tuple[str, str], Any] = {}
+        self._table = lru_cache(_TABLES)(self._on_device)
+
+    def copy_each(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        """Copy the values of each source into its target, in one launch where all are of one type."""
+        pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if target.size]
+        if not pairs:
+            return
+        same = all(source.shape == target.shape for source, target in pairs)
+        if not same or len({array.dtype for pair in pairs for array in pair}) > 1:
+            super().copy_each(sources, targets)
+            return
+        shapes, size = [target.shape for _, target in pairs], pairs[0][0].itemsize
+        ends = [(source.data.ptr, target.data.ptr) for source, target in pairs]
+        rank = max(map(len, shapes))
+        table = copy_table(ends, shapes, [(_steps(source), _steps(target)) for source, target in pairs], rank)
+        self._launch(COPY_EACH, WORDS[size], "copy_each", sum(map(prod, shapes)), self._table(table), rank)
+
+    def add_boxes(self, array: Any, boxes: Sequence[tuple[slice, ...]], parts: Sequence[Any]) -> None:
+        """Add each part to its box of an array, all in one launch."""
+        pairs = [(box, self.xp.ascontiguousarray(part)) for box, part in zip(boxes, parts, strict=True) if part.size]
+        if not pairs:
+            return
+        if str(array.dtype) not in NUMBERS or any(part.dtype != array.dtype for _, part in pairs):
+            super().add_boxes(array, boxes, parts)
+            return
+        starts, shapes = [[cut.start for cut in box] for box, _ in pairs], [part.shape for _, part in pairs]
+        table = box_table(_steps(array), [part.data.ptr for _, part in pairs], starts, shapes)
+        given = array, self._table(table), len(pairs)
+        self._launch(ADD_BOXES, NUMBERS[str(array.dtype)], "add_boxes", sum(map(prod, shapes)), *given, array.ndim)
+
+    def _launch(self, source: str, number: str, name: str, total: int, *given: Any) -> None:
+        """Start a kernel for so many numbers, the last of its arguments."""
+        if (name, number) not in self._compiled:
+            self._compiled[name, number] = self.xp.RawKernel(typed(source, number), name)
+        arguments = [self.xp.int64(one) if isinstance(one, int) else one for one in (*given, total)]
+        self._compiled[name, number]((min(-(-total // _THREADS), _BLOCKS),), (_THREADS,), tuple(arguments))
+
+    def _on_device(self, table: tuple[int, ...]) -> Any:
+        """Return a table there; the exchanges of every step need the same ones."""
+        return self.xp.array(table, self.xp.int64)
+
     def room(self, ranks: int) -> int | None:
         """Return the bytes of its GPU that each of so many ranks on this machine may still take."""
         runtime, pool = self.xp.cuda.runtime, self.xp.get_default_memory_pool()
@@ -85,6 +139,11 @@ class CupyKernels(Kernels):
         pool = self.xp.get_default_memory_pool()
         if pool.total_bytes() > above:
             pool.free_all_blocks()
+
+
+def _steps(array: Any) -> list[int]:
+    """Return an array's strides, in numbers."""
+    return [stride // array.itemsize for stride in array.strides]
 
 
 def _cuda_version(number: int) -> str:

@@ -33,6 +33,8 @@ class Kernels(CellKernels, Convolution, Pooling):
 
     #: Numbers of a strip: smaller ones compute more overlap, larger ones leave the cache
     strip = 1 << 16
+    #: Whether many small copies cost more than one: then messages are packed, and unpacked, all at once
+    packs = False
     #: What is raised where there is no memory for an array
     memory_errors: tuple[type[Exception], ...] = (MemoryError,)
 

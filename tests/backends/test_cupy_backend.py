@@ -1,5 +1,6 @@
 """The CuPy backend, on a strict device in place of a GPU; and what keeps it from being used."""
 
+import json
 import re
 import sys
 from importlib import metadata
@@ -149,6 +150,47 @@ def test_auto_takes_a_gpu(gpu):
     assert nd.get_backend("auto").name == nd.available()[0].name == "cupy"
     gpu(count=0)
     assert nd.get_backend("auto").name == next(one.name for one in nd.available() if one.usable) != "cupy"
+
+
+JOB = """
+!FitExperiment
+dataset: !Synthetic {shape: [8, 8, 2], classes: 3, train: 12, test: 6}
+model: !Convnet
+  layers:
+  - !ConvLayer {out_channels: 4, kernel_size: 3, padding: 1, activation: !ReLU {}}
+  - !BatchNormLayer {}
+  - !MaxPoolingLayer {kernel_size: 2}
+  - !FCLayer {out_features: 3}
+  cost: !CrossEntropy {}
+  optimizer: !Adam {}
+metrics: [!Misclassification {}, !TopK {k: 2}, !Accuracy {}, !F1 {}, !IoU {}, !LogLoss {}, !ROCAUC {}]
+batch_size: 4
+epochs: 1
+dist_flag: false
+dtype: float64
+"""
+
+
+def test_a_run_its_metrics_and_predictions(gpu, tmp_path, capsys):
+    """Resumed from a checkpoint; all as on the host."""
+    from neondist.cli import main
+
+    gpu()
+    (tmp_path / "job.yaml").write_text(JOB)
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((5, 8, 8, 2)))
+    found = []
+    for backend in ("numpy", "cupy"):
+        out, setting = tmp_path / backend, ["--set", f"backend={backend}"]
+        job = ["run", str(tmp_path / "job.yaml"), "--output", str(out)]
+        assert main([*job, *setting]) == 0
+        assert main([*job, "--resume", *setting, "epochs=2"]) == 0
+        files = "--checkpoint", out / "checkpoint.h5", "--input", tmp_path / "x.npy", "--output", out / "y.npy"
+        assert main(["predict", str(tmp_path / "job.yaml"), *map(str, files), *setting]) == 0
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        figures = [value for line in lines for name, value in sorted(line.items()) if "second" not in name]
+        found.append(np.hstack([*figures, np.load(out / "y.npy").ravel()]))
+    assert len(found[0]) > 30
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-9)
 
 
 def test_arrays_without_a_namespace_are_of_their_package(gpu):

@@ -7,18 +7,20 @@ of their namespace, which takes no argument that CuPy's functions do not have. W
 import weakref
 from functools import partial
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
+from device_twin import RawKernel, compiler
 
 from neondist.backends import Backend, Kernels
+from neondist.backends.cupy import CupyKernels
 
 _LACKING = {"errstate", "ndindex", "nditer", "put_along_axis"}
 """what NumPy has, and no device"""
 _LACKING_ARGUMENTS = {"where", "initial", "order", "subok", "writeable"}
 _WAITING = {"argwhere", "flatnonzero", "nonzero", "unique"}
 """the host has to know how large their results are"""
-_ATTRIBUTES = "shape dtype ndim size nbytes itemsize strides"
+_ATTRIBUTES = "flags shape dtype ndim size nbytes itemsize strides"
 _METHODS = "all any argmax argsort astype copy fill max mean min ravel reshape sum swapaxes take transpose view"
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 _OTHER_OPERATORS = "neg pos abs invert lt le gt ge eq ne"
@@ -29,8 +31,8 @@ class Device:
 
     Attributes
     ----------
-    synchronisations : int
-        How often the host waited for values.
+    synchronisations, launches : int
+        How often the host waited for values, and how many kernels were started.
     used, most : int
         Bytes of its arrays, and how many there can be.
     backend : Backend
@@ -38,10 +40,13 @@ class Device:
     """
 
     def __init__(self, most=1 << 34):
-        self.synchronisations = self.used = 0
+        self.synchronisations = self.launches = self.used = 0
         self.most = most
         self.xp = Namespace(self, np)
-        self.backend = Backend("strict", Kernels(self.xp))
+        self.xp.cuda = Cuda(self)
+        self.xp.get_default_memory_pool = Pool
+        self.xp.RawKernel = partial(RawKernel, self)
+        self.backend = Backend("strict", CupyKernels(self.xp) if compiler() else Kernels(self.xp))
 
     def wrapped(self, value):
         """Return a result as the device's."""
@@ -84,6 +89,10 @@ def run(device, function, args, kwargs):
         raise TypeError(f"{function.__name__} has no argument {', '.join(lacking)} on a device")
     device.synchronisations += function.__name__ in _WAITING
     found = function(*map(inner, args), **{name: inner(value) for name, value in kwargs.items()})
+    for argument in args:
+        if isinstance(argument, DeviceArray) and argument.inner is found:  # it was as it should be
+            return argument
+    device.launches += "out" in kwargs or getattr(found, "base", found) is None or isinstance(found, np.generic)
     return kwargs.get("out", device.wrapped(found))
 
 
@@ -126,7 +135,30 @@ class DeviceArray:
         return DeviceArray(self.device, found)
 
     def __setitem__(self, index, value):
+        self.device.launches += 1
         self.inner[inner(index)] = inner(value)
+
+    @property
+    def data(self):
+        """Its memory, by address."""
+        return SimpleNamespace(ptr=self.inner.__array_interface__["data"][0])
+
+    @property
+    def __cuda_array_interface__(self):
+        """The same, and more, by which mpi4py knows a device's array."""
+        return {**self.inner.__array_interface__, "version": 3}
+
+    def get(self, stream=None, out=None):
+        """Copy the values into memory of the host, once the stream is as far, and wait for it."""
+        stream = stream or self.device.xp.cuda.get_current_stream()
+        out = np.empty(self.shape, self.dtype) if out is None else out
+        stream.pending.append(partial(np.copyto, out, self.inner))
+        stream.synchronize()
+        return out
+
+    def set(self, values, stream):
+        """Copy values of the host here, when the stream is as far."""
+        stream.pending.append(partial(np.copyto, self.inner, values))
 
     # What makes the host wait.
 
@@ -160,6 +192,7 @@ def _method(name):
 
 def _in_place(name):
     def call(self, other):
+        self.device.launches += 1
         self.inner = getattr(self.inner, name)(inner(other))
         return self
 
@@ -226,6 +259,52 @@ class Namespace:
         return values if same else self.array(values, dtype)
 
 
+class Stream:
+    """A stream of the device, whose work is done when somebody waits for it: what nobody has waited for is missing."""
+
+    def __init__(self, device):
+        self.device, self.pending = device, []
+
+    def record(self):
+        """Return what can be waited for."""
+        return self
+
+    def wait_event(self, event):
+        """Do what the event stands for, in the order in which the device would."""
+        event.do()
+
+    def do(self):
+        """Do all that is to be done."""
+        pending, self.pending = self.pending, []
+        for work in pending:
+            work()
+
+    def synchronize(self):
+        """Let the host wait, if there is anything to wait for."""
+        self.device.synchronisations += bool(self.pending)
+        self.do()
+
+
+class Cuda:
+    """The streams, and the pinned memory, of a device."""
+
+    def __init__(self, device):
+        self._device, self._current = device, Stream(device)
+
+    def Stream(self, non_blocking):
+        """Return a new stream."""
+        assert non_blocking
+        return Stream(self._device)
+
+    def get_current_stream(self):
+        """Return the stream in which functions work."""
+        return self._current
+
+    def alloc_pinned_memory(self, nbytes):
+        """Return memory of the host; CuPy's may be larger."""
+        return bytearray(nbytes + 512)
+
+
 class CudaError(RuntimeError):
     """An error of the CUDA runtime."""
 
@@ -268,11 +347,10 @@ def cupy_like(device, count=1, status=0, driver=13000):
     module, runtime = ModuleType("cupy"), ModuleType("cupy.cuda.runtime")
     module.__spec__, module.__version__ = ModuleSpec("cupy", None), "14.2.0"
     module.__getattr__ = partial(getattr, device.xp)
-    module.cuda = ModuleType("cupy.cuda")
+    module.cuda = device.xp.cuda
     module.cuda.runtime, module.cuda.Device = runtime, CudaDevice
     runtime.CUDARuntimeError, runtime.getDeviceCount = CudaError, devices
     runtime.runtimeGetVersion, runtime.driverGetVersion = lambda: 12090, lambda: driver
     runtime.memGetInfo = lambda: (device.most - device.used, device.most)
-    module.get_default_memory_pool = Pool
     runtime.getDeviceProperties = lambda number: {"name": b"Strict", "totalGlobalMem": 80 << 30}
     return module
