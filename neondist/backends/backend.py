@@ -137,7 +137,10 @@ def _cupy_availability() -> Availability:
 def _cupy() -> Backend:
     if problem := cupy.find_problem():
         raise ConfigError(f"backend 'cupy': {problem}, or use backend 'numpy'")
-    return Backend("cupy", cupy.CupyKernels(cupy.load()))
+    from . import cupy_torch
+
+    table = cupy_torch.CudaTorchKernels if cupy_torch.usable() else cupy.CupyKernels
+    return Backend("cupy", table(cupy.load()))
 
 
 _MAKERS: dict[str, Callable[[], Backend]] = {

@@ -82,6 +82,8 @@ class CupyKernels(Kernels):
     """
 
     packs = True
+    # a launch takes as long as a million numbers: few large blocks, which need memory that no plan knows
+    strip, block, unshared, summed = 1 << 24, 1 << 24, 1 << 24, 1 << 20
 
     def __init__(self, cupy: Any) -> None:
         super().__init__(cupy)

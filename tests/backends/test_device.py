@@ -7,6 +7,8 @@ from turns import some
 
 import neondist as nd
 from neondist.backends import Backend, Kernels
+from neondist.backends.cupy import CupyKernels
+from neondist.backends.cupy_torch import CupyTorchKernels
 from neondist.comm import loopback
 from neondist.costs import Cost
 from neondist.halo import scheme_names
@@ -93,9 +95,9 @@ def run(layers, device=None, cost=None, optimizer=None, targets="labels", steps=
     return found | model.state() | model.optimizer_state(), waited
 
 
-def check(make, waits=1, **more):
+def check(make, waits=1, table=CupyKernels, **more):
     expected, _ = run(make(), **more)
-    found, waited = run(make(), Device(), **more)
+    found, waited = run(make(), Device(table=table), **more)
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert isinstance(found[name], np.ndarray), name
@@ -162,6 +164,11 @@ WAYS = {}, {"accumulate": 2}, {"sync": "bucketed"}, {"recompute": True}, {"dtype
 )
 def test_training_waits_once_a_step(rule, more):
     check(everything, optimizer=OPTIMIZERS[rule], **more)
+
+
+def test_training_by_torch():
+    pytest.importorskip("torch")
+    check(everything, table=CupyTorchKernels)
 
 
 @pytest.mark.parametrize("targets", ["labels", "dense"])

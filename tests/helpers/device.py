@@ -36,17 +36,22 @@ class Device:
     used, most : int
         Bytes of its arrays, and how many there can be.
     backend : Backend
-        The reference's kernels over its arrays.
+        Kernels over its arrays.
+
+    Parameters
+    ----------
+    table : type
+        Of the kernels; without a C compiler they are the reference's.
     """
 
-    def __init__(self, most=1 << 34):
+    def __init__(self, most=1 << 34, table=CupyKernels):
         self.synchronisations = self.launches = self.used = 0
         self.most = most
         self.xp = Namespace(self, np)
         self.xp.cuda = Cuda(self)
         self.xp.get_default_memory_pool = Pool
         self.xp.RawKernel = partial(RawKernel, self)
-        self.backend = Backend("strict", CupyKernels(self.xp) if compiler() else Kernels(self.xp))
+        self.backend = Backend("strict", table(self.xp) if compiler() else Kernels(self.xp))
 
     def wrapped(self, value):
         """Return a result as the device's."""
@@ -72,6 +77,23 @@ class OutOfMemoryError(MemoryError):
 
     def __init__(self, size, total):
         super().__init__(f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes).")
+
+
+class HostCalls:
+    """A device's kernels for callers that have NumPy's arrays, which go there and come back."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __getattr__(self, name):
+        return partial(self._call, getattr(self.device.backend.kernels, name))
+
+    def _call(self, kernel, *args):
+        found = kernel(*(self.device.xp.array(arg) if isinstance(arg, np.ndarray) else arg for arg in args))
+        return tuple(map(self._back, found)) if isinstance(found, tuple) else self._back(found)
+
+    def _back(self, value):
+        return value.inner if isinstance(value, DeviceArray) else value
 
 
 def inner(value):
@@ -147,6 +169,13 @@ class DeviceArray:
     def __cuda_array_interface__(self):
         """The same, and more, by which mpi4py knows a device's array."""
         return {**self.inner.__array_interface__, "version": 3}
+
+    def __dlpack__(self, **how):
+        """Give it to PyTorch, which has it on the CPU."""
+        return self.inner.__dlpack__(**how)
+
+    def __dlpack_device__(self):
+        return self.inner.__dlpack_device__()
 
     def get(self, stream=None, out=None):
         """Copy the values into memory of the host, once the stream is as far, and wait for it."""
@@ -253,6 +282,10 @@ class Namespace:
         memory = values if isinstance(values, np.ndarray) else inner(values)
         return DeviceArray(self._device, self._device.allocated(np.array(memory, dtype, order=order)))
 
+    def from_dlpack(self, tensor):
+        """Return an array over a tensor's memory."""
+        return DeviceArray(self._device, tensor.numpy())
+
     def asarray(self, values, dtype=None):
         """Return an array; one of the device's stays what it is."""
         same = isinstance(values, DeviceArray) and dtype in (None, values.dtype)
@@ -290,6 +323,8 @@ class Cuda:
 
     def __init__(self, device):
         self._device, self._current = device, Stream(device)
+        self.runtime = SimpleNamespace(getDeviceCount=lambda: 1)
+        self.runtime.memGetInfo = lambda: (device.most - device.used, device.most)
 
     def Stream(self, non_blocking):
         """Return a new stream."""
@@ -344,13 +379,12 @@ def cupy_like(device, count=1, status=0, driver=13000):
             raise CudaError(status)
         return count
 
-    module, runtime = ModuleType("cupy"), ModuleType("cupy.cuda.runtime")
+    module, runtime = ModuleType("cupy"), device.xp.cuda.runtime
     module.__spec__, module.__version__ = ModuleSpec("cupy", None), "14.2.0"
     module.__getattr__ = partial(getattr, device.xp)
     module.cuda = device.xp.cuda
-    module.cuda.runtime, module.cuda.Device = runtime, CudaDevice
+    module.cuda.Device = CudaDevice
     runtime.CUDARuntimeError, runtime.getDeviceCount = CudaError, devices
     runtime.runtimeGetVersion, runtime.driverGetVersion = lambda: 12090, lambda: driver
-    runtime.memGetInfo = lambda: (device.most - device.used, device.most)
     runtime.getDeviceProperties = lambda number: {"name": b"Strict", "totalGlobalMem": 80 << 30}
     return module
