@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from device import Device, HostCalls
+from device import HostCalls, device_under_test
 from present import KERNELS, backend_of
 
 from neondist.backends.cupy import CupyKernels
@@ -21,7 +21,7 @@ DEVICES = {"device": CupyKernels, "device by torch": CupyTorchKernels}
 @pytest.fixture(params=[*KERNELS, *DEVICES])
 def backend(request):
     name = request.param
-    return HostCalls(Device(table=DEVICES[name])) if name in DEVICES else backend_of(name).kernels
+    return HostCalls(device_under_test(DEVICES[name])) if name in DEVICES else backend_of(name).kernels
 
 
 def channels_first(x):

@@ -4,17 +4,22 @@ They never become NumPy arrays by themselves, do not mix with them, and are touc
 of their namespace, which takes no argument that CuPy's functions do not have. What makes the host wait is counted.
 """
 
+import os
 import weakref
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
+import pytest
 from device_twin import RawKernel, compiler
 
 from neondist.backends import Backend, Kernels
-from neondist.backends.cupy import CupyKernels
+from neondist.backends.cupy import CupyKernels, find_problem, load
+from neondist.backends.cupy_torch import CudaTorchKernels, CupyTorchKernels
 
+ON_GPU = "NEONDIST_GPU" in os.environ
+"""whether tests that need no strict device run on a GPU: `make test-gpu`"""
 _LACKING = {"errstate", "ndindex", "nditer", "put_along_axis"}
 """what NumPy has, and no device"""
 _LACKING_ARGUMENTS = {"where", "initial", "order", "subok", "writeable"}
@@ -79,6 +84,25 @@ class OutOfMemoryError(MemoryError):
         super().__init__(f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes).")
 
 
+class Gpu:
+    """The GPU of this machine, whose waits and launches nobody counts."""
+
+    synchronisations = launches = 0
+
+    def __init__(self, table):
+        self.xp = load()
+        self.backend = Backend("cupy", table(self.xp))
+
+
+def device_under_test(table=CupyKernels):
+    """Return a strict device with these kernels; with NEONDIST_GPU set the GPU, or skip the test."""
+    if not ON_GPU:
+        return Device(table=table)
+    if problem := find_problem():
+        pytest.skip(f"CuPy: {problem}")
+    return Gpu(CudaTorchKernels if table is CupyTorchKernels else table)
+
+
 class HostCalls:
     """A device's kernels for callers that have NumPy's arrays, which go there and come back."""
 
@@ -93,7 +117,7 @@ class HostCalls:
         return tuple(map(self._back, found)) if isinstance(found, tuple) else self._back(found)
 
     def _back(self, value):
-        return value.inner if isinstance(value, DeviceArray) else value
+        return self.device.xp.asnumpy(value) if self.device.backend.owns(value) else value
 
 
 def inner(value):
