@@ -12,8 +12,26 @@ from typing import Any
 
 from ..job import local_rank
 from ..version import installed_distributions
-from .device_kernels import ADD_BOXES, COPY_EACH, NUMBERS, WORDS, box_table, copy_table, typed
+from .cells import Normal
+from .device_kernels import (
+    ADD_BOXES,
+    COPY_EACH,
+    MAX_POOL,
+    MAX_POOL_BACK,
+    NORMALISE,
+    NORMALISE_BACK,
+    NUMBERS,
+    WORDS,
+    box_table,
+    cell_table,
+    copy_table,
+    pool_table,
+    typed,
+)
 from .kernels import Kernels
+from .windows import out_extent
+
+Ints = Sequence[int]
 
 _INSTALL = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
@@ -117,6 +135,57 @@ class CupyKernels(Kernels):
         table = box_table(_steps(array), [part.data.ptr for _, part in pairs], starts, shapes)
         given = array, self._table(table), len(pairs)
         self._launch(ADD_BOXES, NUMBERS[str(array.dtype)], "add_boxes", sum(map(prod, shapes)), *given, array.ndim)
+
+    def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
+        """Return the maxima and the places, in one launch."""
+        out, xp = out_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel)), self.xp
+        if not self._pooled(x.dtype, kernel, (len(x), *out, x.shape[-1])):
+            return super().max_pool(x, kernel, stride)
+        best, place = (xp.empty((len(x), *out, x.shape[-1]), kind) for kind in (x.dtype, xp.uint8))
+        table = pool_table(x.shape[1:-1], out, kernel, stride, x.shape[-1], _steps(x))
+        self._launch(MAX_POOL, NUMBERS[str(x.dtype)], "max_pool", best.size, x, best, place, self._table(table))
+        return best, place
+
+    def max_pool_backward(self, dy: Any, place: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
+        """Return the gradient of x, in one launch; the same every time: each cell adds up what comes to it."""
+        shape = len(dy), *extent, dy.shape[-1]
+        if not self._pooled(dy.dtype, kernel, (*shape, dy.size)):
+            return super().max_pool_backward(dy, place, extent, kernel, stride)
+        dx, dy = self.xp.empty(shape, dy.dtype), self.xp.ascontiguousarray(dy)
+        table = self._table(pool_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _steps(dx)))
+        self._launch(MAX_POOL_BACK, NUMBERS[str(dy.dtype)], "max_pool_back", dx.size, dy, place, dx, table)
+        return dx
+
+    def normalise(self, x: Any, how: Normal, y: Any) -> None:
+        """Write the normalised cells into y, in one launch."""
+        if not self._by_cells(x, y):
+            super().normalise(x, how, y)
+            return
+        numbers, table = self._numbers(how[:3], x), cell_table(x.shape, [_steps(x), _steps(x), _steps(y)])
+        rest = self._table(table), x.ndim, len(how.mean), int(how.clip)
+        self._launch(NORMALISE, NUMBERS[str(x.dtype)], "normalise", x.size, x, *numbers, y, *rest)
+
+    def normalise_back(self, x: Any, dy: Any, how: Normal, factors: Sequence[Any], dx: Any) -> None:
+        """Write a * dz + b * (x - mean) + c into dx, in one launch."""
+        if not self._by_cells(x, dy, dx):
+            super().normalise_back(x, dy, how, factors, dx)
+            return
+        numbers, table = self._numbers((*how[:3], *factors), x), cell_table(x.shape, list(map(_steps, (x, dy, dx))))
+        rest = self._table(table), x.ndim, len(how.mean), int(how.clip)
+        self._launch(NORMALISE_BACK, NUMBERS[str(x.dtype)], "normalise_back", x.size, x, dy, *numbers, dx, *rest)
+
+    def _pooled(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
+        """Tell whether there is a kernel, and something for it to do."""
+        return str(dtype) in NUMBERS and len(kernel) < 4 and prod(kernel) <= 256 and 0 not in sizes
+
+    def _by_cells(self, *arrays: Any) -> bool:
+        kinds = {str(array.dtype) for array in arrays}
+        return len(kinds) == 1 and kinds <= NUMBERS.keys() and arrays[0].size > 0
+
+    def _numbers(self, numbers: Sequence[Any], like: Any) -> list[Any]:
+        """Return numbers of each channel, of groups, in one piece."""
+        shape = len(numbers[0]), like.shape[-1]
+        return [self.xp.ascontiguousarray(self.xp.broadcast_to(each, shape), like.dtype) for each in numbers]
 
     def _launch(self, source: str, number: str, name: str, total: int, *given: Any) -> None:
         """Start a kernel for so many numbers, the last of its arguments."""

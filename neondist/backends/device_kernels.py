@@ -83,6 +83,96 @@ KERNEL void add_boxes(T *array, const long long *table, long long boxes, long lo
 The table: strides of the array; rows: numbers up to here, address of the box's numbers, first cell, shape
 """
 
+MAX_POOL = """
+KERNEL void max_pool(const T *x, T *best, unsigned char *place, const long long *table, long long total) {
+    const long long *out = table + 3, *kernel = table + 6, *step = table + 9, *strides = table + 13;
+    for EACH(i, total) {
+        long long rest = i, at = 0;
+        const T *first = x + rest % table[12] * strides[4];
+        rest /= table[12];
+        for (int axis = 2; axis >= 0; axis--) {
+            first += rest % out[axis] * step[axis] * strides[axis + 1];
+            rest /= out[axis];
+        }
+        first += rest * strides[0];
+        T most = *first;
+        unsigned char where = 0;
+        for (long long a = 0; a < kernel[0]; a++)
+            for (long long b = 0; b < kernel[1]; b++)
+                for (long long c = 0; c < kernel[2]; c++, at++) {
+                    const T value = first[a * strides[1] + b * strides[2] + c * strides[3]];
+                    if (value > most) where = (unsigned char)at;
+                    if (value > most || value != value) most = value;
+                }
+        best[i] = most;
+        place[i] = where;
+    }
+}
+"""
+"""The maxima (N, *out, C), and their places in windows; the table: extents, outputs, kernel, steps, C, strides of x"""
+
+MAX_POOL_BACK = """
+KERNEL void max_pool_back(const T *dy, const unsigned char *place, T *dx, const long long *table, long long total) {
+    const long long *extent = table, *out = table + 3, *kernel = table + 6, *step = table + 9, channels = table[12];
+    for EACH(i, total) {
+        long long rest = i / channels, cell[3], lo[3], hi[3];
+        for (int axis = 2; axis >= 0; axis--) {
+            const long long at = cell[axis] = rest % extent[axis], before = at - kernel[axis] + step[axis];
+            rest /= extent[axis];
+            lo[axis] = before > 0 ? before / step[axis] : 0;
+            hi[axis] = at / step[axis] < out[axis] ? at / step[axis] : out[axis] - 1;
+        }
+        T sum = 0;
+        for (long long a = hi[0]; a >= lo[0]; a--)
+            for (long long b = hi[1]; b >= lo[1]; b--)
+                for (long long c = hi[2]; c >= lo[2]; c--) {
+                    const long long window = ((rest * out[0] + a) * out[1] + b) * out[2] + c;
+                    const long long at = ((cell[0] - a * step[0]) * kernel[1] + cell[1] - b * step[1]) * kernel[2]
+                        + cell[2] - c * step[2];
+                    if (place[window * channels + i % channels] == at) sum += dy[window * channels + i % channels];
+                }
+        dx[i] = sum;
+    }
+}
+"""
+"""The gradient of x (N, *extent, C), by what looks at each cell, first its first place in a window; the same table"""
+
+_AT = """
+        long long rest = i, at[3] = {0, 0, 0}, channel = 0, group = 0;
+        for (long long axis = rank - 1; axis >= 0; axis--) {
+            const long long cell = rest % table[axis];
+            rest /= table[axis];
+            for (int array = 0; array < 3; array++) at[array] += cell * table[(array + 1) * rank + axis];
+            if (axis == rank - 1) channel = cell;
+            group = cell;
+        }
+        const long long of = (groups > 1 ? group : 0) * table[rank - 1] + channel;
+"""
+
+NORMALISE = f"""
+KERNEL void normalise(const T *x, const T *mean, const T *scale, const T *shift, T *y, const long long *table,
+                      long long rank, long long groups, long long clip, long long total) {{
+    for EACH(i, total) {{{_AT}
+        const T z = (x[at[0]] - mean[of]) * scale[of] + shift[of];
+        y[at[2]] = clip && z <= 0 ? 0 : z;
+    }}
+}}
+"""
+"""(x - mean) * scale + shift, of each channel of all samples, or of each; the table: shape, strides of three arrays"""
+
+NORMALISE_BACK = f"""
+KERNEL void normalise_back(const T *x, const T *dy, const T *mean, const T *scale, const T *shift, const T *through,
+                           const T *along, const T *offset, T *dx, const long long *table, long long rank,
+                           long long groups, long long clip, long long total) {{
+    for EACH(i, total) {{{_AT}
+        const T from = x[at[0]] - mean[of];
+        const T dz = clip && !(from * scale[of] + shift[of] > 0) ? 0 : dy[at[1]];
+        dx[at[2]] = dz * through[of] + (from * along[of] + offset[of]);
+    }}
+}}
+"""
+"""through * dz + along * (x - mean) + offset, dz being the gradient before it was clipped; the same table"""
+
 
 def typed(source: str, number: str) -> str:
     """Return the text of a kernel for numbers of a type of C."""
@@ -122,3 +212,21 @@ def box_table(strides: Ints, parts: Sequence[int], starts: Sequence[Ints], shape
     for done, part, start, shape in zip(accumulate(map(prod, shapes)), parts, starts, shapes, strict=True):
         found += [done, part, *start, *shape]
     return tuple(found)
+
+
+def pool_table(extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: int, strides: Ints) -> tuple[int, ...]:
+    """Return what `max_pool` and `max_pool_back` read, of up to three spatial axes.
+
+    Parameters
+    ----------
+    strides : of x, in numbers
+    """
+    more = 3 - len(extent)
+    one, zero = (1,) * more, (0,) * more
+    found = (*one, *extent, *one, *out, *one, *kernel, *one, *stride, channels)
+    return (*found, strides[0], *zero, *strides[1:])
+
+
+def cell_table(shape: Ints, strides: Sequence[Ints]) -> tuple[int, ...]:
+    """Return what `normalise` and `normalise_back` read, given the strides of x, dy and the result, in numbers."""
+    return (*shape, *(step for steps in strides for step in steps))

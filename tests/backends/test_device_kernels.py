@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import neondist as nd
-from neondist.backends import Kernels
+from neondist.backends import Kernels, Normal
 from neondist.comm import loopback
+from neondist.namespace import to_host
 
 pytestmark = pytest.mark.skipif(compiler() is None and not ON_GPU, reason="no C compiler")
 REFERENCE = Kernels()
@@ -71,6 +72,48 @@ def test_sums_of_boxes_that_overlap(data, dtype):
     assert device.launches - before <= 1
     REFERENCE.add_boxes(array, cuts, parts)
     np.testing.assert_array_equal(device.xp.asnumpy(there), array)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.booleans(), st.booleans(), st.sampled_from(["float32", "float64"]))
+def test_cells_are_normalised_in_one_launch_each_way(data, clip, by_sample, dtype):
+    """In the middle of larger arrays, as in a halo's buffer."""
+    device, shape = device_under_test(), data.draw(st.lists(st.integers(2, 4), min_size=2, max_size=4))
+    xp, inside = device.xp, tuple(slice(1, 1 + n) for n in shape)
+    wholes = [numbers([n + 2 for n in shape], dtype, seed) for seed in range(4)]
+    factors = [numbers((shape[0] if by_sample else 1, shape[-1]), dtype, seed) for seed in range(4, 10)]
+    found = []
+    for kernels, brought in (REFERENCE, np.array), (device.backend.kernels, xp.array):
+        x, dy, y, dx = (brought(whole)[inside] for whole in wholes)
+        how, by = Normal(*map(brought, factors[:3]), clip), [brought(factor) for factor in factors[3:]]
+        before = device.launches
+        kernels.normalise(x, how, y)
+        kernels.normalise_back(x, dy, how, by, dx)
+        found.append((to_host(y), to_host(dx)))
+    assert device.launches - before <= 2
+    close = {"rtol": 1e-6 if ON_GPU else 0, "atol": 1e-3 if ON_GPU else 0}
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, **close)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.sampled_from(["float32", "float64"]))
+def test_pooling_is_one_launch_each_way(data, dtype):
+    """Of whole numbers, many of which are the same, in the middle of a larger array."""
+    device, axes = device_under_test(), data.draw(st.integers(1, 3))
+    kernel, stride, more = (data.draw(st.tuples(*[st.integers(1, 3)] * axes)) for _ in range(3))
+    extent = [k + n - 1 for k, n in zip(kernel, more, strict=True)]
+    whole = np.rint(numbers([4, *(n + 2 for n in extent), 3], dtype) / 60).astype(dtype)
+    inside, found = (slice(0, 2), *(slice(1, 1 + n) for n in extent)), []
+    for kernels, brought in (REFERENCE, np.array), (device.backend.kernels, device.xp.array):
+        x, before = brought(whole)[inside], device.launches
+        y, place = kernels.max_pool(x, kernel, stride)
+        dy = brought(numbers(y.shape, dtype, 1))
+        dx = kernels.max_pool_backward(dy, place, extent, kernel, stride)
+        found.append((to_host(y), to_host(place), to_host(dx)))
+    assert device.launches - before <= 2
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "wrap"])

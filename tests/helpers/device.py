@@ -25,6 +25,8 @@ _LACKING = {"errstate", "ndindex", "nditer", "put_along_axis"}
 _LACKING_ARGUMENTS = {"where", "initial", "order", "subok", "writeable"}
 _WAITING = {"argwhere", "flatnonzero", "nonzero", "unique"}
 """the host has to know how large their results are"""
+_MEMORY = {"empty", "empty_like"}
+"""is there without a kernel"""
 _ATTRIBUTES = "flags shape dtype ndim size nbytes itemsize strides"
 _METHODS = "all any argmax argsort astype copy fill max mean min ravel reshape sum swapaxes take transpose view"
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
@@ -138,7 +140,8 @@ def run(device, function, args, kwargs):
     for argument in args:
         if isinstance(argument, DeviceArray) and argument.inner is found:  # it was as it should be
             return argument
-    device.launches += "out" in kwargs or getattr(found, "base", found) is None or isinstance(found, np.generic)
+    made = "out" in kwargs or getattr(found, "base", found) is None or isinstance(found, np.generic)
+    device.launches += made and function.__name__ not in _MEMORY
     return kwargs.get("out", device.wrapped(found))
 
 
