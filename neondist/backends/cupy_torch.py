@@ -55,7 +55,8 @@ class CudaTorchKernels(CupyTorchKernels):
         torch.cuda.set_device(device)
         self.memory_errors = (MemoryError, torch.cuda.OutOfMemoryError)
         self._cuda = torch.cuda
-        pool = cupy.cuda.PythonFunctionAllocator(_allocating(torch.cuda), _freeing(torch.cuda))
+        free = torch.cuda.caching_allocator_delete
+        pool = cupy.cuda.PythonFunctionAllocator(allocating(torch.cuda), lambda address, device: free(address))
         before = cupy.cuda.get_allocator()
         cupy.cuda.set_allocator(pool.malloc)
         self._closing.callback(cupy.cuda.set_allocator, before)
@@ -73,13 +74,14 @@ class CudaTorchKernels(CupyTorchKernels):
             self._cuda.empty_cache()
 
 
-def _allocating(cuda: Any) -> Callable[[int, int], int]:
+def allocating(cuda: Any) -> Callable[[int, int], int]:
+    """Return what takes memory of PyTorch's pool for CuPy, given torch.cuda; MemoryError where there is none."""
+
     def allocate(size: int, device: int) -> int:
-        address: int = cuda.caching_allocator_alloc(max(1, size), device)
+        try:
+            address: int = cuda.caching_allocator_alloc(size, device)
+        except cuda.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from error  # as CuPy's own pool would
         return address
 
     return allocate
-
-
-def _freeing(cuda: Any) -> Callable[[int, int], None]:
-    return lambda address, device: cuda.caching_allocator_delete(address)

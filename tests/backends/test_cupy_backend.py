@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from device import CudaDevice, Device, cupy_like
 
 import neondist as nd
 from neondist.backends import cupy
-from neondist.memory import words
+from neondist.backends.cupy_torch import allocating
+from neondist.memory import out_of_memory, words
 from neondist.namespace import namespace
 
 YAML = """
@@ -134,6 +136,32 @@ def test_out_of_memory_names_the_layer_and_what_would_fit(gpu, monkeypatch):
     assert fitted.compiled.needed < needed
     assert fitted.streams
     assert np.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("Out of memory allocating 1,234,567,890 bytes (allocated so far: 5 bytes).", "1.23 GB"),
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.1 GiB", "21 MB"),
+        ("Unable to allocate 7.45 GiB for an array with shape (1000000000,) and data type float64", "8 GB"),
+        ("", "an array"),
+    ],
+)
+def test_what_libraries_say_of_memory_is_understood(said, told):
+    error = out_of_memory(MemoryError(said), "conv1", "forward", 30 << 30, None, 1)
+    assert str(error).startswith(f"memory: layer 'conv1' asks for {told} on its way forward; the peak")
+
+
+def test_pytorchs_pool_ends_as_cupys_does():
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    def refuse(size, device):
+        raise OutOfMemoryError(f"Tried to allocate {size} bytes")
+
+    cuda = SimpleNamespace(caching_allocator_alloc=refuse, OutOfMemoryError=OutOfMemoryError)
+    with pytest.raises(MemoryError, match="Tried to allocate 7 bytes"):
+        allocating(cuda)(7, 0)
 
 
 def test_too_little_memory_is_found_before_a_run(gpu, tmp_path, capsys):
