@@ -96,9 +96,7 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     """
     if isinstance(name, Backend):
         return name
-    if name == "auto":
-        host = "torch" if importlib.util.find_spec("torch") else "numpy"
-        name = host if cupy.find_problem() else "cupy"
+    name = _preferred() if name == "auto" else name
     if name in _MAKERS:
         return _MAKERS[name]()
     found = getattr(sys.modules.get(name), "backend", None)
@@ -109,6 +107,28 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     if "." in name:
         raise ConfigError(f"backend '{name}': no such module is imported; add --import {name}, or import it in Python")
     raise ConfigError(f"backend '{name}' is unknown{suggest(name, ['auto', *_MAKERS])}")
+
+
+def check_backend(name: str | Backend) -> Callable[[int], int | None]:
+    """Return what tells how many bytes each of so many ranks on this machine can have for arrays; None: nobody knows.
+
+    No GPU is started: it would keep memory for this process, which may have none of the ranks.
+
+    Raises
+    ------
+    ConfigError
+        As of `get_backend`.
+    """
+    if name == "cupy" or (name == "auto" and _preferred() == "cupy"):
+        _check_cupy()
+        return cupy.most_room
+    return get_backend(name).kernels.room
+
+
+def _preferred() -> str:
+    """Return the name of the backend that `auto` takes."""
+    host = "torch" if importlib.util.find_spec("torch") else "numpy"
+    return host if cupy.find_problem() else "cupy"
 
 
 def _torch_availability() -> Availability:
@@ -134,9 +154,13 @@ def _cupy_availability() -> Availability:
     return Availability("cupy", not problem, problem or cupy.describe())
 
 
-def _cupy() -> Backend:
+def _check_cupy() -> None:
     if problem := cupy.find_problem():
         raise ConfigError(f"backend 'cupy': {problem}, or use backend 'numpy'")
+
+
+def _cupy() -> Backend:
+    _check_cupy()
     from . import cupy_torch
 
     table = cupy_torch.CudaTorchKernels if cupy_torch.usable() else cupy.CupyKernels

@@ -80,6 +80,14 @@ def describe() -> str:
     return f"CuPy {cupy.__version__}, CUDA {cuda}, driver for CUDA {driver}: {', '.join(names)}"
 
 
+def most_room(ranks: int) -> int:
+    """Return the bytes of the smallest GPU that each of so many ranks on this machine could have; starts none."""
+    runtime = importlib.import_module("cupy").cuda.runtime
+    count = runtime.getDeviceCount()
+    least = min(runtime.getDeviceProperties(device)["totalGlobalMem"] for device in range(count))
+    return int(least) // -(-ranks // count)
+
+
 def load() -> Any:
     """Return CuPy, which can be used, on this rank's GPU.
 

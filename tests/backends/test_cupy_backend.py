@@ -63,7 +63,7 @@ def test_it_is_described(gpu):
     gpu(count=2)
     found = {one.name: one for one in nd.available()}["cupy"]
     assert found.usable
-    assert found.reason == "CuPy 14.2.0, CUDA 12.9, driver for CUDA 13.0: Strict (80 GiB), Strict (80 GiB)"
+    assert found.reason == "CuPy 14.2.0, CUDA 12.9, driver for CUDA 13.0: Strict (16 GiB), Strict (16 GiB)"
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,7 @@ def test_too_little_memory_is_found_before_a_run(gpu, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "layer 'fc1' needs" in said or "memory: a rank may use" in said
     assert len(said.splitlines()) == 1
+    assert CudaDevice.used == ()  # which would keep its memory for the process that starts the ranks
 
 
 def test_auto_takes_a_gpu(gpu):

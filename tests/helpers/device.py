@@ -413,5 +413,5 @@ def cupy_like(device, count=1, status=0, driver=13000):
     module.cuda.Device = CudaDevice
     runtime.CUDARuntimeError, runtime.getDeviceCount = CudaError, devices
     runtime.runtimeGetVersion, runtime.driverGetVersion = lambda: 12090, lambda: driver
-    runtime.getDeviceProperties = lambda number: {"name": b"Strict", "totalGlobalMem": 80 << 30}
+    runtime.getDeviceProperties = lambda number: {"name": b"Strict", "totalGlobalMem": device.most}
     return module
