@@ -16,6 +16,8 @@ from .cells import Normal
 from .device_kernels import (
     ADD_BOXES,
     COPY_EACH,
+    DEPTHWISE,
+    DEPTHWISE_BACK,
     MAX_POOL,
     MAX_POOL_BACK,
     NORMALISE,
@@ -25,11 +27,12 @@ from .device_kernels import (
     box_table,
     cell_table,
     copy_table,
+    depthwise_table,
     pool_table,
     typed,
 )
 from .kernels import Kernels
-from .windows import out_extent
+from .windows import Sides, cropped, out_extent
 
 Ints = Sequence[int]
 
@@ -144,10 +147,52 @@ class CupyKernels(Kernels):
         given = array, self._table(table), len(pairs)
         self._launch(ADD_BOXES, NUMBERS[str(array.dtype)], "add_boxes", sum(map(prod, shapes)), *given, array.ndim)
 
+    def conv_forward(
+        self,
+        x: Any,
+        weights: Any,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        bias: Any | None = None,
+        zeros: Sides | None = None,
+    ) -> Any:
+        """Return the valid convolution of x with the weights, plus bias: depthwise in one launch, without the bias."""
+        kernel, channels = weights.shape[:-2], weights.shape[-1]
+        shape = len(x), *out_extent(x.shape[1:-1], kernel, stride, dilation), channels
+        if groups != x.shape[-1] or groups == 1 or not self._windows(x.dtype, kernel, shape):
+            return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
+        y, pool = self.xp.empty(shape, x.dtype), (x.shape[1:-1], shape[1:-1], kernel, stride, groups, _steps(x))
+        table = self._table(depthwise_table(pool_table(*pool), dilation, channels))
+        given = x, self.xp.ascontiguousarray(weights), y, table
+        self._launch(DEPTHWISE, NUMBERS[str(x.dtype)], "depthwise", y.size, *given)
+        return y if bias is None else self.xp.add(y, bias, out=y)
+
+    def conv_backward_input(
+        self,
+        dy: Any,
+        weights: Any,
+        extent: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        crop: Sides | None = None,
+    ) -> Any:
+        """Return the gradient of x (N, *extent, C_in), without the cells of `crop`: depthwise in one launch."""
+        kernel, shape = weights.shape[:-2], (len(dy), *extent, groups * weights.shape[-2])
+        if groups != shape[-1] or groups == 1 or not self._windows(dy.dtype, kernel, (*shape, dy.size)):
+            return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
+        dx = self.xp.empty(shape, dy.dtype)
+        pool = pool_table(extent, dy.shape[1:-1], kernel, stride, groups, _steps(dx))
+        table = self._table(depthwise_table(pool, dilation, dy.shape[-1]))
+        given = self.xp.ascontiguousarray(dy), self.xp.ascontiguousarray(weights), dx, table
+        self._launch(DEPTHWISE_BACK, NUMBERS[str(dy.dtype)], "depthwise_back", dx.size, *given)
+        return cropped(dx, crop)
+
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
         """Return the maxima and the places, in one launch."""
         out, xp = out_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel)), self.xp
-        if not self._pooled(x.dtype, kernel, (len(x), *out, x.shape[-1])):
+        if not self._windows(x.dtype, kernel, (len(x), *out, x.shape[-1])):
             return super().max_pool(x, kernel, stride)
         best, place = (xp.empty((len(x), *out, x.shape[-1]), kind) for kind in (x.dtype, xp.uint8))
         table = pool_table(x.shape[1:-1], out, kernel, stride, x.shape[-1], _steps(x))
@@ -157,7 +202,7 @@ class CupyKernels(Kernels):
     def max_pool_backward(self, dy: Any, place: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
         """Return the gradient of x, in one launch; the same every time: each cell adds up what comes to it."""
         shape = len(dy), *extent, dy.shape[-1]
-        if not self._pooled(dy.dtype, kernel, (*shape, dy.size)):
+        if not self._windows(dy.dtype, kernel, (*shape, dy.size)):
             return super().max_pool_backward(dy, place, extent, kernel, stride)
         dx, dy = self.xp.empty(shape, dy.dtype), self.xp.ascontiguousarray(dy)
         table = self._table(pool_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _steps(dx)))
@@ -182,7 +227,7 @@ class CupyKernels(Kernels):
         rest = self._table(table), x.ndim, len(how.mean), int(how.clip)
         self._launch(NORMALISE_BACK, NUMBERS[str(x.dtype)], "normalise_back", x.size, x, dy, *numbers, dx, *rest)
 
-    def _pooled(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
+    def _windows(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
         """Tell whether there is a kernel, and something for it to do."""
         return str(dtype) in NUMBERS and len(kernel) < 4 and prod(kernel) <= 256 and 0 not in sizes
 

@@ -137,6 +137,61 @@ KERNEL void max_pool_back(const T *dy, const unsigned char *place, T *dx, const 
 """
 """The gradient of x (N, *extent, C), by what looks at each cell, first its first place in a window; the same table"""
 
+DEPTHWISE = """
+KERNEL void depthwise(const T *x, const T *weights, T *y, const long long *table, long long total) {
+    const long long *out = table + 3, *kernel = table + 6, *step = table + 9, *strides = table + 13;
+    const long long *apart = table + 18, channels = table[21];
+    for EACH(i, total) {
+        const long long channel = i % channels;
+        long long rest = i / channels, at = 0;
+        const T *first = x + channel / (channels / table[12]) * strides[4];
+        for (int axis = 2; axis >= 0; axis--) {
+            first += rest % out[axis] * step[axis] * strides[axis + 1];
+            rest /= out[axis];
+        }
+        first += rest * strides[0];
+        T sum = 0;
+        for (long long a = 0; a < kernel[0]; a++)
+            for (long long b = 0; b < kernel[1]; b++)
+                for (long long c = 0; c < kernel[2]; c++, at++)
+                    sum += weights[at * channels + channel] * first[a * apart[0] * strides[1]
+                        + b * apart[1] * strides[2] + c * apart[2] * strides[3]];
+        y[i] = sum;
+    }
+}
+"""
+"""Each channel's convolutions (N, *out, C_out); the table of a pooling, dilations, and C_out"""
+
+DEPTHWISE_BACK = """
+KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const long long *table, long long total) {
+    const long long *extent = table, *out = table + 3, *kernel = table + 6, *step = table + 9, *apart = table + 18;
+    const long long channels = table[21], each = channels / table[12];
+    for EACH(i, total) {
+        const long long channel = i % table[12] * each;
+        long long rest = i / table[12], cell[3];
+        for (int axis = 2; axis >= 0; axis--) {
+            cell[axis] = rest % extent[axis];
+            rest /= extent[axis];
+        }
+        T sum = 0;
+        for (long long at = 0; at < kernel[0] * kernel[1] * kernel[2]; at++) {
+            long long place = at, window = rest, sees = 1, steps[3];
+            for (int axis = 2; axis >= 0; axis--) {
+                const long long from = cell[axis] - place % kernel[axis] * apart[axis];
+                place /= kernel[axis];
+                steps[axis] = from / step[axis];
+                sees &= from >= 0 && from % step[axis] == 0 && steps[axis] < out[axis];
+            }
+            for (int axis = 0; axis < 3; axis++) window = window * out[axis] + steps[axis];
+            for (long long c = channel; sees && c < channel + each; c++)
+                sum += weights[at * channels + c] * dy[window * channels + c];
+        }
+        dx[i] = sum;
+    }
+}
+"""
+"""The gradient of x (N, *extent, C_in); the same table"""
+
 _AT = """
         long long rest = i, at[3] = {0, 0, 0}, channel = 0, group = 0;
         for (long long axis = rank - 1; axis >= 0; axis--) {
@@ -230,3 +285,8 @@ def pool_table(extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: in
 def cell_table(shape: Ints, strides: Sequence[Ints]) -> tuple[int, ...]:
     """Return what `normalise` and `normalise_back` read, given the strides of x, dy and the result, in numbers."""
     return (*shape, *(step for steps in strides for step in steps))
+
+
+def depthwise_table(pool: tuple[int, ...], dilation: Ints, channels: int) -> tuple[int, ...]:
+    """Return what `depthwise` and `depthwise_back` read, given what a pooling of such windows reads."""
+    return (*pool, *(1,) * (3 - len(dilation)), *dilation, channels)

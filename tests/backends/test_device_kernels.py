@@ -116,6 +116,27 @@ def test_pooling_is_one_launch_each_way(data, dtype):
         np.testing.assert_array_equal(one, other)
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.integers(2, 3), st.integers(1, 2))
+def test_depthwise_convolution_is_one_launch_each_way(data, channels, each):
+    device, axes = device_under_test(), data.draw(st.integers(1, 3))
+    kernel, stride, dilation, more = (data.draw(st.tuples(*[st.integers(1, 3)] * axes)) for _ in range(4))
+    extent = [d * (k - 1) + n for k, d, n in zip(kernel, dilation, more, strict=True)]
+    whole, weights = (
+        numbers([4, *(n + 2 for n in extent), channels], "f8"),
+        numbers((*kernel, 1, channels * each), "f8"),
+    )
+    inside, how, found = (slice(0, 2), *(slice(1, 1 + n) for n in extent)), (stride, dilation, channels), []
+    for kernels, brought in (REFERENCE, np.array), (device.backend.kernels, device.xp.array):
+        x, w, before = brought(whole)[inside], brought(weights), device.launches
+        y = kernels.conv_forward(x, w, *how)
+        dx = kernels.conv_backward_input(brought(numbers(y.shape, "f8", 1)), w, extent, *how)
+        found.append((to_host(y), to_host(dx)))
+    assert device.launches - before <= 2
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-9)
+
+
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "wrap"])
 def test_a_halo_is_two_launches_and_one_wait_each_way(mode):
     window = nd.Window(kernel=(5, 3), padding=((2, 2), (1, 1)), mode=mode)
