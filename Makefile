@@ -9,7 +9,7 @@ COMPILED := setup.py $(wildcard neondist/backends/_*.[ch])
 # else every process that a test starts would compile neondist again
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: test-matrix losses all-cases image torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
+.PHONY: test-gpu test-matrix losses all-cases image torch-versions zoo hunt demo test mutate bench study streams lint types docs clean
 
 demo: .venv/demo
 	$(BIN)/neondist run yaml/mnist_distarray_convnet.yaml -n $(RANKS) --output demo --overwrite
@@ -67,6 +67,15 @@ bench: .venv/test
 # hours on one core, goes on where it stopped; writes docs/schemes.md; CIFAR10=FILE: the batches, without them digits alone
 study: .venv/test
 	$(BIN)/python tools/study.py $(if $(CIFAR10),--cifar10 $(CIFAR10))
+
+# a quarter of an hour, on a machine with a GPU: without a network, with the $(PYTHON) that has mpi4py, CuPy and PyTorch;
+# writes docs/gpu.md. Without a GPU it tells how many tests that skips
+GPU_TESTS := $(addprefix tests/backends/test_,device.py device_kernels.py kernels.py)
+test-gpu:
+	@$(PYTHON) -c 'import h5py, hypothesis, mpi4py, psutil, pytest, threadpoolctl, yaml' || { echo "error: test-gpu: \
+	install what is missing for $(PYTHON), from wheels where there is no network"; exit 2; }
+	NEONDIST_GPU=1 OMP_NUM_THREADS=1 PYTHONPATH=. $(PYTHON) -m pytest -rs $(GPU_TESTS)
+	PYTHONPATH=. $(PYTHON) tools/gpu_report.py
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, DataError
+from .errors import ConfigError, DataError, UserError
 from .job import detect
 
 _CONTROL = Path("/sys/fs/cgroup")
@@ -21,7 +21,7 @@ _FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage
 _SURELY_FITS = 1 << 26  # bytes for which nobody needs to ask the machine
 
 
-def require_room(needed: int, what: str, remedy: str) -> None:
+def require_room(needed: int, what: str, remedy: str, free: Callable[[], int | None] | None = None) -> None:
     """Raise DataError if this machine has not so many bytes of memory left.
 
     Parameters
@@ -29,8 +29,9 @@ def require_room(needed: int, what: str, remedy: str) -> None:
     needed : bytes
     what : whose they are, for the message
     remedy : what to do about it
+    free : what returns the bytes that are left; default `free_memory`
     """
-    room = free_memory() if needed > _SURELY_FITS else None
+    room = (free or free_memory)() if needed > _SURELY_FITS else None
     if room is not None and needed > room:
         raise DataError(f"{what} needs {words(needed)} of memory, there are {words(room)}; {remedy}")
 
@@ -83,8 +84,7 @@ def share_of(memory: int, ranks: int) -> int:
     ConfigError
         Nothing is left beside what every process takes.
     """
-    job = detect(os.environ)
-    here = min(ranks, (job.local_size if job else None) or ranks)
+    here = ranks_here(ranks)
     found = memory // here - PROCESS
     if found <= 0:
         raise ConfigError(
@@ -99,12 +99,52 @@ def most_held(share: int) -> int:
     return share + PROCESS * 15 // 16  # the rest is what kernels take for a moment
 
 
-def least_room(world: Any) -> int | None:
-    """Return the bytes that each rank may still take where least is left; None: a system does not tell; collective."""
-    job, free = detect(os.environ), free_memory()
-    here = min(world.size, (job.local_size if job else None) or world.size)
-    found = world.allgather(None if free is None else free // here)
+def room_for_each(ranks: int) -> int | None:
+    """Return the bytes that each of so many ranks on this machine may still take; None: the system does not tell."""
+    free = free_memory()
+    return None if free is None else free // ranks
+
+
+def least_room(world: Any, room: Callable[[int], int | None] = room_for_each) -> int | None:
+    """Return the bytes that each rank may still take where least is left; None: a system does not tell; collective.
+
+    Parameters
+    ----------
+    room : what returns that for so many ranks on this machine
+    """
+    found = world.allgather(room(ranks_here(world.size)))
     return None if None in found else min(found)
+
+
+def ranks_here(ranks: int) -> int:
+    """Return how many of all ranks are on this machine; all of them where the environment does not tell."""
+    job = detect(os.environ)
+    return min(ranks, (job.local_size if job else None) or ranks)
+
+
+def out_of_memory(
+    error: Exception, layer: str, direction: str, planned: int, room: int | None, ranks: int
+) -> UserError:
+    """Return the error of a step for which there is no memory.
+
+    Parameters
+    ----------
+    error : of the library of arrays; its message has the size that was asked for
+    planned : bytes of a rank at the peak of a step
+    room : bytes that this rank might still take
+    ranks : in all
+    """
+    amount = re.search(r"([0-9][0-9.,]*) ?([KMGT]?i?B|bytes)", str(error))
+    asked = as_bytes("size", "".join(amount.groups()).replace(",", "").replace("bytes", "")) if amount else None
+    what = "an array" if asked is None else words(asked)
+    left = "" if room is None else f", and {words(room)} are left"
+    lacking = max(0, (asked or planned // 4) - (room or 0))
+    share = (planned - lacking) * 9 // 10  # what is lacking may be more than this one array
+    fits = f"set memory: {words(ranks_here(ranks) * (share + PROCESS))}, or use" if share > 0 else "use"
+    return ConfigError(
+        f"memory: layer '{layer}' asks for {what} on its way {direction}{left}; the peak of a step is planned as"
+        f" {words(planned)} on a rank, beside what kernels take for a moment; {fits} more ranks or smaller batches"
+    )
 
 
 def words(count: float) -> str:

@@ -80,7 +80,7 @@ class Availability:
 
 def available() -> list[Availability]:
     """Return all backends, the one that `auto` prefers first; imports PyTorch and CuPy, where they are, to try them."""
-    return [_torch_availability(), Availability("numpy", True, "always there"), _cupy_availability()]
+    return [_cupy_availability(), _torch_availability(), Availability("numpy", True, "always there")]
 
 
 @checked
@@ -90,14 +90,13 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     Parameters
     ----------
     name : str or Backend
-        'auto': 'torch' where it is installed, else 'numpy'. A name with a dot is a module's, whose attribute
-        `backend` is the backend; it has to have been imported, by `import` or by `--import`: a name in a file imports
-        nothing.
+        'auto': 'cupy' where it finds a GPU, else 'torch' where it is installed, else 'numpy'. A name
+        with a dot is a module's, whose attribute `backend` is the backend; it has to have been imported, by `import` or
+        by `--import`: a name in a file imports nothing.
     """
     if isinstance(name, Backend):
         return name
-    if name == "auto":
-        name = "torch" if importlib.util.find_spec("torch") else "numpy"
+    name = _preferred() if name == "auto" else name
     if name in _MAKERS:
         return _MAKERS[name]()
     found = getattr(sys.modules.get(name), "backend", None)
@@ -108,6 +107,28 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     if "." in name:
         raise ConfigError(f"backend '{name}': no such module is imported; add --import {name}, or import it in Python")
     raise ConfigError(f"backend '{name}' is unknown{suggest(name, ['auto', *_MAKERS])}")
+
+
+def check_backend(name: str | Backend) -> Callable[[int], int | None]:
+    """Return what tells how many bytes each of so many ranks on this machine can have for arrays; None: nobody knows.
+
+    No GPU is started: it would keep memory for this process, which may have none of the ranks.
+
+    Raises
+    ------
+    ConfigError
+        As of `get_backend`.
+    """
+    if name == "cupy" or (name == "auto" and _preferred() == "cupy"):
+        _check_cupy()
+        return cupy.most_room
+    return get_backend(name).kernels.room
+
+
+def _preferred() -> str:
+    """Return the name of the backend that `auto` takes."""
+    host = "torch" if importlib.util.find_spec("torch") else "numpy"
+    return host if cupy.find_problem() else "cupy"
 
 
 def _torch_availability() -> Availability:
@@ -133,10 +154,17 @@ def _cupy_availability() -> Availability:
     return Availability("cupy", not problem, problem or cupy.describe())
 
 
-def _cupy() -> Backend:
+def _check_cupy() -> None:
     if problem := cupy.find_problem():
         raise ConfigError(f"backend 'cupy': {problem}, or use backend 'numpy'")
-    return Backend("cupy", Kernels(cupy.load()))
+
+
+def _cupy() -> Backend:
+    _check_cupy()
+    from . import cupy_torch
+
+    table = cupy_torch.CudaTorchKernels if cupy_torch.usable() else cupy.CupyKernels
+    return Backend("cupy", table(cupy.load()))
 
 
 _MAKERS: dict[str, Callable[[], Backend]] = {

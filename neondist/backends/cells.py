@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_SUMMED = 1 << 13  # cells at a time
 _COPIED = 1 << 15  # numbers, from which on threads gain
 
 
@@ -38,6 +37,8 @@ class CellKernels:
     """Kernels over the cells of arrays (N, *spatial, C) of one shape, in any array namespace."""
 
     xp: Any
+    #: Cells that are added up at a time
+    summed = 1 << 13
 
     def matmul(self, a: Any, b: Any) -> Any:
         """Return the product of two matrices, or stacks of them."""
@@ -46,6 +47,16 @@ class CellKernels:
     def copy(self, source: Any, target: Any) -> None:
         """Copy the values of `source` into `target`, both of any strides."""
         self.xp.copyto(target, source)
+
+    def copy_each(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        """Copy the values of each source into its target, of any strides: on a device all in one launch."""
+        for source, target in zip(sources, targets, strict=True):
+            target[...] = source
+
+    def add_boxes(self, array: Any, boxes: Sequence[tuple[slice, ...]], parts: Sequence[Any]) -> None:
+        """Add each part to its box of an array; they may overlap, and are added in their order; on a device at once."""
+        for box, part in zip(boxes, parts, strict=True):
+            array[box] += part
 
     def contiguous(self, x: Any) -> Any:
         """Return x, or a copy of it, in one piece."""
@@ -73,9 +84,9 @@ class CellKernels:
     def channel_sum(self, x: Any) -> Any:
         """Return the sum over everything but the channels, (C,), by GEMM: blocked sums err less than a running one."""
         cells, total = x.reshape(-1, x.shape[-1]), self.xp.zeros(x.shape[-1:], x.dtype)
-        ones = self.xp.ones((1, min(_SUMMED, len(cells))), x.dtype)
-        for start in range(0, len(cells), _SUMMED):
-            part = cells[start : start + _SUMMED]
+        ones = self.xp.ones((1, min(self.summed, len(cells))), x.dtype)
+        for start in range(0, len(cells), self.summed):
+            part = cells[start : start + self.summed]
             total += self.matmul(ones[:, : len(part)], part)[0]
         return total
 
@@ -83,9 +94,9 @@ class CellKernels:
         """Return each sample's sum over its cells, (N, C), by GEMM as `channel_sum`."""
         cells, channels = prod(x.shape[1:-1]), x.shape[-1]
         rows, total = x.reshape(len(x), cells, channels), self.xp.zeros((len(x), 1, channels), x.dtype)
-        ones = self.xp.ones((1, min(_SUMMED, cells)), x.dtype)
-        for start in range(0, cells, _SUMMED):
-            part = rows[:, start : start + _SUMMED]
+        ones = self.xp.ones((1, min(self.summed, cells)), x.dtype)
+        for start in range(0, cells, self.summed):
+            part = rows[:, start : start + self.summed]
             total += self.matmul(ones[:, : part.shape[1]], part)
         return total[:, 0]
 

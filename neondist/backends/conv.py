@@ -13,14 +13,16 @@ from typing import Any
 from .windows import Sides, all_windows, blocks, cropped, offsets, out_extent
 
 Ints = Sequence[int]
-_BLOCK = 1 << 17  # gathered numbers at a time: half a MiB of float32 stays in the second-level cache
-_UNSHARED = 1 << 20  # the same where weights are not shared
 
 
 class Convolution:
     """Kernels of convolutions, over the arrays of `xp`."""
 
     xp: Any
+    #: Gathered numbers at a time: half a MiB of float32 stays in the second-level cache
+    block = 1 << 17
+    #: The same where weights are not shared
+    unshared = 1 << 20
 
     def conv_forward(
         self,
@@ -87,7 +89,7 @@ class Convolution:
         turned = _matrix(weights, groups).reshape(groups, prod(kernel), inner, -1).transpose(1, 0, 3, 2).copy()
         per_row = prod(dy.shape[2:-1]) * max(inner * groups, dy.shape[-1])
         span = dilation[0] * (kernel[0] - 1) + 1
-        for samples, rows in blocks(len(dy), dy.shape[1:-1], per_row, _BLOCK):
+        for samples, rows in blocks(len(dy), dy.shape[1:-1], per_row, self.block):
             part = dy[samples, rows]
             by_group = _divide(part, groups)
             target = dx[samples, rows.start * stride[0] : (rows.stop - 1) * stride[0] + span]
@@ -117,7 +119,7 @@ class Convolution:
         kernel, out, channels = weights.shape[ndim : 2 * ndim], weights.shape[:ndim], weights.shape[-2]
         dx = xp.zeros((*extent, channels, len(dy)), dy.dtype)  # samples last, so that every addition is of long runs
         length = prod(kernel) * channels
-        for _, rows in blocks(1, out, prod(out[1:]) * len(dy) * length, _UNSHARED):
+        for _, rows in blocks(1, out, prod(out[1:]) * len(dy) * length, self.unshared):
             matrix, by_cell = weights[rows], xp.moveaxis(dy[:, rows], 0, -1)
             here = matrix.shape[:ndim]
             columns = matrix.reshape(*here, length, -1) @ by_cell
@@ -142,7 +144,7 @@ class Convolution:
         out = windows.shape[2 : 2 + len(kernel)]
         length = prod(kernel) * inner
         scratch = xp.empty(0, x.dtype)
-        for where in blocks(len(x), out, prod(out[1:]) * length * groups, _BLOCK):
+        for where in blocks(len(x), out, prod(out[1:]) * length * groups, self.block):
             part = windows[(slice(None), *where)]
             if part.size > scratch.size:
                 scratch = xp.empty(part.size, x.dtype)
@@ -155,7 +157,7 @@ class Convolution:
         ndim = x.ndim - 2
         out, length = weights.shape[:ndim], prod(weights.shape[ndim:-1])
         windows = self.xp.moveaxis(all_windows(x, weights.shape[ndim : 2 * ndim], stride, (1,) * ndim), 0, ndim)
-        for _, rows in blocks(1, out, prod(out[1:]) * len(x) * length, _UNSHARED):
+        for _, rows in blocks(1, out, prod(out[1:]) * len(x) * length, self.unshared):
             part = windows[rows]
             columns = part.reshape(*part.shape[: ndim + 1], length)
             yield rows, columns, weights[rows].reshape(*part.shape[:ndim], length, weights.shape[-1])

@@ -1,25 +1,55 @@
-"""CuPy: whether it can be used, and the GPU of this rank."""
+"""CuPy: whether it can be used, the GPU of this rank, and kernels over its arrays."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import os
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 from ..job import local_rank
 from ..version import installed_distributions
+from .cells import Normal
+from .device_kernels import (
+    ADD_BOXES,
+    COPY_EACH,
+    DEPTHWISE,
+    DEPTHWISE_BACK,
+    MAX_POOL,
+    MAX_POOL_BACK,
+    NORMALISE,
+    NORMALISE_BACK,
+    NUMBERS,
+    WORDS,
+    box_table,
+    cell_table,
+    copy_table,
+    depthwise_table,
+    pool_table,
+    typed,
+)
+from .kernels import Kernels
+from .windows import Sides, cropped, out_extent
+
+Ints = Sequence[int]
 
 _INSTALL = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
 _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
 """Codes of the CUDA runtime; the first also where no driver is installed."""
+_THREADS, _BLOCKS = 256, 4096
+"""of a launch, at most"""
+_TABLES = 1024
+"""that are kept"""
 
 
 def find_problem() -> str:
     """Return why CuPy cannot be used here, with the remedy; '' if it can."""
-    packages = installed_distributions("cupy")
     if importlib.util.find_spec("cupy") is None:
         return f"not installed; {_INSTALL}"
+    packages = installed_distributions("cupy")
     if len(packages) > 1:
         return f"{' and '.join(packages)} are installed together, and break each other; uninstall all but one of them"
     try:
@@ -53,6 +83,14 @@ def describe() -> str:
     return f"CuPy {cupy.__version__}, CUDA {cuda}, driver for CUDA {driver}: {', '.join(names)}"
 
 
+def most_room(ranks: int) -> int:
+    """Return the bytes of the smallest GPU that each of so many ranks on this machine could have; starts none."""
+    runtime = importlib.import_module("cupy").cuda.runtime
+    count = runtime.getDeviceCount()
+    least = min(runtime.getDeviceProperties(device)["totalGlobalMem"] for device in range(count))
+    return int(least) // -(-ranks // count)
+
+
 def load() -> Any:
     """Return CuPy, which can be used, on this rank's GPU.
 
@@ -61,6 +99,175 @@ def load() -> Any:
     cupy = importlib.import_module("cupy")
     cupy.cuda.Device(local_rank(os.environ) % cupy.cuda.runtime.getDeviceCount()).use()
     return cupy
+
+
+class CupyKernels(Kernels):
+    """Kernels over CuPy's arrays.
+
+    Parameters
+    ----------
+    cupy : module
+        On this rank's GPU.
+    """
+
+    packs = True
+    # a launch takes as long as a million numbers: few large blocks, which need memory that no plan knows
+    strip, block, unshared, summed = 1 << 24, 1 << 24, 1 << 24, 1 << 20
+
+    def __init__(self, cupy: Any) -> None:
+        super().__init__(cupy)
+        self._compiled: dict[tuple[str, str], Any] = {}
+        self._table = lru_cache(_TABLES)(self._on_device)
+
+    def copy_each(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        """Copy the values of each source into its target, in one launch where all are of one type."""
+        pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if target.size]
+        if not pairs:
+            return
+        same = all(source.shape == target.shape for source, target in pairs)
+        if not same or len({array.dtype for pair in pairs for array in pair}) > 1:
+            super().copy_each(sources, targets)
+            return
+        shapes, size = [target.shape for _, target in pairs], pairs[0][0].itemsize
+        ends = [(source.data.ptr, target.data.ptr) for source, target in pairs]
+        rank = max(map(len, shapes))
+        table = copy_table(ends, shapes, [(_steps(source), _steps(target)) for source, target in pairs], rank)
+        self._launch(COPY_EACH, WORDS[size], "copy_each", sum(map(prod, shapes)), self._table(table), rank)
+
+    def add_boxes(self, array: Any, boxes: Sequence[tuple[slice, ...]], parts: Sequence[Any]) -> None:
+        """Add each part to its box of an array, all in one launch."""
+        pairs = [(box, self.xp.ascontiguousarray(part)) for box, part in zip(boxes, parts, strict=True) if part.size]
+        if not pairs:
+            return
+        if str(array.dtype) not in NUMBERS or any(part.dtype != array.dtype for _, part in pairs):
+            super().add_boxes(array, boxes, parts)
+            return
+        starts, shapes = [[cut.start for cut in box] for box, _ in pairs], [part.shape for _, part in pairs]
+        table = box_table(_steps(array), [part.data.ptr for _, part in pairs], starts, shapes)
+        given = array, self._table(table), len(pairs)
+        self._launch(ADD_BOXES, NUMBERS[str(array.dtype)], "add_boxes", sum(map(prod, shapes)), *given, array.ndim)
+
+    def conv_forward(
+        self,
+        x: Any,
+        weights: Any,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        bias: Any | None = None,
+        zeros: Sides | None = None,
+    ) -> Any:
+        """Return the valid convolution of x with the weights, plus bias: depthwise in one launch, without the bias."""
+        kernel, channels = weights.shape[:-2], weights.shape[-1]
+        shape = len(x), *out_extent(x.shape[1:-1], kernel, stride, dilation), channels
+        if groups != x.shape[-1] or groups == 1 or not self._windows(x.dtype, kernel, shape):
+            return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
+        y, pool = self.xp.empty(shape, x.dtype), (x.shape[1:-1], shape[1:-1], kernel, stride, groups, _steps(x))
+        table = self._table(depthwise_table(pool_table(*pool), dilation, channels))
+        given = x, self.xp.ascontiguousarray(weights), y, table
+        self._launch(DEPTHWISE, NUMBERS[str(x.dtype)], "depthwise", y.size, *given)
+        return y if bias is None else self.xp.add(y, bias, out=y)
+
+    def conv_backward_input(
+        self,
+        dy: Any,
+        weights: Any,
+        extent: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        crop: Sides | None = None,
+    ) -> Any:
+        """Return the gradient of x (N, *extent, C_in), without the cells of `crop`: depthwise in one launch."""
+        kernel, shape = weights.shape[:-2], (len(dy), *extent, groups * weights.shape[-2])
+        if groups != shape[-1] or groups == 1 or not self._windows(dy.dtype, kernel, (*shape, dy.size)):
+            return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
+        dx = self.xp.empty(shape, dy.dtype)
+        pool = pool_table(extent, dy.shape[1:-1], kernel, stride, groups, _steps(dx))
+        table = self._table(depthwise_table(pool, dilation, dy.shape[-1]))
+        given = self.xp.ascontiguousarray(dy), self.xp.ascontiguousarray(weights), dx, table
+        self._launch(DEPTHWISE_BACK, NUMBERS[str(dy.dtype)], "depthwise_back", dx.size, *given)
+        return cropped(dx, crop)
+
+    def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
+        """Return the maxima and the places, in one launch."""
+        out, xp = out_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel)), self.xp
+        if not self._windows(x.dtype, kernel, (len(x), *out, x.shape[-1])):
+            return super().max_pool(x, kernel, stride)
+        best, place = (xp.empty((len(x), *out, x.shape[-1]), kind) for kind in (x.dtype, xp.uint8))
+        table = pool_table(x.shape[1:-1], out, kernel, stride, x.shape[-1], _steps(x))
+        self._launch(MAX_POOL, NUMBERS[str(x.dtype)], "max_pool", best.size, x, best, place, self._table(table))
+        return best, place
+
+    def max_pool_backward(self, dy: Any, place: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
+        """Return the gradient of x, in one launch; the same every time: each cell adds up what comes to it."""
+        shape = len(dy), *extent, dy.shape[-1]
+        if not self._windows(dy.dtype, kernel, (*shape, dy.size)):
+            return super().max_pool_backward(dy, place, extent, kernel, stride)
+        dx, dy = self.xp.empty(shape, dy.dtype), self.xp.ascontiguousarray(dy)
+        table = self._table(pool_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _steps(dx)))
+        self._launch(MAX_POOL_BACK, NUMBERS[str(dy.dtype)], "max_pool_back", dx.size, dy, place, dx, table)
+        return dx
+
+    def normalise(self, x: Any, how: Normal, y: Any) -> None:
+        """Write the normalised cells into y, in one launch."""
+        if not self._by_cells(x, y):
+            super().normalise(x, how, y)
+            return
+        numbers, table = self._numbers(how[:3], x), cell_table(x.shape, [_steps(x), _steps(x), _steps(y)])
+        rest = self._table(table), x.ndim, len(how.mean), int(how.clip)
+        self._launch(NORMALISE, NUMBERS[str(x.dtype)], "normalise", x.size, x, *numbers, y, *rest)
+
+    def normalise_back(self, x: Any, dy: Any, how: Normal, factors: Sequence[Any], dx: Any) -> None:
+        """Write a * dz + b * (x - mean) + c into dx, in one launch."""
+        if not self._by_cells(x, dy, dx):
+            super().normalise_back(x, dy, how, factors, dx)
+            return
+        numbers, table = self._numbers((*how[:3], *factors), x), cell_table(x.shape, list(map(_steps, (x, dy, dx))))
+        rest = self._table(table), x.ndim, len(how.mean), int(how.clip)
+        self._launch(NORMALISE_BACK, NUMBERS[str(x.dtype)], "normalise_back", x.size, x, dy, *numbers, dx, *rest)
+
+    def _windows(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
+        """Tell whether there is a kernel, and something for it to do."""
+        return str(dtype) in NUMBERS and len(kernel) < 4 and prod(kernel) <= 256 and 0 not in sizes
+
+    def _by_cells(self, *arrays: Any) -> bool:
+        kinds = {str(array.dtype) for array in arrays}
+        return len(kinds) == 1 and kinds <= NUMBERS.keys() and arrays[0].size > 0
+
+    def _numbers(self, numbers: Sequence[Any], like: Any) -> list[Any]:
+        """Return numbers of each channel, of groups, in one piece."""
+        shape = len(numbers[0]), like.shape[-1]
+        return [self.xp.ascontiguousarray(self.xp.broadcast_to(each, shape), like.dtype) for each in numbers]
+
+    def _launch(self, source: str, number: str, name: str, total: int, *given: Any) -> None:
+        """Start a kernel for so many numbers, the last of its arguments."""
+        if (name, number) not in self._compiled:
+            self._compiled[name, number] = self.xp.RawKernel(typed(source, number), name)
+        arguments = [self.xp.int64(one) if isinstance(one, int) else one for one in (*given, total)]
+        self._compiled[name, number]((min(-(-total // _THREADS), _BLOCKS),), (_THREADS,), tuple(arguments))
+
+    def _on_device(self, table: tuple[int, ...]) -> Any:
+        """Return a table there; the exchanges of every step need the same ones."""
+        return self.xp.array(table, self.xp.int64)
+
+    def room(self, ranks: int) -> int | None:
+        """Return the bytes of its GPU that each of so many ranks on this machine may still take."""
+        runtime, pool = self.xp.cuda.runtime, self.xp.get_default_memory_pool()
+        free, _ = runtime.memGetInfo()
+        sharing = -(-ranks // runtime.getDeviceCount())
+        return int(free) // sharing + int(pool.free_bytes())
+
+    def give_back_freed(self, above: int) -> None:
+        """Give back what CuPy's pool keeps, so that ranks that share the GPU have it."""
+        pool = self.xp.get_default_memory_pool()
+        if pool.total_bytes() > above:
+            pool.free_all_blocks()
+
+
+def _steps(array: Any) -> list[int]:
+    """Return an array's strides, in numbers."""
+    return [stride // array.itemsize for stride in array.strides]
 
 
 def _cuda_version(number: int) -> str:

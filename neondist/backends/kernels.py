@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..memory import room_for_each
 from .cells import CellKernels
 from .conv import Convolution
 from .pool import Pooling
@@ -32,6 +33,10 @@ class Kernels(CellKernels, Convolution, Pooling):
 
     #: Numbers of a strip: smaller ones compute more overlap, larger ones leave the cache
     strip = 1 << 16
+    #: Whether many small copies cost more than one: then messages are packed, and unpacked, all at once
+    packs = False
+    #: What is raised where there is no memory for an array
+    memory_errors: tuple[type[Exception], ...] = (MemoryError,)
 
     def __init__(self, xp: Any = np) -> None:
         self.xp = xp
@@ -40,6 +45,10 @@ class Kernels(CellKernels, Convolution, Pooling):
     def close(self) -> None:
         """Take back what the kernels have changed in this process, such as numbers of threads."""
         self._closing.close()
+
+    def room(self, ranks: int) -> int | None:
+        """Return the bytes that each of so many ranks on this machine may still take for arrays; None: nobody knows."""
+        return room_for_each(ranks)
 
     def give_back_freed(self, above: int) -> None:
         """Give memory that is kept for later back to the system, if this process holds more bytes than that."""

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import torch
 
-from .torch_arrays import channels_first, channels_last, kernels, tensor
+from .torch_arrays import array_like, channels_first, channels_last, kernels, tensor
 from .windows import Sides, blocks, cropped
 
 Ints = Sequence[int]
@@ -20,8 +20,8 @@ _BLOCK = 1 << 19  # gathered numbers at a time; measured best of 2^17 ... 2^22
 
 
 def takes(x: np.ndarray) -> bool:
-    """Tell whether oneDNN takes such arrays."""
-    return x.dtype == np.float32 and torch.backends.mkldnn.is_available()
+    """Tell whether oneDNN takes such arrays, the host's."""
+    return isinstance(x, np.ndarray) and x.dtype == np.float32 and torch.backends.mkldnn.is_available()
 
 
 def forward(
@@ -38,8 +38,8 @@ def forward(
     seen, kernel, none = channels_first(x), kernels(weights), (0,) * len(stride)
     added = None if bias is None else tensor(bias)
     if takes(x):
-        return channels_last(torch.mkldnn_convolution(seen, kernel, added, padding, stride, dilation, groups))
-    return channels_last(_aten.convolution(seen, kernel, added, stride, padding, dilation, False, none, groups))
+        return channels_last(x, torch.mkldnn_convolution(seen, kernel, added, padding, stride, dilation, groups))
+    return channels_last(x, _aten.convolution(seen, kernel, added, stride, padding, dilation, False, none, groups))
 
 
 def backward_input(
@@ -59,7 +59,8 @@ def backward_input(
         dx = transposed(gradient, kernel, None, cut, unseen, stride, dilation, groups, "none", [], "")
     else:
         dx = _aten.convolution(gradient, kernel, None, stride, cut, dilation, True, unseen, groups)
-    return cropped(channels_last(dx), [(before - c, after - c) for (before, after), c in zip(crop, cut, strict=True)])
+    left = [(before - c, after - c) for (before, after), c in zip(crop, cut, strict=True)]
+    return cropped(channels_last(dy, dx), left)
 
 
 def backward_weights(
@@ -69,7 +70,8 @@ def backward_weights(
 
     PyTorch takes slow kernels of its own for 1 x 1, with one thread and few samples: rows become samples.
     """
-    if groups == 1 and min(x.shape[-1], dy.shape[-1]) >= 16 and torch.backends.cpu.get_cpu_capability() != "AVX512":
+    many = groups == 1 and min(x.shape[-1], dy.shape[-1]) >= 16 and isinstance(x, np.ndarray)
+    if many and torch.backends.cpu.get_cpu_capability() != "AVX512":
         return weights_by_gemm(x, dy, kernel, stride, dilation, zeros[0])
     padding: Ints = (0,) * len(stride)
     if prod(kernel) * prod(stride) == 1:
@@ -81,18 +83,19 @@ def backward_weights(
         if axis:
             x, dy = _halves(x, dy, axis, stride[axis - 1], dilation[axis - 1] * (kernel[axis - 1] - 1) + 1)
     none, only = (0,) * len(stride), (False, True, False)
-    like = torch.empty((dy.shape[-1], x.shape[-1] // groups, *kernel), dtype=tensor(x).dtype)
+    seen = channels_first(x)
+    like = seen.new_empty((dy.shape[-1], x.shape[-1] // groups, *kernel))
     _, gradient, _ = _aten.convolution_backward(
-        channels_first(dy), channels_first(x), like, None, stride, padding, dilation, False, none, groups, only
+        channels_first(dy), seen, like, None, stride, padding, dilation, False, none, groups, only
     )
-    return gradient.movedim((0, 1), (-1, -2)).numpy()
+    return array_like(x, gradient.movedim((0, 1), (-1, -2)))
 
 
 def arranged(weights: np.ndarray) -> np.ndarray:
     """Return the weights in the order of memory that oneDNN reads, so that it is made once and not for each strip."""
     *_, channels = shape = weights.shape
     rows = tensor(weights).reshape(-1, channels).t().contiguous()  # torch's copy of a matrix is 4 times the others'
-    return rows.reshape(channels, *shape[:-1]).movedim(0, -1).numpy()
+    return array_like(weights, rows.reshape(channels, *shape[:-1]).movedim(0, -1))
 
 
 def in_order(gradient: np.ndarray) -> np.ndarray:
@@ -100,7 +103,7 @@ def in_order(gradient: np.ndarray) -> np.ndarray:
     if gradient.flags.c_contiguous:
         return gradient
     rows = tensor(gradient).movedim(-1, 0).reshape(gradient.shape[-1], -1)
-    return rows.t().contiguous().reshape(gradient.shape).numpy()
+    return array_like(gradient, rows.t().contiguous().reshape(gradient.shape))
 
 
 def _unpadded(x: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, zeros: Sides) -> tuple[np.ndarray, Ints]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..namespace import namespace
 from .torch_arrays import channels_first, channels_last, empty
 from .windows import boxes
 
@@ -19,12 +20,12 @@ def max_forward(x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, 
     """Return the maxima, and torch's indices of each first maximum in its channel's image."""
     pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
     y, place = pool(channels_first(x), kernel, stride)
-    return channels_last(y), place
+    return channels_last(x, y), place
 
 
 def max_backward(dy: np.ndarray, place: torch.Tensor, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
     """Return the gradient of x: all of it goes to the first maximum."""
-    dx = np.empty((len(dy), *extent, dy.shape[-1]), dy.dtype)
+    dx = namespace(dy).empty((len(dy), *extent, dy.shape[-1]), dy.dtype)
     max_backward_into(dx, dy, place, kernel, stride)
     return dx
 
@@ -43,7 +44,7 @@ def window_sum(x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
     sums = channels_first(x)
     for box, step in boxes(kernel, stride):
         sums = _each_channel(sums, _ones(box), step)
-    return channels_last(sums)
+    return channels_last(x, sums)
 
 
 def window_spread(dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
@@ -52,10 +53,10 @@ def window_spread(dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints) -> n
     if max(stride) == 1:
         for box, step in reversed(boxes(kernel, stride)):
             gradient = _each_channel(gradient, _ones(box), step, transposed=True)
-        return channels_last(gradient)
+        return channels_last(dy, gradient)
     dx = empty(len(dy), extent, dy.shape[-1], gradient)
     _aten.avg_pool2d_backward.grad_input(gradient, dx, kernel, stride, (0, 0), False, True, 1, grad_input=dx)
-    return channels_last(dx)
+    return channels_last(dy, dx)
 
 
 def separable_filter(x: np.ndarray, taps: Taps) -> np.ndarray:
@@ -63,7 +64,7 @@ def separable_filter(x: np.ndarray, taps: Taps) -> np.ndarray:
     y = channels_first(x)
     for weights in _along_axes(taps):
         y = _each_channel(y, weights, (1,) * len(taps))
-    return channels_last(y)
+    return channels_last(x, y)
 
 
 def separable_spread(dy: np.ndarray, taps: Taps) -> np.ndarray:
@@ -71,13 +72,13 @@ def separable_spread(dy: np.ndarray, taps: Taps) -> np.ndarray:
     gradient = channels_first(dy)
     for weights in reversed(_along_axes(taps)):
         gradient = _each_channel(gradient, weights, (1,) * len(taps), transposed=True)
-    return channels_last(gradient)
+    return channels_last(dy, gradient)
 
 
 def _each_channel(x: torch.Tensor, weights: torch.Tensor, stride: Ints, transposed: bool = False) -> torch.Tensor:
     """Return the convolution, or its adjoint, of every channel with the same weights (*kernel)."""
     channels, none, ones = x.shape[1], (0,) * len(stride), (1,) * len(stride)
-    each = weights.to(x.dtype).expand(channels, 1, *weights.shape).contiguous()
+    each = weights.to(x).expand(channels, 1, *weights.shape).contiguous()
     return _aten.convolution(x, each, None, stride, none, ones, transposed, none, channels)
 
 

@@ -6,12 +6,10 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from .. import safe_path, threads
@@ -110,7 +108,7 @@ def _mpi(warnings: list[str]) -> list[tuple[str, str]]:
     return [
         ("library", found.library or "none"),
         ("mpirun", f"{mpirun.path} ({launcher})" if mpirun else "not found"),
-        ("GPU-aware", _gpu_aware(found.library, mpirun)),
+        ("GPU-aware", _gpu_aware(found)),
     ]
 
 
@@ -130,7 +128,8 @@ def _backends(warnings: list[str]) -> list[tuple[str, str]]:
             " a C compiler; install one, such as gcc, and then neondist again"
         )
     lines.append(("compiled kernels", "yes" if there else "no"))
-    return [*lines, ("auto", f"takes {taken.name}, the fastest that is usable" if taken else "finds none")]
+    first = f"takes {taken.name}, the first of {', '.join(choice.name for choice in choices)}" if taken else ""
+    return [*lines, ("auto", f"{first} that is usable" if taken else "finds none")]
 
 
 def _threads(warnings: list[str]) -> list[tuple[str, str]]:
@@ -154,6 +153,8 @@ class MPI:
 
     library: str = ""
     error: str = ""
+    cuda: bool | None = None
+    """whether it says that it takes the addresses of a GPU's memory; None: it does not tell"""
 
 
 def probe_mpi(timeout: float = 20) -> MPI:
@@ -166,18 +167,14 @@ def probe_mpi(timeout: float = 20) -> MPI:
         return MPI(error=f"no answer within {timeout:g} s, or it ended the process")
 
 
-def _gpu_aware(library: str, mpirun: Mpirun | None) -> str:
-    """Return whether MPI takes GPU pointers: 'yes', 'no' or 'unknown', and how that is known."""
-    if "Open MPI" not in library or mpirun is None:
-        return "unknown (only Open MPI tells)" if library else "no MPI"
-    info = shutil.which("ompi_info", path=str(Path(mpirun.path).parent)) or shutil.which("ompi_info")
-    if info is None:
-        return "unknown (ompi_info not found)"
-    lines = _output([info, "--parsable", "--all"], 20, dict(os.environ)).splitlines()
-    values = [line.rpartition(":")[2] for line in lines if "built_with_cuda_support:value:" in line]
-    kinds = ["CUDA"] if "true" in values else []
-    kinds += ["ROCm"] if any("built_with_rocm_support:value:true" in line for line in lines) else []
-    return f"yes ({', '.join(kinds)})" if kinds else "no (ompi_info); GPU arrays go through host memory"
+def _gpu_aware(found: MPI) -> str:
+    """Return whether MPI takes the addresses of a GPU's memory, and what follows."""
+    if not found.library:
+        return "no MPI"
+    if found.cuda:
+        return "yes, says the library (CUDA); a message proves it before a run sends more"
+    said = "no, says the library" if found.cuda is False else "unknown, the library does not tell"
+    return f"{said}; messages of a GPU go through pinned memory of the host"
 
 
 def _pools() -> list[str]:

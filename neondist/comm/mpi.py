@@ -16,6 +16,8 @@ from .. import threads
 from ..errors import LaunchError
 from ..heartbeat import send
 from ..job import detect, torchrun_ranks
+from ..namespace import namespace
+from .cuda import is_proven, says_cuda
 from .large_counts import MOST, box_type, chunks
 from .segments import forget_names, tidy_start
 from .transport import CLOSED, Done, Exchange, Message, ReduceOp, Request, Transport
@@ -101,8 +103,17 @@ class MPITransport(Transport):
 
         self.mpi, self.comm, self.part, self.most = MPI, comm, part, most
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._proven: bool | None = None
         if part is not None:
             part.users += 1
+
+    def takes_of_device(self, array: Any) -> bool:
+        """Tell whether the library says that it takes a GPU's memory, and a message has proven it."""
+        if not hasattr(array, "__cuda_array_interface__"):
+            return False
+        if self._proven is None:
+            self._proven = bool(says_cuda(self.mpi)) and is_proven(self.comm, namespace(array).empty(64, "f4"))
+        return self._proven
 
     def share_cores(self) -> Callable[[], None]:
         """Let a script's ranks on one machine share its cores, if nobody has said how many threads they shall use."""

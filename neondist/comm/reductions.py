@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..geometry import split
-from ..namespace import namespace, to_host
+from ..namespace import HostTwin, namespace, to_host, wait_for
 from .grid import ProcessGrid
 from .transport import Done, ReduceOp, Request, Transport
 
@@ -32,23 +32,24 @@ def group_of(tiled: bool, replicas: bool) -> str | None:
     return "tiles" if tiled else None
 
 
-def _put_back(host: Any, array: Any) -> None:
-    """Copy what `to_host` gave back to the device, if it is a device's."""
-    if host is not array:
-        array[...] = namespace(array).asarray(host)
+def _ready(transport: Transport, array: Any) -> bool:
+    """Tell whether the transport takes an array itself, once what computes that is done."""
+    if transport.takes_of_device(array):
+        wait_for(array)
+    return transport.takes(array)
 
 
 class _Staged(Request):
-    """A sum under way, of an array that may be a device's."""
+    """A sum under way, of a device's array that the transport does not take."""
 
     def __init__(self, transport: Transport, array: Any) -> None:
-        self.array, self.host = array, to_host(array)
-        self.request = transport.iallreduce(self.host)
+        self.twin = HostTwin(array)
+        self.request = transport.iallreduce(self.twin.fetch())
 
     def wait(self) -> None:
         """Return when the array holds the sum."""
         self.request.wait()
-        _put_back(self.host, self.array)
+        self.twin.put()
 
 
 class Reductions:
@@ -77,15 +78,20 @@ class Reductions:
         """Replace the array by its sum, or maximum, over one of GROUPS, and return it; collective over that."""
         transport = self._record(group, array)
         with self.grid.observers.during("wait", "", self.direction, group):
-            host = to_host(array) if transport.size > 1 else array
-            transport.allreduce(host, op)
-            _put_back(host, array)
+            if transport.size == 1 or _ready(transport, array):
+                transport.allreduce(array, op)
+            else:
+                twin = HostTwin(array)
+                transport.allreduce(twin.fetch(), op)
+                twin.put()
         return array
 
     def iallreduce(self, group: str, array: Any) -> Request:
         """Begin to replace the array by its sum over one of GROUPS; collective over that, in the same order."""
         transport = self._record(group, array)
-        return _Staged(transport, array) if transport.size > 1 else Done()
+        if transport.size == 1:
+            return Done()
+        return transport.iallreduce(array) if _ready(transport, array) else _Staged(transport, array)
 
     def wait(self, group: str, request: Request) -> None:
         """Wait for a sum over one of GROUPS that has begun."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..errors import GridError
-from ..namespace import namespace, to_host
+from ..namespace import HostTwin, wait_for
 from ..observer import Observers
 
 ReduceOp = Literal["sum", "max"]
@@ -35,10 +36,6 @@ class Message:
         return int(self.cells.nbytes)
 
 
-Staged = tuple[Any, np.ndarray]
-"""cells of a device, and their place on the host"""
-
-
 class Exchange(ABC):
     """Messages that are planned once and run many times; empty messages are left out.
 
@@ -61,9 +58,10 @@ class Exchange(ABC):
     """
 
     def __init__(self, transport: Transport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        self.transport, self._leaving, self._arriving = transport, [], []  # type: Transport, list[Staged], list[Staged]
-        self.sends = [self._on_host(message, self._leaving) for message in sends if message.nbytes]
-        self.receives = [self._on_host(message, self._arriving) for message in receives if message.nbytes]
+        self.transport = transport
+        self._direct = [m.array for m in (*sends, *receives) if m.nbytes and transport.takes_of_device(m.array)]
+        self.sends, self._leaving = self._on_host([message for message in sends if message.nbytes])
+        self.receives, self._arriving = self._on_host([message for message in receives if message.nbytes])
         self.bytes_sent = sum(message.nbytes for message in self.sends)
         self.runs, self.under_way = 0, False
         self.observers = Observers()
@@ -78,8 +76,12 @@ class Exchange(ABC):
         if self.transport.closed:
             raise closed_error()
         self.runs, self.under_way = self.runs + 1, True
-        for cells, host in self._leaving:
-            host[...] = to_host(cells)
+        for twin in self._arriving:
+            twin.settle()
+        for twin in self._leaving:
+            twin.fetch()
+        for array in self._direct[:1]:
+            wait_for(array)
         self._watched(self._start)
 
     def finish(self) -> None:
@@ -87,18 +89,32 @@ class Exchange(ABC):
         if self.under_way:
             self._watched(self._finish)
             self.under_way = False
-            for cells, host in self._arriving:
-                cells[...] = namespace(cells).asarray(host)
+            for twin in self._arriving:
+                twin.put()
 
-    def _on_host(self, message: Message, staged: list[Staged]) -> Message:
-        """Return a message of NumPy's array; that of a device's cells goes through one, which is added to `staged`."""
-        kind = getattr(getattr(message.array, "device", None), "type", None)  # PyTorch's
-        if isinstance(message.array, np.ndarray) or kind in self.transport.tensors:
-            return message
-        cells = message.cells
-        host = np.empty(cells.shape, cells.dtype)
-        staged.append((cells, host))
-        return Message(message.peer, host, tuple(slice(0, n) for n in cells.shape))
+    def _on_host(self, messages: Sequence[Message]) -> tuple[list[Message], list[HostTwin]]:
+        """Return messages of arrays that the transport takes, and the twins of those that it does not.
+
+        An array that its messages fill has one twin, which is copied at once.
+        """
+        found, twins, whole = [], list[HostTwin](), dict[int, HostTwin]()
+        filled = Counter[int]()
+        for message in messages:
+            filled[id(message.array)] += message.nbytes
+        for message in messages:
+            array, key = message.array, id(message.array)
+            if self.transport.takes(array):
+                found.append(message)
+            elif filled[key] == array.nbytes:
+                if key not in whole:
+                    whole[key] = HostTwin(array)
+                    twins.append(whole[key])
+                found.append(Message(message.peer, whole[key].host, message.box))
+            else:
+                twins.append(HostTwin(message.cells))
+                box = tuple(slice(0, n) for n in twins[-1].host.shape)
+                found.append(Message(message.peer, twins[-1].host, box))
+        return found, twins
 
     def _watched(self, work: Callable[[], None]) -> None:
         if not self.observers:
@@ -170,6 +186,15 @@ class Transport(ABC):
     def ended(self) -> bool:
         """Whether nothing can be sent any more."""
         return self.closed
+
+    def takes(self, array: Any) -> bool:
+        """Tell whether exchanges and `allreduce` take an array themselves; others go through the host."""
+        kind = getattr(getattr(array, "device", None), "type", None)  # PyTorch's
+        return isinstance(array, np.ndarray) or kind in self.tensors or self.takes_of_device(array)
+
+    def takes_of_device(self, array: Any) -> bool:
+        """Tell whether it takes an array of CuPy's from the device, where what computes it has to be waited for."""
+        return False
 
     def begin(self, call: str) -> None:
         """Take note of the collective call that this rank begins."""

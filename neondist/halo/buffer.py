@@ -45,7 +45,7 @@ class HaloBuffer:
     """
 
     def __init__(self, owner: Owner, samples: int, slots: Slots = (None, None)) -> None:
-        self.owner, self.samples, self.plan = owner, samples, owner.plan
+        self.owner, self.samples, self.plan, self.kernels = owner, samples, owner.plan, owner.backend.kernels
         plan = self.plan
         self.cells, self._gradient_slot = self._new(slots[0]), slots[1]
         self.phase = WHOLE
@@ -70,7 +70,7 @@ class HaloBuffer:
         """Copy the tile, gather the halo, fold the padding; return the view."""
         self.phase = phase
         if tile is not self.tile:
-            self.owner.backend.kernels.copy(tile, self.tile)
+            self.kernels.copy(tile, self.tile)
         if self.shared:  # others may have used the memory
             self.fill_outside()
         self._exchange(self.gather)
@@ -83,7 +83,7 @@ class HaloBuffer:
         """Unfold the padding, send the halo's gradient to its owners, add what comes; return the tile's gradient."""
         self.phase = phase
         if dview is not self.dview:
-            self.owner.backend.kernels.copy(dview, self.dview_place())
+            self.kernels.copy(dview, self.dview_place())
         fold_back(self.gradient, self.plan)
         self._exchange(self.scatter_add)
         for target, source in self.again:

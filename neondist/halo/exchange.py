@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ..backends import Kernels
 from ..comm import Exchange, Message
 from ..geometry import Box, HaloPlan
 from ..namespace import namespace
@@ -39,6 +40,7 @@ class Buffer(Protocol):
     """What an exchange needs of the buffer that it serves."""
 
     plan: HaloPlan
+    kernels: Kernels
     phase: Phase
     cells: Any
     gradient: Any
@@ -90,7 +92,7 @@ class HaloExchange:
 
     def exchange(self) -> None:
         """Send and receive every cell, exactly."""
-        if self.adds:
+        if self.adds or self.buffer.kernels.packs:
             self._packed.start(self.outgoing())
             self.unpack(self._packed.wait())
         else:
@@ -115,14 +117,13 @@ class HaloExchange:
 
     def unpack(self, messages: Sequence[Any]) -> None:
         """Put arrays in the place of what others would send, one for each message; gradients are added."""
-        array = self.array
-        for (_, cells), message in zip(self.receives, messages, strict=True):
-            part = array[cells]
-            message = message.reshape(part.shape)
-            if self.adds:
-                part += message
-            else:
-                part[...] = message
+        array, boxes, kernels = self.array, [cells for _, cells in self.receives], self.buffer.kernels
+        places = [array[box] for box in boxes]
+        messages = [message.reshape(place.shape) for message, place in zip(messages, places, strict=True)]
+        if self.adds:
+            kernels.add_boxes(array, boxes, messages)
+        else:
+            kernels.copy_each(messages, places)
 
     def packed(self, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> PackedExchange:
         """Return new messages of `shape(a message's shape)` and `dtype`; default: those of the cells."""
@@ -149,6 +150,7 @@ class PackedExchange:
     """
 
     def __init__(self, halo: HaloExchange, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> None:
+        self.kernels = halo.buffer.kernels
         self.outgoing, self.sends, sends = _messages(halo, halo.sends, shape, dtype)
         self.incoming, self.receives, receives = _messages(halo, halo.receives, shape, dtype)
         self.exchange = halo.buffer.planned(halo, sends, receives)
@@ -156,8 +158,7 @@ class PackedExchange:
     def start(self, messages: Sequence[Any] | None = None) -> None:
         """Send copies of these arrays, one for each message, or what `outgoing` holds; they travel until `wait`."""
         if messages is not None:
-            for array, message in zip(self.sends, messages, strict=True):
-                array[...] = message
+            self.kernels.copy_each(messages, self.sends)
         self.exchange.start()
 
     def wait(self) -> list[Any]:
@@ -176,5 +177,5 @@ def _messages(
     ends = list(accumulate(map(prod, shapes), initial=0))
     flat = namespace(cells).zeros((ends[-1],), np.dtype(dtype or cells.dtype))
     parts = [flat[lo:hi].reshape(each) for (lo, hi), each in zip(pairwise(ends), shapes, strict=True)]
-    whole = [tuple(slice(0, n) for n in part.shape) for part in parts]
-    return flat, parts, [Message(peer, *of) for (peer, _), *of in zip(regions, parts, whole, strict=True)]
+    cuts = [(slice(lo, hi),) for lo, hi in pairwise(ends)]
+    return flat, parts, [Message(peer, flat, cut) for (peer, _), cut in zip(regions, cuts, strict=True)]

@@ -2,13 +2,14 @@
 
 import json
 
-from ..comm import segments
+from ..comm import cuda, segments
 
 if __name__ == "__main__":
     try:
         with segments.tidy_start():
             from mpi4py import MPI
         segments.forget_names(MPI)
-        print(json.dumps({"library": MPI.Get_library_version().splitlines()[0].split(", package")[0].strip(" ,\x00")}))
+        library = MPI.Get_library_version().splitlines()[0].split(", package")[0].strip(" ,\x00")
+        print(json.dumps({"library": library, "cuda": cuda.says_cuda(MPI)}))
     except Exception as error:
         print(json.dumps({"error": str(error).splitlines()[0]}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from math import prod
@@ -23,6 +23,8 @@ class Blocks:
         Of this rank. Fewer use a part of the same block, more get another one.
     most : int, optional
         Bytes beyond which this process gives back what it has freed.
+    planned : callable, optional
+        Returns the bytes that a pass takes, for the message where there is no memory; default: those of a block.
 
     Attributes
     ----------
@@ -34,9 +36,17 @@ class Blocks:
         The numbers of those that nobody uses.
     """
 
-    def __init__(self, samples: int, dtype: np.dtype, backend: Backend, most: int | None = None) -> None:
+    def __init__(
+        self,
+        samples: int,
+        dtype: np.dtype,
+        backend: Backend,
+        most: int | None = None,
+        planned: Callable[[], int] | None = None,
+    ) -> None:
         self.samples, self.dtype, self.backend, self.most = samples, dtype, backend, most
         self.length = self.made = 0
+        self.planned = planned or (lambda: samples * self.length * dtype.itemsize)
         self.free: list[int] = []
         self._blocks: dict[tuple[int, int], Any] = {}
 

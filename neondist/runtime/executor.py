@@ -76,7 +76,9 @@ class Executor:
         self.compiled, self.graph, self.context = compiled, compiled.graph, context
         memory = compiled.training.memory
         most = None if memory is None else most_held(memory)
-        self.blocks, shared = (Blocks(samples, context.dtype, context.backend, most) for _ in range(2))
+        self.blocks, shared = (
+            Blocks(samples, context.dtype, context.backend, most, lambda: compiled.needed) for _ in range(2)
+        )
         self.sections: list[Any] = []
         if compiled.stream is not None:
             self.sections.append(Streamed(compiled.stream, context, shared, layer_task))

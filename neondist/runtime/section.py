@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import PassError
 from ..halo import Phase
 from ..layers import Context, Layer, StepContext
+from ..memory import out_of_memory, ranks_here
 from ..plan import Graph, PlannedSection
 from ..plan.section import NOWHERE
 from .arena import Arena, Blocks
@@ -127,7 +128,7 @@ class Section:
                 for run, given in zip(runs, inputs, strict=True):
                     task.resume(run, given, run.left[task.at])
                 continue
-            found = task.forward(runs, inputs)
+            found = self._step(task, "forward", runs, inputs)
             for held, y in zip(values, found, strict=True):
                 for value in task.inputs:
                     if self._last_reader[value] == task.at and value != last:
@@ -178,7 +179,7 @@ class Section:
         """Take passes back through some steps: from the known gradients of values to those below, but for one."""
         for task in reversed(self.tasks[steps]):
             needed = [v != unwanted for v in task.inputs]
-            found = task.backward(runs, [held.pop(task.output) for held in gradients], needed)
+            found = self._step(task, "backward", runs, [held.pop(task.output) for held in gradients], needed)
             for run, held, dxs in zip(runs, gradients, found, strict=True):
                 for v, dx, need in zip(task.inputs, dxs, needed, strict=True):
                     if need:
@@ -187,6 +188,16 @@ class Section:
             if done is not None:
                 for layer in task.layers:
                     done(layer)
+
+    def _step(self, task: Task, direction: str, *given: Any) -> list[Any]:
+        """Take a task's step; ConfigError names its layer where there is no memory for it."""
+        try:
+            found: list[Any] = getattr(task, direction)(*given)
+        except self.context.backend.kernels.memory_errors as error:
+            ranks = self.context.grid.size
+            room = self.context.backend.kernels.room(ranks_here(ranks))
+            raise out_of_memory(error, task.name, direction, self.blocks.planned(), room, ranks) from error
+        return found
 
     # Up to a reduction, in one pass of several that are reduced together.
 

@@ -19,6 +19,8 @@ class Task(ABC):
 
     #: whether it needs all samples of a batch at once
     over_batch = False
+    #: of the layer or container, for messages
+    name = ""
     array: GlobalArray | None = None
     layers: Sequence[Layer] = ()
 
@@ -73,6 +75,7 @@ class JoinTask(Task):
 
     def __init__(self, at: int, graph: Graph, join: Branches, kernels: Kernels, boxes: Sequence[Box]) -> None:
         super().__init__(at, graph)
+        self.name = str(join.name)
         self.join, self.channels, self.kernels = join, [graph.shapes[value][-1] for value in self.inputs], kernels
         #: of inputs of which others see more cells: their shape, and what is joined
         cells = boxes[self.output]
@@ -123,6 +126,7 @@ class PassedTask(Task):
     def __init__(self, at: int, graph: Graph, layer: Layer) -> None:
         super().__init__(at, graph)
         self.layer, self.layers, self.observers = layer, layer.leaves, layer.context.grid.observers
+        self.name = str(layer.name)
 
     def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
         """Hand on what comes."""
@@ -137,7 +141,7 @@ class PassedTask(Task):
 
     def _tell(self, direction: str, what: str, arrays: Sequence[Any]) -> None:
         if self.observers:
-            with self.observers.during("layer", str(self.layer.name), direction):
+            with self.observers.during("layer", self.name, direction):
                 pass
             for array in arrays:
                 self.observers.value(self.layer, what, array)

@@ -253,7 +253,7 @@ class FitExperiment(Registered):
         hooks = [ProgressBar()] if hooks is None else list(hooks)
         grid.check("run")
         with opened(hooks):
-            room = least_room(grid.world)
+            room = least_room(grid.world, get_backend(self.model.backend).kernels.room)
             with all_or_none(grid.world):  # all that can be wrong is found before a file of an earlier run is touched
                 plan = validate(self, grid.size, grid.shape, room)
                 lines = outline(self, plan, resume)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
-from ..backends import get_backend
+from ..backends import check_backend
 from ..costs import Cost
 from ..costs.mean import parts_of
 from ..data import Dataset
 from ..data.augment import Transform
 from ..errors import ConfigError, GridError, UserError
 from ..geometry import GridShape, grid_shape, split
-from ..memory import free_memory, require_room
+from ..memory import require_room
 from ..metrics import Metric
 from ..models import TrainableModel
 from ..plan import Plan
@@ -62,12 +63,12 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
     with about(dataset):
         dataset.check()
     with about(model):
-        model.room = free_memory() if room is None else room
+        room_for_each = check_backend(model.backend)
+        model.room = room_for_each(1) if room is None else room
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         plan = model.within(plan)
-        get_backend(model.backend)
         if not plan.streams:
-            _check_room_for_layers(plan)
+            _check_room_for_layers(plan, room_for_each)
     with about(dataset):
         if not plan.streams:
             _check_room_for_batches(dataset, shape, experiment.batch_size, model.dtype.itemsize)
@@ -105,10 +106,11 @@ def _check_room_for_batches(dataset: Dataset, shape: GridShape, batch_size: int,
     require_room(needed, f"a rank's tile of {samples} samples", "use more ranks, or smaller batches")
 
 
-def _check_room_for_layers(plan: Plan) -> None:
+def _check_room_for_layers(plan: Plan, room_for_each: Callable[[int], int | None]) -> None:
     """Refuse a layer whose view, or whose parameters, no rank could hold alone on a machine like this one."""
+    remedy = "use more ranks, smaller batches, or fewer outputs"
     for name, needed in plan.each_needs():
-        require_room(needed, f"layer '{name}'", "use more ranks, smaller batches, or fewer outputs")
+        require_room(needed, f"layer '{name}'", remedy, partial(room_for_each, 1))
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """The CuPy backend, on a strict device in place of a GPU; and what keeps it from being used."""
 
+import json
+import re
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +12,8 @@ from device import CudaDevice, Device, cupy_like
 
 import neondist as nd
 from neondist.backends import cupy
+from neondist.backends.cupy_torch import allocating
+from neondist.memory import out_of_memory, words
 from neondist.namespace import namespace
 
 YAML = """
@@ -24,8 +29,8 @@ backend: cupy
 def gpu(monkeypatch):
     """A function that puts a CuPy with some GPUs into this process."""
 
-    def put(**options):
-        device = Device()
+    def put(most=1 << 34, **options):
+        device = Device(most)
         monkeypatch.setitem(sys.modules, "cupy", cupy_like(device, **options))
         monkeypatch.setattr(CudaDevice, "used", ())
         return device
@@ -58,7 +63,7 @@ def test_it_is_described(gpu):
     gpu(count=2)
     found = {one.name: one for one in nd.available()}["cupy"]
     assert found.usable
-    assert found.reason == "CuPy 14.2.0, CUDA 12.9, driver for CUDA 13.0: Strict (80 GiB), Strict (80 GiB)"
+    assert found.reason == "CuPy 14.2.0, CUDA 12.9, driver for CUDA 13.0: Strict (16 GiB), Strict (16 GiB)"
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,125 @@ def test_installations_that_do_not_work(gpu, monkeypatch):
     gpu()
     monkeypatch.setattr(cupy.importlib, "import_module", lambda name: 1 / 0)
     assert cupy.find_problem() == "cannot be imported: ZeroDivisionError: division by zero"
+
+
+def learner(**more):
+    layers = [nd.ConvLayer(8, 3, padding=1, activation=nd.ReLU()), nd.MaxPoolingLayer(2), nd.FCLayer(4)]
+    return nd.Convnet(layers, backend="cupy", **more)
+
+
+def test_out_of_memory_names_the_layer_and_what_would_fit(gpu, monkeypatch):
+    """The setting that the message tells is a plan's, which then fits."""
+    monkeypatch.setattr("neondist.memory.PROCESS", 0)  # what is for blocks of kernels, which are small here
+    monkeypatch.setattr(cupy.CupyKernels, "block", 1 << 12)
+    monkeypatch.setattr(cupy.CupyKernels, "strip", 1 << 12)
+    model, x = learner(), np.random.default_rng(0).random((4, 64, 64, 3), np.float32)
+    needed = model.plan((64, 64, 3), batch_size=4).needed
+
+    def train(device, **more):
+        model = learner(**more)
+        model.build((64, 64, 3), 4)
+        device.most = needed
+        return model, model.train_batch(x, np.arange(4))
+
+    with pytest.raises(
+        nd.ConfigError, match=r"^memory: layer 'conv1' asks for .*B on its way (for|back)ward, and"
+    ) as told:
+        train(gpu())
+    said = str(told.value)
+    assert f"the peak of a step is planned as {words(needed)} on a rank" in said
+    assert isinstance(told.value.__cause__, MemoryError)
+    setting = re.search(r"set memory: (.*?B), or use more ranks or smaller batches", said).group(1)
+    fitted, loss = train(gpu(), memory=setting)
+    assert fitted.compiled.needed < needed
+    assert fitted.streams
+    assert np.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("Out of memory allocating 1,234,567,890 bytes (allocated so far: 5 bytes).", "1.23 GB"),
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.1 GiB", "21 MB"),
+        ("Unable to allocate 7.45 GiB for an array with shape (1000000000,) and data type float64", "8 GB"),
+        ("", "an array"),
+    ],
+)
+def test_what_libraries_say_of_memory_is_understood(said, told):
+    error = out_of_memory(MemoryError(said), "conv1", "forward", 30 << 30, None, 1)
+    assert str(error).startswith(f"memory: layer 'conv1' asks for {told} on its way forward; the peak")
+
+
+def test_pytorchs_pool_ends_as_cupys_does():
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    def refuse(size, device):
+        raise OutOfMemoryError(f"Tried to allocate {size} bytes")
+
+    cuda = SimpleNamespace(caching_allocator_alloc=refuse, OutOfMemoryError=OutOfMemoryError)
+    with pytest.raises(MemoryError, match="Tried to allocate 7 bytes"):
+        allocating(cuda)(7, 0)
+
+
+def test_too_little_memory_is_found_before_a_run(gpu, tmp_path, capsys):
+    from neondist.cli import main
+
+    (tmp_path / "one.yaml").write_text(YAML.replace("shape: [8, 8, 1]", "shape: [4096, 2048, 1]"))
+    gpu(most=1 << 26)
+    assert main(["check", str(tmp_path / "one.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert "layer 'fc1' needs" in said or "memory: a rank may use" in said
+    assert len(said.splitlines()) == 1
+    assert CudaDevice.used == ()  # which would keep its memory for the process that starts the ranks
+
+
+def test_auto_takes_a_gpu(gpu):
+    gpu()
+    assert nd.get_backend("auto").name == nd.available()[0].name == "cupy"
+    gpu(count=0)
+    assert nd.get_backend("auto").name == next(one.name for one in nd.available() if one.usable) != "cupy"
+
+
+JOB = """
+!FitExperiment
+dataset: !Synthetic {shape: [8, 8, 2], classes: 3, train: 12, test: 6}
+model: !Convnet
+  layers:
+  - !ConvLayer {out_channels: 4, kernel_size: 3, padding: 1, activation: !ReLU {}}
+  - !BatchNormLayer {}
+  - !MaxPoolingLayer {kernel_size: 2}
+  - !FCLayer {out_features: 3}
+  cost: !CrossEntropy {}
+  optimizer: !Adam {}
+metrics: [!Misclassification {}, !TopK {k: 2}, !Accuracy {}, !F1 {}, !IoU {}, !LogLoss {}, !ROCAUC {}]
+batch_size: 4
+epochs: 1
+dist_flag: false
+dtype: float64
+"""
+
+
+def test_a_run_its_metrics_and_predictions(gpu, tmp_path, capsys):
+    """Resumed from a checkpoint; all as on the host."""
+    from neondist.cli import main
+
+    gpu()
+    (tmp_path / "job.yaml").write_text(JOB)
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).random((5, 8, 8, 2)))
+    found = []
+    for backend in ("numpy", "cupy"):
+        out, setting = tmp_path / backend, ["--set", f"backend={backend}"]
+        job = ["run", str(tmp_path / "job.yaml"), "--output", str(out)]
+        assert main([*job, *setting]) == 0
+        assert main([*job, "--resume", *setting, "epochs=2"]) == 0
+        files = "--checkpoint", out / "checkpoint.h5", "--input", tmp_path / "x.npy", "--output", out / "y.npy"
+        assert main(["predict", str(tmp_path / "job.yaml"), *map(str, files), *setting]) == 0
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        figures = [value for line in lines for name, value in sorted(line.items()) if "second" not in name]
+        found.append(np.hstack([*figures, np.load(out / "y.npy").ravel()]))
+    assert len(found[0]) > 30
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-9)
 
 
 def test_arrays_without_a_namespace_are_of_their_package(gpu):

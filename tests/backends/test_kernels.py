@@ -4,17 +4,24 @@ import itertools
 
 import numpy as np
 import pytest
+from device import HostCalls, device_under_test
 from present import KERNELS, backend_of
 
+from neondist.backends.cupy import CupyKernels
+from neondist.backends.cupy_torch import CupyTorchKernels
 from neondist.backends.windows import blocks
 
 torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
 rng = np.random.default_rng(0)
 
 
-@pytest.fixture(params=KERNELS)
+DEVICES = {"device": CupyKernels, "device by torch": CupyTorchKernels}
+
+
+@pytest.fixture(params=[*KERNELS, *DEVICES])
 def backend(request):
-    return backend_of(request.param).kernels
+    name = request.param
+    return HostCalls(device_under_test(DEVICES[name])) if name in DEVICES else backend_of(name).kernels
 
 
 def channels_first(x):
@@ -85,8 +92,8 @@ def test_blocks_of_rows_join_to_the_whole(monkeypatch, block):
         ]
 
     expected = everything()
-    for limit in "conv._BLOCK", "conv._UNSHARED", "torch_conv._BLOCK":
-        monkeypatch.setattr(f"neondist.backends.{limit}", block)
+    plain.block = plain.unshared = block
+    monkeypatch.setattr("neondist.backends.torch_conv._BLOCK", block)
     for found, wanted in zip(everything(), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-11 * np.abs(wanted).max())
 

@@ -166,7 +166,7 @@ def test_large_arrays_are_not_copied():
 
     for shape in (2, 5, 6, 3), (1, 5, 6, 1), (2, 1, 1, 3), (2, 3, 4, 5, 6):
         x = np.zeros(shape, np.float32)
-        y = channels_last(channels_first(x))
+        y = channels_last(x, channels_first(x))
         y += 1
         assert (x == 1).all()
 
@@ -188,7 +188,7 @@ def test_importing_neondist_does_not_import_what_kernels_need():
 
 @pytest.mark.long
 def test_auto_takes_torch_and_doctor_says_so(capsys):
-    assert nd.available()[0].name == nd.get_backend().name == "torch"
+    assert next(one.name for one in nd.available() if one.usable) == nd.get_backend().name == "torch"
     assert main(["doctor"]) == 0
     assert "takes torch" in capsys.readouterr().out
 

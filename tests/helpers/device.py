@@ -4,20 +4,30 @@ They never become NumPy arrays by themselves, do not mix with them, and are touc
 of their namespace, which takes no argument that CuPy's functions do not have. What makes the host wait is counted.
 """
 
+import os
+import weakref
 from functools import partial
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
+import pytest
+from device_twin import RawKernel, compiler
 
 from neondist.backends import Backend, Kernels
+from neondist.backends.cupy import CupyKernels, find_problem, load
+from neondist.backends.cupy_torch import CudaTorchKernels, CupyTorchKernels
 
+ON_GPU = "NEONDIST_GPU" in os.environ
+"""whether tests that need no strict device run on a GPU: `make test-gpu`"""
 _LACKING = {"errstate", "ndindex", "nditer", "put_along_axis"}
 """what NumPy has, and no device"""
 _LACKING_ARGUMENTS = {"where", "initial", "order", "subok", "writeable"}
 _WAITING = {"argwhere", "flatnonzero", "nonzero", "unique"}
 """the host has to know how large their results are"""
-_ATTRIBUTES = "shape dtype ndim size nbytes itemsize strides"
+_MEMORY = {"empty", "empty_like"}
+"""is there without a kernel"""
+_ATTRIBUTES = "flags shape dtype ndim size nbytes itemsize strides"
 _METHODS = "all any argmax argsort astype copy fill max mean min ravel reshape sum swapaxes take transpose view"
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 _OTHER_OPERATORS = "neg pos abs invert lt le gt ge eq ne"
@@ -28,22 +38,88 @@ class Device:
 
     Attributes
     ----------
-    synchronisations : int
-        How often the host waited for values.
+    synchronisations, launches : int
+        How often the host waited for values, and how many kernels were started.
+    used, most : int
+        Bytes of its arrays, and how many there can be.
     backend : Backend
-        The reference's kernels over its arrays.
+        Kernels over its arrays.
+
+    Parameters
+    ----------
+    table : type
+        Of the kernels; without a C compiler they are the reference's.
     """
 
-    def __init__(self):
-        self.synchronisations = 0
+    def __init__(self, most=1 << 34, table=CupyKernels):
+        self.synchronisations = self.launches = self.used = 0
+        self.most = most
         self.xp = Namespace(self, np)
-        self.backend = Backend("strict", Kernels(self.xp))
+        self.xp.cuda = Cuda(self)
+        self.xp.get_default_memory_pool = Pool
+        self.xp.RawKernel = partial(RawKernel, self)
+        self.backend = Backend("strict", table(self.xp) if compiler() else Kernels(self.xp))
 
     def wrapped(self, value):
         """Return a result as the device's."""
         if isinstance(value, (np.ndarray, np.generic)):
-            return DeviceArray(self, np.asarray(value))
+            return DeviceArray(self, self.allocated(np.asarray(value)))
         return tuple(map(self.wrapped, value)) if isinstance(value, (tuple, list)) else value
+
+    def allocated(self, memory):
+        """Return an array's memory, which counts as the device's as long as it is there."""
+        if memory.base is None:
+            if self.used + memory.nbytes > self.most:
+                raise OutOfMemoryError(memory.nbytes, self.used)
+            self.used += memory.nbytes
+            weakref.finalize(memory, self._free, memory.nbytes)
+        return memory
+
+    def _free(self, nbytes):
+        self.used -= nbytes
+
+
+class OutOfMemoryError(MemoryError):
+    """CuPy's, in its words."""
+
+    def __init__(self, size, total):
+        super().__init__(f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes).")
+
+
+class Gpu:
+    """The GPU of this machine, whose waits and launches nobody counts."""
+
+    synchronisations = launches = 0
+
+    def __init__(self, table):
+        self.xp = load()
+        self.backend = Backend("cupy", table(self.xp))
+
+
+def device_under_test(table=CupyKernels):
+    """Return a strict device with these kernels; with NEONDIST_GPU set the GPU, or skip the test."""
+    if not ON_GPU:
+        return Device(table=table)
+    if problem := find_problem():
+        pytest.skip(f"CuPy: {problem}")
+    return Gpu(CudaTorchKernels if table is CupyTorchKernels else table)
+
+
+class HostCalls:
+    """A device's kernels for callers that have NumPy's arrays, which go there and come back."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def __getattr__(self, name):
+        return partial(self._call, getattr(self.device.backend.kernels, name))
+
+    def _call(self, kernel, *args):
+        found = kernel(*(self.device.xp.array(arg) if isinstance(arg, np.ndarray) else arg for arg in args))
+        return tuple(map(self._back, found)) if isinstance(found, tuple) else self._back(found)
+
+    def _back(self, value):
+        return self.device.xp.asnumpy(value) if self.device.backend.owns(value) else value
 
 
 def inner(value):
@@ -61,6 +137,11 @@ def run(device, function, args, kwargs):
         raise TypeError(f"{function.__name__} has no argument {', '.join(lacking)} on a device")
     device.synchronisations += function.__name__ in _WAITING
     found = function(*map(inner, args), **{name: inner(value) for name, value in kwargs.items()})
+    for argument in args:
+        if isinstance(argument, DeviceArray) and argument.inner is found:  # it was as it should be
+            return argument
+    made = "out" in kwargs or getattr(found, "base", found) is None or isinstance(found, np.generic)
+    device.launches += made and function.__name__ not in _MEMORY
     return kwargs.get("out", device.wrapped(found))
 
 
@@ -103,7 +184,37 @@ class DeviceArray:
         return DeviceArray(self.device, found)
 
     def __setitem__(self, index, value):
+        self.device.launches += 1
         self.inner[inner(index)] = inner(value)
+
+    @property
+    def data(self):
+        """Its memory, by address."""
+        return SimpleNamespace(ptr=self.inner.__array_interface__["data"][0])
+
+    @property
+    def __cuda_array_interface__(self):
+        """The same, and more, by which mpi4py knows a device's array."""
+        return {**self.inner.__array_interface__, "version": 3}
+
+    def __dlpack__(self, **how):
+        """Give it to PyTorch, which has it on the CPU."""
+        return self.inner.__dlpack__(**how)
+
+    def __dlpack_device__(self):
+        return self.inner.__dlpack_device__()
+
+    def get(self, stream=None, out=None):
+        """Copy the values into memory of the host, once the stream is as far, and wait for it."""
+        stream = stream or self.device.xp.cuda.get_current_stream()
+        out = np.empty(self.shape, self.dtype) if out is None else out
+        stream.pending.append(partial(np.copyto, out, self.inner))
+        stream.synchronize()
+        return out
+
+    def set(self, values, stream):
+        """Copy values of the host here, when the stream is as far."""
+        stream.pending.append(partial(np.copyto, self.inner, values))
 
     # What makes the host wait.
 
@@ -137,6 +248,7 @@ def _method(name):
 
 def _in_place(name):
     def call(self, other):
+        self.device.launches += 1
         self.inner = getattr(self.inner, name)(inner(other))
         return self
 
@@ -195,12 +307,64 @@ class Namespace:
     def array(self, values, dtype=None, order="K"):
         """Return a new array, also of the host's values."""
         memory = values if isinstance(values, np.ndarray) else inner(values)
-        return DeviceArray(self._device, np.array(memory, dtype, order=order))
+        return DeviceArray(self._device, self._device.allocated(np.array(memory, dtype, order=order)))
+
+    def from_dlpack(self, tensor):
+        """Return an array over a tensor's memory."""
+        return DeviceArray(self._device, tensor.numpy())
 
     def asarray(self, values, dtype=None):
         """Return an array; one of the device's stays what it is."""
         same = isinstance(values, DeviceArray) and dtype in (None, values.dtype)
         return values if same else self.array(values, dtype)
+
+
+class Stream:
+    """A stream of the device, whose work is done when somebody waits for it: what nobody has waited for is missing."""
+
+    def __init__(self, device):
+        self.device, self.pending = device, []
+
+    def record(self):
+        """Return what can be waited for."""
+        return self
+
+    def wait_event(self, event):
+        """Do what the event stands for, in the order in which the device would."""
+        event.do()
+
+    def do(self):
+        """Do all that is to be done."""
+        pending, self.pending = self.pending, []
+        for work in pending:
+            work()
+
+    def synchronize(self):
+        """Let the host wait, if there is anything to wait for."""
+        self.device.synchronisations += bool(self.pending)
+        self.do()
+
+
+class Cuda:
+    """The streams, and the pinned memory, of a device."""
+
+    def __init__(self, device):
+        self._device, self._current = device, Stream(device)
+        self.runtime = SimpleNamespace(getDeviceCount=lambda: 1)
+        self.runtime.memGetInfo = lambda: (device.most - device.used, device.most)
+
+    def Stream(self, non_blocking):
+        """Return a new stream."""
+        assert non_blocking
+        return Stream(self._device)
+
+    def get_current_stream(self):
+        """Return the stream in which functions work."""
+        return self._current
+
+    def alloc_pinned_memory(self, nbytes):
+        """Return memory of the host; CuPy's may be larger."""
+        return bytearray(nbytes + 512)
 
 
 class CudaError(RuntimeError):
@@ -224,6 +388,16 @@ class CudaDevice:
         CudaDevice.used = (*CudaDevice.used, self.number)
 
 
+class Pool:
+    """CuPy's, which keeps nothing here."""
+
+    def free_bytes(self):
+        """Return what it keeps."""
+        return 0
+
+    total_bytes = free_bytes
+
+
 def cupy_like(device, count=1, status=0, driver=13000):
     """Return a module with the functions of a strict device, and the calls of CuPy to GPUs that neondist makes."""
 
@@ -232,12 +406,12 @@ def cupy_like(device, count=1, status=0, driver=13000):
             raise CudaError(status)
         return count
 
-    module, runtime = ModuleType("cupy"), ModuleType("cupy.cuda.runtime")
+    module, runtime = ModuleType("cupy"), device.xp.cuda.runtime
     module.__spec__, module.__version__ = ModuleSpec("cupy", None), "14.2.0"
     module.__getattr__ = partial(getattr, device.xp)
-    module.cuda = ModuleType("cupy.cuda")
-    module.cuda.runtime, module.cuda.Device = runtime, CudaDevice
+    module.cuda = device.xp.cuda
+    module.cuda.Device = CudaDevice
     runtime.CUDARuntimeError, runtime.getDeviceCount = CudaError, devices
     runtime.runtimeGetVersion, runtime.driverGetVersion = lambda: 12090, lambda: driver
-    runtime.getDeviceProperties = lambda number: {"name": b"Strict", "totalGlobalMem": 80 << 30}
+    runtime.getDeviceProperties = lambda number: {"name": b"Strict", "totalGlobalMem": device.most}
     return module

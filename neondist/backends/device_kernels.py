@@ -1,0 +1,292 @@
+"""Kernels of a GPU as text in CUDA C, which CuPy compiles at first use, and the tables of numbers that they read.
+
+T is the type of the numbers: see `typed`. Threads go through the numbers of a launch in steps of the whole grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+
+Ints = Sequence[int]
+NUMBERS = {"float32": "float", "float64": "double"}
+"""with which kernels compute"""
+WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+"""that are copied, by their bytes"""
+AXES = 8
+"""of an array, at most"""
+
+_PREFIX = """
+#ifndef KERNEL
+#define KERNEL extern "C" __global__
+#endif
+#define EACH(i, total) \\
+    (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < (total); \\
+     i += gridDim.x * (long long)blockDim.x)
+"""
+
+COPY_EACH = """
+KERNEL void copy_each(const long long *table, long long rank, long long total) {
+    const long long width = 3 + 3 * rank;
+    for EACH(i, total) {
+        const long long *row = table;
+        long long rest = i, from = 0, to = 0;
+        while (row[0] <= i) row += width;
+        if (row != table) rest -= row[-width];
+        for (long long axis = rank - 1; axis >= 0; axis--) {
+            const long long n = row[3 + axis], at = rest % n;
+            rest /= n;
+            from += at * row[3 + rank + axis];
+            to += at * row[3 + 2 * rank + axis];
+        }
+        ((T *)row[2])[to] = ((const T *)row[1])[from];
+    }
+}
+"""
+"""Several arrays into as many others, of any strides; rows: numbers up to here, addresses, shape, both strides"""
+
+ADD_BOXES = """
+KERNEL void add_boxes(T *array, const long long *table, long long boxes, long long rank, long long total) {
+    const long long *strides = table, *rows = table + rank, width = 2 + 2 * rank;
+    for EACH(i, total) {
+        long long cell[AXES], box = 0, rest = i, place = 0;
+        while (rows[box * width] <= i) box++;
+        if (box) rest -= rows[(box - 1) * width];
+        for (long long axis = rank - 1; axis >= 0; axis--) {
+            const long long n = rows[box * width + 2 + rank + axis];
+            cell[axis] = rows[box * width + 2 + axis] + rest % n;
+            rest /= n;
+            place += cell[axis] * strides[axis];
+        }
+        T sum = array[place];
+        int mine = 1;
+        for (long long other = 0; mine && other < boxes; other++) {
+            const long long *row = rows + other * width;
+            long long inside = 1, at = 0;
+            for (long long axis = 0; axis < rank; axis++) {
+                const long long n = row[2 + rank + axis], step = cell[axis] - row[2 + axis];
+                inside &= step >= 0 && step < n;
+                at = at * n + step;
+            }
+            if (inside) {
+                mine = other >= box;
+                sum += ((const T *)row[1])[at];
+            }
+        }
+        if (mine) array[place] = sum;
+    }
+}
+"""
+"""Boxes, which may overlap, to cells of an array: the first box that has a cell adds all, in their order.
+
+The table: strides of the array; rows: numbers up to here, address of the box's numbers, first cell, shape
+"""
+
+MAX_POOL = """
+KERNEL void max_pool(const T *x, T *best, unsigned char *place, const long long *table, long long total) {
+    const long long *out = table + 3, *kernel = table + 6, *step = table + 9, *strides = table + 13;
+    for EACH(i, total) {
+        long long rest = i, at = 0;
+        const T *first = x + rest % table[12] * strides[4];
+        rest /= table[12];
+        for (int axis = 2; axis >= 0; axis--) {
+            first += rest % out[axis] * step[axis] * strides[axis + 1];
+            rest /= out[axis];
+        }
+        first += rest * strides[0];
+        T most = *first;
+        unsigned char where = 0;
+        for (long long a = 0; a < kernel[0]; a++)
+            for (long long b = 0; b < kernel[1]; b++)
+                for (long long c = 0; c < kernel[2]; c++, at++) {
+                    const T value = first[a * strides[1] + b * strides[2] + c * strides[3]];
+                    if (value > most) where = (unsigned char)at;
+                    if (value > most || value != value) most = value;
+                }
+        best[i] = most;
+        place[i] = where;
+    }
+}
+"""
+"""The maxima (N, *out, C), and their places in windows; the table: extents, outputs, kernel, steps, C, strides of x"""
+
+MAX_POOL_BACK = """
+KERNEL void max_pool_back(const T *dy, const unsigned char *place, T *dx, const long long *table, long long total) {
+    const long long *extent = table, *out = table + 3, *kernel = table + 6, *step = table + 9, channels = table[12];
+    for EACH(i, total) {
+        long long rest = i / channels, cell[3], lo[3], hi[3];
+        for (int axis = 2; axis >= 0; axis--) {
+            const long long at = cell[axis] = rest % extent[axis], before = at - kernel[axis] + step[axis];
+            rest /= extent[axis];
+            lo[axis] = before > 0 ? before / step[axis] : 0;
+            hi[axis] = at / step[axis] < out[axis] ? at / step[axis] : out[axis] - 1;
+        }
+        T sum = 0;
+        for (long long a = hi[0]; a >= lo[0]; a--)
+            for (long long b = hi[1]; b >= lo[1]; b--)
+                for (long long c = hi[2]; c >= lo[2]; c--) {
+                    const long long window = ((rest * out[0] + a) * out[1] + b) * out[2] + c;
+                    const long long at = ((cell[0] - a * step[0]) * kernel[1] + cell[1] - b * step[1]) * kernel[2]
+                        + cell[2] - c * step[2];
+                    if (place[window * channels + i % channels] == at) sum += dy[window * channels + i % channels];
+                }
+        dx[i] = sum;
+    }
+}
+"""
+"""The gradient of x (N, *extent, C), by what looks at each cell, first its first place in a window; the same table"""
+
+DEPTHWISE = """
+KERNEL void depthwise(const T *x, const T *weights, T *y, const long long *table, long long total) {
+    const long long *out = table + 3, *kernel = table + 6, *step = table + 9, *strides = table + 13;
+    const long long *apart = table + 18, channels = table[21];
+    for EACH(i, total) {
+        const long long channel = i % channels;
+        long long rest = i / channels, at = 0;
+        const T *first = x + channel / (channels / table[12]) * strides[4];
+        for (int axis = 2; axis >= 0; axis--) {
+            first += rest % out[axis] * step[axis] * strides[axis + 1];
+            rest /= out[axis];
+        }
+        first += rest * strides[0];
+        T sum = 0;
+        for (long long a = 0; a < kernel[0]; a++)
+            for (long long b = 0; b < kernel[1]; b++)
+                for (long long c = 0; c < kernel[2]; c++, at++)
+                    sum += weights[at * channels + channel] * first[a * apart[0] * strides[1]
+                        + b * apart[1] * strides[2] + c * apart[2] * strides[3]];
+        y[i] = sum;
+    }
+}
+"""
+"""Each channel's convolutions (N, *out, C_out); the table of a pooling, dilations, and C_out"""
+
+DEPTHWISE_BACK = """
+KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const long long *table, long long total) {
+    const long long *extent = table, *out = table + 3, *kernel = table + 6, *step = table + 9, *apart = table + 18;
+    const long long channels = table[21], each = channels / table[12];
+    for EACH(i, total) {
+        const long long channel = i % table[12] * each;
+        long long rest = i / table[12], cell[3];
+        for (int axis = 2; axis >= 0; axis--) {
+            cell[axis] = rest % extent[axis];
+            rest /= extent[axis];
+        }
+        T sum = 0;
+        for (long long at = 0; at < kernel[0] * kernel[1] * kernel[2]; at++) {
+            long long place = at, window = rest, sees = 1, steps[3];
+            for (int axis = 2; axis >= 0; axis--) {
+                const long long from = cell[axis] - place % kernel[axis] * apart[axis];
+                place /= kernel[axis];
+                steps[axis] = from / step[axis];
+                sees &= from >= 0 && from % step[axis] == 0 && steps[axis] < out[axis];
+            }
+            for (int axis = 0; axis < 3; axis++) window = window * out[axis] + steps[axis];
+            for (long long c = channel; sees && c < channel + each; c++)
+                sum += weights[at * channels + c] * dy[window * channels + c];
+        }
+        dx[i] = sum;
+    }
+}
+"""
+"""The gradient of x (N, *extent, C_in); the same table"""
+
+_AT = """
+        long long rest = i, at[3] = {0, 0, 0}, channel = 0, group = 0;
+        for (long long axis = rank - 1; axis >= 0; axis--) {
+            const long long cell = rest % table[axis];
+            rest /= table[axis];
+            for (int array = 0; array < 3; array++) at[array] += cell * table[(array + 1) * rank + axis];
+            if (axis == rank - 1) channel = cell;
+            group = cell;
+        }
+        const long long of = (groups > 1 ? group : 0) * table[rank - 1] + channel;
+"""
+
+NORMALISE = f"""
+KERNEL void normalise(const T *x, const T *mean, const T *scale, const T *shift, T *y, const long long *table,
+                      long long rank, long long groups, long long clip, long long total) {{
+    for EACH(i, total) {{{_AT}
+        const T z = (x[at[0]] - mean[of]) * scale[of] + shift[of];
+        y[at[2]] = clip && z <= 0 ? 0 : z;
+    }}
+}}
+"""
+"""(x - mean) * scale + shift, of each channel of all samples, or of each; the table: shape, strides of three arrays"""
+
+NORMALISE_BACK = f"""
+KERNEL void normalise_back(const T *x, const T *dy, const T *mean, const T *scale, const T *shift, const T *through,
+                           const T *along, const T *offset, T *dx, const long long *table, long long rank,
+                           long long groups, long long clip, long long total) {{
+    for EACH(i, total) {{{_AT}
+        const T from = x[at[0]] - mean[of];
+        const T dz = clip && !(from * scale[of] + shift[of] > 0) ? 0 : dy[at[1]];
+        dx[at[2]] = dz * through[of] + (from * along[of] + offset[of]);
+    }}
+}}
+"""
+"""through * dz + along * (x - mean) + offset, dz being the gradient before it was clipped; the same table"""
+
+
+def typed(source: str, number: str) -> str:
+    """Return the text of a kernel for numbers of a type of C."""
+    return f"typedef {number} T;\n#define AXES {AXES}\n{_PREFIX}{source}"
+
+
+def copy_table(
+    ends: Sequence[tuple[int, int]], shapes: Sequence[Ints], strides: Sequence[tuple[Ints, Ints]], rank: int
+) -> tuple[int, ...]:
+    """Return what `copy_each` reads.
+
+    Parameters
+    ----------
+    ends : addresses of each pair of arrays
+    shapes : of each pair, not empty
+    strides : of both, in numbers
+    rank : of the largest shape
+    """
+    found: list[int] = []
+    for done, pair, shape, both in zip(accumulate(map(prod, shapes)), ends, shapes, strides, strict=True):
+        found += [done, *pair, *(1,) * (rank - len(shape)), *shape]
+        for steps in both:
+            found += [*(0,) * (rank - len(shape)), *steps]
+    return tuple(found)
+
+
+def box_table(strides: Ints, parts: Sequence[int], starts: Sequence[Ints], shapes: Sequence[Ints]) -> tuple[int, ...]:
+    """Return what `add_boxes` reads, of boxes that are not empty.
+
+    Parameters
+    ----------
+    strides : of the array, in numbers
+    parts : the address of each box's numbers, in a row
+    starts, shapes : where each box is in the array
+    """
+    found = [*strides]
+    for done, part, start, shape in zip(accumulate(map(prod, shapes)), parts, starts, shapes, strict=True):
+        found += [done, part, *start, *shape]
+    return tuple(found)
+
+
+def pool_table(extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: int, strides: Ints) -> tuple[int, ...]:
+    """Return what `max_pool` and `max_pool_back` read, of up to three spatial axes.
+
+    Parameters
+    ----------
+    strides : of x, in numbers
+    """
+    more = 3 - len(extent)
+    one, zero = (1,) * more, (0,) * more
+    found = (*one, *extent, *one, *out, *one, *kernel, *one, *stride, channels)
+    return (*found, strides[0], *zero, *strides[1:])
+
+
+def cell_table(shape: Ints, strides: Sequence[Ints]) -> tuple[int, ...]:
+    """Return what `normalise` and `normalise_back` read, given the strides of x, dy and the result, in numbers."""
+    return (*shape, *(step for steps in strides for step in steps))
+
+
+def depthwise_table(pool: tuple[int, ...], dilation: Ints, channels: int) -> tuple[int, ...]:
+    """Return what `depthwise` and `depthwise_back` read, given what a pooling of such windows reads."""
+    return (*pool, *(1,) * (3 - len(dilation)), *dilation, channels)

@@ -1,0 +1,85 @@
+"""Messages and sums of a device's arrays: from and to the device where MPI takes its memory, else through the host."""
+
+import numpy as np
+import pytest
+from device import Device
+from mpi4py import MPI
+
+import neondist as nd
+from neondist.comm import loopback
+from neondist.comm.cuda import is_proven, says_cuda
+from neondist.comm.mpi import MPITransport
+from neondist.comm.reductions import Reductions
+from neondist.comm.transport import Message
+from neondist.namespace import HostTwin
+
+
+@pytest.mark.parametrize("aware", [False, True])
+def test_messages_to_itself(monkeypatch, aware):
+    """One copy each way through the host, whatever the number of messages; none where MPI takes the device's memory."""
+    monkeypatch.setattr("neondist.comm.mpi.says_cuda", lambda mpi: aware)
+    device, transport = Device(), MPITransport(MPI.COMM_SELF)
+    source, target = device.xp.array(np.arange(12.0)), device.xp.array(np.zeros(12))
+    cuts = [(slice(0, 5),), (slice(5, 12),)]
+    assert transport.takes(source) == aware
+    exchange = transport.exchange(*([Message(0, array, cut) for cut in cuts] for array in (source, target)))
+    for shift in (0, 1, 2):
+        source += shift
+        before = device.synchronisations
+        exchange.run()
+        assert device.synchronisations - before == (not aware)
+        np.testing.assert_array_equal(device.xp.asnumpy(target), device.xp.asnumpy(source))
+    copied = device.synchronisations
+    assert isinstance(exchange.sends[0].array, np.ndarray) != aware
+    assert device.synchronisations == copied
+
+
+def test_a_part_of_an_array_leaves_the_rest_alone():
+    device, transport = Device(), MPITransport(MPI.COMM_SELF)
+    source, target = device.xp.array(np.arange(12.0)), device.xp.array(np.zeros(12))
+    exchange = transport.exchange([Message(0, source, (slice(2, 4),))], [Message(0, target, (slice(6, 8),))])
+    target += 7
+    exchange.run()
+    np.testing.assert_array_equal(device.xp.asnumpy(target), [7, 7, 7, 7, 7, 7, 2, 3, 7, 7, 7, 7])
+
+
+def test_what_the_library_says_is_proven():
+    """A library that does not take it, as this one may be, is found out."""
+    assert says_cuda(MPI) in (False, True, None)
+    device = Device()
+    assert is_proven(MPI.COMM_SELF, device.xp.array(np.zeros(64, "f4")))
+
+    class Broken:
+        def Get_rank(self):
+            return 0
+
+        def Sendrecv(self, *_):
+            """Forget the message."""
+
+    assert not is_proven(Broken(), device.xp.array(np.zeros(64, "f4")))
+    Broken.Sendrecv = lambda *_: 1 / 0
+    assert not is_proven(Broken(), device.xp.array(np.zeros(64, "f4")))
+
+
+def test_sums_come_back_when_the_device_is_as_far():
+    def job(comm):
+        device = Device()
+        sums, array = Reductions(nd.ProcessGrid(comm)), device.xp.array(np.arange(3.0) + comm.rank)
+        sums.allreduce("world", array)
+        request = sums.iallreduce("world", array)
+        request.wait()
+        return device.xp.asnumpy(array)
+
+    np.testing.assert_array_equal(loopback.run(2, job), [[2, 6, 10]] * 2)
+
+
+def test_twins_wait_for_what_computes_an_array():
+    device = Device()
+    array, current = device.xp.array(np.zeros(3)), device.xp.cuda.get_current_stream()
+    twin = HostTwin(array)
+    array.set(np.ones(3), stream=current)  # work that is not done yet
+    np.testing.assert_array_equal(twin.fetch(), 1)
+    twin.host[...] = 5
+    array.set(np.full(3, 2.0), stream=current)
+    twin.put()
+    np.testing.assert_array_equal(array.inner, 5)

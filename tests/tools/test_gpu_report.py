@@ -1,0 +1,58 @@
+"""tools/gpu_report.py in miniature, on the strict device: what it prints there are no figures of a GPU."""
+
+import importlib.util
+import re
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+from device import Device
+
+import neondist as nd
+from neondist.bench.networks import Case
+from neondist.comm import loopback
+
+pytest.importorskip("torch")
+TOOL = Path(__file__).parents[2] / "tools" / "gpu_report.py"
+
+
+@pytest.fixture
+def tool():
+    spec = importlib.util.spec_from_file_location("gpu_report", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_report_in_miniature(tool, monkeypatch, tmp_path):
+    jobs = {"losses": tool.losses, "halos": partial(tool.halos, shape=(2, 8, 8, 3), steps=1)}
+
+    @cache
+    def on_ranks(job, ranks):
+        return loopback.run(ranks, lambda comm: jobs[job](nd.ProcessGrid(comm), Device().backend))[0]
+
+    def layers():
+        return [nd.ConvLayerDist(4, 3), nd.ActivationLayerDist(nd.ReLU()), nd.FCLayerDist(3)]
+
+    monkeypatch.setitem(tool.NETWORKS, "small", Case(2, (8, 8, 3), layers, 3))
+    card = tool.Card("a strict device", Device().backend, "cpu", on_ranks)
+    text = tool.report(card, ["small"], 600, rounds=1, precisions=("float32", "no such"), compiles=False)
+    furthest = re.findall(r"^\| ([24]) \| (\S+) \|$", text, re.MULTILINE)
+    assert [ranks for ranks, _ in furthest] == ["2", "4"]
+    assert all(float(worst) < 1e-10 for _, worst in furthest)
+    assert re.search(r"A halo of 2 × 8 × 8 × 3 on 2 ranks, .* × a copy on the device", text)
+    assert re.search(r"\| small, float32 \| [\d.]+ \| [\d.]+ \| not run: no time left \| not run \|", text)
+    assert re.search(r"\| small, no such \| not run: .*precision", text)
+    page = tmp_path / "gpu.md"
+    page.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
+    tool.write(page, text)
+    assert page.read_text() == f"before\n{tool.BEGIN}\n{text}\n{tool.END}\nafter\n"
+    late = tool.report(card, ["small"], -1, precisions=("float32",))
+    assert "| small, float32 | not run: no time left" in late
+
+
+def test_without_a_gpu_it_says_why(tool, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gpu_report.py"])
+    monkeypatch.setattr(nd, "available", lambda: [nd.backends.Availability("cupy", False, "no GPU is visible")])
+    assert tool.main() == 0
+    assert capsys.readouterr().out == "no report: no GPU is visible\n"

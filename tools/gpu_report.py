@@ -1,0 +1,274 @@
+"""`make test-gpu`: what a GPU gives, in a few minutes; writes a table between the markers of docs/gpu.md.
+
+python tools/gpu_report.py [--page FILE] [--seconds 540] [--networks resnet,unet]
+
+Whether training is the same on 1, 2 and 4 ranks that share the GPU; steps of networks of `neondist bench suite` against
+PyTorch, eager and compiled; the exchange of a halo against a copy of its bytes on the device; and memory. What does not
+fit into the time is told, and not guessed.
+"""
+
+import argparse
+import gc
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import neondist as nd
+from neondist.backends import Backend
+from neondist.bench.networks import NETWORKS
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- gpu report: begin -->", "<!-- gpu report: end -->"
+RANKS, PRECISIONS = (1, 2, 4), ("float32", "tf32", "bfloat16")
+ORDER = ("resnet", "unet", "vgg", "mnist", "plain", "wide")
+"""the networks whose figures matter most come first"""
+HALO = (8, 256, 256, 64)
+
+
+class Card(NamedTuple):
+    """What is measured: a GPU, or what stands in for one in tests.
+
+    Attributes
+    ----------
+    name : of the card
+    backend : of layers
+    torch_device : of PyTorch's modules
+    ranks : what runs a function of a grid and a backend on so many ranks, and returns the first one's arrays
+    """
+
+    name: str
+    backend: str | Backend
+    torch_device: str
+    ranks: Any
+
+
+def finish(xp: Any) -> None:
+    """Wait for all that has been started."""
+    xp.cuda.get_current_stream().synchronize()
+
+
+def seconds_of(work: Any, rounds: int, steps: int = 1) -> float:
+    """Return the median of a few rounds, after one more."""
+    taken = []
+    for _ in range(rounds + 1):
+        begin = time.perf_counter()
+        for _ in range(steps):
+            work()
+        taken.append((time.perf_counter() - begin) / steps)
+    return median(taken[1:])
+
+
+# On ranks that share the GPU.
+
+
+def losses(grid: nd.ProcessGrid, backend: Any) -> dict[str, np.ndarray]:
+    """Return what a few steps of training in float64 come to; every dependence between tiles is in the network."""
+    layers = [
+        nd.ConvLayerDist(8, 5, padding=2, padding_mode="reflect"),
+        nd.BatchNormLayerDist(),
+        nd.ActivationLayerDist(nd.ReLU()),
+        nd.MaxPoolingLayerDist(3, 2, padding=1),
+        nd.LCNLayerDist(5),
+        nd.ConvLayerDist(8, 3, padding=1, groups=2),
+        nd.FCLayerDist(10),
+    ]
+    made = {"cost": nd.CrossEntropy(), "optimizer": nd.SGD(0.05, momentum=0.9), "seed": 1, "dtype": "float64"}
+    model, rng = nd.ConvnetDist(layers, backend=backend, **made), np.random.default_rng(0)
+    images, labels = rng.random((4, 33, 30, 3)), rng.integers(0, 10, 4)
+    model.build(images.shape[1:], 4, grid)
+    x = model.scatter(images)
+    return {"losses": np.array([model.train_batch(x, labels) for _ in range(4)]), **model.state()}
+
+
+def halos(grid: nd.ProcessGrid, backend: Any, shape: tuple[int, ...] = HALO, steps: int = 20) -> dict[str, np.ndarray]:
+    """Return the seconds of an exchange forward, and those of a copy of its bytes on the device."""
+    array = nd.GlobalArray(grid, shape, nd.Window(3, padding=1), backend=backend)
+    xp = array.backend.xp
+    array.get_fprop_view(xp.zeros(array.local_shape, "f4"))
+    halo = array.buffer(array.local_shape[0]).gather
+    numbers = max(1, sum(cells.size for cells in halo.outgoing()))
+    source, target = xp.zeros(numbers, "f4"), xp.zeros(numbers, "f4")
+
+    def timed(work: Any) -> float:
+        def each() -> None:
+            work()
+            finish(xp)
+
+        return seconds_of(each, 5, steps)
+
+    found = timed(halo.exchange), timed(lambda: xp.copyto(target, source))
+    return {"seconds": np.array(found), "bytes": np.array(4 * numbers), "shape": np.array(shape)}
+
+
+JOBS = {"losses": losses, "halos": halos}
+
+
+def on_ranks(job: str, ranks: int) -> dict[str, np.ndarray]:
+    """Run a job under mpirun, on ranks of this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "found.npz")
+        words = [sys.executable, "-m", "neondist", "run", "-n", str(ranks), __file__, "--job", job, "--output", file]
+        subprocess.run(list(map(str, words)), cwd=ROOT, check=True)
+        with np.load(file) as arrays:
+            return dict(arrays)
+
+
+# A training step, here and in PyTorch.
+
+
+Found = dict[str, float | str]
+"""seconds and bytes of a step; a text says why there is no figure"""
+
+
+def measured(case: Any, precision: str, card: Card, compiles: bool, rounds: int) -> Found:
+    """Return the figures of a training step of a network."""
+    rng = np.random.default_rng(0)
+    x = rng.random((case.batch, *case.shape), np.float32)
+    try:
+        found, *network = _ours(case, x, precision, card, rounds)
+    except (TypeError, nd.ConfigError) as error:  # of a precision that is not there
+        return {"ours": str(error).splitlines()[0]}
+    gc.collect()  # its memory is PyTorch's now
+    return found | _theirs(case, x, network, precision, card, compiles, rounds)
+
+
+def _ours(case: Any, x: np.ndarray, precision: str, card: Card, rounds: int) -> tuple[Found, Any, Any, Any]:
+    """Return our figures, and the network for PyTorch: its arrays, the names of those that are trained, and labels."""
+    made = {} if precision == "float32" else {"precision": precision}
+    learning = {"cost": nd.CrossEntropy(), "optimizer": nd.SGD(1e-3)}
+    model = nd.ConvnetDist(case.layers(), backend=card.backend, **learning, **made)
+    model.build(case.shape, case.batch, nd.ProcessGrid.serial())
+    labels = np.random.default_rng(1).integers(0, case.classes, (case.batch, *model.output_shape[:-1]))
+    tile, found = model.scatter(x), Found()
+    with _peak(card) as peak:
+        found["ours"] = seconds_of(lambda: model.train_batch(tile, labels), rounds)
+    found["our memory"] = peak[0]
+    return found, model.state(), list(model.gradients()), labels
+
+
+def _theirs(case: Any, x: np.ndarray, network: Any, precision: str, card: Card, compiles: bool, rounds: int) -> Found:
+    """Return PyTorch's figures, channels-last, of the same network."""
+    import torch
+
+    from neondist.bench.torch_twin import TorchTwin
+
+    state, trained, labels = network
+    twin, found = TorchTwin(case.model(), state, trained, x, labels), Found()
+    twin.module.to(card.torch_device)
+    twin.x, twin.targets = twin.x.to(card.torch_device), twin.targets.to(card.torch_device)
+    lower = torch.autocast(card.torch_device, torch.bfloat16, enabled=precision == "bfloat16")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        with torch.backends.cudnn.flags(benchmark=True, allow_tf32=precision == "tf32"), lower:
+            with _peak(card) as peak:
+                found["eager"] = seconds_of(twin.step, rounds)
+            found["eager memory"] = peak[0]
+            if compiles:
+                found["compiled"] = twin.compile() or seconds_of(twin.step, rounds)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return found
+
+
+@contextmanager
+def _peak(card: Card) -> Iterator[list[float]]:
+    """Give a list that has, after the block, the most bytes of the GPU in it: CuPy's and PyTorch's are of one pool."""
+    import torch
+
+    found, cuda = [0.0], torch.cuda if card.torch_device == "cuda" else None
+    if cuda is not None:
+        cuda.empty_cache()
+        cuda.reset_peak_memory_stats()
+    yield found
+    if cuda is not None:
+        found[0] = float(cuda.max_memory_allocated())
+
+
+# The page.
+
+
+def report(
+    card: Card, networks: Any, seconds: float, rounds: int = 5, precisions: Any = PRECISIONS, compiles: bool = True
+) -> str:
+    """Return the tables, measured in about so many seconds."""
+    begin, lines = time.perf_counter(), [f"Measured on {card.name}, neondist {nd.__version__}.", ""]
+
+    def left() -> float:
+        return seconds - (time.perf_counter() - begin)
+
+    alone = card.ranks("losses", 1)
+    lines += ["| Ranks that share the GPU | Furthest from one rank, float64 |", "| --- | --- |"]
+    for ranks in RANKS[1:]:
+        found = card.ranks("losses", ranks)
+        worst = max(
+            float(np.abs(found[name] - one).max() / max(np.abs(one).max(), 1e-3)) for name, one in alone.items()
+        )
+        lines.append(f"| {ranks} | {worst:.1e} |")
+    taken = card.ranks("halos", 2)
+    exchange, copy = taken["seconds"]
+    what = f"{' × '.join(map(str, taken['shape']))} on 2 ranks, {int(taken['bytes']) / 1e6:.2f} MB each"
+    lines += ["", f"A halo of {what}: {1e6 * exchange:.0f} µs, {exchange / copy:.1f} × a copy on the device.", ""]
+    lines += ["| Step | ms | ÷ eager | ÷ compiled | Memory ÷ eager |", "| --- | --- | --- | --- | --- |"]
+    for network in networks:
+        for precision in precisions:
+            name = f"| {network}, {precision} |"
+            if left() < 0:
+                lines.append(f"{name} not run: no time left | | | |")
+                continue
+            found = measured(NETWORKS[network], precision, card, compiles and left() > 60, rounds)
+            lines.append(f"{name} {_row(found)} |")
+    return "\n".join(lines)
+
+
+def _row(found: Found) -> str:
+    ours = found["ours"]
+    if isinstance(ours, str):
+        return f"not run: {ours} | | |"
+    compiled, memory = found.get("compiled"), found.get("eager memory")
+    by_compiled = f"{ours / compiled:.2f}" if isinstance(compiled, float) else f"not run: {compiled or 'no time left'}"
+    by_memory = f"{found['our memory'] / memory:.2f}" if memory else "not run"
+    return f"{1e3 * ours:.2f} | {ours / found['eager']:.2f} | {by_compiled} | {by_memory}"
+
+
+def write(path: Path, text: str) -> None:
+    """Put a text between the markers of a page."""
+    head, rest = path.read_text(encoding="utf-8").split(BEGIN)
+    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+
+
+def main() -> int:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md", metavar="FILE")
+    parser.add_argument("--seconds", type=float, default=480, help="begin no measurement later (default 480)")
+    parser.add_argument("--networks", default=",".join(ORDER), help=f"default {','.join(ORDER)}")
+    parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.job:
+        grid = nd.ProcessGrid()
+        found = JOBS[given.job](grid, "cupy")
+        if grid.rank == 0:
+            np.savez(given.output, **found)
+        return 0
+    usable = next(one for one in nd.available() if one.name == "cupy")
+    if not usable.usable:
+        print(f"no report: {usable.reason}")
+        return 0
+    text = report(Card(usable.reason, "cupy", "cuda", on_ranks), given.networks.split(","), given.seconds)
+    print(text)
+    write(given.page, text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
