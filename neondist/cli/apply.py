@@ -54,8 +54,9 @@ def add(commands: Any) -> None:
     )
     one.add_argument("--labels", type=options.path, metavar="T", help="their classes, or targets, in a file")
     one.add_argument(
-        "--report", type=options.path, metavar="FILE.html", help="also write a page: numbers, classes, confusion matrix"
-    )
+        "--report", type=options.path, metavar="FILE.html",
+        help="also write a page: numbers, classes, confusion matrix, images with their targets and predictions",
+    )  # fmt: skip
     _block(one)
     one.set_defaults(command=evaluate, watched=True)
 
@@ -132,16 +133,17 @@ def evaluate(arguments: argparse.Namespace) -> int:
         from ..train import evaluate_checkpoint, evaluate_files
         from ..train.html_report import page_of_numbers
 
+        samples: dict[str, Any] | None = None if arguments.report is None else {}
         if None in files:
-            found = evaluate_checkpoint(experiment, arguments.checkpoint, grid, arguments.split)
+            found = evaluate_checkpoint(experiment, arguments.checkpoint, grid, arguments.split, samples)
         else:
-            found = evaluate_files(experiment, arguments.checkpoint, *files, grid, arguments.block)
+            found = evaluate_files(experiment, arguments.checkpoint, *files, grid, arguments.block, samples)
         with all_or_none(grid.world):
             if grid.rank == 0:
                 emit(json.dumps(found))
                 if arguments.report is not None:
                     of = {"checkpoint": arguments.checkpoint, "images": arguments.input or found["split"]}
-                    write_text(Path(arguments.report), page_of_numbers(Path(arguments.file).stem, of, found))
+                    write_text(Path(arguments.report), page_of_numbers(Path(arguments.file).stem, of, found, samples))
 
     find = partial(validated, arguments) if None in files else lambda world, ranks: loaded(arguments, world)
     return _on_ranks(arguments, find, work)
@@ -159,13 +161,16 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
         from ..train.html_report import page_of_numbers
         from ..train.inference import evaluate_module
 
-        found = evaluate_module(trained, arguments.input, arguments.labels, grid, arguments.block)
+        samples: dict[str, Any] | None = None if arguments.report is None else {}
+        found = evaluate_module(trained, arguments.input, arguments.labels, grid, arguments.block, samples)
         with all_or_none(grid.world):
             if grid.rank == 0:
                 emit(json.dumps(found))
                 if arguments.report is not None:
                     of = {"checkpoint": arguments.weights, "images": arguments.input}
-                    write_text(Path(arguments.report), page_of_numbers(Path(arguments.weights).stem, of, found))
+                    write_text(
+                        Path(arguments.report), page_of_numbers(Path(arguments.weights).stem, of, found, samples)
+                    )
 
     return _with_module(arguments, work)
 

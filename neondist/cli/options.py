@@ -75,14 +75,14 @@ def positive(text: str) -> int:
     """Read a number of 1 or more."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number that can be used here; give 1 or more")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give a whole number, 1 or more")
     return number
 
 
 def not_negative(text: str) -> int:
     """Read a whole number."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is no number that can be used here; give 0 or more")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give a whole number, 0 or more")
     return int(text)
 
 
@@ -90,7 +90,7 @@ def positive_number(text: str) -> float:
     """Read a finite number above 0."""
     (number,) = numbers(text, 1)
     if number <= 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number that can be used here; give one above 0")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give a number above 0")
     return number
 
 
@@ -101,7 +101,7 @@ def numbers(text: str, most: int = 1 << 16) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(map(math.isfinite, found)):
-        raise argparse.ArgumentTypeError(f"'{text}' are no numbers; give one, or several such as 0.5,0.4,0.3")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give one number, or several such as 0.5,0.4,0.3")
     return found
 
 

@@ -12,6 +12,7 @@ from .fields import Fields
 from .table import open_source
 
 COSINE = "cos(lat)"
+_POLE = 90.001  # degrees, since files may have them in other precision
 _ROWS = 256  # of a file that are summed at once
 
 
@@ -63,6 +64,11 @@ def _latitude(extent: Sequence[int], fields: Fields | None) -> np.ndarray:
         raise DataError(
             f"{fields.source}: has no latitude, which weights: {COSINE} needs; add a coordinate along its rows with"
             " units degrees_north, or give weights: 'FILE.nc:NAME'"
+        )
+    if not (np.abs(fields.latitude) <= _POLE).all():  # NaN is not
+        raise DataError(
+            f"{fields.source}: has latitudes beyond 90 degrees, or missing ones, which weights: {COSINE} cannot use;"
+            " correct the coordinate, or give weights: 'FILE.nc:NAME'"
         )
     if tuple(extent) != tuple(fields.extent):
         raise ShapeError(

@@ -84,8 +84,8 @@ class FolderSource(TileSource):
             return source
         source.close()
         raise DataError(
-            f"{file}: its shape is {list(source.shape)}, {source.dtype}; that of the folder's first is"
-            f" {list(self.shape[1:])}, {self.dtype}: pictures must be of one size and kind"
+            f"{file}: has shape {list(source.shape)}, {source.dtype}, but the first image of the folder"
+            f" {list(self.shape[1:])}, {self.dtype}; keep images of one size and type in a folder"
         )
 
 

@@ -109,7 +109,7 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     file, inside = _parts(text)
     kind = _find(file) or _by_content(file)
     if kind is None:
-        what = f"is of no known kind; there are {_choices('source')}" if os.path.exists(file) else "no such file"
+        what = f"unknown file type; choose from {_choices('source')}" if os.path.exists(file) else "no such file"
         raise DataError(f"{text}: {what}")
     if not os.path.exists(file):  # and not Path.exists, which raises where a name is too long
         raise DataError(f"{text}: no such file; check the path")
@@ -169,7 +169,7 @@ def create_sink(
     """
     path, kind = Path(path), _find(Path(path))
     if kind is None:
-        raise ConfigError(f"{path}: is of no known kind; there are {_choices('sink')}")
+        raise ConfigError(f"{path}: unknown file type; choose from {_choices('sink')}")
     make = kind.load("sink", path)
     extents, dtype = tuple(map(int, shape)), np.dtype(dtype)
     if len(axes) != len(extents) or not axes.endswith("C") or Axes(axes).names != axes or min(extents) < 1:
@@ -183,7 +183,7 @@ def create_sink(
         if np.prod(chunks, dtype=object) * dtype.itemsize > LARGEST_CHUNK:
             raise ConfigError(f"{path}: chunks {list(chunks)} are larger than 1 GiB; give smaller ones")
     if path.exists() and not overwrite:
-        raise OutputError(f"{path}: is there already; choose another name, or give overwrite")
+        raise OutputError(f"{path}: exists already; choose another name, or overwrite it (--overwrite)")
     if like is not None:
         given, wanted = (
             {name: n for name, n in zip(of, on, strict=True) if name in "ZYX"}

@@ -70,6 +70,11 @@ class Journal:
             )
         return set() if differ else set(self._done)
 
+    @property
+    def empty(self) -> bool:
+        """Whether no part was done when the journal was read."""
+        return not self._done
+
     def begin(self, job: dict[str, Any]) -> None:
         """Write that nothing is done of a job."""
         text = json.dumps({"title": _TITLE, **job})

@@ -104,11 +104,19 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         @lru_cache(1)
         def tensor_of(name: str) -> np.ndarray:
             assert file is not None
-            return as_array(file.tensor(name).to(fresh[name].dtype))
+            tensor = file.tensor(name)
+            if fresh[name].is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex()):
+                raise DataError(
+                    f"{path}: {name} holds {tensor.dtype} values, and the module's are {fresh[name].dtype}; write"
+                    " floating-point weights"
+                )
+            return as_array(tensor.to(fresh[name].dtype))
 
         error: Exception | None = None
         try:
             scatter(world, pieces, lambda piece, place: tensor_of(piece.name)[place])
+        except DataError as problem:
+            error = problem
         except Exception as problem:  # of a file that has changed meanwhile
             error = DataError(f"{path}: cannot be read ({problem}); put back a copy, or name another file")
         agree(world, error)
@@ -182,7 +190,11 @@ def check_fit(path: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[st
     found = Taken(both, _first(missing), _first(sorted(left)), misfits[:MOST])
     if found.left or not found.complete:
         differences = str(found).partition("; ")[2]
-        raise DataError(f"{path}: does not fit the module: {differences}; name a file of this module's state_dict")
+        remedy = "name a file of this module's state_dict"
+        prefix = next((name.removesuffix(missing[0]) for name in left if missing and name.endswith(missing[0])), "")
+        if prefix and {*there} == {prefix + name for name in here}:
+            remedy = f"remove '{prefix}' from the names, which a wrapper of the module added"
+        raise DataError(f"{path}: does not fit the module: {differences}; {remedy}")
 
 
 def _first(names: list[str]) -> list[str]:

@@ -117,15 +117,28 @@ def in_celsius(data):
 WRONG = {
     "disorder": (disordered, {}, r"1\.nc: disorder in time: time 3 of .*1\.nc is not after the one before; sort"),
     "a gap": (lambda d: d.isel(time=[0, 1, 2, *range(5, 10)]), {}, r"1\.nc: a gap .* comes 18 hours after .* 6 hours"),
-    "a gap between files": (lambda d: d.isel(time=slice(3, 10)), {}, r"a gap in time: time 1 of .*1\.nc comes 1 days"),
+    "a gap between files": (lambda d: d.isel(time=slice(3, 10)), {}, r"a gap .* time 1 of .*1\.nc comes 1 day after"),
     "the same times": (lambda d: weather(0, 10), {}, r"1\.nc: disorder in time: time 1 .*the last of .*0\.nc; sort"),
     "other units": (in_celsius, {}, r"1\.nc: t2m is in 'degC', but in .*0\.nc in 'K'; convert"),
     "another grid": (lambda d: d.isel(lat=slice(0, 5)), {}, r"1\.nc:t2m: lies on lat 5 x lon 8, but .* 6 x lon 8"),
-    "turned round": (lambda d: d.isel(lat=slice(None, None, -1)), {}, r"1\.nc:t2m: its coordinate lat differs"),
+    "turned round": (lambda d: d.isel(lat=np.arange(6)[::-1]), {}, r"1\.nc:t2m: its coordinate lat .*; reverse that"),
     "other dimensions": (
         lambda d: d.assign(u10=d.u10.rename(lat="y")), {"variables": ["t2m", "u10"]},
         r"1\.nc:u10: lies on y 6 x lon 8, but .*same dimensions: regrid",
     ),
+    "no spacing": (
+        lambda d: d.assign_coords(lat=d.lat.where(d.lat != d.lat[2])), {}, r"1\.nc:t2m: its coordinate lat has missing",
+    ),
+    "a moved grid": (lambda d: d.assign_coords(lat=d.lat + 1), {}, r"coordinate lat differs .*; regrid one"),
+    "another calendar": (
+        lambda d: d.convert_calendar("noleap", use_cftime=True), {},
+        r"1\.nc: its times have the calendar 'noleap', but those of .*0\.nc 'proleptic_gregorian'; convert",
+    ),
+    "a missing time": (
+        lambda d: d.assign_coords(time=d.time.where(d.time != d.time[3])), {}, r"1\.nc:time: value 4 is missing; give",
+    ),
+    "no units": (lambda d: d.assign(t2m=d.t2m.drop_attrs()), {}, r"1\.nc: t2m is in '', but in .*0\.nc in 'K'; conv"),
+    "text": (lambda d: d.assign(t2m=d.t2m.astype(str)), {}, r"1\.nc:t2m: holds text, .*; name a variable of numbers"),
     "no such variable": (lambda d: d.drop_vars("t2m"), {}, r"1\.nc: has no array 't2m'; it has"),
     "no such level": (
         lambda d: d.isel(level=[0, 2]), {"variables": ["z"], "levels": [500]},
@@ -139,7 +152,7 @@ WRONG = {
     "numbers for times": (
         lambda d: d.assign_coords(time=("time", np.arange(10.0), {"axis": "T"})), {}, r"1\.nc: its coordinate time has",
     ),
-    "too few times": (lambda d: d, {"lead": 20}, r"20 times are 0 samples of 1 times and a target 20 later"),
+    "too few times": (lambda d: d, {"lead": 20}, r"too few times for steps: 1 and lead: 20: 20, which makes 0"),
     "an unknown target": (lambda d: d, {"targets": ["pr"]}, r"has no array 'pr'"),
 }  # fmt: skip
 

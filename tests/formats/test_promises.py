@@ -94,7 +94,7 @@ def test_missing_libraries_are_told(tmp_path, monkeypatch):
         nd.open_source(tmp_path / "a.zarr")
     with pytest.raises(nd.UserError, match=r"TIFF needs tifffile: pip install"):
         nd.create_sink(tmp_path / "a.svs", (2, 2, 1), "uint8", "YXC")
-    with pytest.raises(nd.DataError, match=r"no known kind; .*nibabel, tifffile, zarr not installed: pip install"):
+    with pytest.raises(nd.DataError, match=r"unknown file type; .*nibabel, tifffile, zarr not installed: pip install"):
         nd.open_source(tmp_path / "a.xyz")
 
 

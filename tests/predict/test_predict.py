@@ -272,7 +272,7 @@ def test_another_job_is_told(folder, tmp_path, monkeypatch):
     on(2, folder, tmp_path / "y.npy", tmp_path / "x.npy", overwrite=True)
     on(1, folder, tmp_path / "z.npy", tmp_path / "x.npy", block=16)
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), np.load(tmp_path / "z.npy"))
-    with pytest.raises(OutputError, match=r"y\.npy: is there already"):
+    with pytest.raises(OutputError, match=r"y\.npy: exists already"):
         on(2, folder, tmp_path / "y.npy", tmp_path / "x.npy")
     on(2, folder, tmp_path / "y.npy", overwrite=True)
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(folder / "y.npy"), rtol=1e-12, atol=1e-12)

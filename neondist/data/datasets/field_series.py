@@ -10,8 +10,17 @@ import numpy as np
 from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.cache import ChunkCache
+from ...formats.cf_time import comparable
 from ...formats.conventions import Beside
-from ...formats.coordinates import coordinate, dimension_of, latitudes_of, text_of, times_of, values_of
+from ...formats.coordinates import (
+    calendar_of,
+    coordinate,
+    dimension_of,
+    latitudes_of,
+    text_of,
+    times_of,
+    values_of,
+)
 from ...formats.fields import Channel
 from ..raw import filled
 from .hdf5_tiles import runs
@@ -71,6 +80,7 @@ class FieldSeries:
         self.channels: list[Channel] = []
         self._rows: dict[str, np.ndarray | None] = {}
         self._first: tuple[str, tuple[str, ...]] | None = None
+        self._calendar: tuple[str, str] | None = None  # and the file that has it
         dtypes, times = set(), []
         try:
             for number, name in enumerate(self.names):
@@ -122,6 +132,14 @@ class FieldSeries:
     def step(self) -> float:
         """The usual seconds from time to time."""
         return float(np.median(np.diff(self.times))) if len(self) > 1 else 0.0
+
+    @property
+    def order(self) -> tuple[str, str]:
+        """Whether coordinates of rows and columns are 'ascending' or 'descending'; '' where that is not known."""
+        values = [self._rows.get(letter) for letter in "YX"]
+        steps = [0.0 if of is None or of.ndim > 1 or len(of) < 2 else float(of[1] - of[0]) for of in values]
+        row, column = ("" if not step else "ascending" if step > 0 else "descending" for step in steps)
+        return row, column
 
     def _file_of(self, place: int) -> int:
         """Return the number of the file that has a time."""
@@ -255,6 +273,11 @@ class FieldSeries:
         for letter in "YX":
             one = coordinate(source, letter, beside)
             values = None if one is None else np.asarray(values_of(source.path, one), np.float64)
+            if values is not None and not np.isfinite(values).all():
+                raise DataError(
+                    f"{source.path}: its coordinate {dimension_of(source, letter)} has missing values; give each row"
+                    " and column a value, or remove the coordinate"
+                )
             before = self._rows.setdefault(letter, values)
             if values is None or before is None:
                 continue
@@ -262,7 +285,7 @@ class FieldSeries:
             if not np.allclose(values, before, rtol=0, atol=_NEAR * (spacing or 1.0)):
                 raise DataError(
                     f"{source.path}: its coordinate {dimension_of(source, letter)} differs from that of {where};"
-                    " write all on one grid, in one order"
+                    f" {_remedy(values, before)}"
                 )
 
     def _times_of(self, name: str, found: Sequence[tuple[TileSource, list[Beside]]]) -> np.ndarray:
@@ -274,6 +297,13 @@ class FieldSeries:
                 raise DataError(
                     f"{source.path}: has no coordinate of times along '{dimension_of(source, 'T') or 'T'}'; add one"
                     " with units such as 'hours since 2000-01-01 00:00:00'"
+                )
+            first, calendar = self._calendar or (name, calendar_of(one))
+            self._calendar = first, calendar
+            if not comparable(f"{name}:{one.name}", calendar_of(one), calendar):
+                raise DataError(
+                    f"{name}: its times have the calendar '{calendar_of(one)}', but those of {first} '{calendar}';"
+                    " convert them to one calendar (xarray: convert_calendar)"
                 )
             times.append(times_of(name, one))
             if len(times[0]) != len(times[-1]) or not np.array_equal(times[0], times[-1]):
@@ -305,9 +335,15 @@ class FieldSeries:
         )
 
 
+def _remedy(values: np.ndarray, expected: np.ndarray) -> str:
+    if np.allclose(values, expected[::-1]):
+        return "reverse that axis in one of the files"
+    return "regrid one of the files, or sort its rows and columns alike"
+
+
 def _span(seconds: float) -> str:
     """Return seconds in words."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= size:
-            return f"{seconds / size:g} {unit}"
+            return f"{seconds / size:g} {unit if seconds != size else unit[:-1]}"
     return f"{seconds:g} seconds"

@@ -21,8 +21,14 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MOST_LINKS = 16
 
 
-def open_file(path: Path) -> Any:
+def open_file(path: Path, refusal: str | None = None) -> Any:
     """Return an h5py.File, open for reading.
+
+    Parameters
+    ----------
+    path : path
+    refusal : str, optional
+        The message for another kind of file, with its remedy.
 
     Raises
     ------
@@ -34,7 +40,8 @@ def open_file(path: Path) -> Any:
     with faults(path):
         with open_regular(path) as file:
             if file.read(len(SIGNATURE)) != SIGNATURE and not h5py.is_hdf5(path):
-                raise DataError(f"{path}: not an HDF5 file; make one with: neondist data convert SOURCE --to {path}")
+                refusal = refusal or f"not an HDF5 file; make one with: neondist data convert SOURCE --to {path}"
+                raise DataError(f"{path}: {refusal}")
         try:
             return h5py.File(path, "r")
         except OSError as error:

@@ -87,9 +87,13 @@ def forecast(
         with all_or_none(world):
             try:
                 facts = FieldFacts.of(file.facts.texts)
-                facts.require(dataset.channel_names(series), dataset.input_units(series), dataset.lead, series.step)
             except ValueError as problem:
                 raise DataError(f"{path}: {problem}") from None
+            try:
+                names, units = dataset.channel_names(series), dataset.input_units(series)
+                facts.require(names, units, dataset.lead, series.step, series.order)
+            except ValueError as problem:
+                raise DataError(f"{source}: {path} {problem}") from None
             series.fill = fill
             images = FieldImages(series, dataset.steps, dataset.input_channels(series), factor, offset)
             if steps is not None:

@@ -68,7 +68,7 @@ class TrainedModule:
             raise ConfigError("--stride: is that of windows; give --windows CELLS, or leave it out")
         if scale == 0 or 0 in std:
             raise ConfigError(
-                f"{'scale' if scale == 0 else 'std'}: values are divided by it; give another number than 0"
+                f"--{'scale' if scale == 0 else 'std'}: values are divided by it; give another number than 0"
             )
         self.name, self.weights, self.windows, self.stride = name, Path(weights), windows, stride or windows
         self.mean, self.std, self.scale = list(mean), list(std), scale
@@ -79,6 +79,9 @@ class TrainedModule:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}; name a class, or a function, without arguments") from error
         load_weights(module, self.weights)
+        for parameter, value in module.named_parameters():
+            if not value.isfinite().all():
+                raise DataError(f"{weights}: {parameter} has values that are not finite; name another file of weights")
         self.spatial, self.channels = expected_image(module)
         self._code = _file_of(factory)
 

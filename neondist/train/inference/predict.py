@@ -14,7 +14,7 @@ import numpy as np
 from ...comm import ProcessGrid, all_or_none
 from ...console import say
 from ...data import ClimateFiles
-from ...errors import ConfigError, OutputError
+from ...errors import ConfigError, DataError, OutputError
 from ...formats import TileSink, create_sink
 from ...geometry import split
 from ...io.files import make_folder
@@ -143,7 +143,7 @@ def _written(
             if journal is not None:
                 done = journal.done(job, overwrite)
         done = grid.world.bcast(done)
-        with _sinks(paths_of(kinds, target), route, images, grid, overwrite, done) as sinks:
+        with _sinks(paths_of(kinds, target), route, images, grid, overwrite, done, journal) as sinks:
             with all_or_none(grid.world):
                 if journal is not None and not done:
                     journal.begin(job)
@@ -242,13 +242,23 @@ def _journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[Journal | None, 
 
 @contextmanager
 def _sinks(
-    paths: dict[str, Path], route: Route, images: Images, grid: ProcessGrid, overwrite: bool, done: set[int]
+    paths: dict[str, Path],
+    route: Route,
+    images: Images,
+    grid: ProcessGrid,
+    overwrite: bool,
+    done: set[int],
+    journal: Journal | None,
 ) -> Iterator[dict[str, TileSink]]:
-    """Yield the files on their route, those of an earlier process if something is done; but for complete ones."""
+    """Yield the files on their route, those of an earlier process if something is done; but for complete ones.
+
+    Where the input fails before any part is done, nothing of them is left.
+    """
     *extent, channels = route.output_shape
     source, like, found = images.source, route.like(), {}
     axes = source.axes[: len(images.lead)] + source.axes[len(images.lead) : -1][: len(extent)] + "C"
-    with ExitStack() as stack:
+    makes: list[Callable[..., TileSink]] = []
+    with _removed_on_failure(makes, route, grid, journal), ExitStack() as stack:
         for kind, path in paths.items():
             if len(done) == route.parts and path.exists() and not unfinished(path).exists():
                 continue  # the process was ended between this file's name and the next
@@ -256,6 +266,7 @@ def _sinks(
             given = shape, dtype_of(kind, channels, route.dtype), axes
             options = options_of(kind, channels, path)
             make = partial(create_sink, path, *given, like=like, overwrite=overwrite, grid=grid, **options)
+            makes.append(make)
             if not done:
                 with closing(make(resume=False)) as sink:
                     if sink.lost and grid.rank == 0:
@@ -265,3 +276,23 @@ def _sinks(
                 raise OutputError(f"{path}: what was written of it before is gone; give --overwrite to begin anew")
             found[kind] = sink
         yield found
+
+
+@contextmanager
+def _removed_on_failure(
+    makes: Sequence[Callable[..., TileSink]], route: Route, grid: ProcessGrid, journal: Journal | None
+) -> Iterator[None]:
+    """Remove unfinished outputs if the input is at fault, all ranks know, and no part of them is done."""
+    try:
+        yield
+    except DataError:
+        if grid.size == 1 or route.collective:
+            with all_or_none(grid.world):
+                empty = journal is not None and Journal(journal.path).empty
+            if grid.world.bcast(empty):
+                for make in makes:
+                    make(resume=False).close()
+                with all_or_none(grid.world):
+                    if journal is not None and journal.path.exists():
+                        journal.remove()
+        raise
