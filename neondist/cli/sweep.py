@@ -50,26 +50,27 @@ _SPACE = "write KEY=LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or [A, B, ...]"
 
 def add(commands: Any) -> None:
     """Say what can be typed."""
-    one = commands.add_parser("sweep", help="find good values for fields of an experiment", allow_abbrev=False)
+    one = commands.add_parser("sweep", help="search for good hyperparameters of an experiment", allow_abbrev=False)
     options.experiment(one, "ranks of each run (default 1)")
     one.add_argument(
         "--vary", dest="spaces", action="append", required=True, metavar="KEY.PATH=SPACE",
-        help="what to try: LOW..HIGH (whole numbers stay whole), LOW..HIGH:log, LOW..HIGH:STEP, or a list [A, B]",
+        help="search space: LOW..HIGH (integers stay integers), LOW..HIGH:log, LOW..HIGH:STEP, or a list [A, B]",
     )  # fmt: skip
     one.add_argument(
         "--trials", type=options.positive, default=20, metavar="K",
-        help="runs in all, those of an earlier call included (default 20; all combinations, if these are fewer)",
+        help="total number of runs, including those of earlier calls (default 20, or all combinations if fewer)",
     )  # fmt: skip
     one.add_argument(
         "--number", metavar="NAME",
-        help="what of metrics.jsonl to compare, each run's best epoch (default: that of best:, or the validation loss)",
+        help="what to optimise, at the best epoch of each run (default: that of best:, or the validation loss)",
     )  # fmt: skip
-    one.add_argument("--jobs", type=options.positive, default=1, metavar="K", help="runs at a time (default 1)")
+    one.add_argument("--jobs", type=options.positive, default=1, metavar="K", help="runs in parallel (default 1)")
+    one.add_argument("--prune", choices=PRUNERS, help="stop unpromising runs early (Optuna's pruners)")
     one.add_argument(
-        "--prune", choices=PRUNERS, help="end runs early whose epochs are worse than those of others (optuna's pruners)"
-    )
-    one.add_argument(
-        "--output", type=options.path, metavar="DIR", help="where to write, and to go on (default runs/NAME-sweep)"
+        "--output",
+        type=options.path,
+        metavar="DIR",
+        help="output folder, from which the sweep also resumes (default runs/NAME-sweep)",
     )
     one.set_defaults(command=sweep, stops=True)
 

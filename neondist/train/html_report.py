@@ -201,7 +201,7 @@ def _worst(found: Mapping[str, np.ndarray], width: int = 128) -> list[str]:
         maps: Iterable[np.ndarray] = _coloured(np.stack([label[at], said[at]])) if dense else ()
         alts = f"image {int(sample)}", "target", "prediction"
         pictures = (picture(alt, png(each), width=width) for alt, each in zip(alts, (image, *maps), strict=False))
-        caption = f"{int(sample)}{words}; loss {float(loss):.4g}"
+        caption = f"sample {int(sample)}{words}; loss {float(loss):.4g}"
         parts.append(f"<figure>{''.join(pictures)}<figcaption>{caption}</figcaption></figure>")
     return parts
 

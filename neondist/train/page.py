@@ -28,7 +28,7 @@ _STYLE = """body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1
 table{border-collapse:collapse;margin:.5em 0}td,th{padding:.2em .7em;border:1px solid #ccc;text-align:right}
 figure{display:inline-block;margin:0 1.5em 1em 0;max-width:100%}figcaption{font-weight:bold}
 pre{background:#f6f6f6;padding:1em;overflow:auto}
-img,svg{max-width:100%;height:auto}.wide{overflow-x:auto}.lead{font-size:1.3em;font-weight:bold}
+img,svg{max-width:100%;height:auto}img{image-rendering:pixelated;margin-right:4px}.wide{overflow-x:auto}.lead{font-size:1.3em;font-weight:bold}
 .key{font-weight:normal;font-size:12px;margin-right:1em;white-space:nowrap}"""
 
 
