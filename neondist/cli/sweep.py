@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from ..launcher.ranks import must_launch
 from ..signals import INTERRUPTED, STOPPED
 from ..train import Best
 from ..train.html_report import read_records
+from ..train.inference.progress import Progress
 from ..train.page import is_number, page, plot, safe, table, told
 from . import options
 from .experiment import load, validated
@@ -204,12 +206,17 @@ def _try(
     from optuna.trial import TrialState
 
     waiting, running, stopped = _trials(study, arguments.trials, spaces), list[_Run](), 0
+    progress = Progress(unit="trial", file=sys.stderr, first=0)
+    before = len([one for one in study.trials if one.state.is_finished()])
+    progress.expect(len(_grid(arguments.trials, spaces)) or arguments.trials, before)
     while True:
         while len(running) < arguments.jobs and not stopped and (trial := next(waiting, None)) is not None:
             run = _run(folder, trial.number)
             process = start(_words(_with(arguments, trial.params), run), _log(run), _environment(arguments))
             running.append(_Run(trial, process, run))
+            progress.begin(", ".join(str(one.trial.number) for one in running))
         if not running:
+            progress.close()
             return stopped or _conclude(study, folder)
         time.sleep(_POLL)
         for one in list(running):
@@ -231,7 +238,17 @@ def _try(
             else:
                 value = _value(one.folder, best, metrics) if code == 0 else None
                 result = study.tell(number, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
-            say(f"trial {number}: {', '.join(f'{k}={v}' for k, v in result.params.items())}: {_result(result, folder)}")
+            chosen = ", ".join(f"{k}={v}" for k, v in result.params.items())
+            before_line = "\r\x1b[K" if progress.terminal else ""
+            say(f"trial {number}: {chosen}: {_result(result, folder)}", start=before_line)
+            progress.add(1)
+
+
+def _grid(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return all combinations of values, if these are no more than the trials; else none."""
+    values = [_values(of) for of in spaces.values()]
+    few = 0 < prod(map(len, values)) <= min(count, _MANY)
+    return [dict(zip(spaces, each, strict=True)) for each in product(*values)] if few else []
 
 
 def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
@@ -248,9 +265,7 @@ def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]
             yield Trial(study, trial._trial_id)
         else:  # the call was ended while this one was chosen
             study.tell(trial.number, state=TrialState.FAIL)
-    values = [_values(of) for of in spaces.values()]
-    few = 0 < prod(map(len, values)) <= min(count, _MANY)
-    grid = [dict(zip(spaces, each, strict=True)) for each in product(*values)] if few else []
+    grid = _grid(count, spaces)
     new = [trial for trial in study.trials if trial.state != TrialState.WAITING]
     for number in range(len(new), len(grid) or count):
         if grid:

@@ -57,7 +57,7 @@ def seconds_since(where: str, values: Any, units: str, calendar: str = "standard
     unit = _SECONDS.get(found["unit"].lower()) if found else None
     if found is None or unit is None:
         raise DataError(
-            f"{where}: units '{units}' are no times since a date of days, hours, minutes or seconds; write them as"
+            f"{where}: units '{units}' are not supported; use days, hours, minutes or seconds since a date, such as"
             " 'hours since 2000-01-01 00:00:00'"
         )
     times = np.asarray(values, np.float64)

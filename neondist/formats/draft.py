@@ -105,9 +105,7 @@ class DraftSink(TileSink):
             with suppress(ValueError, KeyError):
                 note = json.loads(read_bytes(self._note))
                 if note["asked"] != asked:
-                    raise OutputError(
-                        f"{self._part}: is of another array than the one asked for; remove it, or choose another name"
-                    )
+                    raise OutputError(f"{self._part}: belongs to another array; remove it, or choose another name")
                 write_text(self._note, json.dumps(note | {"resumed": True}))
                 return
         self._forget()

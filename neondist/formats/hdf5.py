@@ -93,7 +93,7 @@ class HDF5Source(TileSource):
                 self._checked = CheckedArray(self._file, self._name, tuple(tile))
             self._checked.read(first.start, out)
         if state(path) != self._state:
-            raise DataError(f"{self.path}: has changed since it was opened; start anew")
+            raise DataError(f"{self.path}: has changed since it was opened; run the command again")
         return out
 
 

@@ -30,7 +30,7 @@ class NetCDFSource(HDF5Source):
     scale stay as they are. Its axes are those that coordinates and names tell (`conventions.letters`).
     """
 
-    refusal = "not a NetCDF file; check the path, or put back a good copy"
+    refusal = "not a NetCDF file; check the path, or restore it from a good copy"
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         with faults(path), open_regular(path) as file:

@@ -175,7 +175,7 @@ def create_sink(
     if len(axes) != len(extents) or not axes.endswith("C") or Axes(axes).names != axes or min(extents) < 1:
         raise ConfigError(f"{path}: axes '{axes}' of shape {list(extents)}; name each in the order {ORDER}, C the last")
     if dtype.kind not in "fiub":
-        raise ConfigError(f"{path}: {dtype} are no numbers; choose another dtype")
+        raise ConfigError(f"{path}: {dtype} is not numeric; choose another dtype")
     if chunks is not None:
         if len(chunks) != len(extents) or min(chunks) < 1:
             raise ConfigError(f"{path}: chunks {list(chunks)} for shape {list(extents)}; give one number an axis")
@@ -191,7 +191,7 @@ def create_sink(
         )
         if given != wanted:
             raise ConfigError(
-                f"{path}: its extents {given} are not {wanted}, those of {like.path}: its place in the world would be"
+                f"{path}: its extents {given} are not {wanted}, those of {like.path}: its physical position would be"
                 " wrong; give like=None"
             )
     sink: TileSink = make(

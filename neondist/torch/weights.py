@@ -118,7 +118,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         except DataError as problem:
             error = problem
         except Exception as problem:  # of a file that has changed meanwhile
-            error = DataError(f"{path}: cannot be read ({problem}); put back a copy, or name another file")
+            error = DataError(f"{path}: cannot be read ({problem}); restore it from a copy, or name another file")
         agree(world, error)
     with torch.no_grad():
         for name, tensor in tensors.items():

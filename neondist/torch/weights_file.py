@@ -114,8 +114,8 @@ def _state_dict(path: Path) -> dict[str, torch.Tensor]:
         ) from error
     except Exception as error:  # of a damaged file, whatever the library stumbles over
         raise DataError(
-            f"{path}: is damaged, or not a file of torch.save ({type(error).__name__}: {error}); put back a copy, or"
-            " name another file"
+            f"{path}: is damaged, or not a file of torch.save ({type(error).__name__}: {error}); restore it from a"
+            " copy, or name another file"
         ) from error
     if _is_state(found):
         return dict(found)

@@ -219,7 +219,7 @@ def bad_input(tmp_path):
         "text.npy": "damaged, or another kind of file",
         "text.h5": "not an HDF5 file",
         "text.csv": "unknown file type",
-        "empty": "has no pictures",
+        "empty": "has no images",
         "objects.npy": "not numbers",
         "words.npy": "not numbers",
         "axes.npy": r"shape \[3, 4\]; the model takes \(N, H, W, 2\)",

@@ -60,5 +60,5 @@ def test_folders(tmp_path):
         assert (source.axes, source.shape) == ("NYXC", (3, 8, 6, 3))
         np.testing.assert_array_equal(source.read([(1, 3), (2, 8), (0, 3), (0, 3)]), np.stack(whole)[1:, 2:, :3])
     PIL.fromarray(cells((8, 7, 3))).save(tmp_path / "2.png")
-    with pytest.raises(nd.DataError, match=r"2\.png: its shape is \[8, 7, 3\]"):
+    with pytest.raises(nd.DataError, match=r"2\.png: has shape \[8, 7, 3\]"):
         nd.open_source(tmp_path)

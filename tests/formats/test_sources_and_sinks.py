@@ -74,7 +74,7 @@ def test_a_sink_goes_on_where_a_killed_process_ended(tmp_path, suffix):
     lost = nd.create_sink(path, array.shape, array.dtype, "YXC", resume=True)
     assert not lost.resumed
     lost.write(first, cut(array, first))
-    with pytest.raises(nd.OutputError, match="is of another array"):
+    with pytest.raises(nd.OutputError, match="belongs to another array"):
         nd.create_sink(path, array.shape, "float64", "YXC", resume=True)
     with nd.create_sink(path, array.shape, array.dtype, "YXC", resume=True) as sink:
         assert sink.resumed

@@ -144,7 +144,7 @@ def test_windows_go_on_after_an_interruption(folder, tmp_path, monkeypatch):
         with pytest.raises(Killed):
             on(1, folder, tmp_path / "y.ome.zarr", block=4)
     assert not (tmp_path / "y.ome.zarr").exists()
-    with pytest.raises(OutputError, match="begun with another network"):
+    with pytest.raises(OutputError, match="belongs to a job with another network"):
         on(1, folder, tmp_path / "y.ome.zarr", scale=1.0)
     monkeypatch.setattr(
         ModuleWindows, "run", lambda self, number, x: (computed.append(number), run(self, number, x))[1]
@@ -200,7 +200,7 @@ def test_every_cell_and_classes_that_are_seen(folder):
         ("--factory nets_of_test.py:needs", "py:needs: arguments: needs failed: TypeError: needs() missing 1"),
         ("--factory none.py:tiles", "--factory none.py: no such file"),
         ("--factory tiles", "give FILE.py:NAME"),
-        ("--factory nets_of_test.py:tiles --windows 105", "104 x 131 cells have no room for a window of 105"),
+        ("--factory nets_of_test.py:tiles --windows 105", "104 x 131 cells are smaller than a window of 105"),
         ("--factory nets_of_test.py:tiles --windows 32 --mean 1,2", "--mean: 2 numbers, and slide.ome.tif has 3"),
         ("--factory nets_of_test.py:tiles --stride 3", "give --windows CELLS"),
         ("--factory nets_of_test.py:tiles --windows 2", "for windows [1, 3, 2, 2], it fails: RuntimeError"),
@@ -321,7 +321,7 @@ def test_nothing_is_left_of_a_damaged_slide(folder, tmp_path, capsys):
     words += ["--input", tmp_path / "x.tif"]
     for name in ("y.npy", "y.ome.zarr"):
         assert main([*map(str, words), "--output", str(tmp_path / name)]) == 2
-        assert "x.tif: ends early; put back a good copy" in capsys.readouterr().err
+        assert "x.tif: ends early; restore it from a good copy" in capsys.readouterr().err
     assert [one.name for one in tmp_path.iterdir()] == ["x.tif"]
 
 

@@ -222,7 +222,7 @@ class ClimateFiles(Dataset):
         middle = 0 if self._kept is None else self.count_kept(samples)
         if last + middle >= samples:
             raise DataError(
-                f"validation: {middle} of {samples} samples, and {last} for test, leave none to train on; give fewer"
+                f"validation: {middle} of {samples} samples, and {last} for test, leave no training samples; give fewer"
             )
         first = samples - last - middle
         return [np.arange(0, first), np.arange(first, first + middle), np.arange(first + middle, samples)]

@@ -182,18 +182,18 @@ class FieldSeries:
         """Return a variable and what is beside it; its axes have to be times, rows and columns."""
         source = self._open(number, variable)
         letters = dict(zip(source.axes, source.shape, strict=True))
-        missing = {"T": "time", "Y": "latitude or rows", "X": "longitude or columns"}
+        missing = {"T": "time", "Y": "latitude", "X": "longitude"}
         for letter, what in missing.items():
             if letter not in letters:
                 raise DataError(
-                    f"{source.path}: has no axis of {what} (its axes are {source.axes[:-1]}); leave the variable out,"
-                    " or give it one"
+                    f"{source.path}: has no {what} axis (its axes are {source.axes[:-1]}); leave the variable out, or"
+                    " add one"
                 )
         for letter, n in letters.items():
             if letter not in "TZYX" and n > 1:
                 name = dimension_of(source, letter) or letter
                 raise DataError(
-                    f"{source.path}: has {n} cells along '{name}', and is no field of time, level, latitude and"
+                    f"{source.path}: has {n} cells along '{name}', and is not a field over time, level, latitude and"
                     " longitude; select one of them"
                 )
         return source, source.beside()[0]
@@ -244,7 +244,7 @@ class FieldSeries:
         known = np.arange(count, dtype=np.float64) if one is None else np.asarray(values_of(source.path, one), "f8")
         listed = ", ".join(f"{value:g}" for value in known.tolist())
         if asked is None:
-            raise DataError(f"{source.path}: has {count} levels; give levels, some of {listed}")
+            raise DataError(f"{source.path}: has {count} levels; choose some with levels: {listed}")
         found = []
         for value in asked:
             at = np.flatnonzero(np.isclose(known, value, rtol=1e-6, atol=0))
@@ -267,7 +267,8 @@ class FieldSeries:
                 for of, on in ((names, extent), (known, self.extent))
             )
             raise DataError(
-                f"{source.path}: lies on {mine}, but {where} on {first}; variables need the same dimensions: regrid"
+                f"{source.path}: has the grid {mine}, but {where} {first}; variables must share their dimensions:"
+                " regrid"
                 " one of them, or leave it out"
             )
         for letter in "YX":
@@ -308,8 +309,8 @@ class FieldSeries:
             times.append(times_of(name, one))
             if len(times[0]) != len(times[-1]) or not np.array_equal(times[0], times[-1]):
                 raise DataError(
-                    f"{source.path}: has other times than {found[0][0].path}; variables need the same dimensions:"
-                    " select the times that both have"
+                    f"{source.path}: has other times than {found[0][0].path}; variables must share their dimensions:"
+                    " select the common times"
                 )
         return times[0]
 
@@ -326,8 +327,8 @@ class FieldSeries:
         before = f"the last of {self.names[number - 1]}" if first else "the one before"
         if steps[at - 1] <= 0:
             raise DataError(
-                f"{self.names[number]}: disorder in time: {place} is not after {before}; sort the times of the file,"
-                " and name files so that they sort by time"
+                f"{self.names[number]}: times are not increasing: {place} is not after {before}; sort the times of the"
+                " file, and name files so that they sort by time"
             )
         raise DataError(
             f"{self.names[number]}: a gap in time: {place} comes {_span(steps[at - 1])} after {before}, the usual step"

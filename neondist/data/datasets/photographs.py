@@ -181,7 +181,7 @@ def _shipped(package: str) -> list[Path]:
     paths = [Path(spec.submodule_search_locations[0]) / place / name for name in names.split()]
     for path in paths:
         if not path.is_file():
-            raise DataError(f"{path}: is missing, though the package is there; install it anew, or give a path")
+            raise DataError(f"{path}: is missing, though the package is installed; reinstall it, or give a path")
     return paths
 
 

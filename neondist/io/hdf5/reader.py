@@ -74,7 +74,7 @@ def faults(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (OSError, KeyError, ValueError, RuntimeError, TypeError, AttributeError, OverflowError) as error:
         reason = " ".join(str(error).strip("'\"").split())
-        raise DataError(f"{path}: damaged, or another kind of file ({reason}); put back a good copy") from error
+        raise DataError(f"{path}: damaged, or another kind of file ({reason}); restore it from a good copy") from error
 
 
 def find(file: Any, name: str) -> Any:
@@ -104,7 +104,8 @@ def find(file: Any, name: str) -> Any:
             raise DataError(f"{file.filename}: '{name}' is a link into another file; copy the array, or name that file")
     if isinstance(at, h5py.Dataset) and (at.is_virtual or at.external):
         raise DataError(
-            f"{file.filename}: '{name}' has its cells in other files; copy them here, for instance by h5copy"
+            f"{file.filename}: '{name}' stores its data in external files; copy it into one file, for instance by"
+            " h5copy"
         )
     return at
 

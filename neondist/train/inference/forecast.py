@@ -101,10 +101,13 @@ def forecast(
                 images.repeat_last(grid.replicas)
             route = choose(model, images, grid, experiment.batch_size, None, None)  # type: ignore[arg-type]
             if not isinstance(route, InTiles):
-                raise ConfigError("memory: the network does not fit with whole fields; use more ranks, or more memory")
+                raise ConfigError(
+                    "memory: the network does not fit in memory with whole fields; use more ranks, or more memory"
+                )
             if len(route.output_shape) < 3 or tuple(route.output_shape[:-1]) != series.extent:
                 raise ConfigError(
-                    f"model: gives {list(route.output_shape)}, the fields are {list(series.extent)}; let it keep the"
+                    f"model: has outputs of {list(route.output_shape)} for fields of {list(series.extent)}; let it"
+                    " keep the"
                     " extent (padding: same)"
                 )
         take_weights(file, model)
@@ -137,7 +140,9 @@ class FieldImages:
     ) -> None:
         count = len(series) - steps + 1
         if count < 1:
-            raise DataError(f"{series.names[0]}: has {len(series)} times, the network takes {steps}; give more files")
+            raise DataError(
+                f"{series.names[0]}: has {len(series)} times, but the network needs {steps}; give more files"
+            )
         self.series, self.factor, self.offset = series, factor, offset
         self._steps, self._channels, self._first = steps, channels, np.arange(count)
         self.source = series.source(0)

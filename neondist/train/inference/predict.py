@@ -86,7 +86,9 @@ def predict(
     grid = experiment.open_grid() if grid is None else grid
     if steps is not None or isinstance(experiment.dataset, ClimateFiles):
         if classes or probabilities or block is not None:
-            raise ConfigError("predict: forecasts are fields, whole; leave out --classes, --probabilities and --block")
+            raise ConfigError(
+                "predict: forecasts are written whole, as fields; leave out --classes, --probabilities and --block"
+            )
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
     opened = partial(network, experiment, checkpoint, source, grid, block)
     return _written(opened, Path(target), grid, kinds_of(raw, probabilities, classes), overwrite)
@@ -273,7 +275,9 @@ def _sinks(
                         say(f"note: {path} is without {', '.join(sink.lost)} of {source.path}")
             sink = stack.enter_context(closing(make(resume=True)))
             if done and not sink.resumed:
-                raise OutputError(f"{path}: what was written of it before is gone; give --overwrite to begin anew")
+                raise OutputError(
+                    f"{path}: the partial output of the earlier job is missing; give --overwrite to start again"
+                )
             found[kind] = sink
         yield found
 
