@@ -379,10 +379,10 @@ def _conclude(study: Study, folder: Path) -> int:
     write_text(folder / "best.yaml", f"{origin}\n{text}")
     write_text(folder / "sweep.html", page(folder.resolve().name, [
         "<h2>Results</h2>", plot(
-            "trials", {"result": [(number, value) for number, value, _ in good]}, dots=True,
+            "trials", {head[1]: [(number, value) for number, value, _ in good]}, dots=True,
             best=(trials[0].number, float(trials[0].value)),
         ),
-        *(plot(key, {"result": of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False),
+        *(plot(key, {head[1]: of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False),
                best=_marked(trials[0], key))
           for key, of in points.items() if of),
         table(head, rows), f"<h2>The best</h2><pre>{safe(text, len(text))}</pre>",

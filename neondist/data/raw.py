@@ -20,7 +20,7 @@ def filled(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray:
     if not gone.any():
         return cells
     if fill is None:
-        raise DataError(f"{name}: has cells that are NaN; give the data set fill, or correct the file")
+        raise DataError(f"{name}: has missing values (NaN); replace them in the file, or give the data set fill")
     return np.where(gone, fill, cells).astype(cells.dtype)
 
 

@@ -45,7 +45,9 @@ class FieldFacts:
     def of(cls, texts: Mapping[str, str]) -> FieldFacts:
         """Return what the texts of a checkpoint say; ValueError, which says what is wrong, if that is nothing."""
         if TEXT not in texts:
-            raise ValueError("is of a network of other data: it has no names of variables")
+            raise ValueError(
+                "has no names of variables; name a checkpoint of a network that was trained on ClimateFiles"
+            )
         facts = plain_json(texts[TEXT], dict)
         inputs, input_units, outputs, units = (
             _names(facts, name) for name in ("inputs", "input_units", "outputs", "units")

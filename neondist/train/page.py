@@ -119,8 +119,8 @@ def plot(
         if dots or len(spots) <= 40:
             drawn += [f"<circle cx='{x}' cy='{y}' r='3' fill='{colour}'/>" for x, y in spots]
         keys.append(f"<span class='key' style='color:{colour}'>{safe(name)}</span>")
-    if far:
-        keys.append("<span class='key'>logarithmic</span>")
+    if scaled := [axis for axis, on in (("x", powers), ("y", far)) if on]:
+        keys.append(f"<span class='key'>logarithmic: {', '.join(scaled)}</span>")
     if best is not None:
         x, y = place(*best)
         drawn.append(f"<circle cx='{x}' cy='{y}' r='7' fill='none' stroke='{_BEST}' stroke-width='2'/>")

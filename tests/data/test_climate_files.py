@@ -100,7 +100,7 @@ def test_missing_cells_are_filled(tmp_path):
     found = nd.ClimateFiles(str(tmp_path / "a.nc"), fill=250.0, **given)
     found.open(nd.ProcessGrid.serial())
     assert found.train.images([3])[0, 2, 1, 0] == 250
-    with pytest.raises(nd.DataError, match=r"a\.nc:t2m: has cells that are NaN; give the data set fill"):
+    with pytest.raises(nd.DataError, match=r"a\.nc:t2m: has missing values \(NaN\); replace"):
         nd.ClimateFiles(str(tmp_path / "a.nc"), **given).open(nd.ProcessGrid.serial())
 
 

@@ -222,7 +222,7 @@ def test_time_and_depth_are_samples_or_space(tmp_path):
     assert (len(data.train), data.sample_shape) == (20, (8, 10, 1))
     numbers = np.arange(20)
     np.testing.assert_array_equal(data.train.targets(numbers), 2 * data.train.images(numbers))
-    with pytest.raises(nd.DataError, match=r"a\.nc:rain: has cells that are NaN; give the data set fill"):
+    with pytest.raises(nd.DataError, match=r"a\.nc:rain: has missing values \(NaN\); replace"):
         on_ranks(2, lambda grid: opened(grid, fields | {"crop": [20, 30]}))
     volume = np.random.default_rng(0).random((12, 20, 30, 1))
     for n in range(2):

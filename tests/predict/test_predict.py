@@ -333,7 +333,7 @@ def test_bad_input(folder, tmp_path, monkeypatch):
     ):
         with pytest.raises(error, match=message):
             on(2, folder, tmp_path / "y.npy", tmp_path / name, block=4)
-    with pytest.raises(DataError, match=r"nan\.npy: has cells that are NaN; give the data set fill"):
+    with pytest.raises(DataError, match=r"nan\.npy: has missing values \(NaN\); replace"):
         on(2, folder, tmp_path / "out.npy", tmp_path / "nan.npy", block=4)
     with pytest.raises(ConfigError, match=r"y\.jpg: JPEG is lossy"):
         on(2, folder, tmp_path / "y.jpg", classes=True)
