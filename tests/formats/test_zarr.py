@@ -112,7 +112,7 @@ def test_what_could_run_a_program_or_lead_elsewhere_is_refused(tmp_path):
     (tmp_path / "a.zarr" / ".zarray").write_text(json.dumps(facts | {"filters": [{"id": "pickle", "protocol": 5}]}))
     with pytest.raises(nd.DataError, match="pickle"):
         nd.open_source(tmp_path / "a.zarr")
-    with pytest.raises(nd.DataError, match="leads out"):
+    with pytest.raises(nd.DataError, match="points outside"):
         nd.open_source(f"{tmp_path}/a.zarr:../b")
     facts |= {"shape": [10**9, 10**9], "chunks": [10**6, 10**6]}
     (tmp_path / "a.zarr" / ".zarray").write_text(json.dumps(facts))

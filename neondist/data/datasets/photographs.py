@@ -164,9 +164,7 @@ def find_photographs(folder: Path | None) -> list[Path]:
         try:
             return pictures_in(folder)
         except OSError as error:
-            raise DataError(
-                f"{folder}: has no pictures: {error.strerror}; name a folder that has, or no path"
-            ) from error
+            raise DataError(f"{folder}: has no images: {error.strerror}; name a folder that has, or no path") from error
     return [path for package in SHIPPED for path in _shipped(package)]
 
 
