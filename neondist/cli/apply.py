@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ def add(commands: Any) -> None:
     """Say what can be typed."""
     one = commands.add_parser(
         "evaluate",
-        help="measure a checkpoint on the data of a YAML file, or a trained module on files",
+        help="evaluate a checkpoint on the data of an experiment, or a trained module on files",
         allow_abbrev=False,
     )
     options.experiment(one, required=False)
@@ -35,33 +37,32 @@ def add(commands: Any) -> None:
     _of_weights(one)
     one.add_argument(
         "--follow", type=options.path, metavar="DIR",
-        help="instead of --checkpoint: each new checkpoint of the run or session there once, until it is complete",
+        help="instead of --checkpoint: evaluate each new checkpoint of a run or session until it completes",
     )  # fmt: skip
-    one.add_argument(
-        "--every", type=duration, metavar="TIME", help="with --follow: how often to look for one (default 30s)"
-    )
-    one.add_argument("--max-time", type=duration, metavar="TIME", help="with --follow: end after so long at the latest")
+    one.add_argument("--every", type=duration, metavar="TIME", help="with --follow: polling interval (default 30s)")
+    one.add_argument("--max-time", type=duration, metavar="TIME", help="with --follow: stop after this time")
     one.add_argument(
         "--output", type=options.path, metavar="DIR",
-        help="with --follow: for metrics.jsonl and loggers (default evaluation/ in the folder that is followed)",
+        help="with --follow: folder for metrics.jsonl and loggers (default evaluation/ in the followed folder)",
     )  # fmt: skip
     one.add_argument(
         "--split", choices=["train", "validation", "test"],
-        help="which samples (default test, or validation where there is no test split)",
+        help="split to evaluate (default test, or validation if there is no test split)",
     )  # fmt: skip
     one.add_argument(
-        "--input", type=options.path, metavar="X", help="images of any size in a file, instead of the data set's"
+        "--input", type=options.path, metavar="X", help="images of any size in a file, instead of the data set"
     )
-    one.add_argument("--labels", type=options.path, metavar="T", help="their classes, or targets, in a file")
+    one.add_argument("--labels", type=options.path, metavar="T", help="classes or targets of these images, in a file")
     one.add_argument(
-        "--report", type=options.path, metavar="FILE.html", help="also write a page: numbers, classes, confusion matrix"
-    )
+        "--report", type=options.path, metavar="FILE.html",
+        help="also write a page with metrics, confusion matrix, and images with targets and predictions",
+    )  # fmt: skip
     _block(one)
     one.set_defaults(command=evaluate, watched=True)
 
     one = commands.add_parser(
         "predict",
-        help="write a checkpoint's outputs, or a trained module's, for new images",
+        help="apply a checkpoint or a trained module to new images",
         allow_abbrev=False,
     )
     options.experiment(one, required=False)
@@ -69,20 +70,22 @@ def add(commands: Any) -> None:
     _of_weights(one)
     one.add_argument(
         "--input", type=options.path, metavar="X", required=True,
-        help="images of any size: a file of a known kind, such as .npy, .h5 (or FILE.h5:NAME) or .tif",
+        help="images of any size: a file such as .npy, .h5 (or FILE.h5:NAME), .tif or .zarr",
     )  # fmt: skip
     one.add_argument(
-        "--output", type=options.path, metavar="Y", required=True, help="where to write, a file of such a kind"
+        "--output", type=options.path, metavar="Y", required=True, help="output file, in one of these formats"
     )
-    one.add_argument("--classes", action="store_true", help="write the number of each cell's largest output")
-    one.add_argument("--probabilities", action="store_true", help="write the softmax of each cell's outputs")
-    one.add_argument("--raw", action="store_true", help="write the outputs as they are: what is done by default")
+    one.add_argument("--classes", action="store_true", help="write the class (argmax) of each pixel")
+    one.add_argument("--probabilities", action="store_true", help="write the softmax probabilities of each pixel")
+    one.add_argument("--raw", action="store_true", help="write the raw outputs (default)")
     _block(one)
     one.add_argument(
         "--steps", type=options.positive, metavar="N",
-        help="of a network of ClimateFiles: N forecasts, each from the one before, from the last times of the input",
+        help="for networks trained on ClimateFiles: roll out N forecasts from the last times of the input",
     )  # fmt: skip
-    one.add_argument("--overwrite", action="store_true", help="replace what is there, or was begun with something else")
+    one.add_argument(
+        "--overwrite", action="store_true", help="replace an existing output, or an unfinished one of another job"
+    )
     one.set_defaults(command=predict, watched=True)
 
 
@@ -93,21 +96,26 @@ def _of_weights(one: argparse.ArgumentParser) -> None:
         help="instead of FILE.yaml and --checkpoint: a state_dict as .safetensors or .pt",
     )  # fmt: skip
     one.add_argument(
-        "--factory", type=options.path, metavar="FILE.py:NAME", help="with --weights: returns the torch.nn.Module"
+        "--factory",
+        type=options.path,
+        metavar="FILE.py:NAME",
+        help="with --weights: class or function that returns the torch.nn.Module",
     )
     one.add_argument(
         "--windows", type=options.positive, metavar="CELLS",
-        help="with --weights: a map of the scores that a classifier has for windows of so many cells along each axis",
+        help="with --weights: apply a tile classifier to windows of this size and write a map of its scores",
     )  # fmt: skip
     one.add_argument(
-        "--stride", type=options.positive, metavar="CELLS", help="from window to window (default: side by side)"
+        "--stride", type=options.positive, metavar="CELLS", help="distance between windows (default: their size)"
     )
     one.add_argument(
         "--scale", type=options.positive_number, metavar="S",
-        help="with --weights: the module is given (x / S - M) / D of values x (default 1)",
+        help="with --weights: the module's input is (x / S - M) / D for pixel values x (default 1)",
     )  # fmt: skip
-    one.add_argument("--mean", type=options.numbers, metavar="M", help="one, or one a channel: 0.485,0.456,0.406")
-    one.add_argument("--std", type=options.numbers, metavar="D", help="one, or one a channel, as --mean")
+    one.add_argument(
+        "--mean", type=options.numbers, metavar="M", help="one value, or one per channel: 0.485,0.456,0.406"
+    )
+    one.add_argument("--std", type=options.numbers, metavar="D", help="one value, or one per channel")
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -132,16 +140,17 @@ def evaluate(arguments: argparse.Namespace) -> int:
         from ..train import evaluate_checkpoint, evaluate_files
         from ..train.html_report import page_of_numbers
 
+        samples: dict[str, Any] | None = None if arguments.report is None else {}
         if None in files:
-            found = evaluate_checkpoint(experiment, arguments.checkpoint, grid, arguments.split)
+            found = evaluate_checkpoint(experiment, arguments.checkpoint, grid, arguments.split, samples)
         else:
-            found = evaluate_files(experiment, arguments.checkpoint, *files, grid, arguments.block)
+            found = evaluate_files(experiment, arguments.checkpoint, *files, grid, arguments.block, samples)
         with all_or_none(grid.world):
             if grid.rank == 0:
                 emit(json.dumps(found))
                 if arguments.report is not None:
                     of = {"checkpoint": arguments.checkpoint, "images": arguments.input or found["split"]}
-                    write_text(Path(arguments.report), page_of_numbers(Path(arguments.file).stem, of, found))
+                    write_text(Path(arguments.report), page_of_numbers(Path(arguments.file).stem, of, found, samples))
 
     find = partial(validated, arguments) if None in files else lambda world, ranks: loaded(arguments, world)
     return _on_ranks(arguments, find, work)
@@ -159,13 +168,16 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
         from ..train.html_report import page_of_numbers
         from ..train.inference import evaluate_module
 
-        found = evaluate_module(trained, arguments.input, arguments.labels, grid, arguments.block)
+        samples: dict[str, Any] | None = None if arguments.report is None else {}
+        found = evaluate_module(trained, arguments.input, arguments.labels, grid, arguments.block, samples)
         with all_or_none(grid.world):
             if grid.rank == 0:
                 emit(json.dumps(found))
                 if arguments.report is not None:
                     of = {"checkpoint": arguments.weights, "images": arguments.input}
-                    write_text(Path(arguments.report), page_of_numbers(Path(arguments.weights).stem, of, found))
+                    write_text(
+                        Path(arguments.report), page_of_numbers(Path(arguments.weights).stem, of, found, samples)
+                    )
 
     return _with_module(arguments, work)
 
@@ -243,7 +255,7 @@ def _with_module(arguments: argparse.Namespace, work: Callable[[Any, ProcessGrid
 
         given = {name: value for name in _OF_WEIGHTS if (value := getattr(arguments, name)) is not None}
         given |= {"memory": memory[-1]} if memory else {}
-        with all_or_none(world):
+        with _preparing(arguments, world), all_or_none(world):
             factory = load_factory(arguments.factory, "--factory ")
             trained = TrainedModule(factory, arguments.weights, arguments.factory, **given)
             trained.check(arguments.input)
@@ -259,6 +271,13 @@ def _with_module(arguments: argparse.Namespace, work: Callable[[Any, ProcessGrid
     return on_ranks(arguments, prepare, do)
 
 
+def _preparing(arguments: argparse.Namespace, world: Transport) -> AbstractContextManager[object]:
+    """Print after a few seconds that the command is preparing: to import PyTorch may take long."""
+    from ..train.inference.progress import first_rank_progress
+
+    return first_rank_progress(world.rank, sys.stderr if arguments.words[0] == "evaluate" else None)
+
+
 def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in ("classes", "probabilities", "raw", "block", "overwrite")}
 
@@ -271,7 +290,7 @@ def _tell_written(arguments: argparse.Namespace, grid: ProcessGrid, shape: tuple
 def _block(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--block", type=options.positive, metavar="CELLS",
-        help="go block by block, of so many cells along each axis at most (default: if the images do not fit)",
+        help="process images in blocks of at most this size (default: only if they do not fit in memory)",
     )  # fmt: skip
 
 
@@ -281,7 +300,7 @@ def _checkpoint(one: argparse.ArgumentParser, required: bool = True) -> None:
         type=options.path,
         metavar="FILE",
         required=required,
-        help="checkpoint.h5 of a run, on any number of ranks",
+        help="checkpoint.h5 of a run on any number of ranks",
     )
 
 
@@ -299,4 +318,8 @@ def _on_ranks(
         work(experiment, grid)
         return 0
 
-    return on_ranks(arguments, find, do)
+    def prepare(world: Transport, ranks: int) -> Any:
+        with _preparing(arguments, world):
+            return find(world, ranks)
+
+    return on_ranks(arguments, prepare, do)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from ..console import say
 from ..launcher.report import speaks
 from . import apply, bench, data, doctor, files, launch, options, plan, run, serve, submit, sweep, top, train, zoo
 
@@ -16,7 +17,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with code 2; in an MPI job one rank says why."""
         if speaks():
-            super().error(message)
+            say(f"error: {self.prog}: {message} (usage: {self.prog} --help)", sys.stderr)
         sys.exit(2)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -31,7 +31,9 @@ def add(commands: Any) -> None:
     one.add_argument("--mirror", metavar="URL", help="a folder that holds the files (default: the public mirror)")
     one.set_defaults(command=download)
 
-    one = parts.add_parser("convert", help="make an HDF5 file that every rank reads its tile of", allow_abbrev=False)
+    one = parts.add_parser(
+        "convert", help="convert images to an HDF5 file from which each rank reads its tile", allow_abbrev=False
+    )
     one.add_argument(
         "source", type=options.path, nargs="+", metavar="SOURCE",
         help="a folder of images (a subfolder for each class), IMAGES.npy LABELS.npy, a .npz, IDX files or their"
@@ -42,11 +44,13 @@ def add(commands: Any) -> None:
         "--labels", type=options.path, metavar="FILE.csv", help="rows of FILE,LABEL for a folder of images"
     )
     one.add_argument(
-        "--maps", type=options.path, metavar="DIR", help="a map of classes for each image of a folder, of the same name"
+        "--maps", type=options.path, metavar="DIR", help="folder of class maps with the same names as the images"
     )
     one.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="scale images to this size")
-    one.add_argument("--mode", choices=["L", "RGB", "RGBA"], help="channels of images (default: as the first has)")
-    one.add_argument("--compress", action="store_true", help="pack with gzip: smaller, slower to read")
+    one.add_argument(
+        "--mode", choices=["L", "RGB", "RGBA"], help="colour mode of images (default: that of the first one)"
+    )
+    one.add_argument("--compress", action="store_true", help="compress with gzip: smaller, slower to read")
     one.set_defaults(command=convert)
 
     one = parts.add_parser("records", help="write records to a CSV or a RecordIO file", allow_abbrev=False)

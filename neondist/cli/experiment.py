@@ -112,9 +112,11 @@ def load_factory(text: str, option: str) -> Callable[..., Any]:
 
 def _import(name: str, option: str) -> str:
     path = Path(name)
-    is_file = path.suffix == ".py" or os.sep in name
+    is_file = path.suffix == ".py" or os.sep in name or (path.suffix != "" and path.is_file())
     if is_file and not path.is_file():
         raise ConfigError(f"{option}{name}: no such file; give the path of a .py file, or a module's name")
+    if is_file and path.suffix != ".py":
+        raise ConfigError(f"{option}{name}: is not a Python file; give the path of a .py file, or a module's name")
     try:
         if is_file:
             _import_file(path)

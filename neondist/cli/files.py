@@ -22,8 +22,17 @@ _MASKS = ("masks", "labels")
 def add(commands: Any) -> None:
     """Say what can be typed."""
     one = commands.add_parser("schema", help="print the JSON Schema of experiment files, for editors")
-    one.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="your own classes")
-    one.add_argument("--tags", action="store_true", help="print the tags instead, as yaml.customTags takes them")
+    one.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module that registers your own classes",
+    )
+    one.add_argument(
+        "--tags", action="store_true", help="print the tags instead, for the editor setting yaml.customTags"
+    )
     one.set_defaults(command=print_schema)
 
     one = commands.add_parser("init", help="write an experiment for a folder of images")
@@ -31,12 +40,12 @@ def add(commands: Any) -> None:
         "images",
         type=options.path,
         metavar="DIR",
-        help="subfolders are classes; or images/ and masks/ of the same names, or a labels.csv",
+        help="one subfolder per class, or images/ and masks/ with the same file names, or a labels.csv",
     )
     one.add_argument("--to", type=options.path, metavar="FILE.yaml", help="default: the folder's name, here")
     one.set_defaults(command=init)
 
-    one = commands.add_parser("report", help="write report.html about a run: one page that needs no other file")
+    one = commands.add_parser("report", help="write report.html for a run, a self-contained page")
     one.add_argument("run", type=options.path, metavar="DIR", help="the folder of the run")
     one.add_argument("--to", type=options.path, metavar="FILE.html", help="default: report.html in the folder")
     one.set_defaults(command=report)

@@ -14,10 +14,15 @@ from . import options, run
 def add(commands: Any) -> None:
     """Add the command's arguments: a resource file, then those of `run`."""
     one = commands.add_parser(
-        "launch", help="check several machines, then run a file or a script over them", allow_abbrev=False,
+        "launch", help="check several machines, then run an experiment or a script on them", allow_abbrev=False,
         usage="neondist launch RESOURCES.yaml [options] FILE.yaml | SCRIPT.py [words of the script]",
     )  # fmt: skip
-    one.add_argument("resource_file", type=options.path, metavar="RESOURCES.yaml", help="nodes, devices, SSH settings")
+    one.add_argument(
+        "resource_file",
+        type=options.path,
+        metavar="RESOURCES.yaml",
+        help="resource specification: nodes, devices, SSH settings",
+    )
     run.add_options(one)
     one.set_defaults(command=launch, stops=True, watched=True)
 

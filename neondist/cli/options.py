@@ -23,22 +23,26 @@ def experiment(one: argparse.ArgumentParser, ranks_help: str = RANKS, required: 
     )  # fmt: skip
     one.add_argument(
         "--memory", dest="settings", action="append", type="memory={}".format, metavar="SIZE",
-        help="what all processes on a machine may use, such as 8GiB: a step that takes more goes strip by strip",
+        help="memory limit for all processes on a machine, such as 8GiB; larger steps are computed strip by strip",
     )  # fmt: skip
     one.add_argument(
         "--strategy", dest="settings", action="append", type="strategy={}".format, metavar="NAME|FILE",
-        help="how gradients are synchronised, such as ShardedOptimizer, or the strategy.yaml of another run",
+        help="gradient synchronisation strategy, such as ShardedOptimizer, or the strategy.yaml of another run",
     )  # fmt: skip
     one.add_argument(
         "--import", dest="modules", action="append", default=[], metavar="MODULE",
-        help="a module, or a .py file, with classes of your own",
+        help="a module or .py file that registers a module that registers your own classes",
     )  # fmt: skip
 
 
 def ranks(one: argparse.ArgumentParser, text: str = RANKS) -> None:
     """Add -n and --force."""
     one.add_argument("-n", dest="ranks", type=positive, metavar="RANKS", help=text)
-    one.add_argument("--force", action="store_true", help="start more ranks than this machine or the image is made for")
+    one.add_argument(
+        "--force",
+        action="store_true",
+        help="allow more ranks than there are cores, or than the image is large enough for",
+    )
 
 
 def virtual(one: argparse.ArgumentParser, many: bool = False) -> None:
@@ -75,14 +79,14 @@ def positive(text: str) -> int:
     """Read a number of 1 or more."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number that can be used here; give 1 or more")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give a whole number, 1 or more")
     return number
 
 
 def not_negative(text: str) -> int:
     """Read a whole number."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is no number that can be used here; give 0 or more")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give a whole number, 0 or more")
     return int(text)
 
 
@@ -90,7 +94,7 @@ def positive_number(text: str) -> float:
     """Read a finite number above 0."""
     (number,) = numbers(text, 1)
     if number <= 0:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number that can be used here; give one above 0")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give a number above 0")
     return number
 
 
@@ -101,7 +105,7 @@ def numbers(text: str, most: int = 1 << 16) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(map(math.isfinite, found)):
-        raise argparse.ArgumentTypeError(f"'{text}' are no numbers; give one, or several such as 0.5,0.4,0.3")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give one number, or several such as 0.5,0.4,0.3")
     return found
 
 

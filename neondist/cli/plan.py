@@ -21,13 +21,16 @@ def add(commands: Any) -> None:
     """Add the command's parser."""
     one = commands.add_parser("plan", help="choose a grid and a strategy by a cost model; no MPI", allow_abbrev=False)
     options.experiment(one, "ranks to plan for (default: the replicas of --resources, or 1); nothing is started")
-    one.add_argument("--resources", type=options.file, metavar="FILE", help="a resource spec: nodes and their devices")
     one.add_argument(
-        "--machine", type=options.file, metavar="FILE", help="of `bench model calibrate`; default: common figures"
+        "--resources", type=options.file, metavar="FILE", help="resource specification: nodes and their devices"
     )
     one.add_argument(
-        "--to", type=options.file, metavar="FILE.yaml", help="write the strategy, which --strategy replays"
+        "--machine",
+        type=options.file,
+        metavar="FILE",
+        help="machine file of `bench model calibrate` (default: typical figures)",
     )
+    one.add_argument("--to", type=options.file, metavar="FILE.yaml", help="write the strategy to a file for --strategy")
     one.set_defaults(command=plan)
 
 

@@ -32,13 +32,13 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 def add(commands: Any) -> None:
     """Say what can be typed."""
     one = commands.add_parser(
-        "run", help="train what a YAML file describes, or run a script on all ranks", allow_abbrev=False,
+        "run", help="train an experiment from a YAML file, or run a script on all ranks", allow_abbrev=False,
         usage="neondist run [options] FILE.yaml | SCRIPT.py [words of the script]",
     )  # fmt: skip
     add_options(one)
     one.set_defaults(command=run, stops=True, watched=True)
 
-    one = commands.add_parser("check", help="validate a YAML file and print every layer's plan", allow_abbrev=False)
+    one = commands.add_parser("check", help="validate a YAML file and print the plan of each layer", allow_abbrev=False)
     options.experiment(one, "ranks to plan for (default 1); nothing is started")
     one.set_defaults(command=check)
 
@@ -46,35 +46,33 @@ def add(commands: Any) -> None:
 def add_options(one: argparse.ArgumentParser) -> None:
     """Add the file and the options of `run`."""
     options.experiment(one)
-    one.add_argument(
-        "--output", type=options.path, metavar="DIR", help="where to write (default runs/NAME OF THE FILE)"
-    )
+    one.add_argument("--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE)")
     options.virtual(one)
     one.add_argument(
         "--resume", nargs="?", default=False, const=True, type=resume_mode, metavar="auto",
-        help="continue from the checkpoint in the output directory; with auto, or begin where there is none",
+        help="resume from the checkpoint in the output directory; with auto, start from scratch if there is none",
     )  # fmt: skip
     one.add_argument("--overwrite", action="store_true", help="replace the run that is in the output directory")
-    one.add_argument("--init-from", metavar="FILE", help="a checkpoint whose weights are the first ones, by name")
+    one.add_argument("--init-from", metavar="FILE", help="initialise the weights from a checkpoint, by name")
     one.add_argument(
         "--time-limit", type=duration, metavar="TIME",
-        help="stop with a checkpoint, exit code 75, before so much time has gone by: 3h30m, 03:30:00 or seconds",
+        help="write a checkpoint and stop with exit code 75 before this time is over: 3h30m, 03:30:00 or seconds",
     )  # fmt: skip
     one.add_argument(
         "--stall-timeout", type=duration, metavar="TIME",
-        help="end the job, and say which rank waits for what, if no batch has passed for so long (default 10m)",
+        help="abort the job and report which rank waits for what if no batch completes for this long (default 10m)",
     )  # fmt: skip
     one.add_argument(
         "--debug-halo", action="store_true",
-        help="look for mistakes of layers and schemes of your own: slow; views begin as NaN, messages come late",
+        help="debug your own layers and schemes (slow): views start as NaN, and messages are delayed",
     )  # fmt: skip
     one.add_argument(
         "--restarts", type=options.positive, metavar="K",
-        help="with -n: if a rank is killed, go on from the newest whole checkpoint, K times at most",
+        help="with -n: if a rank is killed, restart from the newest complete checkpoint, at most K times",
     )  # fmt: skip
     one.add_argument(
         "--elastic", type=bounds, metavar="MIN:MAX",
-        help="with --restarts or --hosts-from: go on on the ranks that are left, MIN or more; begins on MAX, or -n",
+        help="with --restarts or --hosts-from: continue on the remaining ranks, at least MIN; starts on MAX, or -n",
     )  # fmt: skip
     one.add_argument(
         "--hosts-from", type=options.path, metavar="FILE|SCRIPT",
@@ -83,15 +81,15 @@ def add_options(one: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     one.add_argument(
         "--spares", type=options.not_negative, default=0, metavar="K",
-        help="leave K slots of the hosts idle, for ranks that are lost: the next generation has the same grid",
+        help="keep K slots idle to replace lost ranks, so that the next generation has the same grid",
     )  # fmt: skip
     one.add_argument(
         "--cool-down", type=duration, metavar="TIME",
-        help="a host that has failed is not used for so long (default 1m)",
+        help="do not use a failed host for this long (default 1m)",
     )  # fmt: skip
     one.add_argument(
         "--wait", type=duration, metavar="TIME",
-        help="give up if there have been too few hosts for so long (default 10m)",
+        help="give up after waiting this long for enough hosts (default 10m)",
     )  # fmt: skip
     one.add_argument(
         "--snapshot", type=snapshots, metavar="auto|STEPS|off",
@@ -100,7 +98,7 @@ def add_options(one: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     one.add_argument(
         "--lease", type=duration, metavar="TIME",
-        help="with -n: a rank that is stopped or unreachable for so long is lost (default 15s)",
+        help="with -n: treat a rank that is stopped or unreachable for this long as lost (default 15s)",
     )  # fmt: skip
 
 

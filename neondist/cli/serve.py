@@ -21,7 +21,7 @@ def add(commands: Any) -> None:
     )
     services = one.add_subparsers(required=True, metavar="SERVICE")
     ps = services.add_parser(
-        "ps", help="a parameter server, until it is ended", allow_abbrev=False,
+        "ps", help="a parameter server", allow_abbrev=False,
         description="Run a parameter server. NEONDIST_TOKEN has the job's secret, the same for all its processes.",
     )  # fmt: skip
     _address(ps)
@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     ps.set_defaults(command=serve_parameters)
 
     master = services.add_parser(
-        "master", help="the tasks of a job, until it is ended", allow_abbrev=False,
+        "master", help="the master, which hands out the tasks of a job", allow_abbrev=False,
         description="Hand out the tasks of a job, and restore its servers after a restart of one. Restarted with the"
         " same folder, it goes on. NEONDIST_TOKEN has the job's secret, the same for all its processes.",
     )  # fmt: skip

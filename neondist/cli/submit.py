@@ -22,32 +22,36 @@ IMAGE = f"neondist:{__version__}"
 def add(commands: Any) -> None:
     """Add the command's parser."""
     one = commands.add_parser(
-        "submit", help="write, and start, an experiment's job for Slurm or Kubernetes", allow_abbrev=False
+        "submit", help="write, and optionally submit, a job for Slurm or Kubernetes", allow_abbrev=False
     )
     kinds = one.add_mutually_exclusive_group(required=True)
     kinds.add_argument(
         "--slurm", dest="kind", action="store_const", const="slurm",
-        help="a batch script, which goes back into the queue until the run is complete",
+        help="a batch script that requeues itself until the run completes",
     )  # fmt: skip
     kinds.add_argument(
         "--mpijob", dest="kind", action="store_const", const="mpijob",
-        help="an MPIJob of Kubeflow's MPI operator, which goes on while workers come and go",
+        help="an elastic MPIJob for Kubeflow's MPI operator",
     )  # fmt: skip
     kinds.add_argument(
         "--trainjob", dest="kind", action="store_const", const="trainjob",
-        help="a TrainJob of Kubeflow Trainer, and its runtime",
+        help="a TrainJob for Kubeflow Trainer, with its runtime",
     )  # fmt: skip
-    options.experiment(one, "ranks of all nodes together (default: one on each)")
-    one.add_argument("--nodes", type=options.positive, metavar="N", help="machines or pods that run ranks (default 1)")
+    options.experiment(one, "total number of ranks (default: one per node)")
+    one.add_argument("--nodes", type=options.positive, metavar="N", help="number of machines or pods (default 1)")
     one.add_argument(
         "--elastic", type=bounds, metavar="MIN:MAX",
-        help="ranks on which to go on after a loss (--mpijob: one worker's to all, by default)",
+        help="range of ranks to continue on after a loss (--mpijob: default from one worker to all)",
     )  # fmt: skip
-    one.add_argument("--name", metavar="NAME", help="of the job (default: that of the file)")
-    one.add_argument("--image", metavar="IMAGE", help=f"container image, as of the Dockerfile (default {IMAGE})")
+    one.add_argument("--name", metavar="NAME", help="name of the job (default: that of the file)")
+    one.add_argument(
+        "--image", metavar="IMAGE", help=f"container image, such as one built from the Dockerfile (default {IMAGE})"
+    )
     one.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim for the folder of the run")
     one.add_argument("--output", type=options.file, metavar="FILE", help="write the script or manifest there")
-    one.add_argument("--apply", action="store_true", help="submit it; on Kubernetes, follow state and log to the end")
+    one.add_argument(
+        "--apply", action="store_true", help="submit the job; on Kubernetes, follow its state and log until it ends"
+    )
     one.add_argument("--delete", action="store_true", help="delete the job and what was created with it (Kubernetes)")
     one.set_defaults(command=submit)
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,7 @@ from ..launcher.ranks import must_launch
 from ..signals import INTERRUPTED, STOPPED
 from ..train import Best
 from ..train.html_report import read_records
+from ..train.inference.progress import Progress
 from ..train.page import is_number, page, plot, safe, table, told
 from . import options
 from .experiment import load, validated
@@ -50,26 +52,27 @@ _SPACE = "write KEY=LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or [A, B, ...]"
 
 def add(commands: Any) -> None:
     """Say what can be typed."""
-    one = commands.add_parser("sweep", help="find good values for fields of an experiment", allow_abbrev=False)
+    one = commands.add_parser("sweep", help="search for good hyperparameters of an experiment", allow_abbrev=False)
     options.experiment(one, "ranks of each run (default 1)")
     one.add_argument(
         "--vary", dest="spaces", action="append", required=True, metavar="KEY.PATH=SPACE",
-        help="what to try: LOW..HIGH (whole numbers stay whole), LOW..HIGH:log, LOW..HIGH:STEP, or a list [A, B]",
+        help="search space: LOW..HIGH (integers stay integers), LOW..HIGH:log, LOW..HIGH:STEP, or a list [A, B]",
     )  # fmt: skip
     one.add_argument(
         "--trials", type=options.positive, default=20, metavar="K",
-        help="runs in all, those of an earlier call included (default 20; all combinations, if these are fewer)",
+        help="total number of runs, including those of earlier calls (default 20, or all combinations if fewer)",
     )  # fmt: skip
     one.add_argument(
         "--number", metavar="NAME",
-        help="what of metrics.jsonl to compare, each run's best epoch (default: that of best:, or the validation loss)",
+        help="what to optimise, at the best epoch of each run (default: that of best:, or the validation loss)",
     )  # fmt: skip
-    one.add_argument("--jobs", type=options.positive, default=1, metavar="K", help="runs at a time (default 1)")
+    one.add_argument("--jobs", type=options.positive, default=1, metavar="K", help="runs in parallel (default 1)")
+    one.add_argument("--prune", choices=PRUNERS, help="stop unpromising runs early (Optuna's pruners)")
     one.add_argument(
-        "--prune", choices=PRUNERS, help="end runs early whose epochs are worse than those of others (optuna's pruners)"
-    )
-    one.add_argument(
-        "--output", type=options.path, metavar="DIR", help="where to write, and to go on (default runs/NAME-sweep)"
+        "--output",
+        type=options.path,
+        metavar="DIR",
+        help="output folder, from which the sweep also resumes (default runs/NAME-sweep)",
     )
     one.set_defaults(command=sweep, stops=True)
 
@@ -203,12 +206,17 @@ def _try(
     from optuna.trial import TrialState
 
     waiting, running, stopped = _trials(study, arguments.trials, spaces), list[_Run](), 0
+    progress = Progress(unit="trial", file=sys.stderr, first=0)
+    before = len([one for one in study.trials if one.state.is_finished()])
+    progress.expect(len(_grid(arguments.trials, spaces)) or arguments.trials, before)
     while True:
         while len(running) < arguments.jobs and not stopped and (trial := next(waiting, None)) is not None:
             run = _run(folder, trial.number)
             process = start(_words(_with(arguments, trial.params), run), _log(run), _environment(arguments))
             running.append(_Run(trial, process, run))
+            progress.begin(", ".join(str(one.trial.number) for one in running))
         if not running:
+            progress.close()
             return stopped or _conclude(study, folder)
         time.sleep(_POLL)
         for one in list(running):
@@ -230,7 +238,17 @@ def _try(
             else:
                 value = _value(one.folder, best, metrics) if code == 0 else None
                 result = study.tell(number, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
-            say(f"trial {number}: {', '.join(f'{k}={v}' for k, v in result.params.items())}: {_result(result, folder)}")
+            chosen = ", ".join(f"{k}={v}" for k, v in result.params.items())
+            before_line = "\r\x1b[K" if progress.terminal else ""
+            say(f"trial {number}: {chosen}: {_result(result, folder)}", start=before_line)
+            progress.add(1)
+
+
+def _grid(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return all combinations of values, if these are no more than the trials; else none."""
+    values = [_values(of) for of in spaces.values()]
+    few = 0 < prod(map(len, values)) <= min(count, _MANY)
+    return [dict(zip(spaces, each, strict=True)) for each in product(*values)] if few else []
 
 
 def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
@@ -247,9 +265,7 @@ def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]
             yield Trial(study, trial._trial_id)
         else:  # the call was ended while this one was chosen
             study.tell(trial.number, state=TrialState.FAIL)
-    values = [_values(of) for of in spaces.values()]
-    few = 0 < prod(map(len, values)) <= min(count, _MANY)
-    grid = [dict(zip(spaces, each, strict=True)) for each in product(*values)] if few else []
+    grid = _grid(count, spaces)
     new = [trial for trial in study.trials if trial.state != TrialState.WAITING]
     for number in range(len(new), len(grid) or count):
         if grid:
@@ -363,10 +379,10 @@ def _conclude(study: Study, folder: Path) -> int:
     write_text(folder / "best.yaml", f"{origin}\n{text}")
     write_text(folder / "sweep.html", page(folder.resolve().name, [
         "<h2>Results</h2>", plot(
-            "trials", {"result": [(number, value) for number, value, _ in good]}, dots=True,
+            "trials", {head[1]: [(number, value) for number, value, _ in good]}, dots=True,
             best=(trials[0].number, float(trials[0].value)),
         ),
-        *(plot(key, {"result": of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False),
+        *(plot(key, {head[1]: of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False),
                best=_marked(trials[0], key))
           for key, of in points.items() if of),
         table(head, rows), f"<h2>The best</h2><pre>{safe(text, len(text))}</pre>",

@@ -36,10 +36,10 @@ OF_MODELS = {"evaluate": "evaluate-model", "predict": "predict-model", "check": 
 
 def add(commands: Any) -> None:
     """Say what can be typed."""
-    one = commands.add_parser("train", help="train what a model-definition file describes", allow_abbrev=False)
+    one = commands.add_parser("train", help="train from a model-definition file", allow_abbrev=False)
     _file(one)
     one.add_argument("--training-data", required=True, metavar="F", help=_DATA)
-    one.add_argument("--validation-data", metavar="F", help="records that judge the model after every epoch")
+    one.add_argument("--validation-data", metavar="F", help="records for validation after every epoch")
     _model_options(one)
     one.add_argument("--num-epochs", type=options.positive, default=1, metavar="N")
     one.add_argument(
@@ -60,7 +60,9 @@ def add(commands: Any) -> None:
         "--tiles", type=tiles, default=(1, 1), metavar="RxC", help="tiles of an image in each replica (default 1x1)"
     )
     one.add_argument("--distribution-strategy", choices=STRATEGIES, default="Local")
-    one.add_argument("--use-async", action="store_true", help="servers apply each gradient at once")
+    one.add_argument(
+        "--use-async", action="store_true", help="apply each gradient immediately, without synchronisation"
+    )
     one.add_argument(
         "--grads-to-wait", type=options.positive, metavar="N",
         help="gradients that servers average for an update, without --use-async; fewer where there are fewer workers"
@@ -68,16 +70,16 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     one.add_argument(
         "--sync-version-tolerance", type=options.not_negative, default=0, metavar="N",
-        help="refuse gradients of values that are older by more updates, without --use-async (default 0)",
+        help="maximum staleness of gradients in updates, without --use-async (default 0)",
     )  # fmt: skip
     one.add_argument(
         "--lr-staleness-modulation", action="store_true",
-        help="divide the learning rate by the updates since the values of a gradient, with --use-async",
+        help="divide the learning rate by the staleness of the gradient, with --use-async",
     )  # fmt: skip
     one.add_argument("--num-minibatches-per-task", type=options.positive, default=8, metavar="N", help="(default 8)")
     one.add_argument(
         "--evaluation-steps", type=options.not_negative, default=0, metavar="N",
-        help="judge the validation data every N steps too (default 0: after epochs alone)",
+        help="also validate every N steps (default 0: only after each epoch)",
     )  # fmt: skip
     one.add_argument(
         "--checkpoint-steps", type=options.not_negative, default=0, metavar="N",
@@ -86,11 +88,11 @@ def add(commands: Any) -> None:
     one.add_argument("--checkpoint-dir", type=options.path, metavar="D", help="folder of the run (default --output)")
     one.add_argument(
         "--output", type=options.path, metavar="D",
-        help="where checkpoint.h5 and weights.safetensors are at the end (default runs/NAME OF THE FILE)",
+        help="folder for checkpoint.h5 and weights.safetensors (default runs/NAME OF THE FILE)",
     )  # fmt: skip
     one.add_argument(
         "--resume", nargs="?", default=False, const=True, type=resume_mode, metavar="auto",
-        help="continue from the checkpoint in the folder of the run; with auto, or begin where there is none",
+        help="resume from the checkpoint in the folder of the run; with auto, start from scratch if there is none",
     )  # fmt: skip
     one.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
     options.ranks(one, argparse.SUPPRESS)  # -n is that of a worker in a job of its own
@@ -361,10 +363,12 @@ def _names(arguments: argparse.Namespace) -> dict[str, str]:
 
 def _model_options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
-        "--minibatch-size", type=options.positive, default=64, metavar="N", help="records of a worker (default 64)"
+        "--minibatch-size", type=options.positive, default=64, metavar="N", help="batch size of a worker (default 64)"
     )
-    one.add_argument("--seed", type=options.not_negative, default=0, metavar="N", help="of weights and order")
-    one.add_argument("--skip-bad-records", action="store_true", help="leave out records that cannot be read; list them")
+    one.add_argument(
+        "--seed", type=options.not_negative, default=0, metavar="N", help="random seed of weights and data order"
+    )
+    one.add_argument("--skip-bad-records", action="store_true", help="skip unreadable records and list them")
 
 
 def _checkpoint(one: argparse.ArgumentParser) -> None:

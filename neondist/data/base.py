@@ -252,7 +252,7 @@ def count_of(field: str, kept: float | int, samples: int) -> int:
     limit = samples - 1
     count = kept if isinstance(kept, Integral) else min(max(1, round(kept * samples)), limit)
     if not 0 < count <= limit:
-        raise DataError(f"{field}: {kept} of {samples} training samples leave none to train on; give fewer")
+        raise DataError(f"{field}: {kept} of {samples} training samples leave no training samples; give fewer")
     return int(count)
 
 

@@ -11,14 +11,16 @@ from ..errors import DataError
 
 
 def filled(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray:
-    """Return cells of a file with `fill` instead of NaN; DataError if there is NaN, and nothing to put there."""
+    """Return cells of a file with `fill` instead of NaN; DataError for NaN without `fill`, and for infinities."""
     if cells.dtype.kind != "f" or np.isfinite(cells.sum(dtype=np.float64)):
         return cells
     gone = np.isnan(cells)
+    if np.isinf(cells).any():
+        raise DataError(f"{name}: has infinite values; replace them by NaN and give the data set fill, or remove them")
     if not gone.any():
         return cells
     if fill is None:
-        raise DataError(f"{name}: has cells that are NaN; give the data set fill, or correct the file")
+        raise DataError(f"{name}: has missing values (NaN); replace them in the file, or give the data set fill")
     return np.where(gone, fill, cells).astype(cells.dtype)
 
 

@@ -71,7 +71,7 @@ def guess(shape: Sequence[int]) -> str:
     has_channels = len(shape) > 3 or (len(shape) == 3 and shape[-1] <= 4)
     known = {1: "X", 2: "YX", 3: "YXC" if has_channels else "NYX", 4: "NYXC", 5: "NZYXC"}
     if len(shape) not in known:
-        raise ShapeError(f"an array of shape {list(shape)} has no image in it; give one of 1 to 5 axes")
+        raise ShapeError(f"cannot interpret an array of shape {list(shape)} as images; give one with 1 to 5 axes")
     return known[len(shape)]
 
 

@@ -94,11 +94,11 @@ class TileSource(ABC):
         if self.dtype.kind not in "fiub":
             raise DataError(f"{path}: holds {self.dtype}, not numbers; give an array of numbers")
         if 0 in self.shape:
-            raise DataError(f"{path}: is empty: its shape is {list(self.shape)}")
+            raise DataError(f"{path}: is empty, with shape {list(self.shape)}; give an array with at least one element")
         decoded = prod(self.chunks or (1,)) * self.dtype.itemsize
         if decoded > self.largest_chunk:
             raise DataError(
-                f"{path}: {words(decoded)} of it have to be decoded at once; write it in tiles of about 1 MB"
+                f"{path}: {words(decoded)} have to be decoded at once; rewrite it with tiles or chunks of about 1 MB"
             )
 
     def read(self, box: BoxLike) -> np.ndarray:
@@ -305,7 +305,7 @@ def faults(path: str | Path) -> Iterator[None]:
         text = "".join(letter if letter.isprintable() else "?" for letter in text)
         why = text or type(error).__name__
         raise DataError(
-            f"{path}: cannot be read: damaged, or another kind of file ({why}); put back a good copy"
+            f"{path}: cannot be read: damaged, or another kind of file ({why}); restore it from a good copy"
         ) from error
 
 

@@ -12,6 +12,7 @@ from .fields import Fields
 from .table import open_source
 
 COSINE = "cos(lat)"
+_POLE = 90.001  # degrees, since files may have them in other precision
 _ROWS = 256  # of a file that are summed at once
 
 
@@ -64,9 +65,15 @@ def _latitude(extent: Sequence[int], fields: Fields | None) -> np.ndarray:
             f"{fields.source}: has no latitude, which weights: {COSINE} needs; add a coordinate along its rows with"
             " units degrees_north, or give weights: 'FILE.nc:NAME'"
         )
+    if not (np.abs(fields.latitude) <= _POLE).all():  # NaN is not
+        raise DataError(
+            f"{fields.source}: has latitudes beyond 90 degrees, or missing ones, which weights: {COSINE} cannot use;"
+            " correct the coordinate, or give weights: 'FILE.nc:NAME'"
+        )
     if tuple(extent) != tuple(fields.extent):
         raise ShapeError(
-            f"weights: outputs have {list(extent)} cells, the fields {list(fields.extent)}; let the network keep the"
+            f"weights: outputs have {list(extent)} cells, but the fields {list(fields.extent)}; let the network keep"
+            " the"
             " extent (padding: same)"
         )
     return fields.latitude
@@ -95,7 +102,7 @@ class _Weights:
         found = found.reshape([n for x, n in zip(letters, found.shape, strict=True) if x in known])
         found = np.transpose(found, [order.index(x) for x in names if x in order]).reshape(kept).astype(np.float64)
         if not (np.isfinite(found).all() and (found >= 0).all()):
-            raise DataError(f"{self._source.path}: has weights that are negative or missing; correct it")
+            raise DataError(f"{self._source.path}: has negative or missing weights; correct them")
         return np.broadcast_to(found, box.shape)
 
     def mean(self) -> float:
@@ -106,7 +113,7 @@ class _Weights:
             box = Box((first, *[0] * len(others)), (min(first + _ROWS, rows), *others))
             sums += float(self.read(box).sum())
         if not sums:
-            raise DataError(f"{self._source.path}: all weights are 0; give one that is not")
+            raise DataError(f"{self._source.path}: all weights are 0; give positive weights")
         return sums / float(np.prod(self._extent))
 
     def close(self) -> None:

@@ -52,23 +52,36 @@ def seconds_since(where: str, values: Any, units: str, calendar: str = "standard
     DataError
         The units are none of a fixed length since a date, the calendar is unknown, or a time is missing.
     """
-    kind = _CALENDARS.get(calendar.strip().lower())
-    if kind is None:
-        raise DataError(f"{where}: the calendar '{calendar}' is unknown; choose from {', '.join(_CALENDARS)}")
+    kind = _kind(where, calendar)
     found = _SINCE.fullmatch(units.strip())
     unit = _SECONDS.get(found["unit"].lower()) if found else None
     if found is None or unit is None:
         raise DataError(
-            f"{where}: units '{units}' are no times since a date of days, hours, minutes or seconds; write them as"
+            f"{where}: units '{units}' are not supported; use days, hours, minutes or seconds since a date, such as"
             " 'hours since 2000-01-01 00:00:00'"
         )
     times = np.asarray(values, np.float64)
     if not np.isfinite(times).all():
-        raise DataError(f"{where}: has times that are missing; correct the file")
+        number = int(np.flatnonzero(~np.isfinite(np.ravel(times)))[0]) + 1
+        raise DataError(f"{where}: value {number} is missing; give every time a value, or remove that time")
     date = int(found["year"]), int(found["month"]), int(found["day"])
     hours = int(found["hour"] or 0), int(found["minute"] or 0), float(found["second"] or 0)
     start = 86400.0 * _day(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone(found["zone"])
     return start + unit * times
+
+
+def comparable(where: str, calendar: str, other: str) -> bool:
+    """Return whether dates of two calendars name the same days since 1582; DataError for unknown calendars."""
+    alike = {"gregorian": "standard", "julian": "standard"}
+    a, b = (_kind(where, one) for one in (calendar, other))
+    return alike.get(a, a) == alike.get(b, b)
+
+
+def _kind(where: str, calendar: str) -> str:
+    kind = _CALENDARS.get(calendar.strip().lower())
+    if kind is None:
+        raise DataError(f"{where}: calendar '{calendar}' is unknown; choose from {', '.join(_CALENDARS)}")
+    return kind
 
 
 def _zone(text: str | None) -> float:

@@ -38,6 +38,11 @@ def values_of(where: str, one: Beside) -> np.ndarray:
     return Packing(f"{where}:{one.name}", one.values.dtype, attributes).decode(one.values)
 
 
+def calendar_of(one: Beside) -> str:
+    """Return the calendar of a coordinate of times."""
+    return text_of(one.attributes, "calendar") or "standard"
+
+
 def times_of(where: str, one: Beside) -> np.ndarray:
     """Return times as seconds, for comparing.
 
@@ -52,8 +57,18 @@ def times_of(where: str, one: Beside) -> np.ndarray:
             f"{where}: its coordinate {one.name} has {f'units {units!r}' if units else 'no units'}; give it units such"
             " as 'hours since 2000-01-01 00:00:00'"
         )
-    calendar = text_of(one.attributes, "calendar") or "standard"
-    return seconds_since(f"{where}:{one.name}", values_of(where, one), units, calendar)
+    values = np.asarray(values_of(where, one), np.float64)
+    if one.values is not None and one.values.dtype.kind in "iu":
+        values[_missing(one)] = np.nan
+    return seconds_since(f"{where}:{one.name}", values, units, calendar_of(one))
+
+
+def _missing(one: Beside) -> np.ndarray:
+    """Return which whole numbers of a coordinate stand for missing values; NumPy's NaT is the least int64."""
+    assert one.values is not None
+    marks = [np.ravel(one.attributes[name]) for name in ("_FillValue", "missing_value") if name in one.attributes]
+    marks += [np.array([np.iinfo(np.int64).min])] if one.values.dtype == np.int64 else []
+    return np.isin(one.values, np.concatenate(marks)) if marks else np.zeros(one.values.shape, bool)
 
 
 def latitudes_of(source: TileSource, beside: Sequence[Beside]) -> np.ndarray | None:
@@ -66,12 +81,14 @@ def latitudes_of(source: TileSource, beside: Sequence[Beside]) -> np.ndarray | N
         told |= one.name.lower() in ("lat", "latitude") and units in ("", "degrees", "degree")
         if not told or one.values is None:
             continue
-        if one.dimensions == (rows,) and one.values.shape == (extent["Y"],):
-            return np.asarray(values_of(source.path, one), np.float64)
+        values = np.asarray(values_of(source.path, one), np.float64)
+        values = np.rad2deg(values) if units in ("radian", "radians", "rad") else values
+        if one.dimensions == (rows,) and values.shape == (extent["Y"],):
+            return values
         if one.dimensions == (rows, columns):
-            return np.asarray(values_of(source.path, one), np.float64)
+            return values
         if one.dimensions == (columns, rows):
-            return np.asarray(values_of(source.path, one), np.float64).T
+            return values.T
     return None
 
 

@@ -54,7 +54,9 @@ class DraftSink(TileSink):
         super().__init__(path, shape, dtype, axes, chunks, grid)
         unknown = sorted(set(options) - set(self.choices))
         if unknown:
-            raise ConfigError(f"{path}: has no option '{unknown[0]}'{suggest(unknown[0], self.choices)}")
+            raise ConfigError(
+                f"{path}: has no option '{unknown[0]}'{suggest(unknown[0], self.choices) or '; leave it out'}"
+            )
         self._options = {**self.choices, **options}
         self._overwrite, self._stays, self._open = overwrite, resume, False
         self._kept = dict[str, set[str]]()
@@ -103,9 +105,7 @@ class DraftSink(TileSink):
             with suppress(ValueError, KeyError):
                 note = json.loads(read_bytes(self._note))
                 if note["asked"] != asked:
-                    raise OutputError(
-                        f"{self._part}: is of another array than the one asked for; remove it, or choose another name"
-                    )
+                    raise OutputError(f"{self._part}: belongs to another array; remove it, or choose another name")
                 write_text(self._note, json.dumps(note | {"resumed": True}))
                 return
         self._forget()
@@ -155,7 +155,7 @@ class DraftSink(TileSink):
 
     def _name(self) -> None:
         if self.path.exists() and not self._overwrite:
-            raise OutputError(f"{self.path}: is there by now; choose another name, or give overwrite")
+            raise OutputError(f"{self.path}: exists by now; choose another name, or overwrite it (--overwrite)")
         part = self._finished()
         old = self.path.with_name(self.path.name + ".replaced")
         if self.path.is_dir():  # no folder is replaced by a rename

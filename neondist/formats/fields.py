@@ -52,6 +52,8 @@ class Fields:
         How many times after the last of its images a target is.
     step : float
         Seconds from time to time.
+    order : (str, str)
+        Whether coordinates of rows and columns are 'ascending' or 'descending'; '' where that is not known.
     """
 
     source: str
@@ -65,6 +67,7 @@ class Fields:
     input_units: Sequence[str] = ()
     lead: int = 0
     step: float = 0.0
+    order: tuple[str, str] = ("", "")
 
     @property
     def names(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..io.hdf5 import CheckedArray, DeferredErrorFile, faults, find, get_text, open_file, put_text, state
 from .axes import Cells, bare, guess
 from .base import TileSource
@@ -33,8 +33,10 @@ _OWN = {
 class HDF5Source(TileSource):
     """An array of an HDF5 file: the one named, or 'images', or the only one; its attribute 'axes' names its axes."""
 
+    refusal: ClassVar[str | None] = None
+
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
-        self._file, self._state = open_file(path), state(path)
+        self._file, self._state = open_file(path, self.refusal), state(path)
         self._checked: CheckedArray | None = None
         try:
             with faults(path):
@@ -91,7 +93,7 @@ class HDF5Source(TileSource):
                 self._checked = CheckedArray(self._file, self._name, tuple(tile))
             self._checked.read(first.start, out)
         if state(path) != self._state:
-            raise DataError(f"{self.path}: has changed since it was opened; start anew")
+            raise DataError(f"{self.path}: has changed since it was opened; run the command again")
         return out
 
 
@@ -108,11 +110,16 @@ class HDF5Sink(PlacedSink):
 
     choices: ClassVar[dict[str, Any]] = {"name": "predictions", "channels": True}
 
+    @property
+    def by_channel(self) -> bool:
+        """Whether the file has an array for each channel."""
+        return False
+
     def _lay(self, part: Path, like: TileSource | None) -> Placement:
         names = self._arrays()
         self.chunks = self.chunks or default_chunks(self.shape, self.axes, self.dtype)
         axes, shape = bare(self.axes, self.shape, self._options)
-        each = self._options.get("variables") is not None  # an array for each channel
+        each = self.by_channel
         self.chunks = (*self.chunks[:-1], 1) if each else self.chunks
         chunks, own = self.chunks[: len(shape)], len(shape) - each
         places: dict[tuple[int, ...], int] = {}
@@ -147,7 +154,10 @@ class HDF5Sink(PlacedSink):
 
     def _arrays(self) -> list[str]:
         """Return the names of the arrays: one, or one for each channel."""
-        return [self._options["name"]]
+        name = self._options["name"]
+        if not name or "/" in name:
+            raise ConfigError(f"{self.path}: invalid name {name!r}; give one without '/', such as predictions")
+        return [name]
 
     def _describe(self, arrays: Sequence[Any], like: TileSource | None) -> None:
         """Write what the axes are, and what is known of them."""

@@ -167,7 +167,7 @@ def pictures_in(folder: Path) -> list[Path]:
     """Return the pictures of a folder in the order of their names; DataError if it has none."""
     found = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
     if not found:
-        raise DataError(f"{folder}: has no pictures ({', '.join(SUFFIXES)}); give a folder that has some")
+        raise DataError(f"{folder}: has no images ({', '.join(SUFFIXES)}); give a folder with images")
     return found
 
 

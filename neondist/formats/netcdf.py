@@ -30,6 +30,8 @@ class NetCDFSource(HDF5Source):
     scale stay as they are. Its axes are those that coordinates and names tell (`conventions.letters`).
     """
 
+    refusal = "not a NetCDF file; check the path, or restore it from a good copy"
+
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         with faults(path), open_regular(path) as file:
             if file.read(3) == b"CDF":
@@ -175,8 +177,13 @@ class NetCDFSink(HDF5Sink):
 
     choices: ClassVar[dict[str, Any]] = {"name": "predictions", "variables": None}
 
+    @property
+    def by_channel(self) -> bool:
+        """Whether the file has a variable for each channel."""
+        return self._options["variables"] is not None
+
     def _arrays(self) -> list[str]:
-        if self._options["variables"] is None:
+        if not self.by_channel:
             return super()._arrays()
         names = [name for name, _ in self._options["variables"]]
         if len(names) != self.shape[-1] or len({*names}) < len(names):
@@ -192,7 +199,7 @@ class NetCDFSink(HDF5Sink):
             names = {letter: name for letter, name in known if name}
         usual = dict(zip("NTZYXC", ("sample", "time", "z", "y", "x", "channel"), strict=True))
         sizes = {names.get(one, usual.get(one, one.lower())): n for one, n in zip(self.axes, self.shape, strict=True)}
-        if self._options["variables"] is not None:
+        if self.by_channel:
             sizes.popitem()  # the channels
         own, kept = tuple(sizes), dict[str, Beside]()
         for one in given:

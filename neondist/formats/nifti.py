@@ -61,9 +61,7 @@ class NIfTISource(TileSource):
                 raise DataError(f"{path}: has an array of shape {list(shape)}; give one of up to 5 axes")
             size, needed = path.stat().st_size, prod(shape) * stored.itemsize
             if needed > (size - proxy.offset if path.suffix == ".nii" else _MOST_PACKED * size):
-                raise DataError(
-                    f"{path}: promises {list(shape)} voxels, more than the file holds; put back a good copy"
-                )
+                raise DataError(f"{path}: is truncated: its header specifies {list(shape)} voxels; restore the file")
             self._proxy, self._kept = proxy, kept
             scaled = (proxy.slope, proxy.inter) != (1, 0)
             self._as = np.dtype(np.float64) if scaled else stored
@@ -96,7 +94,7 @@ class NIfTISink(PlacedSink):
         try:
             header.set_data_dtype(self.dtype)
         except nibabel.spatialimages.HeaderDataError:
-            raise ConfigError(f"{self.path}: NIfTI files cannot hold {self.dtype}; choose another dtype") from None
+            raise ConfigError(f"{self.path}: NIfTI files cannot store {self.dtype}; choose another dtype") from None
         header.set_data_shape(full)
         self._calibrate(header, like, [name for name in _AXES if name in extents and name in self.axes])
         start = -(-(int(header["sizeof_hdr"]) + 4) // 16) * 16

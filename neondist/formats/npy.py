@@ -38,7 +38,7 @@ class NPYSource(TileSource):
         # nothing is mapped: a file that becomes shorter would end the process
         found = read_placed(self._file, self.path, self._place, cells)
         if state(Path(self.path)) != self._state:
-            raise DataError(f"{self.path}: has changed since it was opened; start anew")
+            raise DataError(f"{self.path}: has changed since it was opened; run the command again")
         return found
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ def _placement(path: Path, file: BinaryIO, axes: str | None) -> Placement:
         raise DataError(f"{path}: holds {dtype}, not numbers; give an array of numbers")
     start, end = file.tell(), file.seek(0, 2)
     if min(shape, default=1) < 0 or start + prod(shape) * dtype.itemsize > end:
-        raise DataError(f"{path}: promises {list(shape)} numbers, more than the file holds; put back a good copy")
+        raise DataError(f"{path}: is truncated: its header specifies an array of {list(shape)}; restore the file")
     axes = axes or guess(shape)
     if fortran:
         axes, shape = axes[::-1], shape[::-1]

@@ -84,8 +84,8 @@ class FolderSource(TileSource):
             return source
         source.close()
         raise DataError(
-            f"{file}: its shape is {list(source.shape)}, {source.dtype}; that of the folder's first is"
-            f" {list(self.shape[1:])}, {self.dtype}: pictures must be of one size and kind"
+            f"{file}: has shape {list(source.shape)}, {source.dtype}, but the first image of the folder"
+            f" {list(self.shape[1:])}, {self.dtype}; keep images of one size and type in a folder"
         )
 
 
@@ -105,7 +105,7 @@ class PictureSink(PlacedSink):
     def _lay(self, part: Path, like: TileSource | None) -> Placement:
         kind = _PACKED.get(self.path.suffix.lower())
         if kind is None:
-            raise ConfigError(f"{self.path}: such pictures are read only; choose .png, or .tif")
+            raise ConfigError(f"{self.path}: writing this format is not supported; choose .png or .tif")
         channels = (1, 3) if kind == "JPEG" else (1, 2, 3, 4)
         wide = kind == "PNG" and self.dtype == np.uint16 and self.shape[-1] == 1
         if self.axes != "YXC" or self.shape[-1] not in channels or not (wide or self.dtype in (np.uint8, np.bool_)):

@@ -117,7 +117,7 @@ def read_placed(file: Any, path: str, place: Placement, cells: Cells) -> np.ndar
         for offset in offsets.tolist():
             file.seek(offset)
             if file.readinto(view[:size]) != size:
-                raise DataError(f"{path}: ends early, or has changed since it was opened; start anew")
+                raise DataError(f"{path}: ends early, or has changed since it was opened; run the command again")
             view = view[size:]
         out[inner] = np.frombuffer(buffer, place.dtype).reshape(out[inner].shape)
     return out

@@ -109,7 +109,7 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     file, inside = _parts(text)
     kind = _find(file) or _by_content(file)
     if kind is None:
-        what = f"is of no known kind; there are {_choices('source')}" if os.path.exists(file) else "no such file"
+        what = f"unknown file type; choose from {_choices('source')}" if os.path.exists(file) else "no such file"
         raise DataError(f"{text}: {what}")
     if not os.path.exists(file):  # and not Path.exists, which raises where a name is too long
         raise DataError(f"{text}: no such file; check the path")
@@ -169,13 +169,13 @@ def create_sink(
     """
     path, kind = Path(path), _find(Path(path))
     if kind is None:
-        raise ConfigError(f"{path}: is of no known kind; there are {_choices('sink')}")
+        raise ConfigError(f"{path}: unknown file type; choose from {_choices('sink')}")
     make = kind.load("sink", path)
     extents, dtype = tuple(map(int, shape)), np.dtype(dtype)
     if len(axes) != len(extents) or not axes.endswith("C") or Axes(axes).names != axes or min(extents) < 1:
         raise ConfigError(f"{path}: axes '{axes}' of shape {list(extents)}; name each in the order {ORDER}, C the last")
     if dtype.kind not in "fiub":
-        raise ConfigError(f"{path}: {dtype} are no numbers; choose another dtype")
+        raise ConfigError(f"{path}: {dtype} is not numeric; choose another dtype")
     if chunks is not None:
         if len(chunks) != len(extents) or min(chunks) < 1:
             raise ConfigError(f"{path}: chunks {list(chunks)} for shape {list(extents)}; give one number an axis")
@@ -183,7 +183,7 @@ def create_sink(
         if np.prod(chunks, dtype=object) * dtype.itemsize > LARGEST_CHUNK:
             raise ConfigError(f"{path}: chunks {list(chunks)} are larger than 1 GiB; give smaller ones")
     if path.exists() and not overwrite:
-        raise OutputError(f"{path}: is there already; choose another name, or give overwrite")
+        raise OutputError(f"{path}: exists already; choose another name, or overwrite it (--overwrite)")
     if like is not None:
         given, wanted = (
             {name: n for name, n in zip(of, on, strict=True) if name in "ZYX"}
@@ -191,7 +191,7 @@ def create_sink(
         )
         if given != wanted:
             raise ConfigError(
-                f"{path}: its extents {given} are not {wanted}, those of {like.path}: its place in the world would be"
+                f"{path}: its extents {given} are not {wanted}, those of {like.path}: its physical position would be"
                 " wrong; give like=None"
             )
     sink: TileSink = make(

@@ -187,7 +187,7 @@ class TIFFSource(TileSource):
             file.seek(offset)
             data = file.read(size)
             if len(data) != size:
-                raise DataError(f"{self.path}: ends early; put back a good copy")
+                raise DataError(f"{self.path}: ends early; restore it from a good copy")
             tile, corner, extents = self._decode(data, index, of_jpeg)
             if tile is None:
                 continue
@@ -286,7 +286,7 @@ def _check_packing(path: Path, key: Any) -> None:
     try:
         key.decode(None, 0)
     except ValueError as error:
-        raise DataError(f"{path}: is packed as cannot be read here ({error}); write it packed by deflate") from error
+        raise DataError(f"{path}: uses an unsupported compression ({error}); rewrite it with deflate") from error
 
 
 def _fill(missing: float | None, dtype: np.dtype) -> Any:

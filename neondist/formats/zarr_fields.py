@@ -21,7 +21,7 @@ _NUMBERS = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 def require_harmless(name: str, array: Any) -> None:
     """Raise DataError if an array is packed by pickle."""
     if "pickle" in str(array.metadata.to_dict()).lower():
-        raise DataError(f"{name}: is packed by pickle, which may run any program; write it again without")
+        raise DataError(f"{name}: is encoded with pickle, which can execute code; rewrite it without")
 
 
 def dimensions(array: Any) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ class ZarrSource(TileSource):
 
         name = f"{path}:{inside}" if inside else str(path)
         if ".." in inside.split("/"):
-            raise DataError(f"{name}: leads out of the folder; name an array in it")
+            raise DataError(f"{name}: points outside the folder; name an array in it")
         with faults(name):
             if inside.strip("/") and not (path / inside.strip("/")).exists():
                 there = sorted(one.name for one in path.iterdir() if any((one / each).is_file() for each in METADATA))
@@ -49,10 +49,10 @@ class ZarrSource(TileSource):
             names: Any = image.names
             at = paths[min(level, len(paths) - 1)]
             if ".." in at.split("/"):
-                raise DataError(f"{name}: level {level} leads out of the folder; put back a good copy")
+                raise DataError(f"{name}: level {level} leads out of the folder; restore it from a good copy")
             array = found[at] if at else found
             if not isinstance(array, zarr.Array):
-                raise DataError(f"{name}: level {level} is no array; put back a good copy")
+                raise DataError(f"{name}: level {level} is no array; restore it from a good copy")
             require_harmless(name, array)
             told, facts = axes, dict[str, Any]()
             self._packing, self._place = None, path / inside.strip("/") / at
@@ -119,9 +119,9 @@ class ZarrSink(DraftSink):
 
         ome, nearest = self._options["ome"], self._options["nearest"]
         if self.path.is_dir() and not any((self.path / name).exists() for name in METADATA):
-            raise OutputError(f"{self.path}: is a folder, and no Zarr; choose another name")
+            raise OutputError(f"{self.path}: is a folder, but not a Zarr store; choose another name")
         if ome not in ("0.4", "0.5"):
-            raise ConfigError(f"ome: there is no version {ome!r} here; give '0.4' or '0.5'")
+            raise ConfigError(f"ome: unsupported version {ome!r}; give '0.4' or '0.5'")
         self.chunks = self.chunks or default_chunks(self.shape, self.axes, self.dtype, 1 << 20)
         version: Literal[2, 3] = 3 if ome == "0.5" else 2
         nearest = self.dtype.kind in "iub" if nearest is None else nearest

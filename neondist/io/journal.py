@@ -65,10 +65,15 @@ class Journal:
         differ = [] if self.job is None else [name for name in wanted if wanted[name] != self.job.get(name)]
         if differ and not overwrite:
             raise OutputError(
-                f"{self.path}: tells of a job that was begun with another {' and another '.join(differ)}; give what it"
-                " was begun with to go on, or --overwrite to begin anew"
+                f"{self.path}: belongs to a job with another {' and another '.join(differ)}; give the same"
+                " to resume it, or --overwrite to start again"
             )
         return set() if differ else set(self._done)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no part was done when the journal was read."""
+        return not self._done
 
     def begin(self, job: dict[str, Any]) -> None:
         """Write that nothing is done of a job."""

@@ -56,7 +56,7 @@ class Lock:
         while not self._taken():
             if time.monotonic() >= end:
                 raise OutputError(
-                    f"{what}: another run writes there ({_holder(path)}); wait for its end, or choose another {other}"
+                    f"{what}: in use by another run ({_holder(path)}); wait until it ends, or choose another {other}"
                 )
             time.sleep(0.1)
 

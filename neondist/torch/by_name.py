@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..costs.labels import is_dense
 from ..errors import ConfigError, UserError
 from ..optim import Schedule, Scheduled
 from ..registry import Registered, suggest
@@ -52,6 +53,13 @@ class TorchLoss(Registered):
     def cells(self, output_shape: tuple[int, ...]) -> int:
         """Return 1: it says itself what it is a mean of."""
         return 1
+
+    def check_labels(self, output: Any, labels: Any) -> None:
+        """Raise DataError for labels that are no classes of an output (N, C, ...), of a loss of classes."""
+        if self.ignore_index is None or not (isinstance(output, torch.Tensor) and isinstance(labels, torch.Tensor)):
+            return
+        if labels.shape != output.shape and output.ndim > 1:
+            is_dense((*labels.shape, output.shape[1]), labels.detach().cpu().numpy(), self.ignore_index)
 
 
 class TorchOptimizer(Scheduled, Registered):

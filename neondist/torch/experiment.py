@@ -254,7 +254,11 @@ class TorchModel(TrainableModel):
         model.step = self.step
         with self._seeded():
             output = model(features)
-        return (output, labels), model.loss(self.cost.criterion, output, labels)
+        try:
+            return (output, labels), model.loss(self.cost.criterion, output, labels)
+        except (IndexError, RuntimeError, UserError):
+            self.cost.check_labels(output, labels)
+            raise
 
     def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
         """Return this rank's outputs and labels, channels last, and on rank 0 the loss times the samples."""

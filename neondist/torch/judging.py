@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..comm import ProcessGrid, Reductions
+from ..costs.labels import is_dense
 from ..errors import ConfigError
 from .by_name import TorchLoss
 from .feeding import channels_first
@@ -58,7 +59,12 @@ class LossOfCells:
         """Return the sum; NaN for what is judged by other labels than `metric_targets` has."""
         if targets.dtype.kind == "f" and np.isnan(targets).any():
             return float("nan")
-        return float(self._sum(*channels_first(y, targets)))
+        try:
+            return float(self._sum(*channels_first(y, targets)))
+        except (IndexError, RuntimeError):
+            if self.ignore_index is not None:
+                is_dense(y.shape, targets, self.ignore_index)
+            raise
 
     def weight(self, shape: Sequence[int], targets: np.ndarray) -> float:
         """Return the weights of all labels that count; of a loss that knows no labels, how many numbers there are."""

@@ -18,14 +18,13 @@ from ..comm.agree import CALL, check_alike
 from ..errors import ConfigError, DataError
 from ..geometry import Box
 from ..io.checkpoint import Piece, Taken, scatter
+from ..io.checkpoint.weights import MOST
 from ..io.files import replacing
 from .module import DistributedModule
 from .weights_file import opened_weights, safetensors
 
 OPTIMIZER = "optimizer/"
 """What the names of an optimiser's tensors begin with."""
-MOST = 3
-"""Names of each kind that a message has at most."""
 _AS_PLAIN = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # what NumPy, or HDF5, has no type for
 
 
@@ -104,13 +103,21 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         @lru_cache(1)
         def tensor_of(name: str) -> np.ndarray:
             assert file is not None
-            return as_array(file.tensor(name).to(fresh[name].dtype))
+            tensor = file.tensor(name)
+            if fresh[name].is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex()):
+                raise DataError(
+                    f"{path}: {name} holds {tensor.dtype} values, and the module's are {fresh[name].dtype}; write"
+                    " floating-point weights"
+                )
+            return as_array(tensor.to(fresh[name].dtype))
 
         error: Exception | None = None
         try:
             scatter(world, pieces, lambda piece, place: tensor_of(piece.name)[place])
+        except DataError as problem:
+            error = problem
         except Exception as problem:  # of a file that has changed meanwhile
-            error = DataError(f"{path}: cannot be read ({problem}); put back a copy, or name another file")
+            error = DataError(f"{path}: cannot be read ({problem}); restore it from a copy, or name another file")
         agree(world, error)
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -179,14 +186,14 @@ def check_fit(path: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[st
     both = [name for name in here if name in there]
     misfits = [(name, there[name], here[name]) for name in both if there[name] != here[name]]
     missing, left = [name for name in here if name not in there], [name for name in there if name not in here]
-    found = Taken(both, _first(missing), _first(sorted(left)), misfits[:MOST])
+    found = Taken(both, missing, sorted(left), misfits)
     if found.left or not found.complete:
-        differences = str(found).partition("; ")[2]
-        raise DataError(f"{path}: does not fit the module: {differences}; name a file of this module's state_dict")
-
-
-def _first(names: list[str]) -> list[str]:
-    return names if len(names) <= MOST else [*names[:MOST], f"{len(names) - MOST} more"]
+        differences = found.differences(MOST)
+        remedy = "name a file of this module's state_dict"
+        prefix = next((name.removesuffix(missing[0]) for name in left if missing and name.endswith(missing[0])), "")
+        if prefix and {*there} == {prefix + name for name in here}:
+            remedy = f"remove '{prefix}' from the names, which a wrapper of the module added"
+        raise DataError(f"{path}: does not fit the module: {differences}; {remedy}")
 
 
 def _world(model: nn.Module) -> Any:

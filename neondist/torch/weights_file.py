@@ -113,7 +113,10 @@ def _state_dict(path: Path) -> dict[str, torch.Tensor]:
             f"{_object(error)}; write it by torch.save(module.state_dict(), FILE)"
         ) from error
     except Exception as error:  # of a damaged file, whatever the library stumbles over
-        raise DataError(f"{path}: cannot be read ({error}); put back a copy, or name another file") from error
+        raise DataError(
+            f"{path}: is damaged, or not a file of torch.save ({type(error).__name__}: {error}); restore it from a"
+            " copy, or name another file"
+        ) from error
     if _is_state(found):
         return dict(found)
     keys = list(found) if isinstance(found, Mapping) else []

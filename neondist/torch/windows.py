@@ -107,7 +107,7 @@ class ModuleWindows:
                 output = self.module(windows)
         except Exception as error:
             line = str(error).strip().split("\n")[0]
-            raise ConfigError(f"{what} fails: {type(error).__name__}: {line}") from error
+            raise ConfigError(f"{what} fails: {type(error).__name__}: {line}; give --windows of its size") from error
         try:
             scores = channels_last(output)
         except StopIteration:

@@ -7,6 +7,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..comm import ProcessGrid, all_or_none
 from ..data import Dataset
 from ..data.base import SPLITS
@@ -14,6 +16,7 @@ from ..errors import ConfigError, DataError
 from ..io.checkpoint import opened
 from ..models import TrainableModel
 from ..registry.ranges import choice
+from .callbacks.worst_samples import worst_samples
 from .consistency import check_consistency, check_data_consistency, outline
 from .experiment import FitExperiment
 from .field_facts import take_fields
@@ -22,9 +25,16 @@ from .state import told_of
 from .validate import validate
 from .weights import take_weights
 
+PIXELS = 256
+"""along each side of the pictures of a page"""
+
 
 def evaluate_checkpoint(
-    experiment: FitExperiment, checkpoint: str | Path, grid: ProcessGrid | None = None, split: str | None = None
+    experiment: FitExperiment,
+    checkpoint: str | Path,
+    grid: ProcessGrid | None = None,
+    split: str | None = None,
+    pictures: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
     """Return the cost and the metrics of a checkpoint's weights over a split of the experiment's data; collective.
 
@@ -38,6 +48,8 @@ def evaluate_checkpoint(
         Default `experiment.open_grid()`.
     split : {'test', 'validation', 'train'}, optional
         Default: test, or validation where the data set has no test split.
+    pictures : dict, optional
+        Filled with small pictures of the samples with the largest losses, as `worst_samples` returns them.
 
     Returns
     -------
@@ -64,6 +76,8 @@ def evaluate_checkpoint(
                     raise DataError(f"{checkpoint}: {problem}") from None
         samples = dataset.splits[split]
         found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
+        if pictures is not None:
+            pictures |= worst_samples(model, samples, experiment.batch_size, PIXELS)
     return {"split": split, **told_of(len(samples), found)}
 
 

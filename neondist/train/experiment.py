@@ -158,6 +158,9 @@ class FitExperiment(Registered):
         self.checkpoint, self.best = CheckpointSchedule.of(checkpoint), best
         self.loggers = list(loggers or ())
         settle(model, backend, dtype, seed)
+        given: dict[str, object] = {"backend": backend, "dtype": dtype, "seed": seed, "accumulate": accumulate}
+        given |= {"sync": sync, "recompute": recompute, "strips": strips, "memory": memory, "strategy": strategy}
+        self.model_fields = frozenset(name for name, value in given.items() if value is not None)
         strategy = as_strategy(strategy) if isinstance(strategy, str) else strategy
         self.grid = of_grid(strategy, self.grid)
         model.execute(accumulate, sync, recompute, strips, memory, strategy)

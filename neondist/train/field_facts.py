@@ -28,6 +28,7 @@ class FieldFacts:
     outputs, units, mean, std : of those that it gives
     lead : times from the last of an image to its target
     step : seconds from time to time
+    order : of the coordinates of rows and columns, as `Fields` has it
     """
 
     inputs: list[str]
@@ -38,12 +39,15 @@ class FieldFacts:
     std: np.ndarray
     lead: int
     step: float
+    order: tuple[str, str] = ("", "")
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> FieldFacts:
         """Return what the texts of a checkpoint say; ValueError, which says what is wrong, if that is nothing."""
         if TEXT not in texts:
-            raise ValueError("is of a network of other data: it has no names of variables")
+            raise ValueError(
+                "has no names of variables; name a checkpoint of a network that was trained on ClimateFiles"
+            )
         facts = plain_json(texts[TEXT], dict)
         inputs, input_units, outputs, units = (
             _names(facts, name) for name in ("inputs", "input_units", "outputs", "units")
@@ -54,21 +58,32 @@ class FieldFacts:
         if (std <= 0).any():
             raise ValueError("'std' is not positive")
         (step,) = _numbers({"step": [facts.get("step")]}, "step", 1).tolist()
-        return cls(inputs, input_units, outputs, units, mean, std, whole("'lead'", facts.get("lead")), step)
+        order = _names(facts, "order") if "order" in facts else ["", ""]
+        if len(order) != 2:
+            raise ValueError("'order' has not two names")
+        lead = whole("'lead'", facts.get("lead"))
+        return cls(inputs, input_units, outputs, units, mean, std, lead, step, (order[0], order[1]))
 
     def physical(self, y: np.ndarray) -> np.ndarray:
         """Return outputs (..., C) of the network in the units of the files."""
         return np.asarray(y * self.std + self.mean)
 
-    def require(self, inputs: Sequence[str], input_units: Sequence[str], lead: int, step: float) -> None:
+    def require(
+        self,
+        inputs: Sequence[str],
+        input_units: Sequence[str],
+        lead: int,
+        step: float,
+        order: tuple[str, str] = ("", ""),
+    ) -> None:
         """Raise ValueError, with the first name that differs, unless a network of these channels and times is meant.
 
-        `step` may be 0, where it is not known.
+        `step` may be 0, and `order` empty, where they are not known.
         """
         _require_same("inputs", self.inputs, inputs)
         for name, there, here in zip(inputs, self.input_units, input_units, strict=True):
             if there != here:
-                raise ValueError(f"was trained with {name} in '{there}', here it is in '{here}'; convert the files")
+                raise ValueError(f"was trained with {name} in '{there}', the files have it in '{here}'; convert them")
         if lead != self.lead:
             raise ValueError(f"was trained with lead: {self.lead}, the experiment has lead: {lead}; give the same")
         if step and abs(step - self.step) > _NEAR * self.step:
@@ -76,6 +91,9 @@ class FieldFacts:
                 f"was trained with {self.step / 3600:g} hours from time to time, the files have {step / 3600:g}; select"
                 " times that are as far apart"
             )
+        for what, there, here in zip(("latitudes", "longitudes"), self.order, order, strict=True):
+            if there and here and there != here:
+                raise ValueError(f"was trained with {there} {what}, the files have {here} ones; reverse that axis")
 
 
 def texts_of(fields: Fields | None) -> dict[str, str]:
@@ -91,6 +109,7 @@ def texts_of(fields: Fields | None) -> dict[str, str]:
         "std": fields.std.tolist(),
         "lead": fields.lead,
         "step": fields.step,
+        "order": list(fields.order),
     }
     return {TEXT: json.dumps(facts)}
 
@@ -104,7 +123,7 @@ def taken(texts: Mapping[str, str], fields: Fields) -> Fields:
         Its channels are others, with the first name that differs; or it does not say what they are.
     """
     facts = FieldFacts.of(texts)
-    facts.require(fields.inputs, fields.input_units, fields.lead, fields.step)
+    facts.require(fields.inputs, fields.input_units, fields.lead, fields.step, fields.order)
     _require_same("outputs", facts.outputs, fields.names)
     return replace(fields, mean=facts.mean, std=facts.std)
 

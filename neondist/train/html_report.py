@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..formats.base import faults
+from ..formats.class_colours import class_colours
 from ..io.files import reason
 from ..io.generation_log import read_events
 from ..io.regular_file import open_regular, read_bytes
@@ -22,6 +23,8 @@ from .state import Record
 _PICTURES = ("tiles.png",)  # curves are drawn from the records
 _ROWS, _COLUMNS, _DEPTH = 5000, 100, 5
 """the most of a table that is shown, and how deep lists of a record are nested"""
+_CLASSES, _NO_CLASS = 255, (128, 128, 128)
+"""classes with a colour each, and that of others, such as cells that are ignored"""
 _LARGEST = 1 << 27  # bytes of a picture, or of arrays
 _SPLITS = ("train", "validation", "test")
 _COSTS = {"seconds": "s of training", "samples_per_second": "samples/s", "bytes_sent": "bytes of halos, all ranks",
@@ -50,7 +53,7 @@ def report(folder: Path) -> str:
         "<h2>Epochs</h2>",
         table(["epoch", *metrics], [[told(record.get(name)) for name in ("epoch", *metrics)] for record in shown]),
         *_of_classes(last),
-        *_worst(folder / "worst.npz"),
+        *(_worst(_arrays(folder / "worst.npz")) if (folder / "worst.npz").is_file() else []),
         "<h2>Time and bytes</h2>",
         table(["epoch", *_COSTS.values()], [[told(r.get(name)) for name in ("epoch", *_COSTS)] for r in shown]),
         *describe_job(folder, shown),
@@ -72,11 +75,21 @@ def _headline(records: Sequence[Record]) -> list[str]:
     return []
 
 
-def page_of_numbers(name: str, of: Mapping[str, str], found: Mapping[str, Any]) -> str:
-    """Return a page of what `neondist evaluate` has found; `of`: what it is about, by name."""
+def page_of_numbers(
+    name: str, of: Mapping[str, str], found: Mapping[str, Any], samples: Mapping[str, np.ndarray] | None = None
+) -> str:
+    """Return a page of what `neondist evaluate` has found.
+
+    Parameters
+    ----------
+    of : mapping
+        The checkpoint, and what it was evaluated on, by name.
+    samples : mapping, optional
+        Pictures, as `worst_samples` returns them.
+    """
     numbers = {**of, **{name: value for name, value in found.items() if not isinstance(value, list)}}
     rows = [[safe(name), told(value)] for name, value in numbers.items()]
-    return page(name, [table(["", ""], rows), *_of_classes(found, "")])
+    return page(name, [table(["", ""], rows), *(_worst(samples, 256) if samples else []), *_of_classes(found, "")])
 
 
 def read_records(path: Path, continued: bool = False) -> list[Record]:
@@ -149,7 +162,7 @@ def _of_classes(record: Mapping[str, Any], when: str = ", last epoch") -> list[s
     for name, value in lists.items():
         if name not in columns:
             parts += [
-                f"<h2>{safe(name)}{when}</h2><p>Rows: what is; columns: what was said.</p>",
+                f"<h2>{safe(name)}{when}</h2><p>Rows: true classes; columns: predicted ones.</p>",
                 _matrix([row[:_COLUMNS] for row in value[:_COLUMNS]]),
             ]
     return parts
@@ -175,22 +188,36 @@ def _in_words(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _worst(path: Path) -> list[str]:
-    """Return pictures of the samples with the largest loss, if the run has come to its end."""
-    if not path.is_file():
-        return []
-    found = _arrays(path)
-    dense = found["label"].ndim == 3
+def _worst(found: Mapping[str, np.ndarray], width: int = 128) -> list[str]:
+    """Return pictures of the samples with the largest losses."""
+    label, said = found["label"], found["said"]
+    dense = label.ndim == 3
     parts = ["<h2>Largest losses</h2>"]
     if dense:
-        parts += ["<p>The image (of a volume the middle slice), its labels, and what was said.</p>"]
-    for sample, loss, *shown in zip(*found.values(), strict=True):
-        words = "" if dense else f": {_few(shown[1])}, said {_few(shown[2])}"
-        maps: Iterable[np.ndarray] = _coloured(np.stack(shown[1:])) if dense else ()
-        pictures = (picture("", png(each), width=128) for each in (shown[0], *maps))
-        caption = f"{int(sample)}{words}; loss {float(loss):.4g}"
+        parts += ["<p>Each image (of a volume the middle slice), its target and the prediction.</p>"]
+        parts += _key(label, said)
+    for at, (sample, loss, image) in enumerate(zip(found["sample"], found["loss"], found["image"], strict=True)):
+        words = "" if dense else f": target {_few(label[at])}, prediction {_few(said[at])}"
+        maps: Iterable[np.ndarray] = _coloured(np.stack([label[at], said[at]])) if dense else ()
+        alts = f"image {int(sample)}", "target", "prediction"
+        pictures = (picture(alt, png(each), width=width) for alt, each in zip(alts, (image, *maps), strict=False))
+        caption = f"sample {int(sample)}{words}; loss {float(loss):.4g}"
         parts.append(f"<figure>{''.join(pictures)}<figcaption>{caption}</figcaption></figure>")
     return parts
+
+
+def _key(*maps: np.ndarray) -> list[str]:
+    """Return the colours of the classes in some maps."""
+    if any(one.dtype.kind not in "iu" for one in maps):
+        return []
+    classes = sorted({int(number) for one in maps for number in np.unique(one)})[:_COLUMNS]
+    colours = _coloured(np.array(classes))
+    named = (
+        f"<span class='key'><svg width='11' height='11'><rect width='11' height='11' fill='rgb({r},{g},{b})'/></svg>"
+        f" {number}</span>"
+        for number, (r, g, b) in zip(classes, colours.tolist(), strict=True)
+    )
+    return [f"<p>Classes: {''.join(named)}</p>"]
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
@@ -229,7 +256,10 @@ def _few(value: np.ndarray) -> str:
 def _coloured(maps: np.ndarray) -> np.ndarray:
     """Return colours (n, h, w, 3) of classes; numbers are grey."""
     if maps.dtype.kind in "iu":
-        return (maps[..., None] * np.array([97, 57, 151]) % 256).astype(np.uint8)  # neighbours are far apart
+        known, places = np.unique(maps, return_inverse=True)
+        colours = np.array([*class_colours(_CLASSES), _NO_CLASS], np.uint8)
+        chosen = np.where((known >= 0) & (known < _CLASSES), known, _CLASSES)
+        return colours[chosen][places.reshape(maps.shape)]
     maps = np.nan_to_num(maps.astype(np.float64))
     low, high = maps.min(), maps.max()
     with np.errstate(all="ignore"):

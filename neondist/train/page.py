@@ -21,13 +21,14 @@ _LARGEST = sys.float_info.max / 4  # so that differences are finite
 _MOST_TEXT = 1 << 22  # bytes
 _WIDTH, _HEIGHT = 420, 220
 _FAR_APART = 20  # largest over smallest value from which an axis is logarithmic
+_NEAR = 2  # from which one that is not begins at 0
 _BEST = "#d62728"
 _COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
 _STYLE = """body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:.5em 0}td,th{padding:.2em .7em;border:1px solid #ccc;text-align:right}
 figure{display:inline-block;margin:0 1.5em 1em 0;max-width:100%}figcaption{font-weight:bold}
 pre{background:#f6f6f6;padding:1em;overflow:auto}
-img,svg{max-width:100%;height:auto}.wide{overflow-x:auto}.lead{font-size:1.3em;font-weight:bold}
+img,svg{max-width:100%;height:auto}img{image-rendering:pixelated;margin-right:4px}.wide{overflow-x:auto}.lead{font-size:1.3em;font-weight:bold}
 .key{font-weight:normal;font-size:12px;margin-right:1em;white-space:nowrap}"""
 
 
@@ -43,6 +44,16 @@ def page(title: str, parts: Iterable[str]) -> str:
 def is_number(value: Any) -> bool:
     """Tell whether something can be drawn."""
     return type(value) in (int, float) and abs(value) <= _LARGEST
+
+
+def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
+    """Return the ends of an axis for some values, and whether it is logarithmic: where they are positive and far apart.
+
+    Other axes begin at 0 unless values are negative or vary little.
+    """
+    low, high = min(values), max(values)
+    powers = low > 0 and _FAR_APART * low < high
+    return (0.0 if not powers and 0 <= _NEAR * low <= high else low), high, powers
 
 
 def told(value: Any) -> str:
@@ -84,15 +95,14 @@ def plot(
     dots : bool
         Points are not joined.
     powers : bool
-        The axis of x is logarithmic. That of y is where `dots` are positive and far apart.
+        The axis of x is logarithmic. Whether that of y is, `axis_range` says.
     best : (x, y), optional
         A point to mark.
     """
     points = [point for line in lines.values() for point in line]
     first, last = min(x for x, _ in points), max(x for x, _ in points)
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    across = math.log if powers else float
-    upwards = math.log if dots and low > 0 and high / low > _FAR_APART else float
+    low, high, far = axis_range([y for _, y in points])
+    across, upwards = math.log if powers else float, math.log if far else float
     bottom, top = upwards(low), upwards(high)
 
     def place(x: float, y: float) -> tuple[str, str]:
@@ -109,6 +119,8 @@ def plot(
         if dots or len(spots) <= 40:
             drawn += [f"<circle cx='{x}' cy='{y}' r='3' fill='{colour}'/>" for x, y in spots]
         keys.append(f"<span class='key' style='color:{colour}'>{safe(name)}</span>")
+    if scaled := [axis for axis, on in (("x", powers), ("y", far)) if on]:
+        keys.append(f"<span class='key'>logarithmic: {', '.join(scaled)}</span>")
     if best is not None:
         x, y = place(*best)
         drawn.append(f"<circle cx='{x}' cy='{y}' r='7' fill='none' stroke='{_BEST}' stroke-width='2'/>")

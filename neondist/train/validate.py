@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -39,6 +40,7 @@ class Experiment(Protocol):
     checkpoint: CheckpointSchedule
     best: Best | None
     loggers: list[Logger]
+    model_fields: frozenset[str]
 
 
 def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, room: int | None = None) -> Plan:
@@ -62,7 +64,7 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
         shape = grid or asked
     with about(dataset):
         dataset.check()
-    with about(model):
+    with about_model(experiment):
         room_for_each = check_backend(model.backend)
         model.room = room_for_each(1) if room is None else room
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
@@ -111,6 +113,19 @@ def _check_room_for_layers(plan: Plan, room_for_each: Callable[[int], int | None
     remedy = "use more ranks, smaller batches, or fewer outputs"
     for name, needed in plan.each_needs():
         require_room(needed, f"layer '{name}'", remedy, partial(room_for_each, 1))
+
+
+@contextmanager
+def about_model(experiment: Experiment) -> Iterator[None]:
+    """Mark a UserError of the block as being about the model, or the experiment if that has the field it names."""
+    try:
+        with about(experiment.model):
+            yield
+    except UserError as error:
+        field = re.match(r"\w*", str(error))
+        if error.subject is experiment.model and field is not None and field[0] in experiment.model_fields:
+            error.subject = experiment
+        raise
 
 
 @contextmanager

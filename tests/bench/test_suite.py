@@ -166,7 +166,7 @@ def test_against_pytorch(file, tmp_path, monkeypatch, capsys):
     assert "÷ best" in page.read_text()
     told = capsys.readouterr()
     assert "torch.compile needs a C++ compiler" in told.out
-    assert re.match(r"turn 0 of [23], now tiny: \w+, round 1 of 1, ", told.err)
+    assert re.match(r"preparing, \d+ s so far\s+turn 0 of [23], now tiny: \w+, round 1 of 1, ", told.err)
 
 
 def test_a_job_that_fails_is_told(file, monkeypatch, capsys):

@@ -194,7 +194,7 @@ def test_pictures(tmp_path):
     with pytest.raises(DataError, match=r"shape \[3, 8, 5, 3\] \(NYXC\); the model takes \(N, H, W, 1\)"):
         open_images(tmp_path, (8, 5, 1))
     image.fromarray(whole[0, 1:]).save(tmp_path / "3.png")
-    with pytest.raises(DataError, match=r"3\.png: its shape is \[7, 5, 3\]"):
+    with pytest.raises(DataError, match=r"3\.png: has shape \[7, 5, 3\]"):
         open_images(tmp_path, (8, 5, 3)).raw(range(4), (slice(0, 8), slice(0, 5)))
     (tmp_path / "0.png").write_bytes((tmp_path / "0.png").read_bytes()[:45])
     with pytest.raises(DataError, match=r"0\.png: cannot be read as an image"):
@@ -220,8 +220,8 @@ def bad_input(tmp_path):
         "missing": "no such file",
         "text.npy": "damaged, or another kind of file",
         "text.h5": "not an HDF5 file",
-        "text.csv": "no known kind",
-        "empty": "has no pictures",
+        "text.csv": "unknown file type",
+        "empty": "has no images",
         "objects.npy": "not numbers",
         "words.npy": "not numbers",
         "axes.npy": r"shape \[3, 4\]; the model takes \(N, H, W, 2\)",

@@ -169,7 +169,7 @@ HARMS = [_link, _soft, _elsewhere, _virtual, _objects, _endless, *map(_position,
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_forged_file_is_refused_and_leads_nowhere(tmp_path, harm):
     save(tmp_path / "c.h5")
-    with pytest.raises(DataError, match=r"forged\.h5: (is no checkpoint|does not say)"):
+    with pytest.raises(DataError, match=r"forged\.h5: (is not a neondist checkpoint|does not say)"):
         restore(forged(tmp_path / "c.h5", harm), begun(nd.ProcessGrid(SingleTransport())))
 
 
@@ -196,7 +196,7 @@ def test_every_rank_learns_that_the_file_is_bad(tmp_path):
         return None
 
     first, *others = loopback.run(3, body)
-    assert "is no checkpoint" in first
+    assert "is not a neondist checkpoint" in first
     assert others == [first] * 2
 
 

@@ -160,5 +160,5 @@ def test_what_cannot_be_is_refused(written, harm):
         del file["remembered"]
         file["remembered"] = np.bytes_(json.dumps(told))
 
-    with pytest.raises(DataError, match=r"forged\.h5: (says nothing sensible|what border schemes remember)"):
+    with pytest.raises(DataError, match=r"forged\.h5: (has invalid data|what border schemes remember)"):
         notes(forged(written / "stale.h5", change), 2)

@@ -86,7 +86,7 @@ def test_init_from_says_what_was_taken(folder):
     ("words", "message"),
     [
         (("evaluate", "toy.yaml", "--checkpoint", "none.h5"), "none.h5: no such file"),
-        (("predict", "toy.yaml", "--checkpoint", "toy.yaml", *FILES), "toy.yaml: is no checkpoint"),
+        (("predict", "toy.yaml", "--checkpoint", "toy.yaml", *FILES), "toy.yaml: is not a neondist checkpoint"),
         (("predict", *WORDS, "--input", "z.npy", "--output", "y.npy"), "z.npy: no such file"),
         (("run", "toy.yaml", "--output", "third", "--init-from", "none.h5"), "none.h5: no such file"),
         (("run", "toy.yaml", "--resume", "--init-from", "x"), "leave out --resume or --init-from"),

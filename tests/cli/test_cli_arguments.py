@@ -92,7 +92,9 @@ def test_usage_errors_are_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
-    assert "usage: neondist" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "usage: neondist" in told
+    assert told.count("\n") == 1
 
 
 def test_usage_is_told_by_one_rank(monkeypatch, capsys):

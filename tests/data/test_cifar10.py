@@ -101,8 +101,8 @@ FAULTS = {
     "empty": r"test_batch\.bin has 0 bytes",
     "label": "label 10 of train sample 9",
     "gone": "no folder or file",
-    "archive cut": "no sound",
-    "no archive": "no sound",
+    "archive cut": "not a valid",
+    "no archive": "not a valid",
     "archive without batches": r"has no data_batch_1\.bin",
 }
 

@@ -100,7 +100,7 @@ def test_missing_cells_are_filled(tmp_path):
     found = nd.ClimateFiles(str(tmp_path / "a.nc"), fill=250.0, **given)
     found.open(nd.ProcessGrid.serial())
     assert found.train.images([3])[0, 2, 1, 0] == 250
-    with pytest.raises(nd.DataError, match=r"a\.nc:t2m: has cells that are NaN; give the data set fill"):
+    with pytest.raises(nd.DataError, match=r"a\.nc:t2m: has missing values \(NaN\); replace"):
         nd.ClimateFiles(str(tmp_path / "a.nc"), **given).open(nd.ProcessGrid.serial())
 
 
@@ -115,31 +115,44 @@ def in_celsius(data):
 
 
 WRONG = {
-    "disorder": (disordered, {}, r"1\.nc: disorder in time: time 3 of .*1\.nc is not after the one before; sort"),
+    "disorder": (disordered, {}, r"1\.nc: times are not increasing: time 3 of .*1\.nc is not .*; sort"),
     "a gap": (lambda d: d.isel(time=[0, 1, 2, *range(5, 10)]), {}, r"1\.nc: a gap .* comes 18 hours after .* 6 hours"),
-    "a gap between files": (lambda d: d.isel(time=slice(3, 10)), {}, r"a gap in time: time 1 of .*1\.nc comes 1 days"),
-    "the same times": (lambda d: weather(0, 10), {}, r"1\.nc: disorder in time: time 1 .*the last of .*0\.nc; sort"),
+    "a gap between files": (lambda d: d.isel(time=slice(3, 10)), {}, r"a gap .* time 1 of .*1\.nc comes 1 day after"),
+    "the same times": (lambda d: weather(0, 10), {}, r"1\.nc: times .* increasing: time 1 .*last of .*0\.nc; sort"),
     "other units": (in_celsius, {}, r"1\.nc: t2m is in 'degC', but in .*0\.nc in 'K'; convert"),
-    "another grid": (lambda d: d.isel(lat=slice(0, 5)), {}, r"1\.nc:t2m: lies on lat 5 x lon 8, but .* 6 x lon 8"),
-    "turned round": (lambda d: d.isel(lat=slice(None, None, -1)), {}, r"1\.nc:t2m: its coordinate lat differs"),
+    "another grid": (lambda d: d.isel(lat=slice(0, 5)), {}, r"1\.nc:t2m: has the grid lat 5 x lon 8, but .* 6 x lon 8"),
+    "turned round": (lambda d: d.isel(lat=np.arange(6)[::-1]), {}, r"1\.nc:t2m: its coordinate lat .*; reverse that"),
     "other dimensions": (
         lambda d: d.assign(u10=d.u10.rename(lat="y")), {"variables": ["t2m", "u10"]},
-        r"1\.nc:u10: lies on y 6 x lon 8, but .*same dimensions: regrid",
+        r"1\.nc:u10: has the grid y 6 x lon 8, but .*share their dimensions: regrid",
     ),
+    "no spacing": (
+        lambda d: d.assign_coords(lat=d.lat.where(d.lat != d.lat[2])), {}, r"1\.nc:t2m: its coordinate lat has missing",
+    ),
+    "a moved grid": (lambda d: d.assign_coords(lat=d.lat + 1), {}, r"coordinate lat differs .*; regrid one"),
+    "another calendar": (
+        lambda d: d.convert_calendar("noleap", use_cftime=True), {},
+        r"1\.nc: its times have the calendar 'noleap', but those of .*0\.nc 'proleptic_gregorian'; convert",
+    ),
+    "a missing time": (
+        lambda d: d.assign_coords(time=d.time.where(d.time != d.time[3])), {}, r"1\.nc:time: value 4 is missing; give",
+    ),
+    "no units": (lambda d: d.assign(t2m=d.t2m.drop_attrs()), {}, r"1\.nc: t2m is in '', but in .*0\.nc in 'K'; conv"),
+    "text": (lambda d: d.assign(t2m=d.t2m.astype(str)), {}, r"1\.nc:t2m: holds text, .*; name a variable of numbers"),
     "no such variable": (lambda d: d.drop_vars("t2m"), {}, r"1\.nc: has no array 't2m'; it has"),
     "no such level": (
         lambda d: d.isel(level=[0, 2]), {"variables": ["z"], "levels": [500]},
         r"1\.nc:z: has no level 500; choose from 850, 250",
     ),
-    "levels not said": (lambda d: d, {"variables": ["z"]}, r"0\.nc:z: has 3 levels; give levels, some of 850, 500"),
+    "levels not said": (lambda d: d, {"variables": ["z"]}, r"0\.nc:z: has 3 levels; choose some with levels: 850, 500"),
     "moved levels": (
         lambda d: d.isel(level=[1, 0, 2]), {"variables": ["z"], "levels": [500]}, r"level z500 in another place",
     ),
-    "no times": (lambda d: d.isel(time=0), {}, r"1\.nc:t2m: has no axis of time"),
+    "no times": (lambda d: d.isel(time=0), {}, r"1\.nc:t2m: has no time axis"),
     "numbers for times": (
         lambda d: d.assign_coords(time=("time", np.arange(10.0), {"axis": "T"})), {}, r"1\.nc: its coordinate time has",
     ),
-    "too few times": (lambda d: d, {"lead": 20}, r"20 times are 0 samples of 1 times and a target 20 later"),
+    "too few times": (lambda d: d, {"lead": 20}, r"too few times for steps: 1 and lead: 20: 20, which makes 0"),
     "an unknown target": (lambda d: d, {"targets": ["pr"]}, r"has no array 'pr'"),
 }  # fmt: skip
 
@@ -196,7 +209,7 @@ def test_the_command_tells_file_and_line(tmp_path, capsys):
     assert main(["check", str(tmp_path / "run.yaml")]) == 2
     told = capsys.readouterr().err
     assert "run.yaml:2: dataset: " in told
-    assert "disorder in time" in told
+    assert "times are not increasing" in told
     assert told.count("\n") == 1
 
 
@@ -222,8 +235,8 @@ def test_times_of_calendars(calendar):
 @pytest.mark.parametrize(
     ("units", "calendar", "message"),
     [
-        ("months since 2000-01-01", "standard", "no times since a date"),
-        ("days since yesterday", "standard", "no times since a date"),
+        ("months since 2000-01-01", "standard", "are not supported; use days, hours"),
+        ("days since yesterday", "standard", "are not supported; use days, hours"),
         ("days since 2000-01-01", "lunar", "calendar 'lunar' is unknown"),
     ],
 )

@@ -191,7 +191,7 @@ def test_no_content_length(mirror, target):
 @pytest.mark.parametrize("content", [b"<html>sign in</html>", gzip.compress(b"another", mtime=0), b"\x1f\x8b broken"])
 def test_a_corrupt_file_is_not_kept(mirror, target, content):
     (mirror.folder / NAME).write_bytes(content)
-    with pytest.raises(DataError, match=f"{NAME}: what arrived is damaged .*; try again, or name another mirror"):
+    with pytest.raises(DataError, match=f"{NAME}: the download is damaged .*; try again, or choose another mirror"):
         download.download_mnist(target, mirror.url)
     assert not list(target.iterdir())
 

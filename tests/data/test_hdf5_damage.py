@@ -210,8 +210,8 @@ def outside(path):
 
 
 LINKS = {
-    "virtual": (virtual, "'train/images' has its cells in other files"),
-    "cells outside": (outside, "'train/labels' has its cells in other files"),
+    "virtual": (virtual, "'train/images' stores its data in external files"),
+    "cells outside": (outside, "'train/labels' stores its data in external files"),
     "pipe": (link("train/images", lambda p: h5py.ExternalLink(str(p.parent / "pipe"), "x")), "link into another file"),
     "group": (
         link("train", lambda p: h5py.ExternalLink(str(p.parent / "pipe"), "x")),

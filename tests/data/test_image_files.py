@@ -144,11 +144,11 @@ def test_three_splits(made, tmp_path):
     assert list(alone.splits) == ["train", "test"]
     for test, told in [
         (0, "test: 0 cannot be used"),
-        (3, "test: 2 images for validation and 3 for it leave none to train on"),
+        (3, "test: 2 images for validation and 3 for it leave no training images"),
         ({"labels": "a"}, "test: has labels; give images"),
         ({"images": fields["images"]}, "0.npy is an image of training too"),
         ({"images": other["images"], "labels": f"{tmp_path}/t.csv"}, "test: has labels of another kind"),
-        ({"images": f"{tmp_path}/none*.npy"}, "test.images: no file is called"),
+        ({"images": f"{tmp_path}/none*.npy"}, "test.images: no file matches"),
     ]:
         (tmp_path / "t.csv").write_text("3.npy,1\n")
         with pytest.raises(nd.UserError, match=told):
@@ -223,7 +223,7 @@ def test_time_and_depth_are_samples_or_space(tmp_path):
     assert (len(data.train), data.sample_shape) == (20, (8, 10, 1))
     numbers = np.arange(20)
     np.testing.assert_array_equal(data.train.targets(numbers), 2 * data.train.images(numbers))
-    with pytest.raises(nd.DataError, match=r"a\.nc:rain: has cells that are NaN; give the data set fill"):
+    with pytest.raises(nd.DataError, match=r"a\.nc:rain: has missing values \(NaN\); replace"):
         on_ranks(2, lambda grid: opened(grid, fields | {"crop": [20, 30]}))
     volume = np.random.default_rng(0).random((12, 20, 30, 1))
     for n in range(2):
@@ -268,9 +268,9 @@ def test_each_rank_reads_little_more_than_its_tile(made, tmp_path):
 
 
 MISTAKES = {
-    "no file is called": {"images": "nothing/*.npy"},
+    "no file matches": {"images": "nothing/*.npy"},
     r"4\.npy: has no mask called 4": {"masks": [0, 1, 2, 3]},
-    r"masks.9\.npy: is a mask of no image": {"masks": [0, 1, 2, 3, 4, 9]},
+    r"masks.9\.npy: is a mask without an image": {"masks": [0, 1, 2, 3, 4, 9]},
     r"masks.2\.npy: is 40 x 40 x 1 uint8, but its image": {"wrong": np.zeros((40, 40), "uint8"), "at": "masks/2.npy"},
     r"masks.2\.npy: as samples it has 2 of 47 x 47": {"wrong": np.zeros((2, 47, 47), "uint8"), "at": "masks/2.npy"},
     r"2\.npy: is 47 x 47 x 1 uint8, but .*0\.npy is 40 x 52 x 3": {"wrong": cells(2)[1], "at": "images/2.npy"},
@@ -308,13 +308,13 @@ def test_mistakes_are_told_by_file(made, tmp_path, message):
 
 TABLES = {
     "has no row for .*5.npy": "0.npy,1\n1.npy,0\n2.npy,0\n3.npy,0\n4.npy,0\n",
-    "'6.npy' is no image here": "".join(f"{n}.npy,0\n" for n in range(7)),
+    "'6.npy' matches no image": "".join(f"{n}.npy,0\n" for n in range(7)),
     "has two labels": "".join(f"{n}.npy,0\n" for n in range(6)) + "0.npy,1\n",
     "has 2 values": "".join(f"{n}.npy,0{',1' * (n == 3)}\n" for n in range(6)),
     "all images have the class 'cat'": "".join(f"{n}.npy,cat\n" for n in range(6)),
     "'cat' is no number": "".join(f"{n}.npy,{'cat' if n else 1}\n" for n in range(6)),
-    "no finite number": "".join(f"{n}.npy,{'nan' if n == 2 else 1.5}\n" for n in range(6)),
-    "5.npy has the class 5; there are 3": "".join(f"{n}.npy,{n}\n" for n in range(6)),
+    "not finite": "".join(f"{n}.npy,{'nan' if n == 2 else 1.5}\n" for n in range(6)),
+    "5.npy has the class 5; valid classes are 0 to 2": "".join(f"{n}.npy,{n}\n" for n in range(6)),
 }
 
 
@@ -324,7 +324,7 @@ def test_mistakes_in_tables(tmp_path, message):
         np.save(tmp_path / f"{n}.npy", cells(0)[0])
     (tmp_path / "l.csv").write_text(TABLES[message])
     with pytest.raises(nd.DataError, match=message):
-        nd.ImageFiles(f"{tmp_path}/*.npy", f"{tmp_path}/l.csv", classes=3 if "there are 3" in message else None).check()
+        nd.ImageFiles(f"{tmp_path}/*.npy", f"{tmp_path}/l.csv", classes=3 if "0 to 2" in message else None).check()
 
 
 @pytest.mark.parametrize("labels", ["folders", "table"])

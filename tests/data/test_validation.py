@@ -106,7 +106,7 @@ def test_what_is_no_part(wrong, make):
 @pytest.mark.parametrize("kind", [*KINDS, lambda path, **more: hdf5(path, **more)])
 @pytest.mark.parametrize("asked", [20, 10**9])
 def test_some_samples_are_left_to_train_on(tmp_path, kind, asked):
-    with pytest.raises(DataError, match=f"validation: {asked} of 20 training samples leave none"):
+    with pytest.raises(DataError, match=f"validation: {asked} of 20 training samples leave no"):
         kind(tmp_path, validation=asked).open(SERIAL)
 
 

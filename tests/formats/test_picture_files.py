@@ -34,7 +34,7 @@ def test_a_jpeg_is_close(tmp_path):
         assert np.abs(source.read(nd.Box.of(array.shape)).astype(int) - array).max() < 8
     with pytest.raises(nd.ConfigError, match=r"JPEG files hold bytes \(Y, X, C\) with 1 or 3 channels"):
         nd.create_sink(tmp_path / "b.jpg", (4, 4, 1), "float32", "YXC")
-    with pytest.raises(nd.ConfigError, match="read only"):
+    with pytest.raises(nd.ConfigError, match="writing this format is not supported"):
         nd.create_sink(tmp_path / "b.gif", (4, 4, 1), "uint8", "YXC")
 
 
@@ -60,5 +60,5 @@ def test_folders(tmp_path):
         assert (source.axes, source.shape) == ("NYXC", (3, 8, 6, 3))
         np.testing.assert_array_equal(source.read([(1, 3), (2, 8), (0, 3), (0, 3)]), np.stack(whole)[1:, 2:, :3])
     PIL.fromarray(cells((8, 7, 3))).save(tmp_path / "2.png")
-    with pytest.raises(nd.DataError, match=r"2\.png: its shape is \[8, 7, 3\]"):
+    with pytest.raises(nd.DataError, match=r"2\.png: has shape \[8, 7, 3\]"):
         nd.open_source(tmp_path)

@@ -20,7 +20,7 @@ def test_one_tile_of_everything(tmp_path):
     with tifffile.TiffFile(tmp_path / "a.tif", mode="r+") as file:
         for name in ("ImageWidth", "ImageLength", "RowsPerStrip"):
             file.pages[0].tags[name].overwrite(60000)
-    with pytest.raises(nd.DataError, match=r"a\.tif: 3\.6 GB of it have to be decoded at once"):
+    with pytest.raises(nd.DataError, match=r"a\.tif: 3\.6 GB have to be decoded at once"):
         nd.open_source(tmp_path / "a.tif")
 
 
@@ -57,7 +57,7 @@ def test_hdf5_of_terabytes(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("images", (60000, 60000), "u1", chunks=(60000, 30000), compression="gzip")
         file.create_dataset("many", (10**7, 10**7), "u1", chunks=(64, 64), compression="gzip")
-    with pytest.raises(nd.DataError, match=r"a\.h5: 1\.8 GB of it have to be decoded at once"):
+    with pytest.raises(nd.DataError, match=r"a\.h5: 1\.8 GB have to be decoded at once"):
         nd.open_source(tmp_path / "a.h5")
     with nd.open_source(f"{tmp_path}/a.h5:many") as source:
         assert not source.read([(10**6, 10**6 + 9), (5, 8), (0, 1)]).any()
@@ -68,7 +68,7 @@ def test_hdf5_of_terabytes(tmp_path):
 def test_npy_that_is_shorter_than_it_says(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((30, 40)))
     os.truncate(tmp_path / "a.npy", 5000)
-    with pytest.raises(nd.DataError, match=r"a\.npy: promises \[30, 40\] numbers, more than the file holds"):
+    with pytest.raises(nd.DataError, match=r"a\.npy: is truncated: its header specifies an array of \[30, 40\]"):
         nd.open_source(tmp_path / "a.npy")
 
 
@@ -94,7 +94,7 @@ def test_missing_libraries_are_told(tmp_path, monkeypatch):
         nd.open_source(tmp_path / "a.zarr")
     with pytest.raises(nd.UserError, match=r"TIFF needs tifffile: pip install"):
         nd.create_sink(tmp_path / "a.svs", (2, 2, 1), "uint8", "YXC")
-    with pytest.raises(nd.DataError, match=r"no known kind; .*nibabel, tifffile, zarr not installed: pip install"):
+    with pytest.raises(nd.DataError, match=r"unknown file type; .*nibabel, tifffile, zarr not installed: pip install"):
         nd.open_source(tmp_path / "a.xyz")
 
 

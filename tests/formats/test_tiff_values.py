@@ -184,7 +184,7 @@ def test_colours_of_tifffile(tmp_path):
         tifffile.imwrite(path, array, photometric="rgb")
         with tifffile.TiffFile(path, mode="r+b") as file:
             file.pages[0].tags[259].overwrite(number)
-        with pytest.raises(nd.DataError, match=f"is packed as cannot be read here .*{packing}.*; write it packed by"):
+        with pytest.raises(nd.DataError, match=f"uses an unsupported compression .*{packing}.*; rewrite it with"):
             nd.open_source(path)
     tifffile.imwrite(path, array.astype("complex64"), photometric="rgb")
     with pytest.raises(nd.DataError, match="holds complex64, not numbers"):

@@ -112,15 +112,15 @@ def test_what_could_run_a_program_or_lead_elsewhere_is_refused(tmp_path):
     (tmp_path / "a.zarr" / ".zarray").write_text(json.dumps(facts | {"filters": [{"id": "pickle", "protocol": 5}]}))
     with pytest.raises(nd.DataError, match="pickle"):
         nd.open_source(tmp_path / "a.zarr")
-    with pytest.raises(nd.DataError, match="leads out"):
+    with pytest.raises(nd.DataError, match="points outside"):
         nd.open_source(f"{tmp_path}/a.zarr:../b")
     facts |= {"shape": [10**9, 10**9], "chunks": [10**6, 10**6]}
     (tmp_path / "a.zarr" / ".zarray").write_text(json.dumps(facts))
-    with pytest.raises(nd.DataError, match="1 TB of it have to be decoded at once"):
+    with pytest.raises(nd.DataError, match="1 TB have to be decoded at once"):
         nd.open_source(tmp_path / "a.zarr")
     (tmp_path / "b.zarr").mkdir()
     (tmp_path / "b.zarr" / "precious").touch()
-    with pytest.raises(nd.OutputError, match="is a folder, and no Zarr"):
+    with pytest.raises(nd.OutputError, match="is a folder, but not a Zarr store"):
         nd.create_sink(tmp_path / "b.zarr", (2, 2, 1), "uint8", "YXC", overwrite=True)
 
 

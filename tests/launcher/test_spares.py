@@ -103,7 +103,7 @@ def test_spares_that_are_no_number(number, capsys):
     with pytest.raises(SystemExit) as end:
         parser().parse_args(["run", "toy.yaml", "--spares", number])
     assert end.value.code == 2
-    assert f"'{number}' is no number that can be used here; give 0 or more" in capsys.readouterr().err
+    assert f"invalid value '{number}'; give a whole number, 0 or more" in capsys.readouterr().err
 
 
 @needs_mpirun

@@ -177,14 +177,21 @@ def changed(data, **more):
 
 
 WRONG = {
-    "other units": (lambda d: changed(d, t2m="degC"), [], "was trained with t2m@t-1 in 'K', here it is in 'degC'"),
+    "other units": (
+        lambda d: changed(d, t2m="degC"), [],
+        "was trained with t2m@t-1 in 'K', the files have it in 'degC'",
+    ),
     "other variables": (
         lambda d: d, ["--set", "dataset.variables=[u10, z]"],
         "is of another network: channel 0 of its inputs is 't2m@t-1', the experiment has 'u10@t-1'",
     ),
+    "turned round": (
+        lambda d: d.isel(lat=slice(None, None, -1)), [], "with descending latitudes, the files have ascending ones;",
+    ),
+    "infinite values": (lambda d: d.assign(t2m=d.t2m / 0), [], "a.nc:t2m: has infinite values; replace"),
     "other levels": (lambda d: d.isel(level=[1]), [], "a.nc:z: has no level 850; choose from 500"),
     "a gap": (lambda d: d.isel(time=[0, 1, 2, 5]), [], "a.nc: a gap in time"),
-    "too few times": (lambda d: d.isel(time=[0]), [], "has 1 times, the network takes 2; give more files"),
+    "too few times": (lambda d: d.isel(time=[0]), [], "has 1 times, but the network needs 2; give more files"),
     "no file of NetCDF": (lambda d: d, ["--output", "out.npy"], "forecasts are written to NetCDF"),
     "blocks": (lambda d: d, ["--block", "4"], "leave out --classes, --probabilities and --block"),
     "another lead": (lambda d: d, ["--set", "dataset.lead=2"], "with lead: 1, the experiment has lead: 2; give the"),

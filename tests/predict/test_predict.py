@@ -271,14 +271,14 @@ def test_another_job_is_told(folder, tmp_path, monkeypatch):
     shutil.copy(folder / "x.npy", tmp_path / "x.npy")
     begun(folder, tmp_path, monkeypatch)
     np.save(tmp_path / "x.npy", np.load(tmp_path / "x.npy") + 1)
-    with pytest.raises(OutputError, match=r"y\.npy\.partial\.journal: .* begun with another input; .*--overwrite"):
+    with pytest.raises(OutputError, match=r"partial\.journal: belongs to a job with another input; .*--overwrite"):
         on(1, folder, tmp_path / "y.npy", tmp_path / "x.npy")
     with pytest.raises(OutputError, match=r"another outputs and another route and another input"):
         on(2, folder, tmp_path / "y.npy", tmp_path / "x.npy", block=8, classes=True)
     on(2, folder, tmp_path / "y.npy", tmp_path / "x.npy", overwrite=True)
     on(1, folder, tmp_path / "z.npy", tmp_path / "x.npy", block=16)
     np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), np.load(tmp_path / "z.npy"))
-    with pytest.raises(OutputError, match=r"y\.npy: is there already"):
+    with pytest.raises(OutputError, match=r"y\.npy: exists already"):
         on(2, folder, tmp_path / "y.npy", tmp_path / "x.npy")
     on(2, folder, tmp_path / "y.npy", overwrite=True)
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), np.load(folder / "y.npy"), rtol=1e-12, atol=1e-12)
@@ -297,7 +297,7 @@ def test_one_job_at_a_time(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Writer, "write", meanwhile)
     on(1, folder, tmp_path / "y.npy")
-    assert f"y.npy: another run writes there (process {os.getpid()} on" in refused[0]
+    assert f"y.npy: in use by another run (process {os.getpid()} on" in refused[0]
     assert "choose another file with --output" in refused[0]
     assert [path.name for path in tmp_path.iterdir()] == ["y.npy"]
 
@@ -331,14 +331,18 @@ def test_bad_input(folder, tmp_path, monkeypatch):
     for name, error, message in (
         ("three.npy", DataError, r"three\.npy: holds an array of shape \[8, 8, 3\]; the model takes \(N, H, W, 2\)"),
         ("vectors.npy", DataError, r"vectors\.npy: holds an array of shape \[8, 2\]"),
-        ("odd.npy", DataError, r"odd\.npy: 9 x 11 cells do not suit the network, 8 x 10 would: .*of 2 \(layer 3 'conc"),
+        (
+            "odd.npy",
+            DataError,
+            r"odd\.npy: 9 x 11 .* valid input size .*, 8 x 10 are: .*of 2 \(layer 3 'conc",
+        ),
         ("none.npy", DataError, "no such file"),
     ):
         with pytest.raises(error, match=message):
             on(2, folder, tmp_path / "y.npy", tmp_path / name, block=4)
-    with pytest.raises(DataError, match=r"nan\.npy: has cells that are NaN; give the data set fill"):
+    with pytest.raises(DataError, match=r"nan\.npy: has missing values \(NaN\); replace"):
         on(2, folder, tmp_path / "out.npy", tmp_path / "nan.npy", block=4)
-    with pytest.raises(ConfigError, match=r"y\.jpg: JPEG changes numbers"):
+    with pytest.raises(ConfigError, match=r"y\.jpg: JPEG is lossy"):
         on(2, folder, tmp_path / "y.jpg", classes=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 900, 100))
     with pytest.raises(OutputError, match=r"y\.npy: needs .*, there are 100 B free"):

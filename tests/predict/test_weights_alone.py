@@ -1,6 +1,9 @@
 """Trained weights without an experiment: dense outputs, and maps of a classifier of windows."""
 
+import base64
+import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ import neondist as nd  # noqa: E402
 from neondist.cli import main  # noqa: E402
 from neondist.comm import ProcessGrid, loopback  # noqa: E402
 from neondist.errors import ConfigError, DataError, OutputError  # noqa: E402
+from neondist.formats.class_colours import class_colours  # noqa: E402
 from neondist.io.journal import Journal  # noqa: E402
 from neondist.torch.windows import ModuleWindows  # noqa: E402
 from neondist.train.inference import TrainedModule, predict_module  # noqa: E402
@@ -63,6 +67,16 @@ def folder(tmp_path_factory):
     torch.manual_seed(0)
     tiles, dense = nets["tiles"](), nets["Dense"]()
     tiles[1].running_mean.uniform_(-1, 1)
+    state = tiles.state_dict()
+    others = {
+        "transposed": {"0.weight": state["0.weight"].transpose(0, 1)},
+        "whole_numbers": {"5.bias": state["5.bias"].int()},
+        "nan": {"5.bias": state["5.bias"] / 0},
+        "more": {"6.bias": torch.zeros(1)},
+    }
+    for name, changed in others.items():
+        torch.save(state | changed, folder / f"{name}.pt")
+    torch.save({f"module.{name}": value for name, value in state.items()}, folder / "wrapped.pt")
     torch.save({"model": tiles.state_dict(), "epoch": 3, "optimizer": {"state": {}}}, folder / "tiles.pt")
     save_file(dense.state_dict(), folder / "dense.safetensors")
     x = np.random.default_rng(0).integers(0, 256, (104, 131, 3), "uint8")
@@ -130,7 +144,7 @@ def test_windows_go_on_after_an_interruption(folder, tmp_path, monkeypatch):
         with pytest.raises(Killed):
             on(1, folder, tmp_path / "y.ome.zarr", block=4)
     assert not (tmp_path / "y.ome.zarr").exists()
-    with pytest.raises(OutputError, match="begun with another network"):
+    with pytest.raises(OutputError, match="belongs to a job with another network"):
         on(1, folder, tmp_path / "y.ome.zarr", scale=1.0)
     monkeypatch.setattr(
         ModuleWindows, "run", lambda self, number, x: (computed.append(number), run(self, number, x))[1]
@@ -187,18 +201,26 @@ def test_every_cell_and_classes_that_are_seen(folder):
         ("--factory nets_of_test.py:needs", "py:needs: arguments: needs failed: TypeError: needs() missing 1"),
         ("--factory none.py:tiles", "--factory none.py: no such file"),
         ("--factory tiles", "give FILE.py:NAME"),
-        ("--factory nets_of_test.py:tiles --windows 105", "104 x 131 cells have no room for a window of 105"),
+        ("--factory nets_of_test.py:tiles --windows 105", "104 x 131 cells are smaller than a window of 105"),
         ("--factory nets_of_test.py:tiles --windows 32 --mean 1,2", "--mean: 2 numbers, and slide.ome.tif has 3"),
         ("--factory nets_of_test.py:tiles --stride 3", "give --windows CELLS"),
         ("--factory nets_of_test.py:tiles --windows 2", "for windows [1, 3, 2, 2], it fails: RuntimeError"),
         ("--factory nets_of_test.py:tiles --set epochs=1", "--import are for experiments"),
         ("", "give --factory FILE.py:NAME"),
+        ("--factory slide.ome.tif:tiles", "--factory slide.ome.tif: is not a Python file"),
+        ("transposed.pt --factory nets_of_test.py:tiles", "0.weight ([3, 5, 3, 3] there, [5, 3, 3, 3] here)"),
+        ("whole_numbers.pt --factory nets_of_test.py:tiles", "numbers.pt: 5.bias holds torch.int32 values, and the"),
+        ("nan.pt --factory nets_of_test.py:tiles", "nan.pt: 5.bias has values that are not finite"),
+        ("more.pt --factory nets_of_test.py:tiles", "more.pt: does not fit the module: left over in the file: 6.bias"),
+        ("wrapped.pt --factory nets_of_test.py:tiles", "remove 'module.' from the names, which a wrapper"),
     ],
 )
-def test_bad_input(folder, words, message):
-    code, _, err = here(
-        folder, "predict", "--weights", "tiles.pt", *words.split(), "--input", "slide.ome.tif", "--output", "bad.npy"
-    )
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_bad_input(folder, words, message, ranks):
+    first, *more = words.split() or [""]
+    weights, more = (first, more) if first.endswith(".pt") else ("tiles.pt", words.split())
+    given = ["--weights", weights, *more, "--input", "slide.ome.tif", "--output", "bad.npy", "-n", ranks]
+    code, _, err = here(folder, "predict", *given)
     assert (code, err.count("\n")) == (2, 1), err
     assert message in err
     assert not list(folder.glob("bad*"))
@@ -254,11 +276,54 @@ def test_loss_and_error_are_those_of_pytorch(folder, tmp_path, capsys, block):
     Image.fromarray(labels.astype("uint8")).save(tmp_path / "labels.tif")
     words = ["evaluate", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
     words += ["--input", folder / "slide.ome.tif", "--labels", tmp_path / "labels.tif"]
+    words += ["--report", tmp_path / "page.html"]
     assert main([*map(str, words), *([] if block is None else ["--block", block])]) == 0
+    page = (tmp_path / "page.html").read_text()
+    shown = re.findall(r"<img alt='([a-z 0-9]+)' width='256' src='data:image/png;base64,([^']+)'", page)
+    assert [alt for alt, _ in shown] == ["image 0", "target", "prediction"]
+    seen = [np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))) for _, data in shown]
+    colours = np.array(class_colours(2))
+    np.testing.assert_array_equal(seen[1], colours[labels])
+    assert (seen[2] == colours[np.load(folder / "dense.npy").argmax(-1)]).mean() > 0.999
+    x = tifffile.imread(folder / "slide.ome.tif").astype(float)
+    np.testing.assert_allclose(seen[0], 255 * (x - x.min()) / (x.max() - x.min()), atol=1.01)
+    assert "Classes: " in page
     found = json.loads(capsys.readouterr().out)
     target = torch.from_numpy(labels)[None]
     assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(y, target).item(), rel=1e-5)
     assert found["error"] == pytest.approx((y.argmax(1) != target).double().mean().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (np.full((104, 131), 8, "u1"), r"y.tif: label 8 is outside the 2 classes"),
+        (np.full((104, 131), 0.5, "f4"), r"y.tif: holds float32 values, one for each cell; give classes"),
+        (np.zeros((50, 50), "u1"), r"y.tif: has labels for [1, 50, 50]; the outputs are [1, 104, 131]: give a label"),
+    ],
+)
+def test_labels_that_do_not_fit(folder, tmp_path, capsys, labels, message):
+    tifffile.imwrite(tmp_path / "y.tif", labels)
+    words = ["evaluate", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
+    words += ["--input", folder / "slide.ome.tif", "--labels", tmp_path / "y.tif"]
+    for block in ([], ["--block", "64"]):
+        assert main([*map(str, words), *block]) == 2
+        told = capsys.readouterr().err
+        assert message in told
+        assert told.count("error: ") == 1
+
+
+def test_nothing_is_left_of_a_damaged_slide(folder, tmp_path, capsys):
+    x = np.random.default_rng(0).integers(0, 256, (104, 131, 3), "uint8")
+    tifffile.imwrite(tmp_path / "x.tif", x, tile=(32, 32), photometric="rgb")
+    content = (tmp_path / "x.tif").read_bytes()
+    (tmp_path / "x.tif").write_bytes(content[: len(content) // 3])
+    words = ["predict", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
+    words += ["--input", tmp_path / "x.tif"]
+    for name in ("y.npy", "y.ome.zarr"):
+        assert main([*map(str, words), "--output", str(tmp_path / name)]) == 2
+        assert "x.tif: ends early; restore it from a good copy" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["x.tif"]
 
 
 @pytest.mark.parametrize(

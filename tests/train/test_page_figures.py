@@ -69,6 +69,7 @@ def test_best_point_is_marked_on_logarithmic_axes():
     middle = re.search(r"<circle cx='([\d.]+)' cy='([\d.]+)' r='7'", text)
     assert float(middle[1]) == pytest.approx(55 + (420 - 70) / 2)  # 0.01 is half way from 0.001 to 0.1
     assert "best: 0.1 at 0.01" in text
+    assert "logarithmic: x, y" in text
     heights = [float(y) for y in re.findall(r"cy='([\d.]+)' r='3'", text)]
     assert heights[0] == pytest.approx(190 - 170 / 2, abs=1)  # 2 is half way from 0.1 to 40
 

@@ -51,7 +51,7 @@ def files(folder):
 
 def test_another_process_has_the_folder(tmp_path, holder):
     host = json.loads((tmp_path / lock.NAME).read_text())["host"]
-    with pytest.raises(OutputError, match=rf"another run writes there \(process {holder.pid} on {host}, since 20"):
+    with pytest.raises(OutputError, match=rf"in use by another run \(process {holder.pid} on {host}, since 20"):
         experiment(1).run(output=tmp_path, hooks=[])
     assert list(files(tmp_path)) == [lock.NAME]
 
@@ -75,7 +75,7 @@ def test_two_runs_in_one_process(tmp_path):
 
 def test_every_rank_learns_that_the_folder_is_taken(tmp_path, holder):
     def body(world):
-        with pytest.raises(OutputError, match="another run writes there"):
+        with pytest.raises(OutputError, match="in use by another run"):
             experiment(1).run(ProcessGrid(world), output=tmp_path, hooks=[])
 
     loopback.run(3, body)

@@ -88,7 +88,7 @@ def test_they_are_the_same_on_any_grid(tmp_path, dense, shape, more):
     page = (folder / "report.html").read_text()
     shown = page[page.index("Largest losses") : page.index("Time and bytes")]
     assert shown.count("<img") == (12 if dense else 4)
-    assert f"<figcaption>{worst[0]}" in shown
+    assert f"<figcaption>sample {worst[0]}" in shown
     (folder / "worst.npz").write_bytes(b"PK")
     assert main(["report", str(folder)]) == 2
 

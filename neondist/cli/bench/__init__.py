@@ -24,23 +24,27 @@ from . import modules, scaling, schemes, suite
 
 def add(commands: Any) -> None:
     """Add the command and everything below it."""
-    group = commands.add_parser("bench", help="measure steps, halo exchanges, scaling and schemes; predict steps")
+    group = commands.add_parser(
+        "bench", help="benchmark steps, halo exchanges, scaling and schemes; predict step times"
+    )
     group.set_defaults(of_layers=("bench", "use bench step, scaling or model"))
     benches = group.add_subparsers(required=True, metavar="WHAT")
 
-    one = benches.add_parser("step", help="training steps, by layer", allow_abbrev=False)
+    one = benches.add_parser("step", help="training steps, layer by layer", allow_abbrev=False)
     options.experiment(one)
-    one.add_argument("--against", choices=["torch"], help="train the same network there too, in turn")
+    one.add_argument("--against", choices=["torch"], help="also time the same network in this library, alternating")
     one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps to time (default 10)")
-    one.add_argument("--roofline", action="store_true", help="tell what limits each layer: matrix products or memory")
+    one.add_argument(
+        "--roofline", action="store_true", help="report the bottleneck of each layer: arithmetic or memory bandwidth"
+    )
     one.add_argument("--trace", metavar="FILE", type=options.file, help="write what each rank does when, for Perfetto")
     one.add_argument("--reading", action="store_true", help="time steps too whose batches are read, as in training")
-    one.add_argument("--json", type=options.path, metavar="FILE", help="write the results there as well")
+    one.add_argument("--json", type=options.path, metavar="FILE", help="also write the results to this file")
     one.set_defaults(command=step)
 
     one = benches.add_parser("halo", help="halo exchanges over sizes, against plain mpi4py and memcpy")
     options.ranks(one)
-    one.add_argument("--json", type=options.path, metavar="FILE", help="write the results there as well")
+    one.add_argument("--json", type=options.path, metavar="FILE", help="also write the results to this file")
     one.set_defaults(command=halo)
 
     suite.add(benches)

@@ -56,7 +56,7 @@ def add(benches: Any) -> None:
     one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each side (default 3)")
     one.add_argument("--steps", type=options.positive, default=3, metavar="K", help="steps of each turn (default 3)")
     for kind in "json", "markdown":
-        one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="write the results there as well")
+        one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
     one.add_argument("--side", choices=["ranks", *AGAINST], help="one turn of this side alone, of one model, to --json")
     one.add_argument("--profile", action="store_true", help="with --side: and where its time goes")
     one.set_defaults(command=modules)

@@ -26,7 +26,7 @@ from ..experiment import load, validated
 
 def add(benches: Any) -> None:
     """Say what can be typed."""
-    one = benches.add_parser("scaling", help="the same step on more and more ranks", allow_abbrev=False)
+    one = benches.add_parser("scaling", help="training step on an increasing number of ranks", allow_abbrev=False)
     options.experiment(one)
     one.add_argument(
         "--ranks", dest="counts", type=options.counts, default=[1, 2, 4], metavar="1,2,4", help="rank counts"
@@ -35,11 +35,11 @@ def add(benches: Any) -> None:
     one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps of each turn (default 10)")
     one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each (default 3)")
     one.add_argument(
-        "--output", type=options.path, metavar="DIR", help="where to write (default runs/NAME OF THE FILE-scaling)"
+        "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-scaling)"
     )
     one.set_defaults(command=scaling, of_layers=None)
 
-    two = benches.add_parser("model", help="predict steps on other machines and rank counts")
+    two = benches.add_parser("model", help="predict step times for other machines and numbers of ranks")
     parts = two.add_subparsers(required=True, metavar="WHAT")
 
     one = parts.add_parser("calibrate", help="measure this machine", allow_abbrev=False)
@@ -49,7 +49,7 @@ def add(benches: Any) -> None:
         type=options.path,
         default="machine.yaml",
         metavar="FILE",
-        help="where to write (default machine.yaml)",
+        help="output folder (default machine.yaml)",
     )
     one.set_defaults(command=calibrate)
 
@@ -65,14 +65,14 @@ def add(benches: Any) -> None:
     one.add_argument("--ranks", dest="counts", type=span, default=[1, 2, 4], metavar="1..4096", help="or 1,2,4")
     one.add_argument(
         "--measure", type=_none_or, metavar="1,2",
-        help="rank counts to measure, for the error, or none; default: what the machine that was calibrated can run",
+        help="numbers of ranks to measure for the prediction error, or none (default: those that this machine can run)",
     )  # fmt: skip
     one.add_argument(
         "--measured", type=_times, default={}, metavar="8=0.24,16=0.25",
-        help="seconds of steps on the machine, by ranks: calibrate its compute_factor and jitter, for the other counts",
+        help="measured seconds per step by number of ranks, to calibrate compute_factor and jitter",
     )  # fmt: skip
     one.add_argument(
-        "--output", type=options.path, metavar="DIR", help="where to write (default runs/NAME OF THE FILE-model)"
+        "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-model)"
     )
     one.set_defaults(command=predict, of_layers=None)
 

@@ -25,20 +25,24 @@ def add(benches: Any) -> None:
     one = benches.add_parser("schemes", help="accuracy, bytes and time of border schemes", allow_abbrev=False)
     options.experiment(one)
     options.virtual(one, many=True)
-    one.add_argument("--schemes", default=SCHEMES, metavar="A,B(x=1),...", help=f"which ones (default {SCHEMES})")
+    one.add_argument(
+        "--schemes", default=SCHEMES, metavar="A,B(x=1),...", help=f"schemes to compare (default {SCHEMES})"
+    )
     one.add_argument("--epochs", type=options.positive, metavar="E", help="epochs of each run (default: the file's)")
     one.add_argument("--seeds", type=options.positive, default=1, metavar="S", help="runs of each scheme (default 1)")
     one.add_argument(
-        "--output", type=options.path, metavar="DIR", help="where to write (default runs/NAME OF THE FILE-schemes)"
+        "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-schemes)"
     )
     one.set_defaults(command=schemes)
 
-    one = benches.add_parser("seams", help="errors of schemes by the distance to the seam", allow_abbrev=False)
+    one = benches.add_parser(
+        "seams", help="errors of schemes as a function of the distance to the seam", allow_abbrev=False
+    )
     options.experiment(one)
     options.virtual(one)
-    one.add_argument("--schemes", default=SEAMS, metavar="A,B(x=1),...", help=f"which ones (default {SEAMS})")
+    one.add_argument("--schemes", default=SEAMS, metavar="A,B(x=1),...", help=f"schemes to compare (default {SEAMS})")
     one.add_argument(
-        "--output", type=options.path, metavar="DIR", help="where to write (default runs/NAME OF THE FILE-seams)"
+        "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-seams)"
     )
     one.set_defaults(command=seams)
 

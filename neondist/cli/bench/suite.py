@@ -38,7 +38,7 @@ def add(benches: Any) -> None:
     one.add_argument("--steps", type=options.positive, default=5, metavar="K", help="steps of each turn (default 5)")
     one.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="as in run")
     for kind in "json", "markdown", "plot":
-        one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="write the results there as well")
+        one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
     one.set_defaults(command=suite)
 
 
@@ -63,26 +63,29 @@ def suite(arguments: argparse.Namespace) -> int:
         "sides": sides, "environment": environment(), "networks": [], "notes": notes,
         "compared": any(side in THEIRS for side in sides),
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="neondist-suite-") as folder,
+        Progress(None, sys.stderr, "turn", first=0) as progress,
+    ):
+        progress.begin("checking the networks")
         files = _files(arguments, Path(folder), sorted({1, ranks}))
         measure = _Measure(arguments, files, ranks, cores, Path(folder))
-        turns = len(files) * len(sides) * arguments.rounds
-        with Progress(turns, sys.stderr, "turn", first=0) as progress:
+        progress.expect(len(files) * len(sides) * arguments.rounds)
 
-            def timed(network: str, side: str, first: bool) -> dict[str, Any]:
-                try:
-                    found = measure(network, side, first)
-                except (ConfigError, LaunchError):
-                    progress.add(arguments.rounds if first else 1)  # its other rounds are left out
-                    raise
-                progress.add(1)
-                return found
+        def timed(network: str, side: str, first: bool) -> dict[str, Any]:
+            try:
+                found = measure(network, side, first)
+            except (ConfigError, LaunchError):
+                progress.add(arguments.rounds if first else 1)  # its other rounds are left out
+                raise
+            progress.add(1)
+            return found
 
-            for row in bench_suite(list(files), _in_turn(sides), timed, arguments.rounds, progress.begin):
-                made["networks"].append(row)
-                made["means"] = means(made["networks"], {**GROUPS, "all": list(files)})
-                if arguments.json:  # after each network, for whoever stops before the last
-                    write_text(arguments.json, json.dumps(made, indent=2, default=str) + "\n")
+        for row in bench_suite(list(files), _in_turn(sides), timed, arguments.rounds, progress.begin):
+            made["networks"].append(row)
+            made["means"] = means(made["networks"], {**GROUPS, "all": list(files)})
+            if arguments.json:  # after each network, for whoever stops before the last
+                write_text(arguments.json, json.dumps(made, indent=2, default=str) + "\n")
     Console(soft_wrap=True).print(suite_table(made))
     if arguments.markdown:
         write_text(arguments.markdown, suite_markdown(made))

@@ -67,7 +67,9 @@ class Source:
         for member in archive:
             size += member.size + tarfile.BLOCKSIZE
             if size > _LARGEST_ARCHIVE:
-                raise DataError(f"{self.path}: unpacks to more than {_LARGEST_ARCHIVE:,} bytes; CIFAR-10 has a fifth")
+                raise DataError(
+                    f"{self.path}: decompresses to more than {_LARGEST_ARCHIVE:,} bytes; CIFAR-10 has a fifth"
+                )
             if member.isfile():
                 found[PurePosixPath(member.name).name] = member
         missing = [name for name in _NAMES if name not in found]
@@ -84,7 +86,7 @@ class Source:
                 yield archive
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
             reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")  # tarfile tells one line per method
-            raise DataError(f"{self.path}: is no sound .tar.gz ({reason}); fetch it again") from error
+            raise DataError(f"{self.path}: is not a valid .tar.gz ({reason}); fetch it again") from error
 
 
 @contextmanager

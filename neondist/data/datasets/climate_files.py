@@ -116,6 +116,7 @@ class ClimateFiles(Dataset):
             input_units=self.input_units(series),
             lead=self.lead,
             step=series.step,
+            order=series.order,
         )
         self._numbers()
 
@@ -214,14 +215,14 @@ class ClimateFiles(Dataset):
         kept = (self._kept is not None) + (self._test is not None)
         if samples < 1 + kept:
             raise DataError(
-                f"{self.files}: {times} times are {max(samples, 0)} samples of {self.steps} times and a target"
-                f" {self.lead} later; give more files, or fewer steps"
+                f"{self.files}: too few times for steps: {self.steps} and lead: {self.lead}: {times}, which makes"
+                f" {max(samples, 0)} samples, and {1 + kept} splits; give more files"
             )
         last = 0 if self._test is None else count_of("test", self._test, samples)
         middle = 0 if self._kept is None else self.count_kept(samples)
         if last + middle >= samples:
             raise DataError(
-                f"validation: {middle} of {samples} samples, and {last} for test, leave none to train on; give fewer"
+                f"validation: {middle} of {samples} samples, and {last} for test, leave no training samples; give fewer"
             )
         first = samples - last - middle
         return [np.arange(0, first), np.arange(first, first + middle), np.arange(first + middle, samples)]

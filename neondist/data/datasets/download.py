@@ -82,7 +82,7 @@ def _fetch(url: str, target: Path, md5: str, progress: Progress, timeout: float)
         _transfer(url, part, progress, timeout)
     if not _good(part, md5):
         part.unlink()
-        raise DataError(f"{url}: what arrived is damaged (wrong checksum); try again, or name another mirror")
+        raise DataError(f"{url}: the download is damaged (wrong checksum); try again, or choose another mirror")
     os.replace(part, target)
 
 

@@ -10,8 +10,17 @@ import numpy as np
 from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.cache import ChunkCache
+from ...formats.cf_time import comparable
 from ...formats.conventions import Beside
-from ...formats.coordinates import coordinate, dimension_of, latitudes_of, text_of, times_of, values_of
+from ...formats.coordinates import (
+    calendar_of,
+    coordinate,
+    dimension_of,
+    latitudes_of,
+    text_of,
+    times_of,
+    values_of,
+)
 from ...formats.fields import Channel
 from ..raw import filled
 from .hdf5_tiles import runs
@@ -71,6 +80,7 @@ class FieldSeries:
         self.channels: list[Channel] = []
         self._rows: dict[str, np.ndarray | None] = {}
         self._first: tuple[str, tuple[str, ...]] | None = None
+        self._calendar: tuple[str, str] | None = None  # and the file that has it
         dtypes, times = set(), []
         try:
             for number, name in enumerate(self.names):
@@ -123,6 +133,14 @@ class FieldSeries:
         """The usual seconds from time to time."""
         return float(np.median(np.diff(self.times))) if len(self) > 1 else 0.0
 
+    @property
+    def order(self) -> tuple[str, str]:
+        """Whether coordinates of rows and columns are 'ascending' or 'descending'; '' where that is not known."""
+        values = [self._rows.get(letter) for letter in "YX"]
+        steps = [0.0 if of is None or of.ndim > 1 or len(of) < 2 else float(of[1] - of[0]) for of in values]
+        row, column = ("" if not step else "ascending" if step > 0 else "descending" for step in steps)
+        return row, column
+
     def _file_of(self, place: int) -> int:
         """Return the number of the file that has a time."""
         return int(np.searchsorted(self._begin, place, "right")) - 1
@@ -164,18 +182,18 @@ class FieldSeries:
         """Return a variable and what is beside it; its axes have to be times, rows and columns."""
         source = self._open(number, variable)
         letters = dict(zip(source.axes, source.shape, strict=True))
-        missing = {"T": "time", "Y": "latitude or rows", "X": "longitude or columns"}
+        missing = {"T": "time", "Y": "latitude", "X": "longitude"}
         for letter, what in missing.items():
             if letter not in letters:
                 raise DataError(
-                    f"{source.path}: has no axis of {what} (its axes are {source.axes[:-1]}); leave the variable out,"
-                    " or give it one"
+                    f"{source.path}: has no {what} axis (its axes are {source.axes[:-1]}); leave the variable out, or"
+                    " add one"
                 )
         for letter, n in letters.items():
             if letter not in "TZYX" and n > 1:
                 name = dimension_of(source, letter) or letter
                 raise DataError(
-                    f"{source.path}: has {n} cells along '{name}', and is no field of time, level, latitude and"
+                    f"{source.path}: has {n} cells along '{name}', and is not a field over time, level, latitude and"
                     " longitude; select one of them"
                 )
         return source, source.beside()[0]
@@ -226,7 +244,7 @@ class FieldSeries:
         known = np.arange(count, dtype=np.float64) if one is None else np.asarray(values_of(source.path, one), "f8")
         listed = ", ".join(f"{value:g}" for value in known.tolist())
         if asked is None:
-            raise DataError(f"{source.path}: has {count} levels; give levels, some of {listed}")
+            raise DataError(f"{source.path}: has {count} levels; choose some with levels: {listed}")
         found = []
         for value in asked:
             at = np.flatnonzero(np.isclose(known, value, rtol=1e-6, atol=0))
@@ -249,12 +267,18 @@ class FieldSeries:
                 for of, on in ((names, extent), (known, self.extent))
             )
             raise DataError(
-                f"{source.path}: lies on {mine}, but {where} on {first}; variables need the same dimensions: regrid"
+                f"{source.path}: has the grid {mine}, but {where} {first}; variables must share their dimensions:"
+                " regrid"
                 " one of them, or leave it out"
             )
         for letter in "YX":
             one = coordinate(source, letter, beside)
             values = None if one is None else np.asarray(values_of(source.path, one), np.float64)
+            if values is not None and not np.isfinite(values).all():
+                raise DataError(
+                    f"{source.path}: its coordinate {dimension_of(source, letter)} has missing values; give each row"
+                    " and column a value, or remove the coordinate"
+                )
             before = self._rows.setdefault(letter, values)
             if values is None or before is None:
                 continue
@@ -262,7 +286,7 @@ class FieldSeries:
             if not np.allclose(values, before, rtol=0, atol=_NEAR * (spacing or 1.0)):
                 raise DataError(
                     f"{source.path}: its coordinate {dimension_of(source, letter)} differs from that of {where};"
-                    " write all on one grid, in one order"
+                    f" {_remedy(values, before)}"
                 )
 
     def _times_of(self, name: str, found: Sequence[tuple[TileSource, list[Beside]]]) -> np.ndarray:
@@ -275,11 +299,18 @@ class FieldSeries:
                     f"{source.path}: has no coordinate of times along '{dimension_of(source, 'T') or 'T'}'; add one"
                     " with units such as 'hours since 2000-01-01 00:00:00'"
                 )
+            first, calendar = self._calendar or (name, calendar_of(one))
+            self._calendar = first, calendar
+            if not comparable(f"{name}:{one.name}", calendar_of(one), calendar):
+                raise DataError(
+                    f"{name}: its times have the calendar '{calendar_of(one)}', but those of {first} '{calendar}';"
+                    " convert them to one calendar (xarray: convert_calendar)"
+                )
             times.append(times_of(name, one))
             if len(times[0]) != len(times[-1]) or not np.array_equal(times[0], times[-1]):
                 raise DataError(
-                    f"{source.path}: has other times than {found[0][0].path}; variables need the same dimensions:"
-                    " select the times that both have"
+                    f"{source.path}: has other times than {found[0][0].path}; variables must share their dimensions:"
+                    " select the common times"
                 )
         return times[0]
 
@@ -296,8 +327,8 @@ class FieldSeries:
         before = f"the last of {self.names[number - 1]}" if first else "the one before"
         if steps[at - 1] <= 0:
             raise DataError(
-                f"{self.names[number]}: disorder in time: {place} is not after {before}; sort the times of the file,"
-                " and name files so that they sort by time"
+                f"{self.names[number]}: times are not increasing: {place} is not after {before}; sort the times of the"
+                " file, and name files so that they sort by time"
             )
         raise DataError(
             f"{self.names[number]}: a gap in time: {place} comes {_span(steps[at - 1])} after {before}, the usual step"
@@ -305,9 +336,15 @@ class FieldSeries:
         )
 
 
+def _remedy(values: np.ndarray, expected: np.ndarray) -> str:
+    if np.allclose(values, expected[::-1]):
+        return "reverse that axis in one of the files"
+    return "regrid one of the files, or sort its rows and columns alike"
+
+
 def _span(seconds: float) -> str:
     """Return seconds in words."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= size:
-            return f"{seconds / size:g} {unit}"
+            return f"{seconds / size:g} {unit if seconds != size else unit[:-1]}"
     return f"{seconds:g} seconds"

@@ -62,7 +62,7 @@ class HDF5Tiles:
                     array.read(first, out[at : at + count])
             # afterwards: of a file that is shorter by now, HDF5 reads zeros
             if state(self.path) != self._state:
-                raise DataError(f"{self.path}: {self.name} has changed since the run began; start anew")
+                raise DataError(f"{self.path}: {self.name} has changed since the run began; run the command again")
         return out
 
     def part(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
@@ -85,7 +85,7 @@ class HDF5Tiles:
                 self._file = open_file(self.path)
             array = CheckedArray(self._file, self.name, self.tile)
             if (array.shape, array.dtype) != self._expected:
-                raise DataError(f"{self.path}: {self.name} has changed since the run began; start anew")
+                raise DataError(f"{self.path}: {self.name} has changed since the run began; run the command again")
             self._array = array
         return self._array
 

@@ -169,7 +169,9 @@ class ImageFiles(Dataset):
             last = first + count_of("test", self._test, self._training)
             rest = drawn[first:last]
         if last >= self._training:
-            raise DataError(f"test: {first} images for validation and {last - first} for it leave none to train on")
+            raise DataError(
+                f"test: {first} images for validation and {last - first} for it leave no training images; give fewer"
+            )
         return [np.sort(of) for of in (drawn[last:], drawn[:first], rest)]
 
     def _split(self, grid: ProcessGrid, numbers: np.ndarray, fitted: dict[str, Any]) -> Split:

@@ -54,7 +54,7 @@ def matching(field: str, pattern: str) -> list[str]:
     if files.endswith("*"):  # which is a table's name too
         paths = [path for path in paths if known(Path(path))] or paths
     if not paths:
-        raise DataError(f"{field}: no file is called {pattern}; correct the pattern, such as 'scans/*.tif'")
+        raise DataError(f"{field}: no file matches {pattern}; correct the pattern, such as 'scans/*.tif'")
     return [path + inside for path in paths]
 
 
@@ -127,13 +127,13 @@ def labelled(
             ) from None
         if not np.isfinite(numbers).all():
             at = int(np.flatnonzero(~np.isfinite(numbers).all(1))[0])
-            raise DataError(f"{labels}: {items[at].name} has a target that is no finite number; correct it")
+            raise DataError(f"{labels}: {items[at].name} has a target that is not finite; correct it")
         return numbers, classes, ()
     values = table[:, 0].astype(np.int64)
     count = classes or int(values.max()) + 1
     if values.max() >= count:
         at = int(np.argmax(values))
-        raise DataError(f"{labels}: {items[at].name} has the class {values[at]}; there are {count}, from 0")
+        raise DataError(f"{labels}: {items[at].name} has the class {values[at]}; valid classes are 0 to {count - 1}")
     return values, count, names
 
 
@@ -180,14 +180,14 @@ def _by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[
     there: dict[str, str] = {}
     for name in names:
         if called(name) in there:
-            raise DataError(f"{name}: and {there[called(name)]} are masks of one name; keep the right one")
+            raise DataError(f"{name}: and {there[called(name)]} are masks with the same name; keep the right one")
         there[called(name)] = name
     missing = [name for name in images if called(name) not in there]
     if missing:
         raise DataError(f"{missing[0]}: has no mask called {called(missing[0])} among {pattern}; give each image one")
     extra = sorted(set(there) - {called(name) for name in images})
     if extra:
-        raise DataError(f"{there[extra[0]]}: is a mask of no image; remove it, or correct the pattern")
+        raise DataError(f"{there[extra[0]]}: is a mask without an image; remove it, or correct the pattern")
     return {name: there[called(name)] for name in images}
 
 
@@ -223,7 +223,7 @@ def _table(path: Path, items: Sequence[Item]) -> np.ndarray:
         if others:
             raise DataError(f"{path}: {row[0]!r} may be {name} or {others[0]}; say in which folder")
         if not name:
-            raise DataError(f"{path}: {row[0]!r} is no image here; remove the row, or correct the pattern of images")
+            raise DataError(f"{path}: {row[0]!r} matches no image; remove the row, or correct the pattern of images")
         if len(row) < 2 or (of and len(row) - 1 != len(next(iter(of.values())))):
             raise DataError(
                 f"{path}: the row {','.join(row)[:80]!r} has {len(row) - 1} values; give all the same number"

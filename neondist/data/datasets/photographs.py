@@ -164,9 +164,7 @@ def find_photographs(folder: Path | None) -> list[Path]:
         try:
             return pictures_in(folder)
         except OSError as error:
-            raise DataError(
-                f"{folder}: has no pictures: {error.strerror}; name a folder that has, or no path"
-            ) from error
+            raise DataError(f"{folder}: has no images: {error.strerror}; name a folder that has, or no path") from error
     return [path for package in SHIPPED for path in _shipped(package)]
 
 
@@ -181,7 +179,7 @@ def _shipped(package: str) -> list[Path]:
     paths = [Path(spec.submodule_search_locations[0]) / place / name for name in names.split()]
     for path in paths:
         if not path.is_file():
-            raise DataError(f"{path}: is missing, though the package is there; install it anew, or give a path")
+            raise DataError(f"{path}: is missing, though the package is installed; reinstall it, or give a path")
     return paths
 
 

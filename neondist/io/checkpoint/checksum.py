@@ -38,11 +38,13 @@ def check(path: Path) -> None:
             found = file.read(BLOCK)
             title = found.split(b"\n", 1)[0].decode("ascii", "replace")
             if not title.startswith(TITLE):
-                raise DataError(f"{path}: is no checkpoint of neondist, or damaged at its beginning; name another file")
+                raise DataError(f"{path}: is not a neondist checkpoint, or its header is damaged; name another file")
             if title != f"{TITLE} {FORMAT}":
                 raise DataError(f"{path}: is a '{title[:40]}', this neondist reads format {FORMAT}; or it is damaged")
             if found != _header(*_measure(file)):
-                raise DataError(f"{path}: damaged (its checksum is wrong); put back a copy, or name another file")
+                raise DataError(
+                    f"{path}: damaged (its checksum is wrong); restore it from a copy, or name another file"
+                )
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; name a checkpoint that a run has written") from None
     except OSError as error:

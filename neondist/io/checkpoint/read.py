@@ -55,7 +55,9 @@ class Opened:
         try:
             scatter(self._world, pieces, read, self._root)
         except (OSError, RuntimeError) as problem:
-            error = DataError(f"{self.facts.path}: cannot be read ({problem}); put back a copy, or name another file")
+            error = DataError(
+                f"{self.facts.path}: cannot be read ({problem}); restore it from a copy, or name another file"
+            )
         agree(self._world, error)
 
 
@@ -93,7 +95,7 @@ def _open(path: Path) -> tuple[Any, Facts]:
         _look(file, "", facts)
     # the checksum is right, so this is a file that somebody else has made; HDF5 may raise nearly anything
     except Exception as error:
-        raise DataError(f"{path}: is no checkpoint that neondist has written ({error}); name another file") from error
+        raise DataError(f"{path}: is not a neondist checkpoint ({error}); name another file") from error
     return file, facts
 
 

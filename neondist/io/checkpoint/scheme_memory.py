@@ -103,7 +103,9 @@ def remind(file: Opened, exchanged: Exchanged, owner: str, world: Transport) -> 
             dtype = exchanged[name][0].dtype
             pieces.append(_piece(name, ranks, np.empty(numbers[world.rank], dtype)))
     except (KeyError, TypeError, ValueError, AttributeError, MemoryError) as problem:
-        raise DataError(f"{file.facts.path}: says nothing sensible of border schemes ({problem!r})") from None
+        raise DataError(
+            f"{file.facts.path}: has invalid data on border schemes ({problem!r}); name another checkpoint"
+        ) from None
     file.fill(pieces)
     error: Exception | None = None
     try:

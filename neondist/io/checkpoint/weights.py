@@ -11,6 +11,9 @@ from ...parallel import ParameterShard
 from .pieces import Piece
 from .read import Opened
 
+MOST = 3
+"""names of each kind that a message has at most"""
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -35,15 +38,18 @@ class Taken:
         return not self.missing and not self.misfits
 
     def __str__(self) -> str:
-        lines = [f"{len(self.taken)} arrays taken"]
-        if self.missing:
-            lines.append(f"not in the file: {', '.join(self.missing)}")
-        if self.left:
-            lines.append(f"left over in the file: {', '.join(self.left)}")
-        if self.misfits:
-            shapes = (f"{name} ({list(there)} there, {list(here)} here)" for name, there, here in self.misfits)
-            lines.append(f"of another shape: {', '.join(shapes)}")
-        return "; ".join(lines)
+        told = self.differences()
+        return f"{len(self.taken)} arrays taken{'; ' * bool(told)}{told}"
+
+    def differences(self, most: int | None = None) -> str:
+        """Return the names that differ, of each kind so many at most."""
+        shapes = [f"{name} ({list(there)} there, {list(here)} here)" for name, there, here in self.misfits]
+        kinds = {"not in the file": self.missing, "left over in the file": self.left, "of another shape": shapes}
+        return "; ".join(f"{what}: {', '.join(_first(names, most))}" for what, names in kinds.items() if names)
+
+
+def _first(names: list[str], most: int | None) -> list[str]:
+    return names if most is None or len(names) <= most else [*names[:most], f"{len(names) - most} more"]
 
 
 def take(file: Opened, arrays: Sequence[tuple[ParameterShard, Any]], strict: bool = False) -> Taken:
@@ -72,6 +78,7 @@ def take(file: Opened, arrays: Sequence[tuple[ParameterShard, Any]], strict: boo
             found.taken.append(name)
     found.left.extend(sorted(there.keys() - {shard.full_name for shard, _ in arrays}))
     if (arrays and not found.taken) or (strict and not found.complete):
-        raise DataError(f"{file.facts.path}: does not fit the model: {found}; name a checkpoint of this experiment")
+        what = f"does not fit the model: {found.differences(MOST)}"
+        raise DataError(f"{file.facts.path}: {what}; name a checkpoint of this experiment")
     file.fill([Piece.of(shard, array, "model") for shard, array in arrays if shard.full_name in found.taken])
     return found

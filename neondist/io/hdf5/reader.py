@@ -21,8 +21,14 @@ SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _MOST_LINKS = 16
 
 
-def open_file(path: Path) -> Any:
+def open_file(path: Path, refusal: str | None = None) -> Any:
     """Return an h5py.File, open for reading.
+
+    Parameters
+    ----------
+    path : path
+    refusal : str, optional
+        The message for another kind of file, with its remedy.
 
     Raises
     ------
@@ -34,7 +40,8 @@ def open_file(path: Path) -> Any:
     with faults(path):
         with open_regular(path) as file:
             if file.read(len(SIGNATURE)) != SIGNATURE and not h5py.is_hdf5(path):
-                raise DataError(f"{path}: not an HDF5 file; make one with: neondist data convert SOURCE --to {path}")
+                refusal = refusal or f"not an HDF5 file; make one with: neondist data convert SOURCE --to {path}"
+                raise DataError(f"{path}: {refusal}")
         try:
             return h5py.File(path, "r")
         except OSError as error:
@@ -67,7 +74,7 @@ def faults(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (OSError, KeyError, ValueError, RuntimeError, TypeError, AttributeError, OverflowError) as error:
         reason = " ".join(str(error).strip("'\"").split())
-        raise DataError(f"{path}: damaged, or another kind of file ({reason}); put back a good copy") from error
+        raise DataError(f"{path}: damaged, or another kind of file ({reason}); restore it from a good copy") from error
 
 
 def find(file: Any, name: str) -> Any:
@@ -97,7 +104,8 @@ def find(file: Any, name: str) -> Any:
             raise DataError(f"{file.filename}: '{name}' is a link into another file; copy the array, or name that file")
     if isinstance(at, h5py.Dataset) and (at.is_virtual or at.external):
         raise DataError(
-            f"{file.filename}: '{name}' has its cells in other files; copy them here, for instance by h5copy"
+            f"{file.filename}: '{name}' stores its data in external files; copy it into one file, for instance by"
+            " h5copy"
         )
     return at
 

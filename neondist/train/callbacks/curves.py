@@ -8,14 +8,14 @@ from typing import Any
 
 from ...comm import all_or_none
 from ...io.files import can_draw, write_figure
-from ..page import is_number
+from ..page import axis_range, is_number
 from ..state import Record, TrainState
 from .hook import Hook
 from .progress import is_metric
 
 _STYLES = {"train": ("tab:blue", "o"), "validation": ("tab:green", "^"), "test": ("tab:orange", "s")}
-_MOST, _FAR_APART = 4, 100
-"""panels of metrics beside loss and error; largest over smallest value from which an axis is logarithmic"""
+_MOST = 4
+"""panels of metrics beside loss and error"""
 
 
 class Curves(Hook):
@@ -78,13 +78,11 @@ def draw_curves(history: Sequence[Record], path: Path) -> None:
 
 
 def _set_limits(axes: Any) -> None:
-    """Begin at 0 unless values are negative or vary little; use a logarithmic axis where they vary much."""
     values = [y for line in axes.get_lines() for y in line.get_ydata()]
-    if not values or min(values) < 0:
-        return
-    if 0 < _FAR_APART * min(values) < max(values):
+    low, _, far = axis_range(values) if values else (None, None, False)
+    if far:
         axes.set_yscale("log")
-    elif 2 * min(values) <= max(values):
+    elif low == 0 and max(values) > 0:
         axes.set_ylim(bottom=0)
 
 

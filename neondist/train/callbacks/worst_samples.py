@@ -37,24 +37,36 @@ class WorstSamples(Hook):
 
     def after_run(self, run: TrainState) -> None:
         """Judge the split once more, sample by sample (collective), and write."""
-        if len(run.dataset.splits) == 1:
-            return
-        model, split = run.model, run.dataset.selection
-        if len(run.dataset.sample_shape) not in (3, 4) or model is not model.whole or not len(split):
-            return
-        try:
-            cost = model.whole.cost_of_cells()
-        except ConfigError:
+        model = run.model
+        if len(run.dataset.splits) == 1 or model is not model.whole:
             return
         with model.whole.averaged():
-            losses = losses_of(model, cost, split, run.batch_size)
-            order = np.where(np.isnan(losses), -np.inf, -losses).argsort(kind="stable")
-            worst = order[: min(MOST, run.batch_size)]
-            found = _pictures(model, split, worst)
+            found = worst_samples(model, run.dataset.selection, run.batch_size)
         with all_or_none(run.grid.world):
-            if run.first_rank:
+            if found and run.first_rank:
                 with replacing(self.path) as file:
-                    np.savez_compressed(file, **found, sample=worst, loss=losses[worst])  # type: ignore[arg-type]
+                    np.savez_compressed(file, **found)  # type: ignore[arg-type]
+
+
+def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int = PIXELS) -> dict[str, np.ndarray]:
+    """Return the samples of a split with the largest losses, and small pictures of them, on every rank; collective.
+
+    Returns
+    -------
+    dict
+        'sample' and 'loss' (n,), 'image' (n, h, w, 1 or 3) in uint8, 'label' and 'said', each (n, h, w) or (n, ...).
+        Empty for samples that are no images or volumes, and for a PyTorch loss that is no mean over cells.
+    """
+    if len(model.whole.input.extent) not in (2, 3) or not len(split):
+        return {}
+    try:
+        cost = model.whole.cost_of_cells()
+    except ConfigError:
+        return {}
+    losses = losses_of(model, cost, split, batch_size)
+    order = np.where(np.isnan(losses), -np.inf, -losses).argsort(kind="stable")
+    worst = order[: min(MOST, batch_size)]
+    return {**_pictures(model, split, worst, pixels), "sample": worst, "loss": losses[worst]}
 
 
 def losses_of(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
@@ -75,7 +87,7 @@ def losses_of(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.
     return np.fromiter(means, "f8", len(split))
 
 
-def _pictures(model: Trainable, split: Split, numbers: np.ndarray) -> dict[str, np.ndarray]:
+def _pictures(model: Trainable, split: Split, numbers: np.ndarray, most: int) -> dict[str, np.ndarray]:
     """Return small images, uint8, and what is and what was said: classes or numbers, of samples or cells."""
     grid, images, extent = model.grid, model.whole.input, model.output_shape[:-1]
     mine = slice(*grid.sample_range(len(numbers)))
@@ -89,23 +101,29 @@ def _pictures(model: Trainable, split: Split, numbers: np.ndarray) -> dict[str, 
         label = np.where(keep, label, ignored)
     if extent and found is None:
         said, label = (cells[..., 0] if cells.ndim == y.ndim else cells for cells in (said, label))
-    pixels = _whole(grid, mine.start, images.own, images.extent, x).astype(np.float64)
+    pixels = _whole(grid, mine.start, images.own, images.extent, x, most).astype(np.float64)
+    box = grid.partition(extent).box(grid.tile) if extent else Box((), ())
+    maps = {
+        name: _whole(grid, mine.start, box, extent, cells, most) for name, cells in (("label", label), ("said", said))
+    }
+    return {"image": as_bytes_of(pixels), **maps}
+
+
+def as_bytes_of(pixels: np.ndarray) -> np.ndarray:
+    """Return pictures (n, h, w, C) as uint8, each from its least to its largest value; of other channels the mean."""
     pixels = pixels if pixels.shape[-1] in (1, 3) else pixels.mean(axis=-1, keepdims=True)
     low, high = (of(pixels, axis=(1, 2, 3), keepdims=True) for of in (np.min, np.max))
-    scaled = 255 * (pixels - low) / np.where(high > low, high - low, 1)
-    box = grid.partition(extent).box(grid.tile) if extent else Box((), ())
-    maps = {name: _whole(grid, mine.start, box, extent, cells) for name, cells in (("label", label), ("said", said))}
-    return {"image": scaled.astype(np.uint8), **maps}
+    return (255 * (pixels - low) / np.where(high > low, high - low, 1)).astype(np.uint8)
 
 
-def _whole(grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cells: Any) -> np.ndarray:
+def _whole(grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cells: Any, most: int) -> np.ndarray:
     """Return samples (n, *extent, ...) on every rank, of which this one has a box from the `first` on; collective.
 
     Of a large extent it is every s-th cell, of a volume the middle slice; no more than that is read of a LazyTile.
     """
     if not extent:
         return pasted(grid, box, extent, 1, cells, first)
-    lead, step = box.ndim - 2, step_for(extent[-2:], PIXELS)
+    lead, step = box.ndim - 2, step_for(extent[-2:], most)
     rows, columns = shown(Box(box.lo[lead:], box.hi[lead:]), step)
     middle = [slice(n // 2 - lo, n // 2 - lo + 1) for n, lo in zip(extent[:lead], box.lo, strict=False)]
     lines = range(*rows.indices(box.shape[lead]))

@@ -87,9 +87,13 @@ def forecast(
         with all_or_none(world):
             try:
                 facts = FieldFacts.of(file.facts.texts)
-                facts.require(dataset.channel_names(series), dataset.input_units(series), dataset.lead, series.step)
             except ValueError as problem:
                 raise DataError(f"{path}: {problem}") from None
+            try:
+                names, units = dataset.channel_names(series), dataset.input_units(series)
+                facts.require(names, units, dataset.lead, series.step, series.order)
+            except ValueError as problem:
+                raise DataError(f"{source}: {path} {problem}") from None
             series.fill = fill
             images = FieldImages(series, dataset.steps, dataset.input_channels(series), factor, offset)
             if steps is not None:
@@ -97,10 +101,13 @@ def forecast(
                 images.repeat_last(grid.replicas)
             route = choose(model, images, grid, experiment.batch_size, None, None)  # type: ignore[arg-type]
             if not isinstance(route, InTiles):
-                raise ConfigError("memory: the network does not fit with whole fields; use more ranks, or more memory")
+                raise ConfigError(
+                    "memory: the network does not fit in memory with whole fields; use more ranks, or more memory"
+                )
             if len(route.output_shape) < 3 or tuple(route.output_shape[:-1]) != series.extent:
                 raise ConfigError(
-                    f"model: gives {list(route.output_shape)}, the fields are {list(series.extent)}; let it keep the"
+                    f"model: has outputs of {list(route.output_shape)} for fields of {list(series.extent)}; let it"
+                    " keep the"
                     " extent (padding: same)"
                 )
         take_weights(file, model)
@@ -133,7 +140,9 @@ class FieldImages:
     ) -> None:
         count = len(series) - steps + 1
         if count < 1:
-            raise DataError(f"{series.names[0]}: has {len(series)} times, the network takes {steps}; give more files")
+            raise DataError(
+                f"{series.names[0]}: has {len(series)} times, but the network needs {steps}; give more files"
+            )
         self.series, self.factor, self.offset = series, factor, offset
         self._steps, self._channels, self._first = steps, channels, np.arange(count)
         self.source = series.source(0)

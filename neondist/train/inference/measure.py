@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from ...geometry import Box
 from ...metrics.base import Metric, PerSample
 from ...metrics.outputs import Outputs
 from ...models import TrainableModel
+from ..apply import PIXELS
+from ..callbacks.thinned import shown, step_for
+from ..callbacks.worst_samples import as_bytes_of, worst_samples
 from ..experiment import FitExperiment, all_metrics
 from ..loop import counted, evaluate
 from ..state import told_of
@@ -39,6 +42,7 @@ def evaluate_files(
     labels: str | Path,
     grid: ProcessGrid | None = None,
     block: int | None = None,
+    samples: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
     """Return the cost and the metrics of a checkpoint's network over images and labels in files; collective.
 
@@ -49,6 +53,8 @@ def evaluate_files(
     experiment, checkpoint, source, grid, block : as in `predict`
     labels : path
         What `nd.open_source` reads: classes of the outputs' extent, whole numbers, or targets of the outputs' shape.
+    samples : dict, optional
+        Filled with small pictures, as `worst_samples` returns them; of images in blocks, the first one.
 
     Returns
     -------
@@ -64,7 +70,7 @@ def evaluate_files(
     grid = experiment.open_grid() if grid is None else grid
     beyond = max((metric.beyond for metric in experiment.metrics if isinstance(metric, PerSample)), default=0)
     opened = network(experiment, checkpoint, source, grid, block, None, beyond)
-    return _measured(opened, experiment.model, experiment.metrics, labels, grid)
+    return _measured(opened, experiment.model, experiment.metrics, labels, grid, samples)
 
 
 def evaluate_module(
@@ -73,6 +79,7 @@ def evaluate_module(
     labels: str | Path,
     grid: ProcessGrid | None = None,
     block: int | None = None,
+    samples: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Any]:
     """Return the cross entropy and the misclassification of a module with trained weights over files; collective.
 
@@ -80,7 +87,7 @@ def evaluate_module(
     ----------
     trained : TrainedModule
         With windows, labels are those of its map of scores.
-    source, labels, grid, block : as in `evaluate_files`
+    source, labels, grid, block, samples : as in `evaluate_files`
 
     Returns
     -------
@@ -93,7 +100,8 @@ def evaluate_module(
         As `evaluate_files`.
     """
     grid = ProcessGrid() if grid is None else grid
-    return _measured(trained.opened(source, grid, block, None), trained.model, all_metrics(None), labels, grid)
+    opened = trained.opened(source, grid, block, None)
+    return _measured(opened, trained.model, all_metrics(None), labels, grid, samples)
 
 
 def _measured(
@@ -102,6 +110,7 @@ def _measured(
     metrics: Sequence[Metric],
     labels: str | Path,
     grid: ProcessGrid,
+    samples: dict[str, np.ndarray] | None,
 ) -> dict[str, Any]:
     """Return the cost and the metrics on the route that `opened` yields; collective."""
     grid.check("evaluate images")
@@ -110,9 +119,9 @@ def _measured(
             for metric in metrics:
                 metric.check_outputs(route.output_shape)
             targets = _labels(labels, route, images)
-        with closing(targets):
+        with closing(targets), _labels_named(labels):
             if isinstance(route, InTiles):
-                found = _whole(route, metrics, images, targets)
+                found = _whole(route, metrics, images, targets, samples)
             else:
                 with all_or_none(grid.world):
                     sums = _Sums(model, metrics, route, _Targets(targets, Box.of(targets.shape[1:-1])), grid)
@@ -120,6 +129,8 @@ def _measured(
                     progress.expect(route.parts)
                 through(route, range(route.parts), grid, sums, progress)
                 found = sums.result()
+                if samples is not None:
+                    samples |= sums.thumbnail.result(found["loss"])
     return told_of(images.shape[0], found)
 
 
@@ -134,11 +145,31 @@ def _labels(labels: str | Path, route: Route, images: Images) -> Images:
         except DataError as error:
             problem = error
             continue
-        if found.shape[:-1] == wanted:
+        kind = found.source.dtype
+        if found.shape[:-1] == wanted and (each == channels or kind.kind in "iub"):
             return found
         found.close()
-        problem = DataError(f"{labels}: has labels for {list(found.shape[:-1])}; the outputs are {list(wanted)}")
+        if found.shape[:-1] == wanted:
+            problem = DataError(
+                f"{labels}: holds {kind} values, one for each cell; give classes, whole numbers, or {channels} channels"
+            )
+            continue
+        problem = DataError(
+            f"{labels}: has labels for {list(found.shape[:-1])}; the outputs are {list(wanted)}: give a label for each"
+            " cell of the outputs"
+        )
     raise problem
+
+
+@contextmanager
+def _labels_named(labels: str | Path) -> Iterator[None]:
+    """Name the file in errors about labels."""
+    try:
+        yield
+    except DataError as error:
+        if str(error).startswith("targets: "):
+            error.args = (f"{labels}: {str(error).removeprefix('targets: ')}",)
+        raise
 
 
 class _Sums:
@@ -162,6 +193,7 @@ class _Sums:
                 self.tables[metric] = np.zeros((samples, 2))
         outputs = Outputs(grid, shape, lambda sums, replicas: _total(grid, sums))
         self.meters = {metric: metric.meter(outputs) for metric in self.metrics if metric not in self.tables}
+        self.thumbnail = _Thumbnail(route, targets.images, grid)
         self.sums = np.zeros(len(self.parts) + len(weighted(self.cost)))
         # of no samples, so that every rank has all sums
         self._add(range(0), np.zeros((0, *shape), route.dtype), targets.of(np.zeros((0, *targets.shape[1:]))))
@@ -170,7 +202,10 @@ class _Sums:
         """Add a block."""
         if y is not None:
             samples, box = self.route.place(part)
-            self._add(samples, y, self.targets.of(self.targets.images.raw(samples, box.slices)))
+            targets = self.targets.of(self.targets.images.raw(samples, box.slices))
+            self._add(samples, y, targets)
+            if 0 in samples:
+                self.thumbnail.add(box, y[0], targets[0])
 
     def done(self, part: int) -> None:
         """Take note of nothing: there is no journal."""
@@ -200,6 +235,50 @@ class _Sums:
         judged = counted(y, targets, getattr(self.cost, "ignore_index", None))
         for meter in self.meters.values():
             meter.add(*judged)
+
+
+class _Thumbnail:
+    """Every s-th cell of the first image, its targets and its outputs, from blocks; of a volume the middle slice."""
+
+    def __init__(self, route: InBlocks, labels: Images, grid: ProcessGrid) -> None:
+        self.route, self.labels, self.grid = route, labels, grid
+        self.extent = route.output_shape[:-1]
+        self.source = route.like()  # None where outputs lie at other places than cells of the image
+        drawn = self.source is not None and len(self.extent) in (2, 3)
+        self.step = step_for(self.extent[-2:], PIXELS) if drawn else 0
+        shape = [-(-n // self.step) for n in self.extent[-2:]] if self.step else []
+        self.maps = {name: np.zeros(shape) for name in ("label", "said")}
+        self.image = np.zeros((*shape, 1 if self.source is None else self.source.shape[-1]))
+        self.classes = False
+
+    def add(self, box: Box, y: np.ndarray, targets: np.ndarray) -> None:
+        """Take the cells of a block (*cells, C)."""
+        if self.source is None or not self.step:
+            return
+        own = [slice(lo, min(hi, lo + n)) for lo, hi, n in zip(box.lo, box.hi, self.route.plan.size, strict=True)]
+        middle = [n // 2 for n in self.extent[:-2]]
+        if any(not cut.start <= at < cut.stop for cut, at in zip(own, middle, strict=False)):
+            return
+        rows, columns = (slice(-(-cut.start // self.step), -(-cut.stop // self.step)) for cut in own[-2:])
+        picked = shown(Box(tuple(cut.start for cut in own[-2:]), tuple(cut.stop for cut in own[-2:])), self.step)
+        inside: Any = (*(at - cut.start for at, cut in zip(middle, own, strict=False)), *picked)
+        within = tuple(slice(0, cut.stop - cut.start) for cut in own)
+        self.classes = targets.ndim < y.ndim
+        said = y.argmax(-1) if self.classes else y[..., 0]
+        for name, cells in (("said", said), ("label", targets if self.classes else targets[..., 0])):
+            self.maps[name][rows, columns] = cells[within][inside]
+        place = (*self.route.images.places(range(0, 1)), *own, slice(0, self.image.shape[-1]))
+        self.image[rows, columns] = self.source.read(place).reshape(*(cut.stop - cut.start for cut in own), -1)[inside]
+
+    def result(self, loss: float) -> dict[str, np.ndarray]:
+        """Return the pictures, as `worst_samples` does; collective."""
+        if not self.step:
+            return {}
+        maps = {name: _total(self.grid, one)[None] for name, one in self.maps.items()}
+        if _total(self.grid, np.array([float(self.classes)]))[0]:
+            maps = {name: one.astype(np.int64) for name, one in maps.items()}
+        image = as_bytes_of(_total(self.grid, self.image)[None])
+        return {"image": image, **maps, "sample": np.zeros(1, np.int64), "loss": np.array([loss])}
 
 
 class _Tiles:
@@ -235,7 +314,13 @@ class _Targets(_Tiles):
         return raw
 
 
-def _whole(route: InTiles, metrics: Sequence[Metric], images: Images, labels: Images) -> dict[str, Any]:
+def _whole(
+    route: InTiles,
+    metrics: Sequence[Metric],
+    images: Images,
+    labels: Images,
+    samples: dict[str, np.ndarray] | None,
+) -> dict[str, Any]:
     """Return what an evaluation of whole images finds, each rank its tile; collective."""
     factor, offset = np.asarray(images.factor, "f8"), np.asarray(images.offset, "f8")
     tile = route.grid.partition(route.output_shape[:-1]).box(route.grid.tile)
@@ -243,7 +328,10 @@ def _whole(route: InTiles, metrics: Sequence[Metric], images: Images, labels: Im
         _Tiles(images, route.model.input.own), _Targets(labels, tile), mean=offset / factor, std=1 / factor, scale=1.0
     )
     with closing(split):
-        return evaluate(route.model, split, route.batch, metrics)
+        found = evaluate(route.model, split, route.batch, metrics)
+        if samples is not None:
+            samples |= worst_samples(route.model, split, route.batch, PIXELS)
+        return found
 
 
 def _total(grid: ProcessGrid, sums: np.ndarray) -> np.ndarray:

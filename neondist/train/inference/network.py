@@ -66,7 +66,8 @@ def _extents_told(model: Any, images: Images) -> Iterator[None]:
                 forward_plan(model, (*fits, channels), GridShape(), 1)
                 had, would = (" x ".join(map(str, of)) for of in (extents, fits))
                 raise DataError(
-                    f"{images.source.path}: {had} cells do not suit the network, {would} would: cut or pad images to"
+                    f"{images.source.path}: {had} cells are not a valid input size of the network, {would} are: cut"
+                    " or pad images to"
                     f" multiples of {step} ({error})"
                 ) from error
         raise
@@ -80,7 +81,9 @@ def normalisation(path: Path, texts: dict[str, str]) -> tuple[tuple[int, ...], l
         fill = None if facts.get("fill") is None else _numbers("fill", [facts["fill"]])[0]
         return shape, _channels(facts, "factor", shape), _channels(facts, "offset", shape), fill
     except (KeyError, ValueError) as problem:
-        raise DataError(f"{path}: does not say what its images were ({problem}); name another file") from None
+        raise DataError(
+            f"{path}: has no information on how its images were normalised ({problem}); name another file"
+        ) from None
 
 
 def _channels(facts: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[float]:

@@ -65,11 +65,9 @@ class TrainedModule:
         from ...torch.feeding import expected_image
 
         if stride is not None and windows is None:
-            raise ConfigError("--stride: is that of windows; give --windows CELLS, or leave it out")
+            raise ConfigError("--stride: needs windows; give --windows CELLS, or leave it out")
         if scale == 0 or 0 in std:
-            raise ConfigError(
-                f"{'scale' if scale == 0 else 'std'}: values are divided by it; give another number than 0"
-            )
+            raise ConfigError(f"--{'scale' if scale == 0 else 'std'}: must not be 0, since values are divided by it")
         self.name, self.weights, self.windows, self.stride = name, Path(weights), windows, stride or windows
         self.mean, self.std, self.scale = list(mean), list(std), scale
         self.model = TorchModel(factory)
@@ -79,6 +77,9 @@ class TrainedModule:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}; name a class, or a function, without arguments") from error
         load_weights(module, self.weights)
+        for parameter, value in module.named_parameters():
+            if not value.isfinite().all():
+                raise DataError(f"{weights}: {parameter} has values that are not finite; name another file of weights")
         self.spatial, self.channels = expected_image(module)
         self._code = _file_of(factory)
 

@@ -14,7 +14,7 @@ import numpy as np
 from ...comm import ProcessGrid, all_or_none
 from ...console import say
 from ...data import ClimateFiles
-from ...errors import ConfigError, OutputError
+from ...errors import ConfigError, DataError, OutputError
 from ...formats import TileSink, create_sink
 from ...geometry import split
 from ...io.files import make_folder
@@ -86,7 +86,9 @@ def predict(
     grid = experiment.open_grid() if grid is None else grid
     if steps is not None or isinstance(experiment.dataset, ClimateFiles):
         if classes or probabilities or block is not None:
-            raise ConfigError("predict: forecasts are fields, whole; leave out --classes, --probabilities and --block")
+            raise ConfigError(
+                "predict: forecasts are written whole, as fields; leave out --classes, --probabilities and --block"
+            )
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
     opened = partial(network, experiment, checkpoint, source, grid, block)
     return _written(opened, Path(target), grid, kinds_of(raw, probabilities, classes), overwrite)
@@ -143,7 +145,7 @@ def _written(
             if journal is not None:
                 done = journal.done(job, overwrite)
         done = grid.world.bcast(done)
-        with _sinks(paths_of(kinds, target), route, images, grid, overwrite, done) as sinks:
+        with _sinks(paths_of(kinds, target), route, images, grid, overwrite, done, journal) as sinks:
             with all_or_none(grid.world):
                 if journal is not None and not done:
                     journal.begin(job)
@@ -242,13 +244,23 @@ def _journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[Journal | None, 
 
 @contextmanager
 def _sinks(
-    paths: dict[str, Path], route: Route, images: Images, grid: ProcessGrid, overwrite: bool, done: set[int]
+    paths: dict[str, Path],
+    route: Route,
+    images: Images,
+    grid: ProcessGrid,
+    overwrite: bool,
+    done: set[int],
+    journal: Journal | None,
 ) -> Iterator[dict[str, TileSink]]:
-    """Yield the files on their route, those of an earlier process if something is done; but for complete ones."""
+    """Yield the files on their route, those of an earlier process if something is done; but for complete ones.
+
+    Where the input fails before any part is done, nothing of them is left.
+    """
     *extent, channels = route.output_shape
     source, like, found = images.source, route.like(), {}
     axes = source.axes[: len(images.lead)] + source.axes[len(images.lead) : -1][: len(extent)] + "C"
-    with ExitStack() as stack:
+    makes: list[Callable[..., TileSink]] = []
+    with _removed_on_failure(makes, route, grid, journal), ExitStack() as stack:
         for kind, path in paths.items():
             if len(done) == route.parts and path.exists() and not unfinished(path).exists():
                 continue  # the process was ended between this file's name and the next
@@ -256,12 +268,35 @@ def _sinks(
             given = shape, dtype_of(kind, channels, route.dtype), axes
             options = options_of(kind, channels, path)
             make = partial(create_sink, path, *given, like=like, overwrite=overwrite, grid=grid, **options)
+            makes.append(make)
             if not done:
                 with closing(make(resume=False)) as sink:
                     if sink.lost and grid.rank == 0:
                         say(f"note: {path} is without {', '.join(sink.lost)} of {source.path}")
             sink = stack.enter_context(closing(make(resume=True)))
             if done and not sink.resumed:
-                raise OutputError(f"{path}: what was written of it before is gone; give --overwrite to begin anew")
+                raise OutputError(
+                    f"{path}: the partial output of the earlier job is missing; give --overwrite to start again"
+                )
             found[kind] = sink
         yield found
+
+
+@contextmanager
+def _removed_on_failure(
+    makes: Sequence[Callable[..., TileSink]], route: Route, grid: ProcessGrid, journal: Journal | None
+) -> Iterator[None]:
+    """Remove unfinished outputs if the input is at fault, all ranks know, and no part of them is done."""
+    try:
+        yield
+    except DataError:
+        if grid.size == 1 or route.collective:
+            with all_or_none(grid.world):
+                empty = journal is not None and Journal(journal.path).empty
+            if grid.world.bcast(empty):
+                for make in makes:
+                    make(resume=False).close()
+                with all_or_none(grid.world):
+                    if journal is not None and journal.path.exists():
+                        journal.remove()
+        raise

@@ -59,6 +59,8 @@ class Progress:
         """Set how many parts there are, and how many of these an earlier process has done; time counts from here."""
         with self._lock:
             self.parts, self.done, self.before, self.start = parts, before, before, time.monotonic()
+            if self.first <= 0:
+                self.printed = None  # the line of the first part is the first again
             if before:
                 say(f"goes on: {before} of {parts} {self.unit}s were done before", self.file)
 

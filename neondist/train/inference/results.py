@@ -23,12 +23,10 @@ def kinds_of(raw: bool, probabilities: bool, classes: bool) -> list[str]:
 def check_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:
     """Raise ConfigError for what a network with so many outputs for a cell has not, or such a file cannot keep."""
     if "classes" in kinds and path.suffix.lower() in (".jpg", ".jpeg"):
-        raise ConfigError(f"{path}: JPEG changes numbers, and classes with them; choose .png")
+        raise ConfigError(f"{path}: JPEG is lossy and would change classes; choose .png")
     for kind in kinds:
         if kind != "raw" and channels < 2:
-            raise ConfigError(
-                f"{kind}: the network has one output for a cell, which tells no classes; write raw outputs"
-            )
+            raise ConfigError(f"{kind}: the network has a single output channel and so no classes; write raw outputs")
 
 
 def channels_of(kind: str, channels: int) -> int:

@@ -74,7 +74,7 @@ def check_windows(images: Images, window: int) -> None:
     extents = images.shape[1:-1]
     if min(extents) < window:
         raise DataError(
-            f"{images.source.path}: {' x '.join(map(str, extents))} cells have no room for a window of {window};"
+            f"{images.source.path}: {' x '.join(map(str, extents))} cells are smaller than a window of {window};"
             f" give --windows {min(extents)} at most, or a larger image"
         )
 
