@@ -298,7 +298,7 @@ class Parameters(torch.autograd.Function):
         ctx.wires = wires
         announce(ctx)
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tensors  # as views of them
 
     @staticmethod
     @once_differentiable

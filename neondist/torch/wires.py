@@ -169,9 +169,18 @@ class Parcels:
 
     def run(self) -> None:
         """Send what the tensors hold now, and fill those that receive."""
+        self.start()
+        self.finish()
+
+    def start(self) -> None:
+        """Send what the tensors hold now."""
         for flat, host in self._leaving:
             host.copy_(flat)
-        self.exchange.run()
+        self.exchange.start()
+
+    def finish(self) -> None:
+        """Fill the tensors that receive."""
+        self.exchange.finish()
         for flat, host in self._arriving:
             flat.copy_(host)
 
@@ -217,10 +226,10 @@ class Channel:
                 if length:
                     view.narrow(dim, start, length).fill_(fill)
             view = view.narrow(dim, before, view.shape[dim] - before - after)
-        arrived = self._exchanged("forward", tensor)
+        buffers = self._start("forward", tensor)
         for piece in self.own:
             self._at(view, piece.target).copy_(self._at(tensor, piece.source))
-        for piece, cells in arrived:
+        for piece, cells in buffers.finish() if buffers else ():
             self._at(view, piece.target).copy_(cells)
         return found
 
@@ -247,9 +256,9 @@ class Channel:
         """
         for dim, before, after in pads:
             gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
-        arrived = self._exchanged("backward", gradient)
+        buffers = self._start("backward", gradient)
         found = self.own_part(gradient, shape, in_place)
-        for piece, cells in arrived:
+        for piece, cells in buffers.finish() if buffers else ():
             self._at(found, piece.source).add_(cells)
         return found
 
@@ -268,53 +277,63 @@ class Channel:
             tensor = tensor.narrow(want.dim, lo, hi - lo)
         return tensor
 
-    def _exchanged(self, direction: str, tensor: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
-        """Send what others want of a tensor, or have shown of it; return the pieces that have come, and their cells."""
+    def _start(self, direction: str, tensor: torch.Tensor) -> _Buffers | None:
+        """Send what others want of a tensor, or have shown of it; return what to wait with; None: nobody sends."""
         if self.silent:
-            return []
-        out, back, forward = self.leaving, self.arriving, direction == "forward"
-        if not forward:
-            out, back = back, out
+            return None
         sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in self._moved)
         key = direction, (tensor.dtype, tensor.device), sizes
-        plan = self._planned.get(key)
-        if plan is None:
+        buffers = self._planned.get(key)
+        if buffers is None:
             self._planned = {of: kept for of, kept in self._planned.items() if of[1:] == key[1:]}  # no other batch's
-            plan = self._planned[key] = _Buffers(self, tensor, out, back, prod(sizes))
-        for peer, pieces in out.items():
-            flat, at = plan.leaving[peer], 0
-            for piece in pieces:
-                cells = self._at(tensor, piece.source if forward else piece.target)
-                flat[at : at + cells.numel()].view(cells.shape).copy_(cells)
-                at += cells.numel()
-        for message in plan.parcels.exchange.sends:
+            buffers = self._planned[key] = _Buffers(self, tensor, direction == "forward")
+        for piece, cells in buffers.leaving:
+            cells.copy_(self._at(tensor, piece.source if direction == "forward" else piece.target))
+        for message in buffers.parcels.exchange.sends:
             self.wires.record(self.kind, self.name, direction, self.first + message.peer, message.nbytes)
-        plan.parcels.run()
-        found = []
-        for peer, pieces in back.items():
-            flat, at = plan.arriving[peer], 0
-            for piece in pieces:
-                shape = list(tensor.shape)
-                for want, (lo, hi) in zip(self.transfer.wants, piece.target if forward else piece.source, strict=True):
-                    shape[want.dim] = hi - lo
-                found.append((piece, flat[at : at + prod(shape)].view(shape)))
-                at += prod(shape)
-        return found
+        buffers.parcels.start()
+        return buffers
 
 
 _Pieces = dict[int, list[Piece]]
 
 
 class _Buffers:
-    """Flat buffers for the messages of one direction, and their exchange."""
+    """Flat buffers for the messages of one direction, and their exchange.
 
-    def __init__(self, channel: Channel, like: torch.Tensor, out: _Pieces, back: _Pieces, numbers: int) -> None:
-        def flat(pieces: _Pieces) -> Flats:
-            sizes = {peer: sum(piece.cells for piece in parts) * numbers for peer, parts in pieces.items()}
-            return {peer: torch.empty(size, dtype=like.dtype, device=like.device) for peer, size in sizes.items()}
+    Attributes
+    ----------
+    leaving, arriving : list of (Piece, torch.Tensor)
+        The places of pieces in the buffers, in their shapes.
+    """
 
-        self.leaving, self.arriving = flat(out), flat(back)
-        self.parcels = channel.wires.parcels(channel.group, self.leaving, self.arriving, channel.first)
+    def __init__(self, channel: Channel, like: torch.Tensor, forward: bool) -> None:
+        def placed(pieces: _Pieces, has: bool) -> tuple[Flats, list[tuple[Piece, torch.Tensor]]]:
+            flats, places = dict[int, torch.Tensor](), list[tuple[Piece, torch.Tensor]]()
+            for peer, parts in pieces.items():
+                shapes = []
+                for piece in parts:
+                    shape = list(like.shape)
+                    for want, (lo, hi) in zip(
+                        channel.transfer.wants, piece.source if has else piece.target, strict=True
+                    ):
+                        shape[want.dim] = hi - lo
+                    shapes.append(shape)
+                sizes = list(map(prod, shapes))
+                flats[peer] = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
+                cells = zip(flats[peer].split(sizes), shapes, strict=True)
+                places += zip(parts, (flat.view(shape) for flat, shape in cells), strict=True)
+            return flats, places
+
+        out, back = (channel.leaving, channel.arriving) if forward else (channel.arriving, channel.leaving)
+        leaving, self.leaving = placed(out, forward)
+        arriving, self.arriving = placed(back, not forward)
+        self.parcels = channel.wires.parcels(channel.group, leaving, arriving, channel.first)
+
+    def finish(self) -> list[tuple[Piece, torch.Tensor]]:
+        """Wait for what others send; return it by piece."""
+        self.parcels.finish()
+        return self.arriving
 
 
 def messages(buffers: Flats, first: int, tensors: bool) -> list[Message]:
