@@ -111,7 +111,7 @@ class KnownValues(TorchDispatchMode):
         values = _attempt(func, leaves, spec, known) if is_known else None
         writes = pytree.tree_leaves(written_arguments(func, args, kwargs))
         memories = [memory_of(tensor) for tensor in writes if isinstance(tensor, torch.Tensor)]
-        touched = [each for each in list(self._known) if memories and memory_of(each) in memories]
+        touched = [each for each in list(self._known) if memory_of(each) in memories] if memories else []
         if values is None:
             for tensor in touched:
                 del self._known[tensor]

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .graph import GRADIENTS
@@ -41,9 +40,11 @@ class View(torch.autograd.Function):
     """What a rank wants to see of a tensor that is cut; the adjoint adds."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float) -> torch.Tensor:
-        """Return the view of this rank."""
-        ctx.channel, ctx.shape, ctx.pads = channel, tensor.shape, pads
+    def forward(
+        ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float, owns_gradient: bool
+    ) -> torch.Tensor:
+        """Return the view of this rank; `owns_gradient`: nobody else will have the memory of its gradient."""
+        ctx.channel, ctx.how = channel, (tensor.shape, pads, owns_gradient)
         announce(ctx)
         with channel.during("forward"):
             return channel.view(tensor, pads, fill)
@@ -54,7 +55,7 @@ class View(torch.autograd.Function):
         """Return the gradient of the part."""
         recompute(ctx)
         with ctx.channel.during("backward"):
-            return ctx.channel.adjoint(gradients[0], ctx.shape, ctx.pads), None, None, None
+            return ctx.channel.adjoint(gradients[0], *ctx.how), None, None, None, None
 
 
 class Again(torch.autograd.Function):
@@ -157,17 +158,18 @@ class Moments(NamedTuple):
 
     def of_groups(self, rows: torch.Tensor, channels: int) -> torch.Tensor:
         """Return sums over the rows of each group."""
-        return rows if self.groups is None else rows.view(-1, channels // self.groups).sum(1)
+        return rows if self.groups is None else rows.unflatten(-1, (-1, channels // self.groups)).sum(-1)
 
     def of_rows(self, groups: torch.Tensor, channels: int) -> torch.Tensor:
         """Return for each row what its group has."""
-        return groups if self.groups is None else groups.repeat_interleave(channels // self.groups)
+        return groups if self.groups is None else groups.repeat_interleave(channels // self.groups, dim=-1)
 
 
 class Normalise(torch.autograd.Function):
     """Batch, group and instance normalisation with statistics of the whole images, in one pass over memory each.
 
-    Ranks merge their means and sums of squares about them: nothing cancels (Chan, Golub and LeVeque 1983).
+    Ranks merge their means and variances in one sum of wider numbers, which squares of narrower ones fit into; those of
+    the widest in two, such that nothing cancels (Chan, Golub and LeVeque 1983).
     """
 
     @staticmethod
@@ -178,57 +180,59 @@ class Normalise(torch.autograd.Function):
         samples, channels = x.shape[:2]
         rows = moments.rows(x)
         mine = moments.counted(rows)
-        mean, squares = _local_moments(mine, moments, samples)
-        here = mine.numel() // max(1, mean.numel())
-        whole = wires.reduce(name, "forward", mean * here, moments.axes) / moments.number
-        squares = wires.reduce(name, "forward", squares + here * (mean - whole) ** 2, moments.axes)
-        variance = squares / moments.number
-        means, variances = (moments.of_rows(values, channels) for values in (whole, variance))
-        scale = None if weight is None else _repeated(weight, means)
-        shift = None if bias is None else _repeated(bias, means)
-        scale, shift = (None if v is None else v.to(means.dtype) for v in (scale, shift))
-        y = F.batch_norm(rows, means, variances, scale, shift, eps=moments.eps) if x.numel() else x.clone()
-        ctx.save_for_backward(x, weight, whole, variance)
+        mean, variance = _local_moments(mine, moments, samples)
+        share = mine.numel() // max(1, mean.numel()) / moments.number
+        mean, variance = _merged(mean, variance, share, wires, name, moments.axes)
+        means, variances = (moments.of_rows(values, channels) for values in (mean, variance))
+        scale, shift = (None if v is None else _repeated(v, means) for v in (weight, bias))
+        y = _scaled(rows, scale, shift, means, variances, moments.eps) if x.numel() else x.clone()
+        ctx.save_for_backward(x, weight, mean, variance)
         ctx.how = wires, name, moments
-        ctx.mark_non_differentiable(whole, variance)
+        ctx.mark_non_differentiable(mean, variance)
         y = y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)  # no view: a ReLU may write over it
-        return y, whole, variance
+        return y, mean, variance
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradients of x, and of the weight and the bias, in so far as this rank has a part in them."""
         (x, weight, mean, variance), (wires, name, moments) = ctx.saved_tensors, ctx.how
-        channels = x.shape[1]
+        channels, asked = x.shape[1], ctx.needs_input_grad
         rows, dy = moments.rows(x), moments.rows(gradients[0].contiguous(memory_format=format_of(x)))
         each, var = moments.of_rows(mean, channels), moments.of_rows(variance, channels)
-        scale = torch.ones_like(each) if weight is None else _repeated(weight, each).to(each.dtype)
+        scale = torch.ones_like(each) if weight is None else _repeated(weight, each)
         if x.numel():
-            dx, dscale, dshift = torch.ops.aten.native_batch_norm_backward(
-                dy, rows, scale, each, var, None, None, False, moments.eps, [True, True, True]
+            _, dscale, dshift = torch.ops.aten.native_batch_norm_backward(
+                dy, rows, scale, each, var, None, None, False, moments.eps, [False, True, True]
             )
         else:
-            dx, dscale, dshift = torch.zeros_like(rows), torch.zeros_like(each), torch.zeros_like(each)
-        asked = ctx.needs_input_grad
+            dscale, dshift = torch.zeros_like(each), torch.zeros_like(each)
+        dx = None
         if asked[0]:
-            sums = [moments.of_groups(scale * part, channels) for part in (dshift, dscale)]
-            sums = wires.reduce(name, "backward", torch.stack(sums), moments.axes) / -moments.number
+            sums = moments.of_groups(torch.stack([dshift, dscale]).mul_(scale), channels)
+            sums = wires.reduce(name, "backward", sums, moments.axes, in_place=True)
             std = torch.rsqrt(var + moments.eps)
-            first, second = (moments.of_rows(part, channels) * std for part in sums)
-            slope = (second * std).to(x.dtype)
-            shape = [1, -1, *[1] * (rows.dim() - 2)]
-            mine = moments.counted(dx)
-            mine.addcmul_(moments.counted(rows), slope.view(shape)).add_((first - each * slope).to(x.dtype).view(shape))
-        dscale, dshift = dscale.view(-1, channels).sum(0), dshift.view(-1, channels).sum(0)
-        found = dx.view(x.shape), dscale, dshift
-        return *(dv if wanted else None for dv, wanted in zip(found, asked[:3], strict=True)), None, None, None
+            first, second = moments.of_rows(sums, channels).mul(std).div_(-moments.number).unbind()
+            slope = (scale * std).view(1, -1, *[1] * (rows.dim() - 2))
+            mine = moments.counted(rows)
+            moved = _scaled(mine, second, first, each, var, moments.eps) if mine.numel() else mine.clone()
+            if moments.own is None:
+                dx = moved.addcmul_(dy, slope)
+            else:
+                dx = (dy * slope).to(x.dtype)
+                moments.counted(dx).add_(moved)
+            dx = dx.view(x.shape)
+        if len(dscale) > channels:
+            dscale, dshift = dscale.view(-1, channels).sum(0), dshift.view(-1, channels).sum(0)
+        return dx, *(dv if wanted else None for dv, wanted in zip((dscale, dshift), asked[1:3], strict=True)), *_NONE
 
 
+_NONE = None, None, None
 _NARROW = (torch.bfloat16, torch.float16)
 
 
 def _local_moments(rows: torch.Tensor, moments: Moments, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean of each group of this rank's numbers, and the sum of squares about it."""
+    """Return the mean of each group of this rank's numbers, and their variance."""
     if not rows.numel():
         number = rows.shape[1] if moments.groups is None else samples * moments.groups
         dtype = torch.float32 if rows.dtype in _NARROW else rows.dtype
@@ -237,11 +241,36 @@ def _local_moments(rows: torch.Tensor, moments: Moments, samples: int) -> tuple[
     if grouped.dtype in _NARROW:  # as PyTorch's own: statistics have more digits
         grouped = grouped.float()
     mean, variance = torch.ops.aten.batch_norm_update_stats(grouped, None, None, 0.0)
-    return mean, variance * (grouped.numel() // grouped.shape[1])
+    return mean, variance
+
+
+def _merged(
+    mean: torch.Tensor, variance: torch.Tensor, share: float, wires: Wires, name: str, axes: frozenset[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and variance of all numbers, given those of this rank's, and what share of all they are."""
+    dtype = mean.dtype
+    if dtype == torch.float64:  # no type is so wide that squares would not cancel
+        mean, own = wires.reduce(name, "forward", mean * share, axes, in_place=True), mean
+        apart = (own - mean).square_().add_(variance).mul_(share)
+        return mean, wires.reduce(name, "forward", apart, axes, in_place=True)
+    sums = torch.stack([mean, variance]).double()
+    own, squares = sums.unbind()
+    squares.addcmul_(own, own)
+    mean, squares = wires.reduce(name, "forward", sums.mul_(share), axes, in_place=True).unbind()
+    return mean.to(dtype), squares.addcmul(mean, mean, value=-1).clamp_(min=0).to(dtype)
+
+
+def _scaled(
+    rows: torch.Tensor, scale: Any, shift: Any, mean: torch.Tensor, variance: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return rows with mean 0 and variance 1, by these statistics, times a scale, plus a shift, in one pass."""
+    return torch.native_batch_norm(rows, scale, shift, mean, variance, False, 0.0, eps)[0]
 
 
 def _repeated(channels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return channels.repeat(len(rows) // len(channels))
+    """Return for each row what its channel has, in the type of statistics."""
+    found = channels.to(rows.dtype)
+    return found if len(found) == len(rows) else found.repeat(len(rows) // len(found))
 
 
 class Counted(torch.autograd.Function):
@@ -269,7 +298,7 @@ class Parameters(torch.autograd.Function):
         ctx.wires = wires
         announce(ctx)
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tensors  # as views of them
 
     @staticmethod
     @once_differentiable
@@ -279,11 +308,11 @@ class Parameters(torch.autograd.Function):
         found = list(gradients)
         for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
             these = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
-            flat = torch.cat([gradients[at].reshape(-1) for at in these])
+            grads = [gradients[at] for at in these]
+            flat = torch._C._nn.flatten_dense_tensors(grads)
             flat = ctx.wires.reduce(GRADIENTS, "backward", flat, ctx.wires.mesh.axes, in_place=len(these) > 1)
-            parts = flat.split([gradients[at].numel() for at in these])
-            for at, part in zip(these, parts, strict=True):
-                found[at] = part.view(gradients[at].shape)
+            for at, part in zip(these, torch._C._nn.unflatten_dense_tensors(flat, grads), strict=True):
+                found[at] = part
         return (None, *found)
 
 

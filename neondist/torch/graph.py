@@ -28,6 +28,11 @@ FRESH = {
 """Operators that need not their results to go back, and give them in memory of their own."""
 IN_PLACE: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}
 """Operators that may write their results over what they were given, if nobody else needs that."""
+OWN_GRADIENT = {
+    "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.conv1d.padding", "aten.conv2d.padding",
+    "aten.conv3d.padding",
+}  # fmt: skip
+"""Operators that give the gradient of what they see in memory that nobody else has."""
 SAME = ("spread", "counted")
 """Kinds of steps that give their input as it is, and do something to its gradient."""
 Pads = tuple[tuple[int, int, int], ...]
@@ -109,6 +114,8 @@ class Step:
         Whether it is what windows of this rank see, a range along each axis: that may have a border scheme.
     scheme : ExchangePolicy or None
         How cells of other tiles come; None: exactly.
+    owns_gradient : bool
+        Of a view: whether the gradient of its output is in memory that nobody else has.
     """
 
     kind: str
@@ -126,6 +133,7 @@ class Step:
     op: str = ""
     window: bool = False
     scheme: ExchangePolicy | None = None
+    owns_gradient: bool = False
 
 
 @dataclass(eq=False)
@@ -228,14 +236,18 @@ class TorchGraph:
         return at < len(self.steps) and self.steps[at].op in IN_PLACE
 
     def _save_memory(self) -> None:
-        """Let steps write over what nobody else reads."""
+        """Let steps, and gradients of views, write over what nobody else reads."""
         readers = Counter(value for step in self.steps for value in step.inputs)
+        owned = {step.inputs[0] for step in self.steps if step.op in OWN_GRADIENT and step.inputs}
         fresh = {step.outputs[0] for step in self.steps if step.op in FRESH and step.kind in ("local", "norm")}
         for at, step in enumerate(self.steps):
             if step.op in IN_PLACE and step.kind == "local" and step.key is None:
                 (value,) = step.inputs
                 if value in fresh and readers[value] == 1 and value in step.free:
                     self.steps[at] = replace(step, run=IN_PLACE[step.op])
+            elif step.kind == "view":
+                (value,) = step.outputs
+                step.owns_gradient = value in owned and readers[value] == 1 and value not in self.outputs
 
 
 class Segment(NamedTuple):

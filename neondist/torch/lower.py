@@ -234,7 +234,18 @@ def _of_tensors(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         given, named = pytree.tree_unflatten(filled, spec)
         return target(*given, **named)
 
-    return [leaves[i] for i in at], run
+    values = [leaves[i] for i in at]
+    if values == [arg for arg in args if isinstance(arg, Value)]:  # none in a list: no tree to build in each pass
+        places = [i for i, arg in enumerate(args) if isinstance(arg, Value)]
+
+        def run_flat(*tensors: torch.Tensor) -> Any:
+            filled = list(args)
+            for i, tensor in zip(places, tensors, strict=True):
+                filled[i] = tensor
+            return target(*filled, **kwargs)
+
+        return values, run_flat
+    return values, run
 
 
 def _is_random(target: Any, bound: Mapping[str, Any]) -> bool:

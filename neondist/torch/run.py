@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -44,6 +44,7 @@ class Runner:
         # of some a plan tells the mean of many steps
         self._varies = any(len(set(scheme.exchanges("forward"))) > 1 for scheme in schemes)
         self._segments = plan.segments() if plan.recompute else []
+        self._calls = {id(step): self._call_of(step) for step in plan.steps}
 
     def __call__(
         self,
@@ -65,9 +66,10 @@ class Runner:
         else:
             self._run_steps(plan.steps, env)
         self._compare(self.wires.sent - before)
-        with torch.no_grad():
-            for name, value in plan.mutated.items():
-                buffers[name].copy_(env[value])
+        if plan.mutated:
+            with torch.no_grad():
+                moved = [env[value] for value in plan.mutated.values()]
+                torch._foreach_copy_([buffers[name] for name in plan.mutated], moved)
         return [env[out] if isinstance(out, int) else out.value for out in plan.outputs]
 
     def _run_steps(self, steps: Sequence[Step], env: dict[int, torch.Tensor]) -> None:
@@ -150,28 +152,39 @@ class Runner:
         return found
 
     def _run(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        found: Sequence[torch.Tensor] = self._calls[id(step)](*tensors)
+        return found
+
+    def _call_of(self, step: Step) -> Callable[..., Any]:
+        """Return what runs a step, given the tensors of its inputs: all that can be looked up before a pass."""
+        wires, name, axes = self.wires, step.name, step.axes
         if step.kind == "local":
-            return run_local(step, tensors, self.plan.values)
+            assert step.run is not None
+            return step.run if step.key is None else lambda *tensors: run_local(step, tensors, self.plan.values)
         if step.kind == "norm":
-            moments, *given = step.key
-            tensor, *rest = tensors
-            scaling = [rest.pop(0) if there else None for there in given]
-            return Normalise.apply(tensor, *scaling, self.wires, step.name, moments)
+            moments, *there = step.key
+
+            def normalise(x: torch.Tensor, *given: torch.Tensor) -> Any:
+                rest = iter(given)
+                scaling = [next(rest) if each else None for each in there]
+                return Normalise.apply(x, *scaling, wires, name, moments)
+
+            return normalise
         if step.kind == "ring":
-            q, k, v, *mask = tensors
-            return (Around.apply(q, k.to(q.dtype), v.to(q.dtype), mask[0] if mask else None, self.rings[id(step)]),)
-        (tensor,) = tensors
+            channel = self.rings[id(step)]
+            return lambda q, k, v, mask=None: (Around.apply(q, k.to(q.dtype), v.to(q.dtype), mask, channel),)
         if step.kind == "view":
-            return (View.apply(tensor, self.channels[id(step)], step.pads, step.fill),)
+            where = self.channels[id(step)], step.pads, step.fill, step.owns_gradient
+            return lambda x: (View.apply(x, *where),)
         if step.kind == "gather":
-            return (Gather.apply(tensor, self.channels[id(step)]),)
+            return lambda x: (Gather.apply(x, self.channels[id(step)]),)
         if step.kind == "sum":
-            return (Sum.apply(tensor, self.wires, step.name, step.axes),)
+            return lambda x: (Sum.apply(x, wires, name, axes),)
         if step.kind == "max":
-            return (self.wires.reduce(step.name, "forward", tensor.detach(), step.axes, "max"),)
+            return lambda x: (wires.reduce(name, "forward", x.detach(), axes, "max"),)
         if step.kind == "spread":
-            return (Spread.apply(tensor, self.wires, step.name, step.axes) if tensor.requires_grad else tensor,)
-        return (Counted.apply(tensor, step.counts) if tensor.requires_grad else tensor,)
+            return lambda x: (Spread.apply(x, wires, name, axes) if x.requires_grad else x,)
+        return lambda x: (Counted.apply(x, step.counts) if x.requires_grad else x,)
 
 
 def run_local(step: Step, tensors: Sequence[torch.Tensor], values: Sequence[Value]) -> Sequence[torch.Tensor]:

@@ -76,9 +76,13 @@ class SchemeChannel:
         return padded
 
     def adjoint(
-        self, gradient: torch.Tensor, shape: Sequence[int], pads: Sequence[tuple[int, int, int]] = ()
+        self,
+        gradient: torch.Tensor,
+        shape: Sequence[int],
+        pads: Sequence[tuple[int, int, int]] = (),
+        in_place: bool = False,
     ) -> torch.Tensor:
-        """Return the gradient of this rank's part, given that of what it saw."""
+        """Return the gradient of this rank's part, given that of what it saw; in other memory, `in_place` or not."""
         for dim, before, after in pads:
             gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
         owner, buffer = self._buffers[shape[0], shape[1], gradient.dtype]

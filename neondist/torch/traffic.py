@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -92,7 +93,8 @@ class _Traffic:
         if step.transfer is not None:
             yield kind_of(step), self._sent(step, "forward")
         elif step.kind == "norm":
-            yield "sum", 2 * self._summed(step.key[0].axes, [values[step.outputs[1]]])
+            mean = replace(values[step.outputs[1]], dtype=torch.float64)
+            yield "sum", 2 * self._summed(step.key[0].axes, [mean])
         elif step.kind == "ring":
             yield "ring", self._passed_on(step, "forward")
         elif step.kind in ("sum", "max"):

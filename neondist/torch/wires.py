@@ -17,7 +17,7 @@ from ..observer import During
 from ..runtime.observers.ledger import Account, Ledger
 from .graph import GRADIENTS, WIDER
 from .layout import Mesh
-from .transfer import Piece, Transfer
+from .transfer import Piece, Range, Transfer
 
 _AS_INTEGERS = {torch.bfloat16: torch.int16}  # what NumPy has no type for travels as bits
 
@@ -49,6 +49,7 @@ class Wires:
         self.sent = 0
         self.guarded = False
         self._groups: dict[frozenset[int], tuple[str, Transport]] = {}
+        self._sums: dict[frozenset[int], list[tuple[str, Transport]]] = {}
 
     def guard(self, seed: int) -> None:
         """Look for mistakes of steps and schemes, and let messages come late; for what is planned from now on."""
@@ -117,13 +118,17 @@ class Wires:
         in_place: bool = False,
     ) -> Any:
         """Return the sum, or maximum, over axes, as a new tensor, or perhaps in place of it; collective over them."""
-        groups = [self.group(one) for one in self.mesh.sums(axes)]  # made by all, those without numbers too
+        groups = self._sums.get(axes)
+        if groups is None:  # made by all, those without numbers too
+            groups = self._sums[axes] = [self.group(one) for one in self.mesh.sums(axes)]
         if not groups or not tensor.numel():
             return tensor if in_place else tensor.clone()
         dtype = WIDER.get(tensor.dtype, tensor.dtype)
         wide = tensor.detach().to(self.carrier(tensor.device), dtype, copy=not in_place)
-        wide = wide.resolve_conj().resolve_neg().contiguous()
-        plain = wide.view(torch.uint8) if wide.dtype == torch.bool else _real(wide)
+        if wide.is_complex() or wide.is_neg():
+            wide = wide.resolve_conj().resolve_neg()
+        wide = wide.contiguous()
+        plain = wide.view(torch.uint8) if dtype == torch.bool else _real(wide)
         array = plain if self.grid.world.tensors else plain.numpy()
         observers = self.grid.observers
         with observers.during("sync" if step == GRADIENTS else "reduce", step, direction):
@@ -131,7 +136,7 @@ class Wires:
                 self.record("sum", step, direction, name, array.nbytes)
                 with observers.during("wait", "", direction, name):
                     group.allreduce(array, op)
-        return wide.to(tensor.device, tensor.dtype)
+        return wide if wide.dtype == tensor.dtype and wide.device == tensor.device else wide.to(tensor)
 
 
 Flats = dict[int, torch.Tensor]
@@ -164,9 +169,18 @@ class Parcels:
 
     def run(self) -> None:
         """Send what the tensors hold now, and fill those that receive."""
+        self.start()
+        self.finish()
+
+    def start(self) -> None:
+        """Send what the tensors hold now."""
         for flat, host in self._leaving:
             host.copy_(flat)
-        self.exchange.run()
+        self.exchange.start()
+
+    def finish(self) -> None:
+        """Fill the tensors that receive."""
+        self.exchange.finish()
         for flat, host in self._arriving:
             flat.copy_(host)
 
@@ -190,6 +204,7 @@ class Channel:
         self.leaving = _by_peer(transfer.sends(rank))
         self.silent = transfer.silent
         self.group, self.first = wires.group_of({at for w in transfer.wants for at in (w.axis, w.source.axis)})
+        self._moved = {want.dim for want in transfer.wants}
         self._planned: dict[Any, Any] = {}
 
     def during(self, direction: str) -> During:
@@ -205,18 +220,18 @@ class Channel:
         pads : sequence of (dimension, before, after)
             So many indices, of value `fill`, are added around.
         """
-        view = self.empty_view(tensor, pads)
-        shape, offset = view.shape, dict.fromkeys(range(view.dim()), 0) | {dim: before for dim, before, _ in pads}
+        found = view = self.empty_view(tensor, pads)
         for dim, before, after in pads:
-            for start, length in ((0, before), (shape[dim] - after, after)):
+            for start, length in ((0, before), (view.shape[dim] - after, after)):
                 if length:
                     view.narrow(dim, start, length).fill_(fill)
-        arrived = self._exchanged("forward", tensor)
+            view = view.narrow(dim, before, view.shape[dim] - before - after)
+        buffers = self._start("forward", tensor)
         for piece in self.own:
-            self._at(view, piece, "target", offset).copy_(self._at(tensor, piece, "source"))
-        for piece, cells in arrived:
-            self._at(view, piece, "target", offset).copy_(cells)
-        return view
+            self._at(view, piece.target).copy_(self._at(tensor, piece.source))
+        for piece, cells in buffers.finish() if buffers else ():
+            self._at(view, piece.target).copy_(cells)
+        return found
 
     def empty_view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
         """Return room for what `view` returns."""
@@ -226,79 +241,99 @@ class Channel:
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=format_of(tensor))
 
     def adjoint(
-        self, gradient: torch.Tensor, shape: Sequence[int], pads: Sequence[tuple[int, int, int]] = ()
+        self,
+        gradient: torch.Tensor,
+        shape: Sequence[int],
+        pads: Sequence[tuple[int, int, int]] = (),
+        in_place: bool = False,
     ) -> torch.Tensor:
-        """Return the gradient of this rank's part, given that of what it saw; ranks that saw the same are added."""
+        """Return the gradient of this rank's part, given that of what it saw; ranks that saw the same are added.
+
+        Parameters
+        ----------
+        in_place : bool
+            Whether it may be made in the memory of what is given.
+        """
         for dim, before, after in pads:
             gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
-        arrived = self._exchanged("backward", gradient)
-        found = self.own_part(gradient, shape)
-        for piece, cells in arrived:
-            self._at(found, piece, "source").add_(cells)
+        buffers = self._start("backward", gradient)
+        found = self.own_part(gradient, shape, in_place)
+        for piece, cells in buffers.finish() if buffers else ():
+            self._at(found, piece.source).add_(cells)
         return found
 
-    def own_part(self, gradient: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the gradient of this rank's part by what it saw of that itself."""
-        own = [self._at(gradient, piece, "target") for piece in self.own]
+    def own_part(self, gradient: torch.Tensor, shape: Sequence[int], in_place: bool = False) -> torch.Tensor:
+        """Return the gradient of this rank's part by what it saw of that itself; perhaps as a view of it."""
+        own = [self._at(gradient, piece.target) for piece in self.own]
         if len(own) == 1 and own[0].shape == tuple(shape):  # all that this rank has, once
-            return own[0].clone(memory_format=format_of(gradient))
+            return own[0] if in_place else own[0].clone(memory_format=format_of(gradient))
         found = gradient.new_zeros(tuple(shape))
         for piece, cells in zip(self.own, own, strict=True):
-            self._at(found, piece, "source").add_(cells)
+            self._at(found, piece.source).add_(cells)
         return found
 
-    def _at(self, tensor: torch.Tensor, piece: Piece, end: str, offset: dict[int, int] | None = None) -> torch.Tensor:
-        for want, (lo, hi) in zip(self.transfer.wants, getattr(piece, end), strict=True):
-            tensor = tensor.narrow(want.dim, lo + (offset[want.dim] if offset else 0), hi - lo)
+    def _at(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+        for want, (lo, hi) in zip(self.transfer.wants, ranges, strict=True):
+            tensor = tensor.narrow(want.dim, lo, hi - lo)
         return tensor
 
-    def _exchanged(self, direction: str, tensor: torch.Tensor) -> list[tuple[Piece, torch.Tensor]]:
-        """Send what others want of a tensor, or have shown of it; return the pieces that have come, and their cells."""
+    def _start(self, direction: str, tensor: torch.Tensor) -> _Buffers | None:
+        """Send what others want of a tensor, or have shown of it; return what to wait with; None: nobody sends."""
         if self.silent:
-            return []
-        out, back, start, end = self.leaving, self.arriving, "source", "target"
-        if direction == "backward":
-            out, back, start, end = back, out, end, start
-        sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in {w.dim for w in self.transfer.wants})
+            return None
+        sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in self._moved)
         key = direction, (tensor.dtype, tensor.device), sizes
-        plan = self._planned.get(key)
-        if plan is None:
+        buffers = self._planned.get(key)
+        if buffers is None:
             self._planned = {of: kept for of, kept in self._planned.items() if of[1:] == key[1:]}  # no other batch's
-            plan = self._planned[key] = _Buffers(self, tensor, out, back, prod(sizes))
-        for peer, pieces in out.items():
-            flat, at = plan.leaving[peer], 0
-            for piece in pieces:
-                cells = self._at(tensor, piece, start)
-                flat[at : at + cells.numel()].view(cells.shape).copy_(cells)
-                at += cells.numel()
-        for message in plan.parcels.exchange.sends:
+            buffers = self._planned[key] = _Buffers(self, tensor, direction == "forward")
+        for piece, cells in buffers.leaving:
+            cells.copy_(self._at(tensor, piece.source if direction == "forward" else piece.target))
+        for message in buffers.parcels.exchange.sends:
             self.wires.record(self.kind, self.name, direction, self.first + message.peer, message.nbytes)
-        plan.parcels.run()
-        found = []
-        for peer, pieces in back.items():
-            flat, at = plan.arriving[peer], 0
-            for piece in pieces:
-                shape = list(tensor.shape)
-                for want, (lo, hi) in zip(self.transfer.wants, getattr(piece, end), strict=True):
-                    shape[want.dim] = hi - lo
-                found.append((piece, flat[at : at + prod(shape)].view(shape)))
-                at += prod(shape)
-        return found
+        buffers.parcels.start()
+        return buffers
 
 
 _Pieces = dict[int, list[Piece]]
 
 
 class _Buffers:
-    """Flat buffers for the messages of one direction, and their exchange."""
+    """Flat buffers for the messages of one direction, and their exchange.
 
-    def __init__(self, channel: Channel, like: torch.Tensor, out: _Pieces, back: _Pieces, numbers: int) -> None:
-        def flat(pieces: _Pieces) -> Flats:
-            sizes = {peer: sum(piece.cells for piece in parts) * numbers for peer, parts in pieces.items()}
-            return {peer: torch.empty(size, dtype=like.dtype, device=like.device) for peer, size in sizes.items()}
+    Attributes
+    ----------
+    leaving, arriving : list of (Piece, torch.Tensor)
+        The places of pieces in the buffers, in their shapes.
+    """
 
-        self.leaving, self.arriving = flat(out), flat(back)
-        self.parcels = channel.wires.parcels(channel.group, self.leaving, self.arriving, channel.first)
+    def __init__(self, channel: Channel, like: torch.Tensor, forward: bool) -> None:
+        def placed(pieces: _Pieces, has: bool) -> tuple[Flats, list[tuple[Piece, torch.Tensor]]]:
+            flats, places = dict[int, torch.Tensor](), list[tuple[Piece, torch.Tensor]]()
+            for peer, parts in pieces.items():
+                shapes = []
+                for piece in parts:
+                    shape = list(like.shape)
+                    for want, (lo, hi) in zip(
+                        channel.transfer.wants, piece.source if has else piece.target, strict=True
+                    ):
+                        shape[want.dim] = hi - lo
+                    shapes.append(shape)
+                sizes = list(map(prod, shapes))
+                flats[peer] = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
+                cells = zip(flats[peer].split(sizes), shapes, strict=True)
+                places += zip(parts, (flat.view(shape) for flat, shape in cells), strict=True)
+            return flats, places
+
+        out, back = (channel.leaving, channel.arriving) if forward else (channel.arriving, channel.leaving)
+        leaving, self.leaving = placed(out, forward)
+        arriving, self.arriving = placed(back, not forward)
+        self.parcels = channel.wires.parcels(channel.group, leaving, arriving, channel.first)
+
+    def finish(self) -> list[tuple[Piece, torch.Tensor]]:
+        """Wait for what others send; return it by piece."""
+        self.parcels.finish()
+        return self.arriving
 
 
 def messages(buffers: Flats, first: int, tensors: bool) -> list[Message]:

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from test_operators import Function, tokens  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import check, check_beside, groups, in_turn  # noqa: E402
+from torch_runs import check, check_beside, difference, distributed, groups, in_turn, serial  # noqa: E402
 
 import neondist as nd  # noqa: E402
 
@@ -281,6 +281,17 @@ class Tokens(nn.Sequential):
 def test_one_sample_of_a_norm_in_any_memory_order(training):
     """PyTorch 2.13 has wrong gradients then, in evaluation."""
     check(Tokens(nn.BatchNorm2d(3)).train(training), (2, 3, 5, 4), grids=((2, 1, 1), (2, 2, 1)))
+
+
+def test_statistics_of_float32_with_a_large_mean():
+    torch.manual_seed(3)
+    norms = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.GroupNorm(2, 4))
+    x = torch.randn(IMAGES) + 100
+    expected = serial(norms.double(), [x.double()])
+    gradients = [gradient.float() for gradient in expected["gradients"]]
+    for found in distributed(norms.float(), [x], gradients, (2, 1, 2)):
+        worst, where = difference(found, expected)
+        assert worst < 1e-3, where
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4])

@@ -101,7 +101,7 @@ def _statistics(
 
 
 def _moved(momentum: float, share: float, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return ((1 - momentum) * old + share * new.detach()).to(old.dtype)
+    return ((1 - momentum) * old).add_(new.detach(), alpha=share)
 
 
 @rule("aten._native_batch_norm_legit_no_training.default", whole=_STATISTICS)
