@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, ShapeError
+from ..precision import ComputePrecision
 from ..registry import suggest
 from ..registry.arguments import checked
 from . import cupy
@@ -63,6 +64,11 @@ class Backend:
         if copy or not self.owns(given):
             return self.from_host(given, dtype)
         return self.xp.ascontiguousarray(given, dtype)
+
+    def in_precision(self, precision: ComputePrecision) -> Backend:
+        """Return the backend whose products have operands of a precision; ConfigError where it has none."""
+        kernels = self.kernels.in_precision(precision)
+        return self if kernels is self.kernels else Backend(self.name, kernels)
 
     def close(self) -> None:
         """Take back what the backend has changed in this process, such as numbers of threads."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ConfigError
+from ..precision import ComputePrecision
 from .cells import CellKernels
 from .conv import Convolution
 from .pool import Pooling
@@ -40,6 +42,18 @@ class Kernels(CellKernels, Convolution, Pooling):
     def close(self) -> None:
         """Take back what the kernels have changed in this process, such as numbers of threads."""
         self._closing.close()
+
+    def in_precision(self, precision: ComputePrecision) -> Kernels:
+        """Return kernels whose products have operands of a precision; these are closed, unless they are the same.
+
+        Raises
+        ------
+        ConfigError
+            There are none.
+        """
+        if precision.narrow:
+            raise ConfigError(f"precision: {precision.name} is not among this backend's; use backend: auto, or float32")
+        return self
 
     def give_back_freed(self, above: int) -> None:
         """Give memory that is kept for later back to the system, if this process holds more bytes than that."""

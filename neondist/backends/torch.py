@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..precision import ComputePrecision
 from ..threads import count_threads
 from .allocator import give_back_freed, keep_freed_memory
 from .host import HostKernels
 from .kernels import Kernels
+from .narrow import NarrowProducts
 from .windows import Sides, out_extent, strips
 
 Ints = Sequence[int]
@@ -208,6 +210,60 @@ class TorchKernels(HostKernels, TorchTable):
         if "torch" in sys.modules:
             _ = self.torch  # which has all cores, if it was there before the launcher
 
+    def in_precision(self, precision: ComputePrecision) -> Kernels:
+        """Return kernels with operands of a precision."""
+        if not precision.narrow:
+            return self
+        self.close()
+        return NarrowTorchKernels(precision)
+
     def give_back_freed(self, above: int) -> None:
         """Give back what malloc keeps."""
         give_back_freed(above)
+
+
+class NarrowTorchKernels(NarrowProducts, TorchKernels):
+    """Those that have PyTorch's kernels, which use the processor's instructions for 16 bits where it has them."""
+
+    def __init__(self, precision: ComputePrecision) -> None:
+        super().__init__()
+        self.precision = precision
+
+    @cached_property
+    def narrow(self) -> Any:
+        """The functions with PyTorch's kernels of 16 bits; None where they would be slow."""
+        if self.torch is None:
+            return None
+        from . import torch_narrow
+
+        return torch_narrow if torch_narrow.is_fast(self.precision.name) else None
+
+    def conv_forward(
+        self,
+        x: np.ndarray,
+        weights: np.ndarray,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        bias: np.ndarray | None = None,
+        zeros: Sides | None = None,
+    ) -> np.ndarray:
+        """Return the valid convolution plus bias (N, *out, C_out)."""
+        if self.narrow is None or not self._convolves(x, weights.shape, weights.shape[:-2], stride):
+            return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
+        return self.narrow.forward(self.precision.name, x, weights, stride, dilation, groups, bias)
+
+    def conv_backward_input(
+        self,
+        dy: np.ndarray,
+        weights: np.ndarray,
+        extent: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        crop: Sides | None = None,
+    ) -> np.ndarray:
+        """Return the gradient of x (N, *extent, C_in), without `crop`."""
+        if self.narrow is None or not self._convolves(dy, weights.shape, weights.shape[:-2], stride):
+            return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
+        return self.narrow.backward_input(self.precision.name, dy, weights, extent, stride, dilation, groups, crop)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from ..backends import get_backend
 from ..costs import Cost
 from ..costs.mean import parts_of
 from ..data import Dataset
@@ -65,7 +64,7 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
         model.room = free_memory() if room is None else room
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         plan = model.within(plan)
-        get_backend(model.backend)
+        model.array_backend()
         if not plan.streams:
             _check_room_for_layers(plan)
     with about(dataset):
