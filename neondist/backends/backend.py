@@ -116,6 +116,23 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     raise ConfigError(f"backend '{name}' is unknown{suggest(name, ['auto', *_MAKERS])}")
 
 
+def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
+    """Return what a user has to know of a precision with this backend on this machine; '' where there is nothing."""
+    if precision.name == "float32" or get_backend(name).xp is not np:
+        return ""
+    if precision.name == "tf32":
+        return "precision: tf32 is of GPUs; on a CPU it is float32"
+    if importlib.util.find_spec("torch") is not None:
+        from . import torch_narrow
+
+        if torch_narrow.is_fast(precision.name):
+            return ""
+    return (
+        f"precision: this processor has no instructions for {precision.name}, or PyTorch is missing: numbers are the"
+        " same, but computed more slowly than in float32"
+    )
+
+
 def _torch_availability() -> Availability:
     if importlib.util.find_spec("torch") is None:
         return Availability("torch", False, "not installed; pip install 'neondist[torch]'")

@@ -355,7 +355,7 @@ class TorchModel(TrainableModel):
         execution = Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
         program = self._factory.program(shape, True)
         given = program, execution, shape, input_shape, grid
-        plan = ModulePlan.of(module, *given, self.optimizer, self.dtype, self.strategy, limit)
+        plan = ModulePlan.of(module, *given, self.optimizer, self.dtype, self.strategy, limit, self.precision)
         if plan.parameters.partitioned and not self.optimizer.elementwise:
             raise ConfigError(
                 f"strategy: {self.optimizer.found.__name__} updates whole parameters, and cannot update parts of them;"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..backends import get_backend
+from ..backends import get_backend, precision_note
 from ..comm import ProcessGrid, all_or_none
 from ..data import Dataset
 from ..data.augment import Transform
@@ -291,6 +291,8 @@ def _train(
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
     if plan.streams and model.memory is None:
         run.notes.append(f"a step does not fit into the memory that there is; {plan.stream}")
+    if note := precision_note(model.backend, model.precision):
+        run.notes.append(note)
     supervised = GENERATION in os.environ
     store = open_store(folder, grid.world) if folder is not None and (resume or supervised) else None
     begun = begin(run, folder, resume, init_from, store)
