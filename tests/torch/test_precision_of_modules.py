@@ -173,3 +173,36 @@ def test_tf32_is_switched_on_for_a_pass():
         with computing_in(ComputePrecision(name), OnGPU()):
             assert [each.allow_tf32 for each in switches] == [expected] * 2
         assert [each.allow_tf32 for each in switches] == before
+
+
+@pytest.mark.parametrize("strategy", ["AllReduce", "ShardedOptimizer"])
+def test_gradscaler_skips_on_all_ranks(strategy):
+    """In a loop of one's own, though each rank looks at the gradients that it owns."""
+    labels = torch.tensor([0, 1, 2, 3])
+
+    def body(transport):
+        with nd.ProcessGrid(transport) as grid:
+            torch.manual_seed(0)
+            model = ndt.distribute(Net(), (4, 3, 12, 8), grid)
+            optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, strategy, lr=0.1)
+            scaler, found = torch.amp.GradScaler("cpu"), []
+            for number in range(3):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.float16):
+                    output = model(model.scatter(torch.from_numpy(batch(number)[0]).movedim(-1, 1)))
+                    loss = model.loss(nn.functional.cross_entropy, output, labels)
+                bad = torch.inf if number == grid.rank == 1 else 0
+                hook = model.module.one.bias.register_hook(lambda gradient, bad=bad: gradient + bad)
+                scaler.scale(loss).backward()
+                hook.remove()
+                scaler.step(optimizer)
+                scaler.update()
+                found.append((scaler.get_scale(), model.module.one.weight.detach().clone()))
+        scales, weights = zip(*found, strict=True)
+        assert scales == (2.0**16, 2.0**15, 2.0**15)
+        assert torch.equal(weights[0], weights[1])
+        assert not torch.equal(weights[1], weights[2])
+        return weights
+
+    every = loopback.run(2, body)
+    assert all(torch.equal(a, b) for a, b in zip(*every, strict=True))
