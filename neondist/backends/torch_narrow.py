@@ -26,6 +26,11 @@ def is_fast(dtype: str) -> bool:
     return fast
 
 
+def rounded(dtype: str, array: np.ndarray) -> np.ndarray:
+    """Return a new contiguous array of float32 with the nearest numbers of a dtype."""
+    return np.ascontiguousarray(tensor(array).to(getattr(torch, dtype)).float().numpy())
+
+
 def forward(
     dtype: str, x: np.ndarray, weights: np.ndarray, stride: Ints, dilation: Ints, groups: int, bias: np.ndarray | None
 ) -> np.ndarray:
