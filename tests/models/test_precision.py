@@ -14,7 +14,7 @@ from support import worst
 
 import neondist as nd
 from neondist import precision as precisions
-from neondist.backends import Kernels
+from neondist.backends import Kernels, get_backend
 from neondist.comm import loopback
 from neondist.errors import ConfigError, NonFiniteError
 from neondist.precision import ComputePrecision, LossScaler
@@ -24,20 +24,20 @@ NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 SHAPE, BATCH = (12, 8, 2), 4
 
 
-def bits_of(name):
-    torch = pytest.importorskip("torch")
-    return lambda x: torch.from_numpy(x).to(getattr(torch, name)).float().numpy()
-
-
 @pytest.mark.parametrize("name", NARROW)
 @given(bits=arrays(np.uint32, 64))
 def test_numbers_are_rounded_as_pytorch_does(name, bits):
-    x, precision = bits.view(np.float32), ComputePrecision(name)
+    """Those that lie in the middle between two numbers, too."""
+    torch, precision = pytest.importorskip("torch"), ComputePrecision(name)
+    middles = {"bfloat16": (0xFFFF, 0x8000), "float16": (0x1FFF, 0x1000)}[name]
+    bits = np.concatenate([bits, bits & ~np.uint32(middles[0]) | np.uint32(middles[1])])
+    x = bits.view(np.float32)
     with np.errstate(invalid="ignore"):  # some of these are signalling NaNs
-        expected = bits_of(name)(x.copy())
-        np.testing.assert_array_equal(precision.rounded(x), expected)
+        expected = torch.from_numpy(x.copy()).to(getattr(torch, name)).float().numpy()
+        found = precision.rounded(x)
+        np.testing.assert_array_equal(found, expected)
         np.testing.assert_array_equal(precision.decode(precision.encode(x)), expected)
-    assert (np.signbit(precision.rounded(x)) == np.signbit(expected))[~np.isnan(x)].all()
+    assert (np.signbit(found) == np.signbit(expected))[~np.isnan(x)].all()
 
 
 @given(st.lists(st.integers(0, 2 * precisions.INTERVAL + 3), max_size=5))
@@ -155,7 +155,7 @@ def test_tf32_is_float32_on_a_cpu():
 def test_kernels_of_16_bits_give_the_same_numbers(name):
     """Those that take the instructions of a processor, which here may be slow, and those of float32."""
     pytest.importorskip("torch")
-    from neondist.backends import get_backend, torch_narrow
+    from neondist.backends import torch_narrow
 
     rng = np.random.default_rng(0)
     slow, fast = (get_backend("torch").in_precision(ComputePrecision(name)).kernels for _ in range(2))
@@ -167,6 +167,15 @@ def test_kernels_of_16_bits_give_the_same_numbers(name):
     crop = ((1, 1), (0, 2))
     dx, expected = ({"dx": one.conv_backward_input(y["y"], weights, (9, 8), *how, crop)} for one in (fast, slow))
     assert apart(dx, expected) < 4 * NARROW[name]
+
+
+def test_a_gradient_is_cleared_where_the_operand_is_zero():
+    """A ghost cell that has been rounded to zero gets what the cell itself gets."""
+    kernels = get_backend("numpy").in_precision(ComputePrecision("float16")).kernels
+    x, weights = np.array([1e-9, 1.0], "f4").reshape(1, 2, 1, 1), np.ones((1, 1, 1, 1), "f4")
+    dx, dy = np.empty_like(x), np.ones_like(x)
+    kernels.conv_back_into(dx, x, dy, weights, (1, 1), (1, 1), 1, lambda part: dy[part], None, True, True)
+    assert dx.ravel().tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(("ranks", "how"), [(1, {}), (3, {}), (4, {"replicas": 2, "sync": "bucketed"})])
