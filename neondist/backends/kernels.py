@@ -55,6 +55,15 @@ class Kernels(CellKernels, Convolution, Pooling):
             raise ConfigError(f"precision: {precision.name} is not among this backend's; use backend: auto, or float32")
         return self
 
+    @property
+    def exact(self) -> Kernels:
+        """The kernels with operands of the arrays' own dtype."""
+        return self
+
+    def product(self, a: Any, b: Any) -> Any:
+        """Return the product of two matrices, or stacks of them, as operands of the precision."""
+        return self.matmul(a, b)
+
     def give_back_freed(self, above: int) -> None:
         """Give memory that is kept for later back to the system, if this process holds more bytes than that."""
 

@@ -1,15 +1,16 @@
 """Products whose operands have 16 bits: on processors without such instructions by those of float32, the same but slow.
 
 Operands are rounded to bfloat16 or float16, products are exact and sums float32; what a convolution gives is rounded
-again, and what `matmul` gives is not, for ranks add such products up.
+again. `matmul`, by which other kernels add up, rounds nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
-from ..precision import ComputePrecision
+from ..precision import FLOAT32, ComputePrecision
 from .kernels import Kernels
 from .windows import Sides
 
@@ -71,12 +72,19 @@ class NarrowProducts(Kernels):
         """Return the gradients of weights and bias, and write that of x into dx, by the functions above."""
         return Kernels.conv_back_into(self, *how)
 
-    def matmul(self, a: Any, b: Any) -> Any:
-        """Return the matrix product, in float32."""
-        return super().matmul(self._operand(a), self._operand(b))
+    def product(self, a: Any, b: Any) -> Any:
+        """Return the matrix product, which is not rounded: ranks add theirs up."""
+        return self.matmul(self._operand(a), self._operand(b))
+
+    @property
+    def exact(self) -> Kernels:
+        """The same kernels, which round nothing."""
+        found = copy(self)
+        found.precision = FLOAT32
+        return found
 
     def _operand(self, array: Any) -> Any:
-        return self.precision.rounded(array)
+        return self.precision.rounded(array) if self.precision.narrow else array
 
     def _writing(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
         if x is None:

@@ -247,7 +247,7 @@ class NarrowTorchKernels(NarrowProducts, TorchKernels):
         zeros: Sides | None = None,
     ) -> np.ndarray:
         """Return the valid convolution plus bias (N, *out, C_out)."""
-        if self.narrow is None or not self._convolves(x, weights.shape, weights.shape[:-2], stride):
+        if not self._goes_narrow(x, weights, stride):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
         return self.narrow.forward(self.precision.name, x, weights, stride, dilation, groups, bias)
 
@@ -262,13 +262,17 @@ class NarrowTorchKernels(NarrowProducts, TorchKernels):
         crop: Sides | None = None,
     ) -> np.ndarray:
         """Return the gradient of x (N, *extent, C_in), without `crop`."""
-        if self.narrow is None or not self._convolves(dy, weights.shape, weights.shape[:-2], stride):
+        if not self._goes_narrow(dy, weights, stride):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         return self.narrow.backward_input(self.precision.name, dy, weights, extent, stride, dilation, groups, crop)
 
+    def _goes_narrow(self, x: np.ndarray, weights: np.ndarray, stride: Ints) -> bool:
+        narrow = self.precision.narrow and self.narrow is not None
+        return narrow and self._convolves(x, weights.shape, weights.shape[:-2], stride)
+
     def _operand(self, array: np.ndarray) -> np.ndarray:
         """Return the operands of an array: PyTorch rounds 10 times as fast as NumPy."""
-        if array.size < self.small or array.dtype != np.float32 or self.torch is None:
+        if array.size < self.small or not self.precision.narrow or array.dtype != np.float32 or self.torch is None:
             return super()._operand(array)
         found: np.ndarray = self.torch.narrow.rounded(self.precision.name, array)
         return found

@@ -178,6 +178,21 @@ def test_a_gradient_is_cleared_where_the_operand_is_zero():
     assert dx.ravel().tolist() == [0, 1]
 
 
+@pytest.mark.parametrize("name", NARROW)
+def test_what_is_no_convolution_is_float32(name):
+    """Sums over cells, and filters of cells and blocks."""
+
+    def gradients(precision):
+        layers = [nd.LocalFilteringLayer(3, 3, shared=(2, 3)), nd.LocalFilteringLayer(2, 3), nd.BatchNormLayer()]
+        model = nd.Convnet([*layers, nd.LCNLayer(3), nd.GroupNormLayer(1)], cost=nd.SumSquared(), precision=precision)
+        model.build((9, 8, 2), 2)
+        y = model.fprop(np.random.default_rng(0).normal(size=(2, 9, 8, 2)))
+        model.bprop(y)
+        return {"y": y, **model.gradients()}
+
+    assert worst(gradients(name), gradients("float32")) == 0
+
+
 @pytest.mark.parametrize(("ranks", "how"), [(1, {}), (3, {}), (4, {"replicas": 2, "sync": "bucketed"})])
 def test_all_ranks_skip_a_step_in_which_one_overflows(ranks, how):
     """Steps 1, 2 (which overflows) and 3 end where steps 1 and 3 do, of a model whose count is moved on."""
