@@ -5,8 +5,11 @@ of cells there are compiled ones. host: compiled kernels over NumPy's arrays (ro
 gomp. torch: PyTorch's, for what is not compiled.
 """
 
-from .backend import Availability, Backend, available, check_backend, get_backend
+from .backend import Availability, Backend, available, check_backend, get_backend, precision_note
 from .cells import Normal, compiled
 from .kernels import Kernels
 
-__all__ = ["Availability", "Backend", "Kernels", "Normal", "available", "check_backend", "compiled", "get_backend"]
+__all__ = [
+    "Availability", "Backend", "Kernels", "Normal", "available", "check_backend", "compiled", "get_backend",
+    "precision_note",
+]  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, ShapeError
+from ..precision import ComputePrecision
 from ..registry import suggest
 from ..registry.arguments import checked
 from . import cupy
@@ -63,6 +64,11 @@ class Backend:
         if copy or not self.owns(given):
             return self.from_host(given, dtype)
         return self.xp.ascontiguousarray(given, dtype)
+
+    def in_precision(self, precision: ComputePrecision) -> Backend:
+        """Return the backend whose products have operands of a precision; ConfigError where it has none."""
+        kernels = self.kernels.in_precision(precision)
+        return self if kernels is self.kernels else Backend(self.name, kernels)
 
     def close(self) -> None:
         """Take back what the backend has changed in this process, such as numbers of threads."""
@@ -129,6 +135,23 @@ def _preferred() -> str:
     """Return the name of the backend that `auto` takes."""
     host = "torch" if importlib.util.find_spec("torch") else "numpy"
     return host if cupy.find_problem() else "cupy"
+
+
+def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
+    """Return what a user has to know of a precision with this backend on this machine; '' where there is nothing."""
+    if precision.name == "float32" or get_backend(name).xp is not np:
+        return ""
+    if precision.name == "tf32":
+        return "precision: tf32 is of GPUs; on a CPU it is float32"
+    if importlib.util.find_spec("torch") is not None:
+        from . import torch_narrow
+
+        if torch_narrow.is_fast(precision.name):
+            return ""
+    return (
+        f"precision: this processor has no instructions for {precision.name}, or PyTorch is missing: numbers are the"
+        " same, but computed more slowly than in float32"
+    )
 
 
 def _torch_availability() -> Availability:

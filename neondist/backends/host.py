@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ..precision import ComputePrecision
 from ..threads import count_threads
 from .compiled_conv import FORWARD, INPUT, CompiledConvolution
 from .gomp import gomp_parallel
+from .kernels import Kernels
+from .narrow import NarrowProducts
 from .windows import boxes, out_extent
 
 Ints = Sequence[int]
@@ -30,6 +33,13 @@ class HostKernels(CompiledConvolution):
             self.threads, self.start = self.cores, gomp_parallel()
             # its own threads would wait for those of the other kernels: both spin
             self._closing.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
+
+    def in_precision(self, precision: ComputePrecision) -> Kernels:
+        """Return kernels with operands of a precision; TF32 is of GPUs alone, and float32 here."""
+        if not precision.narrow:
+            return self
+        self.close()
+        return NarrowHostKernels(precision)
 
     def max_pool_into(self, y: np.ndarray, x: np.ndarray, kernel: Ints, stride: Ints, clears: bool = False) -> Any:
         """Write the maxima into y; return the places: one byte each if this is compiled."""
@@ -103,6 +113,14 @@ class HostKernels(CompiledConvolution):
         sizes = tuple(kernel), tuple(stride)
         done: bool = self.compiled.max_pool(back, clears, x, y, places, *sizes, self.threads, self.start)
         return done
+
+
+class NarrowHostKernels(NarrowProducts, HostKernels):
+    """Those of NumPy's arrays."""
+
+    def __init__(self, precision: ComputePrecision) -> None:
+        super().__init__()
+        self.precision = precision
 
 
 def _boxes(kernel: Ints, stride: Ints) -> list[Window]:

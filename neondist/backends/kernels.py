@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ConfigError
 from ..memory import room_for_each
+from ..precision import ComputePrecision
 from .cells import CellKernels
 from .conv import Convolution
 from .pool import Pooling
@@ -49,6 +51,27 @@ class Kernels(CellKernels, Convolution, Pooling):
     def room(self, ranks: int) -> int | None:
         """Return the bytes that each of so many ranks on this machine may still take for arrays; None: nobody knows."""
         return room_for_each(ranks)
+
+    def in_precision(self, precision: ComputePrecision) -> Kernels:
+        """Return kernels whose products have operands of a precision; these are closed, unless they are the same.
+
+        Raises
+        ------
+        ConfigError
+            There are none.
+        """
+        if precision.narrow:
+            raise ConfigError(f"precision: {precision.name} is not among this backend's; use backend: auto, or float32")
+        return self
+
+    @property
+    def exact(self) -> Kernels:
+        """The kernels with operands of the arrays' own dtype."""
+        return self
+
+    def product(self, a: Any, b: Any) -> Any:
+        """Return the product of two matrices, or stacks of them, as operands of the precision."""
+        return self.matmul(a, b)
 
     def give_back_freed(self, above: int) -> None:
         """Give memory that is kept for later back to the system, if this process holds more bytes than that."""

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..precision import ComputePrecision
 from ..threads import count_threads
 from .allocator import give_back_freed, keep_freed_memory
 from .host import HostKernels
 from .kernels import Kernels
+from .narrow import NarrowProducts
 from .windows import Sides, out_extent, strips
 
 Ints = Sequence[int]
@@ -42,7 +44,7 @@ class TorchTable(Kernels):
         try:
             import torch
 
-            from . import torch_conv, torch_pool
+            from . import torch_conv, torch_narrow, torch_pool
             from .torch_arrays import matmul
         except Exception as error:  # a broken installation fails in many ways
             warnings.warn(f"PyTorch cannot be imported, NumPy is slower: {error}", stacklevel=2)
@@ -50,7 +52,7 @@ class TorchTable(Kernels):
         before = torch.get_num_threads()
         self._closing.callback(torch.set_num_threads, before)
         torch.set_num_threads(min(count_threads(), before))  # it may have been imported before the launcher set it
-        return TorchCalls(torch_conv, torch_pool, matmul)
+        return TorchCalls(torch_conv, torch_pool, matmul, torch_narrow)
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return the matrix product: NumPy's has one thread where other kernels have several (`HostKernels`)."""
@@ -194,6 +196,7 @@ class TorchCalls(NamedTuple):
     conv: Any
     pool: Any
     matmul: Any
+    narrow: Any
 
 
 class TorchKernels(HostKernels, TorchTable):
@@ -208,6 +211,68 @@ class TorchKernels(HostKernels, TorchTable):
         if "torch" in sys.modules:
             _ = self.torch  # which has all cores, if it was there before the launcher
 
+    def in_precision(self, precision: ComputePrecision) -> Kernels:
+        """Return kernels with operands of a precision."""
+        if not precision.narrow:
+            return self
+        self.close()
+        return NarrowTorchKernels(precision)
+
     def give_back_freed(self, above: int) -> None:
         """Give back what malloc keeps."""
         give_back_freed(above)
+
+
+class NarrowTorchKernels(NarrowProducts, TorchKernels):
+    """Those that have PyTorch's kernels, which use the processor's instructions for 16 bits where it has them."""
+
+    def __init__(self, precision: ComputePrecision) -> None:
+        super().__init__()
+        self.precision = precision
+
+    @cached_property
+    def narrow(self) -> Any:
+        """The functions with PyTorch's kernels of 16 bits; None where they would be slow."""
+        calls = None if self.torch is None else self.torch.narrow
+        return calls if calls is not None and calls.is_fast(self.precision.name) else None
+
+    def conv_forward(
+        self,
+        x: np.ndarray,
+        weights: np.ndarray,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        bias: np.ndarray | None = None,
+        zeros: Sides | None = None,
+    ) -> np.ndarray:
+        """Return the valid convolution plus bias (N, *out, C_out)."""
+        if not self._goes_narrow(x, weights, stride):
+            return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
+        return self.narrow.forward(self.precision.name, x, weights, stride, dilation, groups, bias)
+
+    def conv_backward_input(
+        self,
+        dy: np.ndarray,
+        weights: np.ndarray,
+        extent: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        crop: Sides | None = None,
+    ) -> np.ndarray:
+        """Return the gradient of x (N, *extent, C_in), without `crop`."""
+        if not self._goes_narrow(dy, weights, stride):
+            return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
+        return self.narrow.backward_input(self.precision.name, dy, weights, extent, stride, dilation, groups, crop)
+
+    def _goes_narrow(self, x: np.ndarray, weights: np.ndarray, stride: Ints) -> bool:
+        narrow = self.precision.narrow and self.narrow is not None
+        return narrow and self._convolves(x, weights.shape, weights.shape[:-2], stride)
+
+    def _operand(self, array: np.ndarray) -> np.ndarray:
+        """Return the operands of an array: PyTorch rounds 10 times as fast as NumPy."""
+        if array.size < self.small or not self.precision.narrow or array.dtype != np.float32 or self.torch is None:
+            return super()._operand(array)
+        found: np.ndarray = self.torch.narrow.rounded(self.precision.name, array)
+        return found

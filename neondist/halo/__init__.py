@@ -12,7 +12,7 @@ from .fusion import Auto, DeepHalo, Fusion, OverlapTile
 from .global_array import GlobalArray, PaddedArray
 from .policies.base import ExchangePolicy
 from .policies.every import Every
-from .policies.halo import Halo
+from .policies.halo import Halo, halo_in
 from .policies.halo_oneway import HaloOneway
 from .policies.names import as_scheme, scheme_names, scheme_text
 from .policies.quantised import Quantised
@@ -37,6 +37,7 @@ __all__ = [
     "Stale",
     "Tower",
     "as_scheme",
+    "halo_in",
     "scheme_names",
     "scheme_text",
 ]

@@ -208,6 +208,9 @@ class Layer(LayerDescription):
         Whether `backward` may write the gradient of the view over the view itself; said there.
     restores : bool
         Whether `restore` writes what `forward` gave a second time, from what that saved; said where `forward` is.
+    rounds_view : bool
+        Whether it looks at the view, and at gradients of outputs of other tiles, as operands of products alone, which
+        have the model's precision; said where `forward` is.
     only_activates : bool
         Whether all that it does is to apply `activation`; said where `forward` is.
     gathers, scatters : GlobalArray or None
@@ -230,6 +233,7 @@ class Layer(LayerDescription):
     in_place = False
     restores = False
     only_activates = False
+    rounds_view = False
     gathers: GlobalArray | None = None
     scatters: GlobalArray | None = None
 

@@ -39,7 +39,7 @@ class ConvLayer(Layer):
         Default FanInUniform.
     """
 
-    needs_image = True
+    needs_image = rounds_view = True
     absorbs = "elementwise"
     clears = in_place = True
     saves_output = False

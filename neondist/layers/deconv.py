@@ -36,7 +36,7 @@ class DeconvLayer(Layer):
         As in ConvLayer.
     """
 
-    needs_image = True
+    needs_image = rounds_view = True
 
     reverse_halos = True
     saves_output = False

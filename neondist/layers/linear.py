@@ -87,7 +87,7 @@ class FCLayer(Layer):
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return the products of this rank's inputs, one of them with the bias; those of all tiles add up."""
         ctx.save(view=view.reshape(len(view), prod(view.shape[1:])), seen=view.shape)  # -1 fails without samples
-        products = self.kernels.matmul(ctx.view, ctx.params["weights"])
+        products = self.kernels.product(ctx.view, ctx.params["weights"])
         if self.bias:
             products += ctx.local_contribution(ctx.params["bias"])
         return products
@@ -97,18 +97,18 @@ class FCLayer(Layer):
         if not self.splits_outputs:
             return ctx.reduced
         ctx.save(view=view, seen=view.shape)
-        products = self.kernels.matmul(view, ctx.params["weights"])
+        products = self.kernels.product(view, ctx.params["weights"])
         if self.bias:
             products += ctx.params["bias"]
         return products
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the inputs by this rank's outputs."""
-        return self.kernels.matmul(dy, ctx.params["weights"].T) if ctx.needs_input_gradient else None
+        return self.kernels.product(dy, ctx.params["weights"].T) if ctx.needs_input_gradient else None
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view."""
-        ctx.grads["weights"] = self.kernels.matmul(ctx.view.T, dy)
+        ctx.grads["weights"] = self.kernels.product(ctx.view.T, dy)
         if self.bias:
             by_bias = dy.sum(axis=0)
             ctx.grads["bias"] = by_bias if self.splits_outputs else ctx.local_contribution(by_bias)
@@ -116,7 +116,7 @@ class FCLayer(Layer):
             return None
         if self.splits_outputs:
             return ctx.reduced
-        return self.kernels.matmul(dy, ctx.params["weights"].T).reshape(ctx.seen)
+        return self.kernels.product(dy, ctx.params["weights"].T).reshape(ctx.seen)
 
 
 class FCLayerDist(Dist, FCLayer):

@@ -109,7 +109,7 @@ class LocalFilteringLayer(Layer):
         block, kernels = self.block_for(self.output_shape[:-1]), self.kernels
         self.filters: Filters = OwnFilters(kernels, self.window)
         if block is not None:
-            self.filters = BlockFilters(kernels, self.window, self.tile, block)
+            self.filters = BlockFilters(kernels.exact, self.window, self.tile, block)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return every cell's filter on its window."""

@@ -160,9 +160,10 @@ class Autoencoder:
 
 
 class StageStep(LayerStep):
-    """A step of pretraining."""
+    """A step of pretraining, whose gradients are float32."""
 
     owner: Autoencoder
+    scaler = None
 
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
         """Fill the gradient of the stage's weights; the flags travel with the cost."""

@@ -16,6 +16,7 @@ from ..layers import Node
 from ..optim import Adam, Optimizer
 from ..parallel import TrainedSubset
 from ..plan import Plan
+from ..precision import PrecisionName
 from ..registry.ranges import Count, Index, NotNegative, Positive
 from ..strategies import Strategy, StrategyBuilder
 from .autoencoder import Autoencoder, words_sent
@@ -42,7 +43,7 @@ class GB(Convnet):
 
     Parameters
     ----------
-    layers, cost, optimizer, seed, backend, dtype, scheme, accumulate, sync, recompute, strategy
+    layers, cost, optimizer, seed, backend, dtype, precision, scheme, accumulate, sync, recompute, strategy
         As in Model.
     num_pretrain_epochs : int
         For each stage; 0 leaves the first weights as they are.
@@ -72,6 +73,7 @@ class GB(Convnet):
         seed: Index = 0,
         backend: str | Backend = "auto",
         dtype: str = "float32",
+        precision: PrecisionName = "float32",
         num_pretrain_epochs: Index = 1,
         num_initial_epochs: Index = 1,
         sparsity: NotNegative = 0.1,
@@ -91,6 +93,7 @@ class GB(Convnet):
             seed=seed,
             backend=backend,
             dtype=dtype,
+            precision=precision,
             scheme=scheme,
             accumulate=accumulate,
             sync=sync,

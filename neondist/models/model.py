@@ -8,20 +8,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..backends import Backend, get_backend
+from ..backends import Backend
 from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
 from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..formats.fields import Fields
 from ..geometry import GridShape
-from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, scheme_text
-from ..layers import Context, Node, Sequential
+from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, halo_in, scheme_text
+from ..layers import Context, Node, Sequential, said_with
 from ..memory import PROCESS, as_bytes, share_of
 from ..namespace import to_host
 from ..optim import SGD, Optimizer
 from ..parallel import SYNCS, GradientSync, LayerParameters, ParameterShard, TrainedSubset, gather, load
 from ..plan import Plan, Training, compile_plan, largest_of, micro_batches
 from ..plan.choices import put_schemes
+from ..precision import FLOAT32, ComputePrecision, PrecisionName
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index, integer, shape_of
 from ..runtime import Executor
@@ -52,6 +53,9 @@ class Model(LayerModel):
     backend : str or Backend
         'auto' takes the fastest that is there; a name may be that of an imported module with a backend of its own.
     dtype : {'float32', 'float64'}
+    precision : {'float32', 'tf32', 'bfloat16', 'float16'}
+        Operands of convolutions and fully connected layers; parameters and everything else stay float32. The halos of
+        convolutions travel in it. With 'float16' the loss is scaled, and steps whose gradients overflow are skipped.
     scheme : ExchangePolicy or str
         How cells of other tiles reach the views of all layers that have no scheme of their own.
     accumulate : int
@@ -125,6 +129,7 @@ class Model(LayerModel):
         seed: Index = 0,
         backend: str | Backend = "auto",
         dtype: str = "float32",
+        precision: PrecisionName = "float32",
         accumulate: Count = 1,
         sync: Literal["allreduce", "bucketed"] = "allreduce",
         recompute: bool = False,
@@ -142,6 +147,7 @@ class Model(LayerModel):
         self.cost, self.optimizer = cost or CrossEntropy(), optimizer or SGD()
         self._arguments |= {"cost": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
         self.seed, self.backend, self.dtype = int(seed), backend, np.dtype(dtype)
+        self.precision = ComputePrecision(precision)
         self.momentum: float | None = None
         self.learning_rate_scale, self.step, self.uncounted = 1.0, 0, 0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
@@ -211,6 +217,10 @@ class Model(LayerModel):
         grid = grid or GridShape()
         if self.vector_parallel:
             alternate(self.layers, tuple(input_shape))
+        self.precision.check(self.dtype)
+        for layer in self.leaves:
+            rounds = said_with(layer, "rounds_view", "forward")
+            layer.scheme = halo_in(layer.scheme, self.precision if rounds else FLOAT32)
         memory = None if self.memory is None else share_of(self.memory, grid.size)
         how = self.accumulate, self.recompute, self.strips, memory
         training = Training(
@@ -248,8 +258,8 @@ class Model(LayerModel):
         plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
         if (plan.input_shape, plan.grid, plan.batch_size) != (self.input_shape, self.grid.shape, batch_size):
             raise ConfigError("plan: is of other arguments; leave it out, or give build what plan was given")
-        self.compiled, self.output_shape = plan, plan.output_shape
-        context = self.context = Context(self.grid, get_backend(self.backend), self.dtype, self.seed, batch_size)
+        self.compiled, self.output_shape, self.loss_scaler = plan, plan.output_shape, self.precision.new_scaler()
+        context = self.context = Context(self.grid, self.array_backend(), self.dtype, self.seed, batch_size)
         for planned in plan:
             planned.layer.regions = planned.regions
             planned.layer.build(planned.input_shape, context)

@@ -18,10 +18,16 @@ from .trainable import Trainable
 
 
 class TrainStep(ABC):
-    """A step of a model of either kind, or of a stage of pretraining, whose counts stay its owner's."""
+    """A step of a model of either kind, or of a stage of pretraining, whose counts stay its owner's.
+
+    Attributes
+    ----------
+    scaler : LossScaler or None
+        Has a factor of the loss, by which gradients are too large until they are summed.
+    """
 
     def __init__(self, owner: Trainable) -> None:
-        self.owner = owner
+        self.owner, self.scaler = owner, owner.whole.loss_scaler
 
     @abstractmethod
     def saved(self) -> Callable[[], None]:
@@ -42,6 +48,11 @@ class TrainStep(ABC):
     def update(self) -> None:
         """Change what is trained by its gradients."""
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the gradients until they are summed."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
     @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
     def run(self, x: Any, targets: Any, batch: int) -> float:
         """Return the mean cost; where a step is skipped NaN, with everything but the count of steps as before."""
@@ -58,9 +69,15 @@ class TrainStep(ABC):
         where = None
         if not good:
             put_back()
-            where = self.locate(x, targets, batch)
-            put_back()
-        model.nonfinite_monitor.after_step(owner.step, model.nonfinite, where)
+        if not good and self.scaler is not None and np.isfinite(loss):
+            model.nonfinite_monitor.overflowed(owner.step, self.scaler)
+        else:
+            if not good:
+                where = self.locate(x, targets, batch)
+                put_back()
+            model.nonfinite_monitor.after_step(owner.step, model.nonfinite, where)
+            if good and self.scaler is not None:
+                self.scaler.update(overflow=False)
         owner.step += 1
         if not good:
             owner.uncounted += 1
@@ -79,7 +96,8 @@ class LayerStep(TrainStep):
     def saved(self) -> Callable[[], None]:
         """Keep running statistics, and what border schemes remember."""
         buffers = self.parameters.buffers
-        kept, memory = buffers.copy(), SchemeMemory(self.model.leaves, self.model.nonfinite == "skip")
+        skips = self.model.nonfinite == "skip" or self.scaler is not None
+        kept, memory = buffers.copy(), SchemeMemory(self.model.leaves, skips)
 
         def put_back() -> None:
             memory.put_back()
@@ -125,7 +143,7 @@ class ModelStep(LayerStep):
             value = context.backend.xp.asarray(value, np.float64).reshape(1)
             loss = model.output.total(value, replicas=True)
         self.parameters.sync.note(finite(loss))
-        trained.sum_gradients(for_update=True)
+        trained.sum_gradients(for_update=True, scale=self.loss_scale)
         return self.parameters.hear(loss)
 
     def update(self) -> None:
@@ -153,5 +171,5 @@ class ModelStep(LayerStep):
             slope = part.gradient(y, targets, total)
             observers.value(None, "gradient of the cost", slope)
             value = value + scale * found
-            slopes.append(slope * self.model.dtype.type(scale))
+            slopes.append(slope * self.model.dtype.type(scale * self.loss_scale))
         return value, sum(slopes[1:], slopes[0])

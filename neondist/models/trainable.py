@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ..backends import Backend
+from ..backends import Backend, get_backend
 from ..comm import ProcessGrid
 from ..data import Dataset
 from ..errors import ConfigError
@@ -19,6 +19,7 @@ from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray
 from ..optim import Optimizer
 from ..parallel import GradientSync, Parameters, ParameterShard, SyncState
+from ..precision import FLOAT32, ComputePrecision, LossScaler
 from ..registry import Registered
 from ..runtime.observers.ledger import Ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
@@ -124,6 +125,10 @@ class TrainableModel(Registered, Trainable, ABC):
         Whether fully connected layers are divided by outputs and inputs in turn; None: they cannot be.
     remote : RemoteUpdate or None
         Updates the parameters in the place of the optimiser.
+    precision : ComputePrecision
+        Of the operands of its products.
+    loss_scaler : LossScaler or None
+        Scales the loss, where gradients of that precision might vanish; known after `build`.
     room : int or None
         Bytes that a rank has, where it is known. If a step takes more, and no `memory` is asked for, it is streamed.
     """
@@ -132,6 +137,8 @@ class TrainableModel(Registered, Trainable, ABC):
     room: int | None = None
     vector_parallel: bool | None = None
     remote: RemoteUpdate | None = None
+    precision: ComputePrecision = FLOAT32
+    loss_scaler: LossScaler | None = None
     strategy: StrategyBuilder | Strategy | None = None
     backend: str | Backend
     batch_size: int
@@ -173,6 +180,11 @@ class TrainableModel(Registered, Trainable, ABC):
     @abstractmethod
     def guard(self, seed: int) -> None:
         """Look for mistakes of a user's layers and border schemes in all steps of a built model; see DebugHalo."""
+
+    def array_backend(self) -> Backend:
+        """Return the backend that computes in the model's precision; ConfigError where none can."""
+        self.precision.check(self.dtype)
+        return get_backend(self.backend).in_precision(self.precision)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Have the running mean of the weights in their place meanwhile, where the optimiser keeps one."""

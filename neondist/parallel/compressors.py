@@ -16,6 +16,7 @@ import numpy as np
 
 from .. import rng
 from ..comm import Reductions
+from ..precision import BFLOAT16, FLOAT16
 
 Shape = tuple[int, ...]
 
@@ -111,11 +112,11 @@ class Float16(HalfPrecision):
 
     def encode(self, array: np.ndarray) -> np.ndarray:
         """Return the nearest float16."""
-        return array.clip(-65504.0, 65504.0).astype(np.float16).view(np.uint16)
+        return FLOAT16.encode(array.clip(-65504.0, 65504.0))
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """Return the numbers."""
-        return codes.view(np.float16).astype(self.dtype)
+        return FLOAT16.decode(codes).astype(self.dtype)
 
 
 class BFloat16(HalfPrecision):
@@ -123,13 +124,11 @@ class BFloat16(HalfPrecision):
 
     def encode(self, array: np.ndarray) -> np.ndarray:
         """Return the nearest bfloat16, of two the even one."""
-        most = 3.3895e38
-        bits = array.clip(-most, most).astype(np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return BFLOAT16.encode(array.clip(-3.3895e38, 3.3895e38))
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """Return the numbers."""
-        return (codes.astype(np.uint32) << 16).view(np.float32).astype(self.dtype)
+        return BFLOAT16.decode(codes).astype(self.dtype)
 
 
 class TopK(Compressor):

@@ -118,11 +118,11 @@ class LayerParameters(Parameters):
         for span in self._spans[str(layer.name)]:
             self.sync.ready(span)
 
-    def sum_gradients(self, for_update: bool = False) -> None:
+    def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
         """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas."""
         for layer in self.layers.values():
             layer.grads.settle()
-        super().sum_gradients(for_update)
+        super().sum_gradients(for_update, scale)
 
     def arrays(self) -> list[tuple[ParameterShard, Any]]:
         """Return all arrays, trained and kept: views of this rank's part."""

@@ -104,16 +104,20 @@ class Parameters:
             start = stop
         return parts
 
-    def sum_gradients(self, for_update: bool = False) -> None:
+    def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
         """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas.
 
         Parameters
         ----------
         for_update : bool
             Whether the sums are wanted for `update` alone: those of parameters that have owners, by the owners.
+        scale : float
+            The factor by which all shares are too large; the sums are not.
         """
         with self.grid.observers.during("sync"):
-            owned = self.grads[self.owned :]
+            owned, packed = self.grads[self.owned :], self.compressed.gradients
+            if scale != 1:
+                packed /= scale  # what is kept of it from step to step knows no scale
             if for_update and owned.size:
                 self.owners.reduce(owned)
                 self.sync.note(finite(self.owners.pack(owned)))
@@ -122,8 +126,11 @@ class Parameters:
                 self.sync.note(finite(owned))
             self.sync.note(self.compressed.finite())
             self.sync.finish()
+            if scale != 1:
+                self.grads[: self.sync.exact] /= scale
+                self.grads[self.shared :] /= scale
             if not for_update:
-                self.reductions.allreduce("world", self.compressed.gradients)
+                self.reductions.allreduce("world", packed)
             elif self._usable():
                 self.compressed.sum()
 

@@ -30,11 +30,13 @@ class TrainedSubset:
         pairs = zip(self.parameters.cut(flat), self.chosen, strict=True)
         return [array.reshape(-1) for array, mine in pairs if mine]
 
-    def sum_gradients(self, for_update: bool = False) -> None:
-        """Add up every rank's share on all ranks; what is cut over the tiles, over the replicas alone."""
+    def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
+        """Add up every rank's share on all ranks, and divide; what is cut over the tiles, over the replicas alone."""
         sync = self.parameters.sync
         shards = [shard for shard, mine in zip(self.parameters.trained, self.chosen, strict=True) if mine]
         for gradient, shard in zip(self.cut(self.parameters.grads), shards, strict=True):
+            if scale != 1:
+                gradient /= scale
             sync.reductions.allreduce(shard.parameter.layout.group, gradient)
             if shard.cut or shard.full_name in self.parameters.owned_names:
                 sync.note(finite(gradient))

@@ -12,7 +12,7 @@ from ..comm import all_or_none
 from ..errors import ConfigError
 from ..geometry import split
 from ..io.checkpoint.sync_state import GROUP as SYNCHRONISATION
-from ..parallel import SyncState
+from ..parallel import Flag, SyncState
 from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
 from .module import DistributedModule
@@ -198,6 +198,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.parameters.sum_gradients(for_update=True)
         if self._sums is not None:
             self.parameters.grads += self._sums
+        overflow = self.parameters.sync.header[Flag.NON_FINITE]  # on some rank
         for name, (_, share) in self.parameters.shards.items():
             if share is not None:
                 self.parameters.tensors[name].grad = None
+                part = self.parameters.updated[name].grad
+                if overflow and part is not None:  # GradScaler, which looks at what a rank owns, has to skip on all
+                    part.fill_(torch.inf)

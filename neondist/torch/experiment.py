@@ -22,6 +22,7 @@ from ..memory import as_bytes, share_of
 from ..models import TrainableModel
 from ..parallel import SYNCS, ParameterShard
 from ..plan import GRADIENTS, LOSS
+from ..precision import ComputePrecision, PrecisionName
 from ..registry.ranges import Count, Index
 from ..rng import key
 from ..runtime.observers.ledger import Ledger, ledger
@@ -39,7 +40,7 @@ from .module import DistributedModule
 from .module_plan import ModulePlan
 from .parameters import MODULE, ModuleParameters, sparse_tables
 from .schemes import Schemes, chosen
-from .train_step import ModuleStep
+from .train_step import ModuleStep, computing_in
 from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -72,6 +73,9 @@ class TorchModel(TrainableModel):
     seed : int
         Of the module's own first weights, its random numbers and the order of samples.
     dtype : {'float32', 'float64'}
+    precision : {'float32', 'tf32', 'bfloat16', 'float16'}
+        With the last two the module and its loss run under `torch.autocast`; parameters stay float32. With 'float16'
+        the loss is scaled, and steps whose gradients overflow are skipped.
     recompute : bool
         Run segments of the module again on the way back instead of keeping what is in them.
     scheme : ExchangePolicy or str, or a mapping of module path to those
@@ -101,6 +105,7 @@ class TorchModel(TrainableModel):
         gather_at: Sequence[str] = (),
         seed: Index = 0,
         dtype: Literal["float32", "float64"] = "float32",
+        precision: PrecisionName = "float32",
         recompute: bool = False,
         scheme: Schemes = "halo",
         strips: Count | Literal["auto"] | None = None,
@@ -112,6 +117,7 @@ class TorchModel(TrainableModel):
         self.shape, self.gather_at, self.weights = shape, list(gather_at), weights
         self.recompute, self.scheme, self.strips = recompute, scheme, strips
         self.seed, self.dtype, self.backend = int(seed), np.dtype(dtype), "torch"
+        self.precision = ComputePrecision(precision)
         self.momentum: float | None = None
         self.step, self.uncounted, self.learning_rate_scale = 0, 0, 1.0
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
@@ -202,7 +208,7 @@ class TorchModel(TrainableModel):
         """Return a block of the output, given the cells of the image that it depends on, channels last."""
         module = self.module
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-        with torch.no_grad(), self._about():
+        with torch.no_grad(), self._about(), computing_in(self.precision, module):
             features, _ = self._fed(x, None, 1)
             return channels_last(blocks.run(number, features, *map(dict, tensors)))
 
@@ -219,7 +225,7 @@ class TorchModel(TrainableModel):
         """
         self.grid, self.input_shape, self.batch_size = grid or ProcessGrid(), tuple(input_shape), batch_size
         self.compiled = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
-        self.output_shape = self.compiled.output_shape
+        self.output_shape, self.loss_scaler = self.compiled.output_shape, self.precision.new_scaler()
         self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
         if self.compiled.wide_tiles is not None:
             self.input.cut(self.compiled.wide_tiles, self.compiled.wide_tiles)
@@ -252,13 +258,14 @@ class TorchModel(TrainableModel):
         model = self._of(batch, training)
         features, labels = self._fed(x, targets, batch)
         model.step = self.step
-        with self._seeded():
+        with self._seeded(), computing_in(self.precision, self.module):
             output = model(features)
-        try:
-            return (output, labels), model.loss(self.cost.criterion, output, labels)
-        except (IndexError, RuntimeError, UserError):
-            self.cost.check_labels(output, labels)
-            raise
+            try:
+                loss = model.loss(self.cost.criterion, output, labels)
+            except (IndexError, RuntimeError, UserError):
+                self.cost.check_labels(output, labels)
+                raise
+        return (output, labels), loss if loss.dtype == DTYPES[str(self.dtype)] else loss.float()
 
     def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
         """Return this rank's outputs and labels, channels last, and on rank 0 the loss times the samples."""
@@ -295,7 +302,7 @@ class TorchModel(TrainableModel):
         """Return this rank's tile of the first output, channels last."""
         batch = batch_size or self.batch_size
         model = self._of(batch, training)
-        with torch.no_grad(), self._about(), self._seeded():
+        with torch.no_grad(), self._about(), self._seeded(), computing_in(self.precision, self.module):
             return channels_last(model(self._fed(x, None, batch)[0]))
 
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
@@ -352,7 +359,7 @@ class TorchModel(TrainableModel):
         execution = Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
         program = self._factory.program(shape, True)
         given = program, execution, shape, input_shape, grid
-        plan = ModulePlan.of(module, *given, self.optimizer, self.dtype, self.strategy, limit)
+        plan = ModulePlan.of(module, *given, self.optimizer, self.dtype, self.strategy, limit, self.precision)
         if plan.parameters.partitioned and not self.optimizer.elementwise:
             raise ConfigError(
                 f"strategy: {self.optimizer.found.__name__} updates whole parameters, and cannot update parts of them;"

@@ -16,11 +16,13 @@ from ..costs.labels import is_dense
 from ..errors import ConfigError
 from .by_name import TorchLoss
 from .feeding import channels_first
+from .graph import WIDER
 
 
 def channels_last(output: Any) -> np.ndarray:
     """Return the first tensor of an output as metrics and files take it."""
-    y = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)).detach().numpy()
+    found = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)).detach()
+    y = found.to(WIDER.get(found.dtype, found.dtype)).numpy()
     return np.ascontiguousarray(np.moveaxis(y, 1, -1) if y.ndim > 2 else y)
 
 

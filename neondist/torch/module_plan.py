@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from ..errors import ConfigError
@@ -18,6 +19,7 @@ from ..plan import report
 from ..plan.blocks import COPIES
 from ..plan.model_plan import Workload
 from ..plan.parameters import ParameterPlan
+from ..precision import FLOAT32, ComputePrecision
 from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
 from .costs import PlanCosts, StepCosts, paths, shape_given
@@ -90,6 +92,7 @@ class ModulePlan:
         dtype: np.dtype,
         strategy: StrategyBuilder | Strategy | None,
         limit: int | None,
+        precision: ComputePrecision = FLOAT32,
     ) -> ModulePlan:
         """Return the plan of a module that is executed so, given what torch.export found in it for inputs of a shape.
 
@@ -106,6 +109,8 @@ class ModulePlan:
         trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
         slots = 0 if optimizer is None else optimizer.kept
         parameters = ParameterPlan(_updated(module, steps), grid, dtype, slots, strategy)
+        if precision.narrow:  # and copies of the weights
+            steps, weights = steps.under_autocast(getattr(torch, precision.name)), weights + weights // 2
         told, overlaps = (lowering.told, lowering.overlaps) if lowering else ("", ())
         wide = _wide_tiles(overlaps, input_shape[:-1], mesh)
         return cls(grid, input_shape, shape[0], steps, weights, trained, parameters, limit, told, wide)

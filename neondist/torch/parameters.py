@@ -134,12 +134,12 @@ class ModuleParameters(Parameters):
         for tensor in self.tensors.values():
             tensor.grad = None
 
-    def sum_gradients(self, for_update: bool = False) -> None:
-        """Add up every rank's share over all ranks, or, for `update`, at the owners; collective."""
+    def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
+        """Add up every rank's share over all ranks, or, for `update`, at the owners, and divide; collective."""
         for name, tensor in self.tensors.items():
             if tensor.grad is None:
                 self._views[name].zero_()
-        super().sum_gradients(for_update)
+        super().sum_gradients(for_update, scale)
         for name, (_, share) in self.shards.items():
             if share is not None:
                 there = self.tensors[name].grad is not None

@@ -5,17 +5,45 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
 
 from ..halo import scheme_text
-from .graph import SAME, TorchGraph
+from .graph import SAME, Step, TorchGraph
 from .traffic import Account, Ranks, traffic_of
 
 Traffic = dict[Account, int]
 """Bytes by account."""
 
 
+PRODUCTS = ("conv", "linear", "matmul", "mm.", "mm_", "mv.", "scaled_dot_product")
+"""In names of operators whose operands autocast makes narrow."""
+
+
 class TorchPlan(TorchGraph):
     """The steps, and what they cost."""
+
+    def under_autocast(self, dtype: torch.dtype) -> TorchPlan:
+        """Return the plan of the same steps under autocast on CPUs, to count by; it is not run.
+
+        Products give numbers of this dtype, and so does what is computed from such numbers alone.
+        """
+        values, steps = list(self.values), list[Step]()
+        for step in self.steps:
+            floats = [value for value in step.inputs if values[value].dtype.is_floating_point]
+            first = 1 if step.kind == "norm" else None  # its weights, and the moments that it gives, are float32
+            product = step.kind == "local" and any(name in step.op for name in PRODUCTS)
+            if product:
+                step = replace(step, run=partial(_run_in, dtype, step.run))
+            if product or (floats and all(values[value].dtype == dtype for value in floats[:first])):
+                for value in step.outputs[:first]:
+                    if values[value].dtype == torch.float32:
+                        values[value] = replace(values[value], dtype=dtype)
+            steps.append(step)
+        return replace(self, values=values, steps=steps)
 
     def traffic(self, rank: int, trained: Collection[str] | None = None, inputs: bool = False) -> Traffic:
         """Return the bytes that a rank sends, or gives into sums, in a forward and a backward pass.
@@ -96,3 +124,8 @@ class TorchPlan(TorchGraph):
             axes = sorted(step.axes)
             text.append(repr((step.kind, step.name, step.inputs, step.outputs, axes, wants, layouts, dtypes, scheme)))
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def _run_in(dtype: torch.dtype, run: Any, *tensors: torch.Tensor) -> Any:
+    """Run a product, whose operands are of a dtype."""
+    return run(*(tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in tensors))

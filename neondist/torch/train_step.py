@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..models import TrainStep
+from ..precision import ComputePrecision
 from ..runtime.observers.nonfinite import first
 from .registry import TRACING
+
+
+@contextmanager
+def computing_in(precision: ComputePrecision, module: nn.Module) -> Iterator[None]:
+    """Let PyTorch compute in a precision on the device of a module: by autocast, or with operands of TF32."""
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    dtype = getattr(torch, precision.name) if precision.narrow else None
+    with torch.autocast(device, dtype, enabled=precision.narrow), ExitStack() as stack:
+        if device == "cuda":
+            both: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
+            for switches in both:
+                stack.callback(setattr, switches, "allow_tf32", switches.allow_tf32)
+                switches.allow_tf32 = precision.name == "tf32"
+        yield
 
 
 class ModuleStep(TrainStep):
@@ -37,8 +54,8 @@ class ModuleStep(TrainStep):
             _, loss = owner.loss_of(x, targets, batch)
             self.finite = bool(loss.isfinite())
             parameters.sync.note(self.finite)
-            loss.backward()
-        parameters.sum_gradients(for_update=True)
+            (loss * self.loss_scale).backward()
+        parameters.sum_gradients(for_update=True, scale=self.loss_scale)
         return parameters.hear(loss.detach().numpy().reshape(1))
 
     def locate(self, x: Any, targets: Any, batch: int) -> str:

@@ -30,7 +30,7 @@ def outline(experiment: Experiment, plan: ModelPlan, resume: bool | str = False)
         f"batch_size: {experiment.batch_size}, epochs: {experiment.epochs}, resume: {resume}",
         f"{experiment.checkpoint}, nonfinite: {model.nonfinite}",
         f"best: {_plain(experiment.best.arguments()) if experiment.best is not None else None}",
-        f"seed: {model.seed}, dtype: {model.dtype}, model: {model}",
+        f"seed: {model.seed}, dtype: {model.dtype}, precision: {model.precision.name}, model: {model}",
         f"optimizer: {type(model.optimizer).__name__} {_plain(model.optimizer.arguments())}",
         f"cost: {type(model.cost).__name__} {_plain(model.cost.arguments())}",
         *(f"augment: {type(step).__name__} {_plain(step.arguments())}" for step in experiment.augment),

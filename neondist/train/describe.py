@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..backends import precision_note
 from ..plan.report import by, grid_text
 from .validate import Experiment, validate
 
@@ -21,10 +22,13 @@ def describe(experiment: Experiment, ranks: int = 1) -> Any:
 
     plan = validate(experiment, ranks)
     data = f"{type(experiment.dataset).__name__} {by(experiment.dataset.sample_shape)}"
-    model = f"{type(experiment.model).__name__} ({experiment.model.dtype})"
+    precision = experiment.model.precision
+    kind = str(experiment.model.dtype) + f", products in {precision.name}" * (precision.name != "float32")
+    model = f"{type(experiment.model).__name__} ({kind})"
     head = f"{model} on {grid_text(plan.grid)}, {data}, batches of {experiment.batch_size}"
     fields = experiment.dataset.fields
     named = (
         [] if fields is None else [Text(f"channels: {', '.join(fields.inputs)}; targets: {', '.join(fields.names)}")]
     )
-    return Group(Text(head, style="bold"), *named, Text(), plan.table())
+    note = precision_note(experiment.model.backend, precision)
+    return Group(Text(head, style="bold"), *named, *([Text(note)] if note else []), Text(), plan.table())

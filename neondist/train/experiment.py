@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..backends import get_backend
+from ..backends import get_backend, precision_note
 from ..comm import ProcessGrid, all_or_none
 from ..data import Dataset
 from ..data.augment import Transform
@@ -24,6 +24,7 @@ from ..memory import least_room, room_for
 from ..metrics import Metric, Misclassification
 from ..models import TrainableModel
 from ..plan import Plan
+from ..precision import ComputePrecision, PrecisionName
 from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index
@@ -88,7 +89,7 @@ class FitExperiment(Registered):
         where `grid` says how many.
     grid : mapping, optional
         replicas, rows, cols, planes; what is not given follows from the number of ranks.
-    backend, dtype, seed : optional
+    backend, dtype, precision, seed : optional
         Instead of the model's own.
     metrics : sequence of Metric, optional
         Measured beside the misclassification.
@@ -129,6 +130,7 @@ class FitExperiment(Registered):
         grid: Mapping[str, Count | None] | None = None,
         backend: str | None = None,
         dtype: Literal["float32", "float64"] | None = None,
+        precision: PrecisionName | None = None,
         seed: Index | None = None,
         metrics: Sequence[Metric] | None = None,
         augment: Sequence[Transform] | None = None,
@@ -157,9 +159,16 @@ class FitExperiment(Registered):
         self.metrics, self.augment = all_metrics(metrics), list(augment or ())
         self.checkpoint, self.best = CheckpointSchedule.of(checkpoint), best
         self.loggers = list(loggers or ())
-        settle(model, backend, dtype, seed)
-        given: dict[str, object] = {"backend": backend, "dtype": dtype, "seed": seed, "accumulate": accumulate}
-        given |= {"sync": sync, "recompute": recompute, "strips": strips, "memory": memory, "strategy": strategy}
+        settle(model, backend, dtype, seed, precision)
+        given: dict[str, object] = {"backend": backend, "dtype": dtype, "seed": seed, "precision": precision}
+        given |= {
+            "accumulate": accumulate,
+            "sync": sync,
+            "recompute": recompute,
+            "strips": strips,
+            "memory": memory,
+            "strategy": strategy,
+        }
         self.model_fields = frozenset(name for name, value in given.items() if value is not None)
         strategy = as_strategy(strategy) if isinstance(strategy, str) else strategy
         self.grid = of_grid(strategy, self.grid)
@@ -170,6 +179,11 @@ class FitExperiment(Registered):
             model.strategy = None  # within a worker
             if model.num_pretrain_epochs:
                 raise ConfigError("strategy: stages of pretraining need sync: true and staleness: 0")
+            if model.precision.new_scaler() is not None:
+                raise ConfigError(
+                    "precision: float16 scales the loss for ranks that step together, and servers apply updates one by"
+                    " one; set precision: bfloat16, or sync: true and staleness: 0 in the strategy"
+                )
         model.nonfinite = nonfinite
 
     def use_servers(self) -> None:
@@ -287,6 +301,8 @@ def _train(
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
     if plan.streams and model.memory is None:
         run.notes.append(f"a step does not fit into the memory that there is; {plan.stream}")
+    if note := precision_note(model.backend, model.precision):
+        run.notes.append(note)
     supervised = GENERATION in os.environ
     store = open_store(folder, grid.world) if folder is not None and (resume or supervised) else None
     begun = begin(run, folder, resume, init_from, store)
@@ -339,7 +355,8 @@ def _begin(
     from ..io.environment import environment, to_json  # it imports much that `import neondist` can do without
 
     model = experiment.model
-    facts = environment(grid, backend=get_backend(model.backend).name, dtype=str(model.dtype), seed=model.seed)
+    kinds = {"dtype": str(model.dtype), "precision": model.precision.name}
+    facts = environment(grid, backend=get_backend(model.backend).name, **kinds, seed=model.seed)
     with all_or_none(grid.world):
         if grid.rank == 0:
             tidy(folder)
@@ -378,11 +395,15 @@ def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
     return list({Misclassification.name: Misclassification(), **found}.values())
 
 
-def settle(model: TrainableModel, backend: str | None, dtype: str | None, seed: int | None) -> None:
+def settle(
+    model: TrainableModel, backend: str | None, dtype: str | None, seed: int | None, precision: str | None = None
+) -> None:
     """Give the model what the experiment says in its place."""
     if backend is not None:
         model.backend = backend
     if dtype is not None:
         model.dtype = np.dtype(dtype)
+    if precision is not None:
+        model.precision = ComputePrecision(precision)
     if seed is not None:
         model.seed = int(seed)

@@ -15,6 +15,7 @@ from ..errors import DataError
 from ..metrics import Misclassification
 from ..models import Trainable
 from ..parallel import Flag
+from ..precision import LossScaler
 from .field_facts import taken, texts_of
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class Record(dict[str, Any]):
 
     epoch, step, train_loss; validation_loss and validation_error where there is a validation split, test_loss and
     test_error where there is a test split; further metrics of the test split by their names, of the validation split as
-    validation_NAME, numbers or lists of them; seconds, samples_per_second, bytes_sent, bytes_summed.
+    validation_NAME, numbers or lists of them; seconds, samples_per_second, bytes_sent, bytes_summed; with precision
+    float16 loss_scale, as it is then, and skipped_steps, in which gradients have overflowed.
     """
 
     @classmethod
@@ -69,6 +71,11 @@ def told_of(samples: int, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _renamed(name: str) -> str:
     return f"test_{name.removeprefix('valid_')}" if name in ("valid_loss", "valid_error") else name
+
+
+def scaler_of(model: Any) -> LossScaler | None:
+    """Return what scales the loss of a model; stages of pretraining and trainables of others need not know of it."""
+    return getattr(model, "loss_scaler", None)
 
 
 @dataclass

@@ -69,6 +69,8 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
         model.room = room_for_each(1) if room is None else room
         plan = model.plan(dataset.sample_shape, shape, experiment.batch_size)
         plan = model.within(plan)
+        if model.precision.narrow:
+            model.array_backend()
         if not plan.streams:
             _check_room_for_layers(plan, room_for_each)
     with about(dataset):

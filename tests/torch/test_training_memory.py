@@ -75,9 +75,14 @@ class UNet(nn.Module):
         return self.up(torch.cat([x, y], 1)).mean((2, 3))
 
 
-@pytest.mark.parametrize(("build", "ranks"), [(chain, 2), (Residual, 1), (Residual, 4), (UNet, 1), (UNet, 2)])
+CASES = [(chain, 2, False), (Residual, 1, False), (Residual, 4, False), (UNet, 1, False), (UNet, 2, False)]
+CASES += [(Residual, 1, True), (UNet, 2, True)]
+
+
+@pytest.mark.parametrize(("build", "ranks", "narrow"), CASES)
 @pytest.mark.long
-def test_planned_peak(build, ranks):
+def test_planned_peak(build, ranks, narrow):
+    """Under autocast too."""
     x, labels = torch.randn(SHAPE), torch.zeros(SHAPE[0], dtype=torch.long)
 
     def body(world):
@@ -86,7 +91,9 @@ def test_planned_peak(build, ranks):
             tile = model.scatter(x)
 
             def train():
-                model.loss(nn.CrossEntropyLoss(), model(tile), labels).backward()
+                with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+                    loss = model.loss(nn.CrossEntropyLoss(), model(tile), labels)
+                loss.backward()
 
             train()  # what is made once
             model.zero_grad()
@@ -94,7 +101,8 @@ def test_planned_peak(build, ranks):
                 train()
             trained = [name for name, _ in model.named_parameters()]
             gradients = sum(parameter.nbytes for parameter in model.parameters())
-            return TrainingMemory(model.plan, trained).peak(grid.rank) + gradients, tensors.peak
+            plan = model.plan.under_autocast(torch.bfloat16) if narrow else model.plan
+            return TrainingMemory(plan, trained).peak(grid.rank) + gradients, tensors.peak
 
     with captured_once():
         for planned, lived in nd.loopback.run(ranks, body):

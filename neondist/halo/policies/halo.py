@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ...precision import ComputePrecision
 from ..exchange import HaloExchange
 from .base import ExchangePolicy
 
@@ -17,18 +18,46 @@ class Halo(ExchangePolicy):
         'scatter' sends the gradients of other tiles' input cells to them. 'gather' fetches the gradients of other
         tiles' output cells and computes those of all own input cells from them, which convolutions padded with zeros
         can. 'auto' gathers where that is fewer bytes.
+    dtype : {'bfloat16', 'float16'}, optional
+        In which cells and gradients travel, rounded; default: in that of the model.
     """
 
     exact = True
     formula = "each way H = n c (2 O (h + w) + 4 O²) numbers; gathering, backward the same of the outputs"
+    dtype: ComputePrecision | None = None
 
-    def __init__(self, backward: Literal["scatter", "gather", "auto"] = "scatter") -> None:
+    def __init__(
+        self,
+        backward: Literal["scatter", "gather", "auto"] = "scatter",
+        *,
+        dtype: Literal["bfloat16", "float16"] | None = None,
+    ) -> None:
         self.gradients = backward
+        if dtype is not None:
+            self.dtype, self.exact = ComputePrecision(dtype), False
 
     def forward(self, halo: HaloExchange) -> None:
         """Exchange the cells."""
-        halo.exchange()
+        if self.dtype is None:
+            halo.exchange()
+            return
+        if "packed" not in halo.memory:
+            halo.memory["packed"] = halo.packed(dtype="uint16")
+        packed = halo.memory["packed"]
+        packed.start([self.dtype.encode(cells) for cells in halo.outgoing()])
+        halo.unpack([self.dtype.decode(codes) for codes in packed.wait()])
 
-    def backward(self, halo: HaloExchange) -> None:
-        """Exchange their gradients."""
-        halo.exchange()
+    backward = forward
+
+    def message_bytes(self, numbers: int, itemsize: int, direction: str) -> int:
+        """Return the bytes of a message."""
+        return numbers * (itemsize if self.dtype is None else self.dtype.itemsize)
+
+
+def halo_in(scheme: ExchangePolicy | None, precision: ComputePrecision) -> ExchangePolicy | None:
+    """Return the exact exchange for a layer that looks at numbers rounded so alone; another scheme as it is."""
+    if type(scheme) is not Halo or not scheme.exact:
+        return scheme
+    found = Halo(**scheme.arguments() | {"dtype": precision.name if precision.narrow else None})
+    found.exact = True
+    return found

@@ -14,6 +14,7 @@ from ...layers import Layer
 from ...lazy import LazyTile
 from ...observer import Observer
 from ...parallel import finite
+from ...precision import LossScaler
 
 REMEDY = "lower the learning rate, look at the data, or set nonfinite: skip"
 PATIENCE = 100
@@ -48,6 +49,11 @@ class NonFiniteMonitor:
             )
         if nonfinite == "stop" or self.in_a_row > PATIENCE:
             raise error.on_all_ranks()
+
+    def overflowed(self, step: int, scaler: LossScaler) -> None:
+        """Take note of a step that is skipped since gradients of 16 bits overflow; the scale is lower for the next."""
+        scaler.update(overflow=True)
+        self.step, self.where = step, f"the gradients in float16; the loss scale is {scaler.scale:g} from now on"
 
 
 class SchemeMemory:

@@ -17,10 +17,11 @@ from ...io.checkpoint import REMEMBERED, Piece, memory_of, opened, remind, resto
 from ...io.checkpoint.read import Opened
 from ...io.checkpoint.texts import LARGEST, of_kind, plain_json, whole
 from ...parallel import SyncState
+from ...precision import LossScaler
 from ...registry import suggest
 from ...registry.ranges import integer, real
 from ...version import __version__
-from ..state import Record, Totals, TrainState
+from ..state import Record, Totals, TrainState, scaler_of
 from .hook import Hook
 
 
@@ -37,6 +38,7 @@ class Progress:
     totals : sums over the present epoch; `sent_before` and `summed_before` count all ranks' bytes
     history : one record per complete epoch
     uncounted : updates that the optimiser does not count; None in the files of version 0.1
+    loss_scale : state of a LossScaler; None where there is none
     """
 
     epoch: int = 0
@@ -47,6 +49,7 @@ class Progress:
     totals: Totals = field(default_factory=Totals)
     history: list[Record] = field(default_factory=list)
     uncounted: int | None = None
+    loss_scale: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, run: TrainState) -> Progress:
@@ -55,7 +58,9 @@ class Progress:
         sent, summed = totals.moved(run.grid)
         sums = Totals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
         samples, model, seed = run.samples, run.model, run.model.seed or 0
-        return cls(run.epoch, run.step, run.samples_seen, samples, seed, sums, list(run.history), model.uncounted)
+        counts = run.epoch, run.step, run.samples_seen, samples, seed
+        scaler = scaler_of(model)
+        return cls(*counts, sums, list(run.history), model.uncounted, None if scaler is None else scaler.state())
 
     def put(self, run: TrainState) -> None:
         """Let `run` go on from here.
@@ -78,6 +83,9 @@ class Progress:
         ends = [record.get("step", 0) for record in self.history if record["epoch"] == run.model.num_initial_epochs]
         known = (ends or [0])[-1] if self.uncounted is None else self.uncounted
         run.model.uncounted = min(known, self.step)
+        scaler = scaler_of(run.model)
+        if scaler is not None and self.loss_scale is not None:
+            scaler.load(self.loss_scale)
 
     def to_json(self) -> str:
         """Return this as text; floats keep every bit."""
@@ -88,7 +96,7 @@ class Progress:
         """Return what `to_json` wrote; ValueError, which says what is wrong, if it is something else."""
         values = plain_json(text, dict)
         known = {one.name for one in fields(cls)}
-        if not known - {"uncounted"} <= set(values) <= known:
+        if not known - {"uncounted", "loss_scale"} <= set(values) <= known:
             raise ValueError("its fields are others")
         totals = of_kind("'totals'", values["totals"], dict)
         if set(totals) != {one.name for one in fields(Totals)}:
@@ -103,6 +111,8 @@ class Progress:
                 whole(f"'totals.{name}'", value)
         if (values.get("uncounted") or 0) > values["step"]:
             raise ValueError("'uncounted' is more than 'step'")
+        if values.get("loss_scale") is not None:
+            LossScaler().load(of_kind("'loss_scale'", values["loss_scale"], dict))
         if values["seen"] > values["samples"]:
             raise ValueError("'seen' is more than an epoch has")
         history = [_record(record) for record in of_kind("'history'", values["history"], list)]

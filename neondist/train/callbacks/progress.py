@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from ...console import say
 from ...data.base import SPLITS
+from ...precision import FLOAT32
 from ..pretrain import ReconstructionError
 from ..state import Record, TrainState
 from .hook import Hook
@@ -127,8 +128,10 @@ def headline(run: TrainState) -> str:
     done += f", {run.samples_seen} samples into the next" if run.samples_seen else ""
     *others, last = [f"{len(split)} {_WORDS.get(name, name)}" for name, split in run.dataset.splits.items()]
     samples = f"{', '.join(others)} and {last}" if others else last
+    precision = getattr(run.model, "precision", FLOAT32)  # stages of pretraining need not have one
+    products = "" if precision == FLOAT32 else f" in {precision.name}"
     return (
-        f"{run.model} on {ranks}: {samples} samples of"
+        f"{run.model}{products} on {ranks}: {samples} samples of"
         f" {' x '.join(map(str, run.dataset.sample_shape))}, batches of {run.batch_size}{done}"
     )
 

@@ -1,0 +1,92 @@
+"""Products whose operands have 16 bits: on processors without such instructions by those of float32, the same but slow.
+
+Operands are rounded to bfloat16 or float16, products are exact and sums float32; what a convolution gives is rounded
+again. `matmul`, by which other kernels add up, rounds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+from ..precision import FLOAT32, ComputePrecision
+from .kernels import Kernels
+from .windows import Sides
+
+Ints = Sequence[int]
+
+
+class NarrowProducts(Kernels):
+    """The table with operands of 16 bits; arrays stay float32."""
+
+    precision: ComputePrecision
+
+    def conv_forward(
+        self,
+        x: Any,
+        weights: Any,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        bias: Any | None = None,
+        zeros: Sides | None = None,
+    ) -> Any:
+        """Return the valid convolution plus bias (N, *out, C_out)."""
+        x, weights, bias = self._operand(x), self._operand(weights), None if bias is None else self._operand(bias)
+        return self._operand(super().conv_forward(x, weights, stride, dilation, groups, bias, zeros))
+
+    def conv_backward_input(
+        self,
+        dy: Any,
+        weights: Any,
+        extent: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        crop: Sides | None = None,
+    ) -> Any:
+        """Return the gradient of x (N, *extent, C_in), without `crop`."""
+        dy, weights = self._operand(dy), self._operand(weights)
+        return self._operand(super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop))
+
+    def conv_backward_weights(
+        self,
+        x: Any,
+        dy: Any,
+        kernel: Ints,
+        stride: Ints,
+        dilation: Ints,
+        groups: int,
+        zeros: Sides | None = None,
+    ) -> Any:
+        """Return the gradient of the weights, which is not rounded: others are added."""
+        x, dy = self._operand(x), self._operand(dy)
+        return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
+
+    def conv_into(self, *how: Any) -> None:
+        """Write finish(convolution plus bias) into y, by the functions above."""
+        Kernels.conv_into(self, *how)
+
+    def conv_back_into(self, *how: Any) -> tuple[Any, Any]:
+        """Return the gradients of weights and bias, and write that of x into dx, by the functions above."""
+        return Kernels.conv_back_into(self, *how)
+
+    def product(self, a: Any, b: Any) -> Any:
+        """Return the matrix product, which is not rounded: ranks add theirs up."""
+        return self.matmul(self._operand(a), self._operand(b))
+
+    @property
+    def exact(self) -> Kernels:
+        """The same kernels, which round nothing."""
+        found = copy(self)
+        found.precision = FLOAT32
+        return found
+
+    def _operand(self, array: Any) -> Any:
+        return self.precision.rounded(array) if self.precision.narrow else array
+
+    def _writing(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
+        if x is None:
+            return super()._writing(dx)
+        return lambda part, index: self.relu_backward(self._operand(x[index]), part, dx[index])

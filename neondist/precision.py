@@ -1,0 +1,146 @@
+"""Precision of a model's products: how many bits their operands have, and the scale that keeps float16 gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from .errors import ConfigError, NonFiniteError
+from .namespace import namespace
+
+PrecisionName: TypeAlias = Literal["float32", "tf32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class ComputePrecision:
+    """Type in which operands of convolutions and matrix products are; sums and parameters are of the model's dtype.
+
+    Attributes
+    ----------
+    name : {'float32', 'tf32', 'bfloat16', 'float16'}
+        'float32' leaves everything in the model's dtype. 'tf32' is the same but on GPUs, whose products then have
+        operands of 19 bits.
+    """
+
+    name: str = "float32"
+
+    @property
+    def narrow(self) -> bool:
+        """Whether operands have 16 bits."""
+        return self.name in ("bfloat16", "float16")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an operand in memory."""
+        return 2 if self.narrow else 4
+
+    def new_scaler(self) -> LossScaler | None:
+        """Return the scale of the loss of a training that begins; None where numbers have the range of float32."""
+        return LossScaler() if self.name == "float16" else None
+
+    def check(self, dtype: np.dtype) -> None:
+        """Raise ConfigError unless parameters of this dtype can have it."""
+        if self != FLOAT32 and dtype != np.float32:
+            raise ConfigError(
+                f"precision: {self.name} is for parameters of float32, and dtype is {dtype}; leave out one of them"
+            )
+
+    def rounded(self, array: Any) -> Any:
+        """Return float32 numbers rounded to the nearest operands, of two the even one, as float32; a new array.
+
+        What is out of range becomes infinite.
+        """
+        if self.name == "float16":
+            with np.errstate(over="ignore", under="ignore"):
+                return array.astype(np.float16).astype(np.float32)
+        xp = namespace(array)
+        single = array.astype(np.float32, order="C")
+        nan, bits = single != single, single.view(np.uint32)
+        bits += ((bits >> 16) & 1) + np.uint32(0x7FFF)
+        bits &= np.uint32(0xFFFF0000)
+        return xp.where(nan, np.float32("nan"), single)  # or it may have become infinite
+
+    def encode(self, array: Any) -> Any:
+        """Return float32 numbers rounded so, as the 16 bits of each (uint16)."""
+        if self.name == "float16":
+            with np.errstate(over="ignore", under="ignore"):
+                return array.astype(np.float16).view(np.uint16)
+        return (self.rounded(array).view(np.uint32) >> 16).astype(np.uint16)
+
+    def decode(self, codes: Any) -> Any:
+        """Return the float32 numbers of which `encode` has made these codes."""
+        if self.name == "float16":
+            return codes.view(np.float16).astype(np.float32)
+        return (codes.astype(np.uint32) << 16).view(np.float32)
+
+
+FLOAT32, BFLOAT16, FLOAT16 = (ComputePrecision(name) for name in ("float32", "bfloat16", "float16"))
+
+
+@dataclass
+class LossScaler:
+    """Factor on the loss, so that gradients of 16 bits do not vanish: the rule of `torch.amp.GradScaler`.
+
+    It doubles after `INTERVAL` steps in a row without an overflow, and halves at each overflow. As a power of two it
+    changes no gradient but those that would vanish or overflow.
+
+    Attributes
+    ----------
+    scale : float
+    good : int
+        Steps in a row without an overflow since the scale has changed last.
+    skipped : int
+        Steps that were skipped in the present epoch.
+    """
+
+    scale: float = 2.0**16
+    good: int = 0
+    skipped: int = 0
+
+    def update(self, overflow: bool) -> None:
+        """Take note of a step, the same on all ranks.
+
+        Raises
+        ------
+        NonFiniteError
+            The scale would fall below 1: the gradients overflow whatever it is.
+        """
+        if overflow:
+            self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
+            if self.scale < 1:
+                raise NonFiniteError(
+                    "precision: float16: the scale of the loss has fallen below 1, and gradients still overflow; lower"
+                    " the learning rate, normalise the data, or set precision: bfloat16"
+                ).on_all_ranks()
+            return
+        self.good += 1
+        if self.good == INTERVAL:
+            self.scale, self.good = min(2 * self.scale, LARGEST), 0
+
+    def begin_epoch(self) -> None:
+        """Count skipped steps anew."""
+        self.skipped = 0
+
+    def state(self) -> dict[str, float]:
+        """Return what a checkpoint holds."""
+        return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` has returned; ValueError, which says what is wrong, if it is something else."""
+        if set(state) != {"scale", "good", "skipped"}:
+            raise ValueError("'loss_scale' has other fields")
+        scale, good, skipped = (state[name] for name in ("scale", "good", "skipped"))
+        if any(type(count) is not int or not 0 <= count < 1 << 62 for count in (good, skipped)):
+            raise ValueError("'loss_scale' has counts that are none")
+        if type(scale) not in (int, float) or not 1 <= scale <= LARGEST or math.frexp(scale)[0] != 0.5:
+            raise ValueError("'loss_scale' is no power of two from 1 on")
+        self.scale, self.good, self.skipped = float(scale), good, skipped
+
+
+INTERVAL = 2000
+"""Steps in a row without an overflow, after which the scale doubles."""
+LARGEST = 2.0**127
+"""The largest scale of float32."""
