@@ -12,9 +12,10 @@ from .fusion import Auto, DeepHalo, Fusion, OverlapTile
 from .global_array import GlobalArray, PaddedArray
 from .policies.base import ExchangePolicy
 from .policies.every import Every
-from .policies.halo import Halo, halo_in
+from .policies.halo import Halo
 from .policies.halo_oneway import HaloOneway
 from .policies.names import as_scheme, scheme_names, scheme_text
+from .policies.narrow_halo import halo_in
 from .policies.quantised import Quantised
 from .policies.stale import Stale
 from .policies.tower import Tower

@@ -19,7 +19,7 @@ from ..models import Model, Trainable, TrainableModel
 from ..namespace import to_host
 from ..registry.arguments import checked
 from .callbacks.hook import Hook, opened
-from .state import Record, Stop, Totals, TrainState, scaler_of, without_nan
+from .state import Record, Stop, Totals, TrainState, without_nan
 
 _WAITED = Stop("asked to while it waited for a task; --resume goes on from here")
 
@@ -200,7 +200,7 @@ def close_epoch(run: TrainState, judged: Record) -> None:
     """Count the epoch, append its record and begin the next one's sums."""
     totals, seen = run.totals, run.samples_seen
     sent, summed = totals.moved(run.grid)
-    scaler, scaling = scaler_of(run.model), {}
+    scaler, scaling = run.model.whole.loss_scaler, {}
     if scaler is not None:
         scaling = {"loss_scale": scaler.scale, "skipped_steps": scaler.skipped}
         scaler.begin_epoch()

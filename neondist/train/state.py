@@ -15,7 +15,6 @@ from ..errors import DataError
 from ..metrics import Misclassification
 from ..models import Trainable
 from ..parallel import Flag
-from ..precision import LossScaler
 from .field_facts import taken, texts_of
 
 if TYPE_CHECKING:
@@ -71,11 +70,6 @@ def told_of(samples: int, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _renamed(name: str) -> str:
     return f"test_{name.removeprefix('valid_')}" if name in ("valid_loss", "valid_error") else name
-
-
-def scaler_of(model: Any) -> LossScaler | None:
-    """Return what scales the loss of a model; stages of pretraining and trainables of others need not know of it."""
-    return getattr(model, "loss_scaler", None)
 
 
 @dataclass

@@ -89,7 +89,7 @@ def test_mistakes_name_the_line_and_the_remedy(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cupy.importlib.util, "find_spec", lambda name: None)
     assert main(["check", str(tmp_path / "one.yaml")]) == 2
     said = capsys.readouterr().err
-    assert "one.yaml:4: model.backend" in said
+    assert "one.yaml:6: backend" in said
     assert "backend 'cupy': not installed; pip install cupy-cuda12x" in said
     assert "or use backend 'numpy'" in said
 

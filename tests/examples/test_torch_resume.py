@@ -17,6 +17,7 @@ def losses_of(*words, ranks=1):
     return re.findall(r"loss ([\d.]+)", "\n".join(printed_by(SCRIPT, *words, ranks=ranks)))
 
 
+@pytest.mark.long
 def test_torch_resume(tmp_path):
     expected = losses_of(8, tmp_path / "whole.safetensors")
     assert len(expected) == 8

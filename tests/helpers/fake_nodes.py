@@ -24,7 +24,8 @@ export FAKE_HOST="$1"; shift
 # as sshd does
 export SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22"
 unset PRTE_MCA_prte_default_hostfile
-exec setsid --wait unshare --uts sh -c 'hostname "$FAKE_HOST"; eval "$@"' sh "$@"
+case "$*" in *prted*) wait=;; *) wait=--wait;; esac # mpirun's daemons leave this script at once
+exec setsid $wait unshare --uts sh -c 'hostname "$FAKE_HOST"; eval "$@"' sh "$@"
 """
 MARK = "NEONDIST_FAKE_NODES"
 

@@ -92,6 +92,7 @@ fake = pytest.mark.skipif(bool(missing()), reason=missing())
 
 @fake
 @needs_mpirun
+@pytest.mark.long
 def test_processes_and_a_node_are_lost_and_the_run_goes_on(folder, nodes):
     """A worker and a server of nodeB are killed, then nodeC is gone: its worker and its server go on elsewhere."""
     job = start(
@@ -122,6 +123,7 @@ def test_processes_and_a_node_are_lost_and_the_run_goes_on(folder, nodes):
     (signal.SIGTERM, ["launch", "nodes.yaml", "job.yaml", "-n", 4]),
     (signal.SIGKILL, ["run", "job.yaml", "--hosts-from", "hosts", "-n", 4]),
 ]))  # fmt: skip
+@pytest.mark.long
 def test_all_nodes_end_with_the_job(folder, nodes, number, command):
     """A stopped job has a checkpoint, from which it would go on; of a killed one nothing is left on any node."""
     (folder / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=4)))

@@ -104,6 +104,7 @@ def test_losses_on_other_nodes(nodes, tmp_path):
     assert not folder_of(read_run_key(folder)).exists()
 
 
+@pytest.mark.long
 def test_hosts_that_come_and_go(nodes, tmp_path):
     """A host is added; its daemon is killed; the ranks are on the others, until the run is asked to stop."""
     log, hosts, discover = tmp_path / "log", tmp_path / "hosts.txt", tmp_path / "discover_hosts.sh"

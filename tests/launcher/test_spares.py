@@ -108,6 +108,7 @@ def test_spares_that_are_no_number(number, capsys):
 
 @needs_mpirun
 @pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.long
 def test_two_nodes_that_are_switched_off(tmp_path):
     """The next generation is on the spares, with the same grid, and has the numbers of a run without losses."""
     nodes = FakeNodes(tmp_path, "nodeA", "nodeB", "nodeC", "nodeD")

@@ -129,6 +129,7 @@ def test_all_ranks_skip_an_overflow_of_one():
     loopback.run(4, body)
 
 
+@pytest.mark.long
 def test_a_run_tells_and_resumes_its_scale(tmp_path):
     def run(folder, epochs, resume=False):
         def body(transport):

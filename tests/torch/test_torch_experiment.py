@@ -319,7 +319,7 @@ BAD = {
     "no labels": ("model.feed=nets:alone", r"feed: has to return \(features, labels\), got Tensor"),
     "backend": ("backend=numpy", r"(.*: )?backend: 'numpy', but a TorchModel computes with PyTorch; leave it out"),
     "accumulate": ("accumulate=2", r"accumulate: is for layers of neondist, and a TorchModel has none; leave it out"),
-    "criterion": ("model.feed=nets:floats", r".*criterion cannot be captured .*Expected dtype int32/int64 for index.*"),
+    "criterion": ("model.feed=nets:floats", r"model: targets: labels must be integers from 0 to 2, not float64"),
     "scheme": ("model.scheme={'9': tower}", r"scheme: the module has no part '9'.*"),
     "tag": ("model=!TorchModle {}", r"model: unknown tag !TorchModle; did you mean 'TorchModel'\?"),
 }

@@ -77,6 +77,7 @@ def is_page_or_message(folder):
         "figcaption",
         "svg",
         "polyline",
+        "rect",
         "circle",
         "text",
         "img",

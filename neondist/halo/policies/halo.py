@@ -52,12 +52,3 @@ class Halo(ExchangePolicy):
     def message_bytes(self, numbers: int, itemsize: int, direction: str) -> int:
         """Return the bytes of a message."""
         return numbers * (itemsize if self.dtype is None else self.dtype.itemsize)
-
-
-def halo_in(scheme: ExchangePolicy | None, precision: ComputePrecision) -> ExchangePolicy | None:
-    """Return the exact exchange for a layer that looks at numbers rounded so alone; another scheme as it is."""
-    if type(scheme) is not Halo or not scheme.exact:
-        return scheme
-    found = Halo(**scheme.arguments() | {"dtype": precision.name if precision.narrow else None})
-    found.exact = True
-    return found

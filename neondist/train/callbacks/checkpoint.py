@@ -21,7 +21,7 @@ from ...precision import LossScaler
 from ...registry import suggest
 from ...registry.ranges import integer, real
 from ...version import __version__
-from ..state import Record, Totals, TrainState, scaler_of
+from ..state import Record, Totals, TrainState
 from .hook import Hook
 
 
@@ -59,7 +59,7 @@ class Progress:
         sums = Totals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
         samples, model, seed = run.samples, run.model, run.model.seed or 0
         counts = run.epoch, run.step, run.samples_seen, samples, seed
-        scaler = scaler_of(model)
+        scaler = model.whole.loss_scaler
         return cls(*counts, sums, list(run.history), model.uncounted, None if scaler is None else scaler.state())
 
     def put(self, run: TrainState) -> None:
@@ -83,7 +83,7 @@ class Progress:
         ends = [record.get("step", 0) for record in self.history if record["epoch"] == run.model.num_initial_epochs]
         known = (ends or [0])[-1] if self.uncounted is None else self.uncounted
         run.model.uncounted = min(known, self.step)
-        scaler = scaler_of(run.model)
+        scaler = run.model.whole.loss_scaler
         if scaler is not None and self.loss_scale is not None:
             scaler.load(self.loss_scale)
 
