@@ -35,6 +35,8 @@ class ScriptModel:
         Steps of the session, which has counted them.
     uncounted, num_initial_epochs : int
         As of `Trainable`.
+    loss_scaler : None
+        A script scales its loss itself, if it does.
     """
 
     num_initial_epochs = 0
@@ -42,6 +44,7 @@ class ScriptModel:
     schemes: Mapping[str, ExchangePolicy] = {}
     bytes_sent = bytes_summed = 0
     dtype = np.dtype("float32")
+    loss_scaler = None
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid = grid

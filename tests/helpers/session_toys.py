@@ -26,7 +26,7 @@ class ToyModel:
         self.slots = self.optimizer.slots(self.weights)
         self.output = SimpleNamespace(total=lambda array, replicas=False: array)
         self.seen, self.scales, self.targets_seen, self.training = [], [], [], []
-        self.leaves, self.whole, self.remote = [], self, None
+        self.leaves, self.whole, self.remote, self.loss_scaler = [], self, None, None
 
     def begin_epoch(self, epoch, seen=0):
         pass
