@@ -36,7 +36,7 @@ losses: .venv/test
 
 # half an hour: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test
-	OMP_NUM_THREADS=1 NEONDIST_ZOO=all $(BIN)/python -m pytest -n 0 tests/torch/test_zoo.py tests/torch/test_volumes_of_modules.py
+	OMP_NUM_THREADS=1 NEONDIST_ZOO=all NEONDIST_CASES=all $(BIN)/python -m pytest -n 0 tests/torch/test_zoo.py tests/torch/test_volumes_of_modules.py
 
 # half an hour: all tests; of the long ones and of their cases `make test` runs a third, by NEONDIST_SEED
 all-cases: .venv/test
