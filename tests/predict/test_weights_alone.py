@@ -160,12 +160,16 @@ def test_windows_go_on_after_an_interruption(folder, tmp_path, monkeypatch):
     assert shift["translation"] == [0, 0.25 * (WINDOW - 1) / 2, 0.5 * (WINDOW - 1) / 2]
 
 
-def test_the_middle_of_windows(folder):
+@pytest.mark.parametrize("stride", [1, STRIDE])
+@pytest.mark.parametrize("window", [1, 5, WINDOW])
+def test_the_middle_of_windows(folder, window, stride):
     with nd.open_source(folder / "slide.ome.tif") as source:
         whole = source.read([(0, n) for n in source.shape])
-        middle = Centres(source, WINDOW, STRIDE)
+        middle = Centres(source, window, stride)
         found = middle.read([(0, n) for n in middle.shape])
-        np.testing.assert_array_equal(found, whole[12 : 12 + 88 : 8, 12 : 12 + 112 : 8])
+        rows, cols = (((n - window) // stride) * stride + 1 for n in whole.shape[:2])
+        first = window // 2
+        np.testing.assert_array_equal(found, whole[first : first + rows : stride, first : first + cols : stride])
 
 
 @pytest.mark.long

@@ -28,7 +28,8 @@ class Centres(TileSource):
     """
 
     def __init__(self, source: TileSource, window: int, stride: int) -> None:
-        self._source, self._first = source, window // 2
+        self._source = source
+        self._first = [window // 2 if axis in SPATIAL else 0 for axis in source.axes]
         self._steps = [stride if axis in SPATIAL else 1 for axis in source.axes]
         shape = [
             (n - window) // stride + 1 if axis in SPATIAL else n
@@ -51,8 +52,7 @@ class Centres(TileSource):
 
     def _read(self, cells: Cells) -> np.ndarray:
         box, picked = [], []
-        for cut, step in zip(cells, self._steps, strict=True):
-            first = self._first if step > 1 else 0
+        for cut, step, first in zip(cells, self._steps, self._first, strict=True):
             box.append(slice(first + cut.start * step, first + (cut.stop - 1) * step + 1))
             picked.append(slice(None, None, step))
         return self._source.read(box)[tuple(picked)]
