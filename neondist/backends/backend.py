@@ -116,7 +116,7 @@ def get_backend(name: str | Backend = "auto") -> Backend:
 
 
 def check_backend(name: str | Backend) -> Callable[[int], int | None]:
-    """Return what tells how many bytes each of so many ranks on this machine can have for arrays; None: nobody knows.
+    """Return a function of the number of ranks on this machine: bytes that each may use for arrays, None if unknown.
 
     No GPU is started: it would keep memory for this process, which may have none of the ranks.
 

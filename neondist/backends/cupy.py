@@ -42,7 +42,7 @@ _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
 _THREADS, _BLOCKS = 256, 4096
 """of a launch, at most"""
 _TABLES = 1024
-"""that are kept"""
+"""in the cache, at most"""
 
 
 def find_problem() -> str:

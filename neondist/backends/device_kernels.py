@@ -13,7 +13,7 @@ Ints = Sequence[int]
 NUMBERS = {"float32": "float", "float64": "double"}
 """with which kernels compute"""
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
-"""that are copied, by their bytes"""
+"""types by size in bytes, for copies"""
 AXES = 8
 """of an array, at most"""
 

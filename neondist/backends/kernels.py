@@ -49,7 +49,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         self._closing.close()
 
     def room(self, ranks: int) -> int | None:
-        """Return the bytes that each of so many ranks on this machine may still take for arrays; None: nobody knows."""
+        """Return the bytes that each of so many ranks on this machine may still take for arrays; None if unknown."""
         return room_for_each(ranks)
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:

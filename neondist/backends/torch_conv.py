@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .torch_arrays import array_like, channels_first, channels_last, kernels, tensor
-from .windows import Sides, blocks, cropped
+from .windows import Sides, blocks, cropped, unreached
 
 Ints = Sequence[int]
 _aten = torch.ops.aten
@@ -51,8 +51,7 @@ def backward_input(
     lose it does not compute (measured: 1.25 times faster for 5 x 5 on 14 cells).
     """
     cut = tuple(min(sides) if n > 2 * min(sides) else 0 for sides, n in zip(crop, extent, strict=True))
-    axes = zip(extent, weights.shape[:-2], stride, dilation, strict=True)
-    unseen = [(n - d * (k - 1) - 1) % s for n, k, s, d in axes]  # cells at the end that no window reaches
+    unseen = unreached(extent, weights.shape[:-2], stride, dilation)
     gradient, kernel = channels_first(dy), kernels(weights)
     if takes(dy):
         transposed = torch.ops.mkldnn._convolution_transpose_pointwise

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .torch_arrays import channels_first, channels_last, kernels, tensor
-from .windows import Sides, cropped
+from .windows import Sides, cropped, unreached
 
 Ints = Sequence[int]
 _aten = torch.ops.aten
@@ -54,8 +54,7 @@ def backward_input(
 ) -> np.ndarray:
     """Return the gradient of x (N, *extent, C_in) without `crop`: the transposed convolution."""
     kind, none = getattr(torch, dtype), (0,) * len(stride)
-    axes = zip(extent, weights.shape[:-2], stride, dilation, strict=True)
-    unseen = [(n - d * (k - 1) - 1) % s for n, k, s, d in axes]  # cells at the end that no window reaches
+    unseen = unreached(extent, weights.shape[:-2], stride, dilation)
     gradient, kernel = channels_first(dy).to(kind), kernels(weights).to(kind)
     dx = _aten.convolution(gradient, kernel, None, stride, none, dilation, True, unseen, groups)
     return cropped(channels_last(dy, dx.float()), crop)

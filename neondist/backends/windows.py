@@ -31,6 +31,12 @@ def _out_extent(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> tup
     return tuple(max(0, (n - d * (k - 1) - 1) // s + 1) for n, k, s, d in axes)
 
 
+def unreached(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> list[int]:
+    """Return how many cells at the end of every axis no window reaches."""
+    axes = zip(extent, kernel, stride, dilation, strict=True)
+    return [(n - d * (k - 1) - 1) % s for n, k, s, d in axes]
+
+
 def all_windows(x: Any, kernel: Ints, stride: Ints, dilation: Ints) -> Any:
     """Return x (N, *spatial, C) as a view (N, *out, *kernel, C), to be read alone."""
     out = out_extent(x.shape[1:-1], kernel, stride, dilation)

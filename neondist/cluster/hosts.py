@@ -14,7 +14,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..io.regular_file import read_bytes
 from .resources import ResourceSpec
-from .ssh_config import AGENT
+from .ssh_config import AGENT, remote_command
 
 SCRIPT_TIMEOUT = 60.0
 """seconds that a script may take"""
@@ -185,10 +185,9 @@ def fill(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 def host_command(host: str, words: Sequence[str], env: Mapping[str, str], more: Sequence[str] = ()) -> list[str]:
     """Return the words that run a command on a host: by ssh, with `more` options, or by the agent of mpirun's."""
-    agent = shlex.split(env.get(AGENT, "ssh")) or ["ssh"]
     options = shlex.split(env.get(SSH_ARGS, ""))
     options += [] if AGENT in env else ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *more]
-    return [*agent, *options, host, shlex.join(words)]
+    return remote_command(host, options, words, env)
 
 
 def unreachable(hosts: Iterable[str], env: Mapping[str, str]) -> list[str]:

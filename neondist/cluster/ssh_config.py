@@ -54,8 +54,13 @@ def ssh_command(
     node: Node, config: Path, command: list[str], env: Mapping[str, str], options: Sequence[str] = ()
 ) -> list[str]:
     """Return the words that run a command on a node; `options` are further ones of ssh."""
+    return remote_command(node.address, ["-F", str(config), *options], command, env)
+
+
+def remote_command(host: str, options: Sequence[str], command: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """Return the words that run a command on a host: by ssh with options, or by the agent that mpirun uses."""
     agent = shlex.split(env.get(AGENT, "ssh")) or ["ssh"]
-    return [*agent, "-F", str(config), *options, node.address, shlex.join(command)]
+    return [*agent, *options, host, shlex.join(command)]
 
 
 def typed_command(node: Node, ssh: SSHConfig) -> str:

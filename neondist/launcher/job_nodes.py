@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from .. import safe_path
-from ..cluster.hosts import host_command, slots_of
+from ..cluster.hosts import SSH_TIMEOUT, host_command, slots_of
 from ..cluster.preflight import NodeReport
 from ..cluster.ssh_config import ssh_command
 from ..errors import LaunchError
 from .fork_server import ForkServer, Process
 from .launch import ready
 from .monitor import LOOPBACK
+from .parent_watch import end_process
 from .placement import Placement, list_addresses, placed
 from .remote import RemoteProcess
 from .scaling import LOCAL, read_slots
@@ -27,8 +28,6 @@ from .scaling import LOCAL, read_slots
 _PROGRAM = "neondist.launcher.remote"
 _GRACE = 10.0
 """Seconds that a process has to end after a signal, before it is killed."""
-_ANSWER = 15.0
-"""Seconds in which a machine has to answer."""
 _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 """Options of ssh: a machine that is gone is noticed within the lease of a rank."""
 
@@ -66,7 +65,7 @@ class JobNode:
         if self.connect is None:
             return True
         try:
-            done = subprocess.run(self.connect(["true"]), capture_output=True, timeout=_ANSWER, check=False)
+            done = subprocess.run(self.connect(["true"]), capture_output=True, timeout=SSH_TIMEOUT, check=False)
         except subprocess.TimeoutExpired:
             return False
         return done.returncode == 0
@@ -151,12 +150,7 @@ class JobNodes:
             yield process
         finally:
             if process.poll() is None:
-                process.terminate() if output == subprocess.PIPE else process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(_GRACE)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                end_process(process, _GRACE, signal.SIGTERM if output == subprocess.PIPE else signal.SIGINT)
             if process.stdout is not None:
                 process.stdout.close()
 

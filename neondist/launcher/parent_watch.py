@@ -8,12 +8,17 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..job import LAUNCHED, detect
+
+if TYPE_CHECKING:
+    from .fork_server import Process
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,6 +38,16 @@ def end_child_with_us() -> Callable[[], None] | None:
             os._exit(1)
 
     return ask
+
+
+def end_process(process: subprocess.Popen[Any] | Process, seconds: float, sig: int = signal.SIGTERM) -> None:
+    """Send a process a signal, and kill it if it has not ended so many seconds later; wait for its end."""
+    process.send_signal(sig)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def die_with_launcher(env: Mapping[str, str]) -> None:

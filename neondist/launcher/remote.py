@@ -18,6 +18,7 @@ from typing import IO
 
 from .. import safe_path
 from ..signals import signal_name
+from .parent_watch import end_process
 
 UNREACHABLE = 255
 """Exit code of ssh when there is no connection, or no longer."""
@@ -112,11 +113,7 @@ def _forward(requests: IO[str], child: subprocess.Popen[bytes]) -> None:
     """Hand signals on; end the command when the connection ends."""
     for line in requests:
         child.send_signal(int(line))
-    child.terminate()
-    try:
-        child.wait(_GRACE)
-    except subprocess.TimeoutExpired:
-        child.kill()
+    end_process(child, _GRACE)
 
 
 if __name__ == "__main__":

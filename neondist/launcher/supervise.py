@@ -17,7 +17,7 @@ from typing import IO, Any
 from ..signals import INTERRUPTED, STOPPED, signal_name
 from .filter_mpirun import Filter, copy
 from .monitor import ENDED, Monitor
-from .parent_watch import end_child_with_us
+from .parent_watch import end_child_with_us, end_process
 
 _UNNOTICED = 20.0
 """seconds in which mpirun does not see that its ranks end, after which it is ended"""
@@ -105,7 +105,7 @@ def supervise(
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_NOTICE)
                 monitor.end_ranks()
-                _end(process)
+                end_process(process, _GRACE)  # it hangs where it waits for a daemon that is gone
         if monitor is not None:
             monitor.settle()
         for copier in filter(None, copiers):
@@ -127,16 +127,6 @@ def supervise(
 def _lingers(monitor: Monitor) -> bool:
     """Whether the ranks have ended, or one has failed, and mpirun does not notice."""
     return monitor.ending is not None and time.monotonic() - monitor.ending > _UNNOTICED
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End mpirun, whose ranks are gone; it hangs where it waits for a daemon that is."""
-    process.terminate()
-    try:
-        process.wait(_GRACE)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: Filter) -> Ending:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..backends.windows import out_extent
+from ..backends.windows import out_extent, unreached
 from .graph import is_eager_float
 
 Ints = Sequence[int]
@@ -33,8 +33,7 @@ def conv3d(
     groups: int,
 ) -> torch.Tensor:
     """Return F.conv3d's result, by the faster kernel."""
-    seen = [n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)]
-    many = prod(out_extent(seen, weight.shape[2:], stride, dilation)) >= _CELLS
+    many = prod(out_extent(_padded(x, padding), weight.shape[2:], stride, dilation)) >= _CELLS
     if many and prod(weight.shape[2:]) > 1 and _falls_back(x, weight, groups):
         y: torch.Tensor = _Convolution.apply(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation))
         return y
@@ -72,6 +71,10 @@ def _falls_back(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
     )
 
 
+def _padded(x: torch.Tensor, padding: Ints) -> list[int]:
+    return [n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)]
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -87,8 +90,7 @@ class _Convolution(torch.autograd.Function):
         (x, weight), (stride, padding, dilation), wanted = ctx.saved_tensors, ctx.how, ctx.needs_input_grad
         dy, dx, dw = dy.contiguous(), None, None
         if wanted[0]:
-            axes = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-            unseen = [(n + 2 * p - d * (k - 1) - 1) % s for n, k, s, p, d in axes]  # cells at the end
+            unseen = unreached(_padded(x, padding), weight.shape[2:], stride, dilation)
             dx = _transposed(dy, weight, None, stride, padding, unseen, dilation)
         if wanted[1]:
             dw = _sum_weights(x, dy, weight, stride, padding, dilation)

@@ -84,7 +84,7 @@ def suite(arguments: argparse.Namespace) -> int:
         for row in bench_suite(list(files), _in_turn(sides), timed, arguments.rounds, progress.begin):
             made["networks"].append(row)
             made["means"] = means(made["networks"], {**GROUPS, "all": list(files)})
-            if arguments.json:  # after each network, for whoever stops before the last
+            if arguments.json:  # after each network: the command may be stopped before the last
                 write_text(arguments.json, json.dumps(made, indent=2, default=str) + "\n")
     Console(soft_wrap=True).print(suite_table(made))
     if arguments.markdown:
