@@ -138,7 +138,7 @@ from .optim import (
     Warmup,
 )
 from .services import WAIT, Task, TaskQueue
-from .session import AutoDist, DistributedSession, LoadCheckpoint, StopAtStepHook, StopAtTimeHook
+from .session import AutoDist, DistributedSession, LoadCheckpoint, StopAtStepHook, StopAtTimeHook, scope
 from .strategies import ParameterSpec, Strategy
 from .train import Best, DebugHalo, FitExperiment, Hook, MLflow, TensorBoard, fit, pretrain
 from .version import __version__
@@ -342,6 +342,7 @@ __all__ = [
     "loopback",
     "open_source",
     "pretrain",
+    "scope",
     "split",
     "strategies",
 ]

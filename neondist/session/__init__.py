@@ -6,7 +6,7 @@ logs: lines and numbers of steps. follow: each checkpoint of a job once, in orde
 distributed.
 """
 
-from .autodist import AutoDist
+from .autodist import AutoDist, scope
 from .distributed_session import DistributedSession
 from .follow import follow_checkpoints
 from .hooks import LoadCheckpoint, StopAtStepHook, StopAtTimeHook
@@ -18,4 +18,5 @@ __all__ = [
     "StopAtStepHook",
     "StopAtTimeHook",
     "follow_checkpoints",
+    "scope",
 ]

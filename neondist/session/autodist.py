@@ -226,6 +226,42 @@ class AutoDist:
             torch.set_rng_state(torch.from_numpy(pytorch))
 
 
+@contextmanager
+def scope(
+    resources: ResourceSpec | str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    strategy: StrategyBuilder | Strategy | str = "AllReduce",
+    grid: ProcessGrid | Mapping[str, int] | None = None,
+) -> Iterator[AutoDist]:
+    """Distribute the models that are made meanwhile: an `AutoDist` and its scope in one line.
+
+    Parameters
+    ----------
+    resources, strategy, grid : as of AutoDist
+
+    Yields
+    ------
+    AutoDist
+        Its `function` decorates the training step.
+
+    Raises
+    ------
+    ConfigError
+        Invalid resource spec, or unknown strategy.
+    LaunchError
+        The job cannot be started.
+
+    Examples
+    --------
+    >>> with nd.scope("resources.yaml", "PS") as d:  # doctest: +SKIP
+    ...     model = Net()
+    >>> @d.function  # doctest: +SKIP
+    ... def train_step(x, y): ...
+    """
+    d = AutoDist(resources, strategy, grid)
+    with d.scope():
+        yield d
+
+
 def _factors(grid: Any, strategy: StrategyBuilder | Strategy) -> dict[str, Any]:
     """Return the factors of a grid; default: one replica for each rank."""
     if not (grid is None or isinstance(grid, Mapping)):

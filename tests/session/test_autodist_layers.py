@@ -59,10 +59,23 @@ def layers(scope, function):
 
 @pytest.mark.parametrize("strategy", ["PS", "AllReduce", "PartitionedPS", "Auto"])
 def test_serial_models_of_layers(strategy):
+    def on_grid(grid):
+        d = nd.AutoDist(strategy=strategy, grid=grid)
+        return layers(d.scope(), d.function)
+
+    check(on_grid)
+
+
+def test_a_scope_in_one_line():
+    check(lambda grid: layers(nd.scope(None, "PS", grid), lambda step: step))
+
+
+def check(on_grid):
+    """Compare the numbers of a grid with those of one process."""
+
     def body(world):
         with nd.ProcessGrid(world, replicas=2, rows=2) as grid:
-            d = nd.AutoDist(strategy=strategy, grid=grid)
-            return layers(d.scope(), d.function)
+            return on_grid(grid)
 
     expected = layers(contextlib.nullcontext(), lambda step: step)
     for found in nd.loopback.run(4, body):
