@@ -57,7 +57,7 @@ class ComputePrecision:
             with np.errstate(over="ignore", under="ignore"):
                 return array.astype(np.float16).astype(np.float32)
         xp = namespace(array)
-        single = array.astype(np.float32, order="C")
+        single = xp.array(array, np.float32, order="C")
         nan, bits = single != single, single.view(np.uint32)
         bits += ((bits >> 16) & 1) + np.uint32(0x7FFF)
         bits &= np.uint32(0xFFFF0000)

@@ -141,8 +141,10 @@ def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
     """Return what a user has to know of a precision with this backend on this machine; '' where there is nothing."""
     if precision.name == "float32":
         return ""
-    if get_backend(name).xp is not np:
-        return "precision: layers on a GPU compute in float32, tf32 is for PyTorch modules" * (precision.name == "tf32")
+    backend = get_backend(name)
+    if backend.xp is not np:
+        missing = precision.name == "tf32" and not backend.kernels.tf32
+        return "precision: layers compute in float32: tf32 needs a PyTorch for CUDA" * missing
     if precision.name == "tf32":
         return "precision: tf32 is of GPUs; on a CPU it is float32"
     if importlib.util.find_spec("torch") is not None:

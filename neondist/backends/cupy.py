@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from ..job import local_rank
+from ..precision import ComputePrecision
 from ..version import installed_distributions
 from .cells import Normal
 from .device_kernels import (
@@ -32,6 +33,7 @@ from .device_kernels import (
     typed,
 )
 from .kernels import Kernels
+from .narrow import NarrowProducts
 from .windows import Sides, cropped, out_extent
 
 Ints = Sequence[int]
@@ -118,6 +120,10 @@ class CupyKernels(Kernels):
         super().__init__(cupy)
         self._compiled: dict[tuple[str, str], Any] = {}
         self._table = lru_cache(_TABLES)(self._on_device)
+
+    def in_precision(self, precision: ComputePrecision) -> Kernels:
+        """Return kernels with operands of a precision; without PyTorch's kernels TF32 is float32."""
+        return NarrowCupyKernels(self.xp, precision) if precision.narrow else self
 
     def copy_each(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
         """Copy the values of each source into its target, in one launch where all are of one type."""
@@ -273,3 +279,18 @@ def _steps(array: Any) -> list[int]:
 def _cuda_version(number: int) -> str:
     """Return a version of CUDA, 12090 in its own numbers, as '12.9'; '' for 0."""
     return f"{number // 1000}.{number % 1000 // 10}" if number else ""
+
+
+class NarrowCupyKernels(NarrowProducts, CupyKernels):
+    """The same with operands of 16 bits, by products of float32.
+
+    Parameters
+    ----------
+    cupy : module
+        On this rank's GPU.
+    precision : ComputePrecision
+    """
+
+    def __init__(self, cupy: Any, precision: ComputePrecision) -> None:
+        super().__init__(cupy)
+        self.precision = precision

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..precision import FLOAT32, ComputePrecision
 from .cupy import CupyKernels
-from .torch import TorchTable
+from .kernels import Kernels
+from .torch import NarrowTorchTable, TorchTable
 
 Ints = Sequence[int]
 
@@ -18,6 +20,10 @@ class CupyTorchKernels(TorchTable, CupyKernels):
     """PyTorch's convolutions and pooling, CuPy's everything else."""
 
     small, many = 0, 1 << 62  # matrix products go to cuBLAS either way
+
+    def in_precision(self, precision: ComputePrecision) -> Kernels:
+        """Return kernels with operands of a precision; TF32 needs a GPU."""
+        return NarrowCupyTorchKernels(self.xp, precision) if precision.narrow else self
 
     def _arranged(self, x: Any, weights: Any) -> Any:
         return weights
@@ -45,9 +51,13 @@ class CudaTorchKernels(CupyTorchKernels):
     ----------
     cupy : module
         On this rank's GPU.
+    precision : ComputePrecision
+        With tf32 convolutions have such operands.
     """
 
-    def __init__(self, cupy: Any) -> None:
+    tf32 = True
+
+    def __init__(self, cupy: Any, precision: ComputePrecision = FLOAT32) -> None:
         import torch
 
         super().__init__(cupy)
@@ -60,8 +70,16 @@ class CudaTorchKernels(CupyTorchKernels):
         before = cupy.cuda.get_allocator()
         cupy.cuda.set_allocator(pool.malloc)
         self._closing.callback(cupy.cuda.set_allocator, before)
-        flags = torch.backends.cudnn.set_flags(_benchmark=True, _allow_tf32=False)
+        flags = torch.backends.cudnn.set_flags(_benchmark=True, _allow_tf32=precision.name == "tf32")
         self._closing.callback(torch.backends.cudnn.set_flags, *flags)
+
+    def in_precision(self, precision: ComputePrecision) -> Kernels:
+        """Return kernels with operands of a precision."""
+        if precision == FLOAT32:
+            return self
+        self.close()
+        kind = NarrowCudaTorchKernels if precision.narrow else CudaTorchKernels
+        return kind(self.xp, precision)
 
     def room(self, ranks: int) -> int | None:
         """Return the bytes of its GPU that each of so many ranks on this machine may still take."""
@@ -72,6 +90,28 @@ class CudaTorchKernels(CupyTorchKernels):
         """Give back what the pool keeps."""
         if self._cuda.memory_reserved() > above:
             self._cuda.empty_cache()
+
+
+class NarrowCupyTorchKernels(NarrowTorchTable, CupyTorchKernels):
+    """PyTorch's convolutions of 16 bits; matrix products are those of float32.
+
+    Parameters
+    ----------
+    cupy : module
+        On this rank's GPU.
+    precision : ComputePrecision
+    """
+
+    def __init__(self, cupy: Any, precision: ComputePrecision) -> None:
+        super().__init__(cupy)
+        self.precision = precision
+
+    def _is_fast(self, calls: Any) -> bool:
+        return True  # on tensor cores since Volta, bfloat16 since Ampere
+
+
+class NarrowCudaTorchKernels(NarrowCupyTorchKernels, CudaTorchKernels):
+    """The same on a GPU."""
 
 
 def allocating(cuda: Any) -> Callable[[int, int], int]:

@@ -37,6 +37,8 @@ class Kernels(CellKernels, Convolution, Pooling):
     strip = 1 << 16
     #: Whether many small copies cost more than one: then messages are packed, and unpacked, all at once
     packs = False
+    #: Whether convolutions can have operands of TF32
+    tf32: bool = False
     #: What is raised where there is no memory for an array
     memory_errors: tuple[type[Exception], ...] = (MemoryError,)
 

@@ -223,29 +223,25 @@ class TorchKernels(HostKernels, TorchTable):
         give_back_freed(above)
 
 
-class NarrowTorchKernels(NarrowProducts, TorchKernels):
-    """Those that have PyTorch's kernels, which use the processor's instructions for 16 bits where it has them."""
-
-    def __init__(self, precision: ComputePrecision) -> None:
-        super().__init__()
-        self.precision = precision
+class NarrowTorchTable(NarrowProducts, TorchTable):
+    """Those that have PyTorch's convolutions of 16 bits, where they are fast."""
 
     @cached_property
     def narrow(self) -> Any:
         """The functions with PyTorch's kernels of 16 bits; None where they would be slow."""
         calls = None if self.torch is None else self.torch.narrow
-        return calls if calls is not None and calls.is_fast(self.precision.name) else None
+        return calls if calls is not None and self._is_fast(calls) else None
 
     def conv_forward(
         self,
-        x: np.ndarray,
-        weights: np.ndarray,
+        x: Any,
+        weights: Any,
         stride: Ints,
         dilation: Ints,
         groups: int,
-        bias: np.ndarray | None = None,
+        bias: Any | None = None,
         zeros: Sides | None = None,
-    ) -> np.ndarray:
+    ) -> Any:
         """Return the valid convolution plus bias (N, *out, C_out)."""
         if not self._goes_narrow(x, weights, stride):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
@@ -253,22 +249,35 @@ class NarrowTorchKernels(NarrowProducts, TorchKernels):
 
     def conv_backward_input(
         self,
-        dy: np.ndarray,
-        weights: np.ndarray,
+        dy: Any,
+        weights: Any,
         extent: Ints,
         stride: Ints,
         dilation: Ints,
         groups: int,
         crop: Sides | None = None,
-    ) -> np.ndarray:
+    ) -> Any:
         """Return the gradient of x (N, *extent, C_in), without `crop`."""
         if not self._goes_narrow(dy, weights, stride):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         return self.narrow.backward_input(self.precision.name, dy, weights, extent, stride, dilation, groups, crop)
 
-    def _goes_narrow(self, x: np.ndarray, weights: np.ndarray, stride: Ints) -> bool:
+    def _is_fast(self, calls: Any) -> bool:
+        """Tell whether this processor, or GPU, multiplies such numbers itself."""
+        fast: bool = calls.is_fast(self.precision.name)
+        return fast
+
+    def _goes_narrow(self, x: Any, weights: Any, stride: Ints) -> bool:
         narrow = self.precision.narrow and self.narrow is not None
         return narrow and self._convolves(x, weights.shape, weights.shape[:-2], stride)
+
+
+class NarrowTorchKernels(NarrowTorchTable, TorchKernels):
+    """Those over NumPy's arrays."""
+
+    def __init__(self, precision: ComputePrecision) -> None:
+        super().__init__()
+        self.precision = precision
 
     def _operand(self, array: np.ndarray) -> np.ndarray:
         """Return the operands of an array: PyTorch rounds 10 times as fast as NumPy."""

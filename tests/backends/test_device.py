@@ -174,6 +174,24 @@ def test_training_by_torch():
     check(everything, table=CupyTorchKernels)
 
 
+@pytest.mark.parametrize("table", [CupyKernels, CupyTorchKernels])
+@pytest.mark.parametrize(("precision", "rounding"), [("bfloat16", 2**-8), ("float16", 2**-11)])
+def test_products_of_16_bits(precision, rounding, table):
+    pytest.importorskip("torch")
+    how = {"dtype": "float32", "precision": precision}
+    layers = [
+        nd.ConvLayer(4, 3, padding=1, groups=2),
+        nd.DeconvLayer(4, 3, stride=2, activation=nd.Tanh()),
+        nd.FCLayer(CLASSES),
+    ]
+    expected, _ = run(layers, backend="numpy", **how)
+    found, waited = run(layers, device_under_test(table), **how)
+    for name, values in expected.items():
+        apart = np.abs(np.asarray(found[name], "f8") - values).max(initial=0)
+        assert apart <= 4 * rounding * np.abs(values).max(initial=0), name
+    assert max(waited) <= 1
+
+
 @pytest.mark.parametrize("targets", ["labels", "dense"])
 @pytest.mark.parametrize("cost", names(Cost))
 def test_every_cost(cost, targets):
