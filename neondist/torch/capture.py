@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import io
-import logging
-import os
-import re
-import sys
-import sysconfig
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,24 +19,18 @@ from .between_passes import observed
 from .checks import check_module
 from .constants import known_values, remove_reads
 from .custom_gradients import recorded
-from .errors import NotRecorded
 from .functional import is_simple, note_result
-from .graph import DEVICES, Value, autocast
+from .graph import Value
 from .layout import Layout, Mesh, axes_of, whole
 from .lower import Lowering
 from .no_grad import stop_gradients
 from .plan import TorchPlan
-from .registry import TRACING
 from .schemes import put_into
 from .steps import Where
+from .tracing import Shapes, no_graph, tracing, user_frames
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
-_PYTHON = sysconfig.get_path("stdlib")
 DRAWS = 1000
 """More than an operator has of random numbers' keys."""
-Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
-"""Of a module's inputs."""
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
 def captured(
@@ -55,7 +41,8 @@ def captured(
 ) -> Any:
     """Return the exported program of a module, composite operators kept.
 
-    Neither no_grad, inference_mode nor autocast around the call are part of it: they hold for what runs.
+    Neither no_grad, inference_mode nor autocast around the call are part of it: they hold for what runs. Code that asks
+    whether there are gradients is told what holds around the call.
 
     Parameters
     ----------
@@ -71,12 +58,13 @@ def captured(
         traced for another reason.
     """
     check_module(module)
+    gradients = torch.is_grad_enabled()
     importlib.import_module("torch._dynamo")  # what it makes of autograd.Function is not to see that of `recorded`
-    with _tracing(what or type(module).__name__, shapes), recorded() as functions, known_values(module) as reads:
+    with tracing(what or type(module).__name__, shapes), recorded() as functions, known_values(module) as reads:
         with FakeTensorMode(allow_non_fake_inputs=True):
             on = device or device_of(module)
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
-        with observed(module, inputs), _no_graph():
+        with observed(module, inputs) as asks, no_graph(), torch.set_grad_enabled(gradients or not asks):
             program: Any = torch.export.export(module, inputs, strict=False)
         remove_reads(program)
         stop_gradients(program, lambda node: where(node).source)
@@ -89,20 +77,10 @@ def captured(
 
 def decomposed(program: Any, module: nn.Module, shapes: Shapes) -> Any:
     """Return what `captured` gave with no operator in place, and none that PyTorch only composes of others."""
-    with _tracing(type(module).__name__, shapes):
+    with tracing(type(module).__name__, shapes):
         found = program.run_decompositions({})
         found.functions, found.reads = program.functions, program.reads
         return found
-
-
-@contextmanager
-def _tracing(what: str, shapes: Shapes) -> Iterator[None]:
-    """Let PyTorch trace, whatever the caller has set, and one at a time; its errors become ConfigError."""
-    with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast():
-        try:
-            yield
-        except Exception as error:
-            raise ConfigError(_explained(what, shapes, error)) from error
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -110,84 +88,11 @@ def device_of(module: nn.Module) -> torch.device:
     return next((tensor.device for tensor in chain(module.parameters(), module.buffers())), torch.device("cpu"))
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Let PyTorch neither warn, nor write about what an error will say."""
-    known = logging.root.manager.loggerDict
-    loggers = [known[name] for name in list(known) if name.partition(".")[0] == "torch"]
-    talking = [log for log in loggers if isinstance(log, logging.Logger) and not log.disabled]
-    for log in talking:
-        log.disabled = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for log in talking:
-            log.disabled = False
-
-
-@contextmanager
-def _no_graph() -> Iterator[None]:
-    """Leave out of stderr the graph that torch.export prints when it fails."""
-    graph, printed = "", io.StringIO()
-    try:
-        with redirect_stderr(printed):
-            yield
-    except Exception as error:
-        graph = f"{getattr(error, 'partial_fx_graph', '')}\n"
-        raise
-    finally:
-        sys.stderr.write(printed.getvalue().replace(graph, "") if graph else printed.getvalue())
-
-
-@contextmanager
-def _no_autocast() -> Iterator[None]:
-    with ExitStack() as stack:
-        for device, enabled in zip(DEVICES, autocast(), strict=True):
-            if enabled:
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-def _explained(what: str, shapes: Shapes, error: Exception) -> str:
-    given = ", ".join(str(tuple(shape)) for shape, _ in shapes)
-    frames = _user_frames("".join(_traceback(error)))
-    place = (isinstance(error, NotRecorded) and error.source) or next(iter(frames[::-1]), "")
-    source = f"{place}: " if place else ""
-    name = type(error).__name__
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    why = first if isinstance(error, NotRecorded) else f"{name}: {first}"
-    if "DataDependent" in name:
-        why = (
-            "an if, a float() or an .item() needs the value of a tensor; what a module computes may depend on the"
-            " shapes of tensors, not on their values: torch.where chooses without"
-        )
-    return f"{source}{what} cannot be captured for inputs of shape {given}: {why}"
-
-
-def _traceback(error: BaseException) -> list[str]:
-    import traceback
-
-    return traceback.format_exception(error)
-
-
-def _user_frames(text: str) -> list[str]:
-    """Return 'file:line' of the frames that are not PyTorch's nor ours, the innermost last."""
-    here = os.path.dirname(__file__)
-    others = (_TORCH, here, "<")
-    return [
-        f"{file}:{line}"
-        for file, line in _FRAME.findall(text)
-        if not file.startswith(others) and (not file.startswith(_PYTHON) or "site-packages" in file)
-    ]
-
-
 def where(node: Any) -> Where:
     """Return where in the user's program a node stands."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
-    frames = _user_frames(node.meta.get("stack_trace") or "")
+    frames = user_frames(node.meta.get("stack_trace") or "")
     return Where(str(node.target), path, frames[-1] if frames else "")
 
 

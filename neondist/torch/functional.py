@@ -57,7 +57,7 @@ def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
             if first.op != "call_function" and not is_buffer:
                 return False
     for node, twin in twins.items():
-        node.meta["twin"] = twin
+        node.meta = node.meta | {"twin": twin}  # PyTorch lets nodes that it adds share one dictionary with others
     return True
 
 

@@ -6,106 +6,51 @@ that the code of the user names, as far as it can be read, of all functions that
 
 from __future__ import annotations
 
+import array
+import contextvars
+import ctypes
 import enum
+import os
 import sys
+import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import cached_property, lru_cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Generic, NamedTuple, Protocol, cast
+from typing import Any, Generic, Protocol, cast
 
 import numpy as np
 import torch
 from torch import nn
+
+from .holder import GONE, Holder, got
 
 OF_MODULES = frozenset(vars(nn.Module()))
 _SEEN_OF_MODULES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 PLAIN = (bool, int, float, complex, str, bytes, type(None), range, torch.dtype, torch.device, np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "neondist", "builtins"}
-_DATA_ONLY = frozenset(("types", "argparse", "collections", "functools"))
+_DATA_ONLY = frozenset(("types", "argparse", "collections", "functools", "_thread"))
 """Modules of the standard library whose objects hold values of the user."""
 _BASES = (object, nn.Module, Generic, Protocol)
 _CONSTRUCTION = frozenset((
     "__init__", "__new__", "__init_subclass__", "__post_init__", "__repr__", "__str__", "__del__", "__dir__",
     "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__",
 ))  # fmt: skip
+_ENVIRONMENT = frozenset(("environ", "getenv"))
+OF_GRADIENTS = frozenset(("is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"))
+"""Names of what tells whether PyTorch computes gradients."""
 _BY_COMPUTED_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter", "__getattribute__", "eval", "exec"))
-GONE = object()
+
+_IN_C: Any = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
 
-class Holder(NamedTuple):
-    """One place of values: the attributes of an object, the items of a container, the cells of a closure.
-
-    Attributes
-    ----------
-    path : str
-    module : nn.Module or None
-        The innermost that holds it.
-    store : what holds the values
-    names : sequence or None
-        Those that count, of a mapping or an object; default: all.
-    get : callable, optional
-        From a name to its value; default: `store` is iterated over.
-    mark : str
-        Between the path and the name of one value; empty: the values count as one.
-    of_modules : bool
-        Whether PyTorch's modules keep it themselves: parameters, modules, hooks.
-    watched, restored : bool
-        Whether it is looked at before each pass, and whether a capture restores it.
-    """
-
-    path: str
-    module: nn.Module | None
-    store: Any
-    names: Collection[Any] | None = None
-    get: Callable[[Any], Any] | None = None
-    mark: str = ""
-    of_modules: bool = False
-    watched: bool = True
-    restored: bool = True
-
-    def called(self, key: Any) -> str:
-        """Return the name of one value."""
-        return f"{self.path}{self.mark}{key}".removeprefix(".") if self.mark else self.path
-
-    def read(self) -> dict[Any, Any]:
-        """Return the values that there are."""
-        if self.names is None:
-            return dict(self.store if isinstance(self.store, Mapping) else enumerate(self.store))
-        assert self.get is not None
-        if isinstance(self.store, dict):
-            return {name: self.store[name] for name in self.names if name in self.store}
-        return {name: value for name in self.names if (value := _got(self.get, name)) is not GONE}
-
-    def restore(self, before: Mapping[Any, Any]) -> None:
-        """Make the values what they were."""
-        store, now = self.store, self.read()
-        if list(map(id, before.values())) == list(map(id, now.values())) and list(before) == list(now):
-            return
-        if isinstance(store, dict):
-            if self.names is None:
-                store.clear()
-            store.update(before)
-        elif isinstance(store, set):
-            store.clear()
-            store.update(before.values())
-        elif isinstance(store, (list, deque)):
-            store.clear()
-            store.extend(before.values())
-        elif isinstance(store, tuple):
-            for name, value in before.items():
-                store[name].cell_contents = value
-        else:  # an object with slots, or a class
-            for name, value in before.items():
-                (type if isinstance(store, type) else object).__setattr__(store, name, value)
-
-
-def _got(get: Callable[[Any], Any], name: Any) -> Any:
+def _behind(proxy: Any) -> Any:
+    """Return what a weak proxy stands for; None: it is gone."""
     try:
-        return get(name)
-    except (AttributeError, ValueError):  # an empty slot, or cell
-        return GONE
+        return proxy.__repr__.__self__
+    except ReferenceError:
+        return None
 
 
 def _slot(holder: Any, name: str) -> Any:
@@ -133,7 +78,7 @@ class Reach:
     leaves : dict
         By path, values for comparison: two of them are equal if the code would find the same.
     tensors : list of tensors
-    arrays : list of NumPy arrays
+    arrays : dict of path to NumPy array
     generators, iterators : dict of path to object
         What gives another value each time.
     """
@@ -148,7 +93,7 @@ class Reach:
             self.holders: list[Holder] = []
             self.leaves: dict[str, Any] = {}
             self.tensors: list[torch.Tensor] = []
-            self.arrays: list[np.ndarray] = []
+            self.arrays: dict[str, np.ndarray] = {}
             self.generators: dict[str, Any] = {}
             self.iterators: dict[str, Any] = {}
             self._seen: dict[int, str] = {}
@@ -156,11 +101,22 @@ class Reach:
             self._globals: dict[int, tuple[dict[str, Any], str, dict[str, None]]] = {}
             self._root = root
             self._visit(root, "", None)
+            if not _ENVIRONMENT.isdisjoint(names):
+                self._read(os.environ, "os.environ", None, lambda: repr(os.environ))
+            if self.asks_for_gradients:
+                self._read(torch, "torch.is_grad_enabled()", None, torch.is_grad_enabled)
             for found, path, named in self._globals.values():
                 self.holders.append(Holder(path, None, found, list(named), found.get, "."))
 
+    @property
+    def asks_for_gradients(self) -> bool:
+        """Whether the code may ask whether there are gradients."""
+        return not OF_GRADIENTS.isdisjoint(self.names)
+
     def _visit(self, value: Any, path: str, module: nn.Module | None) -> None:
         """Take note of a value, and of what can be reached from it."""
+        if type(value) in weakref.ProxyTypes:
+            value = _behind(value)
         if path in self._excluded:
             return
         if (leaf := plain(value)) is not None:
@@ -183,7 +139,7 @@ class Reach:
         elif isinstance(value, _CONTAINERS):
             self._items(value, path, module)
         elif isinstance(value, np.ndarray):
-            self.arrays.append(value)
+            self.arrays[path] = value
             self.leaves[path] = content(value)
         elif isinstance(value, FunctionType):
             self._visit_function(value, path, module)
@@ -202,8 +158,23 @@ class Reach:
                 self._named(vars(value), value.__name__, self.names, module)
         elif isinstance(value, type):
             self._visit_class(value, path, module)
+        elif isinstance(value, weakref.ReferenceType):
+            self._visit(value(), f"{path}()", module)
+        elif isinstance(value, contextvars.ContextVar):
+            self._read(value, f"{path}.get()", module, partial(value.get, None))
+        elif isinstance(value, (bytearray, array.array)):
+            self._read(value, path, module, partial(bytes, value))
+        elif isinstance(value, _IN_C):
+            self._visit(np.frombuffer(memoryview(value).cast("B"), np.uint8), f"{path}.value", module)
+        elif kind.__module__ == "multiprocessing.sharedctypes" and hasattr(value, "get_obj"):
+            self._visit(value.get_obj(), path, module)
         else:
             self._visit_object(value, path, module)
+
+    def _read(self, store: Any, path: str, module: nn.Module | None, read: Callable[[], Any]) -> None:
+        """Visit what a function returns, now and before each pass."""
+        self.holders.append(Holder(path, module, store, ("",), lambda _: read(), restored=False))
+        self._visit(read(), path, module)
 
     def _visit_module(self, module: nn.Module, path: str) -> None:
         attributes = vars(module)
@@ -229,7 +200,8 @@ class Reach:
             where = f"{path}.{key}".removeprefix(".")
             if name in ("_parameters", "_buffers") and isinstance(value, torch.Tensor):
                 tied = self._seen.setdefault(id(value), where)
-                self.leaves[where] = name, tied, value.dtype, value.device, value.shape
+                trained = self.asks_for_gradients and value.requires_grad
+                self.leaves[where] = name, tied, value.dtype, value.device, value.shape, trained
                 self.tensors.append(value)
                 self._alive.append(value)
             else:
@@ -241,7 +213,7 @@ class Reach:
         if cells:
             self.holders.append(Holder(path, module, cells, range(len(cells)), partial(_in_cell, cells)))
         for at, name in enumerate(function.__code__.co_freevars):
-            if (value := _got(partial(_in_cell, cells), at)) is not GONE:
+            if (value := got(partial(_in_cell, cells), at)) is not GONE:
                 self._visit(value, f"{path}:{name}", module)
         for name in ("__defaults__", "__kwdefaults__"):
             self._visit(getattr(function, name), f"{path}.{name}", module)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from .constants import Reads
-from .module_state import GONE, Reach, content, plain
+from .holder import GONE
+from .module_state import Reach, content, plain
 
 
 class State:
@@ -118,13 +119,14 @@ class Watch:
     def _kinds(self) -> list[Any]:
         tensors = [where[at] for _, where, at in self._held]
         tensors += self._loose
-        return [[one.dtype for one in tensors], [one.device for one in tensors]]
+        kinds: list[Any] = [[one.dtype for one in tensors], [one.device for one in tensors]]
+        return [*kinds, [one.requires_grad for one in tensors]] if self._asks else kinds
 
     def _look(self) -> None:
         reach = Reach(self._root, self._names, self._excluded)
-        self._key, self._arrays = State(reach.leaves), reach.arrays
+        self._key, self._arrays = State(reach.leaves), list(reach.arrays.values())
         self._contents = [content(array) for array in self._arrays]
-        self._loose = reach.tensors
+        self._loose, self._asks = reach.tensors, reach.asks_for_gradients
         self._views: list[Any] = []
         self._getters: list[Callable[[Any], Any]] = []
         self._picks: list[Collection[Any]] = []

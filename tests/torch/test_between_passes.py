@@ -29,6 +29,7 @@ class Keeping(nn.Module):
         super().__init__()
         self.function, self.conv = function, nn.Conv2d(3, 3, 3, padding=1)
         self.count, self.cache, self.seen, self.named, self.counter = 0, None, [], {}, Counter()
+        self.array, self.tensor = np.zeros(2), torch.tensor(0.0)
         self.register_buffer("mean", torch.zeros(3, 1, 1))
 
     def forward(self, x):
@@ -66,6 +67,43 @@ def of_an_object(self, x):
     return x * self.counter.calls
 
 
+def after_three(self, x):
+    self.count += 1
+    return x if self.count <= 3 else x * 2
+
+
+def at_times(self, x):
+    self.count += 1
+    return x * 2 if self.count % 100 == 0 else x
+
+
+def decaying(self, x):
+    self.counter.calls += 0.9
+    return x if 0.1 * self.counter.calls < 5 else x * 2
+
+
+def when_full(self, x):
+    self.seen.append(0)
+    return x if len(self.seen) < 10 else x * 2
+
+
+def of_an_array(self, x):
+    self.array[0] += 1
+    return x if self.array[0] < 10 else x * 2
+
+
+def of_itself(self, x):
+    self.tensor = self.tensor + 1  # no buffer
+    return x * self.tensor
+
+
+def in_a_loop(self, x):
+    self.count += 3
+    while self.count > 1:
+        self.count -= 1
+    return x if self.count < 1 else x * 2
+
+
 REFUSED = {
     "count": warming_up,
     "count ": as_tensor,
@@ -73,6 +111,13 @@ REFUSED = {
     "seen": appending,
     "named": naming,
     "counter": of_an_object,
+    "count  ": after_three,
+    "count   ": at_times,
+    "counter ": decaying,
+    "seen ": when_full,
+    "array": of_an_array,
+    "tensor": of_itself,
+    "count    ": in_a_loop,
 }
 
 
@@ -114,7 +159,20 @@ def running_mean(self, x):
     return x - self.mean
 
 
-@pytest.mark.parametrize("function", [counting, with_a_cache, looked_at, running_mean])
+def summed_up(self, x):
+    self.mean += x.detach().mean((0, 2, 3))[:, None, None]
+    return x - self.mean
+
+
+def logging_at_times(self, x):
+    self.count += 1
+    self.array[0] += 1
+    if self.count % 10 == 0 or self.array[0] > 100:
+        print(f"pass {self.count:d}")
+    return x * max(1.0, self.count / 1e12)
+
+
+@pytest.mark.parametrize("function", [counting, with_a_cache, looked_at, running_mean, summed_up, logging_at_times])
 @pytest.mark.long
 def test_what_is_harmless(function):
     module = Keeping(function)

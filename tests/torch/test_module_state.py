@@ -1,10 +1,17 @@
 """Modules and criteria after a capture: left as they were, and captured anew when a value that was read changes."""
 
+import array
 import collections
+import contextvars
+import ctypes
 import dataclasses
 import functools
 import logging
+import multiprocessing
+import os
+import threading
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -76,6 +83,21 @@ def of_global():
 
 Pair = collections.namedtuple("Pair", "a b")
 KEPT = [1.0]
+CONTEXT = contextvars.ContextVar("scale", default=1.0)
+
+
+class Weak:
+    def __init__(self, reference):
+        self.alive = Config()
+        self.of = reference(self.alive)
+
+
+def of_thread():
+    found = threading.local()
+    found.scale = 1.0
+    return found
+
+
 PLACES = {  # what is kept, how it is read, and how it changes
     "list": (lambda: [1.0], lambda k: k[0], lambda k: k.__setitem__(0, 3.0)),
     "nested": (lambda: {"a": [(1.0, [1.0])]}, lambda k: k["a"][0][1][0], lambda k: k["a"][0][1].__setitem__(0, 3.0)),
@@ -102,6 +124,18 @@ PLACES = {  # what is kept, how it is read, and how it changes
     "cell": (lambda: closed([1.0]), lambda k: k(), lambda k: setattr(k.__closure__[0], "cell_contents", [3.0])),
     "default": (lambda: default, lambda k: k(), lambda k: k.__defaults__[0].__setitem__(0, 3.0)),
     "array": (lambda: np.ones(2000), lambda k: float(k[1999]), lambda k: k.__setitem__(1999, 3.0)),
+    "weak proxy": (lambda: Weak(weakref.proxy), lambda k: k.of.scale, lambda k: setattr(k.alive, "scale", 3.0)),
+    "weak reference": (lambda: Weak(weakref.ref), lambda k: k.of().scale, lambda k: setattr(k.alive, "scale", 3.0)),
+    "shared value": (lambda: multiprocessing.Value("d", 1.0), lambda k: k.value, lambda k: setattr(k, "value", 3.0)),
+    "shared array": (lambda: multiprocessing.Array("d", 2), lambda k: k[1], lambda k: k.__setitem__(1, 3.0)),
+    "ctypes": (lambda: ctypes.c_double(1.0), lambda k: k.value, lambda k: setattr(k, "value", 3.0)),
+    "numbers": (lambda: array.array("d", [1.0]), sum, lambda k: k.append(2.0)),
+    "bytes": (lambda: bytearray(b"a"), sum, lambda k: k.append(2)),
+    "of a thread": (of_thread, lambda k: k.scale, lambda k: setattr(k, "scale", 3.0)),
+    "of a context": (lambda: CONTEXT, lambda k: k.get(), lambda k: k.set(3.0)),
+    "environment": (
+        lambda: None, lambda k: float(os.environ.get("SCALE", "1")), lambda k: os.environ.__setitem__("SCALE", "3"),
+    ),
     "type": (lambda: [2], lambda k: k[0] if isinstance(k[0], bool) else 1.5, lambda k: k.__setitem__(0, True)),
     "class": (Config, lambda k: Config.scale, lambda k: setattr(Config, "scale", 3.0)),
     "global": (lambda: None, lambda k: of_global(), lambda k: globals().update(SCALE=3.0)),
@@ -125,6 +159,8 @@ class Reading(nn.Module):
 def as_before():
     yield
     globals().update(SCALE=1.0)
+    CONTEXT.set(1.0)
+    os.environ.pop("SCALE", None)
     TABLE["scale"] = Config.scale = default.__defaults__[0][0] = 1.0
 
 
@@ -146,6 +182,27 @@ def test_a_value_that_changes_is_seen(name):
     assert all(watch.key() != key for watch, key in zip(watches, before, strict=True)), name
 
 
+class Asking(nn.Module):
+    """Computes something else without gradients."""
+
+    def forward(self, x):
+        return x * 2 if torch.is_grad_enabled() and x.requires_grad else x * 3
+
+
+def test_code_that_asks_for_gradients():
+    torch.manual_seed(0)
+    module, image = nn.Sequential(nn.Conv2d(2, 2, 3), Asking()), torch.randn(SHAPE)
+
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(module, SHAPE, grid)
+            for gradients in (True, False, True):
+                with torch.set_grad_enabled(gradients):
+                    torch.testing.assert_close(model.gather(model(model.scatter(image))), module(image))
+
+    nd.loopback.run(2, body)
+
+
 OF_MODULES = {
     "eval": lambda m: m.eval(),
     "eval of a part": lambda m: m[1].eval(),
@@ -157,6 +214,7 @@ OF_MODULES = {
     "dtype": lambda m: m.double(),
     "no bias": lambda m: m[0].register_parameter("bias", None),
     "tied": lambda m: setattr(m[1], "bias", m[0].bias),
+    "frozen, where the code asks": lambda m: m[1].weight.requires_grad_(False),
     "hook": lambda m: m[0].register_forward_hook(lambda *_: None),
     "hook before": lambda m: m[0].register_forward_pre_hook(lambda *_: None),
     "forward": lambda m: setattr(m[1], "forward", lambda x: x),
@@ -165,7 +223,7 @@ OF_MODULES = {
 
 @pytest.mark.parametrize("name", OF_MODULES)
 def test_a_change_of_a_module_is_seen_and_taken_back(name):
-    module = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2))
+    module = nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2), Asking())
     watch = Watch(module)
     before = watch.key()
     OF_MODULES[name](module)
