@@ -32,7 +32,7 @@ def test_under_mpirun(ranks):
     environment |= {"NEONDIST_TESTS_HIDE": hidden, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [*mpirun.command(ranks), sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", CASES]
     command += ["-k", CHOSEN[ranks][1]]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     said = done.stdout[-8000:] + done.stderr[-4000:]
     assert done.returncode == 0, said
     passed = re.findall(r"(\d+) passed", done.stdout)
@@ -66,7 +66,7 @@ def test_ranks_that_part_ways(how, tmp_path):
     mpirun = find_mpirun(os.environ)
     environment = {**os.environ, **mpirun.environment(), "OMP_NUM_THREADS": "1"}
     command = [*mpirun.command(2), sys.executable, tmp_path / "script.py", how]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     given = "the array given to scatter is of checksum"
     said = {"none": "", "other images": f"rank 1: {given}"}.get(how, f"rank 1: the call is {how}, but gather on rank 0")
     assert said in done.stderr

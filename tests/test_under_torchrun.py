@@ -27,7 +27,7 @@ pytest.importorskip("torch", reason="torch.distributed comes with PyTorch")
 
 def started(command, **environment):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NEONDIST_TESTS_HIDE": "matplotlib", **environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def on_ranks(ranks, *arguments, **environment):

@@ -87,7 +87,8 @@ class LayerUpdater(Updater):
         """Change values and slots in place by one step."""
         if not slots:
             slots.update(self.optimizer.slots(values))
-        self.optimizer.update(values, grads, slots, step, scale, layout)
+        with np.errstate(all="ignore"):  # workers push no gradients that are not finite
+            self.optimizer.update(values, grads, slots, step, scale, layout)
 
     def fills(self) -> dict[str, float]:
         """Return zeros."""

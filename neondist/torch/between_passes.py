@@ -16,17 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .constants import is_shape_only, known_values
 from .errors import NotRecorded, defined_at
+from .expressions import Passes
 from .holder import GONE
 from .module_state import OF_MODULES, PLAIN, Reach, content, plain
 
-_PLAIN = (bool, int, float, str)
 _MANY, _LATER = 1000, 10_000
 """Numbers that passes count have grown by the latter after as many, and lists that they fill are longer."""
 _ARITHMETIC = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
@@ -102,11 +97,6 @@ class Snapshot:
             if content(array) != content(then):
                 found[path] = None, [array]
         return found
-
-    def tensors_of(self, names: Collection[str]) -> list[torch.Tensor]:
-        """Return the tensors that stood in places of these names."""
-        held = [(holder.called(key), value) for holder, before in self._before for key, value in before.items()]
-        return [value for name, value in held if isinstance(value, torch.Tensor) and name in names]
 
     def probe(self, names: Collection[str], probe: _Probe) -> None:
         """Let numbers of these names that have changed, and lists that have grown, be what a probe makes of them."""
@@ -200,109 +190,23 @@ def _drawn() -> int:
     return hash((random.getstate(), pickle.dumps(np.random.get_state(legacy=False))))
 
 
-class _Watching(TorchDispatchMode):
-    """Notes operators, and which tensors follow from the inputs and parameters of a pass.
-
-    Attributes
-    ----------
-    operators : list
-        What tells two passes apart.
-    carried : list of tensors
-        From a pass before; `read` tells whether any was read.
-    """
-
-    def __init__(self, given: Sequence[torch.Tensor], carried: Sequence[torch.Tensor] = ()) -> None:
-        super().__init__()
-        self.operators: list[Any] = []
-        self.read = False
-        self._kept = [*given, *carried]  # or others could have their ids
-        self._parents: dict[int, list[Any]] = {}
-        self._of_pass = set(map(id, given))
-        self._carried = set(map(id, carried))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        leaves = pytree.tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self.read |= any(id(tensor) in self._carried for tensor in tensors)
-        if not is_shape_only(func) and tensors:
-            new = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
-            self._kept += new
-            self._parents.update(dict.fromkeys(map(id, new), tensors))
-            if any(self.follows(tensor) for tensor in tensors):
-                self._of_pass.update(map(id, new))
-        self.operators.append((str(func), [_told(leaf) for leaf in leaves]))
-        return found
-
-    def follows(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor was computed from the inputs or parameters of the pass."""
-        return id(tensor) in self._of_pass
-
-    def is_cache(self, value: Any, old: Sequence[torch.Tensor]) -> bool:
-        """Tell whether a value would be the same in every pass: not computed from its old one either."""
-        if not isinstance(value, torch.Tensor) or self.follows(value):
-            return False
-        waiting, seen = [value], set[int]()
-        while waiting:
-            one = waiting.pop()
-            if any(one is each for each in old):
-                return False
-            if id(one) not in seen:
-                seen.add(id(one))
-                waiting += self._parents.get(id(one), [])
-        return True
-
-
-def _told(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return repr(leaf) if isinstance(leaf, (*_PLAIN, torch.dtype, torch.device)) else type(leaf).__name__
-    shown = type(leaf) is torch.Tensor and leaf.device.type == "cpu" and leaf.numel() < 100
-    with no_dispatch():
-        return tuple(leaf.shape), leaf.dtype, leaf.tolist() if shown else None
-
-
-def _pass(module: nn.Module, inputs: Sequence[torch.Tensor], carried: Sequence[torch.Tensor] = ()) -> _Watching:
-    """Return what a forward does, on tensors without memory."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[str, Any] = {}  # real ones could be written to
-    of: dict[torch.Tensor, Any] = {}
-    for path, part in module.named_modules():  # each place once: functional_call restores them in the same order
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None:
-                of[tensor] = of[tensor] if tensor in of else mode.from_tensor(tensor)
-                fakes[f"{path}.{name}".removeprefix(".")] = of[tensor]
-    with mode, torch.compiler.set_stance("force_eager"):
-        given = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-        with _Watching([*given, *fakes.values()], carried) as watching, known_values(module):
-            torch.func.functional_call(module, fakes, tuple(given), tie_weights=False)
-    return watching
-
-
 def _check_next_pass(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Raise NotRecorded if a pass reads what the one before has changed, or computes another thing for it."""
-    before = Snapshot(module)
-    first = _pass(module, inputs)
+    """Raise NotRecorded if a pass computes another thing for what the one before has left."""
+    before, passes = Snapshot(module), Passes(module, inputs)
+    first = passes.run()
     changes = before.changes()
-    caches = [
-        name
-        for name, (_, values) in changes.items()
-        if all(first.is_cache(value, before.tensors_of([name])) for value in values)
-    ]
-    before.restore(caches)
-    rest = {name: kept for name, kept in changes.items() if name not in caches}
-    leaves = pytree.tree_leaves([values for _, values in rest.values()])
-    carried = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    rest = {name: kept for name, kept in changes.items() if any(map(passes.recorder.follows, kept[1]))}
     after = Snapshot(module)
     for probe in (chosen := _Probe()), _Probe(_LATER), _Probe(flips=_MANY):
         if probe is not chosen and not (chosen.chosen if not probe.shift else rest):
             continue
         after.restore()
         before.probe(rest, probe)
-        again = _failing(lambda: _pass(module, inputs, carried))
-        if again is None or again.read or again.operators != first.operators:
+        if _failing(passes.run) != first:
             raise NotRecorded(
                 f"the forward changes {', '.join(rest or changes)}, which the next one reads, but all passes of a"
-                " distributed module are alike; keep it in a buffer",
+                " distributed module are alike; keep it in a buffer, or, if only the first pass changes it, call the"
+                " module once before",
                 _place(next(iter((rest or changes).values()))[0] or module),
             )
 
@@ -327,7 +231,7 @@ def _check_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: Snaps
     """Raise NotRecorded if each pass draws random numbers that are not PyTorch's."""
     for _ in range(3):  # or another thread was drawing
         before = _drawn(), state.drawn()
-        _failing(lambda: _pass(module, inputs))
+        _failing(Passes(module, inputs).run)
         if (_drawn(), state.drawn()) == before:
             return
     why = "the forward draws from Python's or NumPy's random, which would be frozen; draw with torch"

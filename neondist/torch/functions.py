@@ -222,8 +222,8 @@ class Normalise(torch.autograd.Function):
                 dx = (dy * slope).to(x.dtype)
                 moments.counted(dx).add_(moved)
             dx = dx.view(x.shape)
-        if len(dscale) > channels:
-            dscale, dshift = dscale.view(-1, channels).sum(0), dshift.view(-1, channels).sum(0)
+        if len(dscale) != channels:  # those of each sample, of which there may be none
+            dscale, dshift = (dv.view(len(dv) // channels, channels).sum(0) for dv in (dscale, dshift))
         return dx, *(dv if wanted else None for dv, wanted in zip((dscale, dshift), asked[1:3], strict=True)), *_NONE
 
 

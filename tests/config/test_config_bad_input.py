@@ -231,14 +231,14 @@ CASES = {
 @pytest.mark.long
 def test_message(name):
     text, message = CASES[name]
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(UserError) as caught:
         load(text)
     assert str(caught.value).startswith("exp.yaml:")
     if message is not None:
         assert str(caught.value) == message
     assert len(str(caught.value).splitlines()) == 1
-    assert time.perf_counter() - start < 30  # not a hang; the machine may be busy
+    assert time.process_time() - start < 30  # not a hang
     assert not os.path.exists("/tmp/neondist-pwned")
 
 
@@ -250,10 +250,10 @@ def test_the_constructors_class_of_error_is_kept():
 def test_billion_laughs():
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError, match=r"exp.yaml:\d+: .*aliases unfold into more than 10000 values; write fewer"):
         load("!ToyExperiment\n" + "\n".join(lines))
-    assert time.perf_counter() - start < 30  # not a hang; the machine may be busy
+    assert time.process_time() - start < 30  # not a hang
 
 
 def test_missing_file_suggests_its_neighbour(tmp_path):

@@ -54,7 +54,7 @@ def call(words, cwd, **env):
     """Return exit code, stdout and stderr."""
     process = start(words, cwd, **env)
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
     finally:
         process.kill()
     return process.returncode, out, err

@@ -1,5 +1,6 @@
 """Workers of an elastic job, as small processes: they end for other jobs, and more start where slots are free."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -81,8 +82,9 @@ class Job:
 
     def leave(self, at):
         """End a worker as ssh does whose host is gone."""
-        self.processes[at].stdin.write("255")
-        self.processes[at].stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # the supervisor may have ended it, for there are fewer slots
+            self.processes[at].stdin.write("255")
+            self.processes[at].stdin.close()
         self.processes[at].wait()
 
     def wait(self, workers):

@@ -104,6 +104,31 @@ def in_a_loop(self, x):
     return x if self.count < 1 else x * 2
 
 
+def first_is_another(self, x):
+    scale, self.named["scale"] = (torch.ones(200).sum() if self.cache is None else torch.ones(300).sum()), 1
+    self.cache = self.cache or "set"
+    return x * scale
+
+
+def drawn_once(self, x):
+    if self.cache is None:
+        self.cache = torch.rand(x.shape[-1])
+    return x * self.cache
+
+
+def of_parameters(self, x):
+    if self.cache is None:
+        self.cache = self.conv.weight.detach().square().sum()
+    return x * self.cache
+
+
+def fading(self, x):
+    if self.cache is None:
+        self.cache = torch.full((x.shape[-1],), 2.0)
+    self.cache.mul_(0.9)
+    return x * self.cache
+
+
 REFUSED = {
     "count": warming_up,
     "count ": as_tensor,
@@ -111,6 +136,10 @@ REFUSED = {
     "seen": appending,
     "named": naming,
     "counter": of_an_object,
+    "cache, named": first_is_another,
+    "cache  ": drawn_once,
+    "cache   ": of_parameters,
+    "cache    ": fading,
     "count  ": after_three,
     "count   ": at_times,
     "counter ": decaying,
@@ -147,6 +176,15 @@ def with_a_cache(self, x):
     return x * self.cache + self.named["rows"]
 
 
+def with_a_key(self, x):
+    """Caches as neuraloperator's."""
+    if self.seen is None or self.seen != x.shape[-2:]:
+        rows, cols = (torch.linspace(0, 1, extent).to(x) for extent in x.shape[-2:])
+        self.cache, self.seen = torch.meshgrid(rows, cols, indexing="ij"), x.shape[-2:]
+    rows, cols = self.cache
+    return x * rows.expand(len(x), 1, -1, -1) + cols
+
+
 def looked_at(self, x):
     self.cache = x.square().mean()
     self.seen = [x.detach()]
@@ -169,10 +207,12 @@ def logging_at_times(self, x):
     self.array[0] += 1
     if self.count % 10 == 0 or self.array[0] > 100:
         print(f"pass {self.count:d}")
-    return x * max(1.0, self.count / 1e12)
+    return x * 2
 
 
-@pytest.mark.parametrize("function", [counting, with_a_cache, looked_at, running_mean, summed_up, logging_at_times])
+@pytest.mark.parametrize(
+    "function", [counting, with_a_cache, with_a_key, looked_at, running_mean, summed_up, logging_at_times]
+)
 @pytest.mark.long
 def test_what_is_harmless(function):
     module = Keeping(function)
