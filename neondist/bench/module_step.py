@@ -157,14 +157,6 @@ def measure_module(
     }  # fmt: skip
 
 
-def run_once(factory: Callable[[], Any], shape: Sequence[int]) -> Any:
-    """Return a module that has run once."""
-    module = factory()
-    with torch.no_grad():
-        module(torch.randn(tuple(shape)))
-    return module
-
-
 def default_shape(module: nn.Module) -> tuple[int, ...]:
     """Return the shape of an input, by the module's first convolution."""
     part: Any

@@ -15,15 +15,12 @@ class PublicModel(NamedTuple):
     factory : 'MODULE:NAME'
     shape : (N, C, *spatial)
     arguments : of the factory
-    runs_before : bool
-        Whether it has to run once before it is captured: its packages keep what they find out in the first call.
     """
 
     family: str
     factory: str
     shape: tuple[int, ...]
     arguments: Mapping[str, Any] = {}
-    runs_before: bool = False
 
 
 _VISION, _PARTS = "torchvision.models", "torchvision.models.segmentation"
@@ -43,8 +40,8 @@ MODELS = {
     "vit_small": PublicModel("ViT", "timm:create_model", (1, 3, 224, 224), {"model_name": "vit_small_patch16_224"}),
     "swin_t": PublicModel("windows", f"{_VISION}:swin_t", (1, 3, 224, 224)),
     "gcvit_xxtiny": PublicModel("windows", "timm:create_model", (1, 3, 224, 224), {"model_name": "gcvit_xxtiny"}),
-    "fno": PublicModel("FNO", "neuralop.models:FNO", (4, 3, 128, 128), _FNO, runs_before=True),
-    "tfno": PublicModel("FNO", "neuralop.models:TFNO", (4, 3, 128, 128), _FNO, runs_before=True),
+    "fno": PublicModel("FNO", "neuralop.models:FNO", (4, 3, 128, 128), _FNO),
+    "tfno": PublicModel("FNO", "neuralop.models:TFNO", (4, 3, 128, 128), _FNO),
 }  # fmt: skip
 """two of each of six families"""
 EXTENTS = {1: (4096,), 2: (224, 224), 3: (64, 64, 64)}

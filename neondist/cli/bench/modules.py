@@ -148,12 +148,7 @@ def factory_of(name: str) -> tuple[Callable[[], Any], tuple[int, ...] | None]:
         if ":" not in name:
             raise ConfigError(f"--models {name}: unknown; there are {', '.join(MODELS)}, FILE.py:NAME and MODULE:NAME")
         return load_factory(name, "--models "), None
-    factory = partial(load_factory(known.factory, "--models "), **known.arguments)
-    if known.runs_before:
-        from ...bench.module_step import run_once
-
-        factory = partial(run_once, factory, known.shape)
-    return factory, known.shape
+    return partial(load_factory(known.factory, "--models "), **known.arguments), known.shape
 
 
 class _Measure:
