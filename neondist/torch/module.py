@@ -95,7 +95,7 @@ class DistributedModule(nn.Module):
         self._current: tuple[Any, _Prepared] | None = None
         self.step = 0
         self._versions: tuple[int, ...] = ()
-        self._deferred = set[int]()
+        self._deferred: dict[int, list[torch.Tensor] | None] = {}
         self.backward_check = BackwardCheck(grid)
         grid.check("distribute")
         with all_or_none(grid.world):
@@ -161,9 +161,17 @@ class DistributedModule(nn.Module):
                 self.backward_check.watch_output(tensor, self.tiling.noted)
         return outputs
 
-    def defer_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leave it to a synchroniser to sum gradients of these parameters, the module's own, over the ranks."""
-        self._deferred.update(map(id, parameters))
+    def defer_gradients(self, parameters: Iterable[nn.Parameter], noted: bool = False) -> list[list[torch.Tensor]]:
+        """Leave it to a synchroniser to sum gradients of these parameters, the module's own, over the ranks.
+
+        Parameters
+        ----------
+        noted : bool
+            Whether the lists that are returned take what passes on this rank's tiles have added to the gradients.
+        """
+        found: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in parameters}
+        self._deferred.update(found if noted else dict.fromkeys(found))
+        return list(found.values())
 
     def guard(self, seed: int = 0) -> None:
         """Look for mistakes of rules and border schemes of your own in passes from now on: slow, and the same numbers.
@@ -286,7 +294,7 @@ class DistributedModule(nn.Module):
         layouts = self.tiling.layouts_of(tensors, self._outputs, outputs)
         error, digest = None, ""
         try:
-            inner, digest = self._criteria.runner(criterion, leaves, at, spec, layouts)
+            inner, digest, closed = self._criteria.runner(criterion, leaves, at, spec, layouts)
         except UserError as problem:
             error = problem
         if self.grid.size > 1 or error:
@@ -300,7 +308,7 @@ class DistributedModule(nn.Module):
         owner = owner_of(criterion)
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
-        loss = inner([self.backward_check.from_loss(tensor) for tensor in tensors], named, buffers)[0]
+        loss = inner([self.backward_check.from_loss(tensor) for tensor in tensors], named | closed, buffers)[0]
         self.backward_check.watch_loss(loss)
         return loss
 
