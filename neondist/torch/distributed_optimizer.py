@@ -20,6 +20,8 @@ from .module import DistributedModule
 from .parameters import ModuleParameters, planned_for, sparse_tables
 from .weights import as_array, begin_slots
 
+_NUMBERS = bool, int, float, str, tuple
+
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """An optimiser of torch.optim whose gradients, updates and state a strategy divides over the ranks; collective.
@@ -59,7 +61,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not isinstance(model, DistributedModule):
             raise ConfigError(f"model: expected what distribute returns, got {type(model).__name__}")
         grid = model.grid
-        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)})
+        given = {f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _NUMBERS)}
+        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)} | given)
         with all_or_none(grid.world):
             made = TorchOptimizer(optimizer, arguments)
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}

@@ -127,7 +127,7 @@ class DistributedModule(nn.Module):
             self._check_tiles(tiles, prepared)
             check_parameters(prepared.runner.plan, parameters, buffers)
             facts |= self._facts(tiles, prepared, parameters)
-            moved = versions(list(parameters.values()))
+            moved = versions([*parameters.values(), *buffers.values()])
             if len(self._versions) == len(moved):
                 moved = tuple(now - before for now, before in zip(moved, self._versions, strict=True))
         except UserError as problem:
@@ -298,7 +298,8 @@ class DistributedModule(nn.Module):
         except UserError as problem:
             error = problem
         if self.grid.size > 1 or error:
-            facts = {"the criterion": digest, "torch.is_grad_enabled()": torch.is_grad_enabled()}
+            name = getattr(criterion, "__qualname__", type(criterion).__name__)
+            facts = {"the criterion": f"{name} ({digest})", "torch.is_grad_enabled()": torch.is_grad_enabled()}
             self.grid.check("loss", facts | gradients_of("tensor", tensors), error)
         if self.grid.size == 1 and inner.plan.key is None:
             loss = criterion(output, target)
@@ -418,12 +419,13 @@ class DistributedModule(nn.Module):
     def _check_weights(self, facts: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks unless all say the same facts and have the same weights."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        self._versions = versions(list(parameters.values()))
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        self._versions = versions([*parameters.values(), *buffers.values()])
         if self.grid.world.size == 1:
             return
         mine = {name: str(value) for name, value in facts.items()}
         names = list(mine)
-        for name, tensor in (*parameters.items(), *self.module.named_buffers()):
+        for name, tensor in (*parameters.items(), *buffers.items()):
             checksum = 0
             if tensor.numel() and not tensor.is_meta:  # where there are no values yet
                 data = tensor.detach().cpu().contiguous().view(-1)

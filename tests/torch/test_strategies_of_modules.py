@@ -398,15 +398,3 @@ def test_penalties_of_parameters_count_once(strategy):
 
     for found in nd.loopback.run(3, train):
         torch.testing.assert_close(found, train(), rtol=1e-12, atol=1e-12)
-
-
-def test_second_derivatives_are_refused_by_name():
-    def body(world):
-        model = ndt.distribute(nn.Conv2d(1, 1, 3), (1, 1, 6, 5), nd.ProcessGrid(world))
-        x = model.scatter(torch.randn(1, 1, 6, 5)).requires_grad_()
-        loss = model.loss(lambda y, t: y.square().mean(), model(x), model.scatter_target(torch.zeros(1)))
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        with pytest.raises(nd.ConfigError, match="second derivatives of a distributed module"):
-            slope.square().sum().backward()
-
-    nd.loopback.run(2, body)
