@@ -15,7 +15,8 @@ def digest_of(plan: Any, program: Any) -> str:
     found.update(program.graph_module.code.encode())
     for name, value in sorted(program.constants.items()):
         if isinstance(value, torch.Tensor):
-            found.update(name.encode() + repr(value.tolist() if value.numel() < 1000 else tuple(value.shape)).encode())
+            data = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+            found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode() + data.numpy().tobytes())
     return found.hexdigest()[:16]
 
 

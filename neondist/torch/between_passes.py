@@ -170,19 +170,52 @@ def observed(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[bool
         )
     drawn = _drawn(), before.drawn()
     changed: list[str] = []
+    held: list[dict[tuple[str, str, bool], Any]] = []
 
-    with module.register_forward_hook(lambda *_: changed.extend(before.changes())):
+    def begin(*_: Any) -> None:
+        held.append(_held(module))
+
+    def end(*_: Any) -> None:
+        changed.extend(before.changes())
+        held.append(_held(module))
+
+    with module.register_forward_pre_hook(begin), module.register_forward_hook(end):
         try:
             yield before.asks_for_gradients
         finally:
             before.restore()
     try:
+        for kind, name, side in {**held[0], **held[-1]} if held else ():
+            then, now = (each.get((kind, name, side), []) for each in (held[0], held[-1]))
+            if then != now:
+                raise NotRecorded(f"the forward changes the {kind} {name}; {_REMEDIES[kind]}", _place(module))
         if changed:
             _check_next_pass(module, inputs)
         if (_drawn(), before.drawn()) != drawn:
             _check_draws(module, inputs, before)
     finally:
         before.restore()
+
+
+def _held(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
+    """Return what PyTorch's modules keep themselves, by kind and name, and a captured one does not change."""
+    found: dict[tuple[str, str, bool], Any] = {}
+    for path, part in module.named_modules():
+        start = f"{path}." if path else ""
+        for name, tensor in part._parameters.items():
+            found["parameter", start + name, False] = id(tensor), tensor is not None and tensor.requires_grad
+        for name, tensor in part._buffers.items():
+            found["buffer", start + name, False] = None if tensor is None else tensor.shape
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            found["hooks of", path or "the module", hooks is part._forward_hooks] = list(hooks)
+    return found
+
+
+_REMEDIES = {
+    "parameter": "make, replace or freeze it before a pass",
+    "buffer": "register it before, with the shape that it will have",
+    "hooks of": "register them before a pass",
+}
 
 
 def _drawn() -> int:

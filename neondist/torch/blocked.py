@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..comm import ProcessGrid
 from ..geometry import split
@@ -17,6 +16,7 @@ from .functions import Moments
 from .graph import has_gradients
 from .in_blocks import Ranged, Traced, part_of_block
 from .layout import Shape
+from .once import once_differentiable
 from .plan import TorchPlan
 from .run import Runner
 from .transfer import Range

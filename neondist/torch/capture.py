@@ -60,7 +60,7 @@ def captured(
     check_module(module)
     gradients = torch.is_grad_enabled()
     importlib.import_module("torch._dynamo")  # what it makes of autograd.Function is not to see that of `recorded`
-    with tracing(what or type(module).__name__, shapes), recorded() as functions, known_values(module) as reads:
+    with tracing(what or type(module).__name__, shapes), recorded() as functions, known_values(module) as values:
         with FakeTensorMode(allow_non_fake_inputs=True):
             on = device or device_of(module)
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
@@ -71,7 +71,7 @@ def captured(
         specs = program.graph_signature.input_specs
         buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
         program = program if is_simple(program.graph, buffers) else program.run_decompositions({})
-        program.functions, program.reads = functions, reads
+        program.functions, program.reads, program.trained = functions, values.reads, values.trained
         return program
 
 
@@ -79,7 +79,7 @@ def decomposed(program: Any, module: nn.Module, shapes: Shapes) -> Any:
     """Return what `captured` gave with no operator in place, and none that PyTorch only composes of others."""
     with tracing(type(module).__name__, shapes):
         found = program.run_decompositions({})
-        found.functions, found.reads = program.functions, program.reads
+        found.functions, found.reads, found.trained = program.functions, program.reads, program.trained
         return found
 
 
@@ -105,6 +105,7 @@ def lowered(
     schemes: Mapping[str, ExchangePolicy] | None = None,
     recompute: bool = False,
     lowering: Lowering | None = None,
+    trained: dict[str, torch.Tensor] | None = None,
 ) -> tuple[TorchPlan, Any]:
     """Return the plan of a program for one rank, and the tree of its outputs.
 
@@ -120,6 +121,8 @@ def lowered(
         Whether the way back runs segments again.
     lowering : Lowering, optional
         What makes the plan.
+    trained : dict of name to tensor, optional
+        Takes tensors with gradients that are no parameters of the module, which count as such; default: refused.
     """
     lowering, signature = lowering or Lowering(mesh, rank), program.graph_signature
     lowering.functions = program.functions
@@ -135,7 +138,7 @@ def lowered(
     ends: Sequence[Any] = ()
     for place, node in enumerate(program.graph.nodes):
         if node.op == "placeholder":
-            env[node] = _given(lowering, node, specs[node.name], program, waiting, parameters, buffers, inputs)
+            env[node] = _given(lowering, node, specs[node.name], program, waiting, parameters, buffers, inputs, trained)
         elif node.op == "output":
             lowering.where, ends = where(node), node.args[0]
             outputs = pytree.tree_map(lambda arg: gathering.outside(lowering.read(env, arg)), node.args[0])
@@ -215,6 +218,7 @@ def _given(
     parameters: dict[str, int],
     buffers: dict[str, int],
     inputs: list[int],
+    trained: dict[str, torch.Tensor] | None,
 ) -> Any:
     fake = node.meta["val"]
     if spec.kind == InputKind.CONSTANT_TENSOR:
@@ -225,15 +229,24 @@ def _given(
                 f"{here.source or 'unknown place'}: {here.operator}{_inside(here)} is given a tensor that PyTorch could"
                 " not trace, such as the .data of another; say .detach() instead"
             )
-        if constant.requires_grad:
+        # a parameter that was read from a list or a dictionary
+        for name in parameters:
+            if name in program.state_dict and _memory(program.state_dict[name]) == _memory(constant):
+                return lowering.values[parameters[name]]
+        # PyTorch may have detached it
+        trainable = (t for t in (constant, *program.trained) if t.requires_grad)
+        other = next((t for t in trainable if _memory(t) == _memory(constant)), None)
+        if other is None:
+            return lowering.constant(constant)
+        if trained is None:
             here = where(next(iter(node.users), node))
             raise ConfigError(
                 f"{here.source or 'unknown place'}: {here.operator}{_inside(here)} is given a tensor with a gradient"
                 " that is no parameter of the module; make it an nn.Parameter that is an attribute of a module"
             )
-        # a parameter that was read from a list or a dictionary
-        same = (n for n in parameters if _memory(program.state_dict[n]) == _memory(constant))
-        return next((lowering.values[parameters[name]] for name in same), None) or lowering.constant(constant)
+        value = lowering.input(whole(fake.shape), fake.dtype, "parameter")
+        parameters[spec.target], trained[spec.target] = value.id, other
+        return value
     if not isinstance(fake, torch.Tensor):
         return fake
     layout = waiting.pop() if spec.kind == InputKind.USER_INPUT else whole(fake.shape)

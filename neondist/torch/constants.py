@@ -31,6 +31,7 @@ _OF_VALUES = (
     _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__dlpack__, _TENSOR.__format__, _TENSOR.__repr__, _TENSOR.tolist,
 )  # fmt: skip
 """Functions that no dispatch mode sees: those read the memory."""
+_REAL = torch.Tensor, nn.Parameter
 _INDEXED = _TENSOR.__getitem__, _TENSOR.__setitem__
 _OF_NO_VALUES = frozenset(
     getattr(_TENSOR, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad")
@@ -64,11 +65,14 @@ class KnownValues(TorchDispatchMode):
     Attributes
     ----------
     reads : Reads
+    trained : list of torch.Tensor
+        Those with gradients that are no parameters of the module.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads = Reads(set(), [])
+        self.trained: list[torch.Tensor] = []
         self._known: Any = WeakIdKeyDictionary()
 
     def note(self, fakes: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
@@ -99,6 +103,7 @@ class KnownValues(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         shapes_alone = is_shape_only(func)
         known = [self._of(t, literal=func is torch.ops.aten.lift_fresh.default, blank=shapes_alone) for t in tensors]
+        self.trained.extend(t for t in tensors if type(t) in _REAL and t.requires_grad)
         is_known = None not in known and torch.Tag.nondeterministic_seeded not in func.tags
         is_known = is_known and not any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves)
         if is_known and torch.Tag.data_dependent_output in func.tags:
@@ -292,7 +297,7 @@ def _attempt(func: Any, leaves: Sequence[Any], spec: Any, known: Sequence[Any]) 
 
 
 @contextmanager
-def known_values(module: nn.Module) -> Iterator[Reads]:
+def known_values(module: nn.Module) -> Iterator[KnownValues]:
     """Let a forward that is captured read numbers from tensors with known values; give what it has read."""
     values = KnownValues()
     real = dict(module.named_buffers(remove_duplicate=False))
@@ -308,7 +313,7 @@ def known_values(module: nn.Module) -> Iterator[Reads]:
                 hooks.enter_context(part.register_forward_hook(calls.leave, always_call=True))
         hooks.enter_context(module.register_forward_pre_hook(begin))
         hooks.enter_context(calls)
-        yield values.reads
+        yield values
         values.read(calls.count)
 
 

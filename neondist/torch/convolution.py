@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ..backends.compiled_conv import CompiledConvolution
 from ..backends.gomp import gomp_parallel
@@ -23,6 +22,7 @@ from ..backends.rows import VECTOR
 from ..backends.windows import out_extent
 from . import volumes, winograd
 from .graph import is_eager_float
+from .once import once_differentiable
 from .wires import CHANNELS_LAST, format_of
 
 Ints = Sequence[int]

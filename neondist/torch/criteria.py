@@ -33,7 +33,7 @@ class _Known:
     criterion: Any
     watch: Watch
     state: State
-    runners: dict[Any, tuple[Runner, str]] = field(default_factory=dict)
+    runners: dict[Any, tuple[Runner, str, dict[str, torch.Tensor]]] = field(default_factory=dict)
     plain: dict[Any, State] = field(default_factory=dict)
 
     def of(self, criterion: Any) -> _Known:
@@ -74,8 +74,8 @@ class Criteria:
 
     def runner(
         self, criterion: Any, leaves: Sequence[Any], at: Sequence[int], spec: Any, layouts: Sequence[Layout]
-    ) -> tuple[Runner, str]:
-        """Return what runs for a criterion, and a hash of it.
+    ) -> tuple[Runner, str, dict[str, torch.Tensor]]:
+        """Return what runs for a criterion, a hash of it, and tensors with gradients that it closes over.
 
         Parameters
         ----------
@@ -100,14 +100,15 @@ class Criteria:
         if (before, inputs) not in runners:
             shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
             program = captured(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
-            plan, tree = lowered(program, self.wires.mesh, self.wires.grid.rank, layouts)
+            closed: dict[str, torch.Tensor] = {}
+            plan, tree = lowered(program, self.wires.mesh, self.wires.grid.rank, layouts, trained=closed)
             check_number(plan, tree)
             buffers, others = program.reads
             names = {name.removeprefix("criterion.") for name in buffers}
             known.state = before = watch.settled(before, Reads(names, others))
             if len(runners) >= REMEMBERED:
                 del runners[next(iter(runners))]
-            runners[before, inputs] = Runner(self.wires, plan), digest_of(plan, program)
+            runners[before, inputs] = Runner(self.wires, plan), digest_of(plan, program), closed
         return runners[before, inputs]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from .by_name import TorchOptimizer
 from .module import DistributedModule
 from .parameters import ModuleParameters, planned_for, sparse_tables
 from .weights import as_array, begin_slots
+
+_NUMBERS = bool, int, float, str, tuple
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -58,7 +61,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not isinstance(model, DistributedModule):
             raise ConfigError(f"model: expected what distribute returns, got {type(model).__name__}")
         grid = model.grid
-        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)})
+        given = {f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _NUMBERS)}
+        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)} | given)
         with all_or_none(grid.world):
             made = TorchOptimizer(optimizer, arguments)
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
@@ -77,12 +81,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
         self._fixed = True
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
-        model.defer_gradients(tensors.values())
         self.module, model.optimizer = model, self
         self._in_backward = False
         self._sums: np.ndarray | None = None
-        for tensor in tensors.values():
-            tensor.register_hook(self._begin_pass)
+        for tensor, own in zip(tensors.values(), model.defer_gradients(tensors.values(), noted=True), strict=True):
+            # hooks before this one make another gradient of what passes on tiles have found
+            tensor.register_hook(partial(self._begin_pass, own, not tensor._backward_hooks))
 
     def step(self, closure: Any = None) -> Any:
         """Update what this rank owns, and take over the values of other owners; collective.
@@ -184,14 +188,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elif given is not None:
             one.array[...] = given
 
-    def _begin_pass(self, gradient: torch.Tensor) -> None:
-        """Set sums of earlier passes aside, before a pass adds to them."""
-        if self._in_backward:
-            return
-        self._in_backward = True
-        self._sums = self.parameters.set_aside()
-        self.parameters.sync.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
+    def _begin_pass(self, own: list[torch.Tensor], is_first: bool, gradient: torch.Tensor) -> Any:
+        """Set sums of earlier passes aside, before a pass adds to them; return a gradient to be summed over the ranks.
+
+        Parameters
+        ----------
+        own : list of tensors
+            What passes on this rank's tile have added to the gradient. The rest, of a penalty of parameters that was
+            added to the loss, is the same on all ranks.
+        is_first : bool
+            Whether the gradient is what autograd has found.
+        """
+        if not self._in_backward:
+            self._in_backward = True
+            self._sums = self.parameters.set_aside()
+            self.parameters.sync.begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
+        parts = own[:]
+        own.clear()
+        if not is_first or self.grid.size == 1 or (len(parts) == 1 and parts[0] is gradient):
+            return None
+        for part in parts:
+            gradient = gradient - part
+        return sum(parts, gradient / self.grid.size)
 
     def _synchronise(self) -> None:
         self._in_backward = False

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .graph import GRADIENTS
+from .once import once_differentiable
 from .wires import Channel, Wires, format_of
 
 _NOTHING = torch.empty(0)
@@ -287,6 +287,24 @@ class Counted(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Return the gradient, or zeros."""
         return gradients[0] if ctx.counts else torch.zeros_like(gradients[0]), None
+
+
+class Noted(torch.autograd.Function):
+    """A parameter of a pass; what this rank's part of the pass adds to its gradient is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, noted: list[torch.Tensor]) -> torch.Tensor:
+        """Return the parameter."""
+        ctx.noted = noted
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient."""
+        ctx.noted.extend(gradient for gradient in gradients if gradient is not None)
+        return gradients[0], None
 
 
 class Parameters(torch.autograd.Function):

@@ -95,7 +95,7 @@ class DistributedModule(nn.Module):
         self._current: tuple[Any, _Prepared] | None = None
         self.step = 0
         self._versions: tuple[int, ...] = ()
-        self._deferred = set[int]()
+        self._deferred: dict[int, list[torch.Tensor] | None] = {}
         self.backward_check = BackwardCheck(grid)
         grid.check("distribute")
         with all_or_none(grid.world):
@@ -127,7 +127,7 @@ class DistributedModule(nn.Module):
             self._check_tiles(tiles, prepared)
             check_parameters(prepared.runner.plan, parameters, buffers)
             facts |= self._facts(tiles, prepared, parameters)
-            moved = versions(list(parameters.values()))
+            moved = versions([*parameters.values(), *buffers.values()])
             if len(self._versions) == len(moved):
                 moved = tuple(now - before for now, before in zip(moved, self._versions, strict=True))
         except UserError as problem:
@@ -161,9 +161,17 @@ class DistributedModule(nn.Module):
                 self.backward_check.watch_output(tensor, self.tiling.noted)
         return outputs
 
-    def defer_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leave it to a synchroniser to sum gradients of these parameters, the module's own, over the ranks."""
-        self._deferred.update(map(id, parameters))
+    def defer_gradients(self, parameters: Iterable[nn.Parameter], noted: bool = False) -> list[list[torch.Tensor]]:
+        """Leave it to a synchroniser to sum gradients of these parameters, the module's own, over the ranks.
+
+        Parameters
+        ----------
+        noted : bool
+            Whether the lists that are returned take what passes on this rank's tiles have added to the gradients.
+        """
+        found: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in parameters}
+        self._deferred.update(found if noted else dict.fromkeys(found))
+        return list(found.values())
 
     def guard(self, seed: int = 0) -> None:
         """Look for mistakes of rules and border schemes of your own in passes from now on: slow, and the same numbers.
@@ -286,11 +294,12 @@ class DistributedModule(nn.Module):
         layouts = self.tiling.layouts_of(tensors, self._outputs, outputs)
         error, digest = None, ""
         try:
-            inner, digest = self._criteria.runner(criterion, leaves, at, spec, layouts)
+            inner, digest, closed = self._criteria.runner(criterion, leaves, at, spec, layouts)
         except UserError as problem:
             error = problem
         if self.grid.size > 1 or error:
-            facts = {"the criterion": digest, "torch.is_grad_enabled()": torch.is_grad_enabled()}
+            name = getattr(criterion, "__qualname__", type(criterion).__name__)
+            facts = {"the criterion": f"{name} ({digest})", "torch.is_grad_enabled()": torch.is_grad_enabled()}
             self.grid.check("loss", facts | gradients_of("tensor", tensors), error)
         if self.grid.size == 1 and inner.plan.key is None:
             loss = criterion(output, target)
@@ -300,7 +309,7 @@ class DistributedModule(nn.Module):
         owner = owner_of(criterion)
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
-        loss = inner([self.backward_check.from_loss(tensor) for tensor in tensors], named, buffers)[0]
+        loss = inner([self.backward_check.from_loss(tensor) for tensor in tensors], named | closed, buffers)[0]
         self.backward_check.watch_loss(loss)
         return loss
 
@@ -410,12 +419,13 @@ class DistributedModule(nn.Module):
     def _check_weights(self, facts: Mapping[str, Any]) -> None:
         """Raise ConfigError on all ranks unless all say the same facts and have the same weights."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        self._versions = versions(list(parameters.values()))
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        self._versions = versions([*parameters.values(), *buffers.values()])
         if self.grid.world.size == 1:
             return
         mine = {name: str(value) for name, value in facts.items()}
         names = list(mine)
-        for name, tensor in (*parameters.items(), *self.module.named_buffers()):
+        for name, tensor in (*parameters.items(), *buffers.items()):
             checksum = 0
             if tensor.numel() and not tensor.is_meta:  # where there are no values yet
                 data = tensor.detach().cpu().contiguous().view(-1)

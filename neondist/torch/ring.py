@@ -12,11 +12,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..observer import During
 from .graph import WIDER, Step
 from .layout import Dim, Mesh, axes_of, indices, local_atoms
+from .once import once_differentiable
 from .wires import Parcels, Wires
 
 _OPS = torch.ops.aten

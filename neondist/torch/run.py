@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from .functions import Again, Counted, Gather, Normalise, Nothing, Parameters, Spread, Sum, View
+from .functions import Again, Counted, Gather, Normalise, Noted, Nothing, Parameters, Spread, Sum, View
 from .graph import Segment, Step, Value, autocast, has_gradients
 from .guard import guarded
 from .plan import TorchPlan
@@ -17,6 +17,8 @@ from .ring import Around, RingChannel
 from .schemes import SchemeChannel
 from .traffic import kind_of
 from .wires import Channel, Wires
+
+Deferred = Mapping[int, list[torch.Tensor] | None]
 
 
 class Runner:
@@ -26,12 +28,15 @@ class Runner:
 
     Parameters
     ----------
-    deferred : collection of int
-        Parameters, by id(), whose gradients are not summed over the ranks in a backward pass.
+    deferred : mapping of int to list of tensors, or None
+        Parameters, by id(), whose gradients are not summed over the ranks in a backward pass, and what takes this
+        rank's parts of them.
     """
 
-    def __init__(self, wires: Wires, plan: TorchPlan, deferred: Collection[int] = ()) -> None:
-        self.wires, self.plan, self.deferred = wires, plan, deferred
+    def __init__(
+        self, wires: Wires, plan: TorchPlan, deferred: Mapping[int, list[torch.Tensor] | None] | None = None
+    ) -> None:
+        self.wires, self.plan, self.deferred = wires, plan, {} if deferred is None else deferred
         self.channels = {
             id(step): SchemeChannel(wires, step)
             if step.scheme is not None
@@ -119,8 +124,14 @@ class Runner:
     def _entered(self, parameters: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         ids = self.plan.parameters
         found = {value: parameters[name] for name, value in ids.items()}
-        trained = [name for name in ids if parameters[name].requires_grad and id(parameters[name]) not in self.deferred]
-        if self.wires.mesh.axes and trained and torch.is_grad_enabled():
+        if not (self.wires.mesh.axes and torch.is_grad_enabled()):
+            return found
+        trained = [name for name in ids if parameters[name].requires_grad]
+        for name in trained:
+            if (noted := self.deferred.get(id(parameters[name]))) is not None:
+                found[ids[name]] = Noted.apply(parameters[name], noted)
+        trained = [name for name in trained if id(parameters[name]) not in self.deferred]
+        if trained:
             tensors = Parameters.apply(self.wires, *(parameters[name] for name in trained))
             found.update({ids[name]: tensor for name, tensor in zip(trained, tensors, strict=True)})
         return found

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from .layout import Layout, shape_of, whole
 from .module import DistributedModule
+from .once import once_differentiable
 from .tiling import Tiling
 
 LOSSES = frozenset(

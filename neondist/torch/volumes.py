@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from ..backends.windows import out_extent, unreached
 from .graph import is_eager_float
+from .once import once_differentiable
 
 Ints = Sequence[int]
 _SMALL = 20480  # channels * planes * rows, up to which PyTorch takes its own kernel

@@ -31,6 +31,7 @@ class Keeping(nn.Module):
         self.count, self.cache, self.seen, self.named, self.counter = 0, None, [], {}, Counter()
         self.array, self.tensor = np.zeros(2), torch.tensor(0.0)
         self.register_buffer("mean", torch.zeros(3, 1, 1))
+        self.register_buffer("empty", None)
 
     def forward(self, x):
         return self.function(self, self.conv(x))
@@ -160,6 +161,49 @@ def test_what_the_next_pass_reads_is_refused(name):
     assert str(caught.value).startswith(f"{__file__}:")
     assert vars(module) == before
     assert (module.seen, module.named, module.counter.calls) == ([], {}, 0)
+
+
+def replacing(self, x):
+    self.conv.weight = nn.Parameter(self.conv.weight * 2)
+    return self.conv(x)
+
+
+def freezing(self, x):
+    self.conv.bias.requires_grad_(False)
+    return x * self.conv.bias[:, None, None]
+
+
+def hooking(self, x):
+    self.conv.register_forward_hook(lambda _, given, y: y * 2)
+    return self.conv(x)
+
+
+def making(self, x):
+    if not hasattr(self, "last"):
+        self.last = nn.Conv2d(3, 3, 1)
+    return self.last(x)
+
+
+def resizing(self, x):
+    self.empty = x.new_ones(3, 1, 1) if self.empty is None else self.empty
+    return x * self.empty
+
+
+OF_MODULES = {
+    "the parameter conv.weight; make": replacing, "the parameter conv.bias; make, replace or freeze": freezing,
+    "the parameter last.weight; make": making,
+    "the hooks of conv; register": hooking, "the buffer empty; register it before": resizing,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", OF_MODULES)
+def test_what_modules_keep_is_no_matter_of_a_pass(words):
+    module = Keeping(OF_MODULES[words])
+    before, hooks = dict(module.named_parameters()), len(module.conv._forward_hooks)
+    with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError, match=f"the forward changes {words}"):
+        ndt.distribute(module, IMAGES, grid)
+    assert all(p is before[name] and p.requires_grad for name, p in module.named_parameters())
+    assert (module.empty, len(module.conv._forward_hooks)) == (None, hooks)
 
 
 def counting(self, x):

@@ -118,6 +118,46 @@ def test_other_tensors_on_a_rank(what, ranks):
             assert said.startswith(f"rank {ranks - 1}: the {what} given to scatter"), said
 
 
+def closing_over(weight):
+    return lambda y, t: (weight.mean() * (y - t)).square().mean()
+
+
+def of_a_large_tensor(s, wrong):
+    weight = torch.ones(3, 40, 40)
+    weight[1, 2, 3] += wrong
+    s.model.loss(closing_over(weight), s.y, s.tile)
+
+
+DIFFERENT = {
+    "the criterion is closing_over": of_a_large_tensor,
+    "the argument lr is": lambda s, wrong: ndt.DistributedOptimizer(s.model, torch.optim.SGD, lr=0.1 + wrong),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_other_arguments_on_a_rank(what):
+    def body(world):
+        s = begin(world)
+        with pytest.raises(nd.ConfigError, match=f"rank 1: {what}"):
+            DIFFERENT[what](s, float(world.rank))
+
+    nd.loopback.run(2, body)
+
+
+def test_a_buffer_that_a_rank_changes():
+    def body(world):
+        module = net(nn.BatchNorm2d(1))
+        model = ndt.distribute(module, SHAPE, nd.ProcessGrid(world))
+        for _ in range(2):
+            model(model.scatter(IMAGE))
+        if world.rank == 1:
+            module[1].running_mean.zero_()
+        with pytest.raises(nd.ConfigError, match=r"rank 1 has another module than rank 0: its '1\.running_mean'"):
+            model(model.scatter(IMAGE))
+
+    nd.loopback.run(2, body)
+
+
 def test_checksums_see_each_bit_and_its_place():
     from neondist.comm.agree import checksum_of as of_array
     from neondist.torch.checks import checksum_of

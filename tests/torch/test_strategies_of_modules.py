@@ -363,3 +363,38 @@ def test_rows_of_sparse_embeddings_travel_and_the_table_does_not(strategy, optim
         torch.testing.assert_close(rows, dense, rtol=1e-12, atol=1e-12)
     table = 3000 * 16 * 8
     assert all(0 < sent < table / 2 for sent, _ in found[3000, True])
+
+
+@pytest.mark.parametrize("strategy", [None, "AllReduce", "ShardedOptimizer"])
+def test_penalties_of_parameters_count_once(strategy):
+    image, penalty = torch.randn(2, 1, 6, 5, dtype=torch.float64), 0.1
+
+    def norm(module):
+        return sum(p.square().sum() for p in module.parameters())
+
+    def train(world=None):
+        torch.manual_seed(0)
+        module, found = nn.Conv2d(1, 1, 3, padding=1).double(), []
+        model = module if world is None else ndt.distribute(module, image.shape, nd.ProcessGrid(world, 1, 1, 3))
+        if world is None or strategy is None:
+            update = torch.optim.SGD(module.parameters(), lr=0.1)
+        else:
+            update = ndt.DistributedOptimizer(model, torch.optim.SGD, strategy, lr=0.1)
+
+        def penalised(y, t):
+            return torch.nn.functional.mse_loss(y, t) + penalty * norm(module)
+
+        for criterion in (nn.MSELoss(), penalised, penalised):
+            update.zero_grad()
+            if world is None:
+                loss = criterion(module(image), image)
+            else:
+                loss = model.loss(criterion, model(model.scatter(image)), model.scatter_target(image))
+            loss = loss + 2 * penalty * norm(module)
+            loss.backward()
+            update.step()
+            found.append(loss.item())
+        return found + [p.detach().clone() for p in module.parameters()]
+
+    for found in nd.loopback.run(3, train):
+        torch.testing.assert_close(found, train(), rtol=1e-12, atol=1e-12)
