@@ -45,14 +45,16 @@ _NAMES = {
     "-": r"nv|nb2|bnds|n?bounds?|n?_?vert(ex|ices)|axis_nbounds|corners?|n?char\w*|str(ing)?_?len\w*|string\d+",
     "C": r"c|channels?|bands?|n_?bands?|number_of_bands|variables?|rgba?|wave_?(length|number)s?|spectral_bands?",
     "N": r"n|samples?|realization|ensemble\w*|members?|(n_?)?ens|number|batch",
-    "T": r"t|dates?|(\w*_)?times?(_counter|_?\d+)?|months?|years?|days?|hours?",
-    "Z": r"z|z[liwtuv_]|z_?\d+|z_\w+|(nav_|model_|half_|full_|sigma_|soil_|\w+_)?n?_?lev(el)?s?(_?\d+|_\w+)?|plev\w*|"
-    r"depth\w*|(\w+_)?height\w*|altitude|isobaric\w*|pressure\w*|pres\d*|bottom_top(_stag)?|s_(rho|w)|sigma\w*|"
-    r"n?vert\w*lev\w*|soil_layers\w*|lv_\w+",
-    "Y": r"y|y[chqtuv_]|y_?\d+|y_\w+|[yjn]_?axis|j|jc|nj|ny|\w*lat(itude)?s?(_?\d+|_\w+)?|eta_\w+|south_north\w*|rows?|"
-    r"northings?|projection_y_coordinate|geolat\w*|n_?rows?",
-    "X": r"x|x[chqtuv_]|x_?\d+|x_\w+|x_?axis|i|ic|ni|nx|\w*lon(g|gitude)?s?(_?\d+|_\w+)?|xi_\w+|west_east\w*|"
-    r"col(umn)?s?|eastings?|projection_x_coordinate|geolon\w*|n_?col(umn)s?",
+    "T": r"t|dates?|(\w*_)?times?(_counter|_?\d+)?(_hours)?|months?|years?|days?|hours?",
+    "Z": r"z|z[liwtuv_]|z_?\d+|z_\w+|z_?axis\w*|k|s[tw]_ocean|hybrid\w*|p(full|half)|layers?|lv_\w+|plev\w*|"
+    r"(nav_|model_|half_|full_|sigma_|soil_|\w+_)?n?_?lev(el)?s?(_?\d+|_\w+)?|depth\w*|(\w+_)?height\w*|altitude|"
+    r"isobaric\w*|pressure\w*|pres\d*|bottom_top(_stag)?|s_(rho|w)|sigma\w*|n?vert\w*lev\w*|soil_layers\w*",
+    "Y": r"y|y[chqtuv_]|(grid_)?y[tu]?_?\d*|y[tu]?_\w+|[yjn]_?axis\w*|j|jc|nj|ny|eta_\w+|south_north\w*|rows?|n_?rows?|"
+    r"(?!flat)(\w*_|grid|geo|[a-z])?lat(itude)?s?(_?\d+|[ctuvq]|_\w+)?|northings?|projection_y_coordinate|geolat\w*|"
+    r"(n_?|number_of_)?scan_?lines?|along_?track",
+    "X": r"x|x[chqtuv_]|(grid_)?x[tu]?_?\d*|x[tu]?_\w+|x_?axis\w*|i|ic|ni|nx|xi_\w+|west_east\w*|col(umn)?s?|"
+    r"(?!along)(\w*_|grid|geo|[a-z])?lon(g|gitude)?s?(_?\d+|[ctuvq]|_\w+)?|eastings?|projection_x_coordinate|geolon\w*|"
+    r"n_?col(umn)s?|ground_pixels?|a?cross_?track|x_?track|width",
 }
 
 
@@ -158,6 +160,7 @@ def letters(where: str, variable: Variable, shape: Sequence[int]) -> str:
         error.shape = tuple(shape)
         return error
 
+    lower = [name.lower() for name in names]
     claims: list[dict[str, int]] = []  # of each dimension: letter to how weak its evidence is
     for name in names:
         own = variable.coordinates.get(name) if name else None
@@ -167,7 +170,9 @@ def letters(where: str, variable: Variable, shape: Sequence[int]) -> str:
         beside = _beside(name, variable) if name and not told else set()
         if beside >= _POINTS:
             raise unclear(f"'{name}' has latitudes and longitudes, so it lists points, and is no axis of a grid")
-        known = _of_name(name)
+        known = _of_name(name) or (_of_title(own.attributes) if own is not None else set())
+        if name.lower() == "height" and "width" in lower:  # of pictures
+            known = {"Y"}
         ranked = [*((one, 0) for one in told), *((one, 1) for one in beside if len(beside) == 1)]
         claims.append(dict([*ranked, *((one, 2) for one in known)][:1]))
     for letter in "TNC" + "ZYX":
@@ -248,3 +253,8 @@ def _of_attributes(attributes: Mapping[str, Any]) -> set[str]:
 
 def _of_name(name: str) -> set[str]:
     return {next((letter for letter, pattern in _NAMES.items() if re.fullmatch(pattern, name.lower())), "")} - {""}
+
+
+def _of_title(attributes: Mapping[str, Any]) -> set[str]:
+    """Return the letter that the long_name of a coordinate says: 'Longitude', 'x coordinate of projection'."""
+    return _of_name("_".join(words(attributes.get("long_name"))))
