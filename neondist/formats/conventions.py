@@ -18,12 +18,14 @@ LARGEST = 1 << 28
 """bytes of coordinates that are copied into an output"""
 NAMING = ("coordinates", "bounds", "climatology", "grid_mapping", "cell_measures", "formula_terms")
 """attributes that name other variables"""
+TELLING = ("axis", "units", "standard_name", "positive", "cartesian_axis", "_CoordinateAxisType", "long_name")
+"""attributes of a coordinate that tell its axis"""
 PLACE = (*NAMING, "cell_methods")
 """attributes of a variable that say of its cells where and what they are"""
 
 _TYPES = {
     "time": "T", "runtime": "N", "ensemble": "N", "lat": "Y", "geoy": "Y", "lon": "X", "geox": "X", "height": "Z",
-    "pressure": "Z", "geoz": "Z",
+    "pressure": "Z", "geoz": "Z", "channel": "C",
 }  # fmt: skip
 _STANDARD = {
     "T": r"time",
@@ -91,12 +93,23 @@ class Beside:
         None: a dimension without coordinates.
     attributes : dict
         Numbers, and text as bytes.
+    unread : tuple of str
+        The names of attributes that cannot be read.
     """
 
     name: str
     dimensions: tuple[str, ...]
     values: np.ndarray | None
     attributes: dict[str, Any]
+    unread: tuple[str, ...] = ()
+
+
+def unread_text(attribute: str, variable: str) -> str:
+    """Return what is wrong with an attribute that is no text of fixed length, and the remedy."""
+    return (
+        f"{attribute} as text of variable length, which is not read; write it as characters, for instance: ncatted -a"
+        f" {attribute},{variable},o,c,TEXT FILE"
+    )
 
 
 def names_of(beside: Sequence[Beside], lost: Sequence[str]) -> list[str]:
@@ -171,6 +184,9 @@ def letters(where: str, variable: Variable, shape: Sequence[int]) -> str:
         if beside >= _POINTS:
             raise unclear(f"'{name}' has latitudes and longitudes, so it lists points, and is no axis of a grid")
         known = _of_name(name) or (_of_title(own.attributes) if own is not None else set())
+        unread = [key for key in TELLING if own.attributes.get(key, "") is None] if own is not None else []
+        if unread and not (told or beside or known):
+            raise unclear(f"its coordinate '{name}' has {unread_text(unread[0], name)}")
         if name.lower() == "height" and "width" in lower:  # of pictures
             known = {"Y"}
         ranked = [*((one, 0) for one in told), *((one, 1) for one in beside if len(beside) == 1)]

@@ -49,7 +49,7 @@ class HDF5Source(TileSource):
                 told, name = axes or named, f"{path}:{self._name}" if inside else path
                 shape, chunks = self._extents(array), array.chunks
                 super().__init__(
-                    name, told or guess(shape), shape, dtype, chunks, metadata=metadata, named=told is not None
+                    name, told or guess(shape, name), shape, dtype, chunks, metadata=metadata, named=told is not None
                 )
         except BaseException:
             self._file.close()

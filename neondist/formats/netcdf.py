@@ -186,7 +186,9 @@ class NetCDFSource(HDF5Source):
         if _is_bare(found):
             return Beside(name, dimensions, None, {})
         if plain(found) and "" not in dimensions and found.nbytes <= LARGEST:
-            return Beside(name, dimensions, found[()], _attributes(found, f"{name}:", lost))
+            attributes = _attributes(found, f"{name}:", lost)
+            unread = [one for one, value in _texts(found).items() if value is None and one not in _OWN]
+            return Beside(name, dimensions, found[()], attributes, tuple(unread))
         lost.append(name)
         return Beside(name, dimensions, None, {})
 

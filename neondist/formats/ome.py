@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
+from .conventions import Variable
+
 _OLD_AXES = "tczyx"  # of versions that do not name them
 _PREFIXES = {
     "Y": ("yotta", 24), "Z": ("zetta", 21), "E": ("exa", 18), "P": ("peta", 15), "T": ("tera", 12), "G": ("giga", 9),
@@ -104,6 +106,8 @@ class Multiscale:
     names : list of str
         Of the axes, as they lie in the file.
     units : list of str or None
+    types : list of str
+        Of the axes: 'time', 'channel', 'space' or others, '' for one without.
     scale, translation : list of float
         Extent of a cell and centre of the first, by axis: the transforms of the level and then those of the image.
     others : dict
@@ -116,6 +120,13 @@ class Multiscale:
     scale: list[float] = field(default_factory=list)
     translation: list[float] = field(default_factory=list)
     others: dict[str, Any] = field(default_factory=dict)
+    types: list[str] = field(default_factory=list)
+
+    def variable(self) -> Variable:
+        """Return what tells the axes: their types, and their names."""
+        along = zip(self.names, self.types, strict=False)
+        coordinates = {name: Variable((name,), {"_CoordinateAxisType": kind}) for name, kind in along}
+        return Variable(tuple(self.names), {}, coordinates)
 
     def facts(self, axes: str) -> dict[str, Any]:
         """Return the metadata of an array with these axes."""
@@ -151,7 +162,8 @@ def read_multiscale(image: Mapping[str, Any], level: int, others: Mapping[str, A
             rest[f"transform '{kind}'"] = step
     known = {"version", "name", "type", "axes", "datasets", "coordinateTransformations"}
     rest |= {name: value for name, value in image.items() if name not in known}
-    return Multiscale(levels, names, units, scale, translation, rest)
+    types = [str(axis.get("type") or "") if isinstance(axis, dict) else "" for axis in axes]
+    return Multiscale(levels, names, units, scale, translation, rest, types)
 
 
 def multiscale(

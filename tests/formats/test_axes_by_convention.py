@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import neondist as nd
 from neondist.formats.conventions import Variable, letters
+from neondist.formats.coordinates import latitudes_of, times_of
 
 netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
 zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
@@ -294,3 +295,24 @@ def test_what_was_written_of_an_unlimited_dimension(tmp_path):
             cells = source.read(nd.Box.of(source.shape))
             np.testing.assert_array_equal(source.read([(1, 4), (1, 2), (0, 4), (0, 1)]), cells[1:4, 1:2])
         np.testing.assert_array_equal(cells[..., 0], expected.data if name == "w" else expected.filled(np.nan))
+
+
+def test_text_of_variable_length_is_missed(tmp_path):
+    """Where an attribute of a coordinate cannot be read, neither axes nor times nor degrees are guessed."""
+    with netcdf.Dataset(tmp_path / "a.nc", "w") as file:
+        for name, n, units in (("gx", 4, "degrees_east"), ("lat", 3, "radians"), ("time", 2, "days since 2000-01-01")):
+            file.createDimension(name, n)
+            made = file.createVariable(name, "f8", (name,))
+            made[:] = 0
+            made.setncattr_string("units", units)
+        file["time"].units = "days since 2000-01-01"
+        file["time"].setncattr_string("calendar", "360_day")
+        file.createVariable("v", "f4", ("time", "gx", "lat"))
+    with pytest.raises(nd.DataError, match=r"coordinate 'gx' has units as text of variable length, .*-a units,gx,o,c,"):
+        nd.open_source(f"{tmp_path}/a.nc:v")
+    with nd.open_source(f"{tmp_path}/a.nc:v", axes="TXY") as source:
+        beside, _ = source.beside()
+        with pytest.raises(nd.DataError, match="coordinate time has calendar as text of variable length"):
+            times_of("a.nc", next(one for one in beside if one.name == "time"))
+        with pytest.raises(nd.DataError, match="coordinate lat has units as text of variable length"):
+            latitudes_of(source, beside)
