@@ -79,6 +79,7 @@ class HDF5Source(TileSource):
         """Return the axes, if the file names them, the dtype of what is read, and what a sink wants to know."""
         # HDF5's own labels of dimensions are no choice: libhdf5 dies of those in a damaged file
         named = get_text(array.attrs, _AXES) if _AXES in array.attrs else ""
+        named = named if named.isascii() and named.isupper() and named.isalpha() else ""
         known = {name: None for name in array.attrs if name not in _OWN}
         return named if len(named) == len({*named}) == array.ndim else None, array.dtype, known
 

@@ -20,6 +20,7 @@ from .packing import Packing
 _OF_VARIABLE, _OF_DIMENSION, _USERS = "_Netcdf4Coordinates", "_Netcdf4Dimid", "REFERENCE_LIST"
 _OWN = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _USERS}
 _BARE = "This is a netCDF dimension but not a netCDF variable."
+_DEEPEST = 100  # groups around a variable, in each of which dimensions are looked for
 _NOT_COORDINATE = "_nc4_non_coord_"  # before the name of a variable that is called as a dimension, but is not along it
 
 
@@ -59,6 +60,10 @@ class NetCDFSource(HDF5Source):
 
     def _describe(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
         where = f"{self._file.filename}:{self._name}"
+        if array.name.count("/") > _DEEPEST:
+            raise DataError(
+                f"{self._file.filename}: its variable lies in more than {_DEEPEST} groups; copy it out of them"
+            )
         if _is_bare(array):
             raise DataError(f"{where}: is a dimension without coordinates; name a variable")
         if not plain(array):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf, isnan, prod
 from typing import Any
 from xml.etree import ElementTree
 
@@ -77,6 +78,16 @@ def facts_of_xml(text: str | None, number: int) -> dict[str, Any]:
                     facts[f"Pixels {name}"] = pixels.get(name)
     facts |= {_tag(one): None for one in root if _tag(one) != "Image"}
     return {"scale": scale, "units": units, **facts}
+
+
+def planes_of(attributes: Mapping[str, str]) -> float:
+    """Return the largest number of planes, or of their labels, that an element of OME-XML specifies."""
+    known = {name: _number(value) or 0.0 for name, value in attributes.items()}
+    counts = [known.get(name, 0.0) for name in ("NumPlanes", "PlaneCount", "IFD")]
+    counts.append(prod(known.get(f"Size{axis}", 1.0) for axis in "ZCT"))
+    if {"Start", "End"} <= {*known}:
+        counts.append(abs(known["End"] - known["Start"]) / (abs(known.get("Step", 1.0)) or 1e-30))
+    return max(inf if isnan(count) else count for count in counts)
 
 
 def sizes_for_xml(scale: Mapping[str, float], units: Mapping[str, str]) -> dict[str, Any]:
