@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -60,7 +61,7 @@ class Axes:
         return (array[..., 0] if self._no_channels else array).transpose(np.argsort(self._order))
 
 
-def guess(shape: Sequence[int]) -> str:
+def guess(shape: Sequence[int], where: str | Path = "") -> str:
     """Return the axes of an array whose file does not name them: a last axis of up to 4 of three or more is channels.
 
     Raises
@@ -71,7 +72,10 @@ def guess(shape: Sequence[int]) -> str:
     has_channels = len(shape) > 3 or (len(shape) == 3 and shape[-1] <= 4)
     known = {1: "X", 2: "YX", 3: "YXC" if has_channels else "NYX", 4: "NYXC", 5: "NZYXC"}
     if len(shape) not in known:
-        raise ShapeError(f"cannot interpret an array of shape {list(shape)} as images; give one with 1 to 5 axes")
+        start = f"{where}: " if str(where) else ""
+        raise ShapeError(
+            f"{start}cannot interpret an array of shape {list(shape)} as images; give one with 1 to 5 axes"
+        )
     return known[len(shape)]
 
 

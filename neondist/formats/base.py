@@ -93,7 +93,7 @@ class TileSource(ABC):
         )
         if self.dtype.kind not in "fiub":
             raise DataError(f"{path}: holds {self.dtype}, not numbers; give an array of numbers")
-        if 0 in self.shape:
+        if min(self.shape) < 1:
             raise DataError(f"{path}: is empty, with shape {list(self.shape)}; give an array with at least one element")
         decoded = prod(self.chunks or (1,)) * self.dtype.itemsize
         if decoded > self.largest_chunk:

@@ -64,8 +64,15 @@ def seconds_since(where: str, values: Any, units: str, calendar: str = "standard
     if not np.isfinite(times).all():
         number = int(np.flatnonzero(~np.isfinite(np.ravel(times)))[0]) + 1
         raise DataError(f"{where}: value {number} is missing; give every time a value, or remove that time")
-    date = int(found["year"]), int(found["month"]), int(found["day"])
+    year = int(found["year"])
+    year += year < 0 and kind in ("standard", "julian")  # which have no year 0
+    date = year, int(found["month"]), int(found["day"])
     hours = int(found["hour"] or 0), int(found["minute"] or 0), float(found["second"] or 0)
+    if not _exists(kind, *date, *hours):
+        raise DataError(
+            f"{where}: units '{units}' begin at a moment that the calendar '{calendar}' has not; correct its month, day"
+            " or hour"
+        )
     start = 86400.0 * _day(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone(found["zone"])
     return start + unit * times
 
@@ -92,9 +99,18 @@ def _zone(text: str | None) -> float:
     return (-1 if text[0] == "-" else 1) * (3600.0 * int(hours) + 60.0 * int(minutes or 0))
 
 
+def _exists(kind: str, year: int, month: int, day: int, hour: int, minute: int, second: float) -> bool:
+    """Tell whether a calendar has a moment."""
+    if not (1 <= month <= 12 and day >= 1 and hour < 24 and minute < 60 and second < 60):
+        return False
+    later = (year, month + 1, 1) if month < 12 else (year + 1, 1, 1)
+    found = _day(kind, year, month, day)
+    gap = kind == "standard" and (1582, 10, 5) <= (year, month, day) < _FIRST_GREGORIAN
+    return _day(kind, year, month, 1) <= found < _day(kind, *later) and not gap
+
+
 def _day(kind: str, year: int, month: int, day: int) -> int:
     """Return the number of a day in a calendar."""
-    month = min(max(month, 1), 12)
     if kind == "360_day":
         return 360 * year + 30 * (month - 1) + day
     if kind in ("noleap", "all_leap"):

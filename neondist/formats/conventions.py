@@ -18,12 +18,14 @@ LARGEST = 1 << 28
 """bytes of coordinates that are copied into an output"""
 NAMING = ("coordinates", "bounds", "climatology", "grid_mapping", "cell_measures", "formula_terms")
 """attributes that name other variables"""
+TELLING = ("axis", "units", "standard_name", "positive", "cartesian_axis", "_CoordinateAxisType", "long_name")
+"""attributes of a coordinate that tell its axis"""
 PLACE = (*NAMING, "cell_methods")
 """attributes of a variable that say of its cells where and what they are"""
 
 _TYPES = {
     "time": "T", "runtime": "N", "ensemble": "N", "lat": "Y", "geoy": "Y", "lon": "X", "geox": "X", "height": "Z",
-    "pressure": "Z", "geoz": "Z",
+    "pressure": "Z", "geoz": "Z", "channel": "C",
 }  # fmt: skip
 _STANDARD = {
     "T": r"time",
@@ -45,14 +47,16 @@ _NAMES = {
     "-": r"nv|nb2|bnds|n?bounds?|n?_?vert(ex|ices)|axis_nbounds|corners?|n?char\w*|str(ing)?_?len\w*|string\d+",
     "C": r"c|channels?|bands?|n_?bands?|number_of_bands|variables?|rgba?|wave_?(length|number)s?|spectral_bands?",
     "N": r"n|samples?|realization|ensemble\w*|members?|(n_?)?ens|number|batch",
-    "T": r"t|dates?|(\w*_)?times?(_counter|_?\d+)?|months?|years?|days?|hours?",
-    "Z": r"z|z[liwtuv_]|z_?\d+|z_\w+|(nav_|model_|half_|full_|sigma_|soil_|\w+_)?n?_?lev(el)?s?(_?\d+|_\w+)?|plev\w*|"
-    r"depth\w*|(\w+_)?height\w*|altitude|isobaric\w*|pressure\w*|pres\d*|bottom_top(_stag)?|s_(rho|w)|sigma\w*|"
-    r"n?vert\w*lev\w*|soil_layers\w*|lv_\w+",
-    "Y": r"y|y[chqtuv_]|y_?\d+|y_\w+|[yjn]_?axis|j|jc|nj|ny|\w*lat(itude)?s?(_?\d+|_\w+)?|eta_\w+|south_north\w*|rows?|"
-    r"northings?|projection_y_coordinate|geolat\w*|n_?rows?",
-    "X": r"x|x[chqtuv_]|x_?\d+|x_\w+|x_?axis|i|ic|ni|nx|\w*lon(g|gitude)?s?(_?\d+|_\w+)?|xi_\w+|west_east\w*|"
-    r"col(umn)?s?|eastings?|projection_x_coordinate|geolon\w*|n_?col(umn)s?",
+    "T": r"t|dates?|(\w*_)?times?(_counter|_?\d+)?(_hours)?|months?|years?|days?|hours?",
+    "Z": r"z|z[liwtuv_]|z_?\d+|z_\w+|z_?axis\w*|k|s[tw]_ocean|hybrid\w*|p(full|half)|layers?|lv_\w+|plev\w*|"
+    r"(nav_|model_|half_|full_|sigma_|soil_|\w+_)?n?_?lev(el)?s?(_?\d+|_\w+)?|depth\w*|(\w+_)?height\w*|altitude|"
+    r"isobaric\w*|pressure\w*|pres\d*|bottom_top(_stag)?|s_(rho|w)|sigma\w*|n?vert\w*lev\w*|soil_layers\w*",
+    "Y": r"y|y[chqtuv_]|(grid_)?y[tu]?_?\d*|y[tu]?_\w+|[yjn]_?axis\w*|j|jc|nj|ny|eta_\w+|south_north\w*|rows?|n_?rows?|"
+    r"(?!flat)(\w*_|grid|geo|[a-z])?lat(itude)?s?(_?\d+|[ctuvq]|_\w+)?|northings?|projection_y_coordinate|geolat\w*|"
+    r"(n_?|number_of_)?scan_?lines?|along_?track",
+    "X": r"x|x[chqtuv_]|(grid_)?x[tu]?_?\d*|x[tu]?_\w+|x_?axis\w*|i|ic|ni|nx|xi_\w+|west_east\w*|col(umn)?s?|"
+    r"(?!along)(\w*_|grid|geo|[a-z])?lon(g|gitude)?s?(_?\d+|[ctuvq]|_\w+)?|eastings?|projection_x_coordinate|geolon\w*|"
+    r"n_?col(umn)s?|ground_pixels?|a?cross_?track|x_?track|width",
 }
 
 
@@ -89,12 +93,23 @@ class Beside:
         None: a dimension without coordinates.
     attributes : dict
         Numbers, and text as bytes.
+    unread : tuple of str
+        The names of attributes that cannot be read.
     """
 
     name: str
     dimensions: tuple[str, ...]
     values: np.ndarray | None
     attributes: dict[str, Any]
+    unread: tuple[str, ...] = ()
+
+
+def unread_text(attribute: str, variable: str) -> str:
+    """Return what is wrong with an attribute that is no text of fixed length, and the remedy."""
+    return (
+        f"{attribute} as text of variable length, which is not read; write it as characters, for instance: ncatted -a"
+        f" {attribute},{variable},o,c,TEXT FILE"
+    )
 
 
 def names_of(beside: Sequence[Beside], lost: Sequence[str]) -> list[str]:
@@ -158,6 +173,7 @@ def letters(where: str, variable: Variable, shape: Sequence[int]) -> str:
         error.shape = tuple(shape)
         return error
 
+    lower = [name.lower() for name in names]
     claims: list[dict[str, int]] = []  # of each dimension: letter to how weak its evidence is
     for name in names:
         own = variable.coordinates.get(name) if name else None
@@ -167,7 +183,12 @@ def letters(where: str, variable: Variable, shape: Sequence[int]) -> str:
         beside = _beside(name, variable) if name and not told else set()
         if beside >= _POINTS:
             raise unclear(f"'{name}' has latitudes and longitudes, so it lists points, and is no axis of a grid")
-        known = _of_name(name)
+        known = _of_name(name) or (_of_title(own.attributes) if own is not None else set())
+        unread = [key for key in TELLING if own.attributes.get(key, "") is None] if own is not None else []
+        if unread and not (told or beside or known):
+            raise unclear(f"its coordinate '{name}' has {unread_text(unread[0], name)}")
+        if name.lower() == "height" and "width" in lower:  # of pictures
+            known = {"Y"}
         ranked = [*((one, 0) for one in told), *((one, 1) for one in beside if len(beside) == 1)]
         claims.append(dict([*ranked, *((one, 2) for one in known)][:1]))
     for letter in "TNC" + "ZYX":
@@ -248,3 +269,8 @@ def _of_attributes(attributes: Mapping[str, Any]) -> set[str]:
 
 def _of_name(name: str) -> set[str]:
     return {next((letter for letter, pattern in _NAMES.items() if re.fullmatch(pattern, name.lower())), "")} - {""}
+
+
+def _of_title(attributes: Mapping[str, Any]) -> set[str]:
+    """Return the letter that the long_name of a coordinate says: 'Longitude', 'x coordinate of projection'."""
+    return _of_name("_".join(words(attributes.get("long_name"))))

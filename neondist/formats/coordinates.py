@@ -10,8 +10,8 @@ import numpy as np
 from ..errors import DataError
 from .base import TileSource
 from .cf_time import seconds_since
-from .conventions import Beside, plain_text
-from .packing import Packing
+from .conventions import Beside, plain_text, unread_text
+from .packing import OF_VALUES, Packing
 
 
 def dimension_of(source: TileSource, letter: str) -> str:
@@ -32,8 +32,9 @@ def text_of(attributes: Any, name: str) -> str:
 
 
 def values_of(where: str, one: Beside) -> np.ndarray:
-    """Return the values of a coordinate, unpacked."""
+    """Return the values of a coordinate, unpacked; DataError if what says how they are stored cannot be read."""
     assert one.values is not None
+    _require_read(where, one, *sorted(OF_VALUES))
     attributes = {name: text_of({name: v}, name) if isinstance(v, bytes) else v for name, v in one.attributes.items()}
     return Packing(f"{where}:{one.name}", one.values.dtype, attributes).decode(one.values)
 
@@ -51,6 +52,7 @@ def times_of(where: str, one: Beside) -> np.ndarray:
     DataError
         The coordinate has no units of time.
     """
+    _require_read(where, one, "units", "calendar")
     units = text_of(one.attributes, "units")
     if " since " not in units.lower():
         raise DataError(
@@ -61,6 +63,12 @@ def times_of(where: str, one: Beside) -> np.ndarray:
     if one.values is not None and one.values.dtype.kind in "iu":
         values[_missing(one)] = np.nan
     return seconds_since(f"{where}:{one.name}", values, units, calendar_of(one))
+
+
+def _require_read(where: str, one: Beside, *names: str) -> None:
+    """Raise DataError for an attribute that is there and cannot be read: without it, values would be other ones."""
+    if unread := [name for name in names if name in one.unread]:
+        raise DataError(f"{where}: its coordinate {one.name} has {unread_text(unread[0], one.name)}")
 
 
 def _missing(one: Beside) -> np.ndarray:
@@ -82,6 +90,8 @@ def latitudes_of(source: TileSource, beside: Sequence[Beside]) -> np.ndarray | N
         if not told or one.values is None:
             continue
         values = np.asarray(values_of(source.path, one), np.float64)
+        if not (np.abs(values) > np.pi / 2).any():  # or else they are in degrees
+            _require_read(source.path, one, "units")
         values = np.rad2deg(values) if units in ("radian", "radians", "rad") else values
         if one.dimensions == (rows,) and values.shape == (extent["Y"],):
             return values

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ConfigError, DataError
-from ..io.hdf5 import CheckedArray, DeferredErrorFile, faults, find, get_text, open_file, put_text, state
+from ..io.hdf5 import CheckedArray, DeferredErrorFile, arrays_in, faults, find, get_text, open_file, put_text, state
 from .axes import Cells, bare, guess
 from .base import TileSource
 from .placed import PlacedSink, Placement
@@ -47,9 +47,9 @@ class HDF5Source(TileSource):
                 self._array = array
                 named, dtype, metadata = self._describe(array)
                 told, name = axes or named, f"{path}:{self._name}" if inside else path
-                shape, chunks = array.shape, array.chunks
+                shape, chunks = self._extents(array), array.chunks
                 super().__init__(
-                    name, told or guess(shape), shape, dtype, chunks, metadata=metadata, named=told is not None
+                    name, told or guess(shape, name), shape, dtype, chunks, metadata=metadata, named=told is not None
                 )
         except BaseException:
             self._file.close()
@@ -65,10 +65,7 @@ class HDF5Source(TileSource):
 
     def _names(self) -> list[str]:
         """Return the names of the arrays of the file itself."""
-        import h5py
-
-        names = [key for key in self._file if isinstance(self._file.get(key, getlink=True), h5py.HardLink)]
-        return [key for key in names if _is_array(self._file[key])]
+        return [name for name, _ in arrays_in(self._file)]
 
     def _choose(self, path: Path) -> str:
         names = self._names()
@@ -82,8 +79,13 @@ class HDF5Source(TileSource):
         """Return the axes, if the file names them, the dtype of what is read, and what a sink wants to know."""
         # HDF5's own labels of dimensions are no choice: libhdf5 dies of those in a damaged file
         named = get_text(array.attrs, _AXES) if _AXES in array.attrs else ""
+        named = named if named.isascii() and named.isupper() and named.isalpha() else ""
         known = {name: None for name in array.attrs if name not in _OWN}
         return named if len(named) == len({*named}) == array.ndim else None, array.dtype, known
+
+    def _extents(self, array: Any) -> tuple[int, ...]:
+        """Return the shape that the array has for readers."""
+        return tuple(array.shape)
 
     def _read(self, cells: Cells) -> np.ndarray:
         path, (first, *tile) = Path(self._file.filename), cells

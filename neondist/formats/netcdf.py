@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ConfigError, DataError
-from ..io.hdf5 import faults, find, get_text, plain
+from ..io.hdf5 import arrays_in, faults, find, get_text, plain
 from ..io.regular_file import open_regular
 from .axes import Cells
 from .base import TileSource
@@ -20,6 +20,7 @@ from .packing import Packing
 _OF_VARIABLE, _OF_DIMENSION, _USERS = "_Netcdf4Coordinates", "_Netcdf4Dimid", "REFERENCE_LIST"
 _OWN = {"CLASS", "NAME", "DIMENSION_LIST", "DIMENSION_LABELS", _USERS}
 _BARE = "This is a netCDF dimension but not a netCDF variable."
+_DEEPEST = 100  # groups around a variable, in each of which dimensions are looked for
 _NOT_COORDINATE = "_nc4_non_coord_"  # before the name of a variable that is called as a dimension, but is not along it
 
 
@@ -38,6 +39,7 @@ class NetCDFSource(HDF5Source):
                 raise DataError(f"{path}: is NetCDF-3; convert it: nccopy -k nc4 {path.name} NEW.nc")
         self._given = axes
         self._found: dict[str, list[tuple[str, Any]]] = {}  # dimensions of variables, which take long to look up
+        self._scales: dict[str, tuple[dict[int, list[tuple[int, Any]]], dict[int, Any]]] = {}
         super().__init__(path, inside, level, axes)
 
     def _called(self, name: str) -> str:
@@ -58,6 +60,10 @@ class NetCDFSource(HDF5Source):
 
     def _describe(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
         where = f"{self._file.filename}:{self._name}"
+        if array.name.count("/") > _DEEPEST:
+            raise DataError(
+                f"{self._file.filename}: its variable lies in more than {_DEEPEST} groups; copy it out of them"
+            )
         if _is_bare(array):
             raise DataError(f"{where}: is a dimension without coordinates; name a variable")
         if not plain(array):
@@ -75,8 +81,33 @@ class NetCDFSource(HDF5Source):
             axes = letters(where, Variable(names, _texts(array), coordinates), array.shape)
         return axes, self._packing.dtype, {"dimensions": list(names)}
 
+    def _extents(self, array: Any) -> tuple[int, ...]:
+        """Return the extents of the dimensions; of unlimited ones a variable may have been written only a part."""
+        import h5py
+
+        extents = list(array.shape)
+        if None not in array.maxshape:
+            return tuple(extents)
+        for axis, (_, scale) in enumerate(self._dimensions(array)):
+            users = dict(_users(scale)) if array.maxshape[axis] is None else {}
+            for group in self._groups() if users else ():
+                for _, found in arrays_in(find(self._file, group)):
+                    at = users.get(h5py.h5o.get_info(found.id).addr)
+                    if at is not None and at < found.ndim:
+                        extents[axis] = max(extents[axis], found.shape[at])
+        return tuple(extents)
+
     def _read(self, cells: Cells) -> np.ndarray:
-        return self._packing.decode(super()._read(cells))
+        there = tuple(
+            slice(min(cut.start, n), min(cut.stop, n)) for cut, n in zip(cells, self._array.shape, strict=True)
+        )
+        if there == cells:
+            return self._packing.decode(super()._read(cells))
+        shape = [cut.stop - cut.start for cut in cells]
+        raw = np.full(shape, self._array.fillvalue, self._array.dtype)
+        if all(cut.start < cut.stop for cut in there):
+            raw[tuple(slice(0, cut.stop - cut.start) for cut in there)] = super()._read(there)
+        return self._packing.decode(raw)
 
     def _told(self, name: str, found: Any) -> Variable:
         """Return what a coordinate says of the axes."""
@@ -111,20 +142,26 @@ class NetCDFSource(HDF5Source):
             return self._found[array.name]
         own, known = h5py.h5o.get_info(array.id).addr, dict[int, tuple[str, Any]]()
         ids = np.ravel(array.attrs[_OF_VARIABLE]).tolist() if _of_numbers(array, _OF_VARIABLE) else []
+        ids = ids if "CLASS" in array.attrs and len(ids) == array.ndim else []
         for group in self._groups():
-            for name, found in find(self._file, group).items():
-                if not isinstance(found, h5py.Dataset):
-                    continue
-                axes = [int(axis) for at, axis in _users(found) if at == own]
-                scales = "CLASS" in array.attrs and "CLASS" in found.attrs
-                if scales and len(ids) == array.ndim and _of_numbers(found, _OF_DIMENSION):
-                    axes += [axis for axis, at in enumerate(ids) if at == int(np.ravel(found.attrs[_OF_DIMENSION])[0])]
-                for axis in axes:
-                    known.setdefault(axis, (name, found))
+            users, scales = self._scales_in(group)
+            for axis, of in [*users.get(own, ()), *((at, scales[id]) for at, id in enumerate(ids) if id in scales)]:
+                known.setdefault(axis, of)
         if not known and array.ndim == 1 and "CLASS" in array.attrs:
             known[0] = (array.name.rpartition("/")[2], array)
         self._found[array.name] = [known.get(axis, ("", None)) for axis in range(array.ndim)]
         return self._found[array.name]
+
+    def _scales_in(self, group: str) -> tuple[dict[int, list[tuple[int, Any]]], dict[int, Any]]:
+        """Return the dimensions of a group: by the address of each variable that has one, and by their numbers."""
+        if group not in self._scales:
+            users, numbered = self._scales[group] = dict[int, list[tuple[int, Any]]](), dict[int, Any]()
+            for name, found in arrays_in(find(self._file, group)):
+                for at, axis in _users(found):
+                    users.setdefault(at, []).append((axis, (name, found)))
+                if "CLASS" in found.attrs and _of_numbers(found, _OF_DIMENSION):
+                    numbered.setdefault(int(np.ravel(found.attrs[_OF_DIMENSION])[0]), (name, found))
+        return self._scales[group]
 
     def beside(self) -> tuple[list[Beside], list[str]]:
         """Return what the variable needs, the file as '/' and itself as '' among it, and what of it cannot be read."""
@@ -154,7 +191,9 @@ class NetCDFSource(HDF5Source):
         if _is_bare(found):
             return Beside(name, dimensions, None, {})
         if plain(found) and "" not in dimensions and found.nbytes <= LARGEST:
-            return Beside(name, dimensions, found[()], _attributes(found, f"{name}:", lost))
+            attributes = _attributes(found, f"{name}:", lost)
+            unread = [one for one, value in _texts(found).items() if value is None and one not in _OWN]
+            return Beside(name, dimensions, found[()], attributes, tuple(unread))
         lost.append(name)
         return Beside(name, dimensions, None, {})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import logging
 import shutil
 from math import prod
 from pathlib import Path
@@ -39,6 +40,7 @@ _OTHERS = {
     "description": ("descrip", "aux_file"),
 }
 """names of what a header tells, and its fields"""
+_SILENT = logging.NullHandler()
 _MOST_PACKED = 1032  # deflate cannot pack more bytes into one
 
 
@@ -52,11 +54,12 @@ class NIfTISource(TileSource):
         import nibabel
 
         with faults(path), nibabel.imageglobals.LoggingOutputSuppressor():  # it prints what it notes about odd files
+            nibabel.imageglobals.logger.addHandler(_SILENT)  # and Python where nothing else does
             check_regular(path)
             found: Any = nibabel.load(path, mmap=False)  # a file that becomes shorter would end the process
             proxy = found.dataobj
             shape, stored = tuple(map(int, proxy.shape)), proxy.dtype
-            kept = [axis for axis, n in enumerate(shape) if axis < 2 or n > 1]
+            kept = [axis for axis, n in enumerate(shape) if axis < 2 or n != 1]
             if not shape or max(kept) >= len(_AXES):
                 raise DataError(f"{path}: has an array of shape {list(shape)}; give one of up to 5 axes")
             size, needed = path.stat().st_size, prod(shape) * stored.itemsize

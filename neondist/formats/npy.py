@@ -74,7 +74,7 @@ def _placement(path: Path, file: BinaryIO, axes: str | None) -> Placement:
     start, end = file.tell(), file.seek(0, 2)
     if min(shape, default=1) < 0 or start + prod(shape) * dtype.itemsize > end:
         raise DataError(f"{path}: is truncated: its header specifies an array of {list(shape)}; restore the file")
-    axes = axes or guess(shape)
+    axes = axes or guess(shape, path)
     if fortran:
         axes, shape = axes[::-1], shape[::-1]
     return Placement(axes, dtype.str, shape, shape, (start,))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf, isnan, prod
 from typing import Any
 from xml.etree import ElementTree
+
+from .conventions import Variable
 
 _OLD_AXES = "tczyx"  # of versions that do not name them
 _PREFIXES = {
@@ -77,6 +80,16 @@ def facts_of_xml(text: str | None, number: int) -> dict[str, Any]:
     return {"scale": scale, "units": units, **facts}
 
 
+def planes_of(attributes: Mapping[str, str]) -> float:
+    """Return the largest number of planes, or of their labels, that an element of OME-XML specifies."""
+    known = {name: _number(value) or 0.0 for name, value in attributes.items()}
+    counts = [known.get(name, 0.0) for name in ("NumPlanes", "PlaneCount", "IFD")]
+    counts.append(prod(known.get(f"Size{axis}", 1.0) for axis in "ZCT"))
+    if {"Start", "End"} <= {*known}:
+        counts.append(abs(known["End"] - known["Start"]) / (abs(known.get("Step", 1.0)) or 1e-30))
+    return max(inf if isnan(count) else count for count in counts)
+
+
 def sizes_for_xml(scale: Mapping[str, float], units: Mapping[str, str]) -> dict[str, Any]:
     """Return the extents of cells that OME-XML can hold, by its names; those of axes in other units are not there."""
     found: dict[str, Any] = {}
@@ -104,6 +117,8 @@ class Multiscale:
     names : list of str
         Of the axes, as they lie in the file.
     units : list of str or None
+    types : list of str
+        Of the axes: 'time', 'channel', 'space' or others, '' for one without.
     scale, translation : list of float
         Extent of a cell and centre of the first, by axis: the transforms of the level and then those of the image.
     others : dict
@@ -116,6 +131,13 @@ class Multiscale:
     scale: list[float] = field(default_factory=list)
     translation: list[float] = field(default_factory=list)
     others: dict[str, Any] = field(default_factory=dict)
+    types: list[str] = field(default_factory=list)
+
+    def variable(self) -> Variable:
+        """Return what tells the axes: their types, and their names."""
+        along = zip(self.names, self.types, strict=False)
+        coordinates = {name: Variable((name,), {"_CoordinateAxisType": kind}) for name, kind in along}
+        return Variable(tuple(self.names), {}, coordinates)
 
     def facts(self, axes: str) -> dict[str, Any]:
         """Return the metadata of an array with these axes."""
@@ -151,7 +173,8 @@ def read_multiscale(image: Mapping[str, Any], level: int, others: Mapping[str, A
             rest[f"transform '{kind}'"] = step
     known = {"version", "name", "type", "axes", "datasets", "coordinateTransformations"}
     rest |= {name: value for name, value in image.items() if name not in known}
-    return Multiscale(levels, names, units, scale, translation, rest)
+    types = [str(axis.get("type") or "") if isinstance(axis, dict) else "" for axis in axes]
+    return Multiscale(levels, names, units, scale, translation, rest, types)
 
 
 def multiscale(

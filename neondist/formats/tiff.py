@@ -17,15 +17,16 @@ from ..errors import ConfigError, DataError
 from ..io.regular_file import open_regular
 from .axes import Cells
 from .base import LARGEST_CHUNK, TileSource, faults
-from .ome import axes_in, sizes_for_xml
+from .ome import axes_in, planes_of, sizes_for_xml
 from .placed import PlacedSink, Placement, read_placed
-from .tiff_tags import GEOREFERENCE, check_colours, check_side_file, facts_as_told, facts_of, nodata_of
+from .tiff_tags import GEOREFERENCE, check_colours, check_pages, check_side_file, facts_as_told, facts_of, nodata_of
 from .tiles import default_chunks
 
-_JPEG = (6, 7, 34892, 33007)
+_JPEG, _LERC, _LERC_PARAMETERS = (6, 7, 34892, 33007), 34887, 50674
 _NAMES = {"I": "Z", "Q": "Z", "R": "N"}
 """tifffile's letters for pages whose meaning the file does not tell, which `neondist data convert` takes for depth"""
 _ORIENTATION, _FROM_BELOW, _FROM_THE_RIGHT, _ON_ITS_SIDE = 274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8)
+_MOST_PLANES = 1_000_000
 _MASK = 4  # a bit of the kind of a page
 _SILENT = logging.NullHandler()  # without one, Python prints what tifffile notes about odd files
 
@@ -46,7 +47,7 @@ class TIFFSource(TileSource):
             self._opened = open_regular(path)
             try:
                 self._file = tifffile.TiffFile(self._opened, _multifile=False)
-                require_one_file(path, self._file.ome_metadata)
+                check_ome(path, self._file.ome_metadata)
                 self._open(path, inside, level, axes)
             except BaseException:
                 self._release()
@@ -64,6 +65,7 @@ class TIFFSource(TileSource):
         self._key: Any = key
         check_colours(path, key)
         self._pages: list[Any] = list(series)
+        check_pages(path, key, self._pages)
         leading: list[int] = []
         names = ["C" if key.shaped[0] > 1 else "", "Z" if key.shaped[1] > 1 else "", "Y", "X"]
         self._within = [axis for axis, name in enumerate([*names, "C" if key.shaped[4] > 1 else ""]) if name]
@@ -202,6 +204,8 @@ class TIFFSource(TileSource):
     def _decode(self, data: bytes, index: int, of_jpeg: dict[str, Any]) -> tuple[Any, Any, Any]:
         """Return the cells of a tile, where they begin, and how many of them belong to the image."""
         key = self._key
+        if key.compression == _LERC and self.dtype.kind == "f":
+            return self._decode_lerc(data, index)
         if not of_jpeg or key.planarconfig == 1:
             found: tuple[Any, Any, Any] = key.decode(data, index, **of_jpeg)
             return found
@@ -212,6 +216,22 @@ class TIFFSource(TileSource):
             data, bitspersample=key.bitspersample, tables=of_jpeg["jpegtables"], header=of_jpeg["jpegheader"]
         )
         return tile[None, ..., None], corner, extents
+
+    def _decode_lerc(self, data: bytes, index: int) -> tuple[Any, Any, Any]:
+        """Return the cells of a tile in which LERC itself notes those without a value, which tifffile gives as 0."""
+        import imagecodecs
+
+        key = self._key
+        tile, corner, extents = key.decode(data, index)
+        second = key.tags[_LERC_PARAMETERS].value[1] if _LERC_PARAMETERS in key.tags else 0
+        packed = (bytes, imagecodecs.zlib_decode, imagecodecs.zstd_decode)[second](data)
+        cells, valid = imagecodecs.lerc_decode(packed, masks=True)
+        if valid is not None and not valid.all():
+            if valid.ndim == 3:  # samples come one after the other where each has its own
+                valid, cells = (np.moveaxis(one, 0, -1) for one in (valid, cells))
+            cells = np.where(valid.reshape(*valid.shape[:2], -1), cells.reshape(*cells.shape[:2], -1), np.nan)
+            tile = cells.astype(tile.dtype).reshape(tile.shape)
+        return tile, corner, extents
 
 
 class TIFFSink(PlacedSink):
@@ -317,10 +337,15 @@ def _chunk(key: Any) -> tuple[int, ...]:
     return (1, depth, min(length, key.shaped[2]), width, key.shaped[4])
 
 
-def require_one_file(path: Path, ome: str | None) -> None:
-    """Refuse an OME-TIFF whose pages lie in several files: what it names may lie anywhere."""
+def check_ome(path: Path, ome: str | None) -> None:
+    """Refuse an OME-TIFF in several files, or of more planes than a file can have, all of which tifffile lists."""
     with suppress(ElementTree.ParseError):
         root = ElementTree.fromstring(ome or "<none/>")
         parts = {(one.text, one.get("FileName")) for one in root.iter() if one.tag.endswith("}UUID")}
         if len({uuid for uuid, _ in parts} | ({root.attrib["UUID"]} if parts and "UUID" in root.attrib else set())) > 1:
             raise DataError(f"{path}: is one of several files of an OME-TIFF; write the image into one file")
+        most = max(planes_of(one.attrib) for one in root.iter())
+        if most > _MOST_PLANES:
+            raise DataError(
+                f"{path}: its OME-XML specifies {most:.0f} planes, and {_MOST_PLANES:,} is the most; correct it"
+            )

@@ -16,7 +16,7 @@ GEOREFERENCE = {33550: "d", 33922: "d", 34264: "d", 34735: "H", 34736: "d", 3473
 """tags that say where on Earth the image lies, and their types"""
 RESOLUTION = (282, 283, 296)
 _SCALES, _TIE_POINTS, _MATRIX, _KEYS, _RASTER_TYPE, _POINTS = 33550, 33922, 34264, 34735, 1025, 2
-_NODATA = 42113
+_ORIENTATION, _NODATA = 274, 42113
 _OTHERS = {
     270: "description", 306: "date", 320: "colour map", 700: "XMP", 34665: "EXIF", 34853: "GPS",
     34675: "colour profile", 42112: "GDAL metadata", _NODATA: "nodata",
@@ -123,6 +123,21 @@ def check_colours(path: Path, key: Any) -> None:
         raise DataError(
             f"{path}: holds colours as {key.photometric.name}, which readers convert in several ways; write it as RGB"
         )
+
+
+def check_pages(path: Path, key: Any, pages: Sequence[Any]) -> None:
+    """Refuse an image of which one page is turned otherwise, or has other cells without a value; DataError."""
+
+    def told(page: Any) -> tuple[Any, ...]:
+        return tuple(page.tags[code].value if code in page.tags else None for code in (_ORIENTATION, _NODATA))
+
+    of_first = told(key)
+    for number, page in enumerate(pages):
+        if hasattr(page, "tags") and told(page) != of_first:
+            raise DataError(
+                f"{path}: page {number} has another orientation, or other cells without a value, than the first; write"
+                " each page into a file of its own"
+            )
 
 
 def _reduced(place: Mapping[int, Any], ratio: Mapping[str, float]) -> dict[int, Any] | None:

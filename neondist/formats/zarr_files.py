@@ -16,7 +16,7 @@ from ..errors import ConfigError, DataError, OutputError
 from .axes import Axes, Cells, guess, relative
 from .base import TileSource, agreed_on, faults, refused
 from .class_colours import class_colours
-from .conventions import Beside, Variable, letters, names_of
+from .conventions import Beside, letters, names_of
 from .draft import DraftSink
 from .ome import Multiscale, multiscale, read_multiscale
 from .packing import OF_VALUES, Packing
@@ -57,17 +57,17 @@ class ZarrSource(TileSource):
             told, facts = axes, dict[str, Any]()
             self._packing, self._place = None, path / inside.strip("/") / at
             if names:
-                told = told or letters(name, Variable(tuple(names)), array.shape)
+                told = told or letters(name, image.variable(), array.shape)
             elif known := dimensions(array):
                 self._packing, facts = Packing(name, array.dtype, attributes(array)), {"dimensions": list(known)}
                 told = told or letters(name, variable(self._place, array), array.shape)
             self._array = array
             if self._packing is None:
                 image.others |= {key: value for key, value in array.attrs.items() if key != "_ARRAY_DIMENSIONS"}
-                facts = image.facts(told or guess(array.shape))
+                facts = image.facts(told or guess(array.shape, name))
             super().__init__(
                 name,
-                told or guess(array.shape),
+                told or guess(array.shape, name),
                 array.shape,
                 array.dtype if self._packing is None else self._packing.dtype,
                 array.chunks,

@@ -217,17 +217,27 @@ CALENDARS = ["standard", "proleptic_gregorian", "julian", "noleap", "all_leap", 
 
 
 @pytest.mark.parametrize("calendar", CALENDARS)
+@pytest.mark.filterwarnings("ignore:this date")  # cftime, of years below 1
 def test_times_of_calendars(calendar):
     cftime = pytest.importorskip("cftime")
     rng = np.random.default_rng(0)
     zero = seconds_since("t", 0, "days since 2000-01-01", calendar)
-    for _ in range(50):
+    for case in range(80):
         year, month, day, hour = (int(rng.integers(1, most)) for most in (2400, 13, 29, 24))
-        if (year, month) == (1582, 10):
-            continue
+        if case % 4 == 1:  # moments that some calendar has not
+            month, day, hour = (int(rng.choice(some)) for some in ([0, 2, 4, 12, 13], [0, 28, 29, 30, 31, 32], [0, 24]))
+        elif case % 4 == 2:
+            year = int(rng.choice([-5, -4713, 4, 1900, 2000]))
+        elif case % 4 == 3:
+            year, month, day = 1582, 10, int(rng.integers(1, 20))
         units = f"hours since {year:04}-{month}-{day} {hour}:30:00"
         value = int(rng.integers(0, 10**6))
-        date = cftime.num2date(value, units, calendar)
+        try:
+            date = cftime.num2date(value, units, calendar)
+        except ValueError:
+            with pytest.raises(nd.DataError, match=r"begin at a moment that the calendar '.*' has not; correct its"):
+                seconds_since("t", value, units, calendar)
+            continue
         expected = cftime.date2num(date, "seconds since 2000-01-01", calendar)
         assert abs(seconds_since("t", value, units, calendar) - zero - expected) < 1e-3
 

@@ -1,6 +1,7 @@
 """Axes of generated files, told by attributes, names, coordinates of cells or order; dimensions of groups above."""
 
 import itertools
+import os
 
 import h5py
 import numpy as np
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import neondist as nd
+from neondist.formats.conventions import Variable, letters
+from neondist.formats.coordinates import latitudes_of, times_of
 
 netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
 zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
@@ -237,3 +240,79 @@ def test_a_variable_that_is_called_as_a_dimension(tmp_path):
             )
     with nd.open_source(f"{tmp_path}/a.nc:v") as source:
         assert source.axes == "TYXC"
+
+
+BY_NAME = {
+    "along_track across_track channel": "YXC", "across_track along_track": "XY", "scanline ground_pixel": "YX",
+    "time grid_yt grid_xt": "TYX", "grid_xt pfull grid_yt": "XZY", "Time zaxis_1 yaxis_1 xaxis_1": "TZYX",
+    "xt_ocean yt_ocean st_ocean": "XYZ", "i j k": "XYZ", "MT Layer Y X": "NZYX", "lonc latc": "XY", "clat clon": "YX",
+    "initial_time0_hours forecast_time1 lv_ISBL0 g0_lat_3 g0_lon_4": "TNZYX", "hybrid lat lon": "ZYX",
+    "width height": "XY", "time height width": "TYX", "time height y x": "TZYX", "flat y x": "NYX",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", BY_NAME)
+def test_names_of_models_and_of_swaths(names):
+    dimensions = tuple(names.split())
+    assert letters("v", Variable(dimensions), range(2, 2 + len(dimensions))) == BY_NAME[names]
+
+
+def test_titles_of_coordinates():
+    """A long_name tells what neither another attribute nor the name of a dimension does."""
+    titles = {"a": "Longitude", "b": "y coordinate of projection", "time": "Latitude"}
+    along = {name: Variable((name,), {"long_name": title}) for name, title in titles.items()}
+    assert letters("v", Variable(("time", "a", "b"), {}, along), (2, 3, 4)) == "TXY"
+
+
+def test_no_link_of_a_group_is_followed(tmp_path):
+    with netcdf.Dataset(tmp_path / "a.nc", "w") as file:
+        for name, n in (("lat", 3), ("lon", 4)):
+            file.createDimension(name, n)
+        file.createVariable("v", "f4", ("lat", "lon"))[:] = 1
+    os.mkfifo(tmp_path / "pipe")
+    with h5py.File(tmp_path / "a.nc", "r+") as file:
+        file["a"] = h5py.ExternalLink(tmp_path / "pipe", "/x")  # which libhdf5 would wait for
+        file["loop"], file["nothing"] = h5py.SoftLink("/loop"), h5py.SoftLink("/gone")
+    with nd.open_source(tmp_path / "a.nc") as source:
+        assert source.axes == "YXC"
+        assert source.known() == []
+
+
+def test_what_was_written_of_an_unlimited_dimension(tmp_path):
+    """Of several variables along one, netCDF4 fills up the shorter ones."""
+    with netcdf.Dataset(tmp_path / "a.nc", "w") as file:
+        for name, n in (("time", None), ("lat", 3), ("lon", 4)):
+            file.createDimension(name, n)
+        for name, kind, n in (("v", "f4", 2), ("w", "i2", 5), ("u", "i2", 0)):
+            made = file.createVariable(name, kind, ("time", "lat", "lon"), fill_value=-7)
+            made[:n] = np.arange(n * 12).reshape(n, 3, 4)
+        made.set_auto_maskandscale(False)
+        made.scale_factor = 0.5
+    for name in "vwu":
+        with netcdf.Dataset(tmp_path / "a.nc") as file, nd.open_source(f"{tmp_path}/a.nc:{name}") as source:
+            expected = file[name][:]
+            assert source.shape == (5, 3, 4, 1)
+            cells = source.read(nd.Box.of(source.shape))
+            np.testing.assert_array_equal(source.read([(1, 4), (1, 2), (0, 4), (0, 1)]), cells[1:4, 1:2])
+        np.testing.assert_array_equal(cells[..., 0], expected.data if name == "w" else expected.filled(np.nan))
+
+
+def test_text_of_variable_length_is_missed(tmp_path):
+    """Where an attribute of a coordinate cannot be read, neither axes nor times nor degrees are guessed."""
+    with netcdf.Dataset(tmp_path / "a.nc", "w") as file:
+        for name, n, units in (("gx", 4, "degrees_east"), ("lat", 3, "radians"), ("time", 2, "days since 2000-01-01")):
+            file.createDimension(name, n)
+            made = file.createVariable(name, "f8", (name,))
+            made[:] = 0
+            made.setncattr_string("units", units)
+        file["time"].units = "days since 2000-01-01"
+        file["time"].setncattr_string("calendar", "360_day")
+        file.createVariable("v", "f4", ("time", "gx", "lat"))
+    with pytest.raises(nd.DataError, match=r"coordinate 'gx' has units as text of variable length, .*-a units,gx,o,c,"):
+        nd.open_source(f"{tmp_path}/a.nc:v")
+    with nd.open_source(f"{tmp_path}/a.nc:v", axes="TXY") as source:
+        beside, _ = source.beside()
+        with pytest.raises(nd.DataError, match="coordinate time has calendar as text of variable length"):
+            times_of("a.nc", next(one for one in beside if one.name == "time"))
+        with pytest.raises(nd.DataError, match="coordinate lat has units as text of variable length"):
+            latitudes_of(source, beside)

@@ -42,6 +42,35 @@ def test_more_in_a_tile_than_it_says(tmp_path):
             assert "a.tif" in str(error)  # noqa: PT017 - either is right
 
 
+@pytest.mark.parametrize(
+    ("size", "data"),
+    [
+        (10**9, "<TiffData/>"),
+        (1, "<TiffData PlaneCount='1000000000'/>"),
+        (1, "<TiffData IFD='0' NumPlanes='1e12'/>"),
+        (1, "<TiffData/><A Start='0' End='1' Step='1e-12'/>"),
+    ],
+)
+def test_planes_that_ome_xml_promises(tmp_path, size, data):
+    """Without a look at them first, tifffile lists them all, for minutes."""
+    tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
+    text = (
+        "<?xml version='1.0'?><OME xmlns='http://www.openmicroscopy.org/Schemas/OME/2016-06'><Image ID='Image:0'>"
+        "<Pixels ID='Pixels:0' DimensionOrder='XYZCT' Type='uint8' SizeX='4' SizeY='4' SizeC='1' SizeT='1'"
+        f" SizeZ='{size}'>{data}</Pixels></Image></OME>"
+    )
+    tifffile.imwrite(tmp_path / "a.ome.tif", np.zeros((4, 4), "u1"), description=text, metadata=None)
+    with pytest.raises(nd.DataError, match=r"a\.ome\.tif: its OME-XML specifies \d+ planes, and 1,000,000 is the most"):
+        nd.open_source(tmp_path / "a.ome.tif")
+
+
+def test_a_variable_in_many_groups(tmp_path):
+    with h5py.File(tmp_path / "a.nc", "w") as file:
+        file.create_group("g/" * 300)["v"] = np.zeros((4, 4))
+    with pytest.raises(nd.DataError, match=r"a\.nc: its variable lies in more than 100 groups; copy it out"):
+        nd.open_source(f"{tmp_path}/a.nc:{'g/' * 300}v")
+
+
 def test_a_picture_of_terabytes(tmp_path):
     image = pytest.importorskip("PIL.Image", reason="needs Pillow")
     image.fromarray(np.zeros((4, 4, 3), "uint8")).save(tmp_path / "a.png")

@@ -227,3 +227,30 @@ def test_slides_as_openslide_reads_them(tmp_path):
             cell = float(slide.properties["openslide.mpp-x"]) * slide.level_downsamples[level]
             np.testing.assert_allclose(source.metadata["scale"]["X"], cell, rtol=1e-2)
     slide.close()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("packing", ["lerc", "lerc_deflate", "lerc_zstd"])
+def test_cells_that_lerc_leaves_out(tmp_path, count, packing):
+    """LERC has a mask of its own, one for all samples or one for each, which changes how samples lie."""
+    for number, options in enumerate([{}, TILED, TILED | {"interleave": "band"}]):
+        array = cells(count, "float64" if number % 2 else "float32")
+        array[:, :7], array[0, 20:50, 100:] = np.nan, np.nan
+        written(tmp_path / "a.tif", array, compress=packing, **options)
+        assert np.isnan(of_gdal(tmp_path / "a.tif")).sum() == np.isnan(array).sum()
+        np.testing.assert_array_equal(read(tmp_path / "a.tif"), of_gdal(tmp_path / "a.tif"))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "values"), [(274, "H", (1, 3)), (42113, "s", ("-1", "7")), (274, "H", (6, 6))]
+)
+def test_pages_that_are_told_apart(tmp_path, code, kind, values):
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        for value in values:
+            tags = [(code, kind, 0 if kind == "s" else 1, value, True)]
+            file.write(cells(1, "float32")[0], photometric="minisblack", metadata=None, extratags=tags)
+    if values[0] == values[1]:
+        assert read(tmp_path / "a.tif").shape == (2, *SHAPE[::-1], 1)
+        return
+    with pytest.raises(nd.DataError, match="page 1 has another orientation, or other cells without a value"):
+        nd.open_source(tmp_path / "a.tif")

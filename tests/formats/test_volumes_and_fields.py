@@ -146,3 +146,18 @@ def test_variables_of_netcdf(tmp_path):
         pass
     with pytest.raises(nd.DataError, match="NetCDF-3; convert it"):
         nd.open_source(tmp_path / "old.nc")
+
+
+def test_odd_headers_are_one_message(tmp_path, capfd):
+    nibabel = pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
+    header = nibabel.Nifti1Header()
+    header["magic"], header["vox_offset"] = b"n+1", 352
+    for dim, code, match in (
+        ([3, 5, 5, -5, 1, 1, 1, 1], 4, r"is empty, with shape \[-5, 5, 5, 1\]"),
+        ([3, 5, 5, 5, 1, 1, 1, 1], 31, "data code 31 not recognized"),
+    ):
+        header["dim"], header.structarr["datatype"] = dim, code
+        (tmp_path / "a.nii").write_bytes(header.binaryblock + bytes(2000))
+        with pytest.raises(nd.DataError, match=match):
+            nd.open_source(tmp_path / "a.nii")
+    assert capfd.readouterr() == ("", "")  # nibabel would print what it notes

@@ -168,3 +168,33 @@ def test_maps_of_classes_are_label_images(tmp_path, ome):
     assert "image-label" not in {**image, **image.get("ome", {})}
     with nd.open_source(tmp_path / "labels.ome.zarr") as source:
         assert np.all(source.read((slice(0, 8), slice(0, 8), slice(0, 1))) == 1)
+
+
+@pytest.mark.parametrize(
+    ("named", "letters"),
+    [
+        ([("frame", "time"), ("ch", "channel"), ("y", "space"), ("x", "space")], "TCYX"),
+        ([("c", "channel"), ("stack", "space"), ("y", None), ("x", None)], "CNYX"),
+        ([("x", "space"), ("t", "channel"), ("y", "space")], "XCY"),
+        ([("angle", "other"), ("phase", None), ("y", "space"), ("x", "space")], "NMYX"),
+    ],
+)
+def test_types_of_axes(tmp_path, named, letters):
+    """The type of an axis comes before its name."""
+    array = cells((2, 3, 4, 5)[: len(named)])
+    group = zarr.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=2)
+    group.create_array("0", data=array)
+    axes = [{"name": name} | ({"type": kind} if kind else {}) for name, kind in named]
+    group.attrs["multiscales"] = [{"version": "0.4", "axes": axes, "datasets": [{"path": "0"}]}]
+    with nd.open_source(tmp_path / "a.zarr") as source:
+        assert source.stored.stored == letters
+        assert source.shape[-1] == (array.shape[letters.index("C")] if "C" in letters else 1)
+
+
+def test_the_file_is_named_whose_axes_cannot_be_guessed(tmp_path):
+    for shape in ((), (2,) * 6):
+        zarr.create_array(str(tmp_path / "a.zarr"), data=np.ones(shape), overwrite=True)
+        np.save(tmp_path / "a.npy", np.ones(shape))
+        for name in ("a.zarr", "a.npy"):
+            with pytest.raises(nd.ShapeError, match=rf"{name}: cannot interpret an array of shape .* as images"):
+                nd.open_source(tmp_path / name)

@@ -9,10 +9,10 @@ wrong byte there makes libhdf5 2.0 search for ever: it is neither written nor re
 """
 
 from .checksums import CheckedArray, ChecksumTable, checksum, probe, read_whole
-from .reader import SIGNATURE, array_names, faults, find, get_text, open_file, plain, state
+from .reader import SIGNATURE, array_names, arrays_in, faults, find, get_text, open_file, plain, state
 from .writer import VERSION, DeferredErrorFile, NewFile, put_text
 
 __all__ = [
-    "SIGNATURE", "VERSION", "CheckedArray", "ChecksumTable", "DeferredErrorFile", "NewFile", "array_names", "checksum",
-    "faults", "find", "get_text", "open_file", "plain", "probe", "put_text", "read_whole", "state",
+    "SIGNATURE", "VERSION", "CheckedArray", "ChecksumTable", "DeferredErrorFile", "NewFile", "array_names", "arrays_in",
+    "checksum", "faults", "find", "get_text", "open_file", "plain", "probe", "put_text", "read_whole", "state",
 ]  # fmt: skip

@@ -110,6 +110,17 @@ def find(file: Any, name: str) -> Any:
     return at
 
 
+def arrays_in(group: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the array of each hard link in a group: nothing behind other links, which lead anywhere."""
+    import h5py
+
+    for name in group:
+        if isinstance(group.get(name, getlink=True), h5py.HardLink):
+            found = group[name]
+            if isinstance(found, h5py.Dataset):
+                yield name, found
+
+
 def array_names(file: Any, most: int = 10, groups: int = 100) -> list[str]:
     """Return the names of a few arrays, the outer ones first; of so many groups, and nothing behind a link."""
     import h5py
