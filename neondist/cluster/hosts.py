@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -76,6 +77,11 @@ class HostSource:
             raise ConfigError(f"{path}: no such file; give a host file, a resource file, or an executable script")
         self.is_resources = self.path.suffix in (".yaml", ".yml")
         self.is_script = not self.is_resources and os.access(self.path, os.X_OK)
+
+    @cached_property
+    def at_start(self) -> dict[str, int]:
+        """The hosts at the start of the command, read once for all that is checked and placed by them; as `read`."""
+        return self.read()
 
     def read(self) -> dict[str, int]:
         """Return the hosts that there are now, with their slots, in order.

@@ -84,9 +84,9 @@ class RemoteProcess:
             self._process.stdin.flush()
 
 
-def cause_of(code: int) -> str:
-    """Return in words what has ended a process, here or on another machine, that was killed."""
-    return "connection lost" if code == UNREACHABLE else signal_name(code)
+def cause_of(code: int, host: str) -> str:
+    """Return in words what has ended a process of a host that was killed."""
+    return f"connection to {host} lost" if code == UNREACHABLE else signal_name(code)
 
 
 def _run(requests: IO[str]) -> int:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from .. import threads
 from ..cluster.hosts import HostPool, HostSource
 from ..console import say
-from ..errors import ConfigError, LaunchError
+from ..errors import LaunchError
 from .members import COOL_DOWN, POLL, WAIT
 from .monitor import LOOPBACK
 from .slots import Demand, SlotTable
@@ -24,8 +24,10 @@ _REPORT = 30.0
 """Seconds between two messages of a job that waits."""
 
 
-def read_slots(source: HostSource | None) -> dict[str, int]:
+def read_slots(source: HostSource | None, again: bool = False) -> dict[str, int]:
     """Return the slots of each host: those of a source of hosts, or the cores of this machine, which is 'localhost'.
+
+    The source is read once, or `again`.
 
     Raises
     ------
@@ -36,7 +38,7 @@ def read_slots(source: HostSource | None) -> dict[str, int]:
         return {LOCAL: threads.cores()}
     node = os.uname().nodename
     found: dict[str, int] = {}
-    for host, slots in source.read().items():
+    for host, slots in (source.read() if again else source.at_start).items():
         name = LOCAL if host in (LOCAL, LOOPBACK, node, node.partition(".")[0]) else host
         found[name] = found.get(name, 0) + slots
     return found
@@ -145,11 +147,8 @@ class Scaling:
 @contextmanager
 def open_scaling(demand: Demand, source: HostSource | None, limit: float = WAIT) -> Iterator[Scaling]:
     """Yield the slots of a job, for which it waits in turn; the list of hosts is read again and again meanwhile."""
-    pool, closed = HostPool(lambda: read_slots(source), COOL_DOWN), threading.Event()
-    pool.refresh()
-    if pool.error:
-        raise ConfigError(pool.error)
-    hosts = dict(pool.listed)
+    pool, closed = HostPool(lambda: read_slots(source, again=True), COOL_DOWN), threading.Event()
+    hosts = pool.listed = read_slots(source)
 
     def usable() -> dict[str, int]:
         cooling = pool.cooling()
