@@ -118,7 +118,10 @@ class HostSource:
             raise ConfigError(f"{self.path}: cannot be run ({error.strerror}); begin it with #!/bin/sh") from None
         if done.returncode:
             said = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
-            raise ConfigError(f"{self.path}: exit code {done.returncode} ({said})")
+            raise ConfigError(
+                f"{self.path}: exit code {done.returncode} ({said}); correct the script, which has to print HOST:SLOTS"
+                " lines"
+            )
         return done.stdout.decode(errors="replace")
 
 

@@ -124,9 +124,8 @@ def _settle_ranks(arguments: argparse.Namespace) -> None:
     least = arguments.elastic[0] if arguments.elastic is not None else arguments.ranks
     if slots < least and not source.is_script:
         asked = f"--elastic {least}:{arguments.elastic[1]}" if arguments.elastic is not None else f"-n {least}"
-        raise LaunchError(
-            f"{asked}: {source.path} has {slots} slots for ranks; give at most so many, or list more hosts"
-        )
+        fewer = "give at most so many, or " if slots else ""
+        raise LaunchError(f"{asked}: {source.path} has {slots} slots for ranks; {fewer}list more hosts")
     if spares > slots - least and not source.is_script:
         raise LaunchError(
             f"--spares {spares}: {source.path} has {slots} slots, of which at least {least} are for ranks; give"

@@ -1,9 +1,11 @@
 """Workers and servers on the nodes of a resource file: losses of processes and of nodes, signals, and tiles."""
 
 import argparse
+import json
 import platform
 import re
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -19,8 +21,10 @@ import yaml
 from neondist.cluster.hosts import HostSource
 from neondist.errors import LaunchError
 from neondist.launcher.job_nodes import JobNode, JobNodes, NodeLostError, open_nodes, place_workers
+from neondist.launcher.remote import program
 from neondist.launcher.scaling import check_bounds, open_scaling
 from neondist.launcher.slots import Demand
+from neondist.version import __version__ as VERSION
 
 EXPERIMENT = """!FitExperiment
 dataset: !Synthetic {shape: [6, 6, 1], classes: 2, train: 48, test: 4}
@@ -203,6 +207,24 @@ def test_workers_are_whole_on_a_node(folder):
     grid = "--set", "grid={replicas: 2, rows: 2, cols: 1}"
     code, _, err = here(folder, "launch", "nodes.yaml", "job.yaml", "--import", "slow.py", *grid)
     assert (code, "have room for 1 workers of 2 tiles" in err) == (2, True), err
+
+
+def test_hosts_without_this_neondist(monkeypatch):
+    """They say so, in one line each."""
+
+    def said(words, request=None):
+        done = subprocess.run(words, input=request, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+        return done.stderr
+
+    words = program("far")
+    assert "neondist 0.1.0 there, 0.0.1 where" in said(words, json.dumps({"version": "0.0.1"})).replace(
+        VERSION, "0.1.0"
+    )
+    assert "error: far: has no /nowhere/python with " in said([*words[:4], "/nowhere/python", *words[5:]])
+    monkeypatch.setattr("sys.executable", "/bin/sh")
+    monkeypatch.setattr("neondist.safe_path.__file__", "/nowhere")
+    assert "error: far: has no /bin/sh with /nowhere; install neondist there" in said(program("far"))
 
 
 def test_a_list_is_read_once_at_the_start_of_an_elastic_job(folder, monkeypatch):
