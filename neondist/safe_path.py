@@ -42,6 +42,10 @@ def _run() -> None:
     if root not in sys.path:
         sys.path.append(root)  # a checkout that is not installed
     if sys.argv[1].startswith(_PARENT):
+        import signal
+
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import, if its job ends so soon
         end_with(int(sys.argv.pop(1)[len(_PARENT) :]))
     import runpy
 

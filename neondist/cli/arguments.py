@@ -46,9 +46,9 @@ def parser() -> argparse.ArgumentParser:
     # of `launch`, and of hosts that come and go
     every.set_defaults(resources=None, hosts_from=None, cool_down=None, wait=None, snapshot=None, source=None, spares=0)
     every.set_defaults(hosts=None, generation=None)
-    # of `train`: servers, 0 for a default; bounds of the number of workers, where their slots come from, the wait;
-    # a process with all imports, from which those of the job are forked
-    every.set_defaults(num_ps=0, bounds=None, slots_from=None, slots_wait=None, fork_server=None)
+    # of `train`: servers, 0 for a default, and how they update; bounds of the number of workers, where their slots come
+    # from, the wait; a process with all imports, from which those of the job are forked
+    every.set_defaults(num_ps=0, update_rule=None, bounds=None, slots_from=None, slots_wait=None, fork_server=None)
     commands = every.add_subparsers(required=True, metavar="COMMAND")
 
     for command in (run, train, launch, submit, plan, apply, sweep, bench, serve, top, doctor, data, files, zoo):

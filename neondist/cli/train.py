@@ -134,7 +134,7 @@ def train(arguments: argparse.Namespace) -> int:
             definition = load_definition(arguments.file, _names(arguments))
             data = arguments.training_data, arguments.validation_data
             experiment = experiment_of(definition, arguments, *data, speaks=world.rank == 0)
-            if getattr(arguments, "update_rule", None) is not None:
+            if arguments.update_rule is not None:
                 experiment.use_servers()
             experiment.validate(ranks)
             check_workers(arguments, experiment, ranks)
@@ -159,8 +159,6 @@ def train(arguments: argparse.Namespace) -> int:
     def elsewhere(prepared: tuple[Any, Any]) -> int | None:
         return run_workers(arguments, prepared[1])
 
-    if getattr(arguments, "update_rule", None) is None or worker_place(os.environ) is not None:
-        return on_ranks(arguments, prepare, work, elsewhere)
     with open_forks(arguments) as arguments.fork_server:
         return on_ranks(arguments, prepare, work, elsewhere)
 

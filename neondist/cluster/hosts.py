@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -77,6 +78,11 @@ class HostSource:
         self.is_resources = self.path.suffix in (".yaml", ".yml")
         self.is_script = not self.is_resources and os.access(self.path, os.X_OK)
 
+    @cached_property
+    def at_start(self) -> dict[str, int]:
+        """The hosts at the start of the command, read once for all that is checked and placed by them; as `read`."""
+        return self.read()
+
     def read(self) -> dict[str, int]:
         """Return the hosts that there are now, with their slots, in order.
 
@@ -112,7 +118,10 @@ class HostSource:
             raise ConfigError(f"{self.path}: cannot be run ({error.strerror}); begin it with #!/bin/sh") from None
         if done.returncode:
             said = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
-            raise ConfigError(f"{self.path}: exit code {done.returncode} ({said})")
+            raise ConfigError(
+                f"{self.path}: exit code {done.returncode} ({said}); correct the script, which has to print HOST:SLOTS"
+                " lines"
+            )
         return done.stdout.decode(errors="replace")
 
 

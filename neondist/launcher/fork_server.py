@@ -6,7 +6,9 @@ runs, and while no other thread does, so that locks, pools of threads and device
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import json
 import os
 import runpy
@@ -168,12 +170,28 @@ def open_fork_server(load: Callable[[], object]) -> Iterator[ForkServer | None]:
         os.waitpid(server, 0)
 
 
+def load_permanently(load: Callable[[], object]) -> None:
+    """Let `load` import modules, which the garbage collector leaves out from then on.
+
+    It would look at a million objects of PyTorch's again and again while they are imported, and in each forked process
+    once more, which copies the pages that it writes to.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        load()
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
 def _can_fork(load: Callable[[], object]) -> bool:
     """Import what is needed, and tell whether processes can be forked."""
     if sys.platform != "linux" or threading.active_count() > 1:
         return False
     try:
-        load()
+        load_permanently(load)
     except ImportError:  # what needs it says so
         return False
     return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
@@ -224,5 +242,23 @@ def _run(request: Mapping[str, Any], output: int) -> NoReturn:
     os.environ.update(request["env"])
     Signals(whole_process=True).listen()
     sys.argv = ["neondist", *request["words"]]
-    runpy.run_module("neondist", run_name="__main__", alter_sys=True)
-    sys.exit(0)
+    code: Any = 0
+    try:
+        runpy.run_module("neondist", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code or 0
+    if not isinstance(code, int):
+        sys.exit(code)
+    _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process as the interpreter does, but leave its modules to the system: clearing them takes a while."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code)

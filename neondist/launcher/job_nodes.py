@@ -22,10 +22,9 @@ from .launch import ready
 from .monitor import LOOPBACK
 from .parent_watch import end_process
 from .placement import Placement, list_addresses, placed
-from .remote import RemoteProcess
+from .remote import RemoteProcess, program
 from .scaling import LOCAL, read_slots
 
-_PROGRAM = "neondist.launcher.remote"
 _GRACE = 10.0
 """Seconds that a process has to end after a signal, before it is killed."""
 _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
@@ -257,21 +256,21 @@ def _node(placement: Placement, report: NodeReport, own: str) -> JobNode:
     variables = placement.variables(report, os.environ)
     if report.node.ssh_config is None:
         return JobNode(report.node.address, own, variables=variables)
-    program = report.python, f"{report.facts['package']}/safe_path.py", _PROGRAM
+    words_there = report.python, f"{report.facts['package']}/safe_path.py", program.__module__
     # servers write checkpoints to the folder of the run
     address = report.facts["address"] if report.facts["shared"] else ""
 
     def connect(words: Sequence[str]) -> list[str]:
         return ssh_command(report.node, placement.config, list(words), os.environ, _KEEP_ALIVE)
 
-    return JobNode(report.node.address, address, connect, program, variables)
+    return JobNode(report.node.address, address, connect, words_there, variables)
 
 
 def _host(name: str) -> JobNode:
     def connect(words: Sequence[str]) -> list[str]:
         return host_command(name, words, os.environ, _KEEP_ALIVE)
 
-    return JobNode(name, "", connect, safe_path.command(_PROGRAM))
+    return JobNode(name, "", connect, program(name))
 
 
 def _own_address(preferred: Sequence[str]) -> str:

@@ -114,7 +114,7 @@ def _settle_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
 def _settle_ranks(arguments: argparse.Namespace) -> None:
     """Compare the number of ranks, and of spares, with the hosts that there are."""
     source, spares = arguments.source, arguments.spares
-    slots = sum(source.read().values())
+    slots = sum(source.at_start.values())
     if arguments.ranks is None:
         if not slots:
             raise LaunchError(
@@ -124,9 +124,8 @@ def _settle_ranks(arguments: argparse.Namespace) -> None:
     least = arguments.elastic[0] if arguments.elastic is not None else arguments.ranks
     if slots < least and not source.is_script:
         asked = f"--elastic {least}:{arguments.elastic[1]}" if arguments.elastic is not None else f"-n {least}"
-        raise LaunchError(
-            f"{asked}: {source.path} has {slots} slots for ranks; give at most so many, or list more hosts"
-        )
+        fewer = "give at most so many, or " if slots else ""
+        raise LaunchError(f"{asked}: {source.path} has {slots} slots for ranks; {fewer}list more hosts")
     if spares > slots - least and not source.is_script:
         raise LaunchError(
             f"--spares {spares}: {source.path} has {slots} slots, of which at least {least} are for ranks; give"
@@ -163,6 +162,7 @@ class Roster:
         self.resources: ResourceSpec | None = arguments.resources
         self._source, self._fits, self._known = arguments.source, fits, {}  # type: Any, Any, dict[int, bool]
         self.pool = None if self._source is None else HostPool(self._read, arguments.cool_down or COOL_DOWN)
+        self._reads = 0
 
     def choose(self) -> Members | None:
         """Return as many ranks as there can be on hosts that may be used now; None if these are too few."""
@@ -227,7 +227,8 @@ class Roster:
         if self._source.is_resources:
             self.resources = ResourceSpec(self._source.path)
             return slots_of(self.resources)
-        found: dict[str, int] = self._source.read()
+        self._reads += 1
+        found: dict[str, int] = self._source.at_start if self._reads == 1 else self._source.read()
         return found
 
     def _largest(self, slots: int) -> Members | None:

@@ -18,6 +18,7 @@ from typing import IO
 
 from .. import safe_path
 from ..signals import signal_name
+from ..version import __version__
 from .parent_watch import end_process
 
 UNREACHABLE = 255
@@ -27,6 +28,15 @@ _GRACE = 10.0
 _PATIENCE = 2.0
 """Seconds after which the connection of a command that is killed is closed."""
 _MOST_CHARACTERS = 1 << 20
+_START = """[ -x "$1" ] && [ -f "$2" ] && exec "$@"
+echo "error: $0: has no $1 with $2; install neondist there in the same folders, or give the node its python_venv in a \
+resource file, for neondist launch" >&2
+exit 2"""
+
+
+def program(host: str) -> list[str]:
+    """Return the words that run this module's other end on a host with the same files, or say that it has none."""
+    return ["sh", "-c", _START, host, *safe_path.command(__name__)]
 
 
 class RemoteProcess:
@@ -51,7 +61,8 @@ class RemoteProcess:
             list(connection), stdin=subprocess.PIPE, stdout=output, text=True, start_new_session=True
         )
         self.pid, self.stdout = self._process.pid, self._process.stdout
-        self._send(json.dumps({"folder": os.getcwd(), "words": list(words), "variables": dict(variables)}))
+        request = {"folder": os.getcwd(), "words": list(words), "variables": dict(variables), "version": __version__}
+        self._send(json.dumps(request))
 
     def poll(self) -> int | None:
         """Return the exit code; None while it runs."""
@@ -84,18 +95,22 @@ class RemoteProcess:
             self._process.stdin.flush()
 
 
-def cause_of(code: int) -> str:
-    """Return in words what has ended a process, here or on another machine, that was killed."""
-    return "connection lost" if code == UNREACHABLE else signal_name(code)
+def cause_of(code: int, host: str) -> str:
+    """Return in words what has ended a process of a host that was killed."""
+    return f"connection to {host} lost" if code == UNREACHABLE else signal_name(code)
 
 
 def _run(requests: IO[str]) -> int:
     """Run the command of the first line, and return its exit code, that of a shell if it was killed."""
-    request = json.loads(requests.readline(_MOST_CHARACTERS))
+    request, host = json.loads(requests.readline(_MOST_CHARACTERS)), os.uname().nodename
+    if request["version"] != __version__:
+        difference = f"neondist {__version__} there, {request['version']} where the job was started"
+        sys.stderr.write(f"error: {host}: {difference}; install the same version\n")
+        return 2
     try:
         os.chdir(request["folder"])
     except OSError as error:
-        where = f"{os.uname().nodename}: the folder {request['folder']}"
+        where = f"{host}: the folder {request['folder']}"
         sys.stderr.write(f"error: {where}: {error.strerror}; share it, or copy it to the same path\n")
         return 2
     child = subprocess.Popen(

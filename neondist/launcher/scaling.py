@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from .. import threads
 from ..cluster.hosts import HostPool, HostSource
 from ..console import say
-from ..errors import ConfigError, LaunchError
+from ..errors import LaunchError
 from .members import COOL_DOWN, POLL, WAIT
 from .monitor import LOOPBACK
 from .slots import Demand, SlotTable
@@ -24,8 +24,10 @@ _REPORT = 30.0
 """Seconds between two messages of a job that waits."""
 
 
-def read_slots(source: HostSource | None) -> dict[str, int]:
+def read_slots(source: HostSource | None, again: bool = False) -> dict[str, int]:
     """Return the slots of each host: those of a source of hosts, or the cores of this machine, which is 'localhost'.
+
+    The source is read once, or `again`.
 
     Raises
     ------
@@ -36,7 +38,7 @@ def read_slots(source: HostSource | None) -> dict[str, int]:
         return {LOCAL: threads.cores()}
     node = os.uname().nodename
     found: dict[str, int] = {}
-    for host, slots in source.read().items():
+    for host, slots in (source.read() if again else source.at_start).items():
         name = LOCAL if host in (LOCAL, LOOPBACK, node, node.partition(".")[0]) else host
         found[name] = found.get(name, 0) + slots
     return found
@@ -49,9 +51,10 @@ def check_bounds(demand: Demand, source: HostSource | None) -> None:
     if demand.high > most and (source is None or not source.is_script):
         where = f"{source.path} lists" if source is not None else "this machine has"
         each = f" of {demand.width} tiles" if demand.width > 1 else ""
+        remedy = f"give at most {most}, or more slots with --hosts-from FILE" if most else "list more slots"
         raise LaunchError(
             f"--num-workers {demand.low}:{demand.high}: {where} {slots} slots, too few for {demand.high} workers{each};"
-            f" give at most {most}, or more slots with --hosts-from FILE (localhost:SLOTS or HOST:SLOTS)"
+            f" {remedy} (localhost:SLOTS or HOST:SLOTS)"
         )
 
 
@@ -67,6 +70,8 @@ class Scaling:
         Called with a host that cannot be reached, which `hosts` then leaves out for a while.
     limit : float
         Seconds for which the job waits for its minimum.
+    cooling : callable
+        Returns the hosts that are left out, and for how many seconds still.
     """
 
     def __init__(
@@ -75,8 +80,9 @@ class Scaling:
         hosts: Callable[[], Mapping[str, int]],
         fail: Callable[[str], None] = lambda host: None,
         limit: float = WAIT,
+        cooling: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        self._table, self._hosts, self._fail, self.limit = table, hosts, fail, limit
+        self._table, self._hosts, self._fail, self.limit, self._cooling = table, hosts, fail, limit, cooling
         self._next = 0.0
 
     def wait_for_minimum(
@@ -135,21 +141,21 @@ class Scaling:
     def give_up(self) -> None:
         """Say that the job ends, for it has waited too long for its minimum."""
         remedy = "start it again later, or lower --num-workers"
+        if cooling := self._cooling():
+            remedy = f"correct the list, or what `ssh {next(iter(cooling))}` says"
         say(f"error: gives up after {self.limit:g} s: {self.describe()}; {remedy}", sys.stderr)
 
     def describe(self) -> str:
-        """Return in words who uses the slots."""
-        return self._table.describe(self._hosts())
+        """Return in words who uses the slots, and which hosts are left out."""
+        texts = [f"{host} is left out for {left:.0f} s" for host, left in self._cooling().items()]
+        return "; ".join([self._table.describe(self._hosts()), *texts])
 
 
 @contextmanager
 def open_scaling(demand: Demand, source: HostSource | None, limit: float = WAIT) -> Iterator[Scaling]:
     """Yield the slots of a job, for which it waits in turn; the list of hosts is read again and again meanwhile."""
-    pool, closed = HostPool(lambda: read_slots(source), COOL_DOWN), threading.Event()
-    pool.refresh()
-    if pool.error:
-        raise ConfigError(pool.error)
-    hosts = dict(pool.listed)
+    pool, closed = HostPool(lambda: read_slots(source, again=True), COOL_DOWN), threading.Event()
+    hosts = pool.listed = read_slots(source)
 
     def usable() -> dict[str, int]:
         cooling = pool.cooling()
@@ -171,7 +177,7 @@ def open_scaling(demand: Demand, source: HostSource | None, limit: float = WAIT)
         if source is not None:
             threading.Thread(target=watch, name="hosts", daemon=True).start()
         try:
-            yield Scaling(table, usable, pool.fail, limit)
+            yield Scaling(table, usable, pool.fail, limit, pool.cooling)
         finally:
             closed.set()
 

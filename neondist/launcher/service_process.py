@@ -74,7 +74,7 @@ class ServiceProcess:
         if self.restarts == MOST_RESTARTS:
             raise LaunchError(f"{self.name} was killed {MOST_RESTARTS + 1} times; go on with --resume auto")
         self.restarts += 1
-        cause = cause_of(code)
+        cause = cause_of(code, self._node.name)
         say(f"{self.name} was killed ({cause}); restarted", sys.stderr)
         self._process = self._begin()
         self.wait()

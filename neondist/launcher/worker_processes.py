@@ -174,7 +174,7 @@ class WorkerProcesses:
             del self._workers[at]
             self._scaling.lose(worker.host)
             return None
-        cause, where = cause_of(code), ""
+        cause, where = cause_of(code, worker.host), ""
         if code == UNREACHABLE:
             others = [one.host for one in self._workers.values() if one is not worker]
             worker.host = self._nodes.replace(worker.host, others)

@@ -20,7 +20,7 @@ from ..io.output import RECOVERY, clear, has_run
 from ..job import detect
 from ..signals import STOPPED
 from ..train.validate import grid_shape_of
-from .fork_server import ForkServer, Process, open_fork_server
+from .fork_server import ForkServer, Process, load_permanently, open_fork_server
 from .job_nodes import JobNode, JobNodes, NodeLostError, find_places, open_nodes
 from .launch import words
 from .members import WAIT
@@ -42,6 +42,7 @@ MOST_SERVERS = 4
 def _load() -> None:
     """Import what workers and servers need that train a model of PyTorch."""
     import h5py  # noqa: F401  of checkpoints
+    import psutil  # noqa: F401
 
     from .. import train  # noqa: F401
     from ..io import environment  # noqa: F401
@@ -54,11 +55,17 @@ def _load() -> None:
 def open_forks(arguments: argparse.Namespace) -> AbstractContextManager[ForkServer | None]:
     """Return what forks the processes of a job whose model is one of PyTorch; it yields None if they are started anew.
 
-    Open it before the model is loaded.
+    Open it before the model is loaded. In any `neondist` command it lets modules be imported that the model needs.
     """
+    if not arguments.signals.whole_process or not Path(arguments.file).is_file():
+        return nullcontext()
+    if arguments.update_rule is not None and arguments.tiles == (1, 1) and SERVERS not in os.environ:
+        return open_fork_server(_load)
     # ranks of tiles are started by mpirun
-    able = arguments.signals.whole_process and arguments.tiles == (1, 1) and Path(arguments.file).is_file()
-    return open_fork_server(_load) if able else nullcontext()
+    if "torch" not in sys.modules:  # it was not forked
+        with suppress(ImportError):  # what needs it says so
+            load_permanently(_load)
+    return nullcontext()
 
 
 def worker_place(environ: Mapping[str, str]) -> WorkerPlace | None:
@@ -206,7 +213,7 @@ def _run_job(
     master.wait()
 
     def start(index: int, node: str, again: bool) -> Process:
-        place = WorkerPlace(index, addresses, master.address, token, getattr(arguments, "update_rule", None))
+        place = WorkerPlace(index, addresses, master.address, token, arguments.update_rule)
         command = _worker_words(arguments, index, shape.tiles, again or arguments.resume == "auto")
         output = subprocess.DEVNULL if index else None
         return stack.enter_context(nodes.process(node, command, secret | place.environment, f"worker {index}", output))

@@ -321,7 +321,7 @@ def _train(
         _begin(experiment, grid, folder, begun.resumed, resolved, supervised or worker is not None)
         writing = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, resolved)
         figures = [JobFigures(worker)] if worker is not None and worker.index == 0 else []
-        writers = [*figures, *_writers(folder, writing, store, snapshot)]
+        writers = [*figures, *_writers(folder, writing, store, snapshot, pictures=worker is None or worker.index == 0)]
     with (
         closing(dataset),
         nullcontext() if remote is None else closing(remote),
@@ -370,18 +370,18 @@ def _begin(
 
 
 def _writers(
-    folder: Path, checkpoint: Checkpoint, store: SnapshotStore | None, snapshot: int | Literal["auto"] | None
-) -> list[Hook]:
+    folder: Path, checkpoint: Checkpoint, store: SnapshotStore | None, snapshot: int | Literal["auto"] | None,
+    pictures: bool,
+) -> list[Hook]:  # fmt: skip
     """Return the hooks that write files; the log before the checkpoint, which is what a resume believes."""
+    drawn = [Curves(folder / "curves.png"), TilesPicture(folder / "tiles.png"), WorstSamples(folder / "worst.npz")]
     return [
         MetricsLog(folder / "metrics.jsonl"),
         LedgerLog(folder / "ledger.jsonl"),
         checkpoint,
         CompletionMark(folder / COMPLETE),
         *([Snapshots(store, snapshot, checkpoint)] if store is not None else []),
-        Curves(folder / "curves.png"),
-        TilesPicture(folder / "tiles.png"),
-        WorstSamples(folder / "worst.npz"),
+        *(drawn if pictures else []),
     ]
 
 

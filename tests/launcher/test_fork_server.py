@@ -14,7 +14,7 @@ from neondist.launcher.fork_server import open_fork_server
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 
 SUPERVISOR = """\
-import os, signal, subprocess, sys
+import gc, os, signal, subprocess, sys
 import psutil
 import neondist.cli
 from neondist.launcher.fork_server import open_fork_server
@@ -23,6 +23,7 @@ TOKEN = {"NEONDIST_TOKEN": "0123456789abcdef", "PATH": os.environ["PATH"]}
 print("written once, although it is in a buffer when the server is forked")
 with open_fork_server(lambda: None) as server:
     [copy] = psutil.Process().children()
+    assert gc.isenabled() and gc.get_freeze_count() > 10_000
     one = server.start(["check", "nothing.yaml"], {**os.environ, "HERE": "1"}, "check")
     assert one.wait(60) == 2
     service = server.start(["serve", "ps"], TOKEN, "serve ps", subprocess.PIPE)

@@ -1,7 +1,12 @@
 """Workers and servers on the nodes of a resource file: losses of processes and of nodes, signals, and tiles."""
 
+import argparse
+import json
 import platform
+import re
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 
@@ -9,11 +14,17 @@ import psutil
 import pytest
 from cli_runs import here, neondist, start
 from fake_nodes import FakeNodes, missing, needs_mpirun
+from sshd import Sshd, other_environment, without_sshd
 from turns import some
 
 import yaml
+from neondist.cluster.hosts import HostSource
 from neondist.errors import LaunchError
-from neondist.launcher.job_nodes import JobNode, JobNodes, NodeLostError, place_workers
+from neondist.launcher.job_nodes import JobNode, JobNodes, NodeLostError, open_nodes, place_workers
+from neondist.launcher.remote import program
+from neondist.launcher.scaling import check_bounds, open_scaling
+from neondist.launcher.slots import Demand
+from neondist.version import __version__ as VERSION
 
 EXPERIMENT = """!FitExperiment
 dataset: !Synthetic {shape: [6, 6, 1], classes: 2, train: 48, test: 4}
@@ -24,6 +35,7 @@ epochs: 4
 strategy: !PS {sync: false}
 """
 SLOW = """
+import pathlib
 import time
 
 import neondist as nd
@@ -34,6 +46,8 @@ class Slow(nd.Activation):
 
     def fprop(self, z):
         time.sleep(0.2)
+        while pathlib.Path("hold").exists():
+            time.sleep(0.05)
         return z
 
     def bprop(self, y, dy):
@@ -141,6 +155,48 @@ def test_all_nodes_end_with_the_job(folder, nodes, number, command):
     wait_for(lambda: not nodes.processes(), 30)
 
 
+@pytest.mark.skipif(bool(without_sshd()), reason=without_sshd())
+@pytest.mark.long
+def test_workers_over_sshd_of_two_environments(folder, tmp_path):
+    """A session is killed, then the job is stopped; it goes on with a list of hosts, which is read once."""
+    other, servers = other_environment(tmp_path), Sshd(tmp_path, "nodeB", "nodeC")
+    venvs = {"nodeB": f"source {sys.prefix}/bin/activate", "nodeC": f"source '{other}/bin/activate'"}
+    found = [{"address": node, "ssh_config": f"of {node}"} for node in venvs]
+    groups = {f"of {node}": servers.settings(node, python_venv=venv) for node, venv in venvs.items()}
+    first = {"address": platform.node(), "chief": True}
+    (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": [first, *found], "ssh": groups}))
+    (folder / "hosts").write_text("#!/bin/sh\necho run >> 'runs of it'\necho localhost\necho nodeB\necho nodeC:2\n")
+    (folder / "hosts").chmod(0o755)
+    metrics, words = folder / "out" / "metrics.jsonl", ("--import", "slow.py", "--output", "out")
+    job = None
+    try:
+        servers.wait()
+        job = start(neondist("launch", "nodes.yaml", "job.yaml", *words), folder, **servers.env)
+        wait_for(lambda: metrics.is_file() and servers.sessions("nodeB", "run") and servers.sessions("nodeC", "run"))
+        (folder / "hold").touch()  # lest all is trained before
+        (session,) = servers.sessions("nodeB", "run")
+        session.kill()
+        wait_for(lambda: [one for one in servers.sessions("nodeB", "run") if one != session])
+        job.send_signal(signal.SIGTERM)
+        (folder / "hold").unlink()
+        _, err = job.communicate(timeout=60)
+        assert job.returncode == 75, err
+        assert "worker 1 was killed (connection to nodeB lost); started again on nodeB\n" in err
+        wait_for(lambda: not any(servers.sessions(node, word) for node in venvs for word in ("run", "ps")))
+        told = "run", "job.yaml", "--hosts-from", "hosts", "-n", 3, *words, "--resume"
+        job = start(neondist(*told), folder, **servers.env_of_list)
+        wait_for(lambda: servers.sessions("nodeC", "run"))
+        out, err = job.communicate(timeout=240)
+    finally:
+        if job is not None:
+            job.kill()
+        servers.end()
+    assert job.returncode == 0, err
+    assert "applied: 48 records in each of 4 epochs, each once; 0 workers started again" in out
+    assert re.findall(r"(?m)^epoch (\d)/4 ", out)[-1:] == ["4"]
+    assert (folder / "runs of it").read_text() == "run\n"
+
+
 def test_workers_are_whole_on_a_node(folder):
     slots = {"a": 1, "b": 5, "c": 4}
     assert place_workers(slots, 3, 2) == {"b": 2, "c": 1}
@@ -151,6 +207,39 @@ def test_workers_are_whole_on_a_node(folder):
     grid = "--set", "grid={replicas: 2, rows: 2, cols: 1}"
     code, _, err = here(folder, "launch", "nodes.yaml", "job.yaml", "--import", "slow.py", *grid)
     assert (code, "have room for 1 workers of 2 tiles" in err) == (2, True), err
+
+
+def test_hosts_without_this_neondist(monkeypatch):
+    """They say so, in one line each."""
+
+    def said(words, request=None):
+        done = subprocess.run(words, input=request, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+        return done.stderr
+
+    words = program("far")
+    assert "neondist 0.1.0 there, 0.0.1 where" in said(words, json.dumps({"version": "0.0.1"})).replace(
+        VERSION, "0.1.0"
+    )
+    assert "error: far: has no /nowhere/python with " in said([*words[:4], "/nowhere/python", *words[5:]])
+    monkeypatch.setattr("sys.executable", "/bin/sh")
+    monkeypatch.setattr("neondist.safe_path.__file__", "/nowhere")
+    assert "error: far: has no /bin/sh with /nowhere; install neondist there" in said(program("far"))
+
+
+def test_a_list_is_read_once_at_the_start_of_an_elastic_job(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    (folder / "hosts").write_text("#!/bin/sh\necho run >> runs\necho localhost:2\necho far\n")
+    (folder / "hosts").chmod(0o755)
+    source, demand = HostSource("hosts"), Demand(1, 3)
+    check_bounds(demand, source)
+    given = argparse.Namespace(resources=None, source=None, slots_from=source, fork_server=None)
+    with open_scaling(demand, source) as scaling:
+        hosts = scaling.wait_for_minimum(lambda: False, print)
+        with open_nodes(given, hosts, 1) as nodes:
+            assert nodes.workers == ["localhost", "localhost", "far"]
+    assert (folder / "runs").read_text() == "run\n"
 
 
 def test_workers_of_a_lost_machine_are_divided(monkeypatch):

@@ -1,6 +1,5 @@
 """`neondist launch` over fake nodes, and over real sshd on two ports, with paths and variables that want quoting."""
 
-import getpass
 import json
 import os
 import platform
@@ -12,11 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from cli_runs import EXPERIMENT, call, here, neondist, start
 from fake_nodes import FakeNodes, missing, needs_mpirun
+from sshd import Sshd, other_environment, without_sshd
 
 import yaml
 from neondist.cluster.ssh_config import OWN
@@ -124,59 +123,16 @@ def test_a_script_that_is_lost_begins_again(folder):
     ]
 
 
-class Sshd:
-    """Servers on ports of their own, each under a host name of its own."""
-
-    def __init__(self, folder, *nodes):
-        self.key, own, self.servers = folder / "a key", [], []
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key], check=True)
-        shutil.copy(folder / "a key.pub", folder / "authorized")
-        self.ports = {}
-        for node in nodes:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                self.ports[node] = port = free.getsockname()[1]
-            host = folder / f"host_{node}"
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", host], check=True)
-            options = [f"HostKey={host}", f"AuthorizedKeysFile={folder / 'authorized'}", "StrictModes=no", "UsePAM=no",
-                       "ListenAddress=127.0.0.1", "PidFile=none", "PermitRootLogin=prohibit-password"]  # fmt: skip
-            words = ["/usr/sbin/sshd", "-D", "-f", "/dev/null", "-p", str(port), *(f"-o{one}" for one in options)]
-            named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', node, *words]
-            self.servers.append(subprocess.Popen(named, env={"PATH": os.environ["PATH"]}))
-            own += [f"Host {node}", "  HostName 127.0.0.1"]
-        (folder / "own").write_text("\n".join([*own, "Host *", f"  UserKnownHostsFile {folder / 'known'}"]) + "\n")
-        self.env = {OWN: str(folder / "own"), "PRTE_MCA_prte_do_not_resolve": "1"}
-
-    def settings(self, node, **more):
-        return {"username": getpass.getuser(), "port": self.ports[node], "key_file": str(self.key), **more}
-
-
-def without_sshd():
-    if not Path("/usr/sbin/sshd").exists() or not shutil.which("ssh"):
-        return "needs openssh-server"
-    return missing()
-
-
 @pytest.mark.skipif(bool(without_sshd()), reason=without_sshd())
 @needs_mpirun
 def test_sshd_on_two_ports_with_two_virtual_environments(folder, tmp_path):
-    Path("/run/sshd").mkdir(exist_ok=True)
-    # a virtual environment beside this one, with its packages; MPI's library is found by a variable of that node
-    other = tmp_path / "other env"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(other)], check=True)
-    (packages,) = other.glob("lib/python*/site-packages")
-    ours = next(path for path in sys.path if path.endswith("site-packages"))
-    root = Path(__file__).parents[2]
-    (packages / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n{root}\n")
-    servers = Sshd(tmp_path, "nodeB", "nodeC")
+    # MPI's library is found by a variable of that node
+    other, servers = other_environment(tmp_path), Sshd(tmp_path, "nodeB", "nodeC")
     envs = {"ODD": ODD, "LD_LIBRARY_PATH": f"{sys.prefix}/lib", "OMPI_MCA_mpi_yield_when_idle": "1"}
     venvs = {"nodeB": f"source {sys.prefix}/bin/activate", "nodeC": f"source '{other}/bin/activate'"}
     write(folder, venvs, **{n: servers.settings(n, python_venv=venv, shared_envs=envs) for n, venv in venvs.items()})
     try:
-        for _ in range(600):
-            with socket.socket() as trial:
-                if all(trial.connect_ex(("127.0.0.1", port)) == 0 for port in servers.ports.values()):
-                    break
-            time.sleep(0.05)
+        servers.wait()
         words = neondist("launch", "nodes.yaml", "script.py", "--wait", f"run-{os.getpid()}")
         for number in (signal.SIGTERM, signal.SIGINT):
             job, lines = start(words, folder, **servers.env), []
@@ -192,9 +148,7 @@ def test_sshd_on_two_ports_with_two_virtual_environments(folder, tmp_path):
             while subprocess.run(["pgrep", "-f", f"run-{os.getpid()}$"], capture_output=True, check=False).stdout:
                 time.sleep(0.05)
     finally:
-        for one in servers.servers:
-            one.terminate()
-            one.wait()
+        servers.end()
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs openssh-client")
