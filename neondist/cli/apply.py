@@ -149,7 +149,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
             if grid.rank == 0:
                 emit(json.dumps(found))
                 if arguments.report is not None:
-                    of = {"checkpoint": arguments.checkpoint, "images": arguments.input or found["split"]}
+                    of = {"checkpoint": arguments.checkpoint}
+                    if arguments.input is not None:
+                        of["images"] = arguments.input
                     write_text(Path(arguments.report), page_of_numbers(Path(arguments.file).stem, of, found, samples))
 
     find = partial(validated, arguments) if None in files else lambda world, ranks: loaded(arguments, world)
