@@ -106,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train in this process, on virtual ranks, in the MPI job that this process is in, or under mpirun."""
     if arguments.script:
         return _run_script(arguments)
+    from ..io.output import missing, remove_empty
 
     def work(world: Transport, experiment: Any) -> int:
         start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
@@ -117,7 +118,11 @@ def run(arguments: argparse.Namespace) -> int:
             options.print_written(result.files)
         return result.stop.code if result.stop else 0
 
-    return on_ranks(arguments, partial(_prepare, arguments), work, partial(run_workers, arguments))
+    made = missing(arguments.folder)
+    try:
+        return on_ranks(arguments, partial(_prepare, arguments), work, partial(run_workers, arguments))
+    finally:
+        remove_empty(made)
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
