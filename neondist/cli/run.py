@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -169,8 +170,10 @@ def check(arguments: argparse.Namespace) -> int:
 def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     """Return the experiment once nothing stands in its way: file, data, grid and output directory; collective."""
     from ..io.output import prepare
+    from ..train.inference.progress import first_rank_progress
 
-    experiment = validated(arguments, world, ranks)
+    with first_rank_progress(world.rank, sys.stderr):  # to import PyTorch and a module's file may take long
+        experiment = validated(arguments, world, ranks)
     check_workers(arguments, experiment, ranks)
     prepare(world, arguments.folder, arguments.resume, arguments.overwrite)
     return experiment

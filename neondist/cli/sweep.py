@@ -89,7 +89,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     must_launch(arguments, None)
     spaces = dict(map(space, arguments.spaces))
-    experiment = _checked(arguments, spaces)
+    with Progress(file=sys.stderr):  # to import PyTorch and a module's file may take long
+        experiment = _checked(arguments, spaces)
     best = Best(arguments.number) if arguments.number else experiment.best or Best()
     best.check(experiment.metrics)
     folder = options.folder(arguments, "sweep")
