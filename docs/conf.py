@@ -26,12 +26,14 @@ default_role = "literal"  # `name` in a docstring is code
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True  # `np`, not the path of its module
 autodoc_inherit_docstrings = False
 maximum_signature_line_length = 90
 napoleon_google_docstring = False
 napoleon_custom_sections = [("Attributes", "params_style")]  # one entry may name several
 napoleon_use_rtype = False
 
+toc_object_entries_show_parents = "hide"  # navigation is narrow
 html_theme = "alabaster"
 html_theme_options = {
     "description": "Convolutional networks over MPI ranks",

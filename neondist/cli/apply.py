@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..comm import ProcessGrid, Transport, all_or_none
-from ..console import emit
+from ..console import emit, say
 from ..errors import ConfigError
+from ..io.files import partial as unfinished
 from ..io.files import write_text
+from ..job import LAUNCHED, detect
 from ..launcher.ranks import on_ranks
 from . import options
 from .experiment import load_factory, loaded, validated
@@ -149,7 +152,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
             if grid.rank == 0:
                 emit(json.dumps(found))
                 if arguments.report is not None:
-                    of = {"checkpoint": arguments.checkpoint, "images": arguments.input or found["split"]}
+                    of = {"checkpoint": arguments.checkpoint}
+                    if arguments.input is not None:
+                        of["images"] = arguments.input
                     write_text(Path(arguments.report), page_of_numbers(Path(arguments.file).stem, of, found, samples))
 
     find = partial(validated, arguments) if None in files else lambda world, ranks: loaded(arguments, world)
@@ -199,8 +204,34 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 def predict(arguments: argparse.Namespace) -> int:
     """Write the outputs for new images; the experiment's data need not be there."""
-    if arguments.weights is not None:
-        return _predict_module(arguments)
+    with _unfinished_output_noted(Path(arguments.output)):
+        return _predict_module(arguments) if arguments.weights is not None else _predict_experiment(arguments)
+
+
+@contextmanager
+def _unfinished_output_noted(path: Path) -> Iterator[None]:
+    """Say, once, how a command that failed or was interrupted can go on from the blocks that are complete."""
+    part, job = unfinished(path), detect(os.environ)
+    journal = part.with_name(f"{part.name}.journal")
+
+    def written() -> int | None:
+        return journal.stat().st_mtime_ns if journal.exists() else None
+
+    before = written()
+    try:
+        yield
+    finally:
+        first = LAUNCHED not in os.environ and (job is None or job.first)
+        if first and written() not in (None, before):
+            say(
+                f"note: {part} keeps the blocks that are complete; repeat the command to go on, or give --overwrite to"
+                " start again",
+                sys.stderr,
+            )
+
+
+def _predict_experiment(arguments: argparse.Namespace) -> int:
+    """Write the outputs of a checkpoint of an experiment."""
     _refuse_options_of_weights(arguments)
     if arguments.file is None or arguments.checkpoint is None:
         raise ConfigError("predict: give FILE.yaml and --checkpoint FILE, or --weights W and --factory FILE.py:NAME")

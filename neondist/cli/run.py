@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -106,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train in this process, on virtual ranks, in the MPI job that this process is in, or under mpirun."""
     if arguments.script:
         return _run_script(arguments)
+    from ..io.output import missing, remove_empty
 
     def work(world: Transport, experiment: Any) -> int:
         start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
@@ -117,7 +119,11 @@ def run(arguments: argparse.Namespace) -> int:
             options.print_written(result.files)
         return result.stop.code if result.stop else 0
 
-    return on_ranks(arguments, partial(_prepare, arguments), work, partial(run_workers, arguments))
+    made = missing(arguments.folder)
+    try:
+        return on_ranks(arguments, partial(_prepare, arguments), work, partial(run_workers, arguments))
+    finally:
+        remove_empty(made)
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -164,8 +170,10 @@ def check(arguments: argparse.Namespace) -> int:
 def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     """Return the experiment once nothing stands in its way: file, data, grid and output directory; collective."""
     from ..io.output import prepare
+    from ..train.inference.progress import first_rank_progress
 
-    experiment = validated(arguments, world, ranks)
+    with first_rank_progress(world.rank, sys.stderr):  # to import PyTorch and a module's file may take long
+        experiment = validated(arguments, world, ranks)
     check_workers(arguments, experiment, ranks)
     prepare(world, arguments.folder, arguments.resume, arguments.overwrite)
     return experiment

@@ -33,7 +33,8 @@ from ..signals import INTERRUPTED, STOPPED
 from ..train import Best
 from ..train.html_report import read_records
 from ..train.inference.progress import Progress
-from ..train.page import is_number, page, plot, safe, table, told
+from ..train.page import format_value, is_number, page, safe, table
+from ..train.svg_plot import plot
 from . import options
 from .experiment import load, validated
 
@@ -88,7 +89,8 @@ def sweep(arguments: argparse.Namespace) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     must_launch(arguments, None)
     spaces = dict(map(space, arguments.spaces))
-    experiment = _checked(arguments, spaces)
+    with Progress(file=sys.stderr):  # to import PyTorch and a module's file may take long
+        experiment = _checked(arguments, spaces)
     best = Best(arguments.number) if arguments.number else experiment.best or Best()
     best.check(experiment.metrics)
     folder = options.folder(arguments, "sweep")
@@ -364,7 +366,7 @@ def _conclude(study: Study, folder: Path) -> int:
     names = [key if ends.count(end) > 1 else end for key, end in zip(keys, ends, strict=True)]
     head = ["trial", study.user_attrs["job"]["--number"] or "loss", *names]
     rows = [
-        [told(v) for v in (t.number, _result(t, folder), *(t.params.get(key) for key in keys))]
+        [format_value(v) for v in (t.number, _result(t, folder), *(t.params.get(key) for key in keys))]
         for t in trials
     ]  # fmt: skip
     shown = Table(*head)
@@ -378,14 +380,15 @@ def _conclude(study: Study, folder: Path) -> int:
     origin = f"# trial {trials[0].number} of {visible(str(folder), keep='')}: {trials[0].value:.6g}"
     write_text(folder / "best.yaml", f"{origin}\n{text}")
     write_text(folder / "sweep.html", page(folder.resolve().name, [
+        f"<p class='lead'>Best {safe(head[1])}: {format_value(trials[0].value)}, trial {trials[0].number}</p>",
         "<h2>Results</h2>", plot(
-            "trials", {head[1]: [(number, value) for number, value, _ in good]}, dots=True,
-            best=(trials[0].number, float(trials[0].value)),
+            head[1], {head[1]: [(number, value) for number, value, _ in good]}, dots=True,
+            best=(trials[0].number, float(trials[0].value)), along="trial",
         ),
-        *(plot(key, {head[1]: of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False),
-               best=_marked(trials[0], key))
+        *(plot(head[1], {head[1]: of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False),
+               best=_marked(trials[0], key), along=key)
           for key, of in points.items() if of),
-        table(head, rows), f"<h2>The best</h2><pre>{safe(text, len(text))}</pre>",
+        table(head, rows), f"<h2>Best experiment</h2><pre>{safe(text, len(text))}</pre>",
     ]))  # fmt: skip
     options.print_written([folder / "best.yaml", folder / "sweep.html"])
     return 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..comm import Transport, all_or_none
@@ -22,7 +22,8 @@ BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
 COMPLETE = "complete.json"
 """The mark of a run that has nothing left to train."""
-CHECKPOINTS = ("pretrain_*.h5", "checkpoint-*.h5", CHECKPOINT)
+STAGES = "pretrain_*.h5"
+CHECKPOINTS = (STAGES, "checkpoint-*.h5", CHECKPOINT)
 GENERATIONS = "generations.jsonl"
 LOGS = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
 """The logs of epochs, and how many records of each are written before anything is trained and can be resumed."""
@@ -33,7 +34,7 @@ FILES = (
     "environment.json",
     "strategy.yaml",
     "pretrain.jsonl",
-    "pretrain_*.h5",
+    STAGES,
     "reconstructions_*.png",
     "filters_*.png",
     "stimuli_*.png",
@@ -73,8 +74,10 @@ def prepare(world: Transport, folder: Path, resume: bool | str = False, overwrit
 def held(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> Iterator[None]:
     """Have the folder for one run alone while the block runs; collective. It raises what `prepare` does."""
     lock: FolderLock | None = None
+    made: list[Path] = []
     with all_or_none(world):
         if world.rank == 0:
+            made = missing(folder)
             if resume is True and not folder.exists():
                 raise DataError(f"{folder}: there is no run to resume; check --output, or give --resume auto")
             make_folder(folder)
@@ -90,9 +93,36 @@ def held(world: Transport, folder: Path, resume: bool | str = False, overwrite: 
                 raise
     try:
         yield
-    finally:
+    except BaseException:
         if lock is not None:
             lock.release()
+        remove_empty(made)
+        raise
+    if lock is not None:
+        lock.release()
+
+
+def missing(folder: Path) -> list[Path]:
+    """Return the folder and those above it that do not exist, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders that are empty."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+@contextmanager
+def discarded_untrained(world: Transport, folder: Path | None, is_untrained: Callable[[], bool]) -> Iterator[None]:
+    """Remove the files of a run that bad data end before its first step, so that they do not count as a run."""
+    try:
+        yield
+    except DataError:
+        if folder is not None and world.rank == 0 and is_untrained() and not any(folder.glob(STAGES)):
+            clear(folder)
+        raise
 
 
 def has_run(folder: Path) -> bool:

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 from .. import threads
 from ..comm import Transport
+from ..console import say
 from ..errors import LaunchError, RemoteError, UserError
 from ..heartbeat import descriptor
 from ..job import Job, detect
@@ -29,6 +31,8 @@ Prepared = TypeVar("Prepared")
 STALL_TIMEOUT = 600.0
 PATIENCE = 24 * 3600.0
 """seconds that a virtual rank waits for a message of another, which may have a core's work before it"""
+_LONG = 1.5
+"""seconds of preparation from which the start of ranks is announced"""
 # it waits outside of this process, in which nothing runs but faulthandler's own thread, for that one to write
 _TELL = 'read word && printf "%s\\n" "$0" >&2 && echo failed'
 
@@ -63,6 +67,7 @@ def on_ranks(
 
     job = job_of(arguments)
     if must_launch(arguments, job):
+        begun = time.monotonic()
         watches = new_watchdog(arguments) if arguments.watched else None
         if watches is not None:
             watches.open()
@@ -71,6 +76,8 @@ def on_ranks(
         finally:
             if watches is not None:
                 watches.stop()
+        if time.monotonic() - begun > _LONG:  # as long will ranks take until they print
+            say("starting the ranks", sys.stderr)
         if (code := elsewhere(prepared)) is not None:
             return code
         if arguments.restarts is not None or arguments.source is not None:

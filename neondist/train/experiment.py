@@ -18,7 +18,7 @@ from ..data.augment import Transform
 from ..errors import ConfigError
 from ..io.checkpoint import SnapshotStore
 from ..io.files import write_text
-from ..io.output import CHECKPOINT, COMPLETE, GENERATIONS, clear, held, present, tidy
+from ..io.output import CHECKPOINT, COMPLETE, GENERATIONS, clear, discarded_untrained, held, present, tidy
 from ..job import GENERATION
 from ..memory import least_room, room_for
 from ..metrics import Metric, Misclassification
@@ -338,7 +338,9 @@ def _train(
             keep = (experiment.checkpoint, resolved)
             run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, begun.stage, *keep)
         if run.stop is None:
-            train_loop(run, [*hooks, *writers], experiment.metrics)
+            fresh = not (begun.resumed or supervised or worker)
+            with discarded_untrained(grid.world, folder, lambda: fresh and run.step == 0):
+                train_loop(run, [*hooks, *writers], experiment.metrics)
             if folder is not None:
                 model.export(folder)
     files = present(folder) if folder is not None and grid.rank == 0 else []

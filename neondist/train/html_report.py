@@ -1,4 +1,4 @@
-"""report.html: what a run has done, on one page that needs no other file."""
+"""report.html: results of a run on one self-contained page."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from ..io.files import reason
 from ..io.generation_log import read_events
 from ..io.regular_file import open_regular, read_bytes
 from .job_report import describe_job
-from .page import is_number, page, picture, plot, png, safe, scrolled, table, text, told
+from .page import SPLIT_COLOURS, format_value, is_number, page, picture, png, safe, scrolled, table, text
 from .state import Record
+from .svg_plot import plot
 
 _PICTURES = ("tiles.png",)  # curves are drawn from the records
 _ROWS, _COLUMNS, _DEPTH = 5000, 100, 5
 """the most of a table that is shown, and how deep lists of a record are nested"""
+_FEW_CLASSES = 20
+"""classes up to which a table needs no plot beside it"""
 _CLASSES, _NO_CLASS = 255, (128, 128, 128)
 """classes with a colour each, and that of others, such as cells that are ignored"""
 _LARGEST = 1 << 27  # bytes of a picture, or of arrays
-_SPLITS = ("train", "validation", "test")
-_COSTS = {"seconds": "s of training", "samples_per_second": "samples/s", "bytes_sent": "bytes of halos, all ranks",
-          "bytes_summed": "bytes given into sums, all ranks"}  # fmt: skip
+_COSTS = {"seconds": "training time (s)", "samples_per_second": "samples/s", "bytes_sent": "halo bytes sent, all ranks",
+          "bytes_summed": "bytes summed, all ranks"}  # fmt: skip
 
 
 def report(folder: Path) -> str:
@@ -47,15 +49,15 @@ def report(folder: Path) -> str:
     pictures = [folder / name for name in _PICTURES if (folder / name).is_file()]
     return page(folder.resolve().name, [
         *_headline(records),
-        f"<p>{last['epoch']} epochs, {told(last.get('step', '?'))} steps; from records of metrics.jsonl.</p>",
+        f"<p>{last['epoch']} epochs, {format_value(last.get('step', '?'))} steps. Source: metrics.jsonl.</p>",
         "<h2>Curves</h2>",
-        *(plot(base, _lines(base, metrics, records)) for base in dict.fromkeys(map(_base, metrics))),
+        *(plot(base, _lines(base, metrics, records), along="epoch") for base in dict.fromkeys(map(_base, metrics))),
         "<h2>Epochs</h2>",
-        table(["epoch", *metrics], [[told(record.get(name)) for name in ("epoch", *metrics)] for record in shown]),
+        table(["epoch", *metrics], [[format_value(one.get(name)) for name in ("epoch", *metrics)] for one in shown]),
         *_of_classes(last),
         *(_worst(_arrays(folder / "worst.npz")) if (folder / "worst.npz").is_file() else []),
         "<h2>Time and bytes</h2>",
-        table(["epoch", *_COSTS.values()], [[told(r.get(name)) for name in ("epoch", *_COSTS)] for r in shown]),
+        table(["epoch", *_COSTS.values()], [[format_value(r.get(name)) for name in ("epoch", *_COSTS)] for r in shown]),
         *describe_job(folder, shown),
         *_of_generations(folder),
         *(f"<h2>{path.name}</h2>{picture(path.name, read_bytes(path, _LARGEST, folder))}" for path in pictures),
@@ -70,8 +72,7 @@ def _headline(records: Sequence[Record]) -> list[str]:
         known = [(r[key], r["epoch"]) for r in records if is_number(r.get(key := f"{split}_{number}"))]
         if known:
             value, epoch = min(known)
-            shown = f"{100 * value:.4g} %" if number == "error" else told(value)
-            return [f"<p class='lead'>Lowest {split} {number}: {shown}, epoch {epoch}</p>"]
+            return [f"<p class='lead'>Lowest {split} {number}: {_shown(number, value)}, epoch {epoch}</p>"]
     return []
 
 
@@ -88,8 +89,23 @@ def page_of_numbers(
         Pictures, as `worst_samples` returns them.
     """
     numbers = {**of, **{name: value for name, value in found.items() if not isinstance(value, list)}}
-    rows = [[safe(name), told(value)] for name, value in numbers.items()]
-    return page(name, [table(["", ""], rows), *(_worst(samples, 256) if samples else []), *_of_classes(found, "")])
+    rows = [[safe(name), format_value(value)] for name, value in numbers.items()]
+    parts = [*_result(found), table((), rows), *_of_classes(found, "")]
+    return page(f"Evaluation of {name}", parts + (_worst(samples, 256) if samples else []))
+
+
+def _result(found: Mapping[str, Any]) -> list[str]:
+    """Return the error, or the loss, as the headline of an evaluation."""
+    number = next((one for one in ("error", "loss") if is_number(found.get(one))), None)
+    if number is None:
+        return []
+    split = found.get("split")
+    name = f"{split} {number}".capitalize() if isinstance(split, str) else number.capitalize()
+    return [f"<p class='lead'>{safe(name)}: {_shown(number, found[number])}</p>"]
+
+
+def _shown(number: str, value: float) -> str:
+    return f"{100 * value:.4g} %" if number == "error" else format_value(value)
 
 
 def read_records(path: Path, continued: bool = False) -> list[Record]:
@@ -134,13 +150,15 @@ def _is_flat(value: Any, depth: int) -> bool:
 def _base(name: str) -> str:
     """Return 'loss' of 'train_loss': what one picture shows of all splits."""
     split, _, rest = name.partition("_")
-    return rest if split in _SPLITS and rest else name
+    return rest if split in SPLIT_COLOURS and rest else name
 
 
 def _lines(base: str, metrics: Sequence[str], records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
-    """Return some numbers over the epochs."""
-    named = [name for name in metrics if _base(name) == base]
-    return {name: [(r["epoch"], r[name]) for r in records if is_number(r.get(name))] for name in named}
+    """Return a number over the epochs by split; one that names no split is that of the test split beside others."""
+    named = {f"{split}_{base}": split for split in SPLIT_COLOURS if f"{split}_{base}" in metrics}
+    if base in metrics:
+        named[base] = "test" if named else base
+    return {split: [(r["epoch"], r[name]) for r in records if is_number(r.get(name))] for name, split in named.items()}
 
 
 def _of_classes(record: Mapping[str, Any], when: str = ", last epoch") -> list[str]:
@@ -152,17 +170,18 @@ def _of_classes(record: Mapping[str, Any], when: str = ", last epoch") -> list[s
     if columns:
         count = min(_ROWS, max(map(len, columns.values())))
         rows = [
-            [str(at), *(told(value[at]) if at < len(value) else "" for value in columns.values())]
+            [str(at), *(format_value(value[at]) if at < len(value) else "" for value in columns.values())]
             for at in range(count)
         ]
         parts += [f"<h2>Classes{when}</h2>", table(["class", *columns], rows)]
-        for name, value in columns.items():
+        for name, value in columns.items() if count > _FEW_CLASSES else ():
             if points := [(float(at), one) for at, one in enumerate(value[:_ROWS]) if is_number(one)]:
-                parts.append(plot(f"{name} by class", {name: points}, dots=True))
+                parts.append(plot(name, {name: points}, dots=True, along="class"))
     for name, value in lists.items():
         if name not in columns:
             parts += [
-                f"<h2>{safe(name)}{when}</h2><p>Rows: true classes; columns: predicted ones.</p>",
+                f"<h2>{safe(name.replace('_', ' ').capitalize())}{when}</h2>"
+                "<p>Rows: true classes. Columns: predicted classes.</p>",
                 _matrix([row[:_COLUMNS] for row in value[:_COLUMNS]]),
             ]
     return parts
@@ -177,7 +196,7 @@ def _of_generations(folder: Path) -> list[str]:
     for one in events:
         rest = {name: value for name, value in one.items() if name not in ("time", "event", "generation", "ranks")}
         what = "; ".join(f"{name}: {_in_words(value)}" for name, value in rest.items() if value not in (None, [], {}))
-        rows.append([told(one.get(name)) for name in ("time", "generation", "event", "ranks")] + [safe(what)])
+        rows.append([format_value(one.get(name)) for name in ("time", "generation", "event", "ranks")] + [safe(what)])
     return ["<h2>Generations</h2>", table(["time", "generation", "event", "ranks", ""], rows)]
 
 
@@ -192,18 +211,19 @@ def _worst(found: Mapping[str, np.ndarray], width: int = 128) -> list[str]:
     """Return pictures of the samples with the largest losses."""
     label, said = found["label"], found["said"]
     dense = label.ndim == 3
-    parts = ["<h2>Largest losses</h2>"]
+    parts = ["<h2>Samples with the largest losses</h2>"]
     if dense:
-        parts += ["<p>Each image (of a volume the middle slice), its target and the prediction.</p>"]
-        parts += _key(label, said)
+        parts += ["<p>Image (middle slice of a volume), target, prediction.</p>", *_key(label, said)]
+    least = 3 * width + 8 if dense else max(width, 160)
+    parts += [f"<div class='samples' style='grid-template-columns:repeat(auto-fill,minmax(min(100%,{least}px),1fr))'>"]
     for at, (sample, loss, image) in enumerate(zip(found["sample"], found["loss"], found["image"], strict=True)):
         words = "" if dense else f": target {_few(label[at])}, prediction {_few(said[at])}"
         maps: Iterable[np.ndarray] = _coloured(np.stack([label[at], said[at]])) if dense else ()
         alts = f"image {int(sample)}", "target", "prediction"
         pictures = (picture(alt, png(each), width=width) for alt, each in zip(alts, (image, *maps), strict=False))
         caption = f"sample {int(sample)}{words}; loss {float(loss):.4g}"
-        parts.append(f"<figure>{''.join(pictures)}<figcaption>{caption}</figcaption></figure>")
-    return parts
+        parts.append(f"<figure><div class='row'>{''.join(pictures)}</div><figcaption>{caption}</figcaption></figure>")
+    return [*parts, "</div>"]
 
 
 def _key(*maps: np.ndarray) -> list[str]:
@@ -250,7 +270,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 def _few(value: np.ndarray) -> str:
     """Return a class, or up to four numbers."""
-    return ", ".join(told(number) for number in np.ravel(value)[:4].tolist())
+    return ", ".join(format_value(number) for number in np.ravel(value)[:4].tolist())
 
 
 def _coloured(maps: np.ndarray) -> np.ndarray:
@@ -272,9 +292,9 @@ def _matrix(counts: Sequence[Sequence[Any]]) -> str:
         total = sum(abs(float(n)) for n in row if is_number(n)) or 1
         shades = (0.6 * abs(float(n)) / total if is_number(n) else 0 for n in row)
         cells = (
-            f"<td style='background:rgba(31,119,180,{shade:.3f})'>{told(n)}</td>"
+            f"<td style='background:rgba(31,119,180,{shade:.3f})'>{format_value(n)}</td>"
             for n, shade in zip(row, shades, strict=True)
         )
         rows.append(f"<tr><th>{at}</th>{''.join(cells)}</tr>")
     head = "".join(f"<th>{at}</th>" for at in range(len(counts)))
-    return scrolled(f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>")
+    return scrolled(f"<table class='matrix'><tr><th></th>{head}</tr>{''.join(rows)}</table>")

@@ -11,8 +11,9 @@ from ..io.output import RECOVERY
 from ..memory import words
 from ..services.job_status import NAME, TASKS, JobStatus
 from .callbacks.job_figures import JOB
-from .page import is_number, plot, safe, table, told
+from .page import format_value, is_number, safe, table
 from .state import Record
+from .svg_plot import plot
 
 _MOST = 1000
 """Workers, and servers, that are shown."""
@@ -25,11 +26,11 @@ def describe_job(folder: Path, records: Sequence[Record]) -> list[str]:
     """
     parts, found = [], [(one["epoch"], one[JOB]) for one in records if isinstance(one.get(JOB), dict)]
     if found:
-        rows = [[told(epoch), *_row(figures)] for epoch, figures in found]
+        rows = [[format_value(epoch), *_row(figures)] for epoch, figures in found]
         parts = ["<h2>Workers and servers</h2>"]
         for name, title in (("workers", "workers"), ("samples_per_second", "samples/s of all workers")):
             points = [(at, one[name]) for at, one in found if is_number(one.get(name))]
-            parts += [plot(title, {title: points})] if points else []
+            parts += [plot(title, {title: points}, along="epoch")] if len({value for _, value in points}) > 1 else []
         tasks = [f"tasks {state}" for state in TASKS]
         parts.append(table(["epoch", "workers", *tasks, "versions of servers", "samples/s, all workers"], rows))
     return parts + _last_state(folder / RECOVERY)
@@ -37,9 +38,9 @@ def describe_job(folder: Path, records: Sequence[Record]) -> list[str]:
 
 def _row(figures: dict[str, Any]) -> list[str]:
     tasks, versions = figures.get("tasks"), figures.get("server_versions")
-    counts = [told(tasks.get(state)) for state in TASKS] if isinstance(tasks, dict) else [""] * len(TASKS)
-    listed = ", ".join(map(told, versions[:_MOST])) if isinstance(versions, list) else ""
-    return [told(figures.get("workers")), *counts, listed, told(figures.get("samples_per_second"))]
+    counts = [format_value(tasks.get(state)) for state in TASKS] if isinstance(tasks, dict) else [""] * len(TASKS)
+    listed = ", ".join(map(format_value, versions[:_MOST])) if isinstance(versions, list) else ""
+    return [format_value(figures.get("workers")), *counts, listed, format_value(figures.get("samples_per_second"))]
 
 
 def _last_state(folder: Path) -> list[str]:
@@ -49,9 +50,13 @@ def _last_state(folder: Path) -> list[str]:
         status = JobStatus.read(folder)
     except DataError:  # `neondist top` says why
         return []
-    workers = [[safe(name), told(steps)] for name, steps in sorted(status.workers.items())[:_MOST]]
+    workers = [[safe(name), format_value(steps)] for name, steps in sorted(status.workers.items())[:_MOST]]
     servers = [
-        [*map(told, (at, one.version, one.samples)), words(one.bytes), *map(told, (one.rows, one.refused))]
+        [
+            *map(format_value, (at, one.version, one.samples)),
+            words(one.bytes),
+            *map(format_value, (one.rows, one.refused)),
+        ]
         for at, one in enumerate(status.servers[:_MOST])
     ]
     return [

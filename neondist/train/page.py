@@ -1,13 +1,12 @@
-"""What pages about runs are made of: tables and pictures, in one file that needs no other."""
+"""Building blocks of self-contained HTML pages about runs: tables, images, text."""
 
 from __future__ import annotations
 
 import base64
-import math
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,30 @@ from ..io.regular_file import read_bytes
 
 _LARGEST = sys.float_info.max / 4  # so that differences are finite
 _MOST_TEXT = 1 << 22  # bytes
-_WIDTH, _HEIGHT = 420, 220
 _FAR_APART = 20  # largest over smallest value from which an axis is logarithmic
 _NEAR = 2  # from which one that is not begins at 0
-_BEST = "#d62728"
-_COLOURS = ("#1f77b4", "#2ca02c", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
-_STYLE = """body{font:15px sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;margin:.5em 0}td,th{padding:.2em .7em;border:1px solid #ccc;text-align:right}
-figure{display:inline-block;margin:0 1.5em 1em 0;max-width:100%}figcaption{font-weight:bold}
-pre{background:#f6f6f6;padding:1em;overflow:auto}
-img,svg{max-width:100%;height:auto}img{image-rendering:pixelated;margin-right:4px}.wide{overflow-x:auto}.lead{font-size:1.3em;font-weight:bold}
-.key{font-weight:normal;font-size:12px;margin-right:1em;white-space:nowrap}"""
+SPLIT_COLOURS = {"train": "#1f77b4", "validation": "#2ca02c", "test": "#ff7f0e"}
+_STYLE = """body{font:15px/1.4 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#222}
+h1,h2,h3{line-height:1.2;overflow-wrap:anywhere}h2{margin-top:1.6em}
+table{border-collapse:collapse}td,th{padding:.2em .7em;border:1px solid #ccc;text-align:right}
+td.text{text-align:left}
+figure{display:inline-block;vertical-align:top;margin:0 .8em 1em 0;max-width:100%}
+pre{background:#f6f6f6;padding:1em;overflow:auto}img,svg{max-width:100%;height:auto}
+.samples{display:grid;gap:1em}.samples figure{margin:0}.row{display:flex;gap:4px;align-items:flex-start}
+.row img{image-rendering:pixelated;min-width:0}.lead{font-size:1.3em;font-weight:bold}
+.key{font-size:13px;margin-right:1em;white-space:nowrap}
+.wide{overflow-x:auto;margin:.5em 0;background:linear-gradient(90deg,#fff 2em,#fff0) 0/4em 100% no-repeat local,
+linear-gradient(270deg,#fff 2em,#fff0) 100%/4em 100% no-repeat local,
+linear-gradient(90deg,#0003,#0000) 0/.8em 100% no-repeat,linear-gradient(270deg,#0003,#0000) 100%/.8em 100% no-repeat}
+@media(max-width:500px){body{margin:1em auto}h1{font-size:1.6em}.lead{font-size:1.15em}
+td,th{padding:.15em .4em;font-size:13px}figure{margin-right:0}
+.matrix td,.matrix th{padding:.1em .25em}}"""
 
 
 def page(title: str, parts: Iterable[str]) -> str:
     """Return the page."""
     head = (
-        f"<!doctype html><meta charset='utf-8'>"
+        f"<!doctype html><html lang='en'><meta charset='utf-8'>"
         f"<meta name='viewport' content='width=device-width'><title>{safe(title)}</title><style>{_STYLE}</style>"
     )
     return head + "\n".join([f"<h1>{safe(title)}</h1>", *parts]) + "\n"
@@ -53,11 +59,12 @@ def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
     """
     low, high = min(values), max(values)
     powers = low > 0 and _FAR_APART * low < high
-    return (0.0 if not powers and 0 <= _NEAR * low <= high else low), high, powers
+    from_zero = not powers and low >= 0 and (_NEAR * low <= high or low == high)
+    return 0.0 if from_zero else low, high, powers
 
 
-def told(value: Any) -> str:
-    """Return a value as tables show it."""
+def format_value(value: Any) -> str:
+    """Return a value as text of a page."""
     if is_number(value):
         return f"{value:,}" if type(value) is int else f"{value:.5g}"
     return "" if value is None else safe(str(value))
@@ -70,68 +77,25 @@ def safe(text: str, most: int = 200) -> str:
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table of what `told` gives."""
-    lines = ["<tr>" + "".join(f"<th>{safe(name)}</th>" for name in head) + "</tr>"]
-    lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
+    """Return a table of what `format_value` gives; without a heading where `head` is empty."""
+    names = "".join(f"<th>{_breakable(name)}</th>" for name in head)
+    lines = [f"<tr>{names}</tr>"] if names else []
+    lines += ["<tr>" + "".join(f"<td{_alignment(cell)}>{cell}</td>" for cell in row) + "</tr>" for row in rows]
     return scrolled(f"<table>{''.join(lines)}</table>")
+
+
+def _breakable(name: str) -> str:
+    """Return a name of a metric that narrow windows may break."""
+    return safe(name).replace("_", "_<wbr>")
+
+
+def _alignment(cell: str) -> str:
+    return "" if not cell or cell[0].isdigit() or cell[0] in "-." else " class='text'"
 
 
 def scrolled(content: str) -> str:
     """Return content that scrolls by itself where the window is narrower."""
     return f"<div class='wide'>{content}</div>"
-
-
-def plot(
-    title: str,
-    lines: Mapping[str, Sequence[tuple[float, float]]],
-    dots: bool = False,
-    powers: bool = False,
-    best: tuple[float, float] | None = None,
-) -> str:
-    """Return a picture of points (x, y) by the names of lines.
-
-    Parameters
-    ----------
-    dots : bool
-        Points are not joined.
-    powers : bool
-        The axis of x is logarithmic. Whether that of y is, `axis_range` says.
-    best : (x, y), optional
-        A point to mark.
-    """
-    points = [point for line in lines.values() for point in line]
-    first, last = min(x for x, _ in points), max(x for x, _ in points)
-    low, high, far = axis_range([y for _, y in points])
-    across, upwards = math.log if powers else float, math.log if far else float
-    bottom, top = upwards(low), upwards(high)
-
-    def place(x: float, y: float) -> tuple[str, str]:
-        right = (across(x) - across(first)) / (across(last) - across(first) or 1) * (_WIDTH - 70) + 55
-        down = _HEIGHT - 30 - (upwards(y) - bottom) / (top - bottom or 1) * (_HEIGHT - 50)
-        return f"{right:.1f}", f"{down:.1f}"
-
-    drawn, keys = [], []
-    for at, (name, line) in enumerate(lines.items()):
-        colour, spots = _COLOURS[at % len(_COLOURS)], [place(*point) for point in line]
-        if not dots:
-            joined = " ".join(map(",".join, spots))
-            drawn.append(f"<polyline points='{joined}' fill='none' stroke='{colour}' stroke-width='2'/>")
-        if dots or len(spots) <= 40:
-            drawn += [f"<circle cx='{x}' cy='{y}' r='3' fill='{colour}'/>" for x, y in spots]
-        keys.append(f"<span class='key' style='color:{colour}'>{safe(name)}</span>")
-    if scaled := [axis for axis, on in (("x", powers), ("y", far)) if on]:
-        keys.append(f"<span class='key'>logarithmic: {', '.join(scaled)}</span>")
-    if best is not None:
-        x, y = place(*best)
-        drawn.append(f"<circle cx='{x}' cy='{y}' r='7' fill='none' stroke='{_BEST}' stroke-width='2'/>")
-        keys.append(f"<span class='key' style='color:{_BEST}'>best: {told(best[1])} at {told(best[0])}</span>")
-    ends = [(4, _HEIGHT - 26, low), (4, 28, high), (52, _HEIGHT - 8, first), (_WIDTH - 30, _HEIGHT - 8, last)]
-    drawn += [f"<text x='{x}' y='{y}' font-size='11'>{told(value)}</text>" for x, y, value in ends]
-    return (
-        f"<figure><figcaption>{safe(title)}<div>{''.join(keys)}</div></figcaption>"
-        f"<svg width='{_WIDTH}' height='{_HEIGHT}' viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img'>"
-        f"{''.join(drawn)}</svg></figure>"
-    )
 
 
 def picture(title: str, png: bytes, **attributes: object) -> str:

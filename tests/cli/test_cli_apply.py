@@ -58,8 +58,8 @@ def test_evaluate_on_the_validation_split(folder):
     found = json.loads(succeed(folder, *words, *more))
     assert found["samples"] == 3
     page = (folder / "a.html").read_text()
-    assert f"<td>loss</td><td>{found['loss']:.5g}</td>" in page
-    assert "<h2>confusion_matrix</h2>" in page
+    assert f"<td class='text'>loss</td><td>{found['loss']:.5g}</td>" in page
+    assert "<h2>Confusion matrix</h2>" in page
     code, _, err = here(folder, *words)
     assert (code, "the data set has no validation split; choose from train, test" in err) == (2, True)
 

@@ -73,8 +73,8 @@ def test_the_best_is_written_and_can_be_run(go, capsys, tmp_path):
     assert text.endswith((tmp_path / f"here/trial_00{best}/experiment.yaml").read_text())
     load_experiment("here/best.yaml").validate(2)
     page = (tmp_path / "here/sweep.html").read_text()
-    assert page.count("<svg") == 2  # over the trials, and over the learning rates
-    assert "<th>accuracy</th><th>learning_rate</th><th>kernel_size</th>" in page
+    assert page.count("<figure>") == 2  # over the trials, and over the learning rates
+    assert "<th>accuracy</th><th>learning_<wbr>rate</th><th>kernel_<wbr>size</th>" in page
     assert go(*words, "--trials", "3") == 0
     assert "epoch" not in capsys.readouterr().out, "it is done: nothing is trained"
     assert go("--vary", RATES, "--output", "here") == 2

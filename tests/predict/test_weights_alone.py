@@ -160,6 +160,27 @@ def test_windows_go_on_after_an_interruption(folder, tmp_path, monkeypatch):
     assert shift["translation"] == [0, 0.25 * (WINDOW - 1) / 2, 0.5 * (WINDOW - 1) / 2]
 
 
+def test_an_interrupted_command_says_how_to_go_on(folder, tmp_path, monkeypatch, capsys):
+    add, output = Journal.add, tmp_path / "y.npy"
+
+    def once(self, number):
+        add(self, number)
+        raise KeyboardInterrupt
+
+    words = ["predict", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
+    words = [*map(str, words), "--input", str(folder / "slide.ome.tif"), "--output", str(output), "--block", "64"]
+    note = f"note: {output}.partial keeps the blocks that are complete; repeat the command to go on"
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", once)
+        assert main(words) == 130
+    assert note in capsys.readouterr().err
+    assert main([*words, "--classes"]) == 2  # of another job, which its own message says
+    assert note not in capsys.readouterr().err
+    assert main(words) == 0
+    assert note not in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["y.npy"]
+
+
 @pytest.mark.parametrize("stride", [1, STRIDE])
 @pytest.mark.parametrize("window", [1, 5, WINDOW])
 def test_the_middle_of_windows(folder, window, stride):

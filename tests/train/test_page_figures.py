@@ -9,8 +9,8 @@ import pytest
 
 from neondist.train.callbacks.curves import draw_curves
 from neondist.train.html_report import page_of_numbers, report
-from neondist.train.page import plot
 from neondist.train.state import Record
+from neondist.train.svg_plot import Axis, plot
 
 
 def records(losses, **more):
@@ -67,11 +67,50 @@ def test_foreign_numbers_are_left_out(axes):
 def test_best_point_is_marked_on_logarithmic_axes():
     text = plot("rate", {"result": [(1e-3, 2.0), (1e-2, 0.1), (1e-1, 40.0)]}, True, True, (1e-2, 0.1))
     middle = re.search(r"<circle cx='([\d.]+)' cy='([\d.]+)' r='7'", text)
-    assert float(middle[1]) == pytest.approx(55 + (420 - 70) / 2)  # 0.01 is half way from 0.001 to 0.1
+    dots = [(float(x), float(y)) for x, y in re.findall(r"cx='([\d.]+)' cy='([\d.]+)' r='3'", text)]
+    assert (float(middle[1]), float(middle[2])) == dots[1]
+    assert dots[1][0] == pytest.approx((dots[0][0] + dots[2][0]) / 2, abs=0.1)  # 0.01 is half way from 0.001 to 0.1
+    assert dots[0][1] == pytest.approx((dots[1][1] + dots[2][1]) / 2, abs=0.5)  # 2 is half way from 0.1 to 40
     assert "best: 0.1 at 0.01" in text
     assert "logarithmic: x, y" in text
-    heights = [float(y) for y in re.findall(r"cy='([\d.]+)' r='3'", text)]
-    assert heights[0] == pytest.approx(190 - 170 / 2, abs=1)  # 2 is half way from 0.1 to 40
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ((0.42, 0.06), ["0.0", "0.2", "0.4", "0.6"]),
+        ((0.14, 0.14), ["0.00", "0.05", "0.10", "0.15"]),
+        ((0.0, 0.0), ["0.0", "0.5", "1.0"]),
+        ((-3.0, -3.0), ["-3", "-2", "-1", "0"]),
+        ((1.2739, 1.3095), ["1.27", "1.28", "1.29", "1.30", "1.31"]),
+        ((900, 0.1), ["0.1", "1", "10", "100", "1000"]),
+        ((3e7, 3e7 + 4), ["30000000", "30000001", "30000002", "30000003", "30000004"]),
+        ((0.0, 5e-324), ["0.0", "0.5", "1.0"]),
+        ((-1e307, 4e307), None),
+        ((1e-300, 1e307), None),
+    ],
+)
+def test_ticks_hold_all_values(values, labels):
+    axis = Axis.around(values)
+    assert axis.low <= min(values) <= max(values) <= axis.high
+    assert 2 <= len(axis.ticks) <= 7
+    assert labels is None or axis.labels() == labels
+    assert len(set(axis.labels())) == len(axis.ticks)
+    assert all(0 <= axis.place(value) <= 1 for value in values)
+
+
+def test_ticks_of_epochs_are_whole():
+    assert Axis.along([1, 2], powers=False).labels() == ["1", "2"]
+    assert Axis.along([5], powers=False).labels() == ["5"]
+    assert Axis.along([0, 1000], powers=False).labels() == ["0", "500", "1,000"]
+
+
+def test_splits_have_colours_of_their_own(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"epoch": 1, "train_loss": 1, "test_loss": 2, "iou": 0.5, "validation_iou": 1}'
+    )
+    iou, loss = report(tmp_path).split("<figure>")[1:3]
+    assert re.findall("> (train|validation|test)<", loss + iou) == ["train", "test", "validation", "test"]
 
 
 def test_report_begins_with_its_best_epoch(tmp_path):
@@ -85,6 +124,8 @@ def test_report_begins_with_its_best_epoch(tmp_path):
 
 
 def test_evaluate_page_has_a_figure():
-    text = page_of_numbers("e", {}, {"loss": 1.0, "iou_per_class": [0.5, None, "<script>", 0.25]})
-    assert text.count("<circle") == 2
+    text = page_of_numbers("e", {}, {"loss": 1.0, "iou_per_class": [0.5, None, "<script>", 0.25] * 6})
+    assert text.count("<circle") == 12
     assert "<script>" not in text
+    assert "<p class='lead'>Loss: 1</p>" in text
+    assert "<svg" not in page_of_numbers("e", {}, {"loss": 1.0, "iou_per_class": [0.5, 0.25]})  # the table is enough

@@ -46,7 +46,7 @@ def holder(tmp_path):
 
 
 def files(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
 
 
 def test_another_process_has_the_folder(tmp_path, holder):
@@ -113,6 +113,35 @@ def test_a_run_is_not_replaced_by_mistake(tmp_path):
     with pytest.raises(ConfigError, match="leave out --resume or --overwrite"):
         experiment(1).run(output=tmp_path, hooks=[], resume="auto", overwrite=True)
     experiment(1).run(output=tmp_path, hooks=[], overwrite=True)
+
+
+class BadData(Hook):
+    def __init__(self, step):
+        self.step = step
+
+    def after_step(self, run):
+        if run.step == self.step:
+            raise DataError("x.npy: has missing values (NaN)")
+
+    def before_run(self, run):
+        if self.step == 0:
+            raise DataError("x.npy: has missing values (NaN)")
+
+
+def test_data_that_cannot_be_read_leave_no_run(tmp_path):
+    def body(world):
+        for place in (tmp_path / "new/run", tmp_path / "old"):
+            with pytest.raises(DataError, match="missing values"):
+                experiment(1).run(ProcessGrid(world), output=place, hooks=[BadData(0)])
+
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/notes.txt").write_text("mine")
+    loopback.run(2, body)
+    assert list(files(tmp_path)) == ["old"]
+    assert list(files(tmp_path / "old")) == ["notes.txt"]
+    with pytest.raises(DataError, match="missing values"):
+        experiment(1).run(output=tmp_path / "trained", hooks=[BadData(2)])
+    assert (tmp_path / "trained/checkpoint.h5").exists()
 
 
 def test_what_a_run_left_before_its_first_checkpoint_may_go(tmp_path):

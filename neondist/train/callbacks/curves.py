@@ -8,12 +8,12 @@ from typing import Any
 
 from ...comm import all_or_none
 from ...io.files import can_draw, write_figure
-from ..page import axis_range, is_number
+from ..page import SPLIT_COLOURS, axis_range, is_number
 from ..state import Record, TrainState
 from .hook import Hook
 from .progress import is_metric
 
-_STYLES = {"train": ("tab:blue", "o"), "validation": ("tab:green", "^"), "test": ("tab:orange", "s")}
+_MARKERS = {"train": "o", "validation": "^", "test": "s"}
 _MOST = 4
 """panels of metrics beside loss and error"""
 
@@ -56,17 +56,17 @@ def draw_curves(history: Sequence[Record], path: Path) -> None:
     loss, *rest = figure.subplots(1, panels, squeeze=False)[0]
     others, chosen = rest[:classes], rest[classes:]
     loss.set(title="Loss", ylabel="mean loss per sample")
-    for name, style in _STYLES.items():
-        _line(loss, history, f"{name}_loss", name, *style)
+    for name in _MARKERS:
+        _line(loss, history, f"{name}_loss", name)
         for axes in others:
-            _line(axes, history, f"{name}_error", name, *style, factor=100)
+            _line(axes, history, f"{name}_error", name, factor=100)
     for axes in others:
         title = f"{last.selection.capitalize()} error: {100 * error:.2f} % after epoch {last['epoch']}"
         axes.set(title=title, ylabel="wrong answers (%)")
     for axes, name in zip(chosen, metrics, strict=True):
         axes.set(title=name)
-        _line(axes, history, f"validation_{name}", "validation", *_STYLES["validation"])
-        _line(axes, history, name, "test", *_STYLES["test"])
+        _line(axes, history, f"validation_{name}", "validation")
+        _line(axes, history, name, "test")
     for axes in (loss, *others, *chosen):
         if axes.get_lines():
             axes.legend()
@@ -86,9 +86,8 @@ def _set_limits(axes: Any) -> None:
         axes.set_ylim(bottom=0)
 
 
-def _line(
-    axes: Any, history: Sequence[Record], key: str, label: str, color: str, marker: str, factor: float = 1
-) -> None:
+def _line(axes: Any, history: Sequence[Record], key: str, split: str, factor: float = 1) -> None:
     points = [(r["epoch"], factor * r[key]) for r in history if is_number(r.get(key))]
-    few = len(points) <= 40  # markers of more would hide the line
-    axes.plot(*zip(*points, strict=True), color=color, marker=marker if few else None, label=label) if points else None
+    marker = _MARKERS[split] if len(points) <= 40 else None  # markers of more would hide the line
+    if points:
+        axes.plot(*zip(*points, strict=True), color=SPLIT_COLOURS[split], marker=marker, label=split)

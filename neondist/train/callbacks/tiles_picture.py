@@ -130,7 +130,7 @@ def draw_tiles(
     pixels = _pixels(image)
     whole = left.subplots()
     _show(whole, pixels, extent)
-    whole.set_title(f"the image and its seams ({len(tiles)} tiles)", fontsize=10)
+    whole.set_title(f"the image and its seams ({len(tiles)} tile{'s' * (len(tiles) != 1)})", fontsize=10)
     for rank, tile in enumerate(tiles):
         _frame(whole, tile, color=SEAM, linewidth=2)
         _label(whole, rank, tile)
