@@ -52,11 +52,11 @@ _NAMES = {
     r"(nav_|model_|half_|full_|sigma_|soil_|\w+_)?n?_?lev(el)?s?(_?\d+|_\w+)?|depth\w*|(\w+_)?height\w*|altitude|"
     r"isobaric\w*|pressure\w*|pres\d*|bottom_top(_stag)?|s_(rho|w)|sigma\w*|n?vert\w*lev\w*|soil_layers\w*",
     "Y": r"y|y[chqtuv_]|(grid_)?y[tu]?_?\d*|y[tu]?_\w+|[yjn]_?axis\w*|j|jc|nj|ny|eta_\w+|south_north\w*|rows?|n_?rows?|"
-    r"(?!flat)(\w*_|grid|geo|[a-z])?lat(itude)?s?(_?\d+|[ctuvq]|_\w+)?|northings?|projection_y_coordinate|geolat\w*|"
-    r"(n_?|number_of_)?scan_?lines?|along_?track",
+    r"(?!flat)(\w*_|grid|geo|num|nb|rot|[a-z])?lat(itude)?s?(_?\d+|[ctuvq]|_\w+)?|northings?|projection_y_coordinate|"
+    r"geolat\w*|(n_?|number_of_)?scan_?lines?|along_?track",
     "X": r"x|x[chqtuv_]|(grid_)?x[tu]?_?\d*|x[tu]?_\w+|x_?axis\w*|i|ic|ni|nx|xi_\w+|west_east\w*|col(umn)?s?|"
-    r"(?!along)(\w*_|grid|geo|[a-z])?lon(g|gitude)?s?(_?\d+|[ctuvq]|_\w+)?|eastings?|projection_x_coordinate|geolon\w*|"
-    r"n_?col(umn)s?|ground_pixels?|a?cross_?track|x_?track|width",
+    r"(?!along)(\w*_|grid|geo|num|nb|rot|[a-z])?lon(g|gitude)?s?(_?\d+|[ctuvq]|_\w+)?|eastings?|projection_x_coordinate|"
+    r"geolon\w*|n_?col(umn)s?|ground_pixels?|a?cross_?track|x_?track|width",
 }
 
 

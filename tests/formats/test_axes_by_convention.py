@@ -247,7 +247,8 @@ BY_NAME = {
     "time grid_yt grid_xt": "TYX", "grid_xt pfull grid_yt": "XZY", "Time zaxis_1 yaxis_1 xaxis_1": "TZYX",
     "xt_ocean yt_ocean st_ocean": "XYZ", "i j k": "XYZ", "MT Layer Y X": "NZYX", "lonc latc": "XY", "clat clon": "YX",
     "initial_time0_hours forecast_time1 lv_ISBL0 g0_lat_3 g0_lon_4": "TNZYX", "hybrid lat lon": "ZYX",
-    "width height": "XY", "time height width": "TYX", "time height y x": "TZYX", "flat y x": "NYX",
+    "width height": "XY", "nblon numlat": "XY", "Xlong slat": "XY",
+    "time height width": "TYX", "time height y x": "TZYX", "flat y x": "NYX",
 }  # fmt: skip
 
 

@@ -71,6 +71,16 @@ def test_a_variable_in_many_groups(tmp_path):
         nd.open_source(f"{tmp_path}/a.nc:{'g/' * 300}v")
 
 
+@pytest.mark.parametrize("name", ["c/0/0", "zarr.json"])
+def test_a_file_of_a_zarr_store_of_terabytes(tmp_path, name):
+    zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
+    zarr.create_array(tmp_path / "a.zarr", data=np.ones((4, 4)))
+    os.truncate(tmp_path / "a.zarr" / name, 1 << 43)  # with holes
+    match = rf"a\.zarr/{name}.* needs .* of memory"
+    with pytest.raises(nd.DataError, match=match), nd.open_source(tmp_path / "a.zarr") as source:
+        source.read(nd.Box.of(source.shape))
+
+
 def test_a_picture_of_terabytes(tmp_path):
     image = pytest.importorskip("PIL.Image", reason="needs Pillow")
     image.fromarray(np.zeros((4, 4, 3), "uint8")).save(tmp_path / "a.png")
