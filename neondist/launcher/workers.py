@@ -215,7 +215,7 @@ def _run_job(
 
     def start(index: int, node: str, again: bool) -> Process:
         place = WorkerPlace(index, addresses, master.address, token, arguments.update_rule)
-        command = _worker_words(arguments, index, shape.tiles, again or arguments.resume == "auto")
+        command = _worker_words(arguments, index, shape.tiles, again or bool(arguments.resume))
         output = subprocess.DEVNULL if index else None
         return stack.enter_context(nodes.process(node, command, secret | place.environment, f"worker {index}", output))
 
