@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..cluster import ResourceSpec
 from ..cluster.hosts import HostSource
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..console import emit
@@ -268,7 +269,12 @@ def _settle_bounds(arguments: argparse.Namespace) -> None:
         )
     if worker_place(os.environ) is None:
         if arguments.slots_from is not None:
-            arguments.slots_from = HostSource(arguments.slots_from)
+            arguments.slots_from = source = HostSource(arguments.slots_from)
+            if source.is_resources and any(node.ssh_config for node in ResourceSpec(source.path).nodes):
+                raise ConfigError(
+                    f"--hosts-from {source.path}: its settings of SSH are for neondist launch and run; give a list of"
+                    " HOST:SLOTS, with such settings in ~/.ssh/config"
+                )
         check_bounds(Demand(low, high, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from)
 
 

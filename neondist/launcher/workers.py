@@ -88,9 +88,10 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
     if experiment.server_strategy is None or SERVERS in os.environ:
         return
     remedy = "or use sync: true and staleness: 0"
-    for name in ("spares", "restarts", "elastic", "virtual"):
+    for name in ("spares", "restarts", "elastic", "virtual", "cool_down", "wait", "lease"):
         if getattr(arguments, name):
-            raise LaunchError(f"--{name}: is for one MPI job, and the strategy needs servers; leave it out, {remedy}")
+            option = f"--{name.replace('_', '-')}"
+            raise LaunchError(f"{option}: is for one MPI job, and the strategy needs servers; leave it out, {remedy}")
     _check_resume(arguments)
     if detect(os.environ) is not None or ranks == 1:
         raise LaunchError(
@@ -214,7 +215,7 @@ def _run_job(
 
     def start(index: int, node: str, again: bool) -> Process:
         place = WorkerPlace(index, addresses, master.address, token, arguments.update_rule)
-        command = _worker_words(arguments, index, shape.tiles, again or arguments.resume == "auto")
+        command = _worker_words(arguments, index, shape.tiles, again or bool(arguments.resume))
         output = subprocess.DEVNULL if index else None
         return stack.enter_context(nodes.process(node, command, secret | place.environment, f"worker {index}", output))
 

@@ -219,6 +219,8 @@ def test_rules_of_servers(place, options, rule):
         ([*ELASTIC, "1:3", "--hosts-from", "slots"], "slots lists 2 slots, too few for 3 workers; give at most 2"),
         ([*ELASTIC, "1:2", "--tiles", "2x1", "--hosts-from", "slots"], "too few for 2 workers of 2 tiles"),
         ([*ELASTIC, "1:2", "--tiles", "2x1", "--hosts-from", "elsewhere"], "4 slots, too few for 2 workers of 2 tiles"),
+        ([*ELASTIC, "1:2", "--hosts-from", "nodes.yaml"], "its settings of SSH are for neondist launch"),
+        ([*ELASTIC, "1:2", "--hosts-from", "empty"], "lists 0 slots, too few for 2 workers; list more slots"),
         ([*ELASTIC, "1:2", "--hosts-from", "absent"], "absent: no such file"),
         ([*ELASTIC, "1:99999"], "this machine has"),
         ([*ELASTIC, "1:1"], "give --num-workers 2 or more, or MIN:2"),
@@ -228,6 +230,8 @@ def test_rules_of_servers(place, options, rule):
 def test_contradictions(place, capsys, options, what):
     (place / "slots").write_text("localhost:2\n")
     (place / "elsewhere").write_text("localhost:1\nfar:3\n")
+    (place / "empty").touch()
+    (place / "nodes.yaml").write_text("{nodes: [{address: far, chief: true, ssh_config: a}], ssh: {a: {}}}")
     assert main(["train", model(place), "--training-data", "train.csv", *options]) == 2
     err = capsys.readouterr().err
     assert what in err

@@ -259,3 +259,15 @@ def test_workers_of_a_lost_machine_are_divided(monkeypatch):
     nodes.drop("b")
     with pytest.raises(NodeLostError, match="c cannot be reached; go on with --resume auto"):
         nodes.drop("c")
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "hosts: far.invalid cannot be reached; correct the list, or what `ssh far.invalid` says"),
+    (["--cool-down", "5"], "--cool-down: is for one MPI job"),
+])  # fmt: skip
+def test_lists_that_cannot_be_used(folder, monkeypatch, words, message):
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "false")
+    (folder / "hosts").write_text("localhost\nfar.invalid:2\n")
+    told = "run", "job.yaml", "--hosts-from", "hosts", "-n", 3, "--import", "slow.py", "--output", "out"
+    code, _, err = here(folder, *told, *words)
+    assert (code, err.count("\n"), message in err) == (2, 1, True), err
