@@ -6,6 +6,7 @@ python tools/bench_report.py [--page FILE] [options of neondist bench suite, suc
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
 HALO = [8, 256, 256, 64]
 LARGE = "yaml/bench_2048.yaml"
+BEFORE_UNIT = re.compile(r"(?<=\d) (?=[a-zµA-Z]{1,2}\*? \|)")
 
 
 def run(*words, threads=None):
@@ -56,6 +58,7 @@ def write(path, text):
     """Put a text between the markers of a page."""
     old = path.read_text(encoding="utf-8")
     head, rest = old.split(BEGIN)
+    text = BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)  # narrow columns do not break between a number and its unit
     path.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..console import counted
 from ..io.files import write_figure
 from ..plan.report import Column, LayerTable, by
 from .suite import OURS, THEIRS
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
 
 Made = dict[str, Any]
 LEGEND = (
-    "÷ best: a step's time over that of PyTorch's fastest side in the same round, median and range of the rounds;"
-    " memory: peak of one whole process, libraries included"
+    "÷ best: time of a step divided by that of PyTorch's fastest variant in the same round, median and range over the"
+    " rounds; memory: peak of one whole process, including libraries"
 )
 ROOFLINE = (
-    "Seconds of a training step, and the share of what limits a layer, the matrix products or the copies of all ranks"
-    " together. It exceeds 100% where arrays stay in caches and where convolutions need fewer products (Winograd);"
-    " - where another layer does the work."
+    "Time of each layer in a training step, and its speed as a percentage of its limit: the speed of matrix products"
+    " (GEMM) or of copies, of all ranks together. Percentages above 100% occur where arrays stay in caches and where"
+    " Winograd's algorithm needs fewer products; a dash marks layers whose work is done by another layer."
 )
 
 
@@ -61,7 +62,8 @@ def head_text(made: Made) -> str:
     )
     return (
         f"{about['started'][:10]}, {about['processor']}, {about['cores']} cores, Python {about['python']}, {versions};"
-        f" {made['ranks']} ranks × {made['threads']} threads, one process with all cores, {made['rounds']} rounds"
+        f" {counted(made['ranks'], 'rank')} with {counted(made['threads'], 'thread')} each,"
+        f" or one process on all cores; {counted(made['rounds'], 'round')}"
     )
 
 
@@ -72,7 +74,7 @@ def _networks(made: Made) -> tuple[list[str], list[list[str]]]:
     compared = any(row["ratios"] for row in made["networks"])
     heads = ["network", "input", *(ours.get(side, side) for side in sides)]
     heads += [f"{ours[side]} ÷ best" for side in inside if compared]
-    heads += ["memory", *(["eager's", "÷ eager"] if compared else [])]
+    heads += ["memory", *(["eager memory", "memory ÷ eager"] if compared else [])]
     rows = []
     for row in made["networks"]:
         cells = [row["network"], by((row["batch_size"], *row["sample_shape"])) if "layers" in row else ""]
@@ -107,9 +109,9 @@ def _notes(made: Made) -> list[str]:
     notes = list(made["notes"])
     if any(row["best"] for row in made["networks"]):
         notes.append(
-            "PyTorch: "
+            "PyTorch's variants: "
             + "; ".join(f"{side}: {THEIRS[side]}" for side in THEIRS if side in made["sides"])
-            + "; * its fastest"
+            + "; * marks the fastest"
         )
     return notes + reasons(made)
 
@@ -128,7 +130,7 @@ def _roofline(row: Made) -> list[str]:
         return []
     machine = row["machine"]
     flops, moved = machine["flops_per_second"] / 1e9, machine["bytes_per_second"] / 1e9
-    head = f"### {row['network']}\n\nMatrix products run at {flops:.0f} Gflop/s, copies at {moved:.1f} GB/s."
+    head = f"### {row['network']}\n\nLimits: {flops:.0f} Gflop/s in matrix products, {moved:.1f} GB/s in copies."
     heads = ["layer or segment", "forward", "backward", "exchange", "wait", "Gflop/s", "limit", "of limit"]
     rows = []
     for one in row["layers"]:
