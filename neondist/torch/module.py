@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +74,8 @@ class DistributedModule(nn.Module):
     optimizer: Any = None
     watched = False
     """Whether a change of its attributes is a change of a criterion that uses it."""
+    as_made: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """In what it gives, calls of the module are its own."""
 
     def __init__(
         self,
@@ -350,6 +353,10 @@ class DistributedModule(nn.Module):
 
     def _prepared(self) -> tuple[Any, _Prepared]:
         """Return the state that the module is in, and what runs in it."""
+        with self.as_made():
+            return self._prepared_as_made()
+
+    def _prepared_as_made(self) -> tuple[Any, _Prepared]:
         before = self._watch.key()
         if self._current is not None and before == self._current[0]:  # spares a small step its hash
             return self._current

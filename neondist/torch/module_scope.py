@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -143,7 +144,9 @@ class ModuleScope:
             if len(self._distributed) >= REMEMBERED:
                 del self._distributed[next(iter(self._distributed))]
             called = module if spec is None else _Call(module, leaves, at, spec)
-            self._distributed[key] = distribute(called, shapes, self.grid, dtype=dtypes)
+            made = distribute(called, shapes, self.grid, dtype=dtypes)
+            made.as_made = partial(self._calls_replaced, False)  # a loss may find that the module has changed
+            self._distributed[key] = made
         return self._distributed[key]
 
 

@@ -45,11 +45,7 @@ class OwnerSteps:
         self._names = {id(part): name for name, part in self.parameters.updated.items()}
         self._adopted: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._of_parts = False
-        for handle in (
-            hooks.register_optimizer_step_pre_hook(self._begin_step),
-            hooks.register_optimizer_step_post_hook(self._end_step),
-        ):
-            grid.on_close(handle.remove)
+        grid.on_close(hooks.register_optimizer_step_pre_hook(self._begin_step).remove)
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Give an optimiser this rank's parts, and their gradients."""
@@ -99,6 +95,8 @@ class OwnerSteps:
         for tensor in [tensor for tensor in optimizer.state if id(tensor) in self._parts]:
             part, slots = self._parts[id(tensor)], optimizer.state.pop(tensor)
             optimizer.state[part] = {slot: self._part_of(part, slot, value) for slot, value in slots.items()}
+        # not for all optimisers: virtual ranks, which end while others are still in theirs, share those hooks
+        self.grid.on_close(optimizer.register_step_post_hook(self._end_step).remove)
         optimizer.register_state_dict_pre_hook(self._begin_state_dict)
         optimizer.register_state_dict_post_hook(self._end_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._begin_load)

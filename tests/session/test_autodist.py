@@ -263,3 +263,32 @@ def test_the_gradient_of_an_input_is_that_of_the_whole():
     expected = gradient(nd.ProcessGrid.serial())
     for found in nd.loopback.run(4, lambda world: gradient(nd.ProcessGrid(world, replicas=2, rows=2))):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class Scaled(nn.Conv2d):
+    scale = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_a_model_that_changes_between_its_output_and_the_loss():
+    def losses(grid):
+        torch.manual_seed(0)
+        d = nd.AutoDist(grid=grid)
+        with d.scope():
+            model = Scaled(2, 3, 3, padding=1).double()
+
+        @d.function
+        def step(images, labels, scale):
+            output = model(images)
+            model.scale = scale
+            return F.cross_entropy(output, labels)
+
+        drawn = torch.Generator().manual_seed(1)
+        images, labels = torch.randn(2, 2, 4, 5, generator=drawn), torch.randint(3, (2, 4, 5), generator=drawn)
+        return [step(images.double(), labels, scale).item() for scale in (2.0, 3.0, 3.0)]
+
+    expected = losses(nd.ProcessGrid.serial())
+    for found in nd.loopback.run(2, lambda world: losses(nd.ProcessGrid(world))):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
