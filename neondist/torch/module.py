@@ -74,8 +74,6 @@ class DistributedModule(nn.Module):
     optimizer: Any = None
     watched = False
     """Whether a change of its attributes is a change of a criterion that uses it."""
-    as_made: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """In what it gives, calls of the module are its own."""
 
     def __init__(
         self,
@@ -93,6 +91,7 @@ class DistributedModule(nn.Module):
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
         self.grid, self._compiler = grid, compiler
+        self._captured_within: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._shapes, self._dtypes = tuple(shapes), list(dtypes)
         self._runners: dict[Any, _Prepared] = {}
         self._current: tuple[Any, _Prepared] | None = None
@@ -175,6 +174,10 @@ class DistributedModule(nn.Module):
         found: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in parameters}
         self._deferred.update(found if noted else dict.fromkeys(found))
         return list(found.values())
+
+    def capture_within(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Look at the module in contexts that this gives, in which its calls are its own."""
+        self._captured_within = context
 
     def guard(self, seed: int = 0) -> None:
         """Look for mistakes of rules and border schemes of your own in passes from now on: slow, and the same numbers.
@@ -353,7 +356,7 @@ class DistributedModule(nn.Module):
 
     def _prepared(self) -> tuple[Any, _Prepared]:
         """Return the state that the module is in, and what runs in it."""
-        with self.as_made():
+        with self._captured_within():
             return self._prepared_as_made()
 
     def _prepared_as_made(self) -> tuple[Any, _Prepared]:

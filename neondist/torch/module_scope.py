@@ -145,7 +145,7 @@ class ModuleScope:
                 del self._distributed[next(iter(self._distributed))]
             called = module if spec is None else _Call(module, leaves, at, spec)
             made = distribute(called, shapes, self.grid, dtype=dtypes)
-            made.as_made = partial(self._calls_replaced, False)  # a loss may find that the module has changed
+            made.capture_within(partial(self._calls_replaced, False))  # a loss may find that the module has changed
             self._distributed[key] = made
         return self._distributed[key]
 

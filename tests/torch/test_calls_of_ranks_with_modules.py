@@ -41,7 +41,9 @@ LOCAL = {
     "DistributedModule", "TorchLoss", "TorchModel", "TorchOptimizer", "TorchTransport", "UnsupportedOperator", "rule",
     "rules", "world",
 }  # fmt: skip
-LOCAL_METHODS = {"defer_gradients", "guard", "train", "state_dict", "load_state_dict", "scatter", "scatter_target"}
+LOCAL_METHODS = {
+    "capture_within", "defer_gradients", "guard", "train", "state_dict", "load_state_dict", "scatter", "scatter_target",
+}  # fmt: skip
 CALLS = dict(COLLECTIVE.values())
 PROGRAMS = {}
 
