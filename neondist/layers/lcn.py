@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from math import inf, prod
 from typing import Any, Literal
 
+import numpy as np
+
 from ..errors import ConfigError, ShapeError
 from ..geometry import Box, GridShape, Window
 from ..halo import ExchangePolicy, GlobalArray
@@ -16,6 +18,8 @@ from .context import StepContext
 from .lcn_window import Halos, InView, LocalWindow, middle
 from .reduction import Reduction
 
+_NOISE = 8
+"""Units of rounding of a mean, up to which a deviation is none."""
 CHOICES = {"window": ("gaussian", "uniform"), "padding_mode": ("zeros", "reflect"), "halo": ("auto", "twice", "wide")}
 
 
@@ -151,6 +155,8 @@ class LCNLayer(Layer):
         v = view[middle(view, mean)] - mean
         squares = ctx.gather(self.squares, self._channel_mean(v * v))
         sigma = ctx.xp.sqrt(self.kernels.separable_filter(squares, self.taps))
+        # of a constant they are what rounding leaves, which another grid would round otherwise
+        sigma *= sigma > _NOISE * np.finfo(view.dtype).eps * abs(mean[middle(mean, sigma)])
         ctx.save(v=v, sigma=sigma, extents=(seen.shape[1:-1], squares.shape[1:-1]))
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:

@@ -329,18 +329,23 @@ class Stream:
 
     def _unlike(self, tile: int, largest: bool = False) -> list[int]:
         """Return the numbers of strips that differ in more than their place; or of those that none has all cells of."""
-        maps = [(cells, cells.extent[0]) for cells in self.cells if cells.extent]
-        numbers, alike = self._numbers(tile), dict[tuple[tuple[bool, ...], tuple[int, ...]], int]()
+        maps = {value: (cells, cells.extent[0]) for value, cells in enumerate(self.cells) if cells.extent}
+        edges = [(value, step.output) for step in self.graph.steps for value in step.inputs]
+        edges = [(value, output) for value, output in edges if value in maps and output in maps]
+        numbers, alike = self._numbers(tile), dict[tuple[tuple[int, ...], tuple[int, ...]], int]()
         for at in self.strips(tile):
-            ranges = [(*cells.range(0, numbers[at]), n) for cells, n in maps]
-            ends = tuple(end for lo, hi, n in ranges for end in (lo == 0, hi == n))  # they are padded
-            alike.setdefault((ends, tuple(hi - lo for lo, hi, _ in ranges)), at)
+            ranges = {value: (*cells.range(0, numbers[at]), n) for value, (cells, n) in maps.items()}
+            ends = [int(end) for lo, hi, n in ranges.values() for end in (lo == 0, hi == n)]
+            for value, output in edges:  # how much is padding there
+                (lo, hi, n), (first, stop, outputs) = ranges[value], ranges[output]
+                ends += [first if lo == 0 else -1, outputs - stop if hi == n else -1]
+            alike.setdefault((tuple(ends), tuple(hi - lo for lo, hi, _ in ranges.values())), at)
         if not largest:
             return list(alike.values())
-        found: list[tuple[tuple[bool, ...], tuple[int, ...]]] = []
-        for ends, sizes in sorted(alike, key=lambda pair: -sum(pair[1])):
-            if not any(e == ends and all(map(ge, most, sizes)) for e, most in found):
-                found.append((ends, sizes))
+        found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for edge, sizes in sorted(alike, key=lambda pair: -sum(pair[1])):
+            if not any(e == edge and all(map(ge, most, sizes)) for e, most in found):
+                found.append((edge, sizes))
         return [alike[pair] for pair in found]
 
     def held(self, tile: int, itemsize: int) -> int:

@@ -48,6 +48,18 @@ FOUND = {
         (4, 1), [("Sum", [("GroupNorm", {"name": "a", "groups": 1}), ("InstanceNorm", {"name": "b"})])],
         batch=1, steps=1, strips=1, memory="1TiB",
     ),
+    "strips with as many cells, but more padding": Case(
+        (3, 1), [("Conv", {"name": "a", "out_channels": 1, "kernel_size": 1, "padding": 2})],
+        batch=1, steps=1, other=(1, 2, 1, 2), strips=1, memory="1TiB",
+    ),
+    "the contrast of a constant": Case(
+        (1, 3, 1),
+        [
+            ("Conv", {"name": "a", "out_channels": 1, "kernel_size": 1, "activation": "Softmax"}),
+            ("LCN", {"name": "b", "kernel_size": (1, 5), "min_deviation": "mean", "padding_mode": "reflect"}),
+        ],
+        batch=1, steps=1,
+    ),
 }  # fmt: skip
 
 
