@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..console import say
+from ..console import counted, say
 from ..errors import LaunchError, ServiceUnavailableError
 from ..signals import INTERRUPTED, STOPPED
 from .fork_server import Process
@@ -94,8 +94,8 @@ class WorkerProcesses:
     def restarted(self) -> str:
         """Numbers of restarts of workers and services, as text."""
         services = sum(service.restarts for service in self._services)
-        more = f" and {services} services" if services else ""
-        return f"{sum(self._losses.values())} workers{more} started again"
+        more = f" and {counted(services, 'service')}" if services else ""
+        return f"{counted(sum(self._losses.values()), 'worker')}{more} started again"
 
     def forward(self, name: str) -> None:
         """Pass a signal on to all workers."""

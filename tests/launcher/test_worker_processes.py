@@ -173,7 +173,7 @@ def test_a_killed_worker_keeps_its_slot_and_a_signal_ends_all(start):
     before.stdout.close()
     before.stdin.close()
     job.wait([0, 1])
-    assert job.pool.restarted == "1 workers started again"
+    assert job.pool.restarted == "1 worker started again"
     job.slots = 3
     job.wait([0, 1, 2])
     job.pool.forward("SIGTERM")
