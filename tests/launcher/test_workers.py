@@ -60,7 +60,7 @@ def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path, capsys):
         assert line in err
     kills = err.count("was killed (SIGKILL); started again"), err.count("was killed (SIGKILL); restarted")
     assert kills == (1, 3), err
-    assert "applied: 48 records in each of 2 epochs, each once; 1 workers and " in out, err
+    assert "applied: 48 records in each of 2 epochs, each once; 1 worker and " in out, err
     assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-worker", "killed-ps", "killed-master"}
     assert (tmp_path / "run/complete.json").exists()
 
