@@ -16,6 +16,7 @@ from .. import safe_path
 from ..cluster.hosts import SSH_TIMEOUT, host_command, slots_of, unreachable
 from ..cluster.preflight import NodeReport
 from ..cluster.ssh_config import ssh_command
+from ..console import counted
 from ..errors import LaunchError
 from .fork_server import ForkServer, Process
 from .launch import ready
@@ -207,8 +208,8 @@ def place_workers(slots: Mapping[str, int], workers: int, tiles: int) -> dict[st
     if workers > sum(room.values()):
         each, most = f" of {tiles} tiles" if tiles > 1 else "", sum(room.values())
         raise LaunchError(
-            f"-n {workers * tiles}: the nodes have room for {most} workers{each}, each on one node; give at most"
-            f" -n {most * tiles}, or list more cpus, gpus or slots"
+            f"-n {workers * tiles}: the nodes have room for {counted(most, 'worker')}{each}, each on one node; give at"
+            f" most -n {most * tiles}, or list more cpus, gpus or slots"
         )
     found = {}
     for node, most in room.items():

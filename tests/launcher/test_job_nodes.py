@@ -206,7 +206,7 @@ def test_workers_are_whole_on_a_node(folder):
     (folder / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=3)))
     grid = "--set", "grid={replicas: 2, rows: 2, cols: 1}"
     code, _, err = here(folder, "launch", "nodes.yaml", "job.yaml", "--import", "slow.py", *grid)
-    assert (code, "have room for 1 workers of 2 tiles" in err) == (2, True), err
+    assert (code, "have room for 1 worker of 2 tiles" in err) == (2, True), err
 
 
 def test_hosts_without_this_neondist(monkeypatch):
