@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from ..job import local_rank
-from ..precision import ComputePrecision
+from ..precision import FLOAT32, ComputePrecision
 from ..version import installed_distributions
 from .cells import Normal
 from .device_kernels import (
@@ -110,14 +110,17 @@ class CupyKernels(Kernels):
     ----------
     cupy : module
         On this rank's GPU.
+    precision : ComputePrecision
+        Of the operands of products.
     """
 
     packs = True
     # a launch takes as long as a million numbers: few large blocks, which need memory that no plan knows
     strip, block, unshared, summed = 1 << 24, 1 << 24, 1 << 24, 1 << 20
 
-    def __init__(self, cupy: Any) -> None:
+    def __init__(self, cupy: Any, precision: ComputePrecision = FLOAT32) -> None:
         super().__init__(cupy)
+        self.precision = precision
         self._compiled: dict[tuple[str, str], Any] = {}
         self._table = lru_cache(_TABLES)(self._on_device)
 
@@ -282,15 +285,4 @@ def _cuda_version(number: int) -> str:
 
 
 class NarrowCupyKernels(NarrowProducts, CupyKernels):
-    """The same with operands of 16 bits, by products of float32.
-
-    Parameters
-    ----------
-    cupy : module
-        On this rank's GPU.
-    precision : ComputePrecision
-    """
-
-    def __init__(self, cupy: Any, precision: ComputePrecision) -> None:
-        super().__init__(cupy)
-        self.precision = precision
+    """The same with operands of 16 bits, by products of float32."""

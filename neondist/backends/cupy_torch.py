@@ -60,7 +60,7 @@ class CudaTorchKernels(CupyTorchKernels):
     def __init__(self, cupy: Any, precision: ComputePrecision = FLOAT32) -> None:
         import torch
 
-        super().__init__(cupy)
+        super().__init__(cupy, precision)
         device = cupy.cuda.Device().id
         torch.cuda.set_device(device)
         self.memory_errors = (MemoryError, torch.cuda.OutOfMemoryError)
@@ -93,18 +93,7 @@ class CudaTorchKernels(CupyTorchKernels):
 
 
 class NarrowCupyTorchKernels(NarrowTorchTable, CupyTorchKernels):
-    """PyTorch's convolutions of 16 bits; matrix products are those of float32.
-
-    Parameters
-    ----------
-    cupy : module
-        On this rank's GPU.
-    precision : ComputePrecision
-    """
-
-    def __init__(self, cupy: Any, precision: ComputePrecision) -> None:
-        super().__init__(cupy)
-        self.precision = precision
+    """PyTorch's convolutions of 16 bits; matrix products are those of float32."""
 
     def _is_fast(self, calls: Any) -> bool:
         return True  # on tensor cores since Volta, bfloat16 since Ampere
