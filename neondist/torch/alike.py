@@ -15,9 +15,14 @@ def digest_of(plan: Any, program: Any) -> str:
     found.update(program.graph_module.code.encode())
     for name, value in sorted(program.constants.items()):
         if isinstance(value, torch.Tensor):
-            data = value.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-            found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode() + data.numpy().tobytes())
+            found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            found.update(bits_of(value).cpu().numpy().data)
     return found.hexdigest()[:16]
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor's values, in order, as uint8 on its device; without a copy where they lie so."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

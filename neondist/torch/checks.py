@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm import ProcessGrid
 from ..comm.agree import ROW, ROWS
 from ..errors import ConfigError, ShapeError
+from .alike import bits_of
 from .plan import TorchPlan
 
 
@@ -89,7 +90,7 @@ def checksum_of(tensor: torch.Tensor) -> int:
     start = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.is_meta or not tensor.numel():
         return start
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    data = bits_of(tensor)
     end = data.numel() // (ROWS * ROW) * (ROWS * ROW)
     if data.storage_offset() % 8:
         end = 0

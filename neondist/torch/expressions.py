@@ -1,4 +1,4 @@
-"""What a forward computes, described so that two passes can be compared."""
+"""Descriptions of what forward passes compute, by which passes are compared."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .alike import bits_of
 from .constants import is_shape_only, known_values
 
 
@@ -104,8 +105,7 @@ def _constant(tensor: torch.Tensor) -> Any:
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return *told, id(tensor)
     with no_dispatch():
-        values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        return *told, hashlib.sha256(values.numpy().data).digest()
+        return *told, hashlib.sha256(bits_of(tensor).numpy().data).digest()
 
 
 class Passes:

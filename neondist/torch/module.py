@@ -16,7 +16,7 @@ from ..comm import ProcessGrid
 from ..comm.agree import all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..halo import Phase
-from .alike import digest_of, versions
+from .alike import bits_of, digest_of, versions
 from .capture import captured, device_of
 from .checks import BackwardCheck, check_module, check_parameters, check_tensor, checksum_of, gradients_of
 from .criteria import Criteria, owner_of
@@ -438,8 +438,7 @@ class DistributedModule(nn.Module):
         for name, tensor in (*parameters.items(), *buffers.items()):
             checksum = 0
             if tensor.numel() and not tensor.is_meta:  # where there are no values yet
-                data = tensor.detach().cpu().contiguous().view(-1)
-                checksum = zlib.crc32(data.view(torch.uint8).numpy().tobytes())
+                checksum = zlib.crc32(bits_of(tensor).cpu().numpy().data)
             mine[name] = f"{tuple(tensor.shape)} {checksum}"
         every = self.grid.world.allgather(mine)
         for rank, other in enumerate(every):
