@@ -23,7 +23,7 @@ from .launch import ready
 from .monitor import LOOPBACK
 from .parent_watch import end_process
 from .placement import Placement, list_addresses, placed
-from .remote import RemoteProcess, program
+from .remote import MODULE, RemoteProcess, program
 from .scaling import LOCAL, read_slots
 
 _GRACE = 10.0
@@ -261,7 +261,7 @@ def _node(placement: Placement, report: NodeReport, own: str) -> JobNode:
     variables = placement.variables(report, os.environ)
     if report.node.ssh_config is None:
         return JobNode(report.node.address, own, variables=variables)
-    words_there = report.python, f"{report.facts['package']}/safe_path.py", program.__module__
+    words_there = report.python, f"{report.facts['package']}/safe_path.py", MODULE
     # servers write checkpoints to the folder of the run
     address = report.facts["address"] if report.facts["shared"] else ""
 

@@ -21,6 +21,8 @@ from ..signals import signal_name
 from ..version import __version__
 from .parent_watch import end_process
 
+MODULE = "neondist.launcher.remote"
+"""This one, to be run at the other end."""
 UNREACHABLE = 255
 """Exit code of ssh when there is no connection, or no longer."""
 _GRACE = 10.0
@@ -36,7 +38,7 @@ exit 2"""
 
 def program(host: str) -> list[str]:
     """Return the words that run this module's other end on a host with the same files, or say that it has none."""
-    return ["sh", "-c", _START, host, *safe_path.command(__name__)]
+    return ["sh", "-c", _START, host, *safe_path.command(MODULE)]
 
 
 class RemoteProcess:

@@ -69,6 +69,15 @@ class _Probe:
         return type(base.__name__, (base,), {**methods, "__hash__": base.__hash__})
 
 
+def _probes(numbers_change: bool) -> Iterator[_Probe]:
+    """Yield what the next passes look at numbers with; those that take other choices, if the first has seen any."""
+    yield (first := _Probe())
+    if numbers_change:
+        yield _Probe(_LATER)
+    if first.chosen:
+        yield _Probe(flips=_MANY)
+
+
 _TRACER = "torch.fx._symbolic_trace"
 
 
@@ -117,21 +126,12 @@ class Snapshot:
             if path in names and array.dtype.kind in "iuf" and probe.shift:
                 array += np.array(_MANY).astype(array.dtype)
 
-    def restore(self, names: Collection[str] | None = None) -> None:
-        """Make it what it was; default: all of it."""
+    def restore(self) -> None:
+        """Make it what it was."""
         for holder, before in self._before:
-            if names is None or holder.path in names:
-                holder.restore(before)
-            elif holder.mark:
-                present = holder.read()
-                some = [key for key in {**before, **present} if holder.called(key) in names]
-                holder.restore(
-                    {key: value for key, value in present.items() if key not in some}
-                    | {key: before[key] for key in some if key in before}
-                )
-        for path, array, values in self._arrays:
-            if names is None or path in names:
-                np.copyto(array, values)
+            holder.restore(before)
+        for _, array, values in self._arrays:
+            np.copyto(array, values)
 
     def drawn(self) -> int:
         """Return a number for the states of the generators that the module holds."""
@@ -230,9 +230,7 @@ def _check_next_pass(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
     changes = before.changes()
     rest = {name: kept for name, kept in changes.items() if any(map(passes.recorder.follows, kept[1]))}
     after = Snapshot(module)
-    for probe in (chosen := _Probe()), _Probe(_LATER), _Probe(flips=_MANY):
-        if probe is not chosen and not (chosen.chosen if not probe.shift else rest):
-            continue
+    for probe in _probes(bool(rest)):
         after.restore()
         before.probe(rest, probe)
         if _failing(passes.run) != first:

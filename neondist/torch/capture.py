@@ -41,8 +41,8 @@ def captured(
 ) -> Any:
     """Return the exported program of a module, composite operators kept.
 
-    Neither no_grad, inference_mode nor autocast around the call are part of it: they hold for what runs. Code that asks
-    whether there are gradients is told what holds around the call.
+    Neither no_grad, inference_mode nor autocast around the call are part of it: they hold for what runs. To code
+    that asks for it, `torch.is_grad_enabled()` has the value that it has around the call.
 
     Parameters
     ----------

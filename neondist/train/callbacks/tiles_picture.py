@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
+from ...console import counted
 from ...data import Dataset
 from ...geometry import Box
 from ...io.files import can_draw, write_figure
@@ -130,7 +131,7 @@ def draw_tiles(
     pixels = _pixels(image)
     whole = left.subplots()
     _show(whole, pixels, extent)
-    whole.set_title(f"the image and its seams ({len(tiles)} tile{'s' * (len(tiles) != 1)})", fontsize=10)
+    whole.set_title(f"the image and its seams ({counted(len(tiles), 'tile')})", fontsize=10)
     for rank, tile in enumerate(tiles):
         _frame(whole, tile, color=SEAM, linewidth=2)
         _label(whole, rank, tile)
