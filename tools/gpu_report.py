@@ -2,9 +2,10 @@
 
 python tools/gpu_report.py [--page FILE] [--seconds 540] [--networks resnet,unet]
 
-Whether training is the same on 1, 2 and 4 ranks that share the GPU; steps of networks of `neondist bench suite` against
-PyTorch, eager and compiled; the exchange of a halo against a copy of its bytes on the device; and memory. What does not
-fit into the time is told, and not guessed.
+Whether training is the same on 1, 2 and 4 ranks that share the GPU, of layers and of a PyTorch module; steps of
+networks of `neondist bench suite`, of layers and of the same PyTorch module distributed, against PyTorch, eager and
+compiled; the exchange of a halo against a copy of its bytes on the device; and memory. What does not fit into the time
+is reported as not run.
 """
 
 import argparse
@@ -88,6 +89,30 @@ def losses(grid: nd.ProcessGrid, backend: Any) -> dict[str, np.ndarray]:
     return {"losses": np.array([model.train_batch(x, labels) for _ in range(4)]), **model.state()}
 
 
+def modules(grid: nd.ProcessGrid, backend: Any, device: str = "cuda") -> dict[str, np.ndarray]:
+    """Return losses and weights of a few steps of a PyTorch module in float64; every kind of exchange is in it."""
+    import torch
+    from torch import nn
+
+    import neondist.torch as ndt
+
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 8, 5, padding=2, padding_mode="reflect"), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+    up = nn.Conv2d(8, 8, 3, padding=2, dilation=2), nn.GroupNorm(2, 8), nn.SiLU(), nn.Upsample(scale_factor=2)
+    network = nn.Sequential(*conv, *up, nn.ConvTranspose2d(8, 4, 3, 2, 1), nn.InstanceNorm2d(4), nn.Conv2d(4, 5, 1))
+    module, (images, labels) = network.double().to(device), (torch.rand(4, 3, 34, 30), torch.randint(5, (4, 67, 59)))
+    model = ndt.distribute(module, images.shape, grid, dtype=torch.float64)
+    tile, target = model.scatter(images.double().to(device)), model.scatter_target(labels.to(device))
+    optimizer, found = torch.optim.SGD(module.parameters(), 0.05, momentum=0.9), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model.loss(nn.CrossEntropyLoss(), model(tile), target)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return {"losses": np.array(found), **{name: one.cpu().numpy() for name, one in module.state_dict().items()}}
+
+
 def halos(grid: nd.ProcessGrid, backend: Any, shape: tuple[int, ...] = HALO, steps: int = 20) -> dict[str, np.ndarray]:
     """Return the seconds of an exchange forward, and those of a copy of its bytes on the device."""
     array = nd.GlobalArray(grid, shape, nd.Window(3, padding=1), backend=backend)
@@ -108,7 +133,7 @@ def halos(grid: nd.ProcessGrid, backend: Any, shape: tuple[int, ...] = HALO, ste
     return {"seconds": np.array(found), "bytes": np.array(4 * numbers), "shape": np.array(shape)}
 
 
-JOBS = {"losses": losses, "halos": halos}
+JOBS = {"losses": losses, "modules": modules, "halos": halos}
 
 
 def on_ranks(job: str, ranks: int) -> dict[str, np.ndarray]:
@@ -172,11 +197,31 @@ def _theirs(case: Any, x: np.ndarray, network: Any, precision: str, card: Card, 
             with _peak(card) as peak:
                 found["eager"] = seconds_of(twin.step, rounds)
             found["eager memory"] = peak[0]
+            found["module"] = seconds_of(_distributed(twin), rounds)
             if compiles:
                 found["compiled"] = twin.compile() or seconds_of(twin.step, rounds)
     finally:
         torch.set_float32_matmul_precision(before)
     return found
+
+
+def _distributed(twin: Any) -> Any:
+    """Return a training step of a twin's module, distributed over one rank."""
+    from torch.nn import functional
+
+    import neondist.torch as ndt
+
+    model = ndt.distribute(twin.module, tuple(twin.x.shape), nd.ProcessGrid.serial())
+    tile, targets = model.scatter(twin.x), model.scatter_target(twin.targets)
+
+    def step() -> float:
+        twin.optimizer.zero_grad(set_to_none=True)
+        loss = model.loss(functional.cross_entropy, model(tile), targets)
+        loss.backward()
+        twin.optimizer.step()
+        return float(loss.detach())
+
+    return step
 
 
 @contextmanager
@@ -205,24 +250,23 @@ def report(
     def left() -> float:
         return seconds - (time.perf_counter() - begin)
 
-    alone = card.ranks("losses", 1)
-    lines += ["| Ranks that share the GPU | Furthest from one rank, float64 |", "| --- | --- |"]
+    lines += ["| Ranks on one GPU | Largest relative difference to one rank, float64: layers | PyTorch module |"]
+    lines += ["| --- | --- | --- |"]
+    alone = {job: card.ranks(job, 1) for job in ("losses", "modules")}
     for ranks in RANKS[1:]:
-        found = card.ranks("losses", ranks)
-        worst = max(
-            float(np.abs(found[name] - one).max() / max(np.abs(one).max(), 1e-3)) for name, one in alone.items()
-        )
-        lines.append(f"| {ranks} | {worst:.1e} |")
+        worst = [_difference(card.ranks(job, ranks), expected) for job, expected in alone.items()]
+        lines.append(f"| {ranks} | {worst[0]:.1e} | {worst[1]:.1e} |")
     taken = card.ranks("halos", 2)
     exchange, copy = taken["seconds"]
     what = f"{' × '.join(map(str, taken['shape']))} on 2 ranks, {int(taken['bytes']) / 1e6:.2f} MB each"
     lines += ["", f"A halo of {what}: {1e6 * exchange:.0f} µs, {exchange / copy:.1f} × a copy on the device.", ""]
-    lines += ["| Step | ms | ÷ eager | ÷ compiled | Memory ÷ eager |", "| --- | --- | --- | --- | --- |"]
+    lines += ["| Step | ms | ÷ eager | ÷ compiled | Memory ÷ eager | Module distributed ÷ eager |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
     for network in networks:
         for precision in precisions:
             name = f"| {network}, {precision} |"
             if left() < 0:
-                lines.append(f"{name} not run: no time left | | | |")
+                lines.append(f"{name} not run: no time left | | | | |")
                 continue
             found = measured(NETWORKS[network], precision, card, compiles and left() > 60, rounds)
             lines.append(f"{name} {_row(found)} |")
@@ -232,11 +276,17 @@ def report(
 def _row(found: Found) -> str:
     ours = found["ours"]
     if isinstance(ours, str):
-        return f"not run: {ours} | | |"
+        return f"not run: {ours} | | | |"
     compiled, memory = found.get("compiled"), found.get("eager memory")
     by_compiled = f"{ours / compiled:.2f}" if isinstance(compiled, float) else f"not run: {compiled or 'no time left'}"
     by_memory = f"{found['our memory'] / memory:.2f}" if memory else "not run"
-    return f"{1e3 * ours:.2f} | {ours / found['eager']:.2f} | {by_compiled} | {by_memory}"
+    by_module = f"{found['module'] / found['eager']:.2f}"
+    return f"{1e3 * ours:.2f} | {ours / found['eager']:.2f} | {by_compiled} | {by_memory} | {by_module}"
+
+
+def _difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """Return the largest difference, relative to the largest number of its array."""
+    return max(float(np.abs(found[name] - one).max() / max(np.abs(one).max(), 1e-3)) for name, one in expected.items())
 
 
 def write(path: Path, text: str) -> None:

@@ -309,7 +309,7 @@ def _outcome(drawn: Drawn, grid: tuple, expected: dict) -> str:
             worst, where = difference(numbers, expected["after"] if when else expected) if numbers else (0.0, "")
             if not worst <= TOLERANCE:
                 return f"wrong: rank {rank}: {where} is off by {worst:.1e}{when}"
-        if found["idle"]:
+        if found.get("idle"):
             return f"wrong: rank {rank} receives what it does not need: {found['idle'][0]}"
     return "exact"
 

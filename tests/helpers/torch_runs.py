@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from device import ON_GPU
 from idle_cells import idle_cells
 from torch import nn
 from turns import in_turn as in_turn  # for the tests here
@@ -21,6 +22,8 @@ from neondist.torch.blocks import TracedImage
 from neondist.torch.layout import shape_of
 from neondist.torch.transfer import at_place
 
+DEVICE = torch.device("cuda" if ON_GPU and torch.cuda.is_available() else "cpu")
+"""where modules run; inputs are given on the host, and results returned there"""
 CONVERSION = importlib.import_module("neondist.torch.convert.from_torch")
 BOTH_AXES_AND_REPLICAS = (1, 3, 2), (2, 1, 2)
 OTHERS = (1, 1, 1), (1, 2, 1), (1, 1, 3), (1, 2, 2), (2, 1, 1)
@@ -50,7 +53,7 @@ def serial(module, inputs, gradients=None, change=None):
     change : callable, optional
         Of the module: called after the pass; another pass follows, whose results are under 'after'.
     """
-    module = copy.deepcopy(module)
+    module = copy.deepcopy(module).to(DEVICE)
     found = _serial_pass(module, inputs, gradients)
     if change is not None:
         module.zero_grad()
@@ -60,19 +63,23 @@ def serial(module, inputs, gradients=None, change=None):
 
 
 def _serial_pass(module, inputs, gradients=None):
-    inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    inputs = [x.to(DEVICE, copy=True).requires_grad_(x.is_floating_point()) for x in inputs]
     found = module(*inputs)
     outputs = [y for y in torch.utils._pytree.tree_leaves(found) if isinstance(y, torch.Tensor)]
     gradients = gradients or drawn_like(outputs)
-    torch.autograd.backward(*differentiable(outputs, gradients))
+    torch.autograd.backward(*differentiable(outputs, [g.to(DEVICE) for g in gradients]))
     return {
-        "outputs": [y.detach() for y in outputs],
+        "outputs": [_on_host(y) for y in outputs],
         "differentiable": [y.requires_grad for y in outputs],
         "gradients": gradients,
-        "inputs": [x.grad for x in inputs],
-        "parameters": {name: p.grad for name, p in module.named_parameters()},
-        "buffers": {name: b.clone() for name, b in module.named_buffers()},
+        "inputs": [_on_host(x.grad) for x in inputs],
+        "parameters": {name: _on_host(p.grad) for name, p in module.named_parameters()},
+        "buffers": {name: _on_host(b).clone() for name, b in module.named_buffers()},
     }
+
+
+def _on_host(tensor):
+    return None if tensor is None else tensor.detach().cpu()
 
 
 def drawn_like(outputs):
@@ -105,7 +112,7 @@ def distributed(module, inputs, gradients, grid, **more):
 
     def body(world):
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols, planes=planes) as ranks:
-            mine = copy.deepcopy(module)
+            mine = copy.deepcopy(module).to(DEVICE)
             shapes = [tuple(x.shape) for x in inputs]
             model = ndt.distribute(mine, shapes if len(shapes) > 1 else shapes[0], ranks, dtype=inputs[0].dtype, **more)
             found = _distributed_pass(model, inputs, gradients)
@@ -114,7 +121,7 @@ def distributed(module, inputs, gradients, grid, **more):
                 mine.zero_grad()
                 change(mine)
                 found["after"] = _distributed_pass(model, inputs, gradients_after)
-            if cells:
+            if cells and DEVICE.type == "cpu":
                 found["idle"] = idle_cells(model, [model.scatter(x, at) for at, x in enumerate(inputs)])
             return found
 
@@ -123,6 +130,7 @@ def distributed(module, inputs, gradients, grid, **more):
 
 def _distributed_pass(model, inputs, gradients):
     mine, ranks = model.module, model.grid
+    inputs, gradients = ([tensor.to(DEVICE) for tensor in tensors] for tensors in (inputs, gradients))
     tiles = [model.scatter(x, at).requires_grad_(x.is_floating_point()) for at, x in enumerate(inputs)]
     outputs = [y for y in torch.utils._pytree.tree_leaves(model(*tiles)) if isinstance(y, torch.Tensor)]
     layouts = [lay for lay in model._runner().layouts if lay is not None]
@@ -132,11 +140,11 @@ def _distributed_pass(model, inputs, gradients):
     if ranks.size > 1:
         assert sent(model) == model.plan.traffic(ranks.rank, trained, inputs=True)
     return {
-        "outputs": [model.tiling.gathered(y, lay) for y, lay in zip(outputs, layouts, strict=True)],
+        "outputs": [_on_host(model.tiling.gathered(y, lay)) for y, lay in zip(outputs, layouts, strict=True)],
         "differentiable": [y.requires_grad for y in outputs],
         "inputs": [None if x.grad is None else input_gradient(model, at, x.grad) for at, x in enumerate(tiles)],
-        "parameters": {name: p.grad for name, p in mine.named_parameters()},
-        "buffers": {name: b.clone() for name, b in mine.named_buffers()},
+        "parameters": {name: _on_host(p.grad) for name, p in mine.named_parameters()},
+        "buffers": {name: _on_host(b).clone() for name, b in mine.named_buffers()},
     }
 
 
@@ -144,11 +152,11 @@ def input_gradient(model, at, gradient):
     """Return the gradient of a whole input, given this rank's, which is a share of it where several have cells."""
     layout, overlaps = model.tiling.inputs[at], model._runner().overlaps
     if not overlaps or not overlaps[at]:
-        return model.tiling.gathered(gradient, layout)
+        return _on_host(model.tiling.gathered(gradient, layout))
     whole = part = torch.zeros(shape_of(layout), dtype=gradient.dtype)
     for dim, (lo, hi) in at_place(overlaps[at], model.wires.place).items():
         part = part.narrow(dim, lo, hi - lo)
-    part += gradient
+    part += gradient.cpu()
     model.grid.world.allreduce(whole.numpy())
     return whole
 

@@ -25,7 +25,8 @@ def tool():
 
 
 def test_a_report_in_miniature(tool, monkeypatch, tmp_path):
-    jobs = {"losses": tool.losses, "halos": partial(tool.halos, shape=(2, 8, 8, 3), steps=1)}
+    halos, modules = partial(tool.halos, shape=(2, 8, 8, 3), steps=1), partial(tool.modules, device="cpu")
+    jobs = {"losses": tool.losses, "modules": modules, "halos": halos}
 
     @cache
     def on_ranks(job, ranks):
@@ -37,11 +38,11 @@ def test_a_report_in_miniature(tool, monkeypatch, tmp_path):
     monkeypatch.setitem(tool.NETWORKS, "small", Case(2, (8, 8, 3), layers, 3))
     card = tool.Card("a strict device", Device().backend, "cpu", on_ranks)
     text = tool.report(card, ["small"], 600, rounds=1, precisions=("float32", "no such"), compiles=False)
-    furthest = re.findall(r"^\| ([24]) \| (\S+) \|$", text, re.MULTILINE)
-    assert [ranks for ranks, _ in furthest] == ["2", "4"]
-    assert all(float(worst) < 1e-10 for _, worst in furthest)
+    furthest = re.findall(r"^\| ([24]) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+    assert [ranks for ranks, *_ in furthest] == ["2", "4"]
+    assert all(float(worst) < 1e-10 for _, *every in furthest for worst in every)
     assert re.search(r"A halo of 2 × 8 × 8 × 3 on 2 ranks, .* × a copy on the device", text)
-    assert re.search(r"\| small, float32 \| [\d.]+ \| [\d.]+ \| not run: no time left \| not run \|", text)
+    assert re.search(r"\| small, float32 \| [\d.]+ \| [\d.]+ \| not run: no time left \| not run \| [\d.]+ \|", text)
     assert re.search(r"\| small, no such \| not run: .*precision", text)
     page = tmp_path / "gpu.md"
     page.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
