@@ -1,6 +1,7 @@
 """Random cases on several processes: what random_graphs.py, random_modules.py and operator_samples.py share."""
 
 import argparse
+import multiprocessing
 import sys
 import time
 from collections import Counter
@@ -24,7 +25,8 @@ def parser(doc: str) -> argparse.ArgumentParser:
 def tried(attempt: Callable[..., Any], given: argparse.Namespace, *more: Any) -> Iterator[Any]:
     """Yield attempt(seed, number, *more) for each case, and say how many there have been."""
     numbers, begin = range(given.first, given.first + given.cases), time.monotonic()
-    with ProcessPoolExecutor(given.jobs) as pool:
+    # a GPU that the parent has asked for cannot be used in a fork
+    with ProcessPoolExecutor(given.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         every = pool.map(attempt, repeat(given.seed), numbers, *map(repeat, more), chunksize=5)
         for done, found in enumerate(every, start=1):
             yield found

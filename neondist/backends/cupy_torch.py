@@ -17,9 +17,15 @@ Ints = Sequence[int]
 
 
 class CupyTorchKernels(TorchTable, CupyKernels):
-    """PyTorch's convolutions and pooling, CuPy's everything else."""
+    """PyTorch's convolutions and sums over windows, CuPy's everything else.
+
+    Its max pooling of float64 fails channels-last with a misaligned address where channels are few (PyTorch 2.11), and
+    its gradient adds up in an order of its own every time.
+    """
 
     small, many = 0, 1 << 62  # matrix products go to cuBLAS either way
+    max_pool, max_pool_backward = CupyKernels.max_pool, CupyKernels.max_pool_backward
+    max_pool_back_into = CupyKernels.max_pool_back_into
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision; TF32 needs a GPU."""
@@ -65,10 +71,8 @@ class CudaTorchKernels(CupyTorchKernels):
         torch.cuda.set_device(device)
         self.memory_errors = (MemoryError, torch.cuda.OutOfMemoryError)
         self._cuda = torch.cuda
-        free = torch.cuda.caching_allocator_delete
-        pool = cupy.cuda.PythonFunctionAllocator(allocating(torch.cuda), lambda address, device: free(address))
         before = cupy.cuda.get_allocator()
-        cupy.cuda.set_allocator(pool.malloc)
+        cupy.cuda.set_allocator(torch_allocator(cupy, torch, device))
         self._closing.callback(cupy.cuda.set_allocator, before)
         flags = torch.backends.cudnn.set_flags(_benchmark=True, _allow_tf32=precision.name == "tf32")
         self._closing.callback(torch.backends.cudnn.set_flags, *flags)
@@ -103,14 +107,19 @@ class NarrowCudaTorchKernels(NarrowCupyTorchKernels, CudaTorchKernels):
     """The same on a GPU."""
 
 
-def allocating(cuda: Any) -> Callable[[int, int], int]:
-    """Return what takes memory of PyTorch's pool for CuPy, given torch.cuda; MemoryError where there is none."""
+def torch_allocator(cupy: Any, torch: Any, device: int) -> Callable[[int], Any]:
+    """Return an allocator for CuPy that takes memory of PyTorch's pool; MemoryError where there is none.
 
-    def allocate(size: int, device: int) -> int:
+    Memory goes back with the tensor that owns it. CuPy's PythonFunctionAllocator would not free arrays that the garbage
+    collector finds: by then they have lost the function that frees them.
+    """
+    place = torch.device("cuda", device)
+
+    def allocate(size: int) -> Any:
         try:
-            address: int = cuda.caching_allocator_alloc(size, device)
-        except cuda.OutOfMemoryError as error:
+            owner = torch.empty(size, dtype=torch.uint8, device=place)
+        except torch.cuda.OutOfMemoryError as error:
             raise MemoryError(str(error)) from error  # as CuPy's own pool would
-        return address
+        return cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(owner.data_ptr(), size, owner, device), 0)
 
     return allocate

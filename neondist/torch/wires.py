@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -50,6 +51,11 @@ class Wires:
         self.guarded = False
         self._groups: dict[frozenset[int], tuple[str, Transport]] = {}
         self._sums: dict[frozenset[int], list[tuple[str, Transport]]] = {}
+        if grid.world.one_process:
+            # autograd has one thread for each GPU, where a virtual rank that waits would block the others: let each
+            # rank's own thread run its backward passes, as for tensors of the host
+            grid.on_close(partial(torch.autograd.set_multithreading_enabled, torch._C._is_multithreading_enabled()))
+            torch.autograd.set_multithreading_enabled(False)
 
     def guard(self, seed: int) -> None:
         """Look for mistakes of steps and schemes, and let messages come late; for what is planned from now on."""

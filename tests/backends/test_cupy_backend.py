@@ -12,7 +12,7 @@ from device import CudaDevice, Device, cupy_like
 
 import neondist as nd
 from neondist.backends import cupy
-from neondist.backends.cupy_torch import allocating
+from neondist.backends.cupy_torch import torch_allocator
 from neondist.memory import out_of_memory, words
 from neondist.namespace import namespace
 
@@ -152,16 +152,26 @@ def test_what_libraries_say_of_memory_is_understood(said, told):
     assert str(error).startswith(f"memory: layer 'conv1' asks for {told} on its way forward; the peak")
 
 
-def test_pytorchs_pool_ends_as_cupys_does():
+def test_memory_of_pytorchs_pool():
+    """It is kept by the tensor that owns it, and ends as CuPy's own does."""
+
     class OutOfMemoryError(RuntimeError):
         pass
 
-    def refuse(size, device):
-        raise OutOfMemoryError(f"Tried to allocate {size} bytes")
+    def empty(size, dtype, device):
+        if size > 100:
+            raise OutOfMemoryError(f"Tried to allocate {size} bytes")
+        return torch.empty(size, dtype=dtype)
 
-    cuda = SimpleNamespace(caching_allocator_alloc=refuse, OutOfMemoryError=OutOfMemoryError)
-    with pytest.raises(MemoryError, match="Tried to allocate 7 bytes"):
-        allocating(cuda)(7, 0)
+    torch = pytest.importorskip("torch")
+    kinds = {"UnownedMemory": lambda *given: given, "MemoryPointer": lambda *given: given}
+    library = SimpleNamespace(empty=empty, uint8=torch.uint8, device=torch.device)
+    library.cuda = SimpleNamespace(OutOfMemoryError=OutOfMemoryError)
+    allocate = torch_allocator(SimpleNamespace(cuda=SimpleNamespace(**kinds)), library, 1)
+    (address, size, owner, device), offset = allocate(7)
+    assert (address, size, device, offset) == (owner.data_ptr(), 7, 1, 0)
+    with pytest.raises(MemoryError, match="Tried to allocate 107 bytes"):
+        allocate(107)
 
 
 def test_too_little_memory_is_found_before_a_run(gpu, tmp_path, capsys):

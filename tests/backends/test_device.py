@@ -99,11 +99,13 @@ def run(layers, device=None, cost=None, optimizer=None, targets="labels", steps=
 def check(make, waits=1, table=CupyKernels, **more):
     expected, _ = run(make(), **more)
     found, waited = run(make(), device_under_test(table), **more)
+    # a GPU rounds otherwise, and an adaptive rule makes steps of gradients that are nothing but rounding
+    close = {"rtol": 1e-3, "atol": 1e-3} if ON_GPU and more.get("dtype") == "float32" else CLOSE
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert isinstance(found[name], np.ndarray), name
         assert found[name].dtype == values.dtype, name
-        np.testing.assert_allclose(found[name], values, **CLOSE, err_msg=name)
+        np.testing.assert_allclose(found[name], values, **close, err_msg=name)
     assert max(waited) <= waits
 
 

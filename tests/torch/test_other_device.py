@@ -13,6 +13,7 @@ from torch_runs import Function, sent
 
 import neondist.torch as ndt
 from neondist import ProcessGrid
+from neondist.comm import loopback
 from neondist.comm.single import SingleTransport
 from neondist.comm.transport import Message
 
@@ -130,3 +131,16 @@ def test_a_loss_stays_on_the_device():
         loss = model.loss(nn.CrossEntropyLoss(torch.ones(4, device="meta")), y, target)
         loss.backward()
         assert loss.device == torch.device("meta")
+
+
+def test_virtual_ranks_run_their_backward_passes_themselves():
+    """Autograd's thread for a GPU would wait for one rank's messages while another has to send them."""
+
+    def body(world):
+        with ProcessGrid(world, rows=2) as ranks:
+            model = ndt.distribute(nn.Conv2d(1, 1, 3), (1, 1, 8, 8), ranks)
+            model(model.scatter(torch.ones(1, 1, 8, 8))).sum().backward()
+            return torch._C._is_multithreading_enabled()
+
+    assert loopback.run(2, body) == [False, False]
+    assert torch._C._is_multithreading_enabled()
