@@ -193,7 +193,7 @@ def _theirs(case: Any, x: np.ndarray, network: Any, precision: str, card: Card, 
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
-        with torch.backends.cudnn.flags(benchmark=True, allow_tf32=precision == "tf32"), lower:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=precision == "tf32"), lower:
             with _peak(card) as peak:
                 found["eager"] = seconds_of(twin.step, rounds)
             found["eager memory"] = peak[0]

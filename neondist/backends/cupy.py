@@ -16,14 +16,21 @@ from ..version import installed_distributions
 from .cells import Normal
 from .device_kernels import (
     ADD_BOXES,
+    CELL_SUMS,
     COPY_EACH,
     DEPTHWISE,
     DEPTHWISE_BACK,
+    FOLD_SUMS,
+    GRADIENTS,
+    LAST_SUMS,
     MAX_POOL,
     MAX_POOL_BACK,
     NORMALISE,
     NORMALISE_BACK,
     NUMBERS,
+    ROUND_BFLOAT16,
+    SQUARES,
+    SUMS,
     WORDS,
     box_table,
     cell_table,
@@ -45,6 +52,8 @@ _THREADS, _BLOCKS = 256, 4096
 """of a launch, at most"""
 _TABLES = 1024
 """in the cache, at most"""
+_LANES, _FOLDED = 1 << 18, 64
+"""partial sums of a reduction, and how many of them are added up one after the other at the end"""
 
 
 def find_problem() -> str:
@@ -117,11 +126,13 @@ class CupyKernels(Kernels):
     packs = True
     # a launch takes as long as a million numbers: few large blocks, which need memory that no plan knows
     strip, block, unshared, summed = 1 << 24, 1 << 24, 1 << 24, 1 << 20
+    #: Numbers from which on places have 64 bits
+    wide = 1 << 30
 
     def __init__(self, cupy: Any, precision: ComputePrecision = FLOAT32) -> None:
         super().__init__(cupy)
         self.precision = precision
-        self._compiled: dict[tuple[str, str], Any] = {}
+        self._compiled: dict[tuple[str, str, str], Any] = {}
         self._table = lru_cache(_TABLES)(self._on_device)
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
@@ -172,9 +183,9 @@ class CupyKernels(Kernels):
         if groups != x.shape[-1] or groups == 1 or not self._windows(x.dtype, kernel, shape):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
         y, pool = self.xp.empty(shape, x.dtype), (x.shape[1:-1], shape[1:-1], kernel, stride, groups, _steps(x))
-        table = self._table(depthwise_table(pool_table(*pool), dilation, channels))
+        table, index = self._places(depthwise_table(pool_table(*pool), dilation, channels), x, y)
         given = x, self.xp.ascontiguousarray(weights), y, table
-        self._launch(DEPTHWISE, NUMBERS[str(x.dtype)], "depthwise", y.size, *given)
+        self._launch(DEPTHWISE, NUMBERS[str(x.dtype)], "depthwise", y.size, *given, index=index)
         return y if bias is None else self.xp.add(y, bias, out=y)
 
     def conv_backward_input(
@@ -193,9 +204,9 @@ class CupyKernels(Kernels):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         dx = self.xp.empty(shape, dy.dtype)
         pool = pool_table(extent, dy.shape[1:-1], kernel, stride, groups, _steps(dx))
-        table = self._table(depthwise_table(pool, dilation, dy.shape[-1]))
+        table, index = self._places(depthwise_table(pool, dilation, dy.shape[-1]), dx, dy)
         given = self.xp.ascontiguousarray(dy), self.xp.ascontiguousarray(weights), dx, table
-        self._launch(DEPTHWISE_BACK, NUMBERS[str(dy.dtype)], "depthwise_back", dx.size, *given)
+        self._launch(DEPTHWISE_BACK, NUMBERS[str(dy.dtype)], "depthwise_back", dx.size, *given, index=index)
         return cropped(dx, crop)
 
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
@@ -204,8 +215,8 @@ class CupyKernels(Kernels):
         if not self._windows(x.dtype, kernel, (len(x), *out, x.shape[-1])):
             return super().max_pool(x, kernel, stride)
         best, place = (xp.empty((len(x), *out, x.shape[-1]), kind) for kind in (x.dtype, xp.uint8))
-        table = pool_table(x.shape[1:-1], out, kernel, stride, x.shape[-1], _steps(x))
-        self._launch(MAX_POOL, NUMBERS[str(x.dtype)], "max_pool", best.size, x, best, place, self._table(table))
+        table, index = self._places(pool_table(x.shape[1:-1], out, kernel, stride, x.shape[-1], _steps(x)), x, best)
+        self._launch(MAX_POOL, NUMBERS[str(x.dtype)], "max_pool", best.size, x, best, place, table, index=index)
         return best, place
 
     def max_pool_backward(self, dy: Any, place: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
@@ -214,8 +225,9 @@ class CupyKernels(Kernels):
         if not self._windows(dy.dtype, kernel, (*shape, dy.size)):
             return super().max_pool_backward(dy, place, extent, kernel, stride)
         dx, dy = self.xp.empty(shape, dy.dtype), self.xp.ascontiguousarray(dy)
-        table = self._table(pool_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _steps(dx)))
-        self._launch(MAX_POOL_BACK, NUMBERS[str(dy.dtype)], "max_pool_back", dx.size, dy, place, dx, table)
+        pool = pool_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _steps(dx))
+        (table, index), number = self._places(pool, dx, dy), NUMBERS[str(dy.dtype)]
+        self._launch(MAX_POOL_BACK, number, "max_pool_back", dx.size, dy, place, dx, table, index=index)
         return dx
 
     def normalise(self, x: Any, how: Normal, y: Any) -> None:
@@ -223,18 +235,70 @@ class CupyKernels(Kernels):
         if not self._by_cells(x, y):
             super().normalise(x, how, y)
             return
-        numbers, table = self._numbers(how[:3], x), cell_table(x.shape, [_steps(x), _steps(x), _steps(y)])
-        rest = self._table(table), x.ndim, len(how.mean), int(how.clip)
-        self._launch(NORMALISE, NUMBERS[str(x.dtype)], "normalise", x.size, x, *numbers, y, *rest)
+        rest, index = self._cells((x, x, y), len(how.mean))
+        given = x, *self._numbers(how[:3], x), y, *rest, int(how.clip)
+        self._launch(NORMALISE, NUMBERS[str(x.dtype)], "normalise", x.size, *given, index=index)
 
     def normalise_back(self, x: Any, dy: Any, how: Normal, factors: Sequence[Any], dx: Any) -> None:
         """Write a * dz + b * (x - mean) + c into dx, in one launch."""
         if not self._by_cells(x, dy, dx):
             super().normalise_back(x, dy, how, factors, dx)
             return
-        numbers, table = self._numbers((*how[:3], *factors), x), cell_table(x.shape, list(map(_steps, (x, dy, dx))))
-        rest = self._table(table), x.ndim, len(how.mean), int(how.clip)
-        self._launch(NORMALISE_BACK, NUMBERS[str(x.dtype)], "normalise_back", x.size, x, dy, *numbers, dx, *rest)
+        rest, index = self._cells((x, dy, dx), len(how.mean))
+        given = x, dy, *self._numbers((*how[:3], *factors), x), dx, *rest, int(how.clip)
+        self._launch(NORMALISE_BACK, NUMBERS[str(x.dtype)], "normalise_back", x.size, *given, index=index)
+
+    def channel_sum(self, x: Any) -> Any:
+        """Return the sum over everything but the channels, (C,)."""
+        return self._sums_of(SUMS, x)[0, 0] if self._by_cells(x) else super().channel_sum(x)
+
+    def sample_sum(self, x: Any) -> Any:
+        """Return each sample's sum over its cells, (N, C)."""
+        return self._sums_of(SUMS, x, by_sample=True)[0] if self._by_cells(x) else super().sample_sum(x)
+
+    def moments(self, x: Any, by_sample: bool = False) -> tuple[Any, Any]:
+        """Return means and sums of squared differences from them."""
+        if not self._by_cells(x):
+            return super().moments(x, by_sample)
+        count = prod(x.shape[1:-1] if by_sample else x.shape[:-1])
+        mean = self._sums_of(SUMS, x, by_sample=by_sample, divisor=count)[0]
+        return mean, self._sums_of(SQUARES, x, Normal(mean, mean, mean), by_sample=by_sample)[0]
+
+    def normalise_sums(self, x: Any, dy: Any, how: Normal) -> tuple[Any, Any]:
+        """Return the sums of dz and of dz * (x - mean) for each group."""
+        if not self._by_cells(x, dy):
+            return super().normalise_sums(x, dy, how)
+        first, second = self._sums_of(GRADIENTS, x, how, dy, len(how.mean) != 1)
+        return first, second
+
+    def _sums_of(
+        self, kind: int, x: Any, how: Normal | None = None, dy: Any = None, by_sample: bool = False, divisor: int = 1
+    ) -> Any:
+        """Return sums (1 or 2, groups, C) by as many threads as there may be; the same every time."""
+        groups, each = len(x) if by_sample else 1, 1 if dy is None else 2
+        (table, rank, _), index = self._cells((x, x if dy is None else dy), groups)
+        width, number = groups * x.shape[-1], NUMBERS[str(x.dtype)]
+        lanes = max(1, min(x.size, _LANES) // width)
+        sums = self.xp.empty((each, lanes, width), "f8")
+        given = x, x if dy is None else dy, *((x, x, x) if how is None else self._numbers(how[:3], x)), sums, table
+        clip = int(how is not None and how.clip)
+        total = lanes * width
+        self._launch(CELL_SUMS, number, "cell_sums", total, *given, rank, groups, lanes, kind, clip, index=index)
+        if lanes > _FOLDED:
+            folded = self.xp.empty((each, _FOLDED, width), "f8")
+            self._launch(FOLD_SUMS, number, "fold_sums", folded.size, sums, folded, lanes, _FOLDED, width, index=index)
+            sums, lanes = folded, _FOLDED
+        found = self.xp.empty((each, groups, x.shape[-1]), x.dtype)
+        self._launch(LAST_SUMS, number, "last_sums", found.size, sums, found, lanes, divisor, width, index=index)
+        return found
+
+    def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
+        """Return float32 numbers rounded to the nearest of a precision: for bfloat16 in one launch."""
+        if precision.name != "bfloat16" or str(x.dtype) != "float32" or not x.size:
+            return super().round_operand(x, precision)
+        y, ((table, rank, _), index) = self.xp.empty(x.shape, x.dtype), self._cells((x,), 1)
+        self._launch(ROUND_BFLOAT16, "float", "round_bfloat16", x.size, x, y, table, rank, index=index)
+        return y
 
     def _windows(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
         """Tell whether there is a kernel, and something for it to do."""
@@ -249,16 +313,30 @@ class CupyKernels(Kernels):
         shape = len(numbers[0]), like.shape[-1]
         return [self.xp.ascontiguousarray(self.xp.broadcast_to(each, shape), like.dtype) for each in numbers]
 
-    def _launch(self, source: str, number: str, name: str, total: int, *given: Any) -> None:
-        """Start a kernel for so many numbers, the last of its arguments."""
-        if (name, number) not in self._compiled:
-            self._compiled[name, number] = self.xp.RawKernel(typed(source, number), name)
-        arguments = [self.xp.int64(one) if isinstance(one, int) else one for one in (*given, total)]
-        self._compiled[name, number]((min(-(-total // _THREADS), _BLOCKS),), (_THREADS,), tuple(arguments))
+    def _cells(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int], str]:
+        """Return the table of arrays of one shape, its axes, and the groups; and the type of places in them."""
+        numbers = cell_table(arrays[0].shape, list(map(_steps, arrays)), groups > 1)
+        table, index = self._places(numbers, *arrays)
+        return (table, len(numbers) // (1 + len(arrays)), groups), index
 
-    def _on_device(self, table: tuple[int, ...]) -> Any:
+    def _places(self, table: tuple[int, ...], *arrays: Any) -> tuple[Any, str]:
+        """Return a table on the device, and its type in C, in which places in these arrays can be told."""
+        spans = [sum((n - 1) * abs(step) for n, step in zip(a.shape, _steps(a), strict=True)) for a in arrays]
+        index = "int" if max(spans) < self.wide else "long long"
+        return self._table(table, index), index
+
+    def _launch(self, source: str, number: str, name: str, total: int, *given: Any, index: str = "long long") -> None:
+        """Start a kernel for so many numbers, the last of its arguments."""
+        kernel = self._compiled.get((name, number, index))
+        if kernel is None:
+            kernel = self.xp.RawKernel(typed(source, number, index), name)
+            self._compiled[name, number, index] = kernel
+        arguments = [self.xp.int64(one) if isinstance(one, int) else one for one in (*given, total)]
+        kernel((min(-(-total // _THREADS), _BLOCKS),), (_THREADS,), tuple(arguments))
+
+    def _on_device(self, table: tuple[int, ...], index: str = "long long") -> Any:
         """Return a table there; the exchanges of every step need the same ones."""
-        return self.xp.array(table, self.xp.int64)
+        return self.xp.array(table, self.xp.int32 if index == "int" else self.xp.int64)
 
     def room(self, ranks: int) -> int | None:
         """Return the bytes of its GPU that each of so many ranks on this machine may still take."""

@@ -71,6 +71,7 @@ class CudaTorchKernels(CupyTorchKernels):
         torch.cuda.set_device(device)
         self.memory_errors = (MemoryError, torch.cuda.OutOfMemoryError)
         self._cuda = torch.cuda
+        self._cudnn: Any = torch.backends.cudnn
         before = cupy.cuda.get_allocator()
         cupy.cuda.set_allocator(torch_allocator(cupy, torch, device))
         self._closing.callback(cupy.cuda.set_allocator, before)
@@ -105,6 +106,14 @@ class NarrowCupyTorchKernels(NarrowTorchTable, CupyTorchKernels):
 
 class NarrowCudaTorchKernels(NarrowCupyTorchKernels, CudaTorchKernels):
     """The same on a GPU."""
+
+    def conv_backward_weights(self, *how: Any) -> Any:
+        """Return the gradient of the weights in float32, by TF32: operands of 16 bits are exact in it."""
+        self._cudnn.allow_tf32 = self.precision.narrow
+        try:
+            return super().conv_backward_weights(*how)
+        finally:
+            self._cudnn.allow_tf32 = False
 
 
 def torch_allocator(cupy: Any, torch: Any, device: int) -> Callable[[int], Any]:

@@ -1,6 +1,7 @@
 """Kernels of a GPU as text in CUDA C, which CuPy compiles at first use, and the tables of numbers that they read.
 
-T is the type of the numbers: see `typed`. Threads go through the numbers of a launch in steps of the whole grid.
+T is the type of the numbers, and INDEX that of counts and places, for which 32 bits are several times faster: see
+`typed`. Threads go through the numbers of a launch in steps of the whole grid.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _PREFIX = """
 #define KERNEL extern "C" __global__
 #endif
 #define EACH(i, total) \\
-    (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < (total); \\
-     i += gridDim.x * (long long)blockDim.x)
+    (INDEX i = blockIdx.x * (INDEX)blockDim.x + threadIdx.x; i < (INDEX)(total); \\
+     i += gridDim.x * (INDEX)blockDim.x)
 """
 
 COPY_EACH = """
@@ -84,10 +85,10 @@ The table: strides of the array; rows: numbers up to here, address of the box's 
 """
 
 MAX_POOL = """
-KERNEL void max_pool(const T *x, T *best, unsigned char *place, const long long *table, long long total) {
-    const long long *out = table + 3, *kernel = table + 6, *step = table + 9, *strides = table + 13;
+KERNEL void max_pool(const T *x, T *best, unsigned char *place, const INDEX *table, long long total) {
+    const INDEX *out = table + 3, *kernel = table + 6, *step = table + 9, *strides = table + 13;
     for EACH(i, total) {
-        long long rest = i, at = 0;
+        INDEX rest = i, at = 0;
         const T *first = x + rest % table[12] * strides[4];
         rest /= table[12];
         for (int axis = 2; axis >= 0; axis--) {
@@ -97,9 +98,9 @@ KERNEL void max_pool(const T *x, T *best, unsigned char *place, const long long 
         first += rest * strides[0];
         T most = *first;
         unsigned char where = 0;
-        for (long long a = 0; a < kernel[0]; a++)
-            for (long long b = 0; b < kernel[1]; b++)
-                for (long long c = 0; c < kernel[2]; c++, at++) {
+        for (INDEX a = 0; a < kernel[0]; a++)
+            for (INDEX b = 0; b < kernel[1]; b++)
+                for (INDEX c = 0; c < kernel[2]; c++, at++) {
                     const T value = first[a * strides[1] + b * strides[2] + c * strides[3]];
                     if (value > most) where = (unsigned char)at;
                     if (value > most || value != value) most = value;
@@ -112,22 +113,22 @@ KERNEL void max_pool(const T *x, T *best, unsigned char *place, const long long 
 """The maxima (N, *out, C), and their places in windows; the table: extents, outputs, kernel, steps, C, strides of x"""
 
 MAX_POOL_BACK = """
-KERNEL void max_pool_back(const T *dy, const unsigned char *place, T *dx, const long long *table, long long total) {
-    const long long *extent = table, *out = table + 3, *kernel = table + 6, *step = table + 9, channels = table[12];
+KERNEL void max_pool_back(const T *dy, const unsigned char *place, T *dx, const INDEX *table, long long total) {
+    const INDEX *extent = table, *out = table + 3, *kernel = table + 6, *step = table + 9, channels = table[12];
     for EACH(i, total) {
-        long long rest = i / channels, cell[3], lo[3], hi[3];
+        INDEX rest = i / channels, cell[3], lo[3], hi[3];
         for (int axis = 2; axis >= 0; axis--) {
-            const long long at = cell[axis] = rest % extent[axis], before = at - kernel[axis] + step[axis];
+            const INDEX at = cell[axis] = rest % extent[axis], before = at - kernel[axis] + step[axis];
             rest /= extent[axis];
             lo[axis] = before > 0 ? before / step[axis] : 0;
             hi[axis] = at / step[axis] < out[axis] ? at / step[axis] : out[axis] - 1;
         }
         T sum = 0;
-        for (long long a = hi[0]; a >= lo[0]; a--)
-            for (long long b = hi[1]; b >= lo[1]; b--)
-                for (long long c = hi[2]; c >= lo[2]; c--) {
-                    const long long window = ((rest * out[0] + a) * out[1] + b) * out[2] + c;
-                    const long long at = ((cell[0] - a * step[0]) * kernel[1] + cell[1] - b * step[1]) * kernel[2]
+        for (INDEX a = hi[0]; a >= lo[0]; a--)
+            for (INDEX b = hi[1]; b >= lo[1]; b--)
+                for (INDEX c = hi[2]; c >= lo[2]; c--) {
+                    const INDEX window = ((rest * out[0] + a) * out[1] + b) * out[2] + c;
+                    const INDEX at = ((cell[0] - a * step[0]) * kernel[1] + cell[1] - b * step[1]) * kernel[2]
                         + cell[2] - c * step[2];
                     if (place[window * channels + i % channels] == at) sum += dy[window * channels + i % channels];
                 }
@@ -138,12 +139,12 @@ KERNEL void max_pool_back(const T *dy, const unsigned char *place, T *dx, const 
 """The gradient of x (N, *extent, C), by what looks at each cell, first its first place in a window; the same table"""
 
 DEPTHWISE = """
-KERNEL void depthwise(const T *x, const T *weights, T *y, const long long *table, long long total) {
-    const long long *out = table + 3, *kernel = table + 6, *step = table + 9, *strides = table + 13;
-    const long long *apart = table + 18, channels = table[21];
+KERNEL void depthwise(const T *x, const T *weights, T *y, const INDEX *table, long long total) {
+    const INDEX *out = table + 3, *kernel = table + 6, *step = table + 9, *strides = table + 13;
+    const INDEX *apart = table + 18, channels = table[21];
     for EACH(i, total) {
-        const long long channel = i % channels;
-        long long rest = i / channels, at = 0;
+        const INDEX channel = i % channels;
+        INDEX rest = i / channels, at = 0;
         const T *first = x + channel / (channels / table[12]) * strides[4];
         for (int axis = 2; axis >= 0; axis--) {
             first += rest % out[axis] * step[axis] * strides[axis + 1];
@@ -151,9 +152,9 @@ KERNEL void depthwise(const T *x, const T *weights, T *y, const long long *table
         }
         first += rest * strides[0];
         T sum = 0;
-        for (long long a = 0; a < kernel[0]; a++)
-            for (long long b = 0; b < kernel[1]; b++)
-                for (long long c = 0; c < kernel[2]; c++, at++)
+        for (INDEX a = 0; a < kernel[0]; a++)
+            for (INDEX b = 0; b < kernel[1]; b++)
+                for (INDEX c = 0; c < kernel[2]; c++, at++)
                     sum += weights[at * channels + channel] * first[a * apart[0] * strides[1]
                         + b * apart[1] * strides[2] + c * apart[2] * strides[3]];
         y[i] = sum;
@@ -163,27 +164,27 @@ KERNEL void depthwise(const T *x, const T *weights, T *y, const long long *table
 """Each channel's convolutions (N, *out, C_out); the table of a pooling, dilations, and C_out"""
 
 DEPTHWISE_BACK = """
-KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const long long *table, long long total) {
-    const long long *extent = table, *out = table + 3, *kernel = table + 6, *step = table + 9, *apart = table + 18;
-    const long long channels = table[21], each = channels / table[12];
+KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const INDEX *table, long long total) {
+    const INDEX *extent = table, *out = table + 3, *kernel = table + 6, *step = table + 9, *apart = table + 18;
+    const INDEX channels = table[21], each = channels / table[12];
     for EACH(i, total) {
-        const long long channel = i % table[12] * each;
-        long long rest = i / table[12], cell[3];
+        const INDEX channel = i % table[12] * each;
+        INDEX rest = i / table[12], cell[3];
         for (int axis = 2; axis >= 0; axis--) {
             cell[axis] = rest % extent[axis];
             rest /= extent[axis];
         }
         T sum = 0;
-        for (long long at = 0; at < kernel[0] * kernel[1] * kernel[2]; at++) {
-            long long place = at, window = rest, sees = 1, steps[3];
+        for (INDEX at = 0; at < kernel[0] * kernel[1] * kernel[2]; at++) {
+            INDEX place = at, window = rest, sees = 1, steps[3];
             for (int axis = 2; axis >= 0; axis--) {
-                const long long from = cell[axis] - place % kernel[axis] * apart[axis];
+                const INDEX from = cell[axis] - place % kernel[axis] * apart[axis];
                 place /= kernel[axis];
                 steps[axis] = from / step[axis];
                 sees &= from >= 0 && from % step[axis] == 0 && steps[axis] < out[axis];
             }
             for (int axis = 0; axis < 3; axis++) window = window * out[axis] + steps[axis];
-            for (long long c = channel; sees && c < channel + each; c++)
+            for (INDEX c = channel; sees && c < channel + each; c++)
                 sum += weights[at * channels + c] * dy[window * channels + c];
         }
         dx[i] = sum;
@@ -193,19 +194,19 @@ KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const long long
 """The gradient of x (N, *extent, C_in); the same table"""
 
 _AT = """
-        long long rest = i, at[3] = {0, 0, 0}, channel = 0, group = 0;
-        for (long long axis = rank - 1; axis >= 0; axis--) {
-            const long long cell = rest % table[axis];
+        INDEX rest = i, at[3] = {0, 0, 0}, channel = 0, group = 0;
+        for (INDEX axis = rank - 1; axis >= 0; axis--) {
+            const INDEX cell = rest % table[axis];
             rest /= table[axis];
             for (int array = 0; array < 3; array++) at[array] += cell * table[(array + 1) * rank + axis];
             if (axis == rank - 1) channel = cell;
             group = cell;
         }
-        const long long of = (groups > 1 ? group : 0) * table[rank - 1] + channel;
+        const INDEX of = (groups > 1 ? group : 0) * table[rank - 1] + channel;
 """
 
 NORMALISE = f"""
-KERNEL void normalise(const T *x, const T *mean, const T *scale, const T *shift, T *y, const long long *table,
+KERNEL void normalise(const T *x, const T *mean, const T *scale, const T *shift, T *y, const INDEX *table,
                       long long rank, long long groups, long long clip, long long total) {{
     for EACH(i, total) {{{_AT}
         const T z = (x[at[0]] - mean[of]) * scale[of] + shift[of];
@@ -217,7 +218,7 @@ KERNEL void normalise(const T *x, const T *mean, const T *scale, const T *shift,
 
 NORMALISE_BACK = f"""
 KERNEL void normalise_back(const T *x, const T *dy, const T *mean, const T *scale, const T *shift, const T *through,
-                           const T *along, const T *offset, T *dx, const long long *table, long long rank,
+                           const T *along, const T *offset, T *dx, const INDEX *table, long long rank,
                            long long groups, long long clip, long long total) {{
     for EACH(i, total) {{{_AT}
         const T from = x[at[0]] - mean[of];
@@ -228,10 +229,85 @@ KERNEL void normalise_back(const T *x, const T *dy, const T *mean, const T *scal
 """
 """through * dz + along * (x - mean) + offset, dz being the gradient before it was clipped; the same table"""
 
+CELL_SUMS = """
+KERNEL void cell_sums(const T *x, const T *dy, const T *mean, const T *scale, const T *shift, double *sums,
+                      const INDEX *table, long long rank, long long groups, long long lanes, long long kind,
+                      long long clip, long long total) {
+    const INDEX channels = table[rank - 1], width = (INDEX)groups * channels;
+    INDEX cells = 1;
+    for (INDEX axis = groups > 1; axis < rank - 1; axis++) cells *= table[axis];
+    for EACH(i, total) {
+        const INDEX of = i % width, channel = of % channels, group = of / channels;
+        double first = 0, second = 0;
+        for (INDEX cell = i / width; cell < cells; cell += (INDEX)lanes) {
+            INDEX rest = cell, at = channel * table[2 * rank - 1], from = channel * table[3 * rank - 1];
+            for (INDEX axis = rank - 2; axis >= 0; axis--) {
+                const INDEX n = table[axis], here = axis || groups == 1 ? rest % n : group;
+                rest /= n;
+                at += here * table[rank + axis];
+                from += here * table[2 * rank + axis];
+            }
+            const T apart = kind ? x[at] - mean[of] : x[at];
+            if (kind == 2) {
+                const T dz = clip && !(apart * scale[of] + shift[of] > 0) ? 0 : dy[from];
+                first += dz;
+                second += (double)dz * apart;
+            } else first += kind ? (double)apart * apart : apart;
+        }
+        sums[i] = first;
+        if (kind == 2) sums[(INDEX)total + i] = second;
+    }
+}
+"""
+"""Sums of each channel of all samples, or of each, over every so many cells: SUMS of x, SQUARES of x - mean, or
+GRADIENTS dz and dz * (x - mean); the table: shape, strides of x and dy"""
+SUMS, SQUARES, GRADIENTS = range(3)
 
-def typed(source: str, number: str) -> str:
-    """Return the text of a kernel for numbers of a type of C."""
-    return f"typedef {number} T;\n#define AXES {AXES}\n{_PREFIX}{source}"
+FOLD_SUMS = """
+KERNEL void fold_sums(const double *sums, double *folded, long long lanes, long long into, long long width,
+                      long long total) {
+    for EACH(i, total) {
+        const INDEX first = i / width / (INDEX)into * (INDEX)lanes, row = i / width % into;
+        double sum = 0;
+        for (INDEX lane = row; lane < lanes; lane += (INDEX)into) sum += sums[(first + lane) * width + i % width];
+        folded[i] = sum;
+    }
+}
+"""
+"""Sums (.., lanes, width) into fewer lanes"""
+
+LAST_SUMS = """
+KERNEL void last_sums(const double *sums, T *found, long long lanes, long long divisor, long long width,
+                      long long total) {
+    for EACH(i, total) {
+        double sum = 0;
+        for (INDEX lane = 0; lane < lanes; lane++) sum += sums[(i / width * lanes + lane) * width + i % width];
+        found[i] = (T)(sum / divisor);
+    }
+}
+"""
+"""Sums (.., lanes, width) over all lanes, divided by a number"""
+
+ROUND_BFLOAT16 = """
+KERNEL void round_bfloat16(const unsigned int *x, unsigned int *y, const INDEX *table, long long rank,
+                           long long total) {
+    for EACH(i, total) {
+        INDEX rest = i, at = 0;
+        for (INDEX axis = rank - 1; axis >= 0; axis--) {
+            at += rest % table[axis] * table[rank + axis];
+            rest /= table[axis];
+        }
+        const unsigned int bits = x[at];
+        y[i] = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : (bits + (bits >> 16 & 1) + 0x7fff) & 0xffff0000u;
+    }
+}
+"""
+"""The bits of float32 numbers, of any strides, rounded to the nearest of bfloat16; the table: shape, strides of x"""
+
+
+def typed(source: str, number: str, index: str = "long long") -> str:
+    """Return the text of a kernel for numbers, and for counts, of types of C."""
+    return f"typedef {number} T;\ntypedef {index} INDEX;\n#define AXES {AXES}\n{_PREFIX}{source}"
 
 
 def copy_table(
@@ -282,9 +358,19 @@ def pool_table(extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: in
     return (*found, strides[0], *zero, *strides[1:])
 
 
-def cell_table(shape: Ints, strides: Sequence[Ints]) -> tuple[int, ...]:
-    """Return what `normalise` and `normalise_back` read, given the strides of x, dy and the result, in numbers."""
-    return (*shape, *(step for steps in strides for step in steps))
+def cell_table(shape: Ints, strides: Sequence[Ints], by_sample: bool = False) -> tuple[int, ...]:
+    """Return a shape and the strides of arrays of it, in numbers, of as few axes as these need: a division for each.
+
+    The last axis stays, and with `by_sample` the first.
+    """
+    first, kept = int(by_sample), [(n, *steps) for n, *steps in zip(shape, *strides, strict=True)]
+    found = kept[:first]
+    for n, *steps in kept[first:-1]:
+        if len(found) > first and found[-1][1:] == tuple(n * step for step in steps):
+            found[-1] = (n * found[-1][0], *steps)
+        elif n != 1:
+            found.append((n, *steps))
+    return tuple(number for column in zip(*found, kept[-1], strict=True) for number in column)
 
 
 def depthwise_table(pool: tuple[int, ...], dilation: Ints, channels: int) -> tuple[int, ...]:

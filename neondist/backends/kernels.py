@@ -66,6 +66,10 @@ class Kernels(CellKernels, Convolution, Pooling):
             raise ConfigError(f"precision: {precision.name} is not among this backend's; use backend: auto, or float32")
         return self
 
+    def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
+        """Return float32 numbers rounded to the nearest operands of a precision, as a new contiguous array."""
+        return precision.rounded(x)
+
     @property
     def exact(self) -> Kernels:
         """The kernels with operands of the arrays' own dtype."""

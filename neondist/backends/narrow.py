@@ -84,7 +84,7 @@ class NarrowProducts(Kernels):
         return found
 
     def _operand(self, array: Any) -> Any:
-        return self.precision.rounded(array) if self.precision.narrow else array
+        return self.round_operand(array, self.precision) if self.precision.narrow else array
 
     def _writing(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
         if x is None:

@@ -30,6 +30,8 @@ def merged(parts: Any) -> Any:
 
     The differences from the mean of all are small numbers, so nothing cancels (Chan, Golub and LeVeque 1983).
     """
+    if len(parts) == 1:
+        return parts[0].copy()
     k = (parts.shape[1] - 1) // 2
     counts, means, squares = parts[:, :1], parts[:, 1 : 1 + k], parts[:, 1 + k :]
     found = parts[0].copy()

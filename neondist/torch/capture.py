@@ -84,8 +84,9 @@ def decomposed(program: Any, module: nn.Module, shapes: Shapes) -> Any:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return where the first of a module's parameters and buffers is; of one without, the host."""
-    return next((tensor.device for tensor in chain(module.parameters(), module.buffers())), torch.device("cpu"))
+    """Return where the first of a module's parameters and buffers is; of one without, PyTorch's default device."""
+    own = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
+    return torch.get_default_device() if own is None else own
 
 
 def where(node: Any) -> Where:

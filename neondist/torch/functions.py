@@ -200,10 +200,13 @@ class Normalise(torch.autograd.Function):
         channels, asked = x.shape[1], ctx.needs_input_grad
         rows, dy = moments.rows(x), moments.rows(gradients[0].contiguous(memory_format=format_of(x)))
         each, var = moments.of_rows(mean, channels), moments.of_rows(variance, channels)
-        scale = torch.ones_like(each) if weight is None else _repeated(weight, each)
-        if x.numel():
+        scale, std = (
+            torch.ones_like(each) if weight is None else _repeated(weight, each),
+            torch.rsqrt(var + moments.eps),
+        )
+        if x.numel():  # kernels of a GPU read the saved statistics, those of the host the running ones
             _, dscale, dshift = torch.ops.aten.native_batch_norm_backward(
-                dy, rows, scale, each, var, None, None, False, moments.eps, [False, True, True]
+                dy, rows, scale, each, var, each, std, False, moments.eps, [False, True, True]
             )
         else:
             dscale, dshift = torch.zeros_like(each), torch.zeros_like(each)
@@ -211,7 +214,6 @@ class Normalise(torch.autograd.Function):
         if asked[0]:
             sums = moments.of_groups(torch.stack([dshift, dscale]).mul_(scale), channels)
             sums = wires.reduce(name, "backward", sums, moments.axes, in_place=True)
-            std = torch.rsqrt(var + moments.eps)
             first, second = moments.of_rows(sums, channels).mul(std).div_(-moments.number).unbind()
             slope = (scale * std).view(1, -1, *[1] * (rows.dim() - 2))
             mine = moments.counted(rows)

@@ -99,8 +99,10 @@ def run(layers, device=None, cost=None, optimizer=None, targets="labels", steps=
 def check(make, waits=1, table=CupyKernels, **more):
     expected, _ = run(make(), **more)
     found, waited = run(make(), device_under_test(table), **more)
-    # a GPU rounds otherwise, and an adaptive rule makes steps of gradients that are nothing but rounding
-    close = {"rtol": 1e-3, "atol": 1e-3} if ON_GPU and more.get("dtype") == "float32" else CLOSE
+    if more.get("dtype") == "float32":  # sums are rounded otherwise
+        close = {"rtol": 1e-4, "atol": 1e-4}
+    else:  # an adaptive rule divides a gradient that is nothing but rounding by itself
+        close = {"rtol": 1e-6, "atol": 1e-6} if "optimizer" in more else CLOSE
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert isinstance(found[name], np.ndarray), name
@@ -163,9 +165,12 @@ def everything():
 WAYS = {}, {"accumulate": 2}, {"sync": "bucketed"}, {"recompute": True}, {"dtype": "float32"}
 
 
-@pytest.mark.parametrize(
-    ("rule", "more"), [(rule, WAYS[(3 * at + k) % 5]) for at, rule in enumerate(OPTIMIZERS) for k in range(2)], ids=str
-)
+# an adaptive rule would make whole steps of gradients that are nothing but rounding
+TRAINED = [(rule, WAYS[(3 * at + k) % 5]) for at, rule in enumerate(OPTIMIZERS) for k in range(2)]
+TRAINED = [(rule, more) for rule, more in TRAINED if rule in ("SGD", "momentum") or "dtype" not in more]
+
+
+@pytest.mark.parametrize(("rule", "more"), TRAINED, ids=str)
 @pytest.mark.long
 def test_training_waits_once_a_step(rule, more):
     check(everything, optimizer=OPTIMIZERS[rule], **more)

@@ -11,6 +11,7 @@ import neondist as nd
 from neondist.backends import Kernels, Normal
 from neondist.comm import loopback
 from neondist.namespace import to_host
+from neondist.precision import ComputePrecision
 
 pytestmark = pytest.mark.skipif(compiler() is None and not ON_GPU, reason="no C compiler")
 REFERENCE = Kernels()
@@ -94,6 +95,66 @@ def test_cells_are_normalised_in_one_launch_each_way(data, clip, by_sample, dtyp
     close = {"rtol": 1e-6 if ON_GPU else 0, "atol": 1e-3 if ON_GPU else 0}
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, **close)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.booleans(), st.booleans(), st.sampled_from(["float32", "float64"]))
+def test_sums_over_cells_are_a_few_launches(data, clip, by_sample, dtype):
+    """Of any strides, with places of 32 and of 64 bits, in one lane and in many; nothing cancels."""
+    device, shape = device_under_test(), data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=4))
+    kernels, inside = device.backend.kernels, tuple(slice(1, 1 + n) for n in shape)
+    kernels.wide = data.draw(st.sampled_from([0, 1 << 30]))
+    more = data.draw(st.booleans())  # as many cells as are added up in three launches
+    whole, slopes = (
+        numbers([200 if more else shape[0] + 2, *(n + 2 for n in shape[1:])], dtype, seed) for seed in (0, 1)
+    )
+    inside = (slice(1, 190) if more and not by_sample else inside[0], *inside[1:])
+    whole += 1000
+    factors = [numbers((shape[0] if by_sample else 1, shape[-1]), dtype, seed) for seed in range(4, 7)]
+    factors[0] += 1000
+    x, dy = (device.xp.array(array)[inside] for array in (whole, slopes))
+    before = device.launches
+    found = [
+        *kernels.moments(x, by_sample),
+        *kernels.normalise_sums(x, dy, Normal(*map(device.xp.array, factors), clip)),
+    ]
+    found += [kernels.channel_sum(x), kernels.sample_sum(x)]
+    assert device.launches - before <= 15
+    x, dy = whole[inside].astype("f8"), slopes[inside].astype("f8")
+    expected = [*REFERENCE.moments(x, by_sample)]
+    if not clip:  # whether a number is clipped hangs on its rounding
+        expected += REFERENCE.normalise_sums(x, dy, Normal(*factors))
+    expected += [REFERENCE.channel_sum(x), REFERENCE.sample_sum(x)]
+    found = found[:2] + found[4 if clip else 2 :]
+    close = 1e-4 if dtype == "float32" else 1e-12
+    for one, other in zip(found, expected, strict=True):
+        assert str(one.dtype) == dtype
+        np.testing.assert_allclose(to_host(one), other, rtol=close, atol=close * max(1, np.abs(other).max()))
+
+
+def test_gradients_of_what_was_clipped_are_left_out():
+    device = device_under_test()
+    x, dy = np.array([[-1.0, 2.0], [3.0, -4.0], [5.0, 6.0]]), np.array([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])
+    how = Normal(*(np.array([numbers]) for numbers in ([1.0, 1.0], [2.0, 2.0], [0.0, 0.0])), True)
+    expected = REFERENCE.normalise_sums(x, dy, how)
+    np.testing.assert_array_equal(expected[0], [[80.0, 80.0]])
+    there = Normal(*map(device.xp.array, how[:3]), True)
+    found = device.backend.kernels.normalise_sums(device.xp.array(x), device.xp.array(dy), there)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(to_host(one), other)
+
+
+@pytest.mark.parametrize("wide", [0, 1 << 30])
+def test_operands_of_bfloat16_are_one_launch(wide):
+    device, values = device_under_test(), numbers((6, 7, 8), "f4") ** 9
+    values[0, :4, 0] = np.nan, np.inf, -np.inf, np.finfo("f4").max
+    values[1] = (np.arange(7 * 8, dtype="u4") * 0x1000 + 0x3F800000).view("f4").reshape(7, 8)
+    kernels, precision = device.backend.kernels, ComputePrecision("bfloat16")
+    kernels.wide = wide
+    x, before = device.xp.array(values)[:, 1::2].swapaxes(0, 2), device.launches
+    found = kernels.round_operand(x, precision)
+    assert device.launches - before <= 1
+    np.testing.assert_array_equal(to_host(found), precision.rounded(values[:, 1::2].swapaxes(0, 2)))
 
 
 @settings(max_examples=20, deadline=None)

@@ -4,7 +4,7 @@ import copy
 import importlib
 import threading
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -54,12 +54,18 @@ def serial(module, inputs, gradients=None, change=None):
         Of the module: called after the pass; another pass follows, whose results are under 'after'.
     """
     module = copy.deepcopy(module).to(DEVICE)
-    found = _serial_pass(module, inputs, gradients)
-    if change is not None:
-        module.zero_grad()
-        change(module)
-        found["after"] = _serial_pass(module, inputs)
+    with _default_device():
+        found = _serial_pass(module, inputs, gradients)
+        if change is not None:
+            module.zero_grad()
+            change(module)
+            found["after"] = _serial_pass(module, inputs)
     return found
+
+
+def _default_device():
+    """Return a context in which what a module makes is on the GPU, if there is one."""
+    return nullcontext() if DEVICE.type == "cpu" else DEVICE
 
 
 def _serial_pass(module, inputs, gradients=None):
@@ -84,8 +90,9 @@ def _on_host(tensor):
 
 def drawn_like(outputs):
     """Return a random gradient for each output."""
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in outputs]
+    generator = torch.Generator("cpu").manual_seed(5)
+    made = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+    return [torch.randn(y.shape, **made).to(y.dtype) for y in outputs]
 
 
 def differentiable(outputs, gradients):
@@ -111,7 +118,7 @@ def distributed(module, inputs, gradients, grid, **more):
     (change, gradients_after), cells = more.pop("change", None) or (None, None), more.pop("cells", False)
 
     def body(world):
-        with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols, planes=planes) as ranks:
+        with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols, planes=planes) as ranks, _default_device():
             mine = copy.deepcopy(module).to(DEVICE)
             shapes = [tuple(x.shape) for x in inputs]
             model = ndt.distribute(mine, shapes if len(shapes) > 1 else shapes[0], ranks, dtype=inputs[0].dtype, **more)
@@ -153,7 +160,7 @@ def input_gradient(model, at, gradient):
     layout, overlaps = model.tiling.inputs[at], model._runner().overlaps
     if not overlaps or not overlaps[at]:
         return _on_host(model.tiling.gathered(gradient, layout))
-    whole = part = torch.zeros(shape_of(layout), dtype=gradient.dtype)
+    whole = part = torch.zeros(shape_of(layout), dtype=gradient.dtype, device="cpu")
     for dim, (lo, hi) in at_place(overlaps[at], model.wires.place).items():
         part = part.narrow(dim, lo, hi - lo)
     part += gradient.cpu()
