@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ class HostTwin:
         memory = self._cuda.alloc_pinned_memory(array.nbytes)  # as much, or more
         self.host = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
         self._stream = self._cuda.Stream(non_blocking=True)
+        # the memory may be another twin's next: not before a copy from it that is under way has been made
+        weakref.finalize(self, self._stream.synchronize).atexit = False
 
     def fetch(self) -> np.ndarray:
         """Return the array's values on the host, once what computes them is done; waits."""

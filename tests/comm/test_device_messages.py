@@ -83,3 +83,14 @@ def test_twins_wait_for_what_computes_an_array():
     array.set(np.full(3, 2.0), stream=current)
     twin.put()
     np.testing.assert_array_equal(array.inner, 5)
+
+
+def test_memory_of_the_host_is_kept_until_it_is_copied():
+    """Or another twin would get it, and write into it, while the copy waits for what the device computes."""
+    device = Device()
+    array = device.xp.array(np.zeros(3))
+    twin = HostTwin(array)
+    twin.host[...] = 5
+    array.set(twin.host, stream=twin._stream)  # as `put` does, whose copy is under way
+    del twin
+    np.testing.assert_array_equal(array.inner, 5)

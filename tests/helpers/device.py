@@ -213,8 +213,8 @@ class DeviceArray:
         return out
 
     def set(self, values, stream):
-        """Copy values of the host here, when the stream is as far."""
-        stream.pending.append(partial(np.copyto, self.inner, values))
+        """Copy values of the host here, when the stream is as far; it does not keep them until then."""
+        stream.pending.append(partial(self.device.xp.cuda.copy_pinned, self.inner, *self.device.xp.cuda.pinned(values)))
 
     # What makes the host wait.
 
@@ -349,7 +349,7 @@ class Cuda:
     """The streams, and the pinned memory, of a device."""
 
     def __init__(self, device):
-        self._device, self._current = device, Stream(device)
+        self._device, self._current, self._pinned = device, Stream(device), {}
         self.runtime = SimpleNamespace(getDeviceCount=lambda: 1)
         self.runtime.memGetInfo = lambda: (device.most - device.used, device.most)
 
@@ -364,7 +364,23 @@ class Cuda:
 
     def alloc_pinned_memory(self, nbytes):
         """Return memory of the host; CuPy's may be larger."""
-        return bytearray(nbytes + 512)
+        memory = Pinned(nbytes + 512)
+        self._pinned[np.frombuffer(memory, np.uint8).ctypes.data] = weakref.ref(memory)
+        return memory
+
+    def pinned(self, values):
+        """Return what gives values of the host later, in so far as somebody keeps their memory, shape and dtype."""
+        return self._pinned.get(values.ctypes.data, lambda: values), values.shape, values.dtype
+
+    @staticmethod
+    def copy_pinned(target, kept, shape, dtype):
+        """Copy what the memory holds by now."""
+        assert kept() is not None, "memory of the host was given back before it was copied"
+        np.copyto(target, np.frombuffer(kept(), dtype, target.size).reshape(shape))
+
+
+class Pinned(bytearray):
+    """Memory of the host, of which one may know whether it is still there."""
 
 
 class CudaError(RuntimeError):

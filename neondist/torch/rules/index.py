@@ -140,7 +140,7 @@ def slice_scatter(
     view = lowering.view(src, {dim: (axis, ranges)}, x.axes | src.axes)
     lo, hi = out.range(lowering.place)
     places = torch.tensor([i - lo for i in range(lo, hi) if i in where], dtype=torch.int64)
-    return lowering.local(lambda a, b: a.index_copy(dim, places.to(a.device), b), [x, view], x.layout)
+    return lowering.local(lambda a, b: a.index_copy(dim, places.to(a.device), b.to(a.device)), [x, view], x.layout)
 
 
 def _written(a: torch.Tensor, at: tuple[slice, ...], b: torch.Tensor) -> torch.Tensor:
