@@ -70,11 +70,12 @@ study: .venv/test
 
 # a quarter of an hour, on a machine with a GPU: without a network, with the $(PYTHON) that has mpi4py, CuPy and PyTorch;
 # writes docs/gpu.md. Without a GPU it tells how many tests that skips
-GPU_TESTS := $(addprefix tests/backends/test_,device.py device_kernels.py kernels.py)
+GPU_TESTS := $(addprefix tests/backends/test_,device.py device_kernels.py kernels.py) $(addprefix tests/torch/test_, \
+	random_modules.py hard_cases.py segments_of_modules.py random_numbers.py custom_gradients.py matrix.py spectrum.py)
 test-gpu:
 	@$(PYTHON) -c 'import h5py, hypothesis, mpi4py, psutil, pytest, threadpoolctl, yaml' || { echo "error: test-gpu: \
 	install what is missing for $(PYTHON), from wheels where there is no network"; exit 2; }
-	NEONDIST_GPU=1 OMP_NUM_THREADS=1 PYTHONPATH=. $(PYTHON) -m pytest -rs $(GPU_TESTS)
+	NEONDIST_GPU=1 NEONDIST_CASES=all OMP_NUM_THREADS=1 PYTHONPATH=. $(PYTHON) -m pytest -rs $(GPU_TESTS)
 	PYTHONPATH=. $(PYTHON) tools/gpu_report.py
 
 lint: .venv/test

@@ -10,6 +10,7 @@ is reported as not run.
 
 import argparse
 import gc
+import json
 import subprocess
 import sys
 import tempfile
@@ -43,12 +44,14 @@ class Card(NamedTuple):
     backend : of layers
     torch_device : of PyTorch's modules
     ranks : what runs a function of a grid and a backend on so many ranks, and returns the first one's arrays
+    measured : what measures a network in a precision, with or without torch.compile
     """
 
     name: str
     backend: str | Backend
     torch_device: str
     ranks: Any
+    measured: Any
 
 
 def finish(xp: Any) -> None:
@@ -153,7 +156,19 @@ Found = dict[str, float | str]
 """seconds and bytes of a step; a text says why there is no figure"""
 
 
-def measured(case: Any, precision: str, card: Card, compiles: bool, rounds: int) -> Found:
+def in_process(network: str, precision: str, compiles: bool) -> Found:
+    """Measure a network in a process of its own; without torch.compile, where that crashes."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "found.json")
+        words = [sys.executable, __file__, "--step", network, precision, "--output", str(file)]
+        code = subprocess.run([*words, *["--compile"] * compiles], cwd=ROOT, check=False).returncode
+        if not code:
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+    crash = f"the process ended with {code}"
+    return in_process(network, precision, False) | {"compiled": crash} if compiles else {"ours": crash}
+
+
+def measured(case: Any, precision: str, card: Card, compiles: bool, rounds: int = 5) -> Found:
     """Return the figures of a training step of a network."""
     rng = np.random.default_rng(0)
     x = rng.random((case.batch, *case.shape), np.float32)
@@ -241,36 +256,33 @@ def _peak(card: Card) -> Iterator[list[float]]:
 # The page.
 
 
-def report(
-    card: Card, networks: Any, seconds: float, rounds: int = 5, precisions: Any = PRECISIONS, compiles: bool = True
-) -> str:
-    """Return the tables, measured in about so many seconds."""
-    begin, lines = time.perf_counter(), [f"Measured on {card.name}, neondist {nd.__version__}.", ""]
+def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIONS) -> Iterator[str]:
+    """Yield the lines of the tables, each as soon as it is measured, in about so many seconds."""
+    begin = time.perf_counter()
 
     def left() -> float:
         return seconds - (time.perf_counter() - begin)
 
-    lines += ["| Ranks on one GPU | Largest relative difference to one rank, float64: layers | PyTorch module |"]
-    lines += ["| --- | --- | --- |"]
+    yield from (f"Measured on {card.name}, neondist {nd.__version__}.", "")
+    yield "| Ranks on one GPU | Largest relative difference to one rank, float64: layers | PyTorch module |"
+    yield "| --- | --- | --- |"
     alone = {job: card.ranks(job, 1) for job in ("losses", "modules")}
     for ranks in RANKS[1:]:
         worst = [_difference(card.ranks(job, ranks), expected) for job, expected in alone.items()]
-        lines.append(f"| {ranks} | {worst[0]:.1e} | {worst[1]:.1e} |")
+        yield f"| {ranks} | {worst[0]:.1e} | {worst[1]:.1e} |"
     taken = card.ranks("halos", 2)
     exchange, copy = taken["seconds"]
     what = f"{' × '.join(map(str, taken['shape']))} on 2 ranks, {int(taken['bytes']) / 1e6:.2f} MB each"
-    lines += ["", f"A halo of {what}: {1e6 * exchange:.0f} µs, {exchange / copy:.1f} × a copy on the device.", ""]
-    lines += ["| Step | ms | ÷ eager | ÷ compiled | Memory ÷ eager | Module distributed ÷ eager |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    yield from ("", f"A halo of {what}: {1e6 * exchange:.0f} µs, {exchange / copy:.1f} × a copy on the device.", "")
+    yield "| Step | ms | ÷ eager | ÷ compiled | Memory ÷ eager | Module distributed ÷ eager |"
+    yield "| --- | --- | --- | --- | --- | --- |"
     for network in networks:
         for precision in precisions:
             name = f"| {network}, {precision} |"
             if left() < 0:
-                lines.append(f"{name} not run: no time left | | | | |")
-                continue
-            found = measured(NETWORKS[network], precision, card, compiles and left() > 60, rounds)
-            lines.append(f"{name} {_row(found)} |")
-    return "\n".join(lines)
+                yield f"{name} not run: no time left | | | | |"
+            else:
+                yield f"{name} {_row(card.measured(network, precision, left() > 60))} |"
 
 
 def _row(found: Found) -> str:
@@ -302,6 +314,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=480, help="begin no measurement later (default 480)")
     parser.add_argument("--networks", default=",".join(ORDER), help=f"default {','.join(ORDER)}")
     parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
+    parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.job:
@@ -314,9 +328,16 @@ def main() -> int:
     if not usable.usable:
         print(f"no report: {usable.reason}")
         return 0
-    text = report(Card(usable.reason, "cupy", "cuda", on_ranks), given.networks.split(","), given.seconds)
-    print(text)
-    write(given.page, text)
+    card, lines = Card(usable.reason, "cupy", "cuda", on_ranks, in_process), list[str]()
+    if given.step:
+        network, precision = given.step
+        found = measured(NETWORKS[network], precision, card, given.compile)
+        given.output.write_text(json.dumps(found), encoding="utf-8")
+        return 0
+    for line in report(card, given.networks.split(","), given.seconds):
+        print(line, flush=True)
+        lines.append(line)
+        write(given.page, "\n".join(lines))
     return 0
 
 

@@ -22,7 +22,9 @@ from neondist.torch.blocks import TracedImage
 from neondist.torch.layout import shape_of
 from neondist.torch.transfer import at_place
 
-DEVICE = torch.device("cuda" if ON_GPU and torch.cuda.is_available() else "cpu")
+if ON_GPU and not torch.cuda.is_available():
+    pytest.skip("PyTorch finds no GPU", allow_module_level=True)
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 """where modules run; inputs are given on the host, and results returned there"""
 CONVERSION = importlib.import_module("neondist.torch.convert.from_torch")
 BOTH_AXES_AND_REPLICAS = (1, 3, 2), (2, 1, 2)

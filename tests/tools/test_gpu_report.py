@@ -36,8 +36,13 @@ def test_a_report_in_miniature(tool, monkeypatch, tmp_path):
         return [nd.ConvLayerDist(4, 3), nd.ActivationLayerDist(nd.ReLU()), nd.FCLayerDist(3)]
 
     monkeypatch.setitem(tool.NETWORKS, "small", Case(2, (8, 8, 3), layers, 3))
-    card = tool.Card("a strict device", Device().backend, "cpu", on_ranks)
-    text = tool.report(card, ["small"], 600, rounds=1, precisions=("float32", "no such"), compiles=False)
+
+    def measured(network, precision, compiles):
+        assert compiles
+        return tool.measured(tool.NETWORKS[network], precision, card, False, rounds=1)
+
+    card = tool.Card("a strict device", Device().backend, "cpu", on_ranks, measured)
+    text = "\n".join(tool.report(card, ["small"], 600, precisions=("float32", "no such")))
     furthest = re.findall(r"^\| ([24]) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
     assert [ranks for ranks, *_ in furthest] == ["2", "4"]
     assert all(float(worst) < 1e-10 for _, *every in furthest for worst in every)
@@ -48,8 +53,22 @@ def test_a_report_in_miniature(tool, monkeypatch, tmp_path):
     page.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
     tool.write(page, text)
     assert page.read_text() == f"before\n{tool.BEGIN}\n{text}\n{tool.END}\nafter\n"
-    late = tool.report(card, ["small"], -1, precisions=("float32",))
+    late = "\n".join(tool.report(card, ["small"], -1, precisions=("float32",)))
     assert "| small, float32 | not run: no time left" in late
+
+
+def test_a_measurement_that_crashes_costs_one_row(tool, monkeypatch, tmp_path):
+    """torch.compile may crash: then the network is measured without it."""
+    script = tmp_path / "step.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "if '--compile' in sys.argv or 'never' in sys.argv: os._exit(3)\n"
+        "json.dump({'ours': 1.0}, open(sys.argv[-1], 'w'))\n"
+    )
+    monkeypatch.setattr(tool, "__file__", str(script))
+    assert tool.in_process("small", "float32", True) == {"ours": 1.0, "compiled": "the process ended with 3"}
+    assert tool.in_process("small", "float32", False) == {"ours": 1.0}
+    assert tool.in_process("never", "float32", True)["ours"] == "the process ended with 3"
 
 
 def test_without_a_gpu_it_says_why(tool, monkeypatch, capsys):
