@@ -103,11 +103,11 @@ class ServerRecovery(Service):
             if versions is None:
                 self._settle()
                 return
+            self._master.ready = True  # before the checkpoint, which may wait for a gradient that some servers lack
             done = self._master.is_done()
             if versions != self._saved and (done or self._is_due(versions)):
                 self._save(versions)
             before, self._master.finished = self._master.finished, done and self._saved == versions
-            self._master.ready = True
             last = self._history[-1][0] if self._history else 0.0
             if self._master.finished is not before or time.monotonic() - last >= REPORT:
                 self._report()

@@ -3,6 +3,7 @@
 import shutil
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,8 +12,12 @@ from parameter_servers import SHAPES, Servers, arrays
 import neondist as nd
 from neondist.errors import ServiceError
 from neondist.services.checkpoint import export_checkpoint
+from neondist.services.group import ServerGroup
+from neondist.services.master import Master
+from neondist.services.message import Message
 from neondist.services.placement import TableSpec
 from neondist.services.progress import Credit
+from neondist.services.recovery import ServerRecovery
 from neondist.services.state import UpdateRule
 
 TABLE = TableSpec("embedding", 50, 3, "float64")
@@ -37,6 +42,14 @@ def train(client, steps):
         client.push(gradients(step), credit=Credit(0, step, 0))
         client.pull(values)
     return values, client.pull_rows("embedding", np.arange(50))
+
+
+def push_to_first(job, client):
+    """Push a gradient that the second of two servers does not get."""
+    job.hosts[1].stop(0)
+    with pytest.raises(ServiceError):
+        client.push(gradients(0), credit=Credit(0, 0, 0))
+    job.hosts[1] = job.stack.enter_context(type(job.hosts[1])([job.servers[1]], job.hosts[1].address, job.token))
 
 
 def assert_equal(found, expected):
@@ -144,10 +157,7 @@ def test_a_checkpoint_waits_for_a_gradient_between_two_servers(tmp_path):
         for one in (client, other, third):
             one.initialize(arrays(0), OPTIMIZER, UpdateRule(sync=False))
             one.pull(arrays(9))
-        job.hosts[1].stop(0)
-        with pytest.raises(ServiceError):
-            client.push(gradients(0), credit=Credit(0, 0, 0))
-        job.hosts[1] = job.stack.enter_context(type(job.hosts[1])([job.servers[1]], job.hosts[1].address, job.token))
+        push_to_first(job, client)
         with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
             other.save("too-early", patience=0.1)
         found = []
@@ -161,6 +171,32 @@ def test_a_checkpoint_waits_for_a_gradient_between_two_servers(tmp_path):
         assert found[0].listed() == [Credit(0, 0, 0)]
         assert not later.result().duplicate
         assert len(client.credits().listed()) == 2
+
+
+def test_another_master_hands_out_what_one_server_lacks(tmp_path, monkeypatch):
+    """The first was killed when one of two servers had a gradient: no checkpoint is possible before both have it."""
+    monkeypatch.setattr("neondist.services.recovery._PATIENCE", 0.1)
+    path = tmp_path / "tasks.sqlite"
+    with Servers(2, tmp_path) as job:
+        client = connect(job)
+        client.initialize(arrays(0), OPTIMIZER, UpdateRule(sync=False))
+        client.pull(arrays(9))
+        group = job.stack.enter_context(ServerGroup([host.address for host in job.hosts], job.token, patience=1))
+        with closing(Master(path=path)) as first:
+            first.report_training_params(Message({"records": 2, "batch_size": 2, "epochs": 1, "seed": 0}))
+            ServerRecovery(group, tmp_path, first).step()
+            assert first.ready
+        push_to_first(job, client)
+        with closing(Master(path=path)) as second:
+            recovery = ServerRecovery(group, tmp_path, second)
+            with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
+                recovery.step()
+            task = second.get_task(Message({"worker": "0"}))
+            assert task.text("type") == "TRAINING"
+            assert not client.push(gradients(0), credit=Credit(0, 0, 0)).duplicate
+            second.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
+            recovery.step()
+            assert second.finished
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "mixed", "none", "optimizer", "model", "outside"])
