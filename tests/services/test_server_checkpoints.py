@@ -12,16 +12,16 @@ from parameter_servers import SHAPES, Servers, arrays
 import neondist as nd
 from neondist.errors import ServiceError
 from neondist.services.checkpoint import export_checkpoint
-from neondist.services.group import ServerGroup
 from neondist.services.master import Master
 from neondist.services.message import Message
 from neondist.services.placement import TableSpec
 from neondist.services.progress import Credit
-from neondist.services.recovery import ServerRecovery
+from neondist.services.recovery import ServerRecovery, complete_checkpoints
 from neondist.services.state import UpdateRule
 
 TABLE = TableSpec("embedding", 50, 3, "float64")
 OPTIMIZER = nd.Adam(0.05)
+FACTS = {"records": 2, "batch_size": 2, "epochs": 1, "seed": 0}
 STRATEGIES = {1: "PS", 2: "PSLoadBalancing", 3: "PartitionedPS"}
 
 
@@ -50,6 +50,18 @@ def push_to_first(job, client):
     with pytest.raises(ServiceError):
         client.push(gradients(0), credit=Credit(0, 0, 0))
     job.hosts[1] = job.stack.enter_context(type(job.hosts[1])([job.servers[1]], job.hosts[1].address, job.token))
+
+
+def begin(job, master, folder):
+    """Begin a job of one minibatch; return the client of its worker, and who restores its servers."""
+    client = connect(job)
+    client.initialize(arrays(0), OPTIMIZER, UpdateRule(sync=False))
+    client.pull(arrays(9))
+    master.report_training_params(Message(FACTS))
+    recovery = ServerRecovery(client._group, folder, master)
+    recovery.step()
+    assert master.ready
+    return client, recovery
 
 
 def assert_equal(found, expected):
@@ -178,17 +190,11 @@ def test_another_master_hands_out_what_one_server_lacks(tmp_path, monkeypatch):
     monkeypatch.setattr("neondist.services.recovery._PATIENCE", 0.1)
     path = tmp_path / "tasks.sqlite"
     with Servers(2, tmp_path) as job:
-        client = connect(job)
-        client.initialize(arrays(0), OPTIMIZER, UpdateRule(sync=False))
-        client.pull(arrays(9))
-        group = job.stack.enter_context(ServerGroup([host.address for host in job.hosts], job.token, patience=1))
         with closing(Master(path=path)) as first:
-            first.report_training_params(Message({"records": 2, "batch_size": 2, "epochs": 1, "seed": 0}))
-            ServerRecovery(group, tmp_path, first).step()
-            assert first.ready
+            client, _ = begin(job, first, tmp_path)
         push_to_first(job, client)
         with closing(Master(path=path)) as second:
-            recovery = ServerRecovery(group, tmp_path, second)
+            recovery = ServerRecovery(client._group, tmp_path, second)
             with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
                 recovery.step()
             task = second.get_task(Message({"worker": "0"}))
@@ -197,6 +203,38 @@ def test_another_master_hands_out_what_one_server_lacks(tmp_path, monkeypatch):
             second.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
             recovery.step()
             assert second.finished
+
+
+def test_a_stopped_job_keeps_the_checkpoint_before_a_gradient_of_one_server(tmp_path, monkeypatch):
+    """Its workers have ended, and none of them will push that gradient to the other server."""
+    monkeypatch.setattr("neondist.services.recovery._PATIENCE", 0.1)
+    with Servers(2, tmp_path) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
+        client, recovery = begin(job, master, tmp_path)
+        assert recovery.save(Message()).flag("saved")
+        push_to_first(job, client)
+        assert not recovery.save(Message()).flag("saved")
+        assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-000000000"]
+
+
+def test_what_keeps_a_job_waiting_is_told_once(tmp_path, monkeypatch, capsys):
+    """Here servers without a folder for checkpoints."""
+    monkeypatch.setattr("neondist.services.recovery.POLL", 0.001)
+    steps = threading.Semaphore(0)
+
+    class Counted(ServerRecovery):
+        def step(self):
+            steps.release()
+            super().step()
+
+    with Servers(1) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
+        client = connect(job)
+        client.initialize(arrays(0), OPTIMIZER, UpdateRule(sync=False))
+        master.report_training_params(Message(FACTS))
+        with Counted(client._group, tmp_path, master):
+            assert all(steps.acquire(timeout=20) for _ in range(30))
+    error = capsys.readouterr().err
+    assert error.count("warning: servers can be neither saved nor restored: ") == error.count("\n") == 1
+    assert "has no folder for checkpoints; start it with --checkpoint-dir; it is tried again" in error
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "mixed", "none", "optimizer", "model", "outside"])
