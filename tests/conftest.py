@@ -91,6 +91,7 @@ def lean_processes(out_of_any_job):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEONDIST_TESTS_HIDE", "torch matplotlib")
         patch.setenv("PYTHONDONTWRITEBYTECODE", "")  # each would compile neondist again
+        patch.setenv("PYTHONFAULTHANDLER", "1")  # one that hangs says where, see `processes.finish`
         # Open MPI's ranks that wait would take a core each from the other tests
         patch.setenv("OMPI_MCA_mpi_yield_when_idle", "1")
         patch.setenv("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")

@@ -21,6 +21,9 @@ from ..registry.arguments import checked
 from .transport import CLOSED, Exchange, Message, ReduceOp, Request, Transport
 from .turns import Turns, closed_gate
 
+_TICK = 0.2
+"""Seconds after which the caller of virtual ranks wakes: Python's handlers of signals run in no other thread."""
+
 
 @dataclass(eq=False)
 class _Mailbox:
@@ -300,7 +303,8 @@ def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        while thread.is_alive():
+            thread.join(_TICK)  # a signal that came just before it began to wait is handled when it wakes
     turns.begin(0)
     if errors:
         raise errors[0]

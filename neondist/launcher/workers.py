@@ -233,8 +233,8 @@ def _run_job(
     if code == 0:
         text = workers.insist(lambda: _check(master.address, addresses, token))
         say(f"applied: {text}; {workers.restarted}")
-    elif code == STOPPED:
-        workers.insist(lambda: _save(master.address, token))
+    elif code == STOPPED and not workers.insist(lambda: _save(master.address, token)):
+        say("servers had not applied the same gradients; --resume goes on from their last checkpoint", sys.stderr)
     return code
 
 
@@ -268,9 +268,9 @@ def _check(master: str, servers: Sequence[str], token: str) -> str:
     return found[0]
 
 
-def _save(master: str, token: str) -> None:
-    """Write a checkpoint of the servers."""
-    _call(master, "Recovery", token, "save")
+def _save(master: str, token: str) -> bool:
+    """Write a checkpoint of the servers; False: there is no newer one than the last."""
+    return _call(master, "Recovery", token, "save").flag("saved")
 
 
 def _call(address: str, service: str, token: str, method: str, fields: Mapping[str, Any] | None = None) -> Message:

@@ -15,6 +15,10 @@ from .wire import ServiceClient
 T = TypeVar("T")
 
 
+class UnequalServersError(ServiceError):
+    """Servers have not applied the same gradients; they have when workers have pushed again what some of them lack."""
+
+
 class ServerGroup:
     """Connections to all servers of a job; a context manager.
 
@@ -62,7 +66,7 @@ class ServerGroup:
 
         Raises
         ------
-        ServiceError
+        UnequalServersError
             Servers do not agree within `patience` seconds, as where a worker was lost between two of them; try again
             when its minibatch has been computed once more.
         """
@@ -70,7 +74,7 @@ class ServerGroup:
             held, end = self._hold(Credits()), time.monotonic() + patience
             while any(one.described() != held[0].described() for one in held):
                 if time.monotonic() > end:
-                    raise ServiceError(
+                    raise UnequalServersError(
                         f"checkpoint {name}: servers have not applied the same gradients; try again later"
                     )
                 union = held[0]

@@ -10,17 +10,18 @@ found by comparing these with those that the servers now have. Gradients of an e
 from __future__ import annotations
 
 import shutil
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..console import say
 from ..errors import ConfigError, ServiceError, ServiceUnavailableError
 from .checkpoint import is_complete
-from .group import ServerGroup
+from .group import ServerGroup, UnequalServersError
 from .job_status import JobStatus, ServerStatus
 from .master import Master
 from .message import Message
@@ -35,6 +36,8 @@ REPORT, WINDOW = 1.0, 10.0
 KEEP = 2
 """Checkpoints that stay."""
 PREFIX = "checkpoint-"
+_FAILURES = 10
+"""In a row, after which the reason is told."""
 _PATIENCE = 2.0
 """Seconds that gradients wait for one that only some servers have; later the checkpoint is tried again."""
 
@@ -78,14 +81,20 @@ class ServerRecovery(Service):
         return Message({"figures": {**figures, "samples_per_second": found.samples_per_second}})
 
     def save(self, request: Message) -> Message:
-        """Write a checkpoint now, as before the end of a job that will be resumed."""
+        """Write a checkpoint now, as before the end of a job that will be resumed.
+
+        `saved` is false where workers have ended while only some servers had applied a gradient: the one before counts.
+        """
         with self._lock:
             versions = self._versions()
             if versions is None:
                 raise ServiceUnavailableError("servers are being restored; try again")
-            if versions != self._saved:
-                self._save(versions)
-            return Message()
+            try:
+                if versions != self._saved:
+                    self._save(versions)
+            except UnequalServersError:
+                return Message({"saved": False})
+            return Message({"saved": True})
 
     def step(self) -> None:
         """Restore the servers, or write a checkpoint, if it is time.
@@ -103,11 +112,11 @@ class ServerRecovery(Service):
             if versions is None:
                 self._settle()
                 return
+            self._master.ready = True  # before the checkpoint, which may wait for a gradient that some servers lack
             done = self._master.is_done()
             if versions != self._saved and (done or self._is_due(versions)):
                 self._save(versions)
             before, self._master.finished = self._master.finished, done and self._saved == versions
-            self._master.ready = True
             last = self._history[-1][0] if self._history else 0.0
             if self._master.finished is not before or time.monotonic() - last >= REPORT:
                 self._report()
@@ -121,9 +130,17 @@ class ServerRecovery(Service):
         self._thread.join()
 
     def _run(self) -> None:
+        failures = 0
         while not self._closed.wait(POLL):
-            with suppress(ServiceError, ConfigError):  # the supervisor restarts what has ended
+            try:
                 self.step()
+                failures = 0
+            except (ServiceUnavailableError, UnequalServersError):  # what has ended is restarted, and computed again
+                pass
+            except (ServiceError, ConfigError) as error:
+                failures += 1
+                if failures == _FAILURES:  # workers would wait without a word
+                    say(f"warning: servers can be neither saved nor restored: {error}; it is tried again", sys.stderr)
 
     def _versions(self) -> list[int] | None:
         """Return the servers' versions; None if they do not hold what the queue says."""

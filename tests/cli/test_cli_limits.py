@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from cli_runs import EXPERIMENT, call, losses, needs_mpirun, neondist, own, start
+from processes import finish
 
 from neondist.cli import main
 from neondist.cli.arguments import parser
@@ -74,7 +75,7 @@ def stop(folder, number, whom, *more):
             break
     pids = sorted((int(path.name[3:]) for path in folder.glob("pid*")), key=lambda pid: pid != process.pid)
     os.kill(pids[whom], number)
-    rest, err = process.communicate(timeout=60)
+    rest, err = finish(process, 60)
     assert (process.returncode, own(err)) == (75, "")
     for path in folder.glob("pid*"):
         path.unlink()
@@ -120,7 +121,7 @@ def test_virtual_ranks_stop(folder):
     assert "2 ranks" in process.stdout.readline()
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = finish(process, 60)
     assert (process.returncode, err) == (75, "")
     assert "SIGTERM came" in out
 

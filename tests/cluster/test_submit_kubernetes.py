@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 from cli_runs import EXPERIMENT, here, neondist, start
+from processes import finish
 
 import yaml
 
@@ -175,7 +176,7 @@ def test_a_job_that_is_deleted_meanwhile(api, folder):
         lines = [job.stdout.readline() for _ in range(3)]
     assert lines[-1] == "MPIJob toy: Created (is Created)\n", job.communicate()
     here(folder, "submit", "--mpijob", "toy.yaml", "--delete")
-    out, _ = job.communicate(timeout=60)
+    out, _ = finish(job, 60)
     assert (job.returncode, out) == (1, "MPIJob toy: deleted\n")
 
 

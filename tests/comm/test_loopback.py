@@ -1,6 +1,7 @@
 """Virtual ranks, and errors that all ranks agree on."""
 
 import random
+import signal
 import threading
 import time
 
@@ -84,6 +85,24 @@ def test_so_many_ranks_compute_at_once(at_once):
 
     loopback.run(5, body, at_once=at_once)
     assert max(most) == at_once
+
+
+def test_signals_that_do_not_wake_the_caller_are_heard():
+    """They come just before it begins to wait for its ranks; here they go to a thread of a rank, and wake nobody."""
+    heard = threading.Semaphore(0)
+
+    def body(comm):
+        for _ in range(4):  # the first one may come while the caller starts the threads
+            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+            if not heard.acquire(timeout=10):
+                return False
+        return True
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.release())
+    try:
+        assert loopback.run(1, body) == [True]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_the_error_of_one_rank_ends_all():

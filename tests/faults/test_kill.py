@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 from endless import TOY
-from processes import alive, children, kill
+from processes import alive, children, finish, kill
 
 import neondist as nd
 from neondist.comm import SingleTransport, loopback
@@ -59,7 +59,7 @@ class Job:
 
     def end(self):
         """Wait until the command ends; return its exit code and what it said."""
-        said = self.process.communicate(timeout=60)[1]
+        said = finish(self.process, 60)[1]
         return self.process.returncode, said
 
 
@@ -123,7 +123,7 @@ def test_killed_at_any_moment(folder):
     assert at_write >= 2  # some came in the middle of a write
     epochs = last[1] + 1
     job = Job(folder, "--resume", "--set", f"epochs={epochs}")
-    job.process.communicate(timeout=120)
+    finish(job.process, 120)
     assert job.process.returncode == 0
     compare(folder, epochs)
 

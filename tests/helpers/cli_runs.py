@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from present import needs_mpirun as needs_mpirun  # for the tests here
+from processes import finish
 
 from neondist.cli import main
 from neondist.launcher.mpirun import find_mpirun
@@ -54,7 +55,7 @@ def call(words, cwd, **env):
     """Return exit code, stdout and stderr."""
     process = start(words, cwd, **env)
     try:
-        out, err = process.communicate(timeout=300)
+        out, err = finish(process)
     finally:
         process.kill()
     return process.returncode, out, err

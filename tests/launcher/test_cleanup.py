@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import EXPERIMENT, mpirun_env, needs_mpirun, neondist, start
-from processes import alive
+from processes import alive, finish
 
 from neondist.comm.segments import BACKING
 from neondist.launcher.cleanup import USERS, job_folders, restore_tmpdir
@@ -66,7 +66,7 @@ def test_nothing_is_left(tmp_path, killed):
             "rank": ranks[:1], "everyone": [launcher.pid, mpirun, *ranks], "nobody": []}  # fmt: skip
     for pid in whom[killed]:
         os.kill(pid, signal.SIGKILL)
-    launcher.communicate(timeout=LIMIT)
+    finish(launcher, LIMIT)
     assert (launcher.returncode == 0) == (killed == "nobody")
     assert wait(lambda: not any(map(alive, [mpirun, *ranks])))
     assert wait(lambda: not any(file.exists() for file in files) and not list(tmp_path.iterdir()))
@@ -85,7 +85,7 @@ def test_a_rank_ends_with_mpirun_in_the_middle_of_a_long_computation(tmp_path):
     launcher = start(neondist("run", "toy.yaml", "-n", 2, "--import", "long.py"), tmp_path)
     told = [launcher.stdout.readline().split() for _ in range(2)]
     os.kill(int(told[0][2]), signal.SIGKILL)
-    launcher.communicate(timeout=LIMIT)
+    finish(launcher, LIMIT)
     assert launcher.returncode == 137
     assert wait(lambda: not any(alive(int(words[1])) for words in told))
 

@@ -6,7 +6,7 @@ import sys
 import threading
 
 import pytest
-from processes import alive, kill
+from processes import alive, finish, kill
 from test_supervise import gone
 
 from neondist.launcher.fork_server import open_fork_server
@@ -58,7 +58,7 @@ def start(how, **more):
 
 
 def test_forked_processes_are_children_with_their_own_environment_output_and_exit_code():
-    out, err = start("end").communicate(timeout=120)
+    out, err = finish(start("end"), 120)
     assert out == "written once, although it is in a buffer when the server is forked\n"
     assert "nothing.yaml: no such file" in err.splitlines()[0]
     assert len(err.splitlines()) == 1, err

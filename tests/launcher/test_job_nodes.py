@@ -14,6 +14,7 @@ import psutil
 import pytest
 from cli_runs import here, neondist, start
 from fake_nodes import FakeNodes, missing, needs_mpirun
+from processes import finish
 from sshd import Sshd, other_environment, without_sshd
 from turns import some
 
@@ -120,7 +121,7 @@ def test_processes_and_a_node_are_lost_and_the_run_goes_on(folder, nodes):
             process.wait()
             wait_for(lambda kind=kind: find(nodes, "nodeB", kind))
         nodes.switch_off("nodeC")
-        out, err = job.communicate(timeout=240)
+        out, err = finish(job, 240)
     finally:
         job.kill()
     assert job.returncode == 0, err
@@ -148,7 +149,7 @@ def test_all_nodes_end_with_the_job(folder, nodes, number, command):
     try:
         wait_for(lambda: (folder / "out" / "metrics.jsonl").is_file() and len(nodes.pids("rank", "nodeB")) == 4)
         job.send_signal(number)
-        _, err = job.communicate(timeout=60)
+        _, err = finish(job, 60)
     finally:
         job.kill()
     assert job.returncode == (75 if number == signal.SIGTERM else -number), err
@@ -179,14 +180,14 @@ def test_workers_over_sshd_of_two_environments(folder, tmp_path):
         wait_for(lambda: [one for one in servers.sessions("nodeB", "run") if one != session])
         job.send_signal(signal.SIGTERM)
         (folder / "hold").unlink()
-        _, err = job.communicate(timeout=60)
+        _, err = finish(job, 60)
         assert job.returncode == 75, err
         assert "worker 1 was killed (connection to nodeB lost); started again on nodeB\n" in err
         wait_for(lambda: not any(servers.sessions(node, word) for node in venvs for word in ("run", "ps")))
         told = "run", "job.yaml", "--hosts-from", "hosts", "-n", 3, *words, "--resume"
         job = start(neondist(*told), folder, **servers.env_of_list)
         wait_for(lambda: servers.sessions("nodeC", "run"))
-        out, err = job.communicate(timeout=240)
+        out, err = finish(job, 240)
     finally:
         if job is not None:
             job.kill()

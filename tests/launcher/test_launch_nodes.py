@@ -15,6 +15,7 @@ import time
 import pytest
 from cli_runs import EXPERIMENT, call, here, neondist, start
 from fake_nodes import FakeNodes, missing, needs_mpirun
+from processes import finish
 from sshd import Sshd, other_environment, without_sshd
 
 import yaml
@@ -139,7 +140,7 @@ def test_sshd_on_two_ports_with_two_virtual_environments(folder, tmp_path):
             while not lines or (lines[-1] and not lines[-1].startswith("[")):
                 lines.append(job.stdout.readline())
             job.send_signal(number)
-            _, err = job.communicate(timeout=60)
+            _, err = finish(job, 60)
             assert job.returncode == 128 + number, err
             rest = list(words[-2:]), ODD
             assert json.loads(lines[-1])[1:] == [

@@ -10,6 +10,7 @@ import pytest
 from cli_runs import neondist
 from endless import TOY
 from fake_nodes import FakeNodes, missing, needs_mpirun
+from processes import finish
 from test_restarts import weights
 
 import neondist as nd
@@ -75,7 +76,8 @@ def test_losses_on_other_nodes(nodes, tmp_path):
     trained()
     (rank,) = nodes.pids("rank", "nodeB")
     os.kill(rank, signal.SIGKILL)
-    assert job.wait(60) == 137
+    finish(job, 60)
+    assert job.returncode == 137
     (error,) = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert re.match("error: rank [0-2] of 3 on node[A-C] ", error)  # others may end before it, as their peer is gone
     assert "--restarts" in error
@@ -135,7 +137,8 @@ def test_hosts_that_come_and_go(nodes, tmp_path):
         for pid in nodes.pids("daemon", "nodeC"):
             os.kill(pid, signal.SIGKILL)
     job.terminate()
-    assert job.wait(60) == 75, log.read_text()
+    finish(job, 60)
+    assert job.returncode == 75, log.read_text()
     assert "node nodeC was lost" in log.read_text()
     assert not folder_of(read_run_key(tmp_path / "out")).exists()
     assert not nodes.pids("rank")

@@ -11,6 +11,7 @@ from endless import TOY
 from fake_nodes import FakeNodes, missing, needs_mpirun
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import finish
 from test_generations import Script
 from test_generations import folder as folder
 from test_restarts import weights
@@ -132,7 +133,8 @@ def test_two_nodes_that_are_switched_off(tmp_path):
         nodes.switch_off("nodeA", "nodeB")
         trained(metrics.read_text().count("\n") + 2)
         job.terminate()
-        assert job.wait(60) == 75, log.read_text()
+        finish(job, 60)
+        assert job.returncode == 75, log.read_text()
     finally:
         job.kill()
         nodes.end()

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from processes import alive, kill
+from processes import alive, finish, kill
 
 from neondist import safe_path
 from neondist.launcher import supervise as supervising
@@ -127,7 +127,7 @@ echo after >&2
 exit 1
 """
     process = start("sh", "-c", text, stderr=subprocess.PIPE)
-    _, err = process.communicate(timeout=60)
+    _, err = finish(process, 60)
     assert (process.returncode, err) == (1, "before\nafter\n")
 
 
@@ -135,7 +135,7 @@ def test_a_job_that_fails_without_a_word_is_told_of_by_mpirun():
     rule = "-" * 74
     notice = f"{rule}\nprterun detected that one or more processes exited with non-zero status\n{rule}\n"
     process = start("sh", "-c", 'printf "%s" "$0" >&2; exit 3', notice, stderr=subprocess.PIPE)
-    _, err = process.communicate(timeout=60)
+    _, err = finish(process, 60)
     assert (process.returncode, err) == (3, notice)
 
 

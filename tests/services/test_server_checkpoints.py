@@ -3,6 +3,7 @@
 import shutil
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,12 +12,16 @@ from parameter_servers import SHAPES, Servers, arrays
 import neondist as nd
 from neondist.errors import ServiceError
 from neondist.services.checkpoint import export_checkpoint
+from neondist.services.master import Master
+from neondist.services.message import Message
 from neondist.services.placement import TableSpec
 from neondist.services.progress import Credit
+from neondist.services.recovery import ServerRecovery, complete_checkpoints
 from neondist.services.state import UpdateRule
 
 TABLE = TableSpec("embedding", 50, 3, "float64")
 OPTIMIZER = nd.Adam(0.05)
+FACTS = {"records": 2, "batch_size": 2, "epochs": 1, "seed": 0}
 STRATEGIES = {1: "PS", 2: "PSLoadBalancing", 3: "PartitionedPS"}
 
 
@@ -37,6 +42,26 @@ def train(client, steps):
         client.push(gradients(step), credit=Credit(0, step, 0))
         client.pull(values)
     return values, client.pull_rows("embedding", np.arange(50))
+
+
+def push_to_first(job, client):
+    """Push a gradient that the second of two servers does not get."""
+    job.hosts[1].stop(0)
+    with pytest.raises(ServiceError):
+        client.push(gradients(0), credit=Credit(0, 0, 0))
+    job.hosts[1] = job.stack.enter_context(type(job.hosts[1])([job.servers[1]], job.hosts[1].address, job.token))
+
+
+def begin(job, master, folder):
+    """Begin a job of one minibatch; return the client of its worker, and who restores its servers."""
+    client = connect(job)
+    client.initialize(arrays(0), OPTIMIZER, UpdateRule(sync=False))
+    client.pull(arrays(9))
+    master.report_training_params(Message(FACTS))
+    recovery = ServerRecovery(client._group, folder, master)
+    recovery.step()
+    assert master.ready
+    return client, recovery
 
 
 def assert_equal(found, expected):
@@ -144,10 +169,7 @@ def test_a_checkpoint_waits_for_a_gradient_between_two_servers(tmp_path):
         for one in (client, other, third):
             one.initialize(arrays(0), OPTIMIZER, UpdateRule(sync=False))
             one.pull(arrays(9))
-        job.hosts[1].stop(0)
-        with pytest.raises(ServiceError):
-            client.push(gradients(0), credit=Credit(0, 0, 0))
-        job.hosts[1] = job.stack.enter_context(type(job.hosts[1])([job.servers[1]], job.hosts[1].address, job.token))
+        push_to_first(job, client)
         with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
             other.save("too-early", patience=0.1)
         found = []
@@ -161,6 +183,58 @@ def test_a_checkpoint_waits_for_a_gradient_between_two_servers(tmp_path):
         assert found[0].listed() == [Credit(0, 0, 0)]
         assert not later.result().duplicate
         assert len(client.credits().listed()) == 2
+
+
+def test_another_master_hands_out_what_one_server_lacks(tmp_path, monkeypatch):
+    """The first was killed when one of two servers had a gradient: no checkpoint is possible before both have it."""
+    monkeypatch.setattr("neondist.services.recovery._PATIENCE", 0.1)
+    path = tmp_path / "tasks.sqlite"
+    with Servers(2, tmp_path) as job:
+        with closing(Master(path=path)) as first:
+            client, _ = begin(job, first, tmp_path)
+        push_to_first(job, client)
+        with closing(Master(path=path)) as second:
+            recovery = ServerRecovery(client._group, tmp_path, second)
+            with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
+                recovery.step()
+            task = second.get_task(Message({"worker": "0"}))
+            assert task.text("type") == "TRAINING"
+            assert not client.push(gradients(0), credit=Credit(0, 0, 0)).duplicate
+            second.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
+            recovery.step()
+            assert second.finished
+
+
+def test_a_stopped_job_keeps_the_checkpoint_before_a_gradient_of_one_server(tmp_path, monkeypatch):
+    """Its workers have ended, and none of them will push that gradient to the other server."""
+    monkeypatch.setattr("neondist.services.recovery._PATIENCE", 0.1)
+    with Servers(2, tmp_path) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
+        client, recovery = begin(job, master, tmp_path)
+        assert recovery.save(Message()).flag("saved")
+        push_to_first(job, client)
+        assert not recovery.save(Message()).flag("saved")
+        assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-000000000"]
+
+
+def test_what_keeps_a_job_waiting_is_told_once(tmp_path, monkeypatch, capsys):
+    """Here servers without a folder for checkpoints."""
+    monkeypatch.setattr("neondist.services.recovery.POLL", 0.001)
+    steps = threading.Semaphore(0)
+
+    class Counted(ServerRecovery):
+        def step(self):
+            steps.release()
+            super().step()
+
+    with Servers(1) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
+        client = connect(job)
+        client.initialize(arrays(0), OPTIMIZER, UpdateRule(sync=False))
+        master.report_training_params(Message(FACTS))
+        with Counted(client._group, tmp_path, master):
+            assert all(steps.acquire(timeout=20) for _ in range(30))
+    error = capsys.readouterr().err
+    assert error.count("warning: servers can be neither saved nor restored: ") == error.count("\n") == 1
+    assert "has no folder for checkpoints; start it with --checkpoint-dir; it is tried again" in error
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "mixed", "none", "optimizer", "model", "outside"])

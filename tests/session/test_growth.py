@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 from cli_runs import here, needs_mpirun, neondist
+from processes import finish
 
 import neondist as nd
 from neondist.cli import run as run_command
@@ -81,7 +82,8 @@ def test_a_script_follows_its_hosts(folder):
             (folder / "hosts.new").replace(folder / "hosts")
             trained(lambda step, ranks, generation: (ranks, generation) == (2, 2))
             job.terminate()
-            assert job.wait(150) == 75, log.read_text()
+            finish(job, 150)
+            assert job.returncode == 75, log.read_text()
         finally:
             job.kill()
         (folder / "hosts").write_text("localhost:1\n")

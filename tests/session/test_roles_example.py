@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import finish
 
 from neondist.comm import SingleTransport
 from neondist.io.checkpoint import opened
@@ -39,7 +40,7 @@ def test_three_shells(tmp_path):
     told = {}
     try:
         for kind in ("master", "worker", "evaluator"):
-            out, err = tasks[kind].communicate(timeout=600)
+            out, err = finish(tasks[kind], 600)
             told[kind] = out
             assert (err, tasks[kind].returncode) == ("", 0), kind
     finally:
@@ -62,7 +63,7 @@ def test_a_server_and_two_workers(tmp_path):
     token, words = create_token(), (cluster, tmp_path / "ckpt", 40, 16)
     tasks = [start(kind, *words, index=at, **{TOKEN: token}) for kind, at in (("worker", 1), ("worker", 0), ("ps", 0))]
     try:
-        told = [process.communicate(timeout=600) for process in tasks]
+        told = [finish(process, 600) for process in tasks]
     finally:
         for process in tasks:
             process.kill()
