@@ -130,7 +130,7 @@ class Builder(StepList):
                 else:  # no cut would do: every rank sees it whole
                     dims = [d for d, dim in enumerate(value.layout) if problem.atom in dim]
                     value = self.gathered(value, dims if axes_of(value.layout[d] for d in dims) else None)
-        return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} takes a cut dimension apart")
+        return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} splits a partitioned dimension")
 
     def shaped(self, value: Value, layout: Layout) -> Value:
         """Return a value whose part has the shape that `layout` says; nothing moves."""

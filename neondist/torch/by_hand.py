@@ -320,7 +320,7 @@ def _check_grid(grid: Any) -> None:
     if not isinstance(grid, ProcessGrid):
         raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
     if grid.closed:
-        raise GridError("grid: is closed; use halo and reduce inside of its `with` block")
+        raise GridError("grid: is closed; use halo and reduce inside its `with` block")
 
 
 def _check(x: Any, window: Any, global_shape: Any) -> None:

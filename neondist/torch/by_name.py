@@ -91,7 +91,7 @@ class TorchOptimizer(Scheduled, Registered):
         """Return the optimiser of a module's parameters."""
         optimizer = called("arguments", self.found, list(parameters), **self.given)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"name: made a {type(optimizer).__name__}, and not a torch.optim.Optimizer")
+            raise ConfigError(f"name: created a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         return optimizer
 
     @cached_property
@@ -152,7 +152,7 @@ def _found(name: Any, where: str, package: Any, names: list[str]) -> Any:
         return unwrapped(name)
     if name not in names:
         raise ConfigError(
-            f"name: '{name}' is none of {where}{suggest(name, names)} (or MODULE:NAME of a module of --import)"
+            f"name: '{name}' is not in {where}{suggest(name, names)} (or MODULE:NAME of a module given by --import)"
         )
     return getattr(package, name)
 

@@ -155,7 +155,7 @@ class PlanCosts:
             return 0, 0
         assert step.run is not None
         if prod(getattr(step.run, "parts", ())) > BLOCKS:
-            raise ValueError("too many blocks to run all of them")
+            raise ValueError("too many blocks to run them all")
         with FlopCounterMode(display=False) as counter, torch.enable_grad():
             outputs = step.run(*(self._empty(value) for value in step.inputs))
             forward = counter.get_total_flops()

@@ -245,9 +245,9 @@ torch.library.define("neondist::function", "(Tensor[] tensors, int number) -> Te
 @torch.library.register_fake("neondist::function")
 def _fake(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     calls = _RECORDED.get()
-    assert calls is not None, "the operator runs while a module is captured, and not else"
+    assert calls is not None, "the operator runs only while a module is captured"
     before = [tensor._version for tensor in tensors]
     found = calls[number](*tensors)
     if [tensor._version for tensor in tensors] != before:
-        raise RuntimeError(f"{calls[number].name} writes into its arguments; let it return new tensors")
+        raise RuntimeError(f"{calls[number].name} modifies its arguments in place; let it return new tensors")
     return [tensor.clone() for tensor in found]

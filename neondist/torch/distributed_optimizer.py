@@ -59,7 +59,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **arguments: Any,
     ) -> None:
         if not isinstance(model, DistributedModule):
-            raise ConfigError(f"model: expected what distribute returns, got {type(model).__name__}")
+            raise ConfigError(f"model: expected a module returned by distribute, got {type(model).__name__}")
         grid = model.grid
         given = {f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _NUMBERS)}
         grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)} | given)
@@ -67,7 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             made = TorchOptimizer(optimizer, arguments)
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
             if not tensors:
-                raise ConfigError("model: has no parameters that require gradients; there is nothing to optimize")
+                raise ConfigError("model: no parameter requires gradients, so there is nothing to optimise")
             sparse = sparse_tables(model)
             planned = planned_for(tensors, grid.shape, strategy, sparse)
             if planned.partitioned and not made.elementwise:
@@ -167,7 +167,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups after construction: owners and the flat buffer are fixed."""
         if self._fixed:
-            raise ConfigError("add_param_group: the strategy divides the parameters at construction; make a new one")
+            raise ConfigError(
+                "add_param_group: the strategy partitions the parameters at construction; create a new optimizer"
+            )
         super().add_param_group(param_group)
 
     def _of_all(self, one: SyncState) -> torch.Tensor:
@@ -180,7 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         shape = one.array.shape
         given = None if saved is None else as_array(saved)
         if given is not None and given.shape[not one.replicated :] != shape:
-            raise ConfigError(f"state_dict: {SYNCHRONISATION}: '{one.name}' is not of this model: {given.shape}")
+            raise ConfigError(f"state_dict: {SYNCHRONISATION}: '{one.name}' does not match this model: {given.shape}")
         if not one.replicated:
             given = np.zeros((0, *shape)) if given is None else given
             lo, hi = split(len(given), self.grid.size, self.grid.rank)

@@ -92,13 +92,13 @@ def distribute(
         If the module cannot be captured, or ranks have different ones.
     """
     if memory is not None and (scheme != "halo" or compile or len(_shapes(example_shape)) > 1):
-        raise ConfigError("memory: is for a module of one input, with exact halos, that is not compiled")
+        raise ConfigError("memory: requires a module with one input and exact halos, without compile")
     if strips not in (None, "auto") and (isinstance(strips, bool) or not isinstance(strips, int) or strips < 1):
         raise ConfigError(f"strips: {strips!r}; expected a number of rows > 0, or 'auto'")
     if strips is not None and (memory is not None or compile):
-        raise ConfigError("strips: cannot be had together with memory, which cuts blocks itself, or with compile")
+        raise ConfigError("strips: cannot be combined with memory, which chooses blocks itself, or with compile")
     if recompute and compile:
-        raise ConfigError("recompute: cannot be had together with compile, which chooses itself what to keep")
+        raise ConfigError("recompute: cannot be combined with compile, which chooses itself what to keep")
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     if transport not in ("mpi", "torch"):
@@ -106,7 +106,7 @@ def distribute(
     shapes = _shapes(example_shape)
     axes = len(shapes[0]) - 2
     if spatial not in (None, 0, axes) or (spatial == 0 and max(map(len, shapes)) > 4):
-        raise ConfigError(f"spatial: {spatial!r}; expected {axes}, or 0 for inputs of four axes at most")
+        raise ConfigError(f"spatial: {spatial!r}; expected {axes}, or 0 for inputs with at most four axes")
     dtypes: list[Any] = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(shapes)
     if len(dtypes) != len(shapes) or not all(each is None or isinstance(each, torch.dtype) for each in dtypes):
         raise ConfigError(f"dtype: expected a torch.dtype, or one for each of {len(shapes)} inputs, got {dtype!r}")
@@ -131,6 +131,6 @@ def _shapes(example_shape: Any) -> list[tuple[int, ...]]:
         found = []
     if not found or len(found[0]) not in (2, 3, 4, 5) or any(n < 1 for n in found[0]):
         raise ConfigError(
-            f"example_shape: {example_shape!r}; expected (N, C, *spatial), of three spatial axes at most and all > 0"
+            f"example_shape: {example_shape!r}; expected (N, C, *spatial) with at most three spatial axes, all > 0"
         )
     return found

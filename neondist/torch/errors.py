@@ -25,8 +25,8 @@ class UnsupportedOperator(UserError):
         self.operator, self.module, self.source = where.operator, where.module, where.source
         self.why = why
         remedy = remedy or (
-            f"gather_at=[{self.module!r}] computes {'that' if self.module else 'the'} module whole on every rank,"
-            " or give it a rule with neondist.torch.rule"
+            f"gather_at=[{self.module!r}] computes {'that' if self.module else 'the'} module on whole arrays on"
+            " every rank; or define a rule with neondist.torch.rule"
         )
         super().__init__(
             f"{self.source or 'unknown place'}: {self.operator}"

@@ -147,7 +147,7 @@ class TorchModel(TrainableModel):
         self._sync = self._sync if sync is None else SYNCS[sync]
         self.strategy = self.strategy if strategy is None else as_strategy(strategy)
         if accumulate is not None:
-            raise ConfigError("accumulate: is for layers of neondist, and a TorchModel has none; leave it out")
+            raise ConfigError("accumulate: applies to neondist layers, which a TorchModel does not have; leave it out")
 
     def plan(
         self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
@@ -178,9 +178,7 @@ class TorchModel(TrainableModel):
         if self.memory is None:
             return plan
         if self.scheme != "halo" or self.strips is not None:
-            raise ConfigError(
-                "memory: blocks exchange no halos, and so have neither a scheme nor strips; leave those out"
-            )
+            raise ConfigError("memory: blocks exchange no halos, so scheme and strips do not apply; leave them out")
         return self._planned(plan.input_shape, plan.grid, plan.batch_size, self.memory)
 
     def resize(self, input_shape: Sequence[int]) -> None:
@@ -277,7 +275,9 @@ class TorchModel(TrainableModel):
     def cost_of_cells(self) -> LossOfCells:
         """Return the loss such that sums over boxes of an image's cells add up; ConfigError if they do not."""
         if self._arguments["feed"] is not None:
-            raise ConfigError("feed: makes labels of whole images; evaluate without --block, and with memory for them")
+            raise ConfigError(
+                "feed: computes labels from whole images; evaluate without --block, and with enough memory for them"
+            )
         return LossOfCells(self.cost)
 
     @property
@@ -372,7 +372,7 @@ class TorchModel(TrainableModel):
         if shape[1:] != input_shape[:-1]:
             raise ShapeError(
                 f"shape: {list(shape)} has other spatial extents than the data set's images, {list(input_shape[:-1])};"
-                " feed may change channels only"
+                " feed may change only the channels"
             )
         return shape
 

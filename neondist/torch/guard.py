@@ -31,14 +31,17 @@ def guarded(
     if step.run not in IN_PLACE.values():  # those write where nobody else reads
         for at, (tensor, copy) in enumerate(zip(tensors, before, strict=True)):
             if not _is_alike(tensor.detach(), copy):
-                raise _problem(rank, step, f"wrote into its argument {at}, which others may read; work on a copy")
+                raise _problem(
+                    rank, step, f"modified its argument {at} in place, which others may read; work on a copy"
+                )
     for at, (tensor, value) in enumerate(zip(found, (values[out] for out in step.outputs), strict=True)):
         dtype = tensor.dtype if any(autocast()) else value.dtype
         if (tuple(tensor.shape), tensor.dtype) != (value.local, dtype):
             raise _problem(
                 rank,
                 step,
-                f"gave {tensor.dtype} of shape {tuple(tensor.shape)} as result {at}, but its rule says {value.dtype} of"
+                f"returned {tensor.dtype} of shape {tuple(tensor.shape)} as result {at}, but its rule declares"
+                f" {value.dtype} of"
                 f" shape {value.local} on this rank",
             )
     return found

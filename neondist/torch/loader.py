@@ -102,9 +102,9 @@ class Loader:
             tiles.allreduce(ends, "max")
             if ends[0] != -ends[1]:
                 raise ConfigError(
-                    "loader: the ranks of a replica read different samples; a data set has to return the same for an"
-                    " index on every rank. Draw with torch, numpy.random or random, which are seeded for each sample,"
-                    " not with a generator of the data set's own"
+                    "loader: the ranks of a replica read different samples; a data set must return the same sample"
+                    " for an index on every rank. Draw with torch, numpy.random or random, which are seeded for"
+                    " each sample, not with the data set's own generator"
                 )
         mesh = Mesh.of(self.grid.shape, part.spatial)
         place = mesh.place(self.grid.rank)
@@ -116,7 +116,7 @@ class Loader:
                 if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
                     raise ShapeError(
                         f"loader: a batch of {samples} samples has a tensor of shape {tuple(leaves[at].shape)} on this"
-                        f" rank, expected {expected}; collate_fn has to return one entry for each sample"
+                        f" rank, expected {expected}; collate_fn must return one entry per sample"
                     )
                 mark(leaves[at], layout)
         return pytree.tree_unflatten(leaves, tree)
@@ -175,7 +175,7 @@ def loader(
     """
     for name in ("batch_sampler", "generator"):
         if name in options:
-            raise ConfigError(f"loader: {name} cannot be given; use sampler, batch_size, drop_last and seed")
+            raise ConfigError(f"loader: {name} is not accepted; use sampler, batch_size, drop_last and seed")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read")):
         raise ConfigError(
             f"loader: dataset is a {type(dataset).__name__}; expected a map-style data set, with __getitem__ and"
@@ -262,7 +262,7 @@ class _Collate:
         leaves, tree = pytree.tree_flatten(self.collate(samples))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
-            raise ConfigError("loader: samples have no tensor; the first has to be the image")
+            raise ConfigError("loader: samples contain no tensor; the first must be the image")
         spatial = max(0, tensors[0].dim() - 2)
         mesh, cells = Mesh.of(self.shape, spatial), tuple(tensors[0].shape[2:])
         place, extent, checksum = mesh.place(self.rank), self.extent or cells, 0

@@ -209,7 +209,7 @@ class DistributedModule(nn.Module):
         """Refuse to be copied or pickled: the ranks' communicators are no part of a copy."""
         raise ConfigError(
             "a distributed module cannot be copied or pickled; save model.state_dict(), and copy the module that it"
-            " was made of: distribute(copy.deepcopy(model.module), ...)"
+            " was made from: distribute(copy.deepcopy(model.module), ...)"
         )
 
     @property
@@ -238,7 +238,7 @@ class DistributedModule(nn.Module):
         check_tensor("image", image)
         self._resize((*self._shapes[:index], self._checked(image, index), *self._shapes[index + 1 :]))
         if self.grid.size > 1:
-            what = "the image given to scatter" if len(self._shapes) == 1 else f"image {index} given to scatter"
+            what = "the image passed to scatter" if len(self._shapes) == 1 else f"image {index} passed to scatter"
             self.grid.note_whole(what, checksum_of(image))
         overlaps = self._runner().overlaps if self.execution.reads_wide else ()
         return self.tiling.part(image, self.tiling.inputs[index], overlaps[index] if overlaps else None)
@@ -262,14 +262,14 @@ class DistributedModule(nn.Module):
         for tensor in pytree.tree_leaves(target):
             check_tensor("target", tensor)
             if self.grid.size > 1:
-                self.grid.note_whole("the target given to scatter_target", checksum_of(tensor))
+                self.grid.note_whole("the target passed to scatter_target", checksum_of(tensor))
         return part(target) if isinstance(target, torch.Tensor) else pytree.tree_map(part, target)
 
     def gather(self, tile: Any) -> Any:
         """Return the whole of this rank's tile of an output, or of an input or its gradient; collective."""
         tensors, tree = pytree.tree_flatten(tile)
         tiles = [each for each in tensors if isinstance(each, torch.Tensor)]
-        facts = {"tensors that the model has not returned": self.tiling.unknown(tiles)}
+        facts = {"tensors that the model did not return": self.tiling.unknown(tiles)}
         self.grid.check("gather", facts | {f"the dtype of tensor {at}": each.dtype for at, each in enumerate(tiles)})
         layouts = self.tiling.layouts_of(tiles, self._outputs)
         waiting = iter(layouts)
@@ -296,7 +296,7 @@ class DistributedModule(nn.Module):
         tensors = [leaves[i] for i in at]
         unknown = self.tiling.unknown(tensors)
         if unknown:  # of which all ranks say how they are cut
-            self.grid.check("loss", {"tensors that the model has not returned": unknown})
+            self.grid.check("loss", {"tensors that the model did not return": unknown})
         layouts = self.tiling.layouts_of(tensors, self._outputs, outputs)
         error, digest = None, ""
         try:
@@ -326,8 +326,8 @@ class DistributedModule(nn.Module):
         shape = tuple(image.shape)
         if not self._like_example(shape, index):
             raise ShapeError(
-                f"expected a whole tensor of shape {self._shapes[index]}, the same on every rank, or one of another"
-                f" batch or image size, got {shape}"
+                f"expected a whole tensor of shape {self._shapes[index]}, the same on every rank, or one with"
+                f" another batch or image size, got {shape}"
             )
         return shape
 
@@ -409,7 +409,7 @@ class DistributedModule(nn.Module):
             if tile.dtype != dtype and not any(autocast()):
                 raise ShapeError(
                     f"rank {self.grid.rank}: input {at} has dtype {tile.dtype}, but the module takes {dtype}; convert"
-                    " it with .to, or say distribute(..., dtype=...)"
+                    " it with .to, or use distribute(..., dtype=...)"
                 )
 
     def _facts(
@@ -447,6 +447,7 @@ class DistributedModule(nn.Module):
                 others = [name for name in differ if name not in names]
                 what = f"its {others[0]!r} differs" if others else f"{differ[0]} differ{'s' * (differ[0][-1] != 's')}"
                 raise ConfigError(
-                    f"rank {rank} has another module than rank 0: {what}; build it from the same seed on every rank,"
+                    f"rank {rank} has a different module from rank 0: {what}; build it from the same seed on every"
+                    " rank,"
                     " or load the same state_dict"
                 ).on_all_ranks()

@@ -97,7 +97,7 @@ class ModuleParameters(Parameters):
         sparse: AbstractSet[torch.Tensor] = frozenset(),
     ) -> None:
         if any(_is_synchronised(tensor) for tensor in tensors.values()):
-            raise ConfigError("model: has a DistributedOptimizer already; distribute another copy of the module")
+            raise ConfigError("model: already has a DistributedOptimizer; distribute another copy of the module")
         kinds = {f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors.values()}
         if not kinds <= {"torch.float32 on cpu"} and not kinds <= {"torch.float64 on cpu"}:
             raise ConfigError(

@@ -316,12 +316,12 @@ class Search:
             if noted.windows and number not in alone and self._wide(policy):
                 assert isinstance(policy, Fusion)
                 here = noted.call.where
-                norms = ", or let norms add up sums over tiles in it: 'overlap_tile(statistics=global)'"
+                norms = ", or sum the statistics of norms over tiles in it: 'overlap_tile(statistics=global)'"
                 raise ConfigError(
                     f"{here.source or 'unknown place'}: scheme: '{scheme_text(policy)}' exchanges nothing, but"
-                    f" {here.operator} in module '{here.module}' sees cells of other tiles that cannot be computed from"
-                    " the image around a tile; give other modules another scheme, as {'': 'halo', 'encoder':"
-                    " 'overlap_tile'}" + norms * (policy.statistics is None)
+                    f" {here.operator} in module '{here.module}' depends on cells of other tiles that cannot be"
+                    " computed from the image around a tile; give other modules another scheme, as in"
+                    " {'': 'halo', 'encoder': 'overlap_tile'}" + norms * (policy.statistics is None)
                 )
 
     def _of_images(self, segment: OperatorSegment) -> bool:

@@ -53,7 +53,9 @@ def world(most: int = MOST) -> TorchTransport:
         If there is neither a default process group nor torchrun's environment, or gloo cannot start or is missing.
     """
     if not (dist.is_available() and dist.is_gloo_available()):
-        raise LaunchError("this PyTorch comes without torch.distributed or its gloo: install another, or run over MPI")
+        raise LaunchError(
+            "this PyTorch build has no torch.distributed or no gloo backend: install another build, or run over MPI"
+        )
     if not dist.is_initialized():
         missing = [name for name in VARIABLES if name not in os.environ]
         if missing:
@@ -66,8 +68,8 @@ def world(most: int = MOST) -> TorchTransport:
         except (RuntimeError, ValueError) as error:
             told = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
             raise LaunchError(
-                f"torch.distributed does not start with {told}: {error}; if the machines' network has another name"
-                " than gloo thinks, set GLOO_SOCKET_IFNAME"
+                f"torch.distributed does not start with {told}: {error}; if gloo selects the wrong network"
+                " interface, set GLOO_SOCKET_IFNAME"
             ) from error
     return TorchTransport(most=most)
 
@@ -89,15 +91,18 @@ def join(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTr
         They do not come, or gloo cannot start or is missing.
     """
     if not (dist.is_available() and dist.is_gloo_available()):
-        raise LaunchError("this PyTorch comes without torch.distributed or its gloo: install another, or run over MPI")
+        raise LaunchError(
+            "this PyTorch build has no torch.distributed or no gloo backend: install another build, or run over MPI"
+        )
     if not dist.is_initialized():
         place, limit = f"tcp://{address}", timedelta(seconds=patience)
         try:
             dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=limit)
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
-                f"process {rank} of {size} does not meet the others at {address}: {str(error).splitlines()[0]}; start"
-                " all of them, and check that the address is that of the first and its port is free"
+                f"process {rank} of {size} cannot connect to the others at {address}: {str(error).splitlines()[0]};"
+                " start all of them, and check that the address is that of the first process and that its port is"
+                " free"
             ) from error
     return TorchTransport()
 
@@ -146,8 +151,8 @@ class TorchTransport(Transport):
         backends = dist.get_backend_config(self._group)
         if "cpu:gloo" not in backends:
             raise LaunchError(
-                f"group: expected a process group that has gloo for arrays of the host, got one with {backends};"
-                " make one with torch.distributed.new_group(backend='gloo'), or initialise with 'cpu:gloo,cuda:nccl'"
+                f"group: expected a process group with gloo for host arrays, got one with {backends}; create one"
+                " with torch.distributed.new_group(backend='gloo'), or initialise with 'cpu:gloo,cuda:nccl'"
             )
         everybody = dist.get_process_group_ranks(self._group)
         # ranks are numbered as in the default process group
@@ -300,7 +305,9 @@ class TorchTransport(Transport):
         try:
             yield
         except RuntimeError as error:
-            raise RemoteError(f"rank {self.rank} of {self.size}: another rank has ended, or does not answer") from error
+            raise RemoteError(
+                f"rank {self.rank} of {self.size}: another rank has exited or does not respond"
+            ) from error
 
 
 class _Works(Request):

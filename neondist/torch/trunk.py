@@ -292,11 +292,14 @@ def fitted(
         if len(trunk.norms) < live:
             break
         live += 1 + live // 3  # each more costs another sweep
-    told = f"a pass needs {words(needed + weights)}, and has {words(memory)}; use more ranks, or give more memory"
+    told = (
+        f"a pass needs {words(needed + weights)}, but only {words(memory)} are available; use more ranks, or"
+        " give more memory"
+    )
     if trunk.why is None:
         raise ConfigError(f"memory: {told}")
     remedy = f"with what comes after it, {told}"
-    raise UnsupportedOperator(trunk.why, trunk.why.why, cannot="go block by block", remedy=remedy)
+    raise UnsupportedOperator(trunk.why, trunk.why.why, cannot="be computed block by block", remedy=remedy)
 
 
 def _in_parts(lowering: HeadLowering, plan: TorchPlan, limit: int, training: bool) -> tuple[int, list[int]]:

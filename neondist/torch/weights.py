@@ -106,7 +106,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
             tensor = file.tensor(name)
             if fresh[name].is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex()):
                 raise DataError(
-                    f"{path}: {name} holds {tensor.dtype} values, and the module's are {fresh[name].dtype}; write"
+                    f"{path}: {name} holds {tensor.dtype} values, but the module's are {fresh[name].dtype}; write"
                     " floating-point weights"
                 )
             return as_array(tensor.to(fresh[name].dtype))
@@ -130,7 +130,7 @@ def kept_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
     found = dict(model.state_dict())
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"the module's state {name!r} is a {type(value).__name__}; files hold tensors only")
+            raise ConfigError(f"the module's state {name!r} is a {type(value).__name__}; files hold only tensors")
     slots = {} if optimizer is None else slots_of(dict(model.named_parameters()), optimizer)
     return found | {OPTIMIZER + name: value for name, value in slots.items()}
 
@@ -141,7 +141,9 @@ def slots_of(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Opti
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     for parameter, state in optimizer.state.items():
         if parameter not in names:
-            raise ConfigError("optimizer: has a parameter that is not the model's; make it of model.parameters()")
+            raise ConfigError(
+                "optimizer: has a parameter that does not belong to the model; create it from model.parameters()"
+            )
         for what, value in state.items():
             if value is not None and not isinstance(value, torch.Tensor):
                 raise ConfigError(
@@ -189,10 +191,10 @@ def check_fit(path: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[st
     found = Taken(both, missing, sorted(left), misfits)
     if found.left or not found.complete:
         differences = found.differences(MOST)
-        remedy = "name a file of this module's state_dict"
+        remedy = "name a file with this module's state_dict"
         prefix = next((name.removesuffix(missing[0]) for name in left if missing and name.endswith(missing[0])), "")
         if prefix and {*there} == {prefix + name for name in here}:
-            remedy = f"remove '{prefix}' from the names, which a wrapper of the module added"
+            remedy = f"remove the prefix '{prefix}', which a wrapper of the module added, from the names"
         raise DataError(f"{path}: does not fit the module: {differences}; {remedy}")
 
 

@@ -281,25 +281,25 @@ REFUSED = {
     "padding beyond": (lambda: nn.AvgPool2d(4, 3, 1, ceil_mode=True), "ceil_mode"),
     "uneven": (lambda: nn.AdaptiveAvgPool2d(4), "windows of different sizes"),
     "corners": (lambda: nn.Upsample(scale_factor=2, mode="bilinear", align_corners=True), "align_corners"),
-    "no factor": (lambda: nn.Upsample(scale_factor=2.05), "no whole factor"),
-    "smaller": (lambda: Function(lambda x: F.interpolate(x, (6, 5))), "no whole factor"),
+    "no factor": (lambda: nn.Upsample(scale_factor=2.05), "not an integer factor"),
+    "smaller": (lambda: Function(lambda x: F.interpolate(x, (6, 5))), "not an integer factor"),
     "not affine": (lambda: nn.BatchNorm2d(3, affine=False), "affine=False"),
     "no statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), "cannot become a layer"),
     "instances' statistics": (lambda: nn.InstanceNorm2d(3, track_running_stats=True), "cannot become a layer"),
-    "scale for each cell": (lambda: nn.LayerNorm(IMAGES[1:]), "with a scale for each"),
+    "scale for each cell": (lambda: nn.LayerNorm(IMAGES[1:]), "with elementwise scales"),
     "frozen": (frozen, "'weight' is not trained"),
     "tied": (tied, "used twice"),
-    "a constant tensor": (lambda: Shifted(None), "not of the same shape, or a constant"),
-    "a constant buffer": (lambda: Shifted(True), "not of the same shape, or a constant"),
-    "a buffer that is not kept": (lambda: Shifted(False), "not of the same shape, or a constant"),
+    "a constant tensor": (lambda: Shifted(None), "a constant or a tensor of another shape"),
+    "a constant buffer": (lambda: Shifted(True), "a constant or a tensor of another shape"),
+    "a buffer that is not kept": (lambda: Shifted(False), "a constant or a tensor of another shape"),
     "places": (lambda: nn.Sequential(conv(), nn.AdaptiveMaxPool2d(1, return_indices=True)), "2 outputs"),
     "places alone": (lambda: Function(lambda x: F.adaptive_max_pool2d(x, 1, True)[1]), "not computed from its input"),
-    "a parameter": (lambda: Function(lambda x, f: f.weight.relu(), conv()), "only what is computed from the input"),
+    "a parameter": (lambda: Function(lambda x, f: f.weight.relu(), conv()), "only values computed from the input"),
     "batch and channels": (lambda: Function(lambda x, f: f(x.view(6, 130)), nn.Linear(130, 2)), "vectors"),
     "computed": (weighted, "cannot become a layer"),
     "a buffer": (Counting, "cannot become a layer"),
     "shared": (lambda: nn.Sequential(*[conv()] * 2), "used twice"),
-    "crossing": (lambda: Function(crossing, conv(), conv(), conv()), "branches that are not inside of one another"),
+    "crossing": (lambda: Function(crossing, conv(), conv(), conv()), "branches that are not nested"),
     "broadcast": (lambda: Function(lambda x: x + x.mean((2, 3), keepdim=True)), "same shape"),
     "constant": (lambda: Function(lambda x: x + 1), "same shape, or a constant"),
     "alpha": (lambda: Function(lambda x: torch.add(x, x, alpha=2)), "same shape"),
@@ -307,11 +307,11 @@ REFUSED = {
     "flattened end": (nn.Flatten, "the module's output"),
     "rows": (lambda: nn.Linear(10, 2), "vectors"),
     "softmax of cells": (lambda: nn.Softmax(3), "not that of the channels"),
-    "always dropped": (lambda: Function(lambda x: F.dropout(x, 0.5, True)), "drops in evaluation too"),
+    "always dropped": (lambda: Function(lambda x: F.dropout(x, 0.5, True)), "also drops in evaluation"),
     "dropped channels": (lambda: nn.Dropout2d(), "cannot become a layer"),
     "steps": (lambda: Function(lambda x: x[..., ::2]), "dimension -?[13]"),
     "channels": (lambda: Function(lambda x: x[:, 1:]), "dimension 1"),
-    "two modes": (lambda: Function(two_modes, conv(), conv()), "other things in evaluation"),
+    "two modes": (lambda: Function(two_modes, conv(), conv()), "something else in evaluation"),
     "two outputs": (lambda: Function(lambda x: (x, x)), "2 outputs"),
     "no gradient": (lambda: Function(lambda x, f: f(x).detach(), conv()), "aten.detach"),
     "half": (lambda: conv().to(torch.bfloat16), "bfloat16"),
@@ -330,7 +330,7 @@ def test_refused(name):
     with pytest.raises(nd.UserError, match=words) as caught:
         ndt.from_torch(make(), IMAGES, model=nd.Convnet)
     if isinstance(caught.value, ndt.UnsupportedOperator):
-        assert "neondist.torch.distribute takes modules as they are" in str(caught.value)
+        assert "neondist.torch.distribute takes any module" in str(caught.value)
         assert caught.value.operator.startswith("aten.")
 
 

@@ -118,7 +118,7 @@ def test_traffic_is_what_was_planned(scheme, dtype):
     [
         ("tover", "unknown; did you mean 'tower'"),
         ({"7": "tower"}, "scheme: the module has no part '7'"),
-        ("halo(backward=gather)", "is for layers of neondist"),
+        ("halo(backward=gather)", "applies to neondist layers"),
     ],
 )
 def test_bad_schemes(scheme, message):

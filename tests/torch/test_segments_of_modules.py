@@ -239,9 +239,9 @@ def test_strips_keep_nothing_between_windows():
         ({"strips": 0}, "strips: 0; expected a number of rows > 0, or 'auto'"),
         ({"strips": "all"}, "strips: 'all'; expected"),
         ({"strips": True}, "strips: True; expected"),
-        ({"strips": 4, "memory": "1GiB"}, "strips: cannot be had together with memory"),
-        ({"strips": 4, "compile": True}, "strips: cannot be had together .* compile"),
-        ({"scheme": "deep_halo", "memory": "1GiB"}, "memory: is for a module of one input, with exact halos"),
+        ({"strips": 4, "memory": "1GiB"}, "strips: cannot be combined with memory"),
+        ({"strips": 4, "compile": True}, "strips: cannot be combined .* compile"),
+        ({"scheme": "deep_halo", "memory": "1GiB"}, "memory: requires a module with one input and exact halos"),
         ({"scheme": "deep_halo(layers=0)"}, "layers"),
     ],
 )
@@ -275,7 +275,7 @@ def test_bad_input(how, message):
             lambda: nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"),
             (1, 3, 8, 8),
             "overlap_tile",
-            "sees cells of other tiles",
+            "depends on cells of other tiles",
         ),
     ],
 )

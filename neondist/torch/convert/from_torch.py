@@ -92,13 +92,15 @@ def _networks(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[
     other = [name for name, inner in module.named_modules() if inner.training != module.training]
     if other:
         raise ConfigError(
-            f"module '{other[0]}' is in {'eval' if module.training else 'train'}() mode, but the whole is not; layers"
-            " have one mode: call train() or eval() of the whole"
+            f"module '{other[0]}' is in {'eval' if module.training else 'train'}() mode, but the whole module is"
+            " not; layers share one mode: call train() or eval() on the whole module"
         )
     tensors = [*module.parameters(), *module.buffers()]
     dtypes = {_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()} or {_name(default)}
     if dtypes not in ({"float32"}, {"float64"}):
-        raise ConfigError(f"the module is in {', '.join(sorted(dtypes))}; a model has float32 or float64, and no other")
+        raise ConfigError(
+            f"the module is in {', '.join(sorted(dtypes))}; a model has either float32 or float64 parameters"
+        )
     dtype = getattr(torch, *dtypes)
     numbers: dict[Any, int] = {}
     networks = {}
@@ -110,8 +112,8 @@ def _networks(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[
         before.restore()
     if networks[True][1].number != networks[False][1].number:
         raise ConfigError(
-            f"{type(module).__name__} computes other things in evaluation than in training, beside dropout and batch"
-            " normalisation; layers do not; neondist.torch.distribute takes modules as they are"
+            f"{type(module).__name__} computes something else in evaluation than in training, apart from dropout"
+            " and batch normalisation, which layers cannot; use neondist.torch.distribute, which takes any module"
         )
     return networks[True]
 
@@ -140,7 +142,9 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
     ]
     given = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
     if len(results) != 1 or len(given) != 1 or not isinstance(results[0], torch.fx.Node):
-        raise ConfigError(f"the module has {len(given)} inputs and {len(results)} outputs; a model has one of each")
+        raise ConfigError(
+            f"the module has {len(given)} inputs and {len(results)} outputs; a model has exactly one of each"
+        )
     changed = {  # what outlives the program, and the buffers that are to be that
         result: spec.target
         for spec, result in zip(signature.output_specs, output.args[0], strict=True)
@@ -172,9 +176,9 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
             net.refuse(f"it changes the buffer '{name}'", where(result))
     last = env[results[0]]
     if not isinstance(last, Value):
-        raise ConfigError("the module gives what is not computed from its input; no model does")
+        raise ConfigError("the module returns a value that is not computed from its input")
     if not last.ordered:
-        net.refuse(f"it gives the module's output {last.shape}, but a layer would give {last.ours} for each sample")
+        net.refuse(f"its output has shape {last.shape}, but a layer's would have {last.ours} for each sample")
     return net, last
 
 
@@ -193,7 +197,7 @@ def _made(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     bound = defaults | dict(zip(names, args, strict=False)) | kwargs
     first = bound.get("x", net.input)
     if not isinstance(first, Value):
-        return net.refuse("only what is computed from the input has a layer")
+        return net.refuse("only values computed from the input have a layer")
     try:
         return found.function(net, **bound)
     except (ConfigError, ShapeError) as error:

@@ -171,7 +171,7 @@ class _Maker:
         make, after = MODULES.get(kind.__name__), FUNCTIONS.get(type(activation).__name__)
         if make is None or after is None or len(shape) > 4:
             what = type(node if make is None else activation).__name__
-            raise ConfigError(f"layer '{node.name}': PyTorch has no module that gives what {what} does on {shape}")
+            raise ConfigError(f"layer '{node.name}': PyTorch has no module that computes what {what} does on {shape}")
         return [*make(node, shape, arrays), *after()]
 
 
