@@ -64,7 +64,8 @@ def say_share(ranks: int, first: bool) -> Callable[[], None]:
     given = limit(ranks)
     if first and given is not None and given < before:
         logging.getLogger("neondist").warning(
-            "neondist: %d ranks share the cores of this machine: each computes with %s; set OMP_NUM_THREADS to choose",
+            "neondist: %d ranks share the cores of this machine, with %s each; set OMP_NUM_THREADS to choose"
+            " another number",
             ranks, "1 thread" if given == 1 else f"{given} threads",
         )  # fmt: skip
 

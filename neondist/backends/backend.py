@@ -109,7 +109,7 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     if isinstance(found, Backend):
         return found
     if name in sys.modules:
-        raise ConfigError(f"backend '{name}': the module has no nd.Backend called `backend`; give it one")
+        raise ConfigError(f"backend '{name}': the module has no nd.Backend named `backend`; define one")
     if "." in name:
         raise ConfigError(f"backend '{name}': no such module is imported; add --import {name}, or import it in Python")
     raise ConfigError(f"backend '{name}' is unknown{suggest(name, ['auto', *_MAKERS])}")
@@ -146,15 +146,15 @@ def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
         missing = precision.name == "tf32" and not backend.kernels.tf32
         return "precision: layers compute in float32: tf32 needs a PyTorch for CUDA" * missing
     if precision.name == "tf32":
-        return "precision: tf32 is of GPUs; on a CPU it is float32"
+        return "precision: tf32 requires a GPU; on a CPU it is the same as float32"
     if importlib.util.find_spec("torch") is not None:
         from . import torch_narrow
 
         if torch_narrow.is_fast(precision.name):
             return ""
     return (
-        f"precision: this processor has no instructions for {precision.name}, or PyTorch is missing: numbers are the"
-        " same, but computed more slowly than in float32"
+        f"precision: this processor has no {precision.name} instructions, or PyTorch is missing: results are the"
+        " same, but slower than in float32"
     )
 
 

@@ -63,7 +63,9 @@ class Kernels(CellKernels, Convolution, Pooling):
             There are none.
         """
         if precision.narrow:
-            raise ConfigError(f"precision: {precision.name} is not among this backend's; use backend: auto, or float32")
+            raise ConfigError(
+                f"precision: {precision.name} is not supported by this backend; use backend: auto, or float32"
+            )
         return self
 
     @property

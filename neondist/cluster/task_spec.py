@@ -81,7 +81,9 @@ class TaskSpecDef:
         self._workers = len(self.worker_hosts) if num_workers is None else num_workers
         known = {"ps": self.num_ps, "worker": self._workers, "master": 1}.get(self.type)
         if index < 0 or (known and index >= known):
-            raise ConfigError(f"index: {index} of task type '{self.type}', but there are {known or 0}, numbered from 0")
+            raise ConfigError(
+                f"index: {index} of task type '{self.type}', but there are only {known or 0}, numbered from 0"
+            )
         self.num_workers = max(1, self._workers + (master is not None))
 
     @property
@@ -172,8 +174,8 @@ class TaskSpecDef:
         job = detect(os.environ)
         if job is not None and (job.size or 1) > 1:
             raise ConfigError(
-                f"create_server: task '{self.type}' is an MPI job of {job.size} ranks itself; start the ranks of all"
-                " workers as one job, without addresses, and give ProcessGrid their number as replicas"
+                f"create_server: task '{self.type}' is already an MPI job of {job.size} ranks; start the ranks of"
+                " all workers as one job, without addresses, and pass their number to ProcessGrid as replicas"
             )
         address = self.master or self.worker_hosts[0]
         if not address.rpartition(":")[2].isdecimal() or ":" not in address:

@@ -122,7 +122,7 @@ class ProcessGrid:
         Parameters
         ----------
         what : str
-            Such as 'the image given to scatter'.
+            Such as 'the image passed to scatter'.
         array : np.ndarray, or int
             Or a checksum of it.
         """

@@ -188,7 +188,7 @@ class LoopbackTransport(Transport):
         received: list[np.ndarray] = [self._take(peer) for peer in range(self.size)]
         for peer, (array, shape) in enumerate(zip(received, receive_shapes, strict=True)):
             if array.shape != tuple(shape):  # MPI would mix them up
-                raise ValueError(f"rank {peer} sent an array of shape {array.shape}, not {tuple(shape)} as was agreed")
+                raise ValueError(f"rank {peer} sent an array of shape {array.shape}, not {tuple(shape)} as agreed")
         return received
 
     def allgather(self, value: Any) -> list[Any]:

@@ -137,7 +137,7 @@ class _Closed:
 
 def closed_error() -> GridError:
     """Return the error that tells that a grid is closed."""
-    return GridError("this process grid is closed: make another with nd.ProcessGrid(), and build models on that")
+    return GridError("this process grid is closed: create another with nd.ProcessGrid(), and build models on it")
 
 
 CLOSED: Any = _Closed()

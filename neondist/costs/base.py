@@ -84,7 +84,8 @@ class Cost(Registered, ABC):
         """
         if classes is not None and y_shape[-1] < classes:
             raise ShapeError(
-                f"the last layer has {y_shape[-1]} outputs, but the data set has {classes} classes; give it {classes}"
+                f"the last layer has {y_shape[-1]} outputs, but the data set has {classes} classes; give the layer"
+                f" {classes} outputs"
             )
 
     def check_weights(self, name: str, weights: Sequence[float] | None, outputs: int) -> None:

@@ -50,15 +50,15 @@ class Regression(Cost):
             return cells
         if self._cells is None or self._cells.shape[:-1] != cells.shape[1:-1]:
             raise ConfigError(
-                "weights: a cost with weights measures whole tiles of a data set that an experiment has opened; leave"
-                " them out here"
+                "weights: a cost with weights applies only to the tiles of an experiment's data set; leave them out"
+                " here"
             )
         return cells * namespace(cells).asarray(self._cells, cells.dtype)
 
     def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
         """Raise UserError unless there are weights for outputs of this global shape."""
         if self.weights is not None and len(y_shape) < 2:
-            raise ShapeError("weights: are of cells, but the last layer gives a vector; leave them out")
+            raise ShapeError("weights: apply to cells, but the last layer returns a vector; leave them out")
         if self.weights is not None:
             check_weights(self.weights, y_shape[:-1], fields)
 

@@ -149,7 +149,9 @@ class Dataset(Registered, ABC):
                 self._augment(tile)
         except MemoryError as problem:
             what = f" ({problem})" if str(problem) else ""
-            error = DataError(f"dataset: a rank has no memory for its part{what}; use more ranks, or fewer samples")
+            error = DataError(
+                f"dataset: a rank has not enough memory for its part{what}; use more ranks, or fewer samples"
+            )
         except Exception as problem:
             error = problem
         agree(grid.world, error)
@@ -242,7 +244,7 @@ def require_share(field: str, kept: Any) -> None:
     whole = isinstance(kept, Integral) and not isinstance(kept, bool)
     if kept is not None and not (kept > 0 if whole else _is_fraction(kept)):
         raise ConfigError(
-            f"{field}: {kept!r} cannot be used; give a fraction of the training samples, such as 0.1, or a number of"
+            f"{field}: {kept!r} is invalid; expected a fraction of the training samples, such as 0.1, or a number of"
             " them"
         )
 

@@ -84,7 +84,10 @@ class TileSource(ABC):
         self.path, self.levels, self.metadata, self.bytes_read = str(path), levels, metadata or {}, 0
         self.named = named
         if len(axes) != len(shape):
-            raise ConfigError(f"{path}: axes '{axes}' for an array of shape {list(shape)}; name each as it lies there")
+            raise ConfigError(
+                f"{path}: axes '{axes}' for an array of shape {list(shape)}; give one letter per"
+                " axis, in the stored order"
+            )
         self.stored = Axes(axes)
         self.shape, self.axes = self.stored.extents(shape), self.stored.names
         self.dtype = np.dtype(dtype).newbyteorder("=")
@@ -98,7 +101,7 @@ class TileSource(ABC):
         decoded = prod(self.chunks or (1,)) * self.dtype.itemsize
         if decoded > self.largest_chunk:
             raise DataError(
-                f"{path}: {words(decoded)} have to be decoded at once; rewrite it with tiles or chunks of about 1 MB"
+                f"{path}: {words(decoded)} must be decoded at once; rewrite it with tiles or chunks of about 1 MB"
             )
 
     def read(self, box: BoxLike) -> np.ndarray:
@@ -130,7 +133,7 @@ class TileSource(ABC):
         shape = [cut.stop - cut.start for cut in cells]
         found = self.stored.from_file(np.asarray(self._read(self.stored.to_stored(cells))))
         if list(found.shape) != shape:
-            raise DataError(f"{self.path}: gives {list(found.shape)} for a box of {shape}; it is damaged")
+            raise DataError(f"{self.path}: returned {list(found.shape)} for a box of {shape}; it is damaged")
         self.bytes_read += self._touched(cells)
         return np.ascontiguousarray(found, self.dtype)
 
@@ -305,7 +308,7 @@ def faults(path: str | Path) -> Iterator[None]:
         text = "".join(letter if letter.isprintable() else "?" for letter in text)
         why = text or type(error).__name__
         raise DataError(
-            f"{path}: cannot be read: damaged, or another kind of file ({why}); restore it from a good copy"
+            f"{path}: cannot be read: damaged, or of another file type ({why}); restore it from a good copy"
         ) from error
 
 

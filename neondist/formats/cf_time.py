@@ -70,8 +70,8 @@ def seconds_since(where: str, values: Any, units: str, calendar: str = "standard
     hours = int(found["hour"] or 0), int(found["minute"] or 0), float(found["second"] or 0)
     if not _exists(kind, *date, *hours):
         raise DataError(
-            f"{where}: units '{units}' begin at a moment that the calendar '{calendar}' has not; correct its month, day"
-            " or hour"
+            f"{where}: units '{units}' begin at a date that does not exist in the calendar '{calendar}'; correct"
+            " its month, day or hour"
         )
     start = 86400.0 * _day(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone(found["zone"])
     return start + unit * times

@@ -178,7 +178,7 @@ def create_sink(
         raise ConfigError(f"{path}: {dtype} is not numeric; choose another dtype")
     if chunks is not None:
         if len(chunks) != len(extents) or min(chunks) < 1:
-            raise ConfigError(f"{path}: chunks {list(chunks)} for shape {list(extents)}; give one number an axis")
+            raise ConfigError(f"{path}: chunks {list(chunks)} for shape {list(extents)}; give one number per axis")
         chunks = tuple(min(int(c), n) for c, n in zip(chunks, extents, strict=True))
         if np.prod(chunks, dtype=object) * dtype.itemsize > LARGEST_CHUNK:
             raise ConfigError(f"{path}: chunks {list(chunks)} are larger than 1 GiB; give smaller ones")
@@ -191,8 +191,8 @@ def create_sink(
         )
         if given != wanted:
             raise ConfigError(
-                f"{path}: its extents {given} are not {wanted}, those of {like.path}: its physical position would be"
-                " wrong; give like=None"
+                f"{path}: its extents {given} differ from {wanted}, those of {like.path}: its physical position"
+                " would be wrong; give like=None"
             )
     sink: TileSink = make(
         path, extents, dtype, axes, chunks, like=like, overwrite=overwrite, resume=resume, grid=grid, **options
@@ -209,7 +209,7 @@ def formats() -> Iterator[Format]:
         found = point.load()
         if not isinstance(found, Format):
             raise ConfigError(
-                f"entry point {point.value} of {PLUGINS} is no neondist.formats.Format; correct the plugin"
+                f"entry point {point.value} of {PLUGINS} is not a neondist.formats.Format; correct the plugin"
             )
         yield found
 

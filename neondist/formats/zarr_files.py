@@ -49,10 +49,10 @@ class ZarrSource(TileSource):
             names: Any = image.names
             at = paths[min(level, len(paths) - 1)]
             if ".." in at.split("/"):
-                raise DataError(f"{name}: level {level} leads out of the folder; restore it from a good copy")
+                raise DataError(f"{name}: level {level} points outside the folder; restore it from a good copy")
             array = found[at] if at else found
             if not isinstance(array, zarr.Array):
-                raise DataError(f"{name}: level {level} is no array; restore it from a good copy")
+                raise DataError(f"{name}: level {level} is not an array; restore it from a good copy")
             require_harmless(name, array)
             told, facts = axes, dict[str, Any]()
             self._packing, self._place = None, path / inside.strip("/") / at

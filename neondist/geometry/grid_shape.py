@@ -43,7 +43,7 @@ class GridShape:
         """Return the cut of an image of `extent` cells; an image with no axes is known whole on every tile's rank."""
         if len(extent) > 3:
             raise ConfigError(
-                f"images of extent {tuple(extent)} have more than the three spatial axes that a grid can cut"
+                f"images of extent {tuple(extent)} have more than the three spatial axes that a grid can partition"
             )
         return Partition(tuple(extent), self.parts(len(extent)), self.tiles)
 
@@ -131,6 +131,6 @@ def _explain(
     wanted += f"{rows or 'any'} rows x {cols or 'any'} cols"
     if choices:
         fits = ", ".join(f"{r} x {c}" for r, c in choices)
-        return f"grid {wanted} does not make {ranks} ranks; rows x cols can be {fits}"
+        return f"grid {wanted} does not match {ranks} ranks; rows x cols can be {fits}"
     counts = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
-    return f"grid {wanted} does not make {ranks} ranks; replicas x planes must divide {ranks}: {counts}"
+    return f"grid {wanted} does not match {ranks} ranks; replicas x planes must divide {ranks}: {counts}"

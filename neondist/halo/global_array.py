@@ -214,9 +214,11 @@ class GlobalArray:
         """
         (here, shape), (there, wanted) = ((array.grid.size, array.global_shape[1:]) for array in (self, other))
         if here != there:
-            raise GridError(f"redistribute: the grids have {here} and {there} ranks; make both over one communicator")
+            raise GridError(
+                f"redistribute: the grids have {here} and {there} ranks; create both on the same communicator"
+            )
         if shape != wanted:
-            raise ShapeError(f"redistribute: samples of shape {shape} and {wanted}; give arrays of one shape")
+            raise ShapeError(f"redistribute: samples of shape {shape} and {wanted}; give arrays of the same shape")
         replicas = range(other.grid.replicas)
         self.check_tile("tile", tile)
         self.grid.check("redistribute", {"the shape of samples": shape, "the replicas": len(replicas)})

@@ -40,7 +40,7 @@ class Uniform(Initializer):
     def __init__(self, low: Finite = -0.1, high: Finite = 0.1) -> None:
         self.low, self.high = float(low), float(high)
         if self.low > self.high:
-            raise ConfigError(f"low {low} is above high {high}; exchange them")
+            raise ConfigError(f"low {low} is above high {high}; swap them")
 
     def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return uniform values."""

@@ -79,14 +79,14 @@ def held(world: Transport, folder: Path, resume: bool | str = False, overwrite: 
         if world.rank == 0:
             made = missing(folder)
             if resume is True and not folder.exists():
-                raise DataError(f"{folder}: there is no run to resume; check --output, or give --resume auto")
+                raise DataError(f"{folder}: no run to resume; check --output, or give --resume auto")
             make_folder(folder)
             lock = FolderLock(folder)
             try:
                 if not (resume or overwrite) and has_run(folder):
                     raise ConfigError(
-                        f"output: {folder} has a run already; go on with it by --resume, replace it by --overwrite, or"
-                        " choose another folder with --output"
+                        f"output: {folder} has a run already; continue it with --resume, replace it with"
+                        " --overwrite, or choose another folder with --output"
                     )
             except BaseException:
                 lock.release()

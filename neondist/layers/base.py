@@ -332,8 +332,9 @@ class Layer(LayerDescription):
         for method in (self.forward, self.backward):
             if len(inspect.signature(method).parameters) < 2:
                 raise ConfigError(
-                    f"layer '{self.name}': {type(self).__name__}.{method.__name__} takes one array, as in neondist 0.1;"
-                    " write forward(self, ctx, view) and backward(self, ctx, dy), and keep what backward needs with"
+                    f"layer '{self.name}': {type(self).__name__}.{method.__name__} takes one array, as in neondist"
+                    " 0.1; write forward(self, ctx, view) and backward(self, ctx, dy), and keep what backward"
+                    " needs with"
                     " ctx.save(name=array) instead of on self (docs/adding_a_layer.md)"
                 )
 

@@ -21,7 +21,7 @@ class Branches(Container):
     def __init__(self, layers: Sequence[Node | Sequence[Any]], *, name: str | None = None) -> None:
         super().__init__(layers, name)
         if not self.layers:
-            raise ConfigError(f"layers: {type(self).__name__} has no branch; give one, [] for the identity")
+            raise ConfigError(f"layers: {type(self).__name__} has no branches; give at least one, [] for the identity")
 
     def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every branch with the container's input."""
@@ -52,8 +52,8 @@ class Branches(Container):
         for layer, shape in zip(self.layers, shapes, strict=True):
             if shape[compared] != shapes[0][compared] or len(shape) != len(shapes[0]):
                 raise ShapeError(
-                    f"{type(self).__name__} '{self.name}': branch {_tell(self.layers[0])} gives {shapes[0]}, but branch"
-                    f" {_tell(layer)} gives {shape}; make them agree, with padding, stride or a Crop"
+                    f"{type(self).__name__} '{self.name}': branch {_tell(self.layers[0])} outputs {shapes[0]}, but"
+                    f" branch {_tell(layer)} outputs {shape}; make them agree, with padding, stride or a Crop"
                 )
         return shapes
 

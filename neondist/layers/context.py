@@ -105,7 +105,7 @@ class StepContext:
     def __getattr__(self, name: str) -> Any:
         if name in self._saved:
             return self._saved[name]
-        raise AttributeError(f"ctx has no '{name}': forward has to keep it, with ctx.save({name}=...)")
+        raise AttributeError(f"ctx has no '{name}': forward must save it with ctx.save({name}=...)")
 
     # What is kept.
 
@@ -115,7 +115,7 @@ class StepContext:
         It may be the view, or what `forward` returns.
         """
         for name in arrays.keys() & _RESERVED:
-            raise ConfigError(f"ctx.save({name}=...): ctx has a '{name}' of its own; take another name")
+            raise ConfigError(f"ctx.save({name}=...): '{name}' is an attribute of ctx; choose another name")
         self._saved.update(arrays)
 
     def shield(self, memory: Any, but: Any = None) -> None:

@@ -69,7 +69,7 @@ class LCNLayer(Layer):
     ) -> None:
         super().__init__(name=name, scheme=scheme)
         if any(k % 2 == 0 for k in Window(kernel_size, padding=0).kernel):
-            raise ConfigError(f"kernel_size {kernel_size}: needs odd numbers, so that a window has a middle")
+            raise ConfigError(f"kernel_size {kernel_size}: must be odd, so that a window has a centre")
         for field, value in (("window", window), ("padding_mode", padding_mode), ("halo", halo)):
             if value not in CHOICES[field]:
                 raise ConfigError(f"{field} {value!r} is unknown{suggest(str(value), CHOICES[field])}")

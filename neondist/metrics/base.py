@@ -109,8 +109,8 @@ class PerSample(Metric):
         """Raise ShapeError unless outputs are images."""
         if len(y_shape) < 2:
             raise ShapeError(
-                f"{type(self).__name__} compares images, but the last layer gives a vector of {y_shape[-1]}"
-                " numbers; leave it out"
+                f"{type(self).__name__} compares images, but the last layer returns a vector of {y_shape[-1]}"
+                " elements; leave it out"
             )
 
     def meter(self, outputs: Outputs) -> Meter:

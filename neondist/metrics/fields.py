@@ -56,7 +56,9 @@ class OfVariables(Metric):
     def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
         """Raise UserError unless there are weights for outputs of this global shape (*spatial, C)."""
         if len(y_shape) < 2:
-            raise ShapeError(f"{type(self).__name__} compares fields, but the last layer gives a vector; leave it out")
+            raise ShapeError(
+                f"{type(self).__name__} compares fields, but the last layer returns a vector; leave it out"
+            )
         if self.weights is not None:
             check_weights(self.weights, y_shape[:-1], fields)
 
@@ -195,7 +197,9 @@ class ACC(OfVariables):
         if fields is None:
             raise ConfigError("ACC needs the climatology of a data set of fields, such as ClimateFiles; leave it out")
         if tuple(y_shape[:-1]) != tuple(fields.extent):
-            raise ShapeError(f"ACC: outputs have {list(y_shape[:-1])} cells, the climatology {list(fields.extent)}")
+            raise ShapeError(
+                f"ACC: outputs have {list(y_shape[:-1])} cells, but the climatology has {list(fields.extent)}"
+            )
 
     def meter(self, outputs: Outputs) -> Meter:
         """Return what adds up over one evaluation."""
@@ -207,7 +211,7 @@ class _Correlations(_FieldMeter):
 
     def add(self, y: Any, targets: Any) -> None:
         if self.fields is None or self.fields.climatology is None:
-            raise DataError("ACC: has no climatology of these data; measure a split of the data set")
+            raise DataError("ACC: no climatology for these data; evaluate a split of the data set")
         y, targets = self.physical(y, targets)
         each = [
             self.metric._sums(f[None] - self.fields.climatology, o[None] - self.fields.climatology, self.weights)

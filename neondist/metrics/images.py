@@ -109,6 +109,6 @@ class SSIM(PerSample):
         super().check_outputs(y_shape)
         if min(y_shape[:-1]) < len(self._filter):
             raise ShapeError(
-                f"SSIM has windows of {len(self._filter)} cells, but outputs are {' x '.join(map(str, y_shape[:-1]))};"
-                " take PSNR, or leave it out"
+                f"SSIM has windows of {len(self._filter)} cells, but outputs are"
+                f" {' x '.join(map(str, y_shape[:-1]))}; use PSNR, or leave it out"
             )

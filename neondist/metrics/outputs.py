@@ -77,4 +77,4 @@ class Outputs:
             return False
         if local == self.grid.tile_box(extent).shape and self.owns:
             return True
-        raise ShapeError(f"outputs of spatial shape {local} are no tiles of {extent}, which this metric needs")
+        raise ShapeError(f"outputs of spatial shape {local} are not tiles of {extent}, which this metric requires")

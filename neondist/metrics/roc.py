@@ -100,7 +100,8 @@ class _Areas(Meter):
         merged = [_merged(each) for each in zip(*known, strict=True)] if all(fit) else []
         if not merged or max(table.shape[1] for table in merged) > MOST:
             raise DataError(
-                f"ROCAUC: more than {MOST:,} distinct scores, which would not fit into memory; round them: bins: 65536"
+                f"ROCAUC: more than {MOST:,} distinct scores, which would not fit in memory; quantise them with"
+                " bins: 65536"
             ).on_all_ranks()
         areas = np.array([_area(*table) for table in merged])
         if len(areas) == 1:

@@ -42,4 +42,4 @@ class TopK(Metric):
     def check(self, classes: int | None) -> None:
         """Raise ConfigError if there are fewer classes than guesses."""
         if classes is not None and self.k > classes:
-            raise ConfigError(f"k: {self.k} guesses are more than the {classes} classes; give at most {classes}")
+            raise ConfigError(f"k: {self.k} guesses exceed the {classes} classes; give at most {classes}")

@@ -107,7 +107,9 @@ class GB(Convnet):
         self.starts = [index for index, layer in enumerate(self.layers) if layer.autoencodes]
         if not self.starts:
             name = type(self).__name__
-            raise ConfigError(f"layers: {name} pretrains LocalFiltering layers, but has none; add one, or use Convnet")
+            raise ConfigError(
+                f"layers: {name} pretrains LocalFiltering layers, but there are none; add one, or use Convnet"
+            )
 
     def build(
         self,

@@ -198,8 +198,9 @@ class Model(LayerModel):
             for layer in self.leaves if asked else ():
                 if layer.scheme is not None and layer.scheme.has_memory:
                     raise ConfigError(
-                        f"{field}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' keeps cells from step"
-                        f" to step, which would be mixed up; leave out {field}, or take an exact scheme, such as halo"
+                        f"{field}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' reuses cells of"
+                        f" earlier steps, which would be mixed up; leave out {field}, or use an exact scheme, such"
+                        " as halo"
                     )
 
     def __str__(self) -> str:
@@ -257,7 +258,7 @@ class Model(LayerModel):
         self._check_grid(batch_size)
         plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
         if (plan.input_shape, plan.grid, plan.batch_size) != (self.input_shape, self.grid.shape, batch_size):
-            raise ConfigError("plan: is of other arguments; leave it out, or give build what plan was given")
+            raise ConfigError("plan: was made for other arguments; leave it out, or pass build the arguments of plan")
         self.compiled, self.output_shape, self.loss_scaler = plan, plan.output_shape, self.precision.new_scaler()
         context = self.context = Context(self.grid, self.array_backend(), self.dtype, self.seed, batch_size)
         for planned in plan:
@@ -347,12 +348,12 @@ class Model(LayerModel):
         run = self.last_pass if self.built else None
         if run is None:
             raise PassError(
-                "bprop: there is no fprop to go back through: none was yet, it failed, or train_batch came since; run"
-                " fprop of its batch right before bprop"
+                "bprop: no fprop to differentiate: none was run, it failed, or train_batch was called since; run"
+                " fprop of the batch right before bprop"
             )
         if run.between:
             raise PassError(
-                "bprop: an fprop with training=False came after the one with training=True; run fprop of its batch"
+                "bprop: an fprop with training=False followed the one with training=True; run fprop of the batch"
                 " right before bprop, or keep passes apart: run = model.forward(x), then run.backward(dy)"
             )
         return run.backward(dy)
@@ -379,7 +380,7 @@ class Model(LayerModel):
         self.last_pass = None
         batch = self._samples(x, batch_size)
         if are_whole(targets, self.output, batch) and (batch > 1 or self.grid.replicas == 1):  # or it may be a part
-            self.grid.note_whole("the targets given to train_batch", to_host(targets))
+            self.grid.note_whole("the targets passed to train_batch", to_host(targets))
         self.grid.check("train_batch", {"batch_size": batch})
         return ModelStep(self).run(x, targets, batch)
 
@@ -461,7 +462,7 @@ class Model(LayerModel):
         names = [layer.name for layer in self.leaves]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
-            raise ConfigError(f"layers: the name '{min(map(str, twice))}' is given twice; names must differ")
+            raise ConfigError(f"layers: the name '{min(map(str, twice))}' is given twice; names must be unique")
 
     def _check_grid(self, batch_size: int) -> None:
         if not self.distributed and self.grid.size > 1:
@@ -469,7 +470,9 @@ class Model(LayerModel):
             size = self.grid.size
             raise GridError(f"{name} is serial, but the grid has {size} ranks; use {name}Dist or nd.distribute")
         if batch_size < self.grid.replicas:
-            raise ConfigError(f"batch_size {batch_size} is less than replicas {self.grid.replicas}; give each a sample")
+            raise ConfigError(
+                f"batch_size {batch_size} is less than replicas {self.grid.replicas}; give each at least one sample"
+            )
         for layer in self.leaves:
             if layer.distributed != self.distributed:
                 kind = "serial" if self.distributed else "distributed"
@@ -485,8 +488,8 @@ class Model(LayerModel):
         lo, hi = grid.sample_range(whole)
         if len(x) != hi - lo:
             raise ShapeError(
-                f"{len(x)} samples came, but rank {grid.rank} takes {hi - lo} of a batch of {whole};"
-                " give batch_size where a batch is smaller than the model was built for"
+                f"{len(x)} samples were passed, but rank {grid.rank} takes {hi - lo} of a batch of {whole}; give"
+                " batch_size for a batch smaller than the one the model was built for"
             )
         return whole
 
@@ -494,5 +497,5 @@ class Model(LayerModel):
 def made_of_layers(model: TrainableModel, what: str, remedy: str) -> Model:
     """Return a model of neondist's layers; ConfigError for another, about `what` they are needed for."""
     if not isinstance(model, Model):
-        raise ConfigError(f"{what}: is for layers of neondist, and {model} has none; {remedy}")
+        raise ConfigError(f"{what}: applies to neondist layers, which {model} does not have; {remedy}")
     return model

@@ -40,7 +40,7 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
     if len(targets) == batch_size:
         targets = targets[lo:hi]
     elif len(targets) != hi - lo:
-        raise ShapeError(f"{len(targets)} targets came for a batch of {batch_size}")
+        raise ShapeError(f"{len(targets)} targets for a batch of {batch_size}")
     spatial = targets.shape[1 : 1 + len(output.extent)]
     if spatial == output.own.shape:
         return targets

@@ -47,8 +47,8 @@ class Scheduled:
                 self.schedule.check(epochs)
                 if self.momentum_at(math.inf) is not None and not self.has_momentum:
                     raise ConfigError(
-                        f"momentum: {type(self).__name__} has none that could change; give it momentum: 0.9, or leave"
-                        " it out here"
+                        f"momentum: {type(self).__name__} has no momentum to schedule; give it momentum: 0.9, or"
+                        " leave it out here"
                     )
             except ConfigError as error:
                 error.subject = self.schedule

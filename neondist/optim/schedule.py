@@ -213,6 +213,6 @@ def _cosine(first: float, last: float, done: float) -> float:
 def _check_end(length: int, epochs: int) -> None:
     if epochs > length:
         raise ConfigError(
-            f"epochs: the learning rate is 0 after {length} epochs, and {epochs} are to be trained;"
-            f" set this to {epochs} as well"
+            f"epochs: the learning rate is 0 after {length} epochs, but {epochs} epochs are trained; set this to"
+            f" {epochs} as well"
         )

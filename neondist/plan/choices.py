@@ -79,7 +79,7 @@ def put_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
     by_name, changed = {str(layer.name): layer for layer in layers}, False
     for name, text in schemes.items():
         if name not in by_name:
-            raise ConfigError(f"schemes: layer '{name}' does not exist in the model; plan for this model again")
+            raise ConfigError(f"schemes: layer '{name}' does not exist in the model; plan again for this model")
         layer, scheme = by_name[name], as_scheme(text)
         changed |= layer.scheme is None or scheme_text(scheme) != scheme_text(layer.scheme)
         layer.scheme = scheme

@@ -204,8 +204,8 @@ class Lowering:
         outer, self._about, shape = self._about, layer, self.shapes[value]
         if len(shape) < 2 and (layer.needs_image or layer.window is not None):
             raise ShapeError(
-                f"needs an image, but its input is a vector, of shape {shape}; put it before the layer that makes"
-                " vectors: fully connected, or global pooling"
+                f"needs an image, but its input is a vector of shape {shape}; put it before the fully connected or"
+                " global pooling layer"
             )
         found = self._append(layer, None, (value,), layer.output_shape_for(shape))
         self._about = outer

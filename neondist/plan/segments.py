@@ -19,8 +19,8 @@ Links: TypeAlias = Sequence[tuple[Node, Shape]]
 Found: TypeAlias = dict[int, tuple[Partition | None, Partition | None]]
 """By the layer's id: which cells of its input and of its output each tile has; None: the balanced ones."""
 _FIRST = (
-    "reads the image wide, so it is for the first layers of a model alone, and neither for those inside of Sum or"
-    " Concat nor for those behind"
+    "reads an extended tile of the image, so it applies only to the first layers of a model, not inside or after"
+    " Sum or Concat"
 )
 
 
@@ -163,8 +163,8 @@ def _check(layer: Layer, segment: Links, window: Window) -> None:
     if layer.sums_image and any(fusion.reads_wide and fusion.statistics is None for fusion in _fusions(segment)):
         raise _about(
             layer,
-            "scheme overlap_tile exchanges nothing, but this layer normalises over the whole image; say"
-            " 'statistics: global' in the scheme (its sums are then added over all tiles), or use deep_halo",
+            "scheme overlap_tile exchanges nothing, but this layer normalises over the whole image; set"
+            " 'statistics: global' in the scheme (its sums are then reduced over all tiles), or use deep_halo",
         )
 
 

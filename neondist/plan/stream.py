@@ -80,7 +80,7 @@ class Stream:
         sweeps = len(self.reducing("forward")) + len(self._sweeps_uncut)
         tiled = len(self.graph.shapes[self.graph.output]) > 1
         strips = f"{self.grid.strips} strip{'s'[: self.grid.strips > 1]} of each tile"
-        return f"streamed: {layers[0]} to {layers[-1]} in {strips}, which go through {sweeps + tiled} times a step"
+        return f"streamed: {layers[0]} to {layers[-1]} in {strips}, processed {sweeps + tiled} times a step"
 
     def beside(self, graph: Graph) -> Graph:
         """Return the network's graph, in which the value that the stream gives is whole."""

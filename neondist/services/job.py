@@ -106,9 +106,9 @@ class JobService(Service):
         for worker in lost:
             self._lose(worker)
         if not over and none and self._joined:
-            raise LaunchError(f"parameter server: no worker has been heard of for {LEASE:g} s; start the job again")
+            raise LaunchError(f"parameter server: no message from any worker for {LEASE:g} s; start the job again")
         if not over and none and now - self._started > FIRST_WAIT:
-            raise LaunchError(f"parameter server: no worker has come within {FIRST_WAIT:g} s; start the workers, too")
+            raise LaunchError(f"parameter server: no worker has connected within {FIRST_WAIT:g} s; start the workers")
         return over
 
 

@@ -345,7 +345,7 @@ class TaskQueue:
         left = self._numbers(piece)[piece.applied : piece.end]
         number = int(left[0] if record is None else record)
         if number not in left:
-            raise ConfigError(f"record: {number} is not among those of task {piece.id} that are not applied")
+            raise ConfigError(f"record: {number} is not among the unapplied records of task {piece.id}")
         failures = self._base.fail(piece.kind, number, error)
         skips = failures >= self.retries and self.skip_bad_records and piece.kind == "training"
         if skips:
@@ -356,7 +356,7 @@ class TaskQueue:
         self._base.end_failed(piece)
         stopped = (
             f"{self.source}: record {number} has failed {failures} times, the last time with: {error}; correct the"
-            " record, or leave out such records with --skip-bad-records"
+            " record, or skip such records with --skip-bad-records"
         )
         self._base.note(_STOPPED, stopped)
         return stopped

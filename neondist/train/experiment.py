@@ -154,7 +154,9 @@ class FitExperiment(Registered):
         if dist_mode == "vecpar":
             if model.vector_parallel is None:
                 name = type(model).__name__
-                raise ConfigError(f"dist_mode: vecpar divides fully connected layers; {name} has none, use halopar")
+                raise ConfigError(
+                    f"dist_mode: vecpar partitions fully connected layers, and {name} has none; use halopar"
+                )
             model.vector_parallel = True
         self.metrics, self.augment = all_metrics(metrics), list(augment or ())
         self.checkpoint, self.best = CheckpointSchedule.of(checkpoint), best
@@ -181,8 +183,8 @@ class FitExperiment(Registered):
                 raise ConfigError("strategy: stages of pretraining need sync: true and staleness: 0")
             if model.precision.new_scaler() is not None:
                 raise ConfigError(
-                    "precision: float16 scales the loss for ranks that step together, and servers apply updates one by"
-                    " one; set precision: bfloat16, or sync: true and staleness: 0 in the strategy"
+                    "precision: float16 needs loss scaling across all ranks of a step, but servers apply updates"
+                    " one by one; set precision: bfloat16, or sync: true and staleness: 0 in the strategy"
                 )
         model.nonfinite = nonfinite
 
@@ -253,13 +255,13 @@ class FitExperiment(Registered):
             lost; DataError if there is nothing to resume.
         """
         if resume and output is None:
-            raise ConfigError("resume: needs the folder of the run to continue; give output")
+            raise ConfigError("resume: needs the folder of the run to resume; give output")
         if resume not in (False, True, "auto"):
-            raise ConfigError(f"resume: {resume!r} cannot be used; give True, False or 'auto'")
+            raise ConfigError(f"resume: {resume!r} is invalid; expected True, False or 'auto'")
         if resume and overwrite:
             raise ConfigError("overwrite: a run cannot be both resumed and replaced; leave out --resume or --overwrite")
         if resume is True and init_from is not None:
-            raise ConfigError("init_from: a run that is resumed has its weights; leave out --resume or --init-from")
+            raise ConfigError("init_from: a resumed run already has weights; leave out --resume or --init-from")
         if (self.server_strategy is None) != (worker is None):
             raise ConfigError(
                 "strategy: updates on servers need workers and servers, which neondist run FILE.yaml -n P starts for P"
@@ -300,7 +302,7 @@ def _train(
     model.step = model.uncounted = 0
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
     if plan.streams and model.memory is None:
-        run.notes.append(f"a step does not fit into the memory that there is; {plan.stream}")
+        run.notes.append(f"a step does not fit into the available memory; {plan.stream}")
     if note := precision_note(model.backend, model.precision):
         run.notes.append(note)
     supervised = GENERATION in os.environ
@@ -392,7 +394,7 @@ def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
     found: dict[str, Metric] = {}
     for metric in metrics or ():
         if metric.name in found:
-            raise ConfigError(f"metrics: two are called '{metric.name}', as results are; leave one out")
+            raise ConfigError(f"metrics: two metrics are named '{metric.name}'; leave one out")
         found[metric.name] = metric
     return list({Misclassification.name: Misclassification(), **found}.values())
 

@@ -21,7 +21,7 @@ from ..registry.arguments import checked
 from .callbacks.hook import Hook, opened
 from .state import Record, Stop, Totals, TrainState, without_nan
 
-_WAITED = Stop("asked to while it waited for a task; --resume goes on from here")
+_WAITED = Stop("asked to while it waited for a task; --resume continues from here")
 
 
 @checked

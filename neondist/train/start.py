@@ -51,7 +51,7 @@ def begin(
         if not _nothing_yet(run.grid.world, folder, resume):
             restore_newest(folder / CHECKPOINT, run, store)
             return Start(True, pretrained=True)
-        run.notes.append("no earlier run has come to its first checkpoint: this one begins anew")
+        run.notes.append("no earlier run has written a checkpoint: starting from scratch")
     if init_from is not None:
         with checkpoint.opened(Path(init_from), run.grid.world) as file:
             run.notes.append(f"weights from {init_from}: {checkpoint.take(file, run.model.kept_arrays()['model'])}")

@@ -152,8 +152,8 @@ def grid_shape_of(experiment: Experiment, ranks: int) -> GridShape:
     shape = grid_shape(ranks, **experiment.grid)
     if experiment.batch_size < shape.replicas:
         raise ConfigError(
-            f"batch_size: {experiment.batch_size} samples are fewer than the {shape.replicas} replicas;"
-            f" give at least {shape.replicas} or use fewer replicas"
+            f"batch_size: {experiment.batch_size} samples are fewer than the {shape.replicas} replicas; give at"
+            f" least {shape.replicas}, or use fewer replicas"
         )
     name = type(experiment.model).__name__
     if ranks > 1 and not experiment.model.distributed:

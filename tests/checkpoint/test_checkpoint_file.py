@@ -179,7 +179,7 @@ def test_another_model_is_refused_by_name_before_anything_changes(tmp_path):
         nd.ProcessGrid(SingleTransport()), layers=lambda: [nd.ConvLayerDist(4, 3, padding=1), nd.FCLayerDist(4)]
     )
     before = arrays(run)
-    with pytest.raises(DataError, match=r"c\.h5: is of another model: it has \[3\] for 'batch_norm1/beta'"):
+    with pytest.raises(DataError, match=r"c\.h5: belongs to another model: it has \[3\] for 'batch_norm1/beta'"):
         restore(tmp_path / "c.h5", run)
     for name, array in arrays(run).items():
         np.testing.assert_array_equal(array, before[name])

@@ -84,7 +84,7 @@ def test_two_writers_of_one_file(tmp_path):
 def test_messages_name_path_reason_and_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     for action in (lambda: write_text(tmp_path / "file" / "x", "a"), lambda: make_folder(tmp_path / "file" / "x")):
-        with pytest.raises(OutputError, match=r"file/x: .*\((Not a directory|File exists)\); make room or check"):
+        with pytest.raises(OutputError, match=r"file/x: .*\((Not a directory|File exists)\); free disk space or check"):
             action()
 
 

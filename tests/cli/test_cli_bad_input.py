@@ -43,8 +43,8 @@ CASES = {
         r"(--set batch_size=1: batch_size|toy\.yaml:1|--set grid.replicas=2): .*",
     ),
     "missing data": (["toy.yaml", "--set", "dataset=!MNIST {path: nowhere}"], r".*dataset.*nowhere.*"),
-    "output is a file": (["toy.yaml", "--output", "file"], r"file: the folder cannot be made \(.*\); .*"),
-    "output below a file": (["toy.yaml", "--output", "file/x"], r"file/x: the folder cannot be made \(.*\); .*"),
+    "output is a file": (["toy.yaml", "--output", "file"], r"file: the folder cannot be created \(.*\); .*"),
+    "output below a file": (["toy.yaml", "--output", "file/x"], r"file/x: the folder cannot be created \(.*\); .*"),
     "import fails": (["toy.yaml", "--import", "nowhere.py"], r"--import nowhere\.py: no such file; .*"),
     "unknown backend": (["toy.yaml", "--set", "backend=numpi"], r".*backend.*numpi.*did you mean 'numpy'\?.*"),
 }
@@ -116,7 +116,7 @@ def test_two_mpis_that_do_not_know_each_other(folder):
 def test_n_inside_a_job(folder):
     code, _, err = call(under_mpirun(2, "run", "toy.yaml", "-n", 3), folder, **mpirun_env())
     assert code == 2
-    assert err.count("error: -n 3 inside an MPI job of 2 ranks; leave out -n, the job decides\n") == 1
+    assert err.count("error: -n 3 inside an MPI job of 2 ranks; leave out -n, since the job determines it\n") == 1
     code, out, _ = call(under_mpirun(2, "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder, **mpirun_env())
     assert (code, out.count("written:")) == (0, 1)
 
@@ -157,7 +157,7 @@ def test_one_rank_fails_in_the_middle(folder, user, code):
 
 @needs_mpirun
 def test_nothing_to_resume(folder):
-    once(here(folder, "run", "toy.yaml", "-n", 2, "--resume"), r"runs/toy: there is no run to resume; .*")
+    once(here(folder, "run", "toy.yaml", "-n", 2, "--resume"), r"runs/toy: no run to resume; .*")
 
 
 @needs_mpirun

@@ -50,7 +50,7 @@ def test_ranks_are_told_the_options():
 def test_time_limit(folder):
     code, out, err = call(neondist("run", "toy.yaml", *LONG, "--time-limit", "4s"), folder)
     assert (code, err) == (75, "")
-    assert "the time limit of 4 s is near; --resume goes on from here" in out
+    assert "the time limit of 4 s is close; --resume continues from here" in out
     assert "checkpoint.h5" in out
 
 
@@ -85,7 +85,7 @@ def stop(folder, number, whom, *more):
 @pytest.mark.long
 def test_signals_stop_all_ranks_with_a_checkpoint(folder):
     """SIGTERM to the launcher, which mpirun alone would make a SIGKILL; then SIGUSR1 to a rank."""
-    assert " came; --resume goes on from here" in stop(folder, signal.SIGTERM, 0)
+    assert " came; --resume continues from here" in stop(folder, signal.SIGTERM, 0)
     assert "SIGUSR1 came" in stop(folder, signal.SIGUSR1, 2, "--resume")
 
 

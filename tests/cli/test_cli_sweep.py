@@ -78,7 +78,7 @@ def test_the_best_is_written_and_can_be_run(go, capsys, tmp_path):
     assert go(*words, "--trials", "3") == 0
     assert "epoch" not in capsys.readouterr().out, "it is done: nothing is trained"
     assert go("--vary", RATES, "--output", "here") == 2
-    assert "here: has a sweep that was begun with another --vary and another --number;" in capsys.readouterr().err
+    assert "here: holds a sweep started with another --vary and another --number;" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -167,10 +167,10 @@ def test_files_without_names_for_a_config_map(folder):
     for name in ("other/layers.py", "a b.py"):
         (folder / name).touch()
     for modules in (("layers.py", "other/layers.py"), ("a b.py",)):
-        with pytest.raises(ConfigError, match="needs a name of its own"):
+        with pytest.raises(ConfigError, match="need unique names"):
             mpi_job(job(folder, modules=modules), "image")
     (folder / "large.py").write_text("#" * (1 << 20))
-    with pytest.raises(ConfigError, match="a ConfigMap takes 1 MiB"):
+    with pytest.raises(ConfigError, match="a ConfigMap holds at most 1 MiB"):
         mpi_job(job(folder, modules=(str(folder / "large.py"),)), "image")
 
 

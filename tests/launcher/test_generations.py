@@ -127,14 +127,14 @@ def test_too_few_hosts_for_too_long(folder, capsys):
     ("words", "message"),
     [
         (["--hosts-from", "none"], "none: no such file"),
-        (["--hosts-from", "list", "-n", 4], "-n 4: list has 3 slots for ranks; give at most so many"),
+        (["--hosts-from", "list", "-n", 4], "-n 4: list has 3 slots for ranks; give at most that many"),
         (["--hosts-from", "list", "--elastic", "4:8"], "--elastic 4:8: list has 3 slots for ranks"),
         (["--hosts-from", "list", "--elastic", "2:3", "-n", 4], "-n 4 is not within --elastic 2:3"),
         (["--hosts-from", "list", "--virtual", 2], "--virtual runs all ranks in this process"),
-        (["--hosts-from", "wrong"], "wrong:2: 'b c' is no host"),
-        (["-n", 2, "--cool-down", "5s"], "--cool-down: is for hosts that come and go"),
-        (["-n", 2, "--wait", "5s"], "--wait: is for hosts that come and go"),
-        (["-n", 2, "--snapshot", "auto"], "--snapshot: is what restarts go on from; give --restarts too"),
+        (["--hosts-from", "wrong"], "wrong:2: 'b c' is not a host"),
+        (["-n", 2, "--cool-down", "5s"], "--cool-down: applies to a varying set of hosts"),
+        (["-n", 2, "--wait", "5s"], "--wait: applies to a varying set of hosts"),
+        (["-n", 2, "--snapshot", "auto"], "--snapshot: snapshots are used by restarts; also give --restarts"),
     ],
 )
 def test_options_that_do_not_fit(folder, words, message):

@@ -163,7 +163,11 @@ def test_what_normalises_over_the_image_goes_whole(folder, tmp_path):
     for ranks in (1, 4):
         on(ranks, tmp_path, tmp_path / f"y{ranks}.npy", fresh=fresh)
     np.testing.assert_allclose(np.load(tmp_path / "y4.npy"), np.load(tmp_path / "y1.npy"), rtol=1e-9, atol=1e-12)
-    with pytest.raises(ConfigError, match=r"'group_norm1' cannot go block by block \(sums over the whole image\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'group_norm1' cannot be computed block by block \(sums over the whole"
+        r" image\)",
+    ):
         on(1, tmp_path, tmp_path / "z.npy", fresh=fresh, block=8)
 
 

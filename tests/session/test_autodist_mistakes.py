@@ -71,8 +71,8 @@ MISTAKES = {
     "operator": (lambda d: trained(d, Eigenvalues), HERE + "aten.linalg_eigvals"),
     "function first": (before_a_scope, HERE + r"<lambda>: function\(\) outside of a scope"),
     "generator": (generator, HERE + "steps: expected a function that returns"),
-    "closure": (optimizers(torch.optim.LBFGS), "strategy: PS divides the update, and LBFGS.step got a closure"),
-    "whole parameters": (optimizers(torch.optim.Adafactor), "PS divides the update, and Adafactor needs whole"),
+    "closure": (optimizers(torch.optim.LBFGS), "strategy: PS partitions the update, but LBFGS.step got a closure"),
+    "whole parameters": (optimizers(torch.optim.Adafactor), "PS partitions the update, but Adafactor needs whole"),
 }
 
 

@@ -127,7 +127,7 @@ def test_where_a_script_begins(words, script):
     [
         (["none.py"], "none.py: no such script"),
         (["--set", "epochs=2", "script.py"], "--set, --memory and --strategy: are for experiments"),
-        (["--virtual", 2, "script.py"], "--virtual: is for experiments; a script has its own words"),
+        (["--virtual", 2, "script.py"], "--virtual: is for experiments; put a script's own arguments"),
         (["--resume", "script.py"], "--resume: is for experiments"),
         (["--time-limit", "1h", "script.py"], "--time-limit: is for experiments"),
         (["--hosts-from", "hosts", "--spares", 1, "script.py"], "--spares 1: hosts has 1 slots"),
@@ -143,7 +143,7 @@ def test_a_script_inside_of_a_job(folder, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     code, _, err = here(folder, "run", "script.py")
-    assert (code, err) == (2, "error: inside an MPI job each rank runs a script itself: python script.py\n")
+    assert (code, err) == (2, "error: inside an MPI job each rank runs the script itself: python script.py\n")
 
 
 @pytest.fixture

@@ -205,7 +205,9 @@ def test_ranks_that_disagree(name):
 def test_ranks_that_ask_for_other_grids():
     def body(transport):
         made = experiment(1, **({"grid": {"rows": 1}} if transport.rank == 2 else {}))
-        with pytest.raises(ConfigError, match="rank 2: rows is 1, but None on rank 0; every rank has to do the same"):
+        with pytest.raises(
+            ConfigError, match="rank 2: rows is 1, but None on rank 0; all ranks must make the same call"
+        ):
             made.open_grid(transport)
 
     loopback.run(3, body)

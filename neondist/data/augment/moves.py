@@ -69,7 +69,7 @@ class QuarterTurns(Transform):
 
     def __init__(self, axes: Sequence[Axis] = ("height", "width")) -> None:
         if len(set(axes)) != 2 or len(axes) != 2:
-            raise ConfigError(f"QuarterTurns: axes: {list(axes)} are no plane; give two of depth, height, width")
+            raise ConfigError(f"QuarterTurns: axes: {list(axes)} do not span a plane; give two of depth, height, width")
         self.axes = tuple(axes)
 
     def check(self, shape: Sequence[int]) -> None:

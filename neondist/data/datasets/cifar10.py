@@ -57,8 +57,8 @@ class CIFAR10(CachedDataset):
         for name, size in self.source.sizes().items():
             if size == 0 or size % RECORD:
                 raise DataError(
-                    f"{self.source.path}: {name} has {size} bytes, which is no whole number of records of {RECORD}"
-                    " bytes: it is truncated or not in the binary format; fetch it again"
+                    f"{self.source.path}: {name} has {size} bytes, not a multiple of the record size {RECORD}: it"
+                    " is truncated or not in the binary format; download it again"
                 )
 
     def sources(self) -> list[Path]:
@@ -83,7 +83,7 @@ class CIFAR10(CachedDataset):
             if wrong.size:
                 raise DataError(
                     f"{self.source.path}: label {targets[wrong[0]]} of {split} sample {wrong[0]} is not one of 0 to 9;"
-                    " the file is damaged or of CIFAR-100; fetch the binary version of CIFAR-10"
+                    " the file is damaged, or belongs to CIFAR-100; download the binary version of CIFAR-10"
                 )
         arrays["content"] = np.frombuffer(digest.digest(), np.uint8)
         return arrays

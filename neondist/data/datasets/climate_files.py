@@ -89,11 +89,11 @@ class ClimateFiles(Dataset):
         require_share("test", test)
         for field, names in (("variables", variables), ("targets", targets)):
             if names is not None and (isinstance(names, str) or not names or len({*names}) < len(names)):
-                raise ConfigError(f"{field}: {names} cannot be used; list names, each once, such as [t2m, u10]")
+                raise ConfigError(f"{field}: {names} is invalid; expected names, each once, such as [t2m, u10]")
         if isinstance(levels, Mapping) and (unknown := sorted({*levels} - {*variables, *(targets or ())})):
-            raise ConfigError(f"levels: '{unknown[0]}' is none of the variables; correct the name")
+            raise ConfigError(f"levels: '{unknown[0]}' is not among the variables; correct the name")
         if fill is not None and not math.isfinite(fill):
-            raise ConfigError(f"fill: {fill} cannot be used; give a finite number")
+            raise ConfigError(f"fill: {fill} is invalid; expected a finite number")
         self.files, self.variables, self.levels, self.targets = files, list(variables), levels, targets
         self.steps, self.lead, self.normalise, self.fill = int(steps), int(lead), normalise, fill
         self.ahead, self.cache, self._test = ahead, cache, test

@@ -124,7 +124,7 @@ class HDF5Dataset(Dataset):
                 return self.file, _name("validation", validation)
             validation = {"path": validation}
         if not {"path"} <= set(validation) <= {"path", "group"} or not os.fspath(validation["path"]):
-            raise ConfigError(f"validation: {dict(validation)!r} cannot be used; give {{path: FILE, group: NAME}}")
+            raise ConfigError(f"validation: {dict(validation)!r} is invalid; expected {{path: FILE, group: NAME}}")
         return Path(os.path.expanduser(validation["path"])), _name("validation", validation.get("group", train))
 
     def _share(self, groups: Mapping[str, GroupFacts]) -> float:
@@ -145,8 +145,9 @@ class HDF5Dataset(Dataset):
         for found in groups.values():
             if found.images.shape[1:] != shape or found.maps != first.maps:
                 raise DataError(
-                    f"{found.path}: {found.images.name} {found.images.shape} and its labels {found.labels.shape} are"
-                    f" not like {first.images.name} {first.images.shape} and its labels {first.labels.shape}"
+                    f"{found.path}: {found.images.name} {found.images.shape} and its labels {found.labels.shape}"
+                    f" differ in shape from {first.images.name} {first.images.shape} and its labels"
+                    f" {first.labels.shape}"
                 )
         if self._share(groups) and len(first) < 2:
             raise DataError(f"{self.file}: one sample cannot be split into training and test; add a group 'test'")
@@ -161,7 +162,7 @@ class HDF5Dataset(Dataset):
         if told is not None and (told.size != 1 or not 1 <= told.item() <= _MOST or told.item() != int(told.item())):
             raise DataError(
                 f"{self.file}: attribute 'classes' of {groups['train'].labels.name} is"
-                f" {told.ravel()[:3].tolist()}, no number of classes; correct it, or give classes"
+                f" {told.ravel()[:3].tolist()}, which is not a number of classes; correct it, or give classes"
             )
         count = self._classes or (None if told is None else int(told.item()))
         for group in groups.values():
@@ -212,5 +213,5 @@ def _drawn(key: str, numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.nd
 
 def _numbers(field: str, values: np.ndarray, positive: bool) -> np.ndarray:
     if not np.all(np.isfinite(values)) or (positive and not np.all(values > 0)):
-        raise ConfigError(f"{field}: {values.tolist()} cannot be used; give {'positive ' * positive}numbers")
+        raise ConfigError(f"{field}: {values.tolist()} is invalid; expected {'positive ' * positive}numbers")
     return values

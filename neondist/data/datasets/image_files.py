@@ -95,10 +95,10 @@ class ImageFiles(Dataset):
         if crop is not None and not 1 <= len(crop) <= 3:
             raise ConfigError(f"crop: {list(crop)} are {len(crop)} extents; give [h, w] or [d, h, w]")
         if not 0 <= percentiles[0] < percentiles[1] <= 100:
-            raise ConfigError(f"percentiles: {list(percentiles)} cannot be used; give two of 0 to 100, such as [1, 99]")
+            raise ConfigError(f"percentiles: {list(percentiles)} is invalid; expected two of 0 to 100, such as [1, 99]")
         for field, values in (("mean", mean), ("std", std), ("fill", fill)):
             if values is not None and not (np.isfinite(values).all() and (field != "std" or np.min(values) > 0)):
-                raise ConfigError(f"{field}: {values} cannot be used; give {'positive ' * (field == 'std')}numbers")
+                raise ConfigError(f"{field}: {values} is invalid; expected {'positive ' * (field == 'std')}numbers")
         self.images, self.labels, self.crop, self.crops_per_image = images, labels, crop, crops_per_image
         self._classes, self.ignore_index = classes, ignore_index
         self.normalise, self.percentiles, self.mean, self.std, self.fill = normalise, percentiles, mean, std, fill
@@ -122,7 +122,7 @@ class ImageFiles(Dataset):
         if isinstance(self._test, Mapping):
             more = samples_of(matching("test.images", self._test["images"]), rank)
             if twice := {item.name for item in more} & {item.name for item in self._items}:
-                raise DataError(f"test: {min(twice)} is an image of training too; let the patterns have no file twice")
+                raise DataError(f"test: {min(twice)} is also a training image; make the patterns disjoint")
             labels = self._test.get("labels", self.labels)
             groups = [*groups, (labels, more)] if labels != self.labels else [(labels, self._items + more)]
             self._items = self._items + more
@@ -141,7 +141,7 @@ class ImageFiles(Dataset):
                 masks += masks_of(labels, items, len(extents))
         kinds = {(of.shape[1:], of.dtype.kind) for of in values} | {(of.shape[-1:], of.dtype.kind, "") for of in masks}
         if len(kinds) > 1:
-            raise DataError("test: has labels of another kind than those of training; give both the same kind")
+            raise DataError("test: has another kind of labels than the training split; give both the same kind")
         self._values, self._masks = np.concatenate(values) if values else None, masks or None
         if self._kept is not None and self._training < 2:
             raise DataError(f"{self.images}: one image cannot be split for validation; give more, or no validation")
@@ -170,7 +170,7 @@ class ImageFiles(Dataset):
             rest = drawn[first:last]
         if last >= self._training:
             raise DataError(
-                f"test: {first} images for validation and {last - first} for it leave no training images; give fewer"
+                f"test: {first} images for validation and {last - first} for test leave no training images; give fewer"
             )
         return [np.sort(of) for of in (drawn[last:], drawn[:first], rest)]
 

@@ -179,5 +179,5 @@ def _check_official(reader: Reader, file: MnistFile) -> None:
     if reader.header.count == file.count and reader.md5 != file.md5:
         raise DataError(
             f"{reader.path}: has {file.count} samples like the official file, but its unpacked md5 is {reader.md5},"
-            f" expected {file.md5}: it is damaged or another data set; {REMEDY}"
+            f" expected {file.md5}: it it is damaged, or another data set; {REMEDY}"
         )

@@ -57,7 +57,7 @@ class Photographs(Dataset):
         super().__init__(validation=validation)
         sides = list(crop) if isinstance(crop, Sequence | np.ndarray) else [crop, crop]
         if len(sides) != 2:
-            raise ConfigError(f"crop: {crop!r} cannot be used; give a side, or [height, width]")
+            raise ConfigError(f"crop: {crop!r} is invalid; expected a side, or [height, width]")
         self.path = None if path is None else Path(os.path.expanduser(path))
         self.sample_shape = (*map(int, sides), 1)
         self.counts, self.seed = {"train": int(train), "test": int(test)}, int(seed)
@@ -71,7 +71,7 @@ class Photographs(Dataset):
             if any(n < side for n, side in zip(size, self.sample_shape, strict=False)):
                 sides = " x ".join(map(str, self.sample_shape[:2]))
                 raise DataError(
-                    f"{file}: has {size[0]} x {size[1]} pixels, less than a crop of {sides}; give a smaller crop"
+                    f"{file}: has {size[0]} x {size[1]} pixels, less than the crop {sides}; give a smaller crop"
                 )
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
@@ -164,7 +164,9 @@ def find_photographs(folder: Path | None) -> list[Path]:
         try:
             return pictures_in(folder)
         except OSError as error:
-            raise DataError(f"{folder}: has no images: {error.strerror}; name a folder that has, or no path") from error
+            raise DataError(
+                f"{folder}: has no images: {error.strerror}; name a folder of images, or leave path out"
+            ) from error
     return [path for package in SHIPPED for path in _shipped(package)]
 
 

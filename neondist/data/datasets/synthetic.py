@@ -70,7 +70,7 @@ class Synthetic(Dataset):
     def check(self) -> None:
         """Check that there is memory for what is kept of each sample; the constructor has checked the arguments."""
         count = sum(self.counts.values())
-        require_room(_KEPT * count, f"what is kept of {count} samples", "give fewer for train and test")
+        require_room(_KEPT * count, f"the test split kept of {count} samples", "give fewer for train and test")
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits that make this rank's tile on demand."""

@@ -39,7 +39,7 @@ class Taken:
 
     def __str__(self) -> str:
         told = self.differences()
-        return f"{len(self.taken)} arrays taken{'; ' * bool(told)}{told}"
+        return f"{len(self.taken)} arrays loaded{'; ' * bool(told)}{told}"
 
     def differences(self, most: int | None = None) -> str:
         """Return the names that differ, of each kind so many at most."""

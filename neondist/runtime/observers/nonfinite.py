@@ -16,7 +16,7 @@ from ...observer import Observer
 from ...parallel import finite
 from ...precision import LossScaler
 
-REMEDY = "lower the learning rate, look at the data, or set nonfinite: skip"
+REMEDY = "lower the learning rate, check the data, or set nonfinite: skip"
 PATIENCE = 100
 """Steps in a row that may be skipped."""
 

@@ -47,14 +47,14 @@ class Best(Registered):
     def check(self, metrics: Sequence[Metric]) -> None:
         """Raise ConfigError if no record has the number."""
         if self.number is not None and self.number not in (known := _numbers(metrics)):
-            raise ConfigError(f"number: '{self.number}' is in no record{suggest(self.number, known)}")
+            raise ConfigError(f"number: '{self.number}' is not in any record{suggest(self.number, known)}")
 
     def check_splits(self, splits: Sequence[str]) -> None:
         """Raise ConfigError if the number is of a validation split that the data set does not have."""
         if (self.number or "").startswith("validation_") and "validation" not in splits:
             error = ConfigError(
-                f"number: there is no '{self.number}', since the data set has no validation split; give the data set"
-                " validation: 0.1, or take a number of the test split"
+                f"number: no '{self.number}', because the data set has no validation split; give the data set"
+                " validation: 0.1, or choose a metric of the test split"
             )
             error.subject = self
             raise error.on_all_ranks()
@@ -84,7 +84,7 @@ class Best(Registered):
         best, last = self.epoch(history, metrics), history[-1]["epoch"]
         if last - best < self.patience:
             return ""
-        return f"no better {self.name(history)} since epoch {best}: the run ends after epoch {last}"
+        return f"{self.name(history)} has not improved since epoch {best}: the run ends after epoch {last}"
 
 
 class KeepBest(Hook):

@@ -40,7 +40,9 @@ class Logger(Registered, Hook):
         self.experiment = experiment
         self.place = self.folder or (None if folder is None else folder / self.name)
         if self.place is None:
-            raise ConfigError(f"{type(self).__name__}: folder: the run has none; give output, or a folder here")
+            raise ConfigError(
+                f"{type(self).__name__}: folder: the run has no output folder; give output, or a folder here"
+            )
 
     def check(self) -> None:
         """Raise MissingPackageError if the package is not there."""
