@@ -24,27 +24,27 @@ _NUMBERS = bool, int, float, str, tuple
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """An optimiser of torch.optim whose gradients, updates and state a strategy divides over the ranks; collective.
+    """A torch.optim optimizer partitioned over the ranks by a strategy; collective.
 
-    Gradients are synchronised when `backward` ends. Those of parameters that have owners are then None in the module,
-    and in `param_groups` of the owners: clip them with `clip_grad_norm_` of this class.
+    Gradients are synchronised when `backward` returns. Gradients of parameters with owners are then None in the module
+    and held in `param_groups` of the owners: clip them with this class's `clip_grad_norm_`.
 
     Parameters
     ----------
     model : DistributedModule
-        What `distribute` has returned. Its parameters become views of one flat buffer.
+        A module returned by `distribute`. Its parameters become views of one flat buffer.
     optimizer : class
-        Of torch.optim, such as torch.optim.Adam, or a function of parameters and the arguments.
+        Optimizer class, such as torch.optim.Adam, or a function of the parameters and the arguments.
     strategy : StrategyBuilder or Strategy or str, optional
         A builder of `nd.strategies`, its name, or the path of a strategy file. Default: AllReduce.
     **arguments
-        Of the optimiser, such as lr.
+        Further arguments of the optimizer, such as lr.
 
     Raises
     ------
     ConfigError
-        On every rank: the strategy does not suit the model or the grid, or divides parameters among owners though the
-        optimiser updates whole ones.
+        On every rank, if the strategy does not match the model or the grid, or partitions parameters that the optimizer
+        can only update whole.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             tensor.register_hook(partial(self._begin_pass, own, not tensor._backward_hooks))
 
     def step(self, closure: Any = None) -> Any:
-        """Update what this rank owns, and take over the values of other owners; collective.
+        """Update the parameters that this rank owns, and receive the others from their owners; collective.
 
         Parameters
         ----------
@@ -107,7 +107,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of the module's parameters, and of the parts that this rank owns."""
+        """Reset the gradients of the module's parameters and of the parts owned by this rank."""
         for tensor in (*self.parameters.tensors.values(), *self.parameters.updated.values()):
             if set_to_none:
                 tensor.grad = None
@@ -131,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole, as the optimiser in one process has it; collective.
+        """Return the unpartitioned state, as the optimizer in a single process would; collective.
 
         Compressors add 'synchronisation': the error feedback of each rank, along a first axis of ranks.
         """
@@ -146,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found | ({SYNCHRONISATION: sync} if sync else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, on any number of ranks and under any strategy, or in one process."""
+        """Load a `state_dict` saved on any number of ranks and with any strategy, or in one process."""
         parameters, saved = self.parameters, {self._order[at]: slots for at, slots in state_dict["state"].items()}
         begin_slots(parameters.updated, self.optimizer, (f"{name}/{slot}" for name in saved for slot in saved[name]))
         state = {}

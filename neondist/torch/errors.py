@@ -9,13 +9,13 @@ from ..errors import UserError
 
 
 class UnsupportedOperator(UserError):
-    """An operator of the module has no rule, or no layer, that would give the numbers of one process.
+    """An operator of the module has no rule, or no layer, that reproduces the single-process result.
 
     Attributes
     ----------
     operator : str
     module : str
-        Path of the module that calls it.
+        Path of the module that calls the operator.
     source : str
         The user's file and line.
     why : str

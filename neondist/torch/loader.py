@@ -134,33 +134,33 @@ def loader(
     sampler: Iterable[int] | None = None,
     **options: Any,
 ) -> Loader:
-    """Return a loader of a map-style data set that gives each rank its tile of each batch.
+    """Return a loader for a map-style data set that yields each rank's tile of each batch.
 
-    Batches are the same on all ranks. A rank reads the samples of its replica, and keeps its tile of each image
-    (C, *spatial); tensors with the same spatial extents, such as class labels (*spatial), are cut alike, others are
-    not. Pass the tensors to the model and to `model.loss` as they are. For each sample the generators of torch, NumPy
-    and Python are seeded with (seed, epoch, index), so that augmentations are the same on every grid and with any
+    All ranks iterate over the same batches. A rank reads the samples of its replica and keeps its tile of each image
+    (C, *spatial); tensors with the same spatial extents, such as class labels (*spatial), are tiled alike, others are
+    kept whole. Pass the tensors directly to the model and to `model.loss`. For each sample the generators of torch,
+    NumPy and Python are seeded with (seed, epoch, index), so augmentations are identical on every grid and with any
     number of workers.
 
     Parameters
     ----------
     dataset : map-style data set
-        Of samples as for torch.utils.data.DataLoader, whose first tensor is the image. One that has a method
-        `read(index, box)`, and an attribute `extent`, the spatial extents, reads the cells of a neondist.Box of a
-        sample instead of the whole.
+        Data set as for torch.utils.data.DataLoader; the first tensor of a sample is the image. If it has a method
+        `read(index, box)` and an attribute `extent` (the spatial extents), only the cells of a neondist.Box are read
+        instead of whole samples.
     batch_size : int
-        Samples of a batch on all ranks together.
+        Samples per global batch, over all ranks.
     shuffle : bool
-        Draw another order in each epoch: that of a DataLoader with `generator=torch.Generator().manual_seed(seed)`.
+        Reshuffle in every epoch, in the order of a DataLoader with `generator=torch.Generator().manual_seed(seed)`.
     seed : int
     num_workers : int
-        Processes that read, for each rank.
+        Worker processes per rank.
     drop_last : bool
-        Leave out a smaller last batch. Otherwise the model is captured for its size, too.
+        Drop a smaller last batch. Otherwise the model is also captured for its size.
     grid : ProcessGrid, optional
-        That of the model; default: all ranks.
+        Grid of the model. Default: all ranks.
     sampler : iterable of int, optional
-        An order of one's own, the same on every rank.
+        A custom order, the same on every rank.
     **options
         Further arguments of torch.utils.data.DataLoader, such as `collate_fn` and `pin_memory`.
 
@@ -171,7 +171,7 @@ def loader(
     Raises
     ------
     ConfigError
-        Unknown or contradicting arguments; ranks that read different samples.
+        If arguments are unknown or contradictory, or ranks read different samples.
     """
     for name in ("batch_sampler", "generator"):
         if name in options:

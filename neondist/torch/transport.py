@@ -40,12 +40,12 @@ Letter = tuple[int, torch.Tensor]
 def world(most: int = MOST) -> TorchTransport:
     """Return the transport over torch.distributed's default process group; collective.
 
-    If nobody has initialised that, it is, over gloo, from the variables that torchrun sets.
+    The group is initialised with gloo, from the variables that torchrun sets, unless it already is.
 
     Parameters
     ----------
     most : int
-        As of `TorchTransport`.
+        As in `TorchTransport`.
 
     Raises
     ------
@@ -123,22 +123,22 @@ class _Part(NamedTuple):
 
 
 class TorchTransport(Transport):
-    """The ranks of a process group of torch.distributed, which stays the caller's.
+    """Transport over a torch.distributed process group, which the caller keeps owning.
 
-    Parts of it are no process groups: torch makes those on all ranks together, a connection for each pair, and frees
-    them at the end only. The messages of a part have tags of their own, and it ends with its last user.
+    Subgroups are not process groups, since torch creates those collectively, with a connection per pair, and frees them
+    only at exit. The messages of a subgroup have their own tags, and it is released with its last user.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup, optional
-        One that sends arrays of the host with gloo. Default: the default process group.
+        A group with a gloo backend for host arrays. Default: the default process group.
     most : int
-        The largest count of bytes in one message, or of numbers in one sum; larger ones go in several.
+        Maximum number of bytes per message and of elements per reduction; larger ones are split.
 
     Raises
     ------
     LaunchError
-        If the group has another backend for the host, such as nccl alone.
+        If the group has no gloo backend for host arrays, such as nccl alone.
 
     Attributes
     ----------
@@ -206,7 +206,7 @@ class TorchTransport(Transport):
             self._reduction(array, op, COLLECTIVES).wait()
 
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Begin to replace a contiguous array by its sum over all ranks."""
+        """Start to replace a contiguous array by its sum over all ranks."""
         return self._reduction(array, "sum", SUMS)
 
     def _allreduce_tensor(self, tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -281,7 +281,7 @@ class TorchTransport(Transport):
         os._exit(code)
 
     def post(self, sends: Iterable[Letter], receives: Iterable[Letter], kind: int) -> Request:
-        """Begin to send and to receive; messages of a kind between two ranks match in the order listed."""
+        """Start sends and receives; messages of the same kind between two ranks match in the order listed."""
         group, tag = self.group, self._tags[kind]
         with self.remote_errors():
             # receives first, so that no message arrives unexpected
@@ -301,7 +301,7 @@ class TorchTransport(Transport):
 
     @contextmanager
     def remote_errors(self) -> Iterator[None]:
-        """Turn gloo's errors into one that says what has happened."""
+        """Convert gloo's errors into one that says what happened."""
         try:
             yield
         except RuntimeError as error:

@@ -33,34 +33,35 @@ def from_torch(
     model: type[Model] | None = None,
     **arguments: Any,
 ) -> Model:
-    """Return a model of neondist's layers that computes what a module does, with copies of its weights.
+    """Convert a PyTorch module to an equivalent model of neondist layers, with copies of its weights.
 
-    Numbers are the same but for rounding, in training and in evaluation, running statistics included; only dropout
-    draws others. The model has images (N, *spatial, C), as all of neondist's, where PyTorch has (N, C, *spatial).
-    The module stays as it is, and shares nothing with the model.
+    Results agree up to rounding in training and evaluation, including running statistics; only dropout draws different
+    random numbers. Images are (N, *spatial, C), as in all neondist models, instead of PyTorch's (N, C, *spatial). The
+    module is not modified and shares no memory with the model.
 
     Parameters
     ----------
     module : nn.Module
-        On the CPU, with one input and one output, all parameters trained, and all modules inside in one mode.
+        A module on the CPU with one input and one output, all parameters trainable, and all submodules in the same
+        mode.
     example_shape : (N, C, *spatial) or (N, C)
-        Of the whole batch and the whole image.
+        Global shape, of the whole batch and image.
     grid : ProcessGrid, optional
         Default: all ranks (distributed models), or this process alone (serial ones).
     model : class, optional
-        Default ConvnetDist, or MLPDist for vectors. Of a serial class, such as Convnet, layers are serial too.
+        Default: ConvnetDist, or MLPDist for vectors. A serial class, such as Convnet, has serial layers.
     **arguments
-        Of the class: cost, optimizer, seed, ... Default of dtype: the module's.
+        Arguments of the class: cost, optimizer, seed, ... Default of dtype: the module's.
 
     Returns
     -------
     Model
-        Built. Layers are named after the modules that they come from.
+        A built model; layers are named after the modules they come from.
 
     Raises
     ------
     UnsupportedOperator
-        No layer gives what an operator does; the message names it, the module and the user's file and line.
+        No layer corresponds to an operator; the message names it, the module and the user's file and line.
     """
     shape = tuple(example_shape)
     kind = model or (ConvnetDist if len(shape) > 2 else MLPDist)
