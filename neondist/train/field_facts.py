@@ -86,7 +86,7 @@ class FieldFacts:
                 )
         if lead != self.lead:
             raise ValueError(
-                f"was trained with lead: {self.lead}, but but the experiment has lead: {lead}; give the same"
+                f"was trained with lead: {self.lead}, but the experiment has lead: {lead}; give the same"
             )
         if step and abs(step - self.step) > _NEAR * self.step:
             raise ValueError(

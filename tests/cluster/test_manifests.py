@@ -150,7 +150,7 @@ def test_workers_beside_servers_are_on_the_pods(make, folder):
     (["--trainjob", "--elastic", "1:2"], "use --mpijob"),
     (["--mpijob", "--name", "A b"], "such as a-b"),
     (["--mpijob", "--apply", "--delete"], "give one of them"),
-    (["--slurm", "--image", "x"], "--image: is for --mpijob"),
+    (["--slurm", "--image", "x"], "--image applies to --mpijob"),
     (["--slurm", "--delete"], "scancel"),
     (["--mpijob", "--set", "epochs=x"], "epochs"),
     (["--mpijob", "--set", "grid.rows=3"], "rows x cols can be 1 x 1"),

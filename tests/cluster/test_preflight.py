@@ -84,7 +84,7 @@ def test_all_problems_of_all_nodes_at_once(check):
     assert first == "4 of 4 nodes are unusable:"
     assert any(line.startswith("gone: cannot be reached: ssh: connect to host gone") for line in lines)
     assert "older: neondist 0.0.1 there, " in str(error.value)
-    assert any(line.startswith("fine: ") and "too few for 1000000 ranks" in line for line in lines)
+    assert any(line.startswith("fine: ") and "too little for 1000000 ranks" in line for line in lines)
     assert sum("missing.py cannot be read" in line for line in lines) == 3
     assert sum("no_mpirun is missing or does not run" in line for line in lines) == 3
 

@@ -161,7 +161,7 @@ def test_scaled_refused_and_deleted(api, folder):
     assert api.objects()["MPIJob", "toy"]["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == 4
     words = [word if word != "--apply" else "--delete" for word in words]
     assert here(folder, *words)[:2] == (0, "MPIJob toy: deleted\nConfigMap toy-experiment: deleted\n")
-    assert here(folder, *words)[:2] == (0, "MPIJob toy: is not there\nConfigMap toy-experiment: is not there\n")
+    assert here(folder, *words)[:2] == (0, "MPIJob toy: does not exist\nConfigMap toy-experiment: does not exist\n")
     assert not api.objects()
 
 

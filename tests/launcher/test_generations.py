@@ -80,7 +80,7 @@ def test_hosts_that_come_and_go(folder, capsys):
     changes = [(one["added"], one["removed"]) for one in events if one["event"] == "hosts"]
     assert changes == [(["b"], []), (["c"], ["a", "b"]), ([], ["c"])]
     out = capsys.readouterr().out
-    assert "waiting for hosts: there is room for 1 ranks, at least 2 are wanted; gives up in 600 s" in out
+    assert "waiting for hosts: there is room for 1 ranks, but at least 2 are needed; gives up in 600 s" in out
     assert out.count("generation ") == 4
 
 
@@ -120,7 +120,7 @@ def test_too_few_hosts_for_too_long(folder, capsys):
     script.hosts("a:1")
     assert script.run("--elastic", "2:3", "--wait", "0.1") == 1
     assert script.started == []
-    assert "error: gives up after 0.1 s: there is room for 1 ranks, at least 2 are wanted" in capsys.readouterr().err
+    assert "error: gives up after 0.1 s: there is room for 1 ranks, but at least 2 are needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

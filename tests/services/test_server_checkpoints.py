@@ -182,7 +182,7 @@ def test_checkpoints_that_cannot_be_loaded_are_named(undisturbed, tmp_path, faul
             client.initialize(arrays(0), OPTIMIZER)
             client.save("other")
             shutil.copy(tmp_path / "other" / file.name, file)
-            problem = "are of different checkpoints"
+            problem = "belong to different checkpoints"
         elif fault == "none":
             name = "absent"
         elif fault == "optimizer":

@@ -316,7 +316,7 @@ def test_what_goes_whole_says_how_much_it_takes(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("neondist.memory.PROCESS", 0)
     with pytest.raises(
         UserError,
-        match=wrong + r"for a whole image, a rank needs .*, and has 50 kB; use more"
+        match=wrong + r"for a whole image, a rank needs .*, but has 50 kB; use more"
         r" ranks, or give more",
     ):
         on(1, folder, tmp_path / "y.npy", fresh=lambda: pooled(memory="50kB"))

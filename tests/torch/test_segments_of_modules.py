@@ -257,19 +257,19 @@ def test_bad_input(how, message):
             Residual,
             (1, 3, 24, 24),
             "overlap_tile",
-            r"conv2d\S* in module 'b' sees .*: 'overlap_tile\(statistics=global\)'",
+            r"conv2d\S* in module 'b' depends .*: 'overlap_tile\(statistics=global\)'",
         ),
         (
             UNet,
             (1, 3, 24, 24),
             "overlap_tile",
-            r"test_segments_of_modules.py:\d+: scheme: .*upsample_bilinear2d.vec in module '' sees cells",
+            r"test_segments_of_modules.py:\d+: scheme: .*upsample_bilinear2d.vec in module '' depends on cells",
         ),
         (
             lambda: CHAIN,
             (1, 2, 24, 24),
             {"3": "overlap_tile"},
-            r"conv2d.default in module '3' sees .*, as \{'': 'halo', 'encoder': .*",
+            r"conv2d.default in module '3' depends .*, as in \{'': 'halo', 'encoder': .*",
         ),
         (
             lambda: nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"),
