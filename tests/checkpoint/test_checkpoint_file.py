@@ -169,7 +169,7 @@ HARMS = [_link, _soft, _elsewhere, _virtual, _objects, _endless, *map(_position,
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_forged_file_is_refused_and_leads_nowhere(tmp_path, harm):
     save(tmp_path / "c.h5")
-    with pytest.raises(DataError, match=r"forged\.h5: (is not a neondist checkpoint|does not say)"):
+    with pytest.raises(DataError, match=r"forged\.h5: (is not a neondist checkpoint|does not record)"):
         restore(forged(tmp_path / "c.h5", harm), begun(nd.ProcessGrid(SingleTransport())))
 
 

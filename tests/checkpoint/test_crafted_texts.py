@@ -96,7 +96,7 @@ def _outcome(action, text):
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"epoch": -1}', "NaN", '{"epoch": 1e400}'])
 def test_resume_from_a_crafted_position(texts, text):
     bad = forged(texts[0], lambda file: _put(file, "position", text))
-    with pytest.raises(DataError, match=r"forged\.h5: does not say how far its run was"):
+    with pytest.raises(DataError, match=r"forged\.h5: does not record the progress of its run"):
         load(bad)
 
 

@@ -116,7 +116,7 @@ def test_two_mpis_that_do_not_know_each_other(folder):
 def test_n_inside_a_job(folder):
     code, _, err = call(under_mpirun(2, "run", "toy.yaml", "-n", 3), folder, **mpirun_env())
     assert code == 2
-    assert err.count("error: -n 3 inside an MPI job of 2 ranks; leave out -n, since the job determines it\n") == 1
+    assert err.count("error: -n 3 inside an MPI job of 2 ranks; leave out -n, the job decides\n") == 1
     code, out, _ = call(under_mpirun(2, "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder, **mpirun_env())
     assert (code, out.count("written:")) == (0, 1)
 

@@ -37,7 +37,7 @@ def test_duration(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-5", "h", "3x", "30m3h", "1:99:00", "01:00:00:00", "nan", "1e3", "٣"])
 def test_what_is_no_duration(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="give 3h30m"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected 3h30m"):
         duration(text)
 
 

@@ -166,7 +166,7 @@ def test_bad_input_is_told_before_anything_is_trained(go, capsys, tmp_path):
     for words, told in {
         ("model.optimizer.rate=0..1",): "--set model.optimizer.rate=1: model.optimizer.rate: SGD has no field 'rate'",
         ("epochs=0..2",): "--set epochs=0: epochs",
-        (RATES, "--number", "acuracy"): "number: 'acuracy' is in no record; did you mean 'accuracy'?",
+        (RATES, "--number", "acuracy"): "number: 'acuracy' is not in any record; did you mean 'accuracy'?",
     }.items():
         assert go("--vary", *words, "--output", "x") == 2
         assert told in capsys.readouterr().err

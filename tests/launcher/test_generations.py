@@ -120,7 +120,7 @@ def test_too_few_hosts_for_too_long(folder, capsys):
     script.hosts("a:1")
     assert script.run("--elastic", "2:3", "--wait", "0.1") == 1
     assert script.started == []
-    assert "error: gives up after 0.1 s: there is room for 1 ranks, but at least 2 are needed" in capsys.readouterr().err
+    assert "gives up after 0.1 s: there is room for 1 ranks, but at least 2 are needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_what_fits_is_not_streamed():
 
 def test_memory_that_is_not_enough():
     layers = [nd.ConvLayer(64, 3, padding=1), nd.ConvLayer(64, 3, padding=1, padding_mode="wrap"), nd.FCLayer(4)]
-    with pytest.raises(nd.ConfigError, match=r"memory: a rank may use .*, but needs .* at least, .* layer 'conv2'"):
+    with pytest.raises(nd.ConfigError, match=r"memory: a rank may use .*, but needs at least .*, .* layer 'conv2'"):
         nd.Convnet(layers, memory="2GiB").plan((8192, 8192, 3))
     with pytest.raises(nd.ConfigError, match="4 ranks on a machine; each needs 629 MB before it loads"):
         plain(memory="1GiB").plan((64, 64, 3), nd.GridShape(1, 4))
@@ -354,7 +354,7 @@ def test_what_does_not_fit_is_streamed_without_being_asked(tmp_path, monkeypatch
                 assert "a step does not fit into the available memory; streamed: conv1 to " in notes[0]
                 assert found[0]["train_loss"] == pytest.approx(whole[0]["train_loss"], rel=1e-12)
             patch.setattr("neondist.models.model.PROCESS", needed - 2)
-            with pytest.raises(nd.ConfigError, match=r"memory: a rank may use 1 B, but needs .* at least, .* layer '"):
+            with pytest.raises(nd.ConfigError, match=r"memory: a rank may use 1 B, but needs at least .*, .* layer '"):
                 loopback.run(ranks, train)
 
 

@@ -134,7 +134,7 @@ def test_checkpoints_are_those_of_any_grid(tmp_path):
     ([nd.FCLayer(4, split="outputs"), nd.FCLayer(3)], (4, 4, 1), "'fc1'.*split: outputs needs a vector"),
     ([nd.FCLayer(4), nd.FCLayer(3, split="outputs")], (4,), "'fc2'.*followed by fully connected layers with split"),
     ([nd.FCLayer(4, split="outputs", activation=nd.Softmax()), nd.FCLayer(3)], (4,), "'fc1'.*elementwise"),
-    ([nd.FCLayer(4, split="outputs"), nd.DropoutLayer(0.5), nd.FCLayer(3)], (4,), "'fc1'.*behind it"),
+    ([nd.FCLayer(4, split="outputs"), nd.DropoutLayer(0.5), nd.FCLayer(3)], (4,), "'fc1'.*followed by"),
 ])  # fmt: skip
 def test_layers_that_cannot_be_divided_by_outputs_are_refused(layers, shape, says):
     with pytest.raises(nd.UserError, match=says):

@@ -338,7 +338,7 @@ def test_bad_input(folder, tmp_path, monkeypatch):
         (
             "odd.npy",
             DataError,
-            r"odd\.npy: 9 x 11 .* valid input size .*, 8 x 10 are: .*of 2 \(layer 3 'conc",
+            r"odd\.npy: 9 x 11 .* valid input size .*, but 8 x 10 are: .*of 2 \(layer 3 'conc",
         ),
         ("none.npy", DataError, "no such file"),
     ):

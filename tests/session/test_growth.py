@@ -143,7 +143,7 @@ def test_a_script_inside_of_a_job(folder, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     code, _, err = here(folder, "run", "script.py")
-    assert (code, err) == (2, "error: inside an MPI job each rank runs the script itself: python script.py\n")
+    assert (code, err) == (2, "error: inside an MPI job each rank runs a script itself: python script.py\n")
 
 
 @pytest.fixture

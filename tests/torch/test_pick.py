@@ -110,5 +110,5 @@ def test_what_depends_on_how_many_are_masked_is_refused():
 
     for function in (write, lambda x: x.masked_scatter(x > 0, x.sin())):
         module, x = Function(function), torch.arange(-429.0, 429.0, dtype=torch.float64).reshape(2, 3, 13, 11)
-        with captured_once(), pytest.raises(ndt.UnsupportedOperator, match="the assignment of values to cells depends on"):
+        with captured_once(), pytest.raises(ndt.UnsupportedOperator, match="the assignment of values to cells"):
             distributed(module, [x], serial(module, [x])["gradients"], (1, 1, 2))
