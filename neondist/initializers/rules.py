@@ -13,7 +13,7 @@ from .base import Initializer
 
 
 class Constant(Initializer):
-    """The same value everywhere."""
+    """Constant initialiser."""
 
     def __init__(self, value: Finite = 0.0) -> None:
         self.value = float(value)

@@ -59,10 +59,10 @@ class Branches(Container):
 
 
 class Sum(Branches):
-    """The sum of its branches; `Sum([[conv, conv], []])` is a residual block: an empty list is the identity."""
+    """Sum of branches; `Sum([[conv, conv], []])` is a residual block: an empty list is the identity."""
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
-        """Return the shape that all branches must give."""
+        """Return the common shape of all branches."""
         return self._shapes(input_shape, slice(None))[0]
 
     def can_absorb(self, activation: Activation) -> bool:
@@ -76,25 +76,25 @@ class Sum(Branches):
         kernels.add(parts, y, clip)
 
     def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
-        """Give dy to every branch."""
+        """Pass dy to every branch."""
         return [dy] * len(self.layers)
 
 
 class Concat(Branches):
-    """Its branches side by side along the channels, such as the skip connections of a U-Net."""
+    """Concatenation of branches along the channels, such as the skip connections of a U-Net."""
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
-        """Return the extent that all branches must give, and the sum of their channels."""
+        """Return the common extent of all branches, and the sum of their channels."""
         shapes = self._shapes(input_shape, slice(0, -1))
         return *shapes[0][:-1], sum(shape[-1] for shape in shapes)
 
     def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any) -> None:
-        """Write all branches' channels."""
+        """Write the channels of all branches."""
         for place, part in zip(self.split(y, [part.shape[-1] for part in parts]), parts, strict=True):
             kernels.copy(part, place)
 
     def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
-        """Give every branch the gradient of its channels."""
+        """Pass each branch the gradient of its channels."""
         return [dy[..., stop - n : stop] for n, stop in zip(channels, accumulate(channels), strict=True)]
 
 

@@ -18,7 +18,7 @@ Found: TypeAlias = "float | list[Any]"
 
 
 class Metric(Registered, ABC):
-    """A number that judges outputs against targets: a mean over samples (and cells), unless it says otherwise."""
+    """Base class of metrics of outputs against targets, by default a mean over samples (and cells)."""
 
     name: str = ""
     """What the number is called in results, such as 'misclassification'."""
@@ -31,14 +31,14 @@ class Metric(Registered, ABC):
     def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the sum over the local samples and cells, and their number.
 
-        `y` is (n, C) or (n, *spatial, C); `targets` are integer labels (n,) or (n, *spatial), or arrays of the shape of
-        `y`: one-hot vectors, or numbers to be met. The metric is the sum over the count, each added over all ranks and
-        batches; a sum of NaN says that it does not suit the targets. Arrays may be empty. With a `result` of its own, a
-        metric may give any sums, always as many.
+        `y` is (n, C) or (n, *spatial, C); `targets` are integer labels (n,) or (n, *spatial), or arrays with the shape
+        of `y`: one-hot vectors or real values. The metric is the sum divided by the count, each summed over all ranks
+        and batches; a sum of NaN means that it does not apply to the targets. Arrays may be empty. A metric that
+        overrides `result` may return any fixed number of sums.
         """
 
     def result(self, sums: np.ndarray) -> dict[str, Found]:
-        """Return the numbers by their names, given what `measure` gave, added over all ranks and batches."""
+        """Return the metric's values by name, given the results of `measure` summed over all ranks and batches."""
         return {self.name: float(sums[0] / sums[1]) if sums[1] else float("nan")}
 
     def check(self, classes: int | None) -> None:
@@ -48,10 +48,10 @@ class Metric(Registered, ABC):
         """Raise ShapeError if the metric cannot be used with outputs of that global shape, without the batch."""
 
     def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
-        """Raise UserError if the metric cannot be used with what is known of the fields that outputs are."""
+        """Raise UserError if the metric cannot be used with the metadata of the output fields."""
 
     def meter(self, outputs: Outputs) -> Meter:
-        """Return what adds up over one evaluation; for metrics that are no sum over cells."""
+        """Return the accumulator of one evaluation, for metrics that are not sums over cells."""
         return Meter(self, outputs)
 
 

@@ -63,7 +63,7 @@ class OfVariables(Metric):
             check_weights(self.weights, y_shape[:-1], fields)
 
     def meter(self, outputs: Outputs) -> Meter:
-        """Return what adds up over one evaluation."""
+        """Return the accumulator of one evaluation."""
         return _FieldMeter(self, outputs)
 
     def _sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -113,7 +113,7 @@ class RMSE(OfVariables):
     name = "rmse"
 
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return the squared errors and what they are divided by."""
+        """Return the sum of squared errors and the divisor."""
         return _weighted((y - targets) ** 2, weights)
 
     def of_sums(self, sums: np.ndarray) -> np.ndarray:
@@ -122,13 +122,13 @@ class RMSE(OfVariables):
 
 
 class MeanAbsoluteError(OfVariables):
-    """Mean absolute error of each variable, in its units; `!MAE` in the metrics of a file."""
+    """Mean absolute error of each variable, in its units; `!MAE` in the metrics of a YAML file."""
 
     name = "mae"
     _called_in_fields = ("MAE",)
 
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return the absolute errors and what they are divided by."""
+        """Return the sum of absolute errors and the divisor."""
         return _weighted(np.abs(y - targets), weights)
 
 
@@ -138,14 +138,14 @@ class Bias(OfVariables):
     name = "bias"
 
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return the errors and what they are divided by."""
+        """Return the sum of errors and the divisor."""
         return _weighted(y - targets, weights)
 
 
 class R2(OfVariables):
     """Coefficient of determination of each variable: 1 - (squared errors) / (squared differences from the mean target).
 
-    The mean is that of the targets that are measured, over all times and cells, as in `sklearn.metrics.r2_score`.
+    The mean target is that of the evaluated split, over all times and cells, as in `sklearn.metrics.r2_score`.
     """
 
     name = "r2"
@@ -153,7 +153,7 @@ class R2(OfVariables):
     kinds = 4
 
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return the squared errors, the targets, their squares, and what they are divided by."""
+        """Return the sums of squared errors, targets and squared targets, and the divisor."""
         errors, cells = _weighted((y - targets) ** 2, weights)
         return np.stack([errors, _weighted(targets, weights)[0], _weighted(targets**2, weights)[0], cells])
 
@@ -163,7 +163,7 @@ class R2(OfVariables):
         return np.asarray(1 - errors / (squares - targets**2 / cells))
 
     def meter(self, outputs: Outputs) -> Meter:
-        """Return what adds up over one evaluation: normalised numbers, whose squares lose fewer digits."""
+        """Return the accumulator of one evaluation: of normalised values, whose squares lose fewer digits."""
         return _Normalised(self, outputs)
 
 
@@ -173,10 +173,10 @@ class _Normalised(_FieldMeter):
 
 
 class ACC(OfVariables):
-    """Anomaly correlation of each variable with the climatology of training, the mean over all times.
+    """Anomaly correlation coefficient of each variable against the training climatology, averaged over all times.
 
-    Of each time it is the sum over cells of f o over the root of the sums of f² and o², with f and o the output and the
-    target less the mean of their cell over the times of training.
+    For each time it is sum(f o) / sqrt(sum(f²) sum(o²)) over cells, with f and o the output and the target minus their
+    cell's mean over the training times.
     """
 
     name = "acc"
@@ -184,7 +184,7 @@ class ACC(OfVariables):
     kinds = 3
 
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return f o, f² and o² of all that is given, summed."""
+        """Return the sums of f o, f² and o²."""
         return np.stack([_weighted(one, weights)[0] for one in (y * targets, y * y, targets * targets)])
 
     def of_sums(self, sums: np.ndarray) -> np.ndarray:
@@ -202,7 +202,7 @@ class ACC(OfVariables):
             )
 
     def meter(self, outputs: Outputs) -> Meter:
-        """Return what adds up over one evaluation."""
+        """Return the accumulator of one evaluation."""
         return _Correlations(self, outputs)
 
 

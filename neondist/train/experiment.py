@@ -72,7 +72,7 @@ class RunResult:
 
 
 class FitExperiment(Registered):
-    """Train a model on a data set and judge it after every epoch.
+    """Train a model on a data set and evaluate it after every epoch.
 
     Parameters
     ----------
@@ -82,31 +82,31 @@ class FitExperiment(Registered):
         Samples per update, over all replicas.
     epochs : int
     dist_flag : bool
-        True: the image is cut over the ranks. False: the serial classes, in one process.
+        True: images are tiled over the ranks. False: serial classes in one process.
     dist_mode : {'halopar', 'vecpar', 'datapar', 'halodatapar'}, optional
-        Short for a grid: one replica whose images are cut into tiles; one whose fully connected layers are divided by
-        outputs and inputs in turn, with one sum over ranks a pair; a replica on each rank; replicas of several tiles,
-        where `grid` says how many.
+        Shorthand for a grid: one replica with tiled images; one replica whose fully connected layers are partitioned by
+        outputs and inputs alternately, with one reduction per pair; one replica per rank; replicas of several tiles,
+        whose number `grid` gives.
     grid : mapping, optional
-        replicas, rows, cols, planes; what is not given follows from the number of ranks.
+        replicas, rows, cols, planes; missing values follow from the number of ranks.
     backend, dtype, precision, seed : optional
-        Instead of the model's own.
+        Override those of the model.
     metrics : sequence of Metric, optional
-        Measured beside the misclassification.
+        Evaluated in addition to the misclassification.
     augment : sequence of Transform, optional
-        Steps that each training image goes through, others in every epoch: nd.Flip, nd.Shift, nd.Noise and others.
+        Random augmentations of the training images, redrawn in every epoch: nd.Flip, nd.Shift, nd.Noise and others.
     checkpoint : mapping, optional
-        every_steps, every_epochs, every_minutes: when checkpoints are written, default every epoch, and one at the end
-        in any case; keep: how many stay, default 1.
+        every_steps, every_epochs, every_minutes: interval between checkpoints, default every epoch; one is always
+        written at the end. keep: number of checkpoints to keep, default 1.
     loggers : sequence of Logger, optional
-        TensorBoard or MLflow, which write the numbers of every epoch beside metrics.jsonl.
+        TensorBoard or MLflow, which log every epoch in addition to metrics.jsonl.
     best : Best, optional
-        Keep the best epoch as checkpoint_best.h5, and end the run when none is better for long.
+        Keep the best epoch as checkpoint_best.h5, and stop early when it does not improve.
     nonfinite : {'stop', 'skip'}
-        What happens where a loss or gradient is not finite: an error that names the layer and the step, or the step
-        changes nothing.
+        Action when a loss or gradient is not finite: raise an error that names the layer and the step, or skip the
+        update.
     accumulate, sync, recompute, strips, memory, strategy : optional
-        How a step is executed, as in Model; instead of the model's own.
+        Execution of a step, as in Model; override those of the model.
 
     Raises
     ------
@@ -189,22 +189,22 @@ class FitExperiment(Registered):
         model.nonfinite = nonfinite
 
     def use_servers(self) -> None:
-        """Let servers apply the updates of a strategy with owners that waits for all replicas, too."""
+        """Use parameter servers also for strategies with owners that synchronise all replicas."""
         self.server_strategy, self.model.strategy = self.server_strategy or self.model.strategy, None
 
     @checked
     def validate(self, ranks: int = 1) -> None:
-        """Find everything that can be wrong before a rank is started; needs no MPI.
+        """Check everything that can be checked before ranks are started; needs no MPI.
 
         Raises
         ------
         UserError
-            GridError, DataError, ShapeError or ConfigError; `subject`, where there is one, is the object it is about.
+            GridError, DataError, ShapeError or ConfigError; `subject`, if set, is the object at fault.
         """
         validate(self, ranks)
 
     def open_grid(self, comm: Any = None) -> ProcessGrid:
-        """Return the grid that the experiment asks for, over all ranks of `comm` (default all; collective)."""
+        """Create the experiment's grid over all ranks of `comm` (default: all ranks); collective."""
         return ProcessGrid(comm, **self.grid) if self.dist_flag else ProcessGrid.serial()
 
     @checked
@@ -220,7 +220,7 @@ class FitExperiment(Registered):
         snapshot: Count | Literal["auto"] | None = None,
         worker: WorkerPlace | None = None,
     ) -> RunResult:
-        """Train; collective, every rank gets the same result.
+        """Train the model; collective, with the same result on every rank.
 
         Parameters
         ----------
@@ -228,25 +228,25 @@ class FitExperiment(Registered):
             Default `open_grid()`.
         output : path, optional
             Folder for experiment.yaml, environment.json, metrics.jsonl, ledger.jsonl, checkpoint.h5, curves.png,
-            tiles.png, worst.npz, complete.json and, of a PyTorch module, weights.safetensors, which no other run may
-            write to meanwhile. Default: nothing is written.
+            tiles.png, worst.npz, complete.json and, for a PyTorch module, weights.safetensors. The folder is locked
+            against other runs. Default: nothing is written.
         resume : bool or 'auto'
-            Continue from checkpoint.h5 in `output`, which any number of ranks may have written; 'auto': or begin, where
-            there is no run yet.
+            Resume from checkpoint.h5 in `output`, written on any number of ranks; 'auto': or start, if there is no run
+            yet.
         init_from : path, optional
-            A checkpoint whose weights (and running statistics) are the first ones, for arrays of the same name and
-            shape; a note says what was missing and left over.
+            A checkpoint whose weights and running statistics initialise arrays of the same name and shape; a note lists
+            missing and unused arrays.
         resolved : str, optional
             Text of experiment.yaml.
         hooks : iterable of Hook, optional
-            Called beside those that write the files; default a ProgressBar.
+            Called in addition to the hooks that write the files; default: a ProgressBar.
         overwrite : bool
-            The files of an earlier run in `output` are replaced; without it, that is an error.
+            Replace the files of an earlier run in `output`; an error otherwise.
         snapshot : int or 'auto', optional
-            In a job that `neondist run` supervises: write a snapshot to the shared memory of the nodes every so many
-            steps, or as often as takes at most 2 % of the time. A run that is resumed goes on from the newest.
+            In a job supervised by `neondist run`: write a snapshot to the shared memory of the nodes every so many
+            steps, or as often as possible within 2 % of the time. A resumed run continues from the newest one.
         worker : WorkerPlace, optional
-            Of a strategy whose updates are asynchronous: which of the workers `grid` is, and where the servers are.
+            For strategies with asynchronous updates: the index of this worker and the addresses of the servers.
 
         Raises
         ------

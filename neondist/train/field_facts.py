@@ -85,9 +85,7 @@ class FieldFacts:
                     f"was trained with {name} in '{there}', but the files have it in '{here}'; convert them"
                 )
         if lead != self.lead:
-            raise ValueError(
-                f"was trained with lead: {self.lead}, but the experiment has lead: {lead}; give the same"
-            )
+            raise ValueError(f"was trained with lead: {self.lead}, but the experiment has lead: {lead}; give the same")
         if step and abs(step - self.step) > _NEAR * self.step:
             raise ValueError(
                 f"was trained with time steps of {self.step / 3600:g} hours, but the files have {step / 3600:g};"

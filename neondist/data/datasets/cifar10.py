@@ -19,17 +19,17 @@ class CIFAR10(CachedDataset):
     Parameters
     ----------
     path : path
-        The folder with data_batch_1.bin to data_batch_5.bin and test_batch.bin, or the .tar.gz that holds them; `~` is
-        expanded. A file may hold fewer records than the official 10,000.
+        The folder with data_batch_1.bin to data_batch_5.bin and test_batch.bin, or the .tar.gz archive; `~` is
+        expanded. A file may have fewer records than the official 10,000.
     serialized_path : path, optional
-        Where each rank keeps its tile between runs, as in MNIST.
+        Cache of each rank's tile, as in MNIST.
     validation : float or int, optional
-        A fraction, or a number, of the training images, kept for validation: the last ones of the batches.
+        Fraction or number of the training images held out for validation: the last ones of the batches.
 
     Raises
     ------
     ConfigError
-        As of MNIST.
+        As for MNIST.
     """
 
     sample_shape, classes = (32, 32, 3), 10
@@ -49,7 +49,7 @@ class CIFAR10(CachedDataset):
 
     @property
     def source(self) -> Source:
-        """The folder or archive that the batches come from."""
+        """The folder or archive of the batches."""
         return Source(Path(os.path.expanduser(self.path)))
 
     def check(self) -> None:

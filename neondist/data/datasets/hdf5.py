@@ -23,10 +23,10 @@ _SHARE = 0.1
 
 
 class HDF5Dataset(Dataset):
-    """Images (N, H, W, C), volumes (N, D, H, W, C) or signals (N, L, C) in HDF5, with a label each or per cell.
+    """Images (N, H, W, C), volumes (N, D, H, W, C) or signals (N, L, C) in HDF5, with labels per sample or per cell.
 
-    Nothing is read but the batches, by each rank its own tile, and while one batch trains a thread reads the next.
-    `neondist data convert` makes such files, chunked so that tiles cost little; any other layout can be read too.
+    Batches are read on demand, each rank its own tile, and a thread prefetches the next batch. `neondist data convert`
+    writes such files with chunks suited to tiles; any other layout can be read too.
 
     Parameters
     ----------
@@ -38,26 +38,27 @@ class HDF5Dataset(Dataset):
     train, test : str
         The groups; '/' is the file itself.
     test_share : float, optional
-        Where there is no group `test`: the share of the samples, drawn once for all, that is kept for testing. Default:
-        0.1, or none where there is a group or a file for validation.
+        Fraction of the samples held out for testing if there is no group `test`, drawn once. Default: 0.1, or none if
+        there is a validation group or file.
     classes : int, optional
-        Default: the attribute 'classes' of the labels, or the largest class and one; not known of maps.
+        Number of classes. Default: the attribute 'classes' of the labels, or the largest class plus one; unknown for
+        maps.
     mean, std : float or one per channel, optional
         The network sees (x / scale - mean) / std. Default: the attributes of these names of the training images, or
         0 and 1.
     scale : float, optional
-        The raw value that stands for 1. Default: the attribute, or 255 for uint8, 65535 for uint16, else 1.
+        Raw value that maps to 1. Default: the attribute, or 255 for uint8, 65535 for uint16, else 1.
     ahead : bool
-        Read the next batch in a thread while one trains.
+        Prefetch the next batch in a thread.
     validation : str, mapping, float, int or None
-        The group for validation, which may be missing if it has this name; another file, as its name (ending in .h5 or
-        .hdf5) or {path: FILE, group: NAME}, where the group is otherwise called as that for training; or how much of
-        the training samples is kept for it, a fraction or a number, drawn once for all. None: no validation.
+        The validation group, which may be missing if it has the default name; another file, as its name (ending in .h5
+        or .hdf5) or {path: FILE, group: NAME}, where the group defaults to the name of the training group; or the
+        fraction or number of training samples held out, drawn once. None: no validation.
 
     Raises
     ------
     ConfigError
-        If an argument cannot be used.
+        If an argument is invalid.
     """
 
     def __init__(
@@ -94,15 +95,15 @@ class HDF5Dataset(Dataset):
 
     @property
     def file(self) -> Path:
-        """The file that everything is read from."""
+        """The HDF5 file."""
         return Path(os.path.expanduser(self.path))
 
     def check(self) -> None:
-        """Look at the arrays' shapes and types, and read the labels unless they are maps."""
+        """Check the shapes and dtypes of the arrays, and read the labels unless they are maps."""
         self._groups()
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
-        """Return the splits; their tiles stay in the file."""
+        """Return the splits, whose tiles are read from the file on demand."""
         groups = self._groups()
         first = groups["train"]
         self.content = content(groups.values())

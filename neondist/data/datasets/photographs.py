@@ -21,22 +21,22 @@ from .synthetic import Extent
 
 
 class Photographs(Dataset):
-    """Grey crops of photographs, whitened, mirrored at random; a crop's class is the photograph that it is from.
+    """Whitened grey-scale crops of photographs, mirrored at random; a crop's class is its photograph.
 
-    Where crop i lies is a function of (seed, split, i) alone. A rank makes its tile of a crop when a batch asks for it;
-    it keeps the whitened photographs, some megabytes.
+    The position of crop i is a function of (seed, split, i) only. A rank computes its tiles of crops on demand from the
+    whitened photographs, a few megabytes in memory.
 
     Parameters
     ----------
     path : path, optional
-        A folder of pictures; `~` is expanded. Default: nine that the wheels of scikit-image and scikit-learn ship.
+        A folder of images; `~` is expanded. Default: nine photographs included in scikit-image and scikit-learn.
     crop : int or (int, int)
         Height and width of a sample.
     train, test : int
-        Number of crops of each split; test crops are other places in the same photographs.
+        Number of crops of each split; test crops are at other positions in the same photographs.
     seed : int
     validation : float or int, optional
-        A fraction, or a number, of the training crops, kept for validation: the last ones.
+        Fraction or number of the training crops held out for validation: the last ones.
 
     Raises
     ------
@@ -63,7 +63,7 @@ class Photographs(Dataset):
         self.counts, self.seed = {"train": int(train), "test": int(test)}, int(seed)
 
     def check(self) -> None:
-        """Find the photographs, and check that a crop fits into each; reads their headers, not the pixels."""
+        """Find the photographs and check that a crop fits in each; reads only their headers."""
         self.files = find_photographs(self.path)
         self.classes = len(self.files)
         for file in self.files:
@@ -75,7 +75,7 @@ class Photographs(Dataset):
                 )
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
-        """Return the splits that cut this rank's tile on demand."""
+        """Return the splits, which crop this rank's tile on demand."""
         pictures = [read_grey(file) for file in self.files]
         self.content = " ".join(f"{checksum(picture):08x}" for picture in pictures)
         photographs = [whiten(picture) for picture in pictures]

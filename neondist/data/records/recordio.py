@@ -33,13 +33,13 @@ _NPY = b"\x93NUMPY"
 
 
 class RecordIOWriter:
-    """Write records to a RecordIO file, which gets its name when it is complete.
+    """Writer of RecordIO files; the file is renamed to its final name when it is complete.
 
     Parameters
     ----------
     path : path
     records_per_chunk : int
-        A checksum guards a chunk, and a chunk is read whole.
+        Chunks have a checksum and are read whole.
     compressor : {None, 'gzip'}
 
     Examples
@@ -59,7 +59,7 @@ class RecordIOWriter:
             raise OutputError(f"{path}: cannot be written ({reason(error)}); {REMEDY}") from error
 
     def write(self, record: Any) -> None:
-        """Append a record: bytes as they are, or an array in NumPy's .npy format."""
+        """Append a record: bytes, or an array in NumPy's .npy format."""
         if not isinstance(record, bytes):
             buffer = io.BytesIO()
             np.save(buffer, np.asarray(record), allow_pickle=False)

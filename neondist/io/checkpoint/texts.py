@@ -15,7 +15,7 @@ def plain_json(text: str, kind: type[T]) -> T:
     try:
         found = json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeplyly") from None
+        raise ValueError("it is nested too deeply") from None
     return of_kind("it", found, kind)
 
 
