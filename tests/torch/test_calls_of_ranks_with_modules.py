@@ -117,7 +117,7 @@ def test_other_tensors_on_a_rank(what, ranks):
     for found in nd.loopback.run(ranks, body):
         assert len(found) == 6
         for said in found:
-            assert said.startswith(f"rank {ranks - 1}: the {what} given to scatter"), said
+            assert said.startswith(f"rank {ranks - 1}: the {what} passed to scatter"), said
 
 
 def closing_over(weight):
