@@ -1,7 +1,7 @@
-"""P virtual ranks inside one process, a thread each: plans, layers and schemes without mpirun.
+"""P virtual ranks in one process, one thread each: plans, layers and schemes without mpirun.
 
-Everything is built from mailboxes, one for each ordered pair of ranks in a group. What is sent is copied, as it would
-be between processes: arrays of exchanges as they are, all other values by pickle.
+All communication uses mailboxes, one per ordered pair of ranks in a group. Messages are copied, as between processes:
+arrays of exchanges directly, all other values by pickle.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class GridShape:
         return self.replicas * self.tiles
 
     def parts(self, ndim: int) -> tuple[int, ...]:
-        """Return into how many ranges each of `ndim` spatial axes is cut."""
+        """Return the number of parts of each of `ndim` spatial axes."""
         if ndim == 3:
             return self.planes, self.rows, self.cols
         if ndim == 2:
@@ -40,7 +40,7 @@ class GridShape:
         return (self.tiles,) * ndim  # one axis takes all tiles, and no axis none
 
     def partition(self, extent: Sequence[int]) -> Partition:
-        """Return the cut of an image of `extent` cells; an image with no axes is known whole on every tile's rank."""
+        """Return the partition of an image of `extent` cells; an image without axes is replicated."""
         if len(extent) > 3:
             raise ConfigError(
                 f"images of extent {tuple(extent)} have more than the three spatial axes that a grid can partition"
@@ -64,7 +64,7 @@ class StripGrid(GridShape):
         return super().tiles * self.strips
 
     def parts(self, ndim: int) -> tuple[int, ...]:
-        """Return into how many ranges each of `ndim` spatial axes is cut."""
+        """Return the number of parts of each of `ndim` spatial axes."""
         first, *others = self.whole.parts(ndim) if ndim else (1,)
         return (first * self.strips, *others)[:ndim]
 
