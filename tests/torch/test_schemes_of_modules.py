@@ -127,5 +127,5 @@ def test_bad_schemes(scheme, message):
 
 
 def test_what_remembers_is_not_run_twice():
-    with pytest.raises(ConfigError, match="recompute: 'stale' remembers"):
+    with pytest.raises(ConfigError, match="recompute: 'stale' keeps state"):
         distributed("stale", recompute=True)

@@ -150,7 +150,7 @@ WRAPPED = ConvLayerDist(4, 3, padding=1, padding_mode="wrap")
         (Synthetic([1 << 20, 1 << 20, 3]), FCLayerDist(4), "needs .* TB, most of it for layer 'fc1'"),
         (Synthetic([1 << 17, 1 << 17, 300]), WRAPPED, "needs .* TB, most of it for layer 'conv1'"),
         (Synthetic([8, 8, 1]), FCLayerDist(10**12), "needs .* TB, most of it for layer 'fc1'"),
-        (Synthetic([8, 8, 1], train=10**13), FCLayerDist(4), "what is kept of 10000000000064 samples needs 400 TB"),
+        (Synthetic([8, 8, 1], train=10**13), FCLayerDist(4), "bookkeeping for 10000000000064 samples needs 400 TB"),
     ],
 )
 def test_what_cannot_fit_is_refused_before_anything_is_allocated(dataset, layer, says):
@@ -169,7 +169,7 @@ model: !GBDist
   {where}: !SGD {{learning_rate: 0.1, schedule: !CosineDecay {{epochs: 6}}}}
 epochs: 8
 """)
-    message = rf"x\.yaml:6: model\.{where}\.schedule\.epochs: the learning rate is 0 after 6 epochs, and 8 are"
+    message = rf"x\.yaml:6: model\.{where}\.schedule\.epochs: the learning rate is 0 after 6 epochs, but 8 epochs are"
     with pytest.raises(ConfigError, match=message):
         _checked(tmp_path / "x.yaml")
     _checked(tmp_path / "x.yaml", [f"model.{where}.schedule.epochs=8"])

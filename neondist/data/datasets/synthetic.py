@@ -70,7 +70,7 @@ class Synthetic(Dataset):
     def check(self) -> None:
         """Check that there is enough memory for the data kept per sample; arguments are checked by the constructor."""
         count = sum(self.counts.values())
-        require_room(_KEPT * count, f"the test split kept of {count} samples", "give fewer for train and test")
+        require_room(_KEPT * count, f"bookkeeping for {count} samples", "give fewer for train and test")
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits, which compute this rank's tile on demand."""

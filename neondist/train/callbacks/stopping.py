@@ -31,7 +31,7 @@ class StopOnSignal(Hook):
 
     joins_pretraining = True
 
-    def __init__(self, signals: Signals | None = None, remedy: str = "--resume goes on from here") -> None:
+    def __init__(self, signals: Signals | None = None, remedy: str = "--resume continues from here") -> None:
         self.signals, self.own, self.remedy = signals or Signals(), signals is None, remedy
         self.run: TrainState | None = None
 
