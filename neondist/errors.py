@@ -105,7 +105,7 @@ class HaloError(UserError):
 
 
 class PlanError(UserError):
-    """What a layer or a scheme sends is not what it has declared; the message names it."""
+    """Messages of a layer or scheme differ from its declaration; the error names it."""
 
 
 class RemoteError(NeondistError):

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and what is told where that is not enough.
+"""Available memory of this process, and the errors raised when it is not enough.
 
 What cannot be held is told before anything of that size is asked for: where a system promises more memory than it has,
 it kills whoever uses it.

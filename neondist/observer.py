@@ -1,4 +1,4 @@
-"""Who watches passes and messages is told what happens; nothing else changes for it."""
+"""Interface of observers of passes and messages; they do not affect results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads each rank's libraries may use."""
+"""Number of threads of each rank's libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What limits a layer: the matrix multiply's speed, or the memory's (Williams, Waterman and Patterson 2009)."""
+"""Roofline of a layer: limited by matrix products or by memory bandwidth (Williams, Waterman and Patterson 2009)."""
 
 from __future__ import annotations
 

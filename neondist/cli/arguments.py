@@ -1,4 +1,4 @@
-"""What can be typed after `neondist`."""
+"""Command-line parser of `neondist`."""
 
 from __future__ import annotations
 

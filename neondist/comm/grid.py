@@ -1,4 +1,4 @@
-"""Which rank holds which tile of which replica."""
+"""Assignment of ranks to the tiles of replicas."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from .turns import Turns, closed_gate
 
 @dataclass(eq=False)
 class _Mailbox:
-    """What one rank has sent to another, and the gate at which that one waits for more."""
+    """Messages from one rank to another, with a gate at which the receiver waits."""
 
     values: deque[Any] = field(default_factory=deque)
     gate: threading.Lock | None = None

@@ -1,4 +1,4 @@
-"""What the rest of neondist needs from a communicator; MPI, loopback and a single process offer it alike."""
+"""Interface of a communicator; MPI, loopback and a single process implement it alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every cost answers: a sum over the local cells, its gradient, and what the mean divides by."""
+"""Interface of costs: a sum over the local cells, its gradient, and the denominator of the mean."""
 
 from __future__ import annotations
 

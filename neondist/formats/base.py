@@ -1,4 +1,4 @@
-"""What a source and a sink are: an array in a file, of which boxes are read or written."""
+"""Interfaces of sources and sinks: arrays in files that are read or written by boxes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _COPIES = 3  # of an image while it is decoded, turned into an array, and writte
 
 @dataclass(frozen=True)
 class Loader:
-    """How an image file becomes an array.
+    """Conversion of an image file to an array.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Which class reads and writes which files: those that are built in, and those of installed plugins."""
+"""Table of the classes that read and write files: built-in ones, and those of installed plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many replicas and tiles there are; pure arithmetic, so that a plan needs no MPI."""
+"""Numbers of replicas and tiles; pure arithmetic, so that a plan needs no MPI."""
 
 from __future__ import annotations
 

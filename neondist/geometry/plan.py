@@ -1,4 +1,4 @@
-"""Who sends which cells to whom; pure integers, computed by every rank alone, nothing is communicated.
+"""Halo plans: which tile sends which cells to which; pure integers, computed by every rank without communication.
 
 A plan names, for one tile, the cells that it owns, the cells that it needs, and the pieces that travel. The way back
 (bprop) is the same plan with the two ends swapped, adding instead of placing.

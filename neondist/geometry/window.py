@@ -1,4 +1,4 @@
-"""What a layer looks at: a window that slides over the image."""
+"""Window of a layer that slides over the image."""
 
 from __future__ import annotations
 

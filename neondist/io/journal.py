@@ -1,4 +1,4 @@
-"""Which parts of a long job are done: a few bytes for each beside the file it writes, whenever the job is killed."""
+"""Journal of the completed parts of a long job: a few bytes for each, valid whenever the job is killed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class Lock:
-    """What this process alone writes to, from when this is made until `release`.
+    """Exclusive lock of this process on what it writes, from construction until `release`.
 
     Parameters
     ----------

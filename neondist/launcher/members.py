@@ -134,7 +134,7 @@ def _settle_ranks(arguments: argparse.Namespace) -> None:
 
 
 class Roster:
-    """What a run may be made of: numbers of ranks that it can take, and the hosts that there are.
+    """Composition of a run: the numbers of ranks it supports, and the available hosts.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Which cores each rank of `neondist run -n N` keeps to: neighbours in the numbering of its machine's cores.
+"""Cores of each rank of `neondist run -n N`: neighbours in the numbering of its machine's cores.
 
 By affinity alone, and not by mpirun's options, so that it works with every MPI, as root, and in containers.
 """

@@ -1,4 +1,4 @@
-"""What a model is made of: single layers, and containers of them.
+"""Base classes of the parts of a model: layers and containers.
 
 A layer is a window, a forward on a view, a backward on a view; it never pads and never communicates. `layer.input`
 makes the view: a PaddedArray, or a GlobalArray where the mixin `Dist` comes first among the bases.
@@ -78,7 +78,7 @@ class Node(Registered, ABC):
 
 
 class LayerDescription(Node):
-    """What a layer says of itself: functions of the global input shape alone, of which the plan is made.
+    """Declarations of a layer: functions of the global input shape only, from which the plan is made.
 
     Attributes
     ----------

@@ -21,7 +21,7 @@ from .layout import Shape
 
 @dataclass(frozen=True)
 class Context:
-    """What all layers of a built model share."""
+    """State shared by all layers of a built model."""
 
     grid: ProcessGrid
     backend: Backend
@@ -31,7 +31,7 @@ class Context:
 
 
 class Built(Protocol):
-    """What a call has of its layer."""
+    """Facts about the layer of a call."""
 
     name: str | None
     context: Context

@@ -1,4 +1,4 @@
-"""What all pooling layers share."""
+"""Base of pooling layers."""
 
 from __future__ import annotations
 

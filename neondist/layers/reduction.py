@@ -1,4 +1,4 @@
-"""What a layer reduces over ranks in a pass, from its shapes alone."""
+"""Declaration of a layer's reductions over ranks in a pass, from its shapes only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every metric answers: a sum and a count, which add up over ranks and batches."""
+"""Interface of metrics: a sum and a count, which are added over ranks and batches."""
 
 from __future__ import annotations
 

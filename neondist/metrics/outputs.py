@@ -1,4 +1,4 @@
-"""Where the outputs that metrics judge lie: which ranks have which cells."""
+"""Location of the outputs that metrics evaluate: the assignment of cells to ranks."""
 
 from __future__ import annotations
 

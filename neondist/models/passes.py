@@ -12,7 +12,7 @@ from ..runtime import Executor, Pass
 
 
 class ModelPass:
-    """What `model.forward` returns; its memory is given back when nobody holds it any more.
+    """Forward pass returned by `model.forward`; its memory is released when it is no longer referenced.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What the training loop asks of what it trains."""
+"""Interface between the training loop and the objects it trains."""
 
 from __future__ import annotations
 

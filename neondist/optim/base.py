@@ -1,4 +1,4 @@
-"""What every optimiser shares: slots, the learning rate of a moment, and the walk over a flat array."""
+"""Base of optimisers: slots, the scheduled learning rate, and iteration over a flat array."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AVERAGE = "average"
 
 
 class Scheduled:
-    """What follows a schedule."""
+    """Base of objects with a schedule."""
 
     schedule: Schedule | None
     #: whether there is a momentum that a schedule can change

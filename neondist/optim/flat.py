@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat array, and their norms over all ranks."""
+"""Layout of parameters in a flat array, and their norms over all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which exact scheme each layer would best have on a grid, by the planner's cost model."""
+"""Best exact scheme of each layer on a grid, by the planner's cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer will look like on a grid: shapes, tiles and halos, from arithmetic alone."""
+"""Plan of a layer on a grid: shapes, tiles and halos, from arithmetic only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the arrays of a step live: from it follows which of them may share memory.
+"""Lifetimes of the arrays of a step, which determine which of them may share memory.
 
 A pass of L steps has 2 L moments: step i works forward at moment i, and backward at moment 2 L - 1 - i.
 """
@@ -65,7 +65,7 @@ def _placed(ranges: Sequence[LiveRange], order: Sequence[int]) -> tuple[list[int
 
 @dataclass
 class MemoryPlan:
-    """Which arrays of a pass live in the arena, and when.
+    """Arrays of a pass in the arena, and their lifetimes.
 
     Attributes
     ----------

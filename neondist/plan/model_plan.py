@@ -1,4 +1,4 @@
-"""What runs, checks and benchmarks ask of the plan of a model of either kind."""
+"""Interface of the plan of a model of either kind, for runs, checks and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Workload:
-    """What the busiest rank does in a training step; the synchronisation of gradients is not in it.
+    """Workload of the busiest rank in a training step, without the synchronisation of gradients.
 
     Attributes
     ----------

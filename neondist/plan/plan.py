@@ -1,4 +1,4 @@
-"""What a model does on a grid, compiled once: what runs, what it sends, and what it needs of memory."""
+"""Compiled plan of a model on a grid: its steps, messages and memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOSS, GRADIENTS = "loss", "gradients"
 
 @dataclass(frozen=True)
 class Training:
-    """What a plan has to know of a training step beside the layers."""
+    """Facts about a training step that a plan needs in addition to the layers."""
 
     cost: Cost
     optimizer: Optimizer

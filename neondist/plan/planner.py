@@ -1,4 +1,4 @@
-"""Which consecutive layers make a segment: dynamic programming on a cost model."""
+"""Division of consecutive layers into segments: dynamic programming on a cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes of a network can go strip after strip."""
+"""Nodes of a network that can be computed strip by strip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python code gives to a constructor, checked against the same type hints as a YAML file's fields."""
+"""Validation of constructor arguments from Python against the same type hints as a YAML file's fields."""
 
 from __future__ import annotations
 

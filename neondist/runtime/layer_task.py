@@ -1,4 +1,4 @@
-"""What a layer's step does in a pass, forward and backward; all communication of a pass is here."""
+"""Task of a layer's step in a pass, forward and backward; all communication of a pass is here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step of a graph does in a pass, forward and backward; those of branches, and of none, are here."""
+"""Tasks of a graph's steps in a pass, forward and backward; those of branches, and without communication, are here."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ REMEDY = "start the script again to continue from here"
 
 
 class TrainingRole:
-    """What a DistributedSession does in the tasks that train.
+    """Role of a DistributedSession in training tasks.
 
     Parameters
     ----------

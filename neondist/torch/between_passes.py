@@ -1,4 +1,4 @@
-"""What a forward leaves on its module for the next one: a captured module computes the same in every pass.
+"""State that a forward leaves on its module for the next one; a captured module computes the same in every pass.
 
 Counters, caches and results for whoever looks are harmless. What the next forward would read is not, and is refused.
 """

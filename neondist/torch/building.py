@@ -26,7 +26,7 @@ Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
 
 
 class Builder(StepList):
-    """What rules are written with: a plan in the making."""
+    """Builder of plans, used by rules."""
 
     def view(
         self,

@@ -194,7 +194,7 @@ class _View(NamedTuple):
 
 
 class _Hand:
-    """What a grid keeps for images of so many axes: communicators, planned messages, and extents it has seen."""
+    """State of a grid for images of a number of axes: communicators, planned messages, and known extents."""
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
         self.wires = Wires(grid, spatial)

@@ -1,4 +1,4 @@
-"""What users may get wrong, and the messages for it."""
+"""Checks of users' arguments, and their messages."""
 
 from __future__ import annotations
 

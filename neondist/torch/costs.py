@@ -1,4 +1,4 @@
-"""What a training step of a distributed module costs: bytes sent and summed, products, parameters, memory."""
+"""Costs of a training step of a distributed module: bytes sent and reduced, operations, parameters, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `distribute` and `from_torch` refuse, and where it stands."""
+"""Errors of `distribute` and `from_torch`, with the user's source position."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class UnsupportedOperator(UserError):
 
 
 class NotRecorded(Exception):
-    """What a module does, and a captured one would not.
+    """Behaviour of a module that a captured one would not reproduce.
 
     Parameters
     ----------

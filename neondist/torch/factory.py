@@ -1,4 +1,4 @@
-"""What a factory makes, and what torch.export finds in it: a module before it is distributed."""
+"""Modules made by factories, and their captured programs, before they are distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module is given of the images and labels that a rank reads."""
+"""Conversion of the images and labels that a rank reads to a module's inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators of a captured graph write into, and whether reading their results instead comes to the same."""
+"""Mutated arguments of operators in a captured graph, and whether reading results instead is equivalent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--debug-halo` looks for in a module: mistakes of rules and border schemes of a user's own."""
+"""Checks of `--debug-halo` in a module: errors of users' rules and border schemes."""
 
 from __future__ import annotations
 

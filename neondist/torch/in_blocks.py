@@ -116,7 +116,7 @@ class Call(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What a live norm takes its statistics of, these, (N·groups,) or (C,), and how."""
+    """Statistics of a live norm: the tensor they are computed from, (N·groups,) or (C,), and the method."""
 
     x: Value
     mean: Value

@@ -1,4 +1,4 @@
-"""How a tensor lies on the ranks: which of its dimensions are cut, by which axis of the grid, and where.
+"""Layout of a tensor over ranks: its partitioned dimensions, with the grid axis and boundaries of each.
 
 Pure integers. A dimension is a product of *atoms*, the first changing slowest: flattening (N, C, H, W) to (N, C·H·W)
 makes one dimension of three atoms, of which H and W stay cut. So that reshaping costs no message.

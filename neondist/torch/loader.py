@@ -32,7 +32,7 @@ Position = tuple[int, int]
 
 
 class Loader:
-    """What `loader` returns: an iterable over this rank's parts of the batches of an epoch.
+    """Iterable over this rank's parts of the batches of an epoch, as returned by `loader`.
 
     Attributes
     ----------
@@ -196,7 +196,7 @@ def loader(
 
 
 class _Part(NamedTuple):
-    """What a worker reads of a batch.
+    """Part of a batch that a worker reads.
 
     Attributes
     ----------

@@ -24,7 +24,7 @@ from .transfer import Wanted
 
 
 class Lowering(Builder):
-    """What rules are given: a plan in the making, and the operator at hand.
+    """Context of a rule: the plan being built, and the current operator.
 
     Attributes
     ----------

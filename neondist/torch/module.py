@@ -36,7 +36,7 @@ REMEMBERED = 64
 
 @dataclass(eq=False)
 class _Prepared:
-    """What runs for one state of a module.
+    """Compiled program for one state of a module.
 
     Attributes
     ----------

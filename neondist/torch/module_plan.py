@@ -46,7 +46,7 @@ before a pass, are not counted: some sums of a few bytes"""
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """What a run, `neondist check` and benchmarks ask of a plan; it has no corresponding layers of neondist.
+    """Interface of a module's plan for runs, `neondist check` and benchmarks; it has no corresponding neondist layers.
 
     Attributes
     ----------

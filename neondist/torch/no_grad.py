@@ -1,4 +1,4 @@
-"""What a captured module computes without gradients: decompositions forget that it was."""
+"""Detection of values computed without gradients in a captured module, which decompositions do not preserve."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """How an operator is distributed.
+    """Rule for distributing an operator.
 
     Attributes
     ----------

@@ -25,7 +25,7 @@ SCORES = 2**20
 
 
 class Ring(NamedTuple):
-    """What ranks attend to; pure.
+    """Plan of ring attention; pure.
 
     Attributes
     ----------

@@ -29,7 +29,7 @@ Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
 
 @dataclass
 class _Owner:
-    """What a buffer of our layers' arrays, channels last, asks of its array."""
+    """Interface of an array, channels last, for its buffer."""
 
     grid: ProcessGrid
     policy: ExchangePolicy
@@ -45,7 +45,7 @@ class _Owner:
 
 
 class SchemeChannel:
-    """What `Channel` is for exact views: cells and gradients cross as a scheme lets them."""
+    """Counterpart of `Channel` for border schemes: cells and gradients are exchanged as the scheme prescribes."""
 
     def __init__(self, wires: Wires, step: Step) -> None:
         assert step.transfer is not None

@@ -1,4 +1,4 @@
-"""Which operators of a module go together: those of a *segment* follow one another, the first of them windows."""
+"""Segments of a module: groups of consecutive operators, beginning with windows."""
 
 from __future__ import annotations
 

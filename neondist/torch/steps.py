@@ -245,7 +245,7 @@ def _of_those(run: Callable[..., Any], args: Sequence[Value | None]) -> tuple[Ca
 
 
 class Where:
-    """Where in the user's program an operator stands.
+    """Source position of an operator in the user's program.
 
     Attributes
     ----------

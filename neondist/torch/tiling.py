@@ -24,7 +24,7 @@ def mark(tensor: torch.Tensor, layout: Layout) -> None:
 
 
 class Tiling:
-    """How inputs, outputs and targets of a module are cut.
+    """Tiling of a module's inputs, outputs and targets.
 
     Parameters
     ----------

@@ -311,7 +311,7 @@ class TorchTransport(Transport):
 
 
 class _Works(Request):
-    """What torch.distributed has under way."""
+    """Pending operations of torch.distributed."""
 
     def __init__(self, transport: TorchTransport, works: Sequence[Any]) -> None:
         self.transport, self.works = transport, works

@@ -91,7 +91,7 @@ class _Search(OfProgram, BlockLowering):
 
 
 class Trunk(Traced):
-    """What of a captured module can go block by block, samples apart too.
+    """Part of a captured module that can be computed block by block, with samples separated too.
 
     Attributes
     ----------

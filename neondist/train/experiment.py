@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run leaves behind.
+    """Results of a run.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Where an experiment begins: with new weights, or those of a file; or where an earlier run has stopped."""
+"""Start of an experiment: with new weights, with those of a file, or from an earlier run's checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .state import TrainState
 
 @dataclass(frozen=True)
 class Start:
-    """How an experiment begins.
+    """Starting point of an experiment.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What can be wrong with an experiment, found before a rank is started."""
+"""Validation of an experiment before a rank is started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BATCHES = 3  # of the samples: the one that trains, the next, and the first lay
 
 
 class Experiment(Protocol):
-    """What an experiment is made of."""
+    """Parts of an experiment."""
 
     dataset: Dataset
     model: TrainableModel

@@ -25,7 +25,7 @@ NUMBERS = 4  # that a step has of each sample: whether it applies, and one for e
 
 @dataclass(frozen=True)
 class Draw:
-    """What is random for one step, one sample and one epoch; a function of the seed and these alone.
+    """Random draws of one step, one sample and one epoch; a function of these and the seed only.
 
     Attributes
     ----------

@@ -226,7 +226,7 @@ _WHITE = 255
 
 
 class ClassLabels:
-    """What labels of one part are like, block by block; those that no training could use are refused.
+    """Checks of the labels of one part, block by block; labels that training could not use are rejected.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Where the CIFAR-10 batches lie: a folder, or the archive that they come in."""
+"""Location of the CIFAR-10 batches: a folder, or their archive."""
 
 from __future__ import annotations
 

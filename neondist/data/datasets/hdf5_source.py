@@ -1,4 +1,4 @@
-"""What an HDF5 file holds, looked at before it is believed."""
+"""Contents of an HDF5 file, validated before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a data set of images has, and what belongs to each: looked at before anything is trained."""
+"""Files of a data set of images, and the labels that belong to each, checked before training."""
 
 from __future__ import annotations
 

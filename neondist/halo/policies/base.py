@@ -1,4 +1,4 @@
-"""What every exchange policy says of itself."""
+"""Base class of exchange policies."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ DEPTH = 20  # groups inside of groups; a file of ours has the depth of layers' n
 
 @dataclass(frozen=True)
 class Facts:
-    """What a file holds, known on every rank.
+    """Facts about a file, known on every rank.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What border schemes remember of earlier steps. Each rank has its own, so only the same grid can go on with it."""
+"""State of border schemes from earlier steps. It is local to each rank, so only the same grid can restore it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Exchanged: TypeAlias = Mapping[str, Sequence[GlobalArray]]
 
 @dataclass(frozen=True)
 class Memory:
-    """What all ranks remember, as it is written into a checkpoint.
+    """State of border schemes on all ranks, as written to a checkpoint.
 
     Attributes
     ----------

@@ -17,7 +17,7 @@ MOST = 3
 
 @dataclass(frozen=True)
 class Taken:
-    """What became of the arrays of a model and of a file, by '<layer name>/<parameter>'.
+    """Outcome of matching the arrays of a model with those of a file, by '<layer name>/<parameter>'.
 
     Attributes
     ----------

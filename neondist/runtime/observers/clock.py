@@ -1,4 +1,4 @@
-"""Where the seconds of a model's steps go: by layer and by kind of work."""
+"""Breakdown of the time of a model's steps by layer and by kind of work."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Tensor(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What a step gives.
+    """Result of a step.
 
     Attributes
     ----------

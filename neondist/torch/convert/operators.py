@@ -14,7 +14,7 @@ from .network import Network, Value
 
 
 class Conversion(NamedTuple):
-    """What makes layers of an operator, the layers' names, and what it asks for."""
+    """Converter of an operator to layers: the layers' names, and the arguments it needs."""
 
     function: Callable[..., Any]
     layers: str

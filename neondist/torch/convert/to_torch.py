@@ -62,7 +62,7 @@ class SumOf(nn.Module):
 
 
 class ConcatOf(SumOf):
-    """What branches give, side by side along the channels."""
+    """Concatenation of the results of branches along the channels."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return all channels."""

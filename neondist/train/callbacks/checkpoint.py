@@ -154,7 +154,7 @@ KEYS = ("every_steps", "every_epochs", "every_minutes", "keep")
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """When checkpoints are written, beside the last one at the end of the run.
+    """Schedule of checkpoints, in addition to the final one.
 
     Attributes
     ----------

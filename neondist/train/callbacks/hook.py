@@ -1,4 +1,4 @@
-"""Where code of your own can join a training run."""
+"""Interface for user code in a training run."""
 
 from __future__ import annotations
 

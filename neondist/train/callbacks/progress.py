@@ -1,4 +1,4 @@
-"""What the person at the keyboard sees."""
+"""Output for the user at the terminal."""
 
 from __future__ import annotations
 

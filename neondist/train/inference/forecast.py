@@ -220,7 +220,7 @@ def _rolled_out(route: InTiles, steps: int, facts: FieldFacts, count: int) -> It
 
 
 class ForecastPlace(TileSource):
-    """Where forecasts lie: the grid of a variable, at other times.
+    """Coordinates of forecasts: the grid of a variable, at other times.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What is written of a network's outputs: as they are, as probabilities, or as classes."""
+"""Conversion of a network's outputs for writing: raw, as probabilities, or as classes."""
 
 from __future__ import annotations
 
