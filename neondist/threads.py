@@ -78,7 +78,7 @@ def say_share(ranks: int, first: bool) -> Callable[[], None]:
 
 
 def chosen(env: Mapping[str, str]) -> bool:
-    """Tell whether somebody has said how many threads there shall be."""
+    """Return whether the number of threads has been set."""
     return any(name in env for name in VARIABLES)
 
 

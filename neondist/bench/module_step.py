@@ -22,7 +22,7 @@ from .rest import rest
 LEAST = 0.3
 """seconds of the steps of a turn"""
 RATE = 1e-6
-"""of the optimiser: with longer steps, losses of random targets grow until they are no numbers"""
+"""of the optimiser: with longer steps, losses of random targets grow until they are NaN"""
 
 
 class ModuleStep:

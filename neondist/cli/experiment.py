@@ -94,7 +94,7 @@ def import_module(name: str, option: str = "--import ") -> str:
 
 
 def load_factory(text: str, option: str) -> Callable[..., Any]:
-    """Return what FILE.py:NAME, or MODULE:NAME, is; ConfigError, which begins with the option, if it is no function."""
+    """Return what FILE.py:NAME, or MODULE:NAME, is; ConfigError, with the option, if it is not a function."""
     place, colon, name = text.rpartition(":")
     if not (colon and place and name):
         raise ConfigError(f"{option}{text}: does not name a function; expected FILE.py:NAME or MODULE:NAME")

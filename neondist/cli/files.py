@@ -154,7 +154,7 @@ def _segmentation(folder: Path, masks: str) -> str:
         cost, metrics = "!DiceCE {}", "!IoU {}, !F1 {}"
         labels += f"\n  classes: {outputs}             # a mask with others ends the run"
         if ignored:
-            what += f", and {none} where there is no class"
+            what += f", and {none} where there is not a class"
             labels, cost = f"{labels}\n  ignore_index: {none}", f"!DiceCE {{ignore_index: {none}}}"
     return _FILE.format(
         what=visible(what, keep=""), crop=_crop(images), images=_quoted(_pattern(folder / "images")), labels=labels,

@@ -344,7 +344,7 @@ def _result(trial: FrozenTrial, folder: Path) -> str:
 
 
 def _marked(trial: FrozenTrial, key: str) -> tuple[float, float] | None:
-    """Return the point of the best trial in the plot of a field; None where the field is no number."""
+    """Return the point of the best trial in the plot of a field; None where the field is not a number."""
     at, value = trial.params[key], trial.value
     return (at, value) if is_number(at) and value is not None else None
 

@@ -175,7 +175,7 @@ class HostPool:
         return {host: slots for host, slots in self.listed.items() if host not in cooling}
 
     def match(self, name: str) -> str:
-        """Return the host on the list that goes by this name, fully qualified or not; '' if there is none."""
+        """Return the listed host with this name, fully qualified or not; '' if there is none."""
         if name in self.listed:
             return name
         short = name.partition(".")[0]

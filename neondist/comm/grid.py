@@ -154,7 +154,7 @@ class ProcessGrid:
 
     @staticmethod
     def of(handle: int) -> ProcessGrid:
-        """Return the grid with this handle, which somebody still has."""
+        """Return the grid with this handle, which must still be referenced."""
         return _GRIDS[handle]
 
     @classmethod

@@ -188,12 +188,12 @@ class Transport(ABC):
         return self.closed
 
     def takes(self, array: Any) -> bool:
-        """Tell whether exchanges and `allreduce` take an array themselves; others go through the host."""
+        """Return whether exchanges and `allreduce` take an array themselves; others go through the host."""
         kind = getattr(getattr(array, "device", None), "type", None)  # PyTorch's
         return isinstance(array, np.ndarray) or kind in self.tensors or self.takes_of_device(array)
 
     def takes_of_device(self, array: Any) -> bool:
-        """Tell whether it takes an array of CuPy's from the device, where what computes it has to be waited for."""
+        """Return whether it takes an array of CuPy's from the device, where what computes it has to be waited for."""
         return False
 
     def begin(self, call: str) -> None:

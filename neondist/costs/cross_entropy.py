@@ -91,7 +91,7 @@ class CrossEntropy(Cost):
         return wanted if keep is None else wanted * xp.asarray(keep)[..., None]
 
     def _plain(self, y: Any, targets: Any) -> bool:
-        """Tell whether targets are labels that all count alike."""
+        """Return whether targets are labels that all count alike."""
         return not (self.weighted or self.label_smoothing or is_dense(y.shape, targets))
 
 

@@ -103,7 +103,7 @@ def cached(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
 
 
 def _require_own(path: Path, found: os.stat_result) -> None:
-    """Refuse a file whose content another user has chosen: its fingerprint is no secret."""
+    """Refuse a file whose content another user has chosen: its fingerprint is not secret."""
     if stat.S_ISDIR(found.st_mode):
         return
     if not stat.S_ISREG(found.st_mode):  # a pipe would block, and a device be replaced
@@ -173,7 +173,7 @@ def checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def _foreign(path: Path) -> bool:
-    """Tell whether a file is surely something else than a cache of any version, damaged or not."""
+    """Return whether a file is surely something else than a cache of any version, damaged or not."""
     import h5py
 
     try:

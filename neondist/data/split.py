@@ -225,7 +225,7 @@ def shape_of(tiles: Tiles) -> tuple[int, ...]:
 
 
 def are_maps(labels: Tiles, box: Box) -> bool:
-    """Tell whether labels are tiles (N, *tile, ...) of maps."""
+    """Return whether labels are tiles (N, *tile, ...) of maps."""
     return len(shape_of(labels)) >= len(box.lo)
 
 

@@ -100,7 +100,7 @@ def _zone(text: str | None) -> float:
 
 
 def _exists(kind: str, year: int, month: int, day: int, hour: int, minute: int, second: float) -> bool:
-    """Tell whether a calendar has a moment."""
+    """Return whether a calendar has a moment."""
     if not (1 <= month <= 12 and day >= 1 and hour < 24 and minute < 60 and second < 60):
         return False
     later = (year, month + 1, 1) if month < 12 else (year + 1, 1, 1)

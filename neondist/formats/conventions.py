@@ -105,7 +105,7 @@ class Beside:
 
 
 def unread_text(attribute: str, variable: str) -> str:
-    """Return what is wrong with an attribute that is no text of fixed length, and the remedy."""
+    """Return what is wrong with an attribute that is not text of fixed length, and the remedy."""
     return (
         f"{attribute} as variable-length text, which is not supported; write it as characters, for instance: ncatted -a"
         f" {attribute},{variable},o,c,TEXT FILE"

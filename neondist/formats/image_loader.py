@@ -249,7 +249,7 @@ def _opened(path: Path, size: tuple[int, int] | None) -> Iterator[Any]:
 
 @contextmanager
 def _without_limit(module: Any) -> Iterator[None]:
-    """Let Pillow read images of any size: how large they may be is told by the machine's memory."""
+    """Let Pillow read images of any size, limited only by the machine's memory."""
     limit, module.MAX_IMAGE_PIXELS = module.MAX_IMAGE_PIXELS, None
     try:
         yield

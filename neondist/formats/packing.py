@@ -45,7 +45,7 @@ class Packing:
     Raises
     ------
     DataError
-        An attribute is no number, or can be understood in two ways.
+        An attribute is not a number, or can be understood in two ways.
     """
 
     def __init__(self, where: str, stored: Any, attributes: Mapping[str, Any], prefilled: bool = False) -> None:
@@ -148,7 +148,7 @@ class Packing:
             return np.empty(0)
         found = self._attributes[name]
         if found is None or isinstance(found, str):
-            raise self._unclear(name, "is no number", "d,NUMBER")
+            raise self._unclear(name, "is not a number", "d,NUMBER")
         return np.asarray(found)
 
     def _one(self, name: str) -> Any:

@@ -215,7 +215,7 @@ def formats() -> Iterator[Format]:
 
 
 def known(path: Path) -> bool:
-    """Tell whether the name is one of a format's files."""
+    """Return whether the name is one of a format's files."""
     return _find(path) is not None
 
 

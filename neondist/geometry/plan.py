@@ -250,7 +250,7 @@ class _Axis:
         self.needs = needs
 
     def _alone(self, window: Window, outputs: Partition) -> bool:
-        """Tell whether no part sees cells that it does not own along other axes."""
+        """Return whether no part sees cells that it does not own along other axes."""
         for axis in range(len(self.partition.extent)):
             for part, (lo, hi) in enumerate(needs_along(outputs, window, axis) if axis != self.axis else ()):
                 first, last = self.partition.range(axis, part)

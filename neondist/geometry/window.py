@@ -170,7 +170,7 @@ def same_padding(
 
 
 def _several(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Tell whether a value is a sequence; a model makes thousands of windows, so the usual types come first."""
+    """Return whether a value is a sequence; a model makes thousands of windows, so the usual types come first."""
     return isinstance(value, tuple) or (not isinstance(value, int) and isinstance(value, Sequence))
 
 

@@ -77,7 +77,7 @@ class HaloExchange:
 
     @property
     def training(self) -> bool:
-        """Whether the pass at work trains; in evaluation there is no step before."""
+        """Whether the pass at work trains; in evaluation there is not a step before."""
         return self.buffer.phase.training
 
     @property

@@ -127,7 +127,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def can_draw() -> bool:
-    """Tell whether matplotlib is there, whose figures are written."""
+    """Return whether matplotlib is there, whose figures are written."""
     return find_spec("matplotlib") is not None
 
 

@@ -132,7 +132,7 @@ def _holder(path: Path) -> str:
 
 
 def _alive(said: dict[str, Any]) -> bool:
-    """Tell whether the process that a lock's file names may still be there."""
+    """Return whether the process that a lock's file names may still be there."""
     if said.get("host") != socket.gethostname() or not isinstance(said.get("process"), int):
         return bool(said)
     if said["process"] == os.getpid():

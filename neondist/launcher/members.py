@@ -298,7 +298,7 @@ def wait_for_members(
 ) -> Members | None:
     """Return the members of the next generation once there can be one; None after `limit` seconds, or if stopped.
 
-    Progress is told now and every 30 seconds.
+    Progress is printed immediately and every 30 seconds.
     """
     began, last = time.monotonic(), -1
     while True:

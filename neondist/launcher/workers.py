@@ -69,7 +69,7 @@ def open_forks(arguments: argparse.Namespace) -> AbstractContextManager[ForkServ
 
 
 def worker_place(environ: Mapping[str, str]) -> WorkerPlace | None:
-    """Return the place of this process in an asynchronous job; None if it is no worker."""
+    """Return the place of this process in an asynchronous job; None if it is not a worker."""
     if SERVERS not in environ:
         return None
     from ..services.training import WorkerPlace

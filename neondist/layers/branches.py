@@ -35,7 +35,7 @@ class Branches(Container):
         return found
 
     def can_absorb(self, activation: Activation) -> bool:
-        """Tell whether `combine` has an argument `clip`, and this activation, of a layer behind it, is that."""
+        """Return whether `combine` has an argument `clip`, and this activation, of a layer behind it, is that."""
         return False
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Sum(Branches):
         return self._shapes(input_shape, slice(None))[0]
 
     def can_absorb(self, activation: Activation) -> bool:
-        """Tell whether it is max(z, 0)."""
+        """Return whether it is max(z, 0)."""
         return bool(said_with(self, "clips", "combine") and said_with(activation, "clips", "fprop"))
 
     clips = True

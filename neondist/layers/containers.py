@@ -81,7 +81,7 @@ class Sequential(Container):
 
 
 def as_node(layer: Any) -> Node:
-    """Return the layer; a list of layers becomes a Sequential. ConfigError for what is no layer."""
+    """Return the layer; a list of layers becomes a Sequential. ConfigError for what is not a layer."""
     if isinstance(layer, (list, tuple)):
         return Sequential(layer)
     if not isinstance(layer, Node):

@@ -75,7 +75,7 @@ class Meter:
 
 
 class PerSample(Metric):
-    """A metric of whole images, whose mean over the samples is told; tiles of an image are measured together."""
+    """Base class of metrics of whole images, averaged over the samples; tiles of an image are evaluated together."""
 
     #: how many cells after a part, along each axis, its sums over that depend on; those are given with it
     beyond = 0
@@ -98,7 +98,7 @@ class PerSample(Metric):
         return float(found.sum()), len(y)
 
     def of_cells(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs | None = None) -> np.ndarray:
-        """Return the sums (n, 2) over the cells that are given; NaN where targets are no images."""
+        """Return the sums (n, 2) over the cells that are given; NaN where targets are not images."""
         if targets.shape == y.shape[:-1] and y.shape[-1] == 1:
             targets = targets[..., None]
         if targets.shape != y.shape:

@@ -71,7 +71,7 @@ class Outputs:
         return self._views[key].get_fprop_view(tile)
 
     def _cut(self, shape: Sequence[int]) -> bool:
-        """Tell whether outputs of a local shape are a tile, and not the whole."""
+        """Return whether outputs of a local shape are a tile, and not the whole."""
         extent, local = self.shape[:-1], tuple(shape[1:-1])
         if self.grid.shape.tiles == 1 or not extent:
             return False

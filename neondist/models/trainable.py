@@ -120,7 +120,7 @@ class TrainableModel(Registered, Trainable, ABC):
         That it is built for, over all replicas.
     compiled : what `plan` has returned
     memory : int or None
-        Bytes that the processes on one machine may use together, where somebody has said so.
+        Memory limit in bytes for the processes on one machine together, if set.
     vector_parallel : bool or None
         Whether fully connected layers are divided by outputs and inputs in turn; None: they cannot be.
     remote : RemoteUpdate or None

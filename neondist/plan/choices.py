@@ -138,7 +138,7 @@ class _Cutter:
         return min(found, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 
     def _backward(self, at: int) -> bool:
-        """Tell whether the input at a place needs a gradient: all but the images do."""
+        """Return whether the input at a place needs a gradient: all but the images do."""
         return not self.first or at > 0
 
     def _folded(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:

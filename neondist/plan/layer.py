@@ -75,7 +75,7 @@ class Exchange(NamedTuple):
 class LayerPlan:
     """One layer on all tiles of a replica; shapes without the batch.
 
-    What is told of each tile is computed when it is asked for.
+    Facts about each tile are computed on demand.
 
     Parameters
     ----------

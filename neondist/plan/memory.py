@@ -23,7 +23,7 @@ class LiveRange(NamedTuple):
     last: int
 
     def meets(self, other: LiveRange) -> bool:
-        """Tell whether both live at the same moment."""
+        """Return whether both live at the same moment."""
         return self.first <= other.last and other.first <= self.last
 
 
@@ -148,7 +148,7 @@ def plan_memory(
     saves = [step.saves_input and at not in restored for at, step in enumerate(steps)]
 
     def own(value: int) -> bool:
-        """Tell whether the memory in which a value's gradient comes is nobody else's."""
+        """Return whether the memory in which a value's gradient comes is nobody else's."""
         readers = graph.readers[value]
         if len(readers) != 1:
             return bool(readers)
@@ -157,7 +157,7 @@ def plan_memory(
 
     @cache
     def begins(value: int) -> bool:
-        """Tell whether the first gradient of a value with several readers may take the others: nobody else reads it."""
+        """Whether the first gradient of a value with several readers may take the others: nobody else reads it."""
         *_, before, first = sorted(graph.readers[value])
         step = steps[first]
         others = [v for v in step.inputs if v != value]
@@ -166,7 +166,7 @@ def plan_memory(
         return step.layer is not None or (apart and all(alone))
 
     def handed(value: int, at: int) -> bool:
-        """Tell whether a value's gradient lies where a step behind it has put it."""
+        """Return whether a value's gradient lies where a step behind it has put it."""
         readers = graph.readers[value]
         return len(readers) == 1 or (max(readers) == at and begins(value))
 

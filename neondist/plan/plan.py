@@ -129,7 +129,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def thinnest(self) -> int:
-        """The fewest cells along an axis, of the last two, of what a layer is given; 1 if that is no image."""
+        """The fewest cells along an axis, of the last two, of what a layer is given; 1 if that is not an image."""
         images = [plan.input_shape for plan in self]
         found = min((n for shape in images if len(shape) > 2 for n in shape[-3:-1]), default=1)
         return found if len(images[0]) > 2 else 1
@@ -165,7 +165,7 @@ class Plan(Sequence[LayerPlan]):
         return [*(plan.outline() for plan in self), *arrays]
 
     def row_of(self, name: str) -> str:
-        """Return in which row a layer is told; that of what is no layer is its own."""
+        """Return the table row of a layer; other names have their own rows."""
         return next((row for row, plans in self.units.items() if name in [plan.name for plan in plans]), name)
 
     # What is sent, in bytes of a training step.

@@ -248,7 +248,7 @@ NOWHERE = (-1, -1)
 
 
 def _can_go(plan: LayerPlan) -> bool:
-    """Tell whether a layer is one window, or none, over an image: no reduction, no other halo, no weights by cell."""
+    """Return whether a layer is one window, or none, over an image: no reduction, no other halo, no weights by cell."""
     layer, shape = plan.layer, plan.input_shape
     halos = [] if plan.window is None else [(shape, plan.window)]
     return (

@@ -117,7 +117,7 @@ def single(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
 
 
 def blocks(node: Node, shape: Shape, grid: GridShape) -> bool:
-    """Tell whether a node is anything but a layer that sees each cell alone."""
+    """Return whether a node is anything but a layer that sees each cell alone."""
     alone = len(node.leaves) == 1 and node.leaves[0] is node and len(node.output_shape_for(shape)) > 1
     return not alone or single(node, shape, grid) is not None
 

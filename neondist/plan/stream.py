@@ -397,5 +397,5 @@ def work_of(graph: Graph, stream: Stream | None) -> float:
 
 
 def _leaves(step: Step) -> bool:
-    """Tell whether it is known what a step saves."""
+    """Return whether it is known what a step saves."""
     return step.layer is None or said_with(step.layer, "saves_beside", "forward") is not None

@@ -24,7 +24,7 @@ class Range:
     below: bool = True
 
     def allows(self, value: Any) -> bool:
-        """Tell whether it is in the range; what is no number may be another member of a union."""
+        """Return whether it is in the range; what is not a number may be another member of a union."""
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return True
         number: Any = value

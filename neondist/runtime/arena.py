@@ -77,7 +77,7 @@ class Blocks:
         return self._blocks[number, samples]
 
     def owns(self, array: Any) -> bool:
-        """Tell whether an array lies here: its values last no longer than a live range."""
+        """Return whether an array lies here: its values last no longer than a live range."""
         return any(self.backend.xp.may_share_memory(array, block) for block in self._blocks.values())
 
 

@@ -96,7 +96,7 @@ class JobService(Service):
                 self._changed.wait_for(lambda: self._over, 1.0)
 
     def is_over(self) -> bool:
-        """Tell whether the job is over, and forget workers that are lost; LaunchError if there is none any more."""
+        """Return whether the job is over, and forget workers that are lost; LaunchError if there is none any more."""
         with self._changed:
             now = self._clock()
             lost = [worker for worker, heard in self._heard.items() if now - heard > LEASE]

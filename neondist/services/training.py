@@ -52,7 +52,7 @@ class WorkerPlace:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerPlace | None:
-        """Return the place that the environment gives; None if the process is no worker."""
+        """Return the place that the environment gives; None if the process is not a worker."""
         if not environ.get(SERVERS):
             return None
         try:

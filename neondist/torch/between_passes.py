@@ -147,7 +147,7 @@ def _equal(then: Any, now: Any) -> bool:
 
 
 def _stands_for(now: Any, then: Any) -> bool:
-    """Tell whether a value is what torch.fx.wrap puts in a function's place for as long as PyTorch traces."""
+    """Return whether a value is what torch.fx.wrap puts in a function's place for as long as PyTorch traces."""
     inside = getattr(now, "__globals__", None)
     return isinstance(inside, dict) and inside.get("__name__") == _TRACER and getattr(now, "__wrapped__", None) is then
 

@@ -284,7 +284,7 @@ def _own(atom: Atom) -> tuple[int | None, list[list[Range]]]:
 
 
 def _alike_cut(dim: Dim, target: Dim) -> bool:
-    """Tell whether a dimension, if it is cut at all, is made of the same atoms as another, and does not broadcast."""
+    """Return whether a dimension, if it is cut at all, is made of the same atoms as another, and does not broadcast."""
     return not axes_of((dim,)) or [a.extent for a in dim] == [a.extent for a in target]
 
 

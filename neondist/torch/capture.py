@@ -204,7 +204,7 @@ def _inside(here: Where) -> str:
 
 
 class _Plain:
-    """An output that is no tensor."""
+    """An output that is not a tensor."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -279,7 +279,7 @@ class _Gathering:
         self.moved: dict[tuple[int, bool], Value] = {}
 
     def at(self, node: Any) -> bool:
-        """Tell whether a node is computed whole."""
+        """Return whether a node is computed whole."""
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
         return any(path in self.paths for path in [*stack, *([""] if "" in self.paths else [])])
 

@@ -62,7 +62,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_tensor(what: str, value: Any) -> None:
-    """Raise ShapeError for what is no tensor."""
+    """Raise ShapeError for what is not a tensor."""
     if not isinstance(value, torch.Tensor):
         more = "; torch.from_numpy makes one of an array" if hasattr(value, "__array__") else ""
         raise ShapeError(f"{what}: expected a torch.Tensor, got {type(value).__name__}{more}")

@@ -52,7 +52,7 @@ class Criteria:
         self._known: dict[Hashable, _Known] = {}
 
     def is_plain(self, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> bool:
-        """Tell whether a criterion that was noted as plain for such tensors still is."""
+        """Return whether a criterion that was noted as plain for such tensors still is."""
         known = self._known.get(identity(criterion))
         return known is not None and known.plain.get(_of(output, target)) == known.of(criterion).watch.key()
 

@@ -125,7 +125,7 @@ def _traced(function: UserFunction, tensors: Sequence[torch.Tensor]) -> tuple[to
 
 
 def _looks_at_one_index(graph: torch.fx.GraphModule) -> bool:
-    """Tell whether each number of all that is computed depends on one index of each tensor."""
+    """Return whether each number of all that is computed depends on one index of each tensor."""
     shapes = set()
     for node in graph.graph.nodes:
         if node.op == "output":
@@ -197,7 +197,7 @@ def _declared(cls: Any, name: str, owner: Any = None) -> Any:
 
 
 def _is_recorded(cls: Any) -> bool:
-    """Tell whether a Function that this thread applies becomes an operator; PyTorch's do not."""
+    """Return whether a Function that this thread applies becomes an operator; PyTorch's do not."""
     ours = not (_declared(cls, "forward").__module__ or "").startswith("torch.")
     return _RECORDED.get() is not None and (ours or cls is CheckpointFunction)
 

@@ -48,7 +48,7 @@ def guarded(
 
 
 def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two tensors hold the same numbers, NaN where the other has it included."""
+    """Return whether two tensors hold the same numbers, NaN where the other has it included."""
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 

@@ -64,7 +64,7 @@ class Mesh:
 
     @classmethod
     def of(cls, grid: GridShape, spatial: int) -> Mesh:
-        """Return that of a grid, for images of so many spatial axes; 0: tensors of four axes at most are no images."""
+        """Return that of a grid, for images of so many spatial axes; 0: tensors of four axes at most are not images."""
         return cls((grid.replicas, *grid.parts(spatial or 3)))
 
     @property
@@ -145,7 +145,7 @@ def axes_of(layout: Iterable[Dim]) -> frozenset[int]:
 
 
 def is_box(layout: Layout, axes: frozenset[int]) -> bool:
-    """Tell whether tiles are boxes, cut along these axes."""
+    """Return whether tiles are boxes, cut along these axes."""
     return all(len(dim) == 1 for dim in layout) and axes_of(layout) == axes
 
 

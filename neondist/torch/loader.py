@@ -204,7 +204,7 @@ class _Part(NamedTuple):
     spatial : int
         Number of the images' spatial axes.
     rests, images
-        Of each leaf the whole shape without the batch, or None if it is no tensor; and whether it is cut.
+        Of each leaf the whole shape without the batch, or None if it is not a tensor; and whether it is cut.
     checksum : int
         Of all tensors before they were cut; 0 if they were read so.
     """

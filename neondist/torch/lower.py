@@ -249,7 +249,7 @@ def _of_tensors(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _is_random(target: Any, bound: Mapping[str, Any]) -> bool:
-    """Tell whether an operator draws random numbers, given these arguments."""
+    """Return whether an operator draws random numbers, given these arguments."""
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if any(bound.get(name) is False for name in ("train", "training")):

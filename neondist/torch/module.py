@@ -330,7 +330,7 @@ class DistributedModule(nn.Module):
         return shape
 
     def _like_example(self, shape: tuple[int, ...], index: int) -> bool:
-        """Tell whether an input has the axes and channels of the example."""
+        """Return whether an input has the axes and channels of the example."""
         expected, channels = self._shapes[index], slice(1, 2 if self.wires.mesh.spatial else 1)
         return len(shape) == len(expected) and shape[channels] == expected[channels] and 0 not in shape
 

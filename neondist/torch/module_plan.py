@@ -59,7 +59,7 @@ class ModulePlan:
     parameters : ParameterPlan
         Those of them that outputs depend on, each once.
     limit : int or None
-        What ranks on a machine may take, where somebody has said so.
+        Memory limit of the ranks on a machine, if set.
     told : str
         What goes together, or block by block, in words.
     wide_tiles : Partition or None
@@ -178,7 +178,7 @@ class ModulePlan:
         return {name: count for name, count in found.items() if count}
 
     def row_of(self, name: str) -> str:
-        """Return under which name a step is told in tables; that of what is no step is its own."""
+        """Return the name of a step in tables; other names are unchanged."""
         return self._rows.get(name, name)
 
     @property

@@ -146,7 +146,7 @@ class ModuleParameters(Parameters):
                 self.updated[name].grad = self.part(share, self._views[name]) if there else None
 
     def set_aside(self) -> np.ndarray | None:
-        """Return the sums of earlier passes, and let the gradients be zero; None if there are no sums."""
+        """Return the sums of earlier passes, and let the gradients be zero; None if there are not a sums."""
         names = [name for name, part in self.updated.items() if part.grad is not None]
         for name in names:
             if self.shards[name][1] is None:

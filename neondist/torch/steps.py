@@ -177,7 +177,7 @@ class StepList:
         return self.atom(value, dim).axis
 
     def is_whole(self, value: Value, dim: int) -> bool:
-        """Tell whether every rank has all indices of a dimension."""
+        """Return whether every rank has all indices of a dimension."""
         return all(atom.axis is None for atom in value.layout[dim])
 
     def refuse(self, why: str = "") -> Any:

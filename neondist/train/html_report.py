@@ -142,7 +142,7 @@ def _is_epoch(value: Any) -> bool:
 
 
 def _is_flat(value: Any, depth: int) -> bool:
-    """Tell whether nothing is nested deeper than a record's lists are."""
+    """Return whether nothing is nested deeper than a record's lists are."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return depth > 0 and all(_is_flat(one, depth - 1) for one in inside)
 

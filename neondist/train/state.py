@@ -44,7 +44,7 @@ class Record(dict[str, Any]):
 
     @property
     def selection(self) -> str:
-        """The split by which settings are chosen: 'validation', or 'test' where there are no numbers of it."""
+        """The split by which settings are chosen: 'validation', or 'test' where there are not numbers of it."""
         return "validation" if "validation_loss" in self else "test"
 
     def selected(self, number: str) -> Any:

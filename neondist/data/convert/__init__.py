@@ -185,7 +185,7 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress
 
 
 def _are_classes(part: SplitSource) -> bool:
-    """Tell whether the labels are one class for each sample, or for each cell."""
+    """Return whether the labels are one class for each sample, or for each cell."""
     return part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1)
 
 
@@ -207,7 +207,7 @@ def _label_chunks(part: SplitSource) -> tuple[int, ...]:
 
 
 def _is_hdf5(path: Path) -> bool:
-    """Tell whether a file is HDF5, or empty; a file that cannot be read is not known to be."""
+    """Return whether a file is HDF5, or empty; a file that cannot be read is not known to be."""
     try:
         if not path.is_file():  # a pipe would block
             return False
@@ -242,7 +242,7 @@ class ClassLabels:
         Raises
         ------
         DataError
-            One is no class, or maps are masks of black and white.
+            One is not a class, or maps are masks of black and white.
         """
         if not labels.size:
             return

@@ -35,7 +35,7 @@ def image_parts(
     Raises
     ------
     DataError
-        There are no images, no labels, or they do not fit together.
+        There are not images, no labels, or they do not fit together.
     """
     if table is not None:
         found = {"train": _listed(folder, table)}
@@ -107,7 +107,7 @@ def _listed(folder: Path, table: Path) -> list[tuple[Path, Any]]:
 
 
 def _is_file(folder: Path, name: str) -> bool:
-    """Tell whether a name of the table is that of a file inside the folder."""
+    """Return whether a name of the table is that of a file inside the folder."""
     try:
         path = folder / name
         return path.resolve().is_relative_to(folder.resolve()) and path.is_file()

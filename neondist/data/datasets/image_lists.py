@@ -173,7 +173,7 @@ def masks_of(pattern: str, items: Sequence[Item], rank: int) -> list[Item]:
 
 
 def _by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
-    """Return the mask of each image's name, up to its first dot where that is no other image's."""
+    """Return the mask of each image's name, up to its first dot unless that is another image's."""
     apart = len({_stem(name).partition(".")[0] for name in images}) == len(images)
 
     def called(name: str) -> str:

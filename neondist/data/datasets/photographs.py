@@ -186,10 +186,10 @@ def _shipped(package: str) -> list[Path]:
 
 
 def read_size(path: Path) -> tuple[int, int]:
-    """Return (height, width); DataError if it is no picture, or too large for this machine."""
+    """Return (height, width); DataError if it is not a picture, or too large for this machine."""
     return Loader().extents(path)
 
 
 def read_grey(path: Path) -> np.ndarray:
-    """Return a picture's luminance (H, W) in [0, 1] as float32; DataError if it is no picture, or of 16 bits."""
+    """Return a picture's luminance (H, W) in [0, 1] as float32; DataError if it is not a picture, or of 16 bits."""
     return np.asarray(Loader("RGB").picture(path).convert("F"), np.float32) / 255

@@ -1,4 +1,4 @@
-"""JSON that a checkpoint holds, which somebody may have made by hand."""
+"""JSON in checkpoints, which may have been crafted by hand."""
 
 from __future__ import annotations
 

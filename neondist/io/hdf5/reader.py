@@ -155,5 +155,5 @@ def get_text(attributes: Any, name: str) -> str:
 
 
 def plain(array: Any) -> bool:
-    """Tell whether the cells of a dataset (or of an attribute's id) are numbers: no text, references or records."""
+    """Return whether the cells of a dataset (or of an attribute's id) are numbers: no text, references or records."""
     return array.dtype.kind in "biuf"

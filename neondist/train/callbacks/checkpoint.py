@@ -191,11 +191,11 @@ class CheckpointSchedule:
         return cls(every_minutes=minutes, **numbers)
 
     def after_step(self, step: int, before: int) -> bool:
-        """Tell whether one is due after so many steps; `before`: those when it was asked last, mostly one less."""
+        """Return whether one is due after so many steps; `before`: those when it was asked last, mostly one less."""
         return self.every_steps is not None and step // self.every_steps > before // self.every_steps
 
     def after_epoch(self, epoch: int) -> bool:
-        """Tell whether one is due after so many epochs."""
+        """Return whether one is due after so many epochs."""
         return self.every_epochs is not None and epoch % self.every_epochs == 0
 
 
