@@ -174,7 +174,7 @@ class TrainableModel(Registered, Trainable, ABC):
 
     @property
     def subject_of_outputs(self) -> Any:
-        """What a message about the outputs is about."""
+        """Subject of messages about the outputs."""
         return self
 
     @abstractmethod

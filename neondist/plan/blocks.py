@@ -73,7 +73,7 @@ class BlockPlan:
 
     @cached_property
     def section(self) -> PlannedSection:
-        """What is executed for each block."""
+        """Section executed for each block."""
         return section_of(self.graph, self.cells, self.grid, backward=False)
 
     def kind(self, number: int) -> tuple[int, ...]:

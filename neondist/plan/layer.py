@@ -201,7 +201,7 @@ class LayerPlan:
 
     @cached_property
     def held(self) -> list[int]:
-        """What `held_by` returns, of every tile."""
+        """Results of `held_by` for every tile."""
         return self.classes.each(self.held_by)
 
     @property

@@ -62,11 +62,11 @@ class ModelPlan(Protocol):
 
     @property
     def input_shape(self) -> Shape:
-        """That of the model, (*spatial, C), global and without the batch."""
+        """Input shape of the model, (*spatial, C), global and without the batch."""
 
     @property
     def output_shape(self) -> Shape:
-        """That of the model, channels last, global and without the batch."""
+        """Output shape of the model, channels last, global and without the batch."""
 
     @property
     def parameters(self) -> ParameterPlan:
@@ -90,7 +90,7 @@ class ModelPlan(Protocol):
 
     @property
     def workload(self) -> Workload:
-        """That of the busiest rank in a training step."""
+        """Workload of the busiest rank in a training step."""
 
     @property
     def trained_in(self) -> int:

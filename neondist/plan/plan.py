@@ -104,12 +104,12 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def input_shape(self) -> Shape:
-        """That of the model, global and without the batch."""
+        """Input shape of the model, global and without the batch."""
         return self.graph.shapes[0]
 
     @property
     def output_shape(self) -> Shape:
-        """That of the model, global and without the batch."""
+        """Output shape of the model, global and without the batch."""
         return self.graph.shapes[self.graph.output]
 
     @property
@@ -141,7 +141,7 @@ class Plan(Sequence[LayerPlan]):
 
     @cached_property
     def units(self) -> dict[str, list[LayerPlan]]:
-        """What is executed one after the other, by name: layers, and segments of layers."""
+        """Units executed one after the other, by name: layers, and segments of layers."""
         segments = {id(inside.layer): one for one in self.segments for inside in one.plans}
         found: dict[str, list[LayerPlan]] = {}
         for one in self:
@@ -222,7 +222,7 @@ class Plan(Sequence[LayerPlan]):
 
     @cached_property
     def workload(self) -> Workload:
-        """What the busiest rank does in a step: it has most cells, and sends most, in each layer."""
+        """Workload of the busiest rank in a step: it has most cells, and sends most, in each layer."""
         samples = self.samples(0)
         flops = sum(2 * samples * (3 if plan.gradient else 2) * plan.products(0) for plan in self)
         again = 1.0 if self.stream is None else work_of(self.graph, self.stream) / work_of(self.graph, None)
@@ -306,7 +306,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def needed(self) -> int:
-        """What `memory` says of the rank that needs most."""
+        """Result of `memory` for the rank that needs most."""
         return self.needed_by(self.stream)
 
     trained_in = needed
@@ -326,7 +326,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def segments(self) -> list[Segment]:
-        """What is executed in strips."""
+        """Segments executed in strips."""
         return [one for section in self.sections for one in section.segments.values()]
 
     @cached_property

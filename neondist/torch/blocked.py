@@ -156,7 +156,7 @@ class Sums(Blocks):
 
     @property
     def shape(self) -> Shape:
-        """That of all blocks' together."""
+        """Shape of all blocks together."""
         samples, channels, *_ = self.traced.outputs[0].shape
         return prod(self.parts), 2, *((1, channels) if self.groups is None else (samples, self.groups))
 

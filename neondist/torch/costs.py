@@ -98,7 +98,7 @@ class PlanCosts:
 
     @property
     def total(self) -> StepCosts:
-        """What all steps cost."""
+        """Costs of all steps together."""
         return self.of(self.names)
 
     @cached_property

@@ -65,7 +65,7 @@ class FusedLowering(OfProgram):
 
     @property
     def told(self) -> str:  # type: ignore[override]
-        """How many operators go together."""
+        """Description of the number of operators in the group."""
         windows = sum(noted.windows for segment in self._segments for noted in segment.noted.values())
         found = f"segments: {windows} windows and what follows them"
         rows = [segment.rows for segment in self._segments]

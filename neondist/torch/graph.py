@@ -81,7 +81,7 @@ class Value:
 
     @property
     def layout(self) -> Layout:
-        """How the whole is cut."""
+        """Layout of the whole."""
         assert self.layout_or_none is not None
         return self.layout_or_none
 

@@ -213,7 +213,7 @@ class ModulePlan:
 
     @cached_property
     def workload(self) -> Workload:
-        """What the busiest rank does in a training step."""
+        """Workload of the busiest rank in a training step."""
         total = self.all_costs.total
         kinds = [kind for (kind, _, _), count in self.all_costs.traffic.items() if count.any()]
         sums, moved = kinds.count("sum"), self.all_costs.moved()

@@ -183,7 +183,7 @@ class Transfer:
 
     @cached_property
     def cells(self) -> tuple[np.ndarray, np.ndarray]:
-        """How many indices each rank of the mesh shows to others, and sees of others, as (size,); if separable."""
+        """Numbers of indices that each rank of the mesh sends to and receives from others, as (size,); if separable."""
         shown, seen, own = (np.ones(self.mesh.parts, int) for _ in range(3))
         for want in self.wants:
             (axis,) = want.axes or {0}  # what depends on none is alike along any

@@ -168,7 +168,7 @@ class HeadLowering(OfProgram):
 
     @property
     def told(self) -> str:  # type: ignore[override]
-        """What goes block by block."""
+        """Description of the part computed block by block."""
         found = f"memory: each rank goes in {' x '.join(map(str, self.parts))} blocks (samples x space)"
         if self.trunk.norms:
             found += f", after {len(self.trunk.norms)} sweeps for the statistics of norms,"

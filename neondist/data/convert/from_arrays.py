@@ -42,7 +42,7 @@ class ArrayFile:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name for messages."""
         return str(self.path) if self.member is None else f"{self.path}: {self.member}"
 
     @contextmanager

@@ -363,7 +363,7 @@ _REGROUPS = "view reshape _unsafe_view flatten.using_ints squeeze squeeze.dim sq
 
 @becomes("none", *(name if "." in name else f"{name}.default" for name in _REGROUPS.split()))
 def regroup(net: Network, x: Value, **_: Any) -> Value:
-    """What comes out must be flattened for a linear layer, or have its old shape."""
+    """Flatten the result for a linear layer, or restore its shape."""
     return net.regrouped(x, net.out.shape)
 
 

@@ -55,7 +55,7 @@ def network(
 
 @contextmanager
 def _extents_told(model: Any, images: Images) -> Iterator[None]:
-    """Where layers of a network do not go together for images of this extent, name the file, and extents that suit."""
+    """Raise an error that names the file and valid extents if layers do not match for images of this extent."""
     try:
         yield
     except ShapeError as error:

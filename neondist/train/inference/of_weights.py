@@ -150,7 +150,7 @@ class TrainedModule:
 
     @contextmanager
     def _channels_told(self, images: Images) -> Iterator[None]:
-        """Where the module fails for images of other channels than it takes, say so."""
+        """Raise an error about the channels if the module fails for images with other channels than it takes."""
         try:
             yield
         except ConfigError as error:
