@@ -36,7 +36,7 @@ CASES = {
     ),
     "missing field": (
         layer("!ToyConv {out_channels: 1}"),
-        "exp.yaml:4: model.layers.0.kernel_size: missing; ToyConvDist needs it: add 'kernel_size: ...' (an integer or a"
+        "exp.yaml:4: model.layers.0.kernel_size: missing; ToyConvDist requires it: add 'kernel_size: ...' (an integer or a"
         " list [an integer, an integer])",
     ),
     "text for an integer": (

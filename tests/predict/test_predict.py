@@ -349,7 +349,7 @@ def test_bad_input(folder, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"y\.jpg: JPEG is lossy"):
         on(2, folder, tmp_path / "y.jpg", classes=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 900, 100))
-    with pytest.raises(OutputError, match=r"y\.npy: needs .*, there are 100 B free"):
+    with pytest.raises(OutputError, match=r"y\.npy: needs .*, but only 100 B are free"):
         on(2, folder, tmp_path / "y.npy", block=16)
     assert not list(tmp_path.glob("y*"))
 
