@@ -262,7 +262,7 @@ ACTIVATIONS: dict[str, type[layers.Activation]] = {
 def activation(net: Network, x: Value, dim: int | None = None, **_: Any) -> Value:
     """softmax over the channels."""
     if dim is not None and not (x.ordered and dim % len(x.shape) == 1):
-        net.refuse(f"dimension {dim} of {x.shape} is not that of the channels")
+        net.refuse(f"dimension {dim} of {x.shape} is not the channels")
     return net.add(layers.ActivationLayer(ACTIVATIONS[net.where.operator.removeprefix("aten.")]()), x)
 
 
