@@ -36,8 +36,8 @@ CASES = {
     ),
     "missing field": (
         layer("!ToyConv {out_channels: 1}"),
-        "exp.yaml:4: model.layers.0.kernel_size: missing; ToyConvDist requires it: add 'kernel_size: ...' (an integer or"
-        " a list [an integer, an integer])",
+        "exp.yaml:4: model.layers.0.kernel_size: missing; ToyConvDist requires it: add 'kernel_size: ...' (an"
+        " integer or a list [an integer, an integer])",
     ),
     "text for an integer": (
         layer("!ToyConv {out_channels: six, kernel_size: 1}"),
