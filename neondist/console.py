@@ -25,7 +25,7 @@ def emit(*texts: object) -> None:
 
 
 def say(text: str, file: IO[str] | None = None, end: str = "\n", start: str = "") -> None:
-    """Print to `file`, default stdout; where nobody reads on, or the disk is full, a run goes on in silence."""
+    """Print to `file`, default stdout; a closed pipe or a full disk is ignored, so that a run continues."""
     stream = sys.stdout if file is None else file
     try:
         print(start + visible(text), file=stream, end=end, flush=True)

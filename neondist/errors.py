@@ -14,14 +14,14 @@ _Error = TypeVar("_Error", bound="UserError")
 
 
 class NeondistError(Exception):
-    """Base of all errors that neondist raises on purpose."""
+    """Base class of neondist's errors."""
 
 
 class UserError(NeondistError):
-    """The input is wrong; the message says where, what and how to mend it.
+    """Invalid input; the message says where, what is wrong and how to fix it.
 
-    `subject` is the object that the message is about, if there is one: the command line adds its file and line.
-    `agreed` says that every rank has this error (comm.agree), so that one of them can tell.
+    `subject` is the object at fault, if any: the command line adds its file and line. `agreed` means that every rank
+    has this error (comm.agree), so that one of them can report it.
     """
 
     subject: object = None
@@ -31,7 +31,7 @@ class UserError(NeondistError):
         super().__init__(*(_shortened(one) if isinstance(one, str) else one for one in args))
 
     def on_all_ranks(self: _Error) -> _Error:
-        """Return this error, which every rank has."""
+        """Mark this error as raised on every rank, and return it."""
         self.agreed = True
         return self
 
@@ -44,19 +44,19 @@ def _shortened(text: str) -> str:
 
 
 class ConfigError(UserError):
-    """A field of an experiment, a layer or a command has a value that cannot work."""
+    """A field of an experiment, a layer or a command has an invalid value."""
 
 
 class ShapeError(UserError):
-    """Array or layer shapes do not fit together."""
+    """Shapes of arrays or layers do not match."""
 
 
 class GridError(UserError):
-    """Ranks, replicas, rows and columns do not fit together."""
+    """Ranks, replicas, rows and columns do not match."""
 
 
 class DataError(UserError):
-    """A data file is missing, damaged or not what its name promises."""
+    """A data file is missing, damaged or of the wrong type."""
 
 
 class AxesError(DataError):
@@ -69,11 +69,11 @@ class AxesError(DataError):
 
 
 class NotReadyError(UserError, AttributeError):
-    """Something is used before it is ready, such as a data set before it is open."""
+    """An object is used before it is ready, such as a data set before it is opened."""
 
 
 class OutputError(UserError):
-    """A file cannot be written: no room, or no permission."""
+    """A file cannot be written: no disk space, or no permission."""
 
 
 class NonFiniteError(UserError):
@@ -81,11 +81,11 @@ class NonFiniteError(UserError):
 
 
 class PassError(UserError):
-    """A bprop does not belong to the last fprop, whose arrays are gone; the message says what came between."""
+    """A bprop does not match the last fprop, whose arrays have been released; the message says why."""
 
 
 class LaunchError(UserError):
-    """The job cannot be started: no MPI, no mpirun, or two MPIs that do not know each other."""
+    """The job cannot be started: no MPI, no mpirun, or two incompatible MPI libraries."""
 
 
 class MissingPackageError(LaunchError, ImportError):
@@ -101,12 +101,12 @@ class ServiceUnavailableError(ServiceError):
 
 
 class HaloError(UserError):
-    """A layer, scheme or exchange treats cells wrongly that are not its own; found by `--debug-halo`."""
+    """A layer, scheme or exchange misuses cells that it does not own; detected by `--debug-halo`."""
 
 
 class PlanError(UserError):
-    """What a layer or a scheme sends is not what it has declared; the message names it."""
+    """Messages of a layer or scheme differ from its declaration; the error names it."""
 
 
 class RemoteError(NeondistError):
-    """Another rank failed; its own message is the one to read."""
+    """Another rank failed; see its own message."""

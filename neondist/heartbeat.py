@@ -53,8 +53,8 @@ def connect(env: MutableMapping[str, str]) -> None:
     found = reach(key, addresses)
     if found is None:
         sys.stderr.write(
-            f"error: rank {job.rank} on {node} cannot reach the process that has started it, at {', '.join(addresses)};"
-            " let TCP connections between the nodes pass, and name the nodes in a host file or resource file\n"
+            f"error: rank {job.rank} on {node} cannot reach the process that started it, at {', '.join(addresses)};"
+            " allow TCP connections between the nodes, and list the nodes in a host file or resource file\n"
         )
         os._exit(2)
     found.sendall(f"{job.rank} {os.getpid()} {node}\n".encode())

@@ -1,4 +1,4 @@
-"""What the environment says about the MPI job that this process is a rank of; no MPI is started to find out."""
+"""Facts about the MPI job of this process from its environment, without starting MPI."""
 
 from __future__ import annotations
 

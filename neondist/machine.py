@@ -1,4 +1,4 @@
-"""What planning knows of a machine - cores, latency, bandwidth, speed - and how long things take there; in YAML."""
+"""Machine description for planning - cores, latency, bandwidth, speed - and times derived from it; in YAML."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REMEDY = "docs/predicting.md has two examples"
 
 @dataclass(frozen=True)
 class Figures:
-    """What a planner of segments of layers needs to know.
+    """Machine figures for a planner of segments of layers.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and what is told where that is not enough.
+"""Available memory of this process, and the errors raised when it is not enough.
 
 What cannot be held is told before anything of that size is asked for: where a system promises more memory than it has,
 it kills whoever uses it.
@@ -33,7 +33,7 @@ def require_room(needed: int, what: str, remedy: str, free: Callable[[], int | N
     """
     room = (free or free_memory)() if needed > _SURELY_FITS else None
     if room is not None and needed > room:
-        raise DataError(f"{what} needs {words(needed)} of memory, there are {words(room)}; {remedy}")
+        raise DataError(f"{what} needs {words(needed)} of memory, but only {words(room)} are available; {remedy}")
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def room_for(field: str, remedy: str) -> Iterator[None]:
         yield
     except MemoryError as error:
         reason = f" ({error})" if str(error) else ""
-        raise ConfigError(f"{field}: there is no memory for it{reason}; use more ranks, or {remedy}") from error
+        raise ConfigError(f"{field}: not enough memory{reason}; use more ranks, or {remedy}") from error
 
 
 def free_memory() -> int | None:
@@ -72,7 +72,9 @@ def as_bytes(field: str, memory: int | str) -> int:
     except (ValueError, KeyError, OverflowError):
         found = 0
     if found < 1:
-        raise ConfigError(f"{field}: {memory!r} is no amount of memory; give one such as 8GiB, 500MB, or bytes")
+        raise ConfigError(
+            f"{field}: {memory!r} is not an amount of memory; expected one such as 8GiB, 500MB or a number of bytes"
+        )
     return found
 
 
@@ -88,8 +90,8 @@ def share_of(memory: int, ranks: int) -> int:
     found = memory // here - PROCESS
     if found <= 0:
         raise ConfigError(
-            f"memory: {words(memory)} for {here} ranks on a machine; each of them takes {words(PROCESS)} before it"
-            f" holds any image: give more than {words(PROCESS * here)}, or start fewer ranks"
+            f"memory: {words(memory)} for {here} ranks on a machine; each needs {words(PROCESS)} before it loads"
+            f" any image: give more than {words(PROCESS * here)}, or start fewer ranks"
         )
     return found
 
@@ -142,8 +144,8 @@ def out_of_memory(
     share = (planned - lacking) * 9 // 10  # what is lacking may be more than this one array
     fits = f"set memory: {words(ranks_here(ranks) * (share + PROCESS))}, or use" if share > 0 else "use"
     return ConfigError(
-        f"memory: layer '{layer}' asks for {what} on its way {direction}{left}; the peak of a step is planned as"
-        f" {words(planned)} on a rank, beside what kernels take for a moment; {fits} more ranks or smaller batches"
+        f"memory: layer '{layer}' needs {what} in the {direction} pass{left}; the planned peak of a step is"
+        f" {words(planned)} per rank, without temporary buffers of kernels; {fits} more ranks or smaller batches"
     )
 
 

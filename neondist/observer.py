@@ -1,4 +1,4 @@
-"""Who watches passes and messages is told what happens; nothing else changes for it."""
+"""Interface of observers of passes and messages; they do not affect results."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import Any
 
 
 class Observer:
-    """Base of all that watch; a subclass overrides what it wants to know. Arrays that it is shown belong to the pass.
+    """Base class of observers; a subclass overrides the events it needs. Arrays passed to it belong to the pass.
 
-    What begins and ends: 'step' (of training), 'layer', 'halo' (a view is made, or its gradient exchanged), 'reduce'
-    (all ranks add up), 'redistribute' (a vector is cut anew), 'wait' (inside MPI), 'cost', 'sync' (of the gradients),
-    'update'.
+    Events with begin and end: 'step' (of training), 'layer', 'halo' (a view is made, or its gradient exchanged),
+    'reduce' (allreduce), 'redistribute' (of a vector), 'wait' (inside MPI), 'cost', 'sync' (of gradients), 'update'.
     """
 
     def begin(self, what: str, name: str, direction: str, subject: Any) -> None:
-        """Something begins, for the layer of this name where there is one, in the 'forward' or 'backward' pass.
+        """Start of an event, for the layer of this name, if any, in the 'forward' or 'backward' pass.
 
         Parameters
         ----------
         subject : Exchange, str or None
-            What a 'wait' is for: messages, or one of comm.GROUPS, whose ranks add up.
+            Subject of a 'wait': messages, or the comm.GROUPS group of a reduction.
         """
 
     def end(self, what: str, name: str, direction: str) -> None:
-        """It has ended, or failed."""
+        """End of an event, also after failure."""
 
     def value(self, layer: Any, name: str, array: Any) -> None:
-        """An array was made: 'weights', 'output', 'gradients of the weights' or 'gradient of the input' of a layer.
+        """A computed array: 'weights', 'output', 'gradients of the weights' or 'gradient of the input' of a layer.
 
-        And, of none, 'cost' and 'gradient of the cost'.
+        Without a layer: 'cost' and 'gradient of the cost'.
 
         Parameters
         ----------

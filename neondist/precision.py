@@ -45,7 +45,7 @@ class ComputePrecision:
         """Raise ConfigError unless parameters of this dtype can have it."""
         if self != FLOAT32 and dtype != np.float32:
             raise ConfigError(
-                f"precision: {self.name} is for parameters of float32, and dtype is {dtype}; leave out one of them"
+                f"precision: {self.name} requires float32 parameters, but dtype is {dtype}; leave out one of them"
             )
 
     def rounded(self, array: Any) -> Any:
@@ -112,7 +112,7 @@ class LossScaler:
             self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
             if self.scale < 1:
                 raise NonFiniteError(
-                    "precision: float16: the scale of the loss has fallen below 1, and gradients still overflow; lower"
+                    "precision: float16: the loss scale has fallen below 1, and gradients still overflow; lower"
                     " the learning rate, normalise the data, or set precision: bfloat16"
                 ).on_all_ranks()
             return
@@ -131,12 +131,12 @@ class LossScaler:
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `state` has returned; ValueError, which says what is wrong, if it is something else."""
         if set(state) != {"scale", "good", "skipped"}:
-            raise ValueError("'loss_scale' has other fields")
+            raise ValueError("'loss_scale' has unexpected fields")
         scale, good, skipped = (state[name] for name in ("scale", "good", "skipped"))
         if any(type(count) is not int or not 0 <= count < 1 << 62 for count in (good, skipped)):
-            raise ValueError("'loss_scale' has counts that are none")
+            raise ValueError("'loss_scale' has invalid counts")
         if type(scale) not in (int, float) or not 1 <= scale <= LARGEST or math.frexp(scale)[0] != 0.5:
-            raise ValueError("'loss_scale' is no power of two from 1 on")
+            raise ValueError("'loss_scale' is not a power of two of at least 1")
         self.scale, self.good, self.skipped = float(scale), good, skipped
 
 

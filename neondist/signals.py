@@ -1,4 +1,4 @@
-"""What signals ask of a process, heard from its start to its end.
+"""Signals of a process, received from its start to its end.
 
 Imports next to nothing: a command listens before it imports what takes time, see `listen_in_command`.
 """

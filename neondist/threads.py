@@ -1,4 +1,4 @@
-"""How many threads each rank's libraries may use."""
+"""Number of threads of each rank's libraries."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def say_share(ranks: int, first: bool) -> Callable[[], None]:
     given = limit(ranks)
     if first and given is not None and given < before:
         logging.getLogger("neondist").warning(
-            "neondist: %d ranks share the cores of this machine: each computes with %s; set OMP_NUM_THREADS to choose",
+            "neondist: %d ranks share the cores of this machine, with %s each; set OMP_NUM_THREADS to choose"
+            " another number",
             ranks, "1 thread" if given == 1 else f"{given} threads",
         )  # fmt: skip
 
@@ -77,7 +78,7 @@ def say_share(ranks: int, first: bool) -> Callable[[], None]:
 
 
 def chosen(env: Mapping[str, str]) -> bool:
-    """Tell whether somebody has said how many threads there shall be."""
+    """Return whether the number of threads has been set."""
     return any(name in env for name in VARIABLES)
 
 

@@ -35,7 +35,10 @@ WORDS = set(OLD.split())
 """no identifier of any kind"""
 DEFINED = WORDS | {"position", "seen", "same", "carry", "copies", "ahead", "borders", "entry"}
 """no module, class or function; the rest of a program may well use such words"""
-PHRASES = re.compile(r"travels? home|\bcouriers?\b|\bbooked\b")
+PHRASES = re.compile(
+    r"travels? home|\bcouriers?\b|\bbooked\b|said is above|defect of neondist|goes with --|words of the script"
+    r"|cannot be used; give|has to return|\beager's"
+)
 
 
 @cache

@@ -100,7 +100,7 @@ def test_a_rank_that_ends_is_an_error_on_all_others(tmp_path):
     before = time.monotonic()
     done = on_ranks(3, script)
     for rank in (0, 2):
-        told = f"rank {rank} of 3: another rank has ended, or does not answer"
+        told = f"rank {rank} of 3: another rank has exited or does not respond"
         assert done.stdout.count(told) == 4, done.stdout + done.stderr
     assert time.monotonic() - before < 60
 

@@ -20,20 +20,20 @@ from .kernels import Kernels
 
 
 class Backend:
-    """Arrays of one library, and kernels that work on them.
+    """An array library and the kernels for its arrays.
 
     Parameters
     ----------
     name : str
-        What `backend` is set to, to have it.
+        Value of `backend` that selects it.
     kernels : Kernels
-        They know the namespace: `Kernels(cupy)`.
+        Kernels for the array namespace, such as `Kernels(cupy)`.
 
     Attributes
     ----------
     name, kernels
     xp : module
-        The array namespace: offers what NumPy does.
+        The array namespace, with NumPy's functions.
     """
 
     def __init__(self, name: str, kernels: Kernels) -> None:
@@ -43,7 +43,7 @@ class Backend:
         return self.name
 
     def owns(self, array: Any) -> bool:
-        """Tell whether an array is of this namespace."""
+        """Whether an array belongs to this namespace."""
         return isinstance(array, self.xp.ndarray)
 
     def from_host(self, array: Any, dtype: Any = None) -> Any:
@@ -51,12 +51,12 @@ class Backend:
         return self.xp.array(array, dtype, order="C")
 
     def real_array(self, name: str, array: Any, dtype: np.dtype, copy: bool = False) -> Any:
-        """Return what a caller gave as a contiguous array of this backend: itself, where it is one, or a copy.
+        """Return a caller's array as a contiguous array of this backend: the array itself if it is one, or a copy.
 
         Raises
         ------
         ShapeError
-            These are no real numbers; `name` is the array's.
+            If its elements are not real numbers; `name` is the array's name.
         """
         given = array if self.owns(array) else np.asarray(array)
         if given.dtype.kind not in "biuf":
@@ -66,12 +66,12 @@ class Backend:
         return self.xp.ascontiguousarray(given, dtype)
 
     def in_precision(self, precision: ComputePrecision) -> Backend:
-        """Return the backend whose products have operands of a precision; ConfigError where it has none."""
+        """Return the backend for products with operands of a precision; ConfigError if there is none."""
         kernels = self.kernels.in_precision(precision)
         return self if kernels is self.kernels else Backend(self.name, kernels)
 
     def close(self) -> None:
-        """Take back what the backend has changed in this process, such as numbers of threads."""
+        """Undo the backend's changes to this process, such as the number of threads."""
         self.kernels.close()
 
 
@@ -85,20 +85,20 @@ class Availability:
 
 
 def available() -> list[Availability]:
-    """Return all backends, the one that `auto` prefers first; imports PyTorch and CuPy, where they are, to try them."""
+    """Return all backends in the order of preference of `auto`; imports PyTorch and CuPy, if installed."""
     return [_cupy_availability(), _torch_availability(), Availability("numpy", True, "always there")]
 
 
 @checked
 def get_backend(name: str | Backend = "auto") -> Backend:
-    """Return the backend of this name, or ConfigError with the choices.
+    """Return the backend of a name; ConfigError lists the choices.
 
     Parameters
     ----------
     name : str or Backend
-        'auto': 'cupy' where it finds a GPU, else 'torch' where it is installed, else 'numpy'. A name
-        with a dot is a module's, whose attribute `backend` is the backend; it has to have been imported, by `import` or
-        by `--import`: a name in a file imports nothing.
+        'auto': 'cupy' if a GPU is found, else 'torch' if installed, else 'numpy'. A name with a dot is that of a module
+        with an attribute `backend`; the module must have been imported, by `import` or by `--import`: names in files
+        import nothing.
     """
     if isinstance(name, Backend):
         return name
@@ -109,7 +109,7 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     if isinstance(found, Backend):
         return found
     if name in sys.modules:
-        raise ConfigError(f"backend '{name}': the module has no nd.Backend called `backend`; give it one")
+        raise ConfigError(f"backend '{name}': the module has no nd.Backend named `backend`; define one")
     if "." in name:
         raise ConfigError(f"backend '{name}': no such module is imported; add --import {name}, or import it in Python")
     raise ConfigError(f"backend '{name}' is unknown{suggest(name, ['auto', *_MAKERS])}")
@@ -146,15 +146,15 @@ def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
         missing = precision.name == "tf32" and not backend.kernels.tf32
         return "precision: layers compute in float32: tf32 needs a PyTorch for CUDA" * missing
     if precision.name == "tf32":
-        return "precision: tf32 is of GPUs; on a CPU it is float32"
+        return "precision: tf32 requires a GPU; on a CPU it is the same as float32"
     if importlib.util.find_spec("torch") is not None:
         from . import torch_narrow
 
         if torch_narrow.is_fast(precision.name):
             return ""
     return (
-        f"precision: this processor has no instructions for {precision.name}, or PyTorch is missing: numbers are the"
-        " same, but computed more slowly than in float32"
+        f"precision: this processor has no {precision.name} instructions, or PyTorch is missing: results are the"
+        " same, but slower than in float32"
     )
 
 

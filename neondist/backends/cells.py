@@ -18,7 +18,7 @@ _COPIED = 1 << 15  # numbers, from which on threads gain
 
 
 class Normal(NamedTuple):
-    """How cells are normalised: (x - mean) * scale + shift, at least 0 if `clip`.
+    """Normalisation of cells: (x - mean) * scale + shift, at least 0 if `clip`.
 
     Attributes
     ----------

@@ -27,11 +27,11 @@ class CompiledConvolution(Rows):
     """
 
     def compiles(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
-        """Tell whether a convolution of, or back to, x with weights of such a shape is to go this way."""
+        """Return whether a convolution of, or back to, x with weights of such a shape is to go this way."""
         return super().compiles(x, shape, groups) or self.is_depthwise(x, shape, groups)
 
     def is_depthwise(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
-        """Tell whether it goes by each channel."""
+        """Return whether the depthwise kernel applies."""
         *kernel, inner, outer = shape
         return (
             inner == 1 < groups == outer
@@ -43,7 +43,7 @@ class CompiledConvolution(Rows):
         )
 
     def transforms(self, x: np.ndarray, shape: Ints, how: How) -> bool:
-        """Tell whether it goes by Winograd's way."""
+        """Return whether the Winograd kernel applies."""
         (*kernel, inner, outer), (stride, dilation, groups) = shape, how
         return (
             tuple(kernel[-2:]) in ((3, 3), (5, 5))

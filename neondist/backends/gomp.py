@@ -1,4 +1,4 @@
-"""What starts the threads of compiled kernels."""
+"""Start of the threads of compiled kernels."""
 
 from __future__ import annotations
 

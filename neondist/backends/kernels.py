@@ -25,12 +25,12 @@ Ints = Sequence[int]
 
 
 class Kernels(CellKernels, Convolution, Pooling):
-    """What layers compute with.
+    """Kernels that layers compute with.
 
     Parameters
     ----------
     xp : module
-        Offers what NumPy does, for arrays of its own.
+        Array namespace with NumPy's functions.
     """
 
     #: Numbers of a strip: smaller ones compute more overlap, larger ones leave the cache
@@ -47,23 +47,25 @@ class Kernels(CellKernels, Convolution, Pooling):
         self._closing = ExitStack()
 
     def close(self) -> None:
-        """Take back what the kernels have changed in this process, such as numbers of threads."""
+        """Undo the kernels' changes to this process, such as the number of threads."""
         self._closing.close()
 
     def room(self, ranks: int) -> int | None:
-        """Return the bytes that each of so many ranks on this machine may still take for arrays; None if unknown."""
+        """Return the bytes that each of so many ranks on this machine may still allocate; None if unknown."""
         return room_for_each(ranks)
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
-        """Return kernels whose products have operands of a precision; these are closed, unless they are the same.
+        """Return kernels for products with operands of a precision; these kernels are closed unless they are the same.
 
         Raises
         ------
         ConfigError
-            There are none.
+            If there are none.
         """
         if precision.narrow:
-            raise ConfigError(f"precision: {precision.name} is not among this backend's; use backend: auto, or float32")
+            raise ConfigError(
+                f"precision: {precision.name} is not supported by this backend; use backend: auto, or float32"
+            )
         return self
 
     def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
@@ -80,7 +82,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         return self.matmul(a, b)
 
     def give_back_freed(self, above: int) -> None:
-        """Give memory that is kept for later back to the system, if this process holds more bytes than that."""
+        """Return cached memory to the system, if this process holds more bytes than a limit."""
 
     def conv_into(
         self,
@@ -99,10 +101,10 @@ class Kernels(CellKernels, Convolution, Pooling):
         Parameters
         ----------
         y : array (N, *out, C_out)
-            Of any strides.
+            With any strides.
         finish : callable
-            `finish(z, y)` writes what shall be kept of a strip z into that strip of y; it may overwrite z, which may be
-            y itself.
+            `finish(z, y)` writes the result for a strip z into that strip of y; it may overwrite z, which may be y
+            itself.
         outside : (before, after) for every axis, optional
             Cells at the ends of x that are zero.
         """
@@ -135,19 +137,19 @@ class Kernels(CellKernels, Convolution, Pooling):
         Parameters
         ----------
         dx : array (N, *extent, C_in) or None
-            Of any strides; it may be x itself. None: it is not wanted.
+            With any strides; it may be x itself. None: not needed.
         dy : array (N, *out, C_out)
             Only its shape is used.
         begin : callable
             `begin(index)` returns the gradient of a strip of the convolution, contiguous; strips may overlap.
         outside : (before, after) for every axis, optional
-            Cells at the ends of x that are zero; in dx, where nobody wants them, they are whatever is quickest.
+            Cells at the ends of x that are zero; their values in dx are unspecified.
         weighted : bool
-            False: those of weights and bias are not wanted, and zero.
+            False: gradients of weights and bias are not needed, and zero.
         clears : bool
-            Whether dx is to be zero where x is not positive.
+            Whether dx is set to zero where x is not positive.
         biased : bool
-            False: that of the bias is not wanted, and zero.
+            False: the gradient of the bias is not needed, and zero.
         """
         kernel, passed = weights.shape[:-2], None
         if prod(kernel) == 1 < prod(stride):
@@ -188,12 +190,12 @@ class Kernels(CellKernels, Convolution, Pooling):
         return max(self.strip, min(4 * self.strip, max(4 * (span - step) * row, 8 * weights.size)))
 
     def max_pool_into(self, y: Any, x: Any, kernel: Ints, stride: Ints, clears: bool = False) -> Any:
-        """Write the maxima into y, of any strides, strip by strip; return the places, of each strip.
+        """Write the maxima into y, of any strides, strip by strip; return their positions per strip.
 
         Parameters
         ----------
         clears : bool
-            Whether on the way back no gradient goes to a maximum that is not positive.
+            Whether the backward pass drops the gradient of maxima that are not positive.
         """
         places = []
         for strip in strips(x, y, kernel, stride, (1,) * len(kernel), self.strip):

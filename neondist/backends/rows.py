@@ -184,7 +184,7 @@ class Rows(CompiledCells, Kernels):
         return y if done else None
 
     def compiles(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
-        """Tell whether a convolution of, or back to, x with weights of such a shape is to go this way."""
+        """Return whether a convolution of, or back to, x with weights of such a shape is to go this way."""
         return groups == 1 and x.ndim > 3 and x.strides[-1] == x.itemsize and hasattr(self.compiled, "convolve")
 
     def _convolve(
@@ -192,14 +192,14 @@ class Rows(CompiledCells, Kernels):
     ) -> bool:
         """Write a convolution into y; outside of x, of which windows see `before` cells, is zero.
 
-        False: these are no arrays for it.
+        False: these arrays are not supported.
         """
         steps = three(how[0], 1), three(how[1], 1), three(before, 0), self.threads, self.start
         done: bool = self.compiled.convolve(x, weights, y, bias, *steps)
         return done
 
     def _convolve_back(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, how: How, crop: Ints) -> bool:
-        """Write the gradient of x but for `crop` cells before dx into dx; False: these are no arrays for it."""
+        """Write the gradient of x but for `crop` cells before dx into dx; False: these arrays are not supported."""
         stride, dilation, _ = how
         joined = dilation[-1] == 1 and dy.strides[-2] == dy.shape[-1] * dy.itemsize
         many = prod(weights.shape[: -3 if joined else -2]) > _PIECES  # before anything is written
@@ -217,7 +217,7 @@ class Rows(CompiledCells, Kernels):
         return True
 
     def _sum_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, how: How) -> bool:
-        """Write the gradient of the weights; False: it is faster otherwise, or these are no arrays for it."""
+        """Write the gradient of the weights; False: it is faster otherwise, or these arrays are not supported."""
         (*kernel, inner, outer), (stride, dilation, _) = gradient.shape, how
         if prod(kernel) * prod(stride) == 1:
             if fills(x) and not fills(dy):
@@ -249,7 +249,7 @@ def three(numbers: Ints, missing: int) -> tuple[int, ...]:
 
 
 def fills(cells: np.ndarray) -> bool:
-    """Tell whether channels fill vectors."""
+    """Return whether channels fill vectors."""
     return cells.shape[-1] * cells.itemsize % VECTOR == 0 and cells.strides[-1] == cells.itemsize
 
 

@@ -176,7 +176,7 @@ class TorchTable(Kernels):
         return self.torch.conv.arranged(weights) if worth else weights
 
     def _convolves(self, x: np.ndarray, out: Ints, kernel: Ints = (), stride: Ints = (1,)) -> bool:
-        """Tell whether torch's convolution is faster: oneDNN takes float32; without it, single volumes are slow.
+        """Return whether torch's convolution is faster: oneDNN takes float32; without it, single volumes are slow.
 
         Kernels of one cell with a stride crash in the backward of PyTorch 2.13, channels-last, on some processors.
         """
@@ -186,7 +186,7 @@ class TorchTable(Kernels):
         return wanted and (x.ndim < 5 or len(x) > 1 or self.torch.conv.takes(x))
 
     def _pools(self, x: np.ndarray, out: Ints) -> bool:
-        """Tell whether torch's pooling is the faster."""
+        """Return whether torch's pooling is the faster."""
         return 0 not in (x.size, *out) and x.shape[-1] >= _FEW and x.ndim > 3 and self.torch is not None
 
 
@@ -263,7 +263,7 @@ class NarrowTorchTable(NarrowProducts, TorchTable):
         return self.narrow.backward_input(self.precision.name, dy, weights, extent, stride, dilation, groups, crop)
 
     def _is_fast(self, calls: Any) -> bool:
-        """Tell whether this processor, or GPU, multiplies such numbers itself."""
+        """Return whether this processor, or GPU, multiplies such numbers itself."""
         fast: bool = calls.is_fast(self.precision.name)
         return fast
 

@@ -20,7 +20,7 @@ _BLOCK = 1 << 19  # gathered numbers at a time; measured best of 2^17 ... 2^22
 
 
 def takes(x: np.ndarray) -> bool:
-    """Tell whether oneDNN takes such arrays, the host's."""
+    """Return whether oneDNN takes such arrays, the host's."""
     return isinstance(x, np.ndarray) and x.dtype == np.float32 and torch.backends.mkldnn.is_available()
 
 

@@ -1,4 +1,4 @@
-"""What PyTorch's kernels allocate for themselves in a step, of which Python's tracemalloc knows nothing."""
+"""Allocations by PyTorch's kernels in a step, which Python's tracemalloc does not see."""
 
 from __future__ import annotations
 

@@ -15,20 +15,21 @@ if TYPE_CHECKING:
 Made = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 KINDS = ("kernels", "messages", "copies", "sums", "other")
-"""operators that compute; waiting inside MPI; views of tiles and operators that move numbers; what is around sums over
-ranks; Python, autograd and dispatch"""
+"""operators that compute; waiting inside MPI; views of tiles and operators that move data; reductions over ranks and
+their preparation; Python, autograd and dispatch"""
 TOP = 3
-"""operators of a row"""
+"""operators per row"""
 SIDES = {"ranks": "a rank", "eager": "one process"}
 LEGEND = (
-    "A training step in float32, PyTorch's default layout, all sides with an allocator that keeps its memory; * the"
-    " faster of PyTorch's. ÷ best: over that one in the same round, median and range of the rounds. memory: peak of a"
-    " process above what it had before the module. first step: with distributing, or compiling, what comes before it."
+    "A training step in float32 with PyTorch's default memory layout and, on all sides, an allocator that keeps freed"
+    " memory; * marks the faster of PyTorch's variants. ÷ best: ratio to that variant in the same round, median and"
+    " range over the rounds. memory: peak of a process above its memory before the module was created. first step:"
+    " includes distributing or compiling."
 )
 PLACES = (
-    "Where a step goes, of the time above as PyTorch's profiler divides it, mean over ranks. kernels: operators that"
-    " compute; messages: inside MPI, waiting for other ranks too; copies: views of tiles and operators that move"
-    " numbers; sums: what is around sums over ranks; other: Python, autograd and dispatch."
+    "Breakdown of the step time above by PyTorch's profiler, mean over ranks. kernels: operators that compute;"
+    " messages: inside MPI, including waiting for other ranks; copies: views of tiles and operators that move data;"
+    " sums: reductions over ranks and their preparation; other: Python, autograd and dispatch."
 )
 
 
@@ -62,8 +63,8 @@ def _steps(made: Made) -> Table:
     sides, ours = made["sides"], f"{made['ranks']} × {made['threads']}"
     compared = len(sides) > 1
     heads = ["model", "input", ours, *sides[1:], *(["÷ best"] if compared else []), "memory"]
-    heads += ["eager's", "÷ eager"] if "eager" in sides else []
-    heads += ["first step", *(f"{side}'s" for side in sides[1:])]
+    heads += ["eager memory", "memory ÷ eager"] if "eager" in sides else []
+    heads += ["first step", *(f"{side} first step" for side in sides[1:])]
     rows = []
     for row in made["networks"]:
         found: Mapping[str, Made] = row["sides"]
@@ -92,4 +93,4 @@ def _places(made: Made) -> Table:
             times = [seconds_text(seconds * found["kinds"][kind]) for kind in KINDS]
             top = ", ".join(f"{name} {seconds_text(seconds * share)}" for name, share in most)
             rows.append([row["network"], what, *times, top])
-    return ["model", "", *KINDS, "operators that take most"], rows
+    return ["model", "", *KINDS, "most expensive operators"], rows

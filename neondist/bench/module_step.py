@@ -22,7 +22,7 @@ from .rest import rest
 LEAST = 0.3
 """seconds of the steps of a turn"""
 RATE = 1e-6
-"""of the optimiser: with longer steps, losses of random targets grow until they are no numbers"""
+"""of the optimiser: with longer steps, losses of random targets grow until they are NaN"""
 
 
 class ModuleStep:
@@ -163,7 +163,7 @@ def default_shape(module: nn.Module) -> tuple[int, ...]:
     for part in module.modules():
         if hasattr(part, "in_channels") and hasattr(part, "dilation"):
             return (1, part.in_channels, *EXTENTS[len(part.dilation)])
-    raise ConfigError(f"{type(module).__name__} has no convolution that tells of its input; give --input N,C,H,W")
+    raise ConfigError(f"{type(module).__name__} has no convolution to infer the input shape from; give --input N,C,H,W")
 
 
 def _made(factory: Callable[[], Any]) -> nn.Module:
@@ -173,7 +173,7 @@ def _made(factory: Callable[[], Any]) -> nn.Module:
         name = getattr(factory, "__name__", "the factory")
         raise ConfigError(f"{name} failed: {type(error).__name__}: {error}; it is called without arguments") from error
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"the factory returned a {type(module).__name__}; it has to return a torch.nn.Module")
+        raise ConfigError(f"the factory returned a {type(module).__name__}; it must return a torch.nn.Module")
     return module.float().train()
 
 

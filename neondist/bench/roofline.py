@@ -1,4 +1,4 @@
-"""What limits a layer: the matrix multiply's speed, or the memory's (Williams, Waterman and Patterson 2009)."""
+"""Roofline of a layer: limited by matrix products or by memory bandwidth (Williams, Waterman and Patterson 2009)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def peaks(model: Model, world: Transport) -> dict[str, float]:
 
 
 def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the rows with the flops, bytes and limit of each layer or segment, and how near it comes to that.
+    """Return the rows with the flops, bytes and limit of each layer or segment, and the share of the limit it reaches.
 
     Bytes are those of its input, output and their gradients, each read or written once; what is computed twice counts
     once. Sums over all ranks.

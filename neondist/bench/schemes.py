@@ -75,7 +75,7 @@ def _run(experiment: Any, world: Transport) -> dict[str, Any]:
     last = history[-1]
     if last.selected("error") is None:
         raise ConfigError(
-            f"bench schemes compares wrong answers, but the {last.selection} split has no classes to tell"
+            f"bench schemes compares wrong answers, but the {last.selection} split has no classes"
         ).on_all_ranks()  # they have the same history
     return {
         "exact": all(layer.scheme.exact for layer in experiment.model.leaves if layer.window is not None),

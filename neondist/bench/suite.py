@@ -29,7 +29,7 @@ Made = dict[str, Any]
 
 @dataclass
 class Turns:
-    """What one side took for a network.
+    """Measurements of one side for a network.
 
     Attributes
     ----------

@@ -41,7 +41,7 @@ def step_table(made: dict[str, Any]) -> RenderableType:
 
 
 def share_text(share: float | None) -> str:
-    """Return the share of a limit; far beyond it another layer does the work, and the share is no figure."""
+    """Return the share of a limit; far beyond it another layer does the work, and the share is meaningless."""
     if share is None:
         return ""
     return f"{share:.0%}" if share <= _BEYOND else "-"

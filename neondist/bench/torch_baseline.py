@@ -107,7 +107,7 @@ class TorchBaseline:
             answer = ""
         if not answer:
             code = self.process.wait()
-            raise LaunchError(f"PyTorch's process ended with code {code}; what it said is above")
+            raise LaunchError(f"PyTorch's process ended with exit code {code}; see its output above")
         found = json.loads(answer)
         if "error" in found:
             raise ConfigError(f"PyTorch's side: {found['error']}")

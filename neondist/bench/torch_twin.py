@@ -143,7 +143,7 @@ def _write_over(part: nn.Module) -> None:
 def _known(piece: Any, names: tuple[str, ...]) -> str:
     name = serial_class(type(piece)).__name__
     if name not in names:
-        raise ConfigError(f"{name} has no counterpart; there are {', '.join(names)}")
+        raise ConfigError(f"{name} has no counterpart; choose from {', '.join(names)}")
     return name
 
 

@@ -134,10 +134,14 @@ def evaluate(arguments: argparse.Namespace) -> int:
         return _follow(arguments)
     for name in ("every", "max_time", "output"):
         if getattr(arguments, name) is not None:
-            raise ConfigError(f"evaluate: --{name.replace('_', '-')} goes with --follow DIR; leave it out")
+            raise ConfigError(
+                f"evaluate: --{name.replace('_', '-')} requires --follow DIR; leave it out, or add --follow DIR"
+            )
     files = arguments.input, arguments.labels
     if (None in files) != (files == (None, None)) or (arguments.block is not None and None in files):
-        raise ConfigError("evaluate: --input, --labels and --block are about files; give both files, or none of these")
+        raise ConfigError(
+            "evaluate: --input, --labels and --block apply to files; give both --input and --labels, or none of these"
+        )
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..train import evaluate_checkpoint, evaluate_files
@@ -165,7 +169,9 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
     """Print the loss and the error of a module with weights of a file, over images and labels in files."""
     for name in ("follow", "every", "max_time", "output", "split"):
         if getattr(arguments, name) is not None:
-            raise ConfigError(f"evaluate: --{name.replace('_', '-')} is for experiments; leave it out with --weights")
+            raise ConfigError(
+                f"evaluate: --{name.replace('_', '-')} applies to experiments; leave it out with --weights"
+            )
     if arguments.input is None or arguments.labels is None:
         raise ConfigError("evaluate: --weights needs images and labels; give --input X and --labels T")
 
@@ -190,7 +196,7 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
 def _follow(arguments: argparse.Namespace) -> int:
     for name in ("split", "input", "labels", "report", "block"):
         if getattr(arguments, name) is not None:
-            raise ConfigError(f"evaluate: --{name} is for one checkpoint; leave it out, or give --checkpoint")
+            raise ConfigError(f"evaluate: --{name} applies to a single checkpoint; leave it out, or give --checkpoint")
     arguments.watched = False  # it waits, perhaps for hours
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
@@ -224,8 +230,8 @@ def _unfinished_output_noted(path: Path) -> Iterator[None]:
         first = LAUNCHED not in os.environ and (job is None or job.first)
         if first and written() not in (None, before):
             say(
-                f"note: {part} keeps the blocks that are complete; repeat the command to go on, or give --overwrite to"
-                " start again",
+                f"note: {part} keeps the completed blocks; repeat the command to continue, or give --overwrite to"
+                " start over",
                 sys.stderr,
             )
 
@@ -249,7 +255,7 @@ def _predict_module(arguments: argparse.Namespace) -> int:
     """Write the outputs of a module with weights of a file, which need no experiment."""
 
     if arguments.steps is not None:
-        raise ConfigError("predict: --steps is for networks of ClimateFiles; leave it out with --weights")
+        raise ConfigError("predict: --steps applies to networks trained on ClimateFiles; leave it out with --weights")
 
     def work(trained: Any, grid: ProcessGrid) -> None:
         from ..train.inference import predict_module
@@ -264,7 +270,7 @@ def _refuse_options_of_weights(arguments: argparse.Namespace) -> None:
     command = arguments.words[0]
     for name in ("factory", *_OF_WEIGHTS):
         if getattr(arguments, name) is not None:
-            raise ConfigError(f"{command}: --{name} goes with --weights W; leave it out")
+            raise ConfigError(f"{command}: --{name} requires --weights W; leave it out, or add --weights W")
 
 
 def _with_module(arguments: argparse.Namespace, work: Callable[[Any, ProcessGrid], None]) -> int:
@@ -274,11 +280,11 @@ def _with_module(arguments: argparse.Namespace, work: Callable[[Any, ProcessGrid
         if (given := getattr(arguments, name)) is not None:
             raise ConfigError(f"{command}: --weights needs no {given}; leave out one of them")
     if arguments.factory is None:
-        raise ConfigError(f"{command}: --weights W has no network; give --factory FILE.py:NAME, which returns one")
+        raise ConfigError(f"{command}: --weights W contains no network; give --factory FILE.py:NAME, which returns one")
     memory = [word.removeprefix("memory=") for word in arguments.settings if word.startswith("memory=")]
     if len(memory) < len(arguments.settings) or arguments.modules:
         raise ConfigError(
-            f"{command}: --set, --strategy and --import are for experiments; leave them out with --weights"
+            f"{command}: --set, --strategy and --import apply to experiments; leave them out with --weights"
         )
 
     def prepare(world: Transport, ranks: int) -> Any:

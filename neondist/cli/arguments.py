@@ -1,4 +1,4 @@
-"""What can be typed after `neondist`."""
+"""Command-line parser of `neondist`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Parser(argparse.ArgumentParser):
         """Keep the words beside what they mean: ranks are started with the same ones."""
         words = list(sys.argv[1:] if args is None else args)
         if odd := next((word for word in words if re.fullmatch(r"--[\w-]+=--", word)), None):
-            self.error(f"{odd}: -- ends the options and is no value; write {odd[:-2]}./-- for a file of that name")
+            self.error(f"{odd}: -- ends the options and is not a value; write {odd[:-2]}./-- for a file of that name")
         if "--" in words:  # a launcher may append options to these words
             at = words.index("--")
             words = [*words[:at], *map(options.word, words[at + 1 :])]

@@ -1,4 +1,4 @@
-"""What a shell may put where the cursor is: commands, options, files, and fields after --set."""
+"""Shell completion: commands, options, files, and fields after --set."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def add(commands: Any) -> None:
     parts = top.add_subparsers(required=True, metavar="WHAT")
 
     one = parts.add_parser("mnist", help="download the MNIST files")
-    one.add_argument("--to", type=options.path, metavar="DIR", required=True, help="where the files go")
-    one.add_argument("--mirror", metavar="URL", help="a folder that holds the files (default: the public mirror)")
+    one.add_argument("--to", type=options.path, metavar="DIR", required=True, help="output folder")
+    one.add_argument("--mirror", metavar="URL", help="URL of the folder with the files (default: the public mirror)")
     one.set_defaults(command=download)
 
     one = parts.add_parser(
@@ -54,11 +54,14 @@ def add(commands: Any) -> None:
     one.set_defaults(command=convert)
 
     one = parts.add_parser("records", help="write records to a CSV or a RecordIO file", allow_abbrev=False)
-    one.add_argument("source", metavar="SOURCE", help="as `neondist train --training-data` takes it")
+    one.add_argument("source", metavar="SOURCE", help="records, as for `neondist train --training-data`")
     one.add_argument(
-        "--role", choices=[mode.value for mode in Mode], default="training", help="of a source with splits: which one"
+        "--role",
+        choices=[mode.value for mode in Mode],
+        default="training",
+        help="split to write, if the source has several",
     )
-    one.add_argument("--to", type=options.file, metavar="FILE", required=True, help="ends in .csv or .recordio")
+    one.add_argument("--to", type=options.file, metavar="FILE", required=True, help="output file, .csv or .recordio")
     one.set_defaults(command=write_records)
 
 
@@ -89,7 +92,7 @@ def write_records(arguments: argparse.Namespace) -> int:
             for number in range(len(reader)):
                 records.write(reader.read([number])[0])
     else:
-        raise ConfigError(f"--to {arguments.to}: is neither .csv nor .recordio")
+        raise ConfigError(f"--to {arguments.to}: the name must end in .csv or .recordio")
     emit(f"{arguments.to}: {len(reader)} records")
     return 0
 
@@ -103,7 +106,9 @@ def convert(arguments: argparse.Namespace) -> int:
     from ..formats.image_loader import Loader
 
     if arguments.size is not None and min(arguments.size) < 1:
-        raise ConfigError(f"--size {arguments.size[0]} {arguments.size[1]}: give a height and a width from 1")
+        raise ConfigError(
+            f"--size {arguments.size[0]} {arguments.size[1]}: expected a height and a width of at least 1"
+        )
     loader = Loader(arguments.mode, tuple(arguments.size) if arguments.size else None)
     labels, maps = (None if path is None else Path(path) for path in (arguments.labels, arguments.maps))
     parts = parts_of(arguments.source, loader, labels, maps)

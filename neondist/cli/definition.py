@@ -27,7 +27,7 @@ def tiles(text: str) -> tuple[int, int]:
     """Read '2x1'."""
     found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
     if not found:
-        raise argparse.ArgumentTypeError(f"'{text}' is no division into tiles; give ROWSxCOLUMNS, such as 2x1")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a division into tiles; expected ROWSxCOLUMNS, such as 2x1")
     return int(found[1]), int(found[2])
 
 
@@ -37,7 +37,7 @@ def workers(text: str) -> int | tuple[int, int]:
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= low <= high:
         raise argparse.ArgumentTypeError(
-            f"'{text}' is no number of workers; give 1 or more, or MIN:MAX such as 1:4 with MIN at most MAX"
+            f"'{text}' is not a number of workers; expected 1 or more, or MIN:MAX, such as 1:4, with MIN <= MAX"
         )
     return (low, high) if ":" in text else low
 
@@ -79,7 +79,7 @@ def samples_of(definition: ModelDefinition, source: str, mode: Mode, skip_bad: b
     reader = reader_of(definition, source, mode)
     bad = reader.find_bad() if skip_bad else []
     if bad and speaks:
-        say("\n  ".join([f"{reader.name}: {len(bad)} bad records are left out:", *(what for _, what in bad[:20])]))
+        say("\n  ".join([f"{reader.name}: {len(bad)} bad records are skipped:", *(what for _, what in bad[:20])]))
     return Samples(reader, definition.feed(), mode, [number for number, _ in bad])
 
 

@@ -102,8 +102,8 @@ def _mpi(warnings: list[str]) -> list[tuple[str, str]]:
     launcher = mpirun.version.splitlines()[0] if mpirun and mpirun.version else "unknown"
     if mpirun and found.library and ("Open MPI" in found.library) != mpirun.is_open_mpi:
         warnings.append(
-            f"mpi4py uses {found.library}, but mpirun is {launcher}: ranks would not see each other;"
-            " put the matching mpirun first on PATH"
+            f"mpi4py uses {found.library}, but mpirun is {launcher}: ranks could not communicate; put the matching"
+            " mpirun first on PATH"
         )
     return [
         ("library", found.library or "none"),
@@ -124,8 +124,8 @@ def _backends(warnings: list[str]) -> list[tuple[str, str]]:
     lines = [(choice.name, f"{'yes' if choice.usable else 'no'}: {choice.reason}") for choice in choices]
     if not there:
         warnings.append(
-            "normalisations, activations and sums take several passes over memory, since neondist was installed without"
-            " a C compiler; install one, such as gcc, and then neondist again"
+            "normalisation, activations and sums take several passes over memory, because neondist was installed"
+            " without a C compiler; install one, such as gcc, and reinstall neondist"
         )
     lines.append(("compiled kernels", "yes" if there else "no"))
     first = f"takes {taken.name}, the first of {', '.join(choice.name for choice in choices)}" if taken else ""
@@ -141,7 +141,7 @@ def _threads(warnings: list[str]) -> list[tuple[str, str]]:
         if value and value.isdecimal() and int(value) > cores:
             warnings.append(f"{name}={value} is more than the {cores} cores; unset it, and neondist shares them out")
     off = pinning.why_not(os.environ)
-    kept = f"ranks of `neondist run -n N` keep to cores of their own, up to {cores} threads in all"
+    kept = f"ranks of `neondist run -n N` are pinned to their own cores, up to {cores} threads in total"
     lines.append(("pinning", f"no: {off}" if off else f"{kept}; {pinning.SWITCH}=no switches it off"))
     lines += [("library", text) for text in _pools()]
     return lines
@@ -172,9 +172,9 @@ def _gpu_aware(found: MPI) -> str:
     if not found.library:
         return "no MPI"
     if found.cuda:
-        return "yes, says the library (CUDA); a message proves it before a run sends more"
-    said = "no, says the library" if found.cuda is False else "unknown, the library does not tell"
-    return f"{said}; messages of a GPU go through pinned memory of the host"
+        return "yes, according to the library (CUDA); each run verifies it with a message first"
+    said = "no, according to the library" if found.cuda is False else "unknown, not reported by the library"
+    return f"{said}; messages from a GPU are staged through pinned host memory"
 
 
 def _pools() -> list[str]:

@@ -49,7 +49,8 @@ def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> An
         replicas, cells = experiment.grid.get("replicas", 1) or ranks, prod(experiment.dataset.sample_shape[:-1])
         if ranks > replicas * cells and not arguments.force:
             raise LaunchError(
-                f"{ranks} ranks for images of {cells} cells: some would hold no cell; give at most {replicas * cells}"
+                f"{ranks} ranks for images of {cells} cells: some ranks would have no cells; give at most"
+                f" {replicas * cells}"
                 f" ranks, or more replicas; {FORCE}"
             )
 
@@ -93,10 +94,10 @@ def import_module(name: str, option: str = "--import ") -> str:
 
 
 def load_factory(text: str, option: str) -> Callable[..., Any]:
-    """Return what FILE.py:NAME, or MODULE:NAME, is; ConfigError, which begins with the option, if it is no function."""
+    """Return what FILE.py:NAME, or MODULE:NAME, is; ConfigError, with the option, if it is not a function."""
     place, colon, name = text.rpartition(":")
     if not (colon and place and name):
-        raise ConfigError(f"{option}{text}: names no function; give FILE.py:NAME, or MODULE:NAME")
+        raise ConfigError(f"{option}{text}: does not name a function; expected FILE.py:NAME or MODULE:NAME")
     module = sys.modules[import_module(place, option)]
     found = getattr(module, name, None)
     if not callable(found):

@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         action="append",
         default=[],
         metavar="MODULE",
-        help="a module that registers your own classes",
+        help="a module or .py file that registers your own classes",
     )
     one.add_argument(
         "--tags", action="store_true", help="print the tags instead, for the editor setting yaml.customTags"
@@ -80,7 +80,7 @@ def init(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.images)
     target = Path(arguments.to or f"{folder.resolve().name}.yaml")
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder; name one that has images in it")
+        raise DataError(f"{folder}: no such folder; name one that contains images")
     if target.exists():
         raise OutputError(f"{target}: exists already; choose another name with --to")
     masks = next((name for name in _MASKS if (folder / name).is_dir() and (folder / "images").is_dir()), None)
@@ -154,7 +154,7 @@ def _segmentation(folder: Path, masks: str) -> str:
         cost, metrics = "!DiceCE {}", "!IoU {}, !F1 {}"
         labels += f"\n  classes: {outputs}             # a mask with others ends the run"
         if ignored:
-            what += f", and {none} where there is no class"
+            what += f", and {none} where there is not a class"
             labels, cost = f"{labels}\n  ignore_index: {none}", f"!DiceCE {{ignore_index: {none}}}"
     return _FILE.format(
         what=visible(what, keep=""), crop=_crop(images), images=_quoted(_pattern(folder / "images")), labels=labels,

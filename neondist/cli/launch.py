@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
     """Add the command's arguments: a resource file, then those of `run`."""
     one = commands.add_parser(
         "launch", help="check several machines, then run an experiment or a script on them", allow_abbrev=False,
-        usage="neondist launch RESOURCES.yaml [options] FILE.yaml | SCRIPT.py [words of the script]",
+        usage="neondist launch RESOURCES.yaml [options] FILE.yaml | SCRIPT.py [arguments of the script]",
     )  # fmt: skip
     one.add_argument(
         "resource_file",
@@ -30,12 +30,14 @@ def add(commands: Any) -> None:
 def launch(arguments: argparse.Namespace) -> int:
     """Check all nodes, then run the same command on them under one mpirun."""
     if arguments.words[1] != arguments.resource_file:
-        raise LaunchError(f"launch: the resource file comes first, as in neondist launch {arguments.resource_file} ...")
+        raise LaunchError(f"launch: give the resource file first, as in neondist launch {arguments.resource_file} ...")
     if arguments.virtual is not None:
         raise LaunchError("--virtual runs all ranks in this process; use neondist run, or leave it out")
     arguments.resources = ResourceSpec(arguments.resource_file)
     if arguments.hosts_from is not None:
-        raise LaunchError("--hosts-from: launch has the hosts of its resource file; leave it out, or use neondist run")
+        raise LaunchError(
+            "--hosts-from: launch takes the hosts from its resource file; leave it out, or use neondist run"
+        )
     if arguments.restarts is not None or arguments.spares:
         arguments.source = HostSource(arguments.resource_file)
     if arguments.ranks is None:

@@ -31,7 +31,7 @@ def experiment(one: argparse.ArgumentParser, ranks_help: str = RANKS, required: 
     )  # fmt: skip
     one.add_argument(
         "--import", dest="modules", action="append", default=[], metavar="MODULE",
-        help="a module or .py file that registers a module that registers your own classes",
+        help="a module or .py file that registers your own classes",
     )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def ranks(one: argparse.ArgumentParser, text: str = RANKS) -> None:
     one.add_argument(
         "--force",
         action="store_true",
-        help="allow more ranks than there are cores, or than the image is large enough for",
+        help="allow more ranks than cores, or more than the image can be divided among",
     )
 
 
@@ -49,7 +49,7 @@ def virtual(one: argparse.ArgumentParser, many: bool = False) -> None:
     """Add --virtual; `many`: one number after the other."""
     one.add_argument(
         "--virtual", type=counts if many else positive, metavar="1,4,16" if many else "P",
-        help=f"{'1, 4, 16' if many else 'P'} virtual ranks in this process: slow, but the same numbers",
+        help=f"{'1, 4, 16' if many else 'P'} virtual ranks in this process: slow, but with the same results",
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def folder(arguments: argparse.Namespace, kind: str = "") -> Path:
 def path(text: str) -> str:
     """Read a path; '~' is the home folder."""
     if not text or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no path; give one, such as ./name")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path; expected one such as ./name")
     return os.path.expanduser(text)
 
 
@@ -79,14 +79,14 @@ def positive(text: str) -> int:
     """Read a number of 1 or more."""
     number = int(text) if text.isdecimal() else 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give a whole number, 1 or more")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected an integer of at least 1")
     return number
 
 
 def not_negative(text: str) -> int:
     """Read a whole number."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give a whole number, 0 or more")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected an integer of at least 0")
     return int(text)
 
 
@@ -94,7 +94,7 @@ def positive_number(text: str) -> float:
     """Read a finite number above 0."""
     (number,) = numbers(text, 1)
     if number <= 0:
-        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give a number above 0")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected a number above 0")
     return number
 
 
@@ -105,7 +105,7 @@ def numbers(text: str, most: int = 1 << 16) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(map(math.isfinite, found)):
-        raise argparse.ArgumentTypeError(f"invalid value '{text}'; give one number, or several such as 0.5,0.4,0.3")
+        raise argparse.ArgumentTypeError(f"invalid value '{text}'; expected one number, or several such as 0.5,0.4,0.3")
     return found
 
 

@@ -87,8 +87,8 @@ def _limits(experiment: Any, ranks: int, machine: Any) -> tuple[int | None, Any]
     here = min(ranks, machine.cores_per_node)
     if memory // here <= PROCESS:
         raise ConfigError(
-            f"memory: {words(memory)} for {here} ranks on a machine; each of them takes {words(PROCESS)} before it"
-            f" holds any image: give more than {words(PROCESS * here)}"
+            f"memory: {words(memory)} for {here} ranks on a machine; each needs {words(PROCESS)} before it loads"
+            f" any image: give more than {words(PROCESS * here)}"
         )
     return memory // here - PROCESS, partial(_in_strips, experiment)
 

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     """Say what can be typed."""
     one = commands.add_parser(
         "run", help="train an experiment from a YAML file, or run a script on all ranks", allow_abbrev=False,
-        usage="neondist run [options] FILE.yaml | SCRIPT.py [words of the script]",
+        usage="neondist run [options] FILE.yaml | SCRIPT.py [arguments of the script]",
     )  # fmt: skip
     add_options(one)
     one.set_defaults(command=run, stops=True, watched=True)
@@ -57,11 +57,12 @@ def add_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--init-from", metavar="FILE", help="initialise the weights from a checkpoint, by name")
     one.add_argument(
         "--time-limit", type=duration, metavar="TIME",
-        help="write a checkpoint and stop with exit code 75 before this time is over: 3h30m, 03:30:00 or seconds",
+        help="write a checkpoint and stop with exit code 75 before this time limit: 3h30m, 03:30:00 or seconds",
     )  # fmt: skip
     one.add_argument(
         "--stall-timeout", type=duration, metavar="TIME",
-        help="abort the job and report which rank waits for what if no batch completes for this long (default 10m)",
+        help="abort the job if no batch completes for this long, and report what each rank is waiting for (default"
+             " 10m)",
     )  # fmt: skip
     one.add_argument(
         "--debug-halo", action="store_true",
@@ -73,12 +74,13 @@ def add_options(one: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     one.add_argument(
         "--elastic", type=bounds, metavar="MIN:MAX",
-        help="with --restarts or --hosts-from: continue on the remaining ranks, at least MIN; starts on MAX, or -n",
+        help="with --restarts or --hosts-from: continue on the remaining ranks, at least MIN; starts with MAX"
+             " ranks, or -n",
     )  # fmt: skip
     one.add_argument(
         "--hosts-from", type=options.path, metavar="FILE|SCRIPT",
-        help="where to start ranks: a host file, a resource file, or a program that prints HOST:SLOTS lines; read again"
-        " and again with --elastic",
+        help="hosts to start ranks on: a host file, a resource file, or a program that prints HOST:SLOTS lines;"
+             " reread regularly with --elastic",
     )  # fmt: skip
     one.add_argument(
         "--spares", type=options.not_negative, default=0, metavar="K",
@@ -94,8 +96,8 @@ def add_options(one: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     one.add_argument(
         "--snapshot", type=snapshots, metavar="auto|STEPS|off",
-        help="with --restarts: keep the state of the run in the memory of two nodes, as often as takes 2 %% of the time"
-        " (auto, the default), or every so many steps",
+        help="with --restarts: keep snapshots of the run in the memory of two nodes, every STEPS steps or using at"
+             " most 2 %% of the time (auto, the default)",
     )  # fmt: skip
     one.add_argument(
         "--lease", type=duration, metavar="TIME",
@@ -144,8 +146,8 @@ def _run_script(arguments: argparse.Namespace) -> int:
             option = "--set, --memory and --strategy" if name == "settings" else f"--{name.replace('_', '-')}"
             verb, leave = ("are", "them") if name == "settings" else ("is", "it")
             raise LaunchError(
-                f"{option}: {verb} for experiments; a script has its own words, behind its name, and checkpoints of its"
-                f" own, as nd.DistributedSession writes; leave {leave} out"
+                f"{option}: {verb} for experiments; put a script's own arguments after its name"
+                f" (nd.DistributedSession writes its checkpoints), and leave {leave} out"
             )
     if not os.path.isfile(arguments.file):
         raise LaunchError(f"{arguments.file}: no such script")
@@ -195,7 +197,7 @@ def hooks_of(arguments: argparse.Namespace) -> list[Hook]:
 def resume_mode(text: str) -> bool | str:
     """Read the value of --resume."""
     if text not in ("yes", "auto"):
-        raise argparse.ArgumentTypeError(f"'{text}' cannot be used; give --resume or --resume auto")
+        raise argparse.ArgumentTypeError(f"'{text}' is invalid; expected --resume or --resume auto")
     return text == "yes" or text
 
 
@@ -203,7 +205,7 @@ def bounds(text: str) -> tuple[int, int]:
     """Read '2:8'."""
     numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
     if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
-        raise argparse.ArgumentTypeError(f"'{text}' are no numbers of ranks that can be used here; give MIN:MAX as 2:8")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a valid range of ranks; expected MIN:MAX, such as 2:8")
     return numbers[0], numbers[1]
 
 
@@ -212,7 +214,7 @@ def snapshots(text: str) -> int | Literal["auto"]:
     if text == "auto":
         return "auto"
     if text != "off" and not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"invalid interval '{text}'; expected auto, off, or a number of steps")
+        raise argparse.ArgumentTypeError(f"invalid interval '{text}'; expected auto, off or a number of steps")
     return 0 if text == "off" else int(text)
 
 
@@ -220,7 +222,7 @@ def duration(text: str) -> float:
     """Return the seconds of '3h30m', '90', '2.5h', '01:30:00' (hours first) or Slurm's '1-12:00:00' (days)."""
     seconds = _in_units(text) if ":" not in text else _clock(text)
     if not seconds:
-        raise argparse.ArgumentTypeError(f"'{text}' is no time that can be used; give 3h30m, 03:30:00 or seconds")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a duration; expected 3h30m, 03:30:00 or a number of seconds")
     return seconds
 
 

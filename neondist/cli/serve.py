@@ -22,18 +22,19 @@ def add(commands: Any) -> None:
     services = one.add_subparsers(required=True, metavar="SERVICE")
     ps = services.add_parser(
         "ps", help="a parameter server", allow_abbrev=False,
-        description="Run a parameter server. NEONDIST_TOKEN has the job's secret, the same for all its processes.",
+        description="Run a parameter server. NEONDIST_TOKEN holds the job's secret, the same for all of its processes.",
     )  # fmt: skip
     _address(ps)
     ps.add_argument(
-        "--checkpoint-dir", type=options.file, metavar="DIR", help="folder of checkpoints, which all servers see"
+        "--checkpoint-dir", type=options.file, metavar="DIR", help="folder of checkpoints, shared by all servers"
     )
     ps.set_defaults(command=serve_parameters)
 
     master = services.add_parser(
         "master", help="the master, which hands out the tasks of a job", allow_abbrev=False,
-        description="Hand out the tasks of a job, and restore its servers after a restart of one. Restarted with the"
-        " same folder, it goes on. NEONDIST_TOKEN has the job's secret, the same for all its processes.",
+        description="Hand out the tasks of a job, and restore its servers after one restarts. Restarted with the"
+                    " same folder, it resumes. NEONDIST_TOKEN holds the job's secret, the same for all of its"
+                    " processes.",
     )  # fmt: skip
     _address(master)
     master.add_argument(
@@ -46,7 +47,7 @@ def add(commands: Any) -> None:
     master.add_argument("--num-minibatches-per-task", type=options.positive, default=8, metavar="N", help="(default 8)")
     master.add_argument(
         "--checkpoint-steps", type=options.not_negative, default=0, metavar="N",
-        help="write a checkpoint of the servers every N updates (default 0: as often as takes 2 %% of the time)",
+        help="write a checkpoint of the servers every N updates (default 0: using at most 2 %% of the time)",
     )  # fmt: skip
     master.set_defaults(command=serve_master)
 
@@ -84,7 +85,7 @@ def serve_master(arguments: argparse.Namespace) -> int:
 def _address(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--address", default="127.0.0.1:0", metavar="HOST:PORT",
-        help="of this machine, to listen on; it is printed (default: 127.0.0.1 and any free port)",
+        help="address to listen on, which is printed (default: 127.0.0.1 and any free port)",
     )  # fmt: skip
 
 

@@ -68,19 +68,19 @@ def submit(arguments: argparse.Namespace) -> int:
     if not arguments.delete:
         _write(arguments, manifests.dump(objects))
         if arguments.claim is None:
-            say("no --claim: the folder of the run is lost with its pod", sys.stderr)
+            say("without --claim the folder of the run is lost with its pod", sys.stderr)
     return _kubernetes(objects, arguments) if arguments.apply or arguments.delete else 0
 
 
 def _job(arguments: argparse.Namespace) -> Submission:
     """Return the job, once its experiment is right for so many ranks."""
     if arguments.apply and arguments.delete:
-        raise ConfigError("--apply --delete: the one creates the job, the other deletes it; give one of them")
+        raise ConfigError("--apply creates the job and --delete deletes it; give one of them")
     nodes = arguments.nodes or 1
     if arguments.name is not None and arguments.name != job_name(arguments.name):
         raise ConfigError(
-            f"--name {arguments.name}: a name is lower-case letters, digits and '-', 40 at most, a letter first;"
-            f" such as {job_name(arguments.name)}"
+            f"--name {arguments.name}: invalid name; expected at most 40 lower-case letters, digits and '-',"
+            f" beginning with a letter, such as {job_name(arguments.name)}"
         )
     experiment = load(arguments)
     job = Submission(
@@ -96,9 +96,9 @@ def _slurm(arguments: argparse.Namespace, job: Submission) -> int:
 
     for name in ("image", "claim"):
         if getattr(arguments, name) is not None:
-            raise ConfigError(f"--{name}: is for --mpijob and --trainjob; Slurm's nodes run this Python environment")
+            raise ConfigError(f"--{name} applies to --mpijob and --trainjob; Slurm's nodes run this Python environment")
     if arguments.delete:
-        raise ConfigError("--delete: is for --mpijob and --trainjob; end a job of Slurm's with scancel")
+        raise ConfigError("--delete applies to --mpijob and --trainjob; cancel a Slurm job with scancel")
     output = Path("runs", Path(job.file).stem)
     script = slurm.batch_script(job, sys.executable, str(Path.cwd()), str(output))
     _write(arguments, script)
@@ -130,5 +130,5 @@ def _kubernetes(objects: list[Manifest], arguments: argparse.Namespace) -> int:
         return cluster.follow(job)
     except KeyboardInterrupt:
         name = job["metadata"]["name"]
-        say(f"{job['kind']} {name} goes on; --delete in place of --apply ends it", sys.stderr)
+        say(f"{job['kind']} {name} is still running; use --delete in place of --apply to end it", sys.stderr)
         raise

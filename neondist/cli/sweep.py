@@ -85,7 +85,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     except ImportError:
         raise MissingPackageError("sweep needs optuna: pip install 'neondist[sweep]'") from None
     if detect(os.environ) is not None:
-        raise LaunchError("sweep: starts the ranks of each run itself; give their number with -n, outside of MPI jobs")
+        raise LaunchError("sweep starts the ranks of each run itself; give their number with -n, outside of MPI jobs")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     must_launch(arguments, None)
     spaces = dict(map(space, arguments.spaces))
@@ -104,8 +104,8 @@ def sweep(arguments: argparse.Namespace) -> int:
         before = study.user_attrs.get("job", job)
         if differ := [name for name in job if job[name] != before[name]]:
             raise OutputError(
-                f"{folder}: has a sweep that was begun with another {' and another '.join(differ)}; give what it was"
-                " begun with to go on, or another folder with --output"
+                f"{folder}: holds a sweep started with another {' and another '.join(differ)}; give the original to"
+                " resume it, or another folder with --output"
             )
         study.set_user_attr("job", job)
         return _try(study, arguments, spaces, best, experiment.metrics, folder)
@@ -129,7 +129,7 @@ def space(text: str) -> tuple[str, BaseDistribution]:
             return key, CategoricalDistribution([values[slice(*mark)].strip() for mark in marks])
         found = re.fullmatch(r"(.+?)\.\.(.+?)(?::(.+))?", values)
         if found is None:
-            raise ValueError("is no range and no list")
+            raise ValueError("is neither a range nor a list")
         log, step = found[3] == "log", None if found[3] == "log" else found[3]
         if all(re.fullmatch(r"[-+]?\d+", end) for end in (found[1], found[2], step or "1")):
             return key, IntDistribution(int(found[1]), int(found[2]), log, int(step or 1))
@@ -235,7 +235,7 @@ def _try(
                 result = study.tell(number, state=TrialState.PRUNED)
             elif arguments.signals.heard or code in (STOPPED, INTERRUPTED):
                 stopped = code if code == INTERRUPTED else STOPPED
-                say(f"stopped in trial {number}; start the same command again")
+                say(f"stopped in trial {number}; repeat the command to continue")
                 continue
             else:
                 value = _value(one.folder, best, metrics) if code == 0 else None
@@ -344,7 +344,7 @@ def _result(trial: FrozenTrial, folder: Path) -> str:
 
 
 def _marked(trial: FrozenTrial, key: str) -> tuple[float, float] | None:
-    """Return the point of the best trial in the plot of a field; None where the field is no number."""
+    """Return the point of the best trial in the plot of a field; None where the field is not a number."""
     at, value = trial.params[key], trial.value
     return (at, value) if is_number(at) and value is not None else None
 

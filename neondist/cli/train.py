@@ -45,16 +45,17 @@ def add(commands: Any) -> None:
     one.add_argument("--num-epochs", type=options.positive, default=1, metavar="N")
     one.add_argument(
         "--num-workers", type=workers, default=1, metavar="N|MIN:MAX",
-        help="replicas (default 1); or, with servers, between MIN and MAX of them, by the slots that other jobs leave",
+        help="replicas (default 1); with servers, MIN:MAX lets the number vary with the slots that other jobs leave"
+             " free",
     )  # fmt: skip
     one.add_argument(
         "--hosts-from", dest="slots_from", type=options.path, metavar="FILE|SCRIPT",
-        help="with MIN:MAX workers: hosts and their slots, as HOST:SLOTS, read again and again (default the cores of"
-        " this machine, as localhost:CORES)",
+        help="with MIN:MAX workers: hosts as HOST:SLOTS lines, reread regularly (default: this machine, as"
+             " localhost:CORES)",
     )  # fmt: skip
     one.add_argument(
         "--wait", dest="slots_wait", type=duration, metavar="TIME",
-        help="with MIN:MAX workers: give up if there have been no slots for MIN for so long (default 10m)",
+        help="with MIN:MAX workers: give up after waiting this long for slots for MIN workers (default 10m)",
     )  # fmt: skip
     one.add_argument("--num-ps", type=options.not_negative, default=0, metavar="N", help="parameter servers")
     one.add_argument(
@@ -66,7 +67,7 @@ def add(commands: Any) -> None:
     )
     one.add_argument(
         "--grads-to-wait", type=options.positive, metavar="N",
-        help="gradients that servers average for an update, without --use-async; fewer where there are fewer workers"
+        help="number of gradients that servers average per update, without --use-async; at most the number of workers"
         " (default 1; with MIN:MAX workers MAX)",
     )  # fmt: skip
     one.add_argument(
@@ -206,7 +207,10 @@ def check(arguments: argparse.Namespace) -> int:
     definition.metrics()
     definition.model(arguments.seed)
     if arguments.training_data is None:
-        emit(f"{arguments.file}: has all that training needs; give --training-data to check feed, and the model's plan")
+        emit(
+            f"{arguments.file}: defines all that training needs; give --training-data to check feed and the"
+            " model's plan"
+        )
         return 0
     from ..rich_console import Console
     from ..train import describe
@@ -240,7 +244,7 @@ def _settle(arguments: argparse.Namespace) -> None:
     else:
         for name in ("num_ps", "use_async", "sync_version_tolerance", "lr_staleness_modulation"):
             if getattr(arguments, name):
-                raise ConfigError(f"--{name.replace('_', '-')} is for ParameterServerStrategy; leave it out")
+                raise ConfigError(f"--{name.replace('_', '-')} applies to ParameterServerStrategy; leave it out")
     if strategy == "Local" and ranks > 1:
         raise ConfigError("--distribution-strategy Local has one worker and one tile; use AllreduceStrategy")
     if arguments.evaluation_steps and arguments.validation_data is None:
@@ -258,13 +262,13 @@ def _settle_bounds(arguments: argparse.Namespace) -> None:
     if isinstance(arguments.num_workers, int):
         for name, given in (("--hosts-from", arguments.slots_from), ("--wait", arguments.slots_wait)):
             if given is not None:
-                raise ConfigError(f"{name} is for a number of workers that changes; give --num-workers MIN:MAX")
+                raise ConfigError(f"{name} applies to a varying number of workers; give --num-workers MIN:MAX")
         return
     arguments.bounds = low, high = arguments.num_workers
     arguments.num_workers = high
     if arguments.distribution_strategy != "ParameterServerStrategy":
         raise ConfigError(
-            f"--num-workers {low}:{high}: workers come and go beside parameter servers; use"
+            f"--num-workers {low}:{high}: a varying number of workers needs parameter servers; use"
             " --distribution-strategy ParameterServerStrategy, or give one number"
         )
     if worker_place(os.environ) is None:
@@ -272,8 +276,8 @@ def _settle_bounds(arguments: argparse.Namespace) -> None:
             arguments.slots_from = source = HostSource(arguments.slots_from)
             if source.is_resources and any(node.ssh_config for node in ResourceSpec(source.path).nodes):
                 raise ConfigError(
-                    f"--hosts-from {source.path}: its settings of SSH are for neondist launch and run; give a list of"
-                    " HOST:SLOTS, with such settings in ~/.ssh/config"
+                    f"--hosts-from {source.path}: its SSH settings apply to neondist launch and run only; give a"
+                    " list of HOST:SLOTS, with these settings in ~/.ssh/config"
                 )
         check_bounds(Demand(low, high, arguments.tiles[0] * arguments.tiles[1]), arguments.slots_from)
 
@@ -285,15 +289,17 @@ def _update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
     wait = arguments.grads_to_wait or (workers if elastic and not arguments.use_async else 1)
     for name, given in (("--grads-to-wait", wait > 1), ("--sync-version-tolerance", tolerance)):
         if given and arguments.use_async:
-            raise ConfigError(f"{name} is for synchronous updates; leave it out, or --use-async")
+            raise ConfigError(f"{name} applies to synchronous updates; leave it out, or leave out --use-async")
     if modulate and not arguments.use_async:
-        raise ConfigError("--lr-staleness-modulation is for asynchronous updates; give --use-async, or leave it out")
+        raise ConfigError(
+            "--lr-staleness-modulation applies to asynchronous updates; give --use-async, or leave it out"
+        )
     if wait > workers:
-        raise ConfigError(f"--grads-to-wait {wait}: there are {workers} workers; give at most as many")
+        raise ConfigError(f"--grads-to-wait {wait}: there are only {workers} workers; give at most {workers}")
     if not (arguments.use_async or arguments.num_ps or tolerance or elastic or wait not in (1, workers)):
         return None
     if workers == 1:
-        raise ConfigError("servers are for several workers; give --num-workers 2 or more, or MIN:2")
+        raise ConfigError("parameter servers need several workers; give --num-workers 2 or more, or MIN:2")
     from ..services.state import UpdateRule
 
     return UpdateRule(not arguments.use_async, wait, tolerance, None, modulate)
@@ -352,7 +358,7 @@ def _of_model(commands: Any, command: str) -> argparse.ArgumentParser:
 
 def _file(one: argparse.ArgumentParser) -> None:
     one.add_argument("file", type=options.path, metavar="MODEL.py", help="the model-definition file")
-    group = one.add_argument_group("other names in the file")
+    group = one.add_argument_group("other names of objects in the file")
     for name in NAMES:
         option = {"custom_model": "model-def", "PredictionOutputsProcessor": "prediction-outputs-processor"}
         word = option.get(name, name.replace("_", "-"))
@@ -378,5 +384,5 @@ def _model_options(one: argparse.ArgumentParser) -> None:
 def _checkpoint(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--checkpoint", "--checkpoint-dir", type=options.path, required=True, metavar="FILE|D",
-        help="checkpoint.h5 of a training, or its folder",
+        help="checkpoint.h5 of a run, or its folder",
     )  # fmt: skip

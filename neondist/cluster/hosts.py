@@ -46,7 +46,7 @@ def parse_hosts(text: str, where: str) -> dict[str, int]:
     """
     default = os.environ.get(DEFAULT_SLOTS, "1")
     if not re.fullmatch(r"0*[1-9]\d{0,5}", default):
-        raise ConfigError(f"{DEFAULT_SLOTS}: expected the number of ranks of a host, got '{default}'")
+        raise ConfigError(f"{DEFAULT_SLOTS}: expected the number of ranks per host, got '{default}'")
     found: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0].strip()
@@ -54,7 +54,7 @@ def parse_hosts(text: str, where: str) -> dict[str, int]:
             continue
         match = _LINE.fullmatch(content)
         if match is None:
-            raise ConfigError(f"{where}:{number}: '{content}' is no host; expected HOST, HOST:SLOTS or HOST slots=N")
+            raise ConfigError(f"{where}:{number}: '{content}' is not a host; expected HOST, HOST:SLOTS or HOST slots=N")
         slots = re.search(r"\bslots=(\d+)", match["rest"] or "")
         count = int(match["colon"] or (slots[1] if slots else default))
         if count:
@@ -119,8 +119,8 @@ class HostSource:
         if done.returncode:
             said = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
             raise ConfigError(
-                f"{self.path}: exit code {done.returncode} ({said}); correct the script, which has to print HOST:SLOTS"
-                " lines"
+                f"{self.path}: exit code {done.returncode} ({said}); correct the script, which must print"
+                " HOST:SLOTS lines"
             )
         return done.stdout.decode(errors="replace")
 
@@ -175,7 +175,7 @@ class HostPool:
         return {host: slots for host, slots in self.listed.items() if host not in cooling}
 
     def match(self, name: str) -> str:
-        """Return the host on the list that goes by this name, fully qualified or not; '' if there is none."""
+        """Return the listed host with this name, fully qualified or not; '' if there is none."""
         if name in self.listed:
             return name
         short = name.partition(".")[0]

@@ -160,7 +160,7 @@ def refuse(reports: Iterable[NodeReport]) -> None:
     found = [f"{report.node.address}: {problem}" for report in reports for problem in report.problems]
     if found:
         nodes = tuple(report.node.address for report in reports if report.problems)
-        error = NodesError("\n  ".join([f"{len(nodes)} of {len(reports)} nodes cannot take part:", *found]))
+        error = NodesError("\n  ".join([f"{len(nodes)} of {len(reports)} nodes are unusable:", *found]))
         error.nodes = nodes
         raise error
 
@@ -223,6 +223,6 @@ def _problems(
             if found is None or found != other:
                 yield f"{file} {'cannot be read' if found is None else 'has another content'}; share or copy it"
     if facts["memory"] is not None and facts["memory"] < report.ranks * EACH:
-        yield f"{facts['memory'] >> 20} MiB are free, too few for {report.ranks} ranks; give it fewer cpus or gpus"
+        yield f"{facts['memory'] >> 20} MiB are free, too little for {report.ranks} ranks; give it fewer cpus or gpus"
     if abs(report.skew) > SKEW:
         yield f"its clock is {report.skew:+.0f} s from the chief's; synchronise it (chrony or ntpd)"

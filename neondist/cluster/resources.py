@@ -89,26 +89,26 @@ class Device:
 
 
 class ResourceSpec:
-    """The nodes of a job.
+    """Resource specification: the nodes and devices of a job.
 
     Parameters
     ----------
     resources : path of a YAML file, or mapping
         `nodes`: a list of {address, cpus, gpus, chief, ssh_config, network_bandwidth}; `ssh`: a mapping of names to
-        {username, port, key_file, python_venv, shared_envs}, or one such map for all nodes. Relative key files are
-        those beside the file.
+        {username, port, key_file, python_venv, shared_envs}, or one such map for all nodes. Relative paths of key files
+        are relative to the file.
 
     Attributes
     ----------
     nodes : list of Node
     ssh : dict of str to SSHConfig
     path : Path or None
-        Of the file, if there is one.
+        Path of the file, if any.
 
     Raises
     ------
     ConfigError
-        'FILE:LINE: field: what, and the remedy'.
+        If the specification is invalid: 'FILE:LINE: field: problem; remedy'.
     """
 
     path: Path | None
@@ -133,7 +133,7 @@ class ResourceSpec:
 
     @property
     def chief(self) -> Node:
-        """The node where the job is started."""
+        """The node on which the job is started."""
         return next(node for node in self.nodes if node.chief)
 
     @property

@@ -88,7 +88,7 @@ def python_of(ssh: SSHConfig, where: str, default: str) -> str:
     folder = found["folder"] if found else words[0] if len(words) == 1 else ""
     if not os.path.isabs(folder):
         raise ConfigError(
-            f"{where}: '{ssh.python_venv}' is no virtual environment; give its absolute path,"
+            f"{where}: '{ssh.python_venv}' is not a virtual environment; give its absolute path,"
             " or 'source /PATH/bin/activate'"
         )
     return f"{folder}/bin/python"

@@ -26,39 +26,39 @@ _RANKS = (
 
 
 class TaskSpecDef:
-    """The task of a process.
+    """Role of a process in a job.
 
-    A master is a worker too: with one, it has shard 0, and worker i has shard i + 1; without one, worker 0 is the
-    master. Evaluators train nothing and are not counted.
+    A master is also a worker: it has shard 0, and worker i has shard i + 1; without a master, worker 0 takes its role.
+    Evaluators do not train and are not counted.
 
     Parameters
     ----------
     task_type : 'master', 'chief', 'worker', 'ps' or 'evaluator'
-        'chief' is another word for 'master'.
+        'chief' is a synonym of 'master'.
     index : int
-        Among the tasks of its type.
+        Index among the tasks of its type.
     trial : str, optional
-        Of a hyperparameter search.
+        Trial of a hyperparameter search.
     ps_hosts, worker_hosts : list of str, or text with commas, optional
     master : str, optional
         The master's address.
     num_workers : int, optional
-        Where addresses are not known: the number of workers, master included.
+        Number of workers, including the master, if addresses are unknown.
     generation : int
-        How often the job was started again.
+        Number of restarts of the job.
 
     Attributes
     ----------
     type, index, trial, generation, ps_hosts, worker_hosts, master
-        As given; `type` is 'master' for a chief.
+        As passed; `type` is 'master' for a chief.
     num_workers, num_ps : int
     shard_index : int or None
-        The shard of the data set; None for tasks that train nothing.
+        Shard of the data set; None for tasks that do not train.
 
     Raises
     ------
     ConfigError
-        Unknown type, or an index out of range.
+        If the type is unknown, or an index is out of range.
     """
 
     def __init__(
@@ -81,12 +81,14 @@ class TaskSpecDef:
         self._workers = len(self.worker_hosts) if num_workers is None else num_workers
         known = {"ps": self.num_ps, "worker": self._workers, "master": 1}.get(self.type)
         if index < 0 or (known and index >= known):
-            raise ConfigError(f"index: {index} of task type '{self.type}', but there are {known or 0}, numbered from 0")
+            raise ConfigError(
+                f"index: {index} of task type '{self.type}', but there are only {known or 0}, numbered from 0"
+            )
         self.num_workers = max(1, self._workers + (master is not None))
 
     @property
     def shard_index(self) -> int | None:
-        """The shard of the data set that the task reads, out of `num_workers`; None: it trains nothing."""
+        """Shard of the data set that the task reads, out of `num_workers`; None if it does not train."""
         if self.is_ps() or self.is_evaluator():
             return None
         return 0 if self.type == "master" else self.index + (self.master is not None)
@@ -100,7 +102,7 @@ class TaskSpecDef:
         return self.type in ("worker", "master")
 
     def is_master(self) -> bool:
-        """Whether the task writes checkpoints and logs: the master, or worker 0 where there is none."""
+        """Whether the task writes checkpoints and logs: the master, or worker 0 if there is none."""
         return self.type == "master" or (self.type == "worker" and self.master is None and self.index == 0)
 
     def is_evaluator(self) -> bool:
@@ -108,12 +110,12 @@ class TaskSpecDef:
         return self.type == "evaluator"
 
     def use_last_worker_as_evaluator(self) -> TaskSpecDef:
-        """Return a new task of a job in which the last worker evaluates.
+        """Return the task for a job in which the last worker is the evaluator.
 
         Raises
         ------
         ConfigError
-            There is one worker alone.
+            If there is only one worker.
         """
         if self.num_workers < 2 or not self._workers:
             raise ConfigError("use_last_worker_as_evaluator: needs at least two workers; start another one")
@@ -133,30 +135,30 @@ class TaskSpecDef:
     user_last_worker_as_evaluator = use_last_worker_as_evaluator
 
     def create_server(self) -> Transport | None:
-        """Connect the tasks that train, and return their transport, for `ProcessGrid`; or run a parameter server.
+        """Connect the training tasks and return their transport for `ProcessGrid`, or run a parameter server.
 
-        It is collective over the tasks that train. A parameter server does not return: it serves until the master ends
-        its session, or SIGTERM comes, and then the process ends with exit code 0.
+        Collective over the training tasks. A parameter server does not return: it serves until the master ends its
+        session or SIGTERM is received, and then exits with code 0.
 
-        Tasks that were started one by one, and know each other's addresses, meet at that of the first: of the master,
-        or of worker 0. This needs PyTorch. `ProcessGrid(task.create_server(), replicas=None)` makes each a replica.
+        Tasks that were started separately and know each other's addresses connect at the address of the master or of
+        worker 0, which requires PyTorch. `ProcessGrid(task.create_server(), replicas=None)` makes each task a replica.
 
         Returns
         -------
         Transport or None
-            None where there is nothing to connect, and `ProcessGrid` finds the ranks by itself: a task alone, an
-            evaluator, the ranks of an MPI job, and a worker in a cluster with parameter servers, through which alone
-            workers are connected.
+            None if there is nothing to connect, and `ProcessGrid` finds the ranks by itself: for a single task, an
+            evaluator, the ranks of an MPI job, and a worker in a cluster with parameter servers, which connect the
+            workers.
 
         Raises
         ------
         ConfigError
-            The first address has no port; the task is an MPI job of several ranks; or, of a parameter server, its
-            address is not of this machine or in use, or NEONDIST_TOKEN has no secret.
+            If the first address has no port; the task is an MPI job of several ranks; or, for a parameter server, its
+            address does not belong to this machine or is in use, or NEONDIST_TOKEN is not set.
         LaunchError
-            The other tasks do not come, or PyTorch is missing; or the workers of a parameter server are lost.
+            If the other tasks do not connect, PyTorch is missing, or the workers of a parameter server are lost.
         SystemExit
-            The server's work is done.
+            When a parameter server has finished.
         """
         if self.is_ps():
             sys.exit(import_module("neondist.services.job").serve_task(self))  # by name: it lies above, with gRPC
@@ -172,8 +174,8 @@ class TaskSpecDef:
         job = detect(os.environ)
         if job is not None and (job.size or 1) > 1:
             raise ConfigError(
-                f"create_server: task '{self.type}' is an MPI job of {job.size} ranks itself; start the ranks of all"
-                " workers as one job, without addresses, and give ProcessGrid their number as replicas"
+                f"create_server: task '{self.type}' is already an MPI job of {job.size} ranks; start the ranks of"
+                " all workers as one job, without addresses, and pass their number to ProcessGrid as replicas"
             )
         address = self.master or self.worker_hosts[0]
         if not address.rpartition(":")[2].isdecimal() or ":" not in address:
@@ -182,9 +184,9 @@ class TaskSpecDef:
         return joined
 
     def device_fn(self) -> str:
-        """Return the device on which the task computes, as PyTorch names it: 'cpu', or 'cuda:N' on a machine with GPUs.
+        """Return the PyTorch name of the task's device: 'cpu', or 'cuda:N' on a machine with GPUs.
 
-        Ranks of one machine take its GPUs in turn. It is 'cpu' as long as PyTorch is not imported.
+        Ranks on a machine are assigned to its GPUs in turn. 'cpu' if PyTorch is not imported.
         """
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_available():
@@ -197,20 +199,20 @@ class TaskSpecDef:
 
 
 def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
-    """Return the task that the environment describes; one process alone is the master.
+    """Return the task described by environment variables; a single process is the master.
 
-    In this order: TF_CONFIG; JOB_NAME, TASK_INDEX, PS_HOSTS, WORKER_HOSTS and MASTER_HOST; torchrun, Open MPI, Slurm,
-    and indexed jobs of Kubernetes (JOB_COMPLETION_INDEX and NEONDIST_WORKERS).
+    The sources are, in this order, TF_CONFIG; JOB_NAME, TASK_INDEX, PS_HOSTS, WORKER_HOSTS and MASTER_HOST; torchrun,
+    Open MPI, Slurm, and indexed jobs of Kubernetes (JOB_COMPLETION_INDEX and NEONDIST_WORKERS).
 
     Parameters
     ----------
     environ : mapping, optional
-        Default: that of the process.
+        Default: the environment of the process.
 
     Raises
     ------
     ConfigError
-        A variable has an invalid value; it is named.
+        If a variable has an invalid value; the message names it.
     """
     environ = os.environ if environ is None else environ
     if environ.get("TF_CONFIG"):

@@ -95,7 +95,7 @@ def check_alike(
             if every[0].get(name) != other.get(name):
                 raise errors.ConfigError(
                     f"rank {rank}: {name} is {_short(other.get(name))}, but {_short(every[0].get(name))} on rank 0;"
-                    " every rank has to do the same"
+                    " all ranks must make the same call"
                 ).on_all_ranks()
     return False
 

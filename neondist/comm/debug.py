@@ -124,8 +124,8 @@ class _DebugExchange(Exchange):
     def _error(self, what: str) -> HaloError:
         group = self.transport
         return HaloError(
-            f"rank {group.rank} of {group.size}: {what} were written to between start and finish of an exchange;"
-            " leave its arrays alone until finish, or send copies"
+            f"rank {group.rank} of {group.size}: {what} were modified between start and finish of an exchange; do"
+            " not modify its arrays until finish, or send copies"
         )
 
 

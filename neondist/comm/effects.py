@@ -1,4 +1,4 @@
-"""What grids of several ranks change in their process, from the first that is made until the last is closed."""
+"""Process-wide effects of grids of several ranks, from the first one created until the last is closed."""
 
 from __future__ import annotations
 

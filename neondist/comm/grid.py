@@ -1,4 +1,4 @@
-"""Which rank holds which tile of which replica."""
+"""Assignment of ranks to the tiles of replicas."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _GRIDS: WeakValueDictionary[int, ProcessGrid] = WeakValueDictionary()
 
 
 class ProcessGrid:
-    """All ranks as replicas x rows x cols (x planes, for volumes).
+    """A grid of ranks: replicas x rows x cols (x planes, for volumes).
 
-    The ranks of one replica share each sample, a tile each; the replicas share the batch. Grids of one shape over one
-    communicator share the communicators of their tiles and replicas. From the first grid of several MPI ranks until
-    all are closed, an exception that nothing catches ends the job on all of them, and ranks on one machine share its
-    cores, if nobody has set the number of threads.
+    The ranks of a replica each hold one tile of every sample; the batch is split over the replicas. Grids of the same
+    shape on the same communicator share the communicators of their tiles and replicas. While a grid of several MPI
+    ranks is open, an uncaught exception aborts the job on all ranks, and the ranks on a machine share its cores unless
+    the number of threads has been set.
 
-    `with nd.ProcessGrid() as grid:` closes it at the end.
+    `with nd.ProcessGrid() as grid:` closes it on exit.
 
     Parameters
     ----------
     comm : mpi4py communicator or Transport, optional
-        Default MPI.COMM_WORLD, looked up here and not at import.
+        Default: MPI.COMM_WORLD, looked up here rather than at import.
     replicas : int, optional
-        None: as many as there are ranks for, where rows and cols default to 1.
+        None: as many as the ranks allow, with rows and cols defaulting to 1.
     rows, cols : int, optional
         Default: the most square factorisation of size / replicas.
     planes : int
-        Cuts of the first axis of volumes (N, D, H, W, C).
+        Number of parts of the first spatial axis of volumes (N, D, H, W, C).
 
     Raises
     ------
@@ -93,10 +93,10 @@ class ProcessGrid:
             self._closing.callback(group.close)
 
     def close(self) -> None:
-        """Free the communicators that were made for this grid, and take back what it changed in this process.
+        """Free the communicators created for this grid, and undo its changes to this process.
 
-        Collective. Communicators that an open grid shares stay until that is closed as well. What was built on the
-        grid cannot communicate any more.
+        Collective. Communicators shared with an open grid remain until that grid is closed as well. Objects built on
+        the grid can no longer communicate.
         """
         if self._owns_world and not self.world.ended:
             self.check("ProcessGrid.close")
@@ -122,7 +122,7 @@ class ProcessGrid:
         Parameters
         ----------
         what : str
-            Such as 'the image given to scatter'.
+            Such as 'the image passed to scatter'.
         array : np.ndarray, or int
             Or a checksum of it.
         """
@@ -154,7 +154,7 @@ class ProcessGrid:
 
     @staticmethod
     def of(handle: int) -> ProcessGrid:
-        """Return the grid with this handle, which somebody still has."""
+        """Return the grid with this handle, which must still be referenced."""
         return _GRIDS[handle]
 
     @classmethod

@@ -1,7 +1,7 @@
-"""P virtual ranks inside one process, a thread each: plans, layers and schemes without mpirun.
+"""P virtual ranks in one process, one thread each: plans, layers and schemes without mpirun.
 
-Everything is built from mailboxes, one for each ordered pair of ranks in a group. What is sent is copied, as it would
-be between processes: arrays of exchanges as they are, all other values by pickle.
+All communication uses mailboxes, one per ordered pair of ranks in a group. Messages are copied, as between processes:
+arrays of exchanges directly, all other values by pickle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TICK = 0.2
 
 @dataclass(eq=False)
 class _Mailbox:
-    """What one rank has sent to another, and the gate at which that one waits for more."""
+    """Messages from one rank to another, with a gate at which the receiver waits."""
 
     values: deque[Any] = field(default_factory=deque)
     gate: threading.Lock | None = None
@@ -191,7 +191,7 @@ class LoopbackTransport(Transport):
         received: list[np.ndarray] = [self._take(peer) for peer in range(self.size)]
         for peer, (array, shape) in enumerate(zip(received, receive_shapes, strict=True)):
             if array.shape != tuple(shape):  # MPI would mix them up
-                raise ValueError(f"rank {peer} sent an array of shape {array.shape}, not {tuple(shape)} as was agreed")
+                raise ValueError(f"rank {peer} sent an array of shape {array.shape}, not {tuple(shape)} as agreed")
         return received
 
     def allgather(self, value: Any) -> list[Any]:

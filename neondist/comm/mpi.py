@@ -108,7 +108,7 @@ class MPITransport(Transport):
             part.users += 1
 
     def takes_of_device(self, array: Any) -> bool:
-        """Tell whether the library says that it takes a GPU's memory, and a message has proven it."""
+        """Return whether the library says that it takes a GPU's memory, and a message has proven it."""
         if not hasattr(array, "__cuda_array_interface__"):
             return False
         if self._proven is None:

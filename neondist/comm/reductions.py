@@ -33,7 +33,7 @@ def group_of(tiled: bool, replicas: bool) -> str | None:
 
 
 def _ready(transport: Transport, array: Any) -> bool:
-    """Tell whether the transport takes an array itself, once what computes that is done."""
+    """Return whether the transport takes an array itself, once what computes that is done."""
     if transport.takes_of_device(array):
         wait_for(array)
     return transport.takes(array)

@@ -1,4 +1,4 @@
-"""What the rest of neondist needs from a communicator; MPI, loopback and a single process offer it alike."""
+"""Interface of a communicator; MPI, loopback and a single process implement it alike."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class _Closed:
 
 def closed_error() -> GridError:
     """Return the error that tells that a grid is closed."""
-    return GridError("this process grid is closed: make another with nd.ProcessGrid(), and build models on that")
+    return GridError("this process grid is closed: create another with nd.ProcessGrid(), and build models on it")
 
 
 CLOSED: Any = _Closed()
@@ -188,12 +188,12 @@ class Transport(ABC):
         return self.closed
 
     def takes(self, array: Any) -> bool:
-        """Tell whether exchanges and `allreduce` take an array themselves; others go through the host."""
+        """Return whether exchanges and `allreduce` take an array themselves; others go through the host."""
         kind = getattr(getattr(array, "device", None), "type", None)  # PyTorch's
         return isinstance(array, np.ndarray) or kind in self.tensors or self.takes_of_device(array)
 
     def takes_of_device(self, array: Any) -> bool:
-        """Tell whether it takes an array of CuPy's from the device, where what computes it has to be waited for."""
+        """Return whether it takes an array of CuPy's from the device, where what computes it has to be waited for."""
         return False
 
     def begin(self, call: str) -> None:

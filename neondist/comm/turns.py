@@ -103,7 +103,7 @@ class _Generators:
             sys.modules["torch"].cuda.set_rng_state_all(self.cuda)
 
     def _words_tell(self) -> bool:
-        """Tell whether any number that NumPy draws changes the words of its generator."""
+        """Return whether any number that NumPy draws changes the words of its generator."""
         return self.words is not None and not self.numpy["has_gauss"]
 
 

@@ -36,7 +36,7 @@ def find_class(node: Node, path: str, hint: Any = Any) -> type:
         found = [cls for cls in below(Registered) if name in named([cls])]
         mine = [cls.__module__ for cls in found if not cls.__module__.startswith("neondist.")]
         if mine and len(mine) < len(found):
-            raise fault(node, path, f"!{name} is a class of neondist and one of {mine[0]}; give that another name")
+            raise fault(node, path, f"!{name} is a class of both neondist and {mine[0]}; rename the latter")
         return classes[name]
     near = suggest(name, [*classes, *OF_TORCH])
     wanted = tuple(bases(hint))
@@ -70,7 +70,7 @@ class Builder:
         for name, field in known.items():
             if field.required and name not in given:
                 needs = "" if field.hint is Any else f" ({words(field.hint)})"
-                raise fault(node, join(path, name), f"missing; {cls.__name__} needs it: add '{name}: ...'{needs}")
+                raise fault(node, join(path, name), f"missing; {cls.__name__} requires it: add '{name}: ...'{needs}")
         arguments = {name: fit(child, known[name].hint, join(path, name), self.build) for name, child in given.items()}
         places = {name: given[name].place if name in given else node.place for name in known}
         source = Source(node.place, path, places)
@@ -95,7 +95,7 @@ class Builder:
         found = getattr(sys.modules[module], name)
         owner = str(getattr(found, "__module__", ""))
         if owner.partition(".")[0] != module.partition(".")[0]:  # such as subprocess.run, that the module uses itself
-            raise fault(node, path, f"'{node.value}': is of {owner}; name a function that is defined in {module}")
+            raise fault(node, path, f"'{node.value}': is defined in {owner}; name a function defined in {module}")
         return Function(str(node.value), found)
 
     def _twin(self, cls: type, node: Node, path: str) -> type:

@@ -106,14 +106,14 @@ def _free(node: Node, path: str, build: Build) -> Any:
 
 
 def _takes(kind: Any, given: type) -> bool:
-    """Tell whether a value of type `given` passes for `kind`, a class or an abstract collection."""
+    """Return whether a value of type `given` passes for `kind`, a class or an abstract collection."""
     if kind in (list, tuple, set, dict):
         return kind is given or (kind is set and given is list)
     return isinstance(kind, type) and kind is not str and issubclass(given, kind)
 
 
 def _plain(value: Any, hint: Any) -> bool:
-    """Tell whether a plain value passes: True is no number here, and text is no list of letters."""
+    """Return whether a plain value passes: True is not a number here, and text is not a list of letters."""
     if isinstance(value, bool):
         return hint is bool
     kind = typing.get_origin(hint) or hint

@@ -1,4 +1,4 @@
-"""Which fields `--set` can change: for shells that complete what is typed."""
+"""Fields that `--set` can change, for shell completion."""
 
 from __future__ import annotations
 

@@ -50,14 +50,14 @@ def _put(node: Node, names: list[str], new: Node) -> None:
             else:
                 node = node.value.setdefault(name, Node({}, new.place))
         else:
-            raise fault(at, path, f"is a plain value ({node}), so '{'.'.join(names)}' is not there")
+            raise fault(at, path, f"is a scalar ({node}) and has no '{'.'.join(names)}'")
         path = join(path, name)
 
 
 def _index(items: list[Node], name: str, path: str, at: Node) -> int:
     if not name.removeprefix("-").isdecimal() or not -len(items) <= int(name) < len(items):
         held = f"items 0 to {len(items) - 1}" if items else "no items"
-        raise fault(at, join(path, name), f"{path} is a list with {held}; name one by its number")
+        raise fault(at, join(path, name), f"{path} is a list with {held}; give the number of an item")
     return int(name)
 
 

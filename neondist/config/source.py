@@ -1,4 +1,4 @@
-"""Where in the file an object was written, for errors that are found later."""
+"""Source positions of objects in a file, for errors that are found later."""
 
 from __future__ import annotations
 

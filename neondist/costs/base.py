@@ -1,4 +1,4 @@
-"""What every cost answers: a sum over the local cells, its gradient, and what the mean divides by."""
+"""Interface of costs: a sum over the local cells, its gradient, and the denominator of the mean."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def alone(array: Any) -> Any:
 
 
 class Cost(Registered, ABC):
-    """A cost of outputs against targets, summed over what this rank holds.
+    """Base class of costs of outputs against targets, summed over this rank's cells.
 
-    Sums of ranks add up; the model divides the total by `global batch * cells(output shape)`, so that no rank has to
-    know how much of the output the others hold, or, if the cost is `weighted`, by the total of all ranks' `weight`. All
-    arrays may be empty. Outputs may lie on a device, where targets, which are NumPy's, then have to be brought:
+    The sums of all ranks are added; the model divides the total by `global batch * cells(output shape)`, so no rank
+    needs to know the parts of the others, or, if the cost is `weighted`, by the sum of all ranks' `weight`. All arrays
+    may be empty. Outputs may be on a device, to which the NumPy targets must then be moved:
     `namespace(y).asarray(targets)`.
 
     Attributes
     ----------
     weighted : bool
-        Whether what the mean divides by depends on the targets.
+        Whether the denominator of the mean depends on the targets.
     ignore_index : int or None
-        Cells of this label count nowhere; metrics do not see them either.
+        Cells with this label are ignored, also by metrics.
     parts : sequence of (factor, Cost)
-        The costs whose means are added; a cost of its own is its only part.
+        The costs whose means are added; a simple cost is its only part.
     """
 
     weighted = False
@@ -48,17 +48,17 @@ class Cost(Registered, ABC):
         return ((1.0, self),)
 
     def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
-        """Raise UserError if the cost cannot be used with what is known of the fields that outputs are."""
+        """Raise UserError if the cost cannot be used with the metadata of the output fields."""
 
     def placed(self, extent: Sequence[int], box: Box, fields: Fields | None) -> Cost:
-        """Return the cost of outputs whose local cells are a box of the global extent."""
+        """Return the cost for outputs whose local cells are a box of the global extent."""
         return self
 
     @abstractmethod
     def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return the sum of the cost over the local samples and cells of `y`; it may be an array of `y`'s kind, ().
 
-        `total` is for costs that are no sum over cells: every rank's value is its share in the whole.
+        `total` is for costs that are not sums over cells: each rank returns its share of the total.
         """
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Cost(Registered, ABC):
         """Return the gradient of `value` with respect to `y`: a new array of its shape and dtype."""
 
     def weight(self, shape: Sequence[int], targets: Any) -> float:
-        """Return this rank's share of what the mean divides by, for outputs of the local `shape` (n, *spatial, C)."""
+        """Return this rank's share of the mean's denominator, for outputs of the local `shape` (n, *spatial, C)."""
         return float(shape[0] * self.cells(tuple(shape[1:])))
 
     def cells(self, y_shape: tuple[int, ...]) -> int:
@@ -74,7 +74,7 @@ class Cost(Registered, ABC):
         return math.prod(y_shape[:-1])
 
     def sums_for(self, y_shape: tuple[int, ...]) -> int:
-        """Return how many numbers (float64) of a sample `value` and `gradient` give to `total` together."""
+        """Return how many elements (float64) per sample `value` and `gradient` pass to `total` together."""
         return 0
 
     def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
@@ -84,11 +84,12 @@ class Cost(Registered, ABC):
         """
         if classes is not None and y_shape[-1] < classes:
             raise ShapeError(
-                f"the last layer has {y_shape[-1]} outputs, but the data set has {classes} classes; give it {classes}"
+                f"the last layer has {y_shape[-1]} outputs, but the data set has {classes} classes; give the layer"
+                f" {classes} outputs"
             )
 
     def check_weights(self, name: str, weights: Sequence[float] | None, outputs: int) -> None:
-        """Raise ConfigError, about this cost, unless there is a weight for each output, and one is not 0."""
+        """Raise ConfigError, naming this cost, unless there is a weight for each output and not all are 0."""
         if weights is None:
             return
         wrong = "" if len(weights) == outputs else f"{len(weights)} weights for {outputs} outputs; give {outputs}"

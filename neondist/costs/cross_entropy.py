@@ -14,18 +14,18 @@ from .labels import is_dense, one_hot, pick, without_ignored
 class CrossEntropy(Cost):
     """Negative log likelihood of the targets under the softmax of the outputs, as `torch.nn.CrossEntropyLoss`.
 
-    Outputs `y` are scores (n, C) or (n, *spatial, C), local to this rank, without a softmax layer. Targets are
-    integer labels (n,) or (n, *spatial), or probabilities of the shape of `y`. The mean is over batch and cells; with
-    `class_weights` or `ignore_index`, of labels, the sum is divided by the sum of their weights over the whole batch.
+    Outputs `y` are scores (n, C) or (n, *spatial, C), local to this rank, without a softmax layer. Targets are integer
+    labels (n,) or (n, *spatial), or probabilities with the shape of `y`. The mean is over batch and cells; for labels
+    with `class_weights` or `ignore_index` it is weighted by the labels' weights over the whole batch.
 
     Parameters
     ----------
     class_weights : sequence of float, optional
-        What an error in a cell of each class counts; default 1.
+        Weight of each class. Default: 1.
     ignore_index : int, optional
-        Cells with this label count nowhere. A batch of nothing else has a mean of 0.
+        Cells with this label are ignored. A batch with only this label has a mean of 0.
     label_smoothing : float
-        This share of each target is spread over all classes, in [0, 1) (Szegedy et al. 2016).
+        Fraction of each target distributed over all classes, in [0, 1) (Szegedy et al. 2016).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CrossEntropy(Cost):
         return p
 
     def weight(self, shape: Sequence[int], targets: Any) -> float:
-        """Return the sum of the weights of all local labels that count; of probabilities the number of cells."""
+        """Return the sum of the weights of all local labels; for probabilities the number of cells."""
         if is_dense(shape, targets, self.ignore_index):
             return super().weight(shape, targets)
         labels = targets if self.ignore_index is None else targets[targets != self.ignore_index]
@@ -72,12 +72,12 @@ class CrossEntropy(Cost):
         return float(namespace(labels).asarray(self.class_weights, "f8")[labels].sum())
 
     def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
-        """Raise UserError if outputs do not fit the classes, or the weights the outputs."""
+        """Raise UserError if the outputs do not match the classes, or the weights the outputs."""
         super().check(y_shape, classes)
         self.check_weights("class_weights", self.class_weights, y_shape[-1])
 
     def wanted(self, y: Any, targets: Any) -> Any:
-        """Return the weights of -log p of every class in every cell, of the shape of `y`."""
+        """Return the weights of -log p of every class in every cell, with the shape of `y`."""
         xp, keep = namespace(y), None
         if is_dense(y.shape, targets, self.ignore_index):
             wanted = xp.asarray(targets)
@@ -91,12 +91,12 @@ class CrossEntropy(Cost):
         return wanted if keep is None else wanted * xp.asarray(keep)[..., None]
 
     def _plain(self, y: Any, targets: Any) -> bool:
-        """Tell whether targets are labels that all count alike."""
+        """Return whether targets are labels that all count alike."""
         return not (self.weighted or self.label_smoothing or is_dense(y.shape, targets))
 
 
 class SoftmaxCrossEntropy(CrossEntropy):
-    """Cross entropy for each cell of a segmentation, under the name that people look for; the same as CrossEntropy."""
+    """Cross entropy per cell of a segmentation; a synonym of CrossEntropy."""
 
 
 def softmax(y: Any) -> Any:

@@ -17,21 +17,21 @@ class Dice(Cost):
 
     With p the softmax of the outputs and t the one-hot targets, the loss of a sample is the mean over the classes of
     (sum(p + t) - 2 sum(p t)) / (sum(p + t) + smooth); the sums run over the whole image, over all its tiles. Outputs
-    `y` are scores (n, *spatial, C), targets integer labels (n, *spatial) or of the shape of `y`, all local.
+    `y` are scores (n, *spatial, C), targets integer labels (n, *spatial) or arrays with the shape of `y`, all local.
 
     Parameters
     ----------
     smooth : float
-        Positive; keeps a class that is nowhere from dividing by zero.
+        Positive; avoids division by zero for absent classes.
     ignore_index : int, optional
-        Cells with this label are left out of all sums.
+        Cells with this label are excluded from all sums.
     """
 
     def __init__(self, smooth: Positive = 1.0, *, ignore_index: int | None = None) -> None:
         self.smooth, self.ignore_index = smooth, ignore_index
 
     def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
-        """Return this rank's share: its own sums over those of the whole image."""
+        """Return this rank's share: its own sums divided by those of the whole image."""
         sums = self.of_cells(y, targets)
         return self.of_samples(sums, total(sums[:, : y.shape[-1]])).sum()
 
@@ -57,7 +57,7 @@ class Dice(Cost):
         return p * (by_p - (by_p * p).sum(axis=-1, keepdims=True))
 
     def sums_for(self, y_shape: tuple[int, ...]) -> int:
-        """Return both sums of each class for the gradient, and one for the value."""
+        """Return two sums per class for the gradient, and one for the value."""
         return 3 * y_shape[-1]
 
     def cells(self, y_shape: tuple[int, ...]) -> int:
@@ -78,7 +78,7 @@ class Dice(Cost):
 
 
 class DiceCE(Cost):
-    """Dice and the mean cross entropy, added (Isensee et al. 2021); outputs and targets are theirs.
+    """Sum of Dice and mean cross entropy (Isensee et al. 2021), with their outputs and targets.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class DiceCE(Cost):
     smooth : float
         As in Dice.
     class_weights, ignore_index, label_smoothing : optional
-        As in CrossEntropy; `ignore_index` of both.
+        As in CrossEntropy; `ignore_index` applies to both.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ class Regression(Cost):
     Parameters
     ----------
     weights : str, optional
-        What each cell counts, relative to the mean over all cells: 'cos(lat)' of a data set that knows latitudes, or a
-        file, 'FILE.nc:NAME'. Default: all alike.
+        Weight of each cell, relative to the mean over all cells: 'cos(lat)' for a data set with latitudes, or a file,
+        'FILE.nc:NAME'. Default: all alike.
     """
 
     _cells: Any = None  # weights of the local cells (*tile, 1)
@@ -50,15 +50,15 @@ class Regression(Cost):
             return cells
         if self._cells is None or self._cells.shape[:-1] != cells.shape[1:-1]:
             raise ConfigError(
-                "weights: a cost with weights measures whole tiles of a data set that an experiment has opened; leave"
-                " them out here"
+                "weights: a cost with weights applies only to the tiles of an experiment's data set; leave them out"
+                " here"
             )
         return cells * namespace(cells).asarray(self._cells, cells.dtype)
 
     def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
         """Raise UserError unless there are weights for outputs of this global shape."""
         if self.weights is not None and len(y_shape) < 2:
-            raise ShapeError("weights: are of cells, but the last layer gives a vector; leave them out")
+            raise ShapeError("weights: apply to cells, but the last layer returns a vector; leave them out")
         if self.weights is not None:
             check_weights(self.weights, y_shape[:-1], fields)
 
@@ -94,8 +94,8 @@ class MSE(Regression):
     Parameters
     ----------
     weights : str, optional
-        What each cell counts, relative to the mean over all cells: 'cos(lat)' of a data set that knows latitudes, or a
-        file, 'FILE.nc:NAME'.
+        Weight of each cell, relative to the mean over all cells: 'cos(lat)' for a data set with latitudes, or a file,
+        'FILE.nc:NAME'.
     """
 
     def costs(self, difference: Any) -> Any:
@@ -113,7 +113,7 @@ class MAE(Regression):
     Parameters
     ----------
     weights : str, optional
-        What each cell counts, as for MSE.
+        Weight of each cell, as in MSE.
     """
 
     def costs(self, difference: Any) -> Any:
@@ -126,14 +126,14 @@ class MAE(Regression):
 
 
 class Huber(Regression):
-    """Half the square of small differences, and of large ones the absolute value (Huber 1964), as torch.nn.HuberLoss.
+    """Huber loss: quadratic for small differences, linear for large ones (Huber 1964), as `torch.nn.HuberLoss`.
 
     Parameters
     ----------
     delta : float
-        From where on a difference d is large, and costs ``delta * (|d| - delta / 2)``.
+        Threshold above which a difference d is large and costs ``delta * (|d| - delta / 2)``.
     weights : str, optional
-        What each cell counts, as for MSE.
+        Weight of each cell, as in MSE.
     """
 
     def __init__(self, delta: Positive = 1.0, *, weights: str | None = None) -> None:
@@ -155,15 +155,15 @@ class BCE(Cost):
     """Binary cross entropy of every output through a logistic function, as `torch.nn.BCEWithLogitsLoss`.
 
     Outputs `y` are scores (n, C) or (n, *spatial, C), local to this rank, without a logistic layer. Targets are numbers
-    from 0 to 1 of the shape of `y`; or labels (n,) or (n, *spatial): 0 and 1 for one output, otherwise classes, each
+    from 0 to 1 with the shape of `y`; or labels (n,) or (n, *spatial): 0 and 1 for one output, otherwise classes, one
     against the rest. The mean is over batch, cells and outputs.
 
     Parameters
     ----------
     pos_weight : float or sequence of float, optional
-        What an error in a positive target counts, of each output; default 1.
+        Weight of positive targets, per output. Default: 1.
     ignore_index : int, optional
-        Cells with this label count nowhere, nor in the mean. A batch of nothing else has a mean of 0.
+        Cells with this label are ignored, also in the mean. A batch with only this label has a mean of 0.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class BCE(Cost):
         return (keep * (p * (1 - t) - positive * t * rest)).astype(y.dtype)
 
     def weight(self, shape: Sequence[int], targets: Any) -> float:
-        """Return the number of local outputs in cells that count."""
+        """Return the number of local outputs in cells that are not ignored."""
         if tuple(targets.shape) == tuple(shape):
             return super().weight(shape, targets)
         return float((targets != self.ignore_index).sum() * shape[-1])
@@ -200,7 +200,7 @@ class BCE(Cost):
         return math.prod(y_shape)
 
     def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:
-        """Raise UserError if outputs do not fit the classes, or the weights the outputs."""
+        """Raise UserError if the outputs do not match the classes, or the weights the outputs."""
         if y_shape[-1] > 1 or classes != 2:
             super().check(y_shape, classes)
         many = self.pos_weight if isinstance(self.pos_weight, Sequence) else None

@@ -14,15 +14,15 @@ from .cross_entropy import CrossEntropy, log_softmax
 
 
 class Focal(CrossEntropy):
-    """Cross entropy in which cells that are right already count little (Lin et al. 2017).
+    """Focal loss: cross entropy with less weight on well-classified cells (Lin et al. 2017).
 
-    With p the softmax of the outputs, a cell of class t costs -(1 - p_t)^gamma log p_t, times its weight. Outputs and
-    targets are those of CrossEntropy, and so is what the mean divides by: gamma 0 is CrossEntropy.
+    With p the softmax of the outputs, a cell of class t costs -(1 - p_t)^gamma log p_t, times its weight. Outputs,
+    targets and the denominator of the mean are those of CrossEntropy; gamma 0 is CrossEntropy.
 
     Parameters
     ----------
     gamma : float
-        How little, at least 0.
+        Focusing parameter, at least 0.
     class_weights, ignore_index : optional
         As in CrossEntropy.
     """

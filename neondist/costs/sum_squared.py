@@ -8,10 +8,10 @@ from .elementwise import Regression
 
 
 class SumSquared(Regression):
-    """Half the sum of the squared differences; the mean is over the batch only, and MSE's over all numbers.
+    """Half the sum of squared differences; the mean is over the batch only, unlike MSE's over all elements.
 
-    Outputs `y` are (n, C) or (n, *spatial, C), local to this rank. Targets are numbers of the shape of `y`, or, of one
-    output, without the last axis; integer labels of several outputs stand for their one-hot vectors.
+    Outputs `y` are (n, C) or (n, *spatial, C), local to this rank. Targets are numbers with the shape of `y`, or, for
+    one output, without the last axis; integer labels for several outputs stand for one-hot vectors.
     """
 
     def costs(self, difference: Any) -> Any:

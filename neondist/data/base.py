@@ -22,32 +22,32 @@ AnyDataset = TypeVar("AnyDataset", bound="Dataset")
 
 
 class Dataset(Registered, ABC):
-    """A source of samples in up to three splits. A subclass says how to `check` it and `load` this rank's part.
+    """Base class of data sets: samples in up to three splits. A subclass implements `check` and `load`.
 
     Parameters
     ----------
     validation : float or int, optional
-        How much of the training samples, a fraction such as 0.1 or a number of samples, is kept for validation: the
-        last ones, by their numbers, on any grid the same. Default: none, unless the data have a split for it.
+        Fraction, such as 0.1, or number of the training samples held out for validation: the last ones, the same on
+        every grid. Default: none, unless the data have a validation split.
 
     Attributes
     ----------
     sample_shape : tuple of int
-        Global shape of one sample, (H, W, C) or (*spatial, C); known after `check`.
+        Global shape of one sample, (H, W, C) or (*spatial, C); available after `check`.
     classes : int
-        Number of classes; known after `check`. None where the targets are not classes, or it is not known.
+        Number of classes; available after `check`. None if the targets are not classes, or it is unknown.
     train : Split
-        Known after `open`, as the next two.
+        Available after `open`, as are the next two.
     validation, test : Split or None
-        Settings are chosen by the validation split, what comes out is reported by the test split; None without one.
+        The validation split selects settings; the test split is for reported results. None if absent.
     content : str
-        Set by `load`: a hash of what the samples are made of, the same on ranks that have the same data, whichever
-        tile they keep. Ranks are compared before training; '' (the default) compares labels alone.
+        Set by `load`: a hash of the source data, the same on all ranks with the same data regardless of their tiles. It
+        is compared between ranks before training; '' (the default) compares only labels.
 
     Raises
     ------
     ConfigError
-        `validation` is no fraction, and no number of samples.
+        If `validation` is neither a fraction nor a number of samples.
     """
 
     content: str = ""
@@ -79,13 +79,13 @@ class Dataset(Registered, ABC):
 
     @property
     def splits(self) -> dict[str, Split]:
-        """The splits that there are, by name: train, validation, test."""
+        """The existing splits by name: train, validation, test."""
         found = {name: getattr(self, name) for name in SPLITS}
         return {name: split for name, split in found.items() if split is not None}
 
     @property
     def selection(self) -> Split:
-        """What settings are chosen by: the validation split, or where there is none the test split."""
+        """Name of the split that selects settings: validation, or test if there is none."""
         return list(self.splits.values())[1]
 
     @property
@@ -95,26 +95,26 @@ class Dataset(Registered, ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Look at the source, quickly and without MPI; raise DataError if it cannot be what it should be."""
+        """Check the source quickly and without MPI; raise DataError if it is invalid."""
 
     @abstractmethod
     def load(self, grid: ProcessGrid) -> tuple[Split, Split] | tuple[Split, Split | None, Split | None]:
         """Return the training and the test split, or training, validation and test, None for one that is missing.
 
-        Each holds this rank's tile, `tile_slices(grid, sample_shape)`; no messages.
+        Each holds this rank's tile, `tile_slices(grid, sample_shape)`; without communication.
         """
 
     def open(self, grid: ProcessGrid, checked: bool = False, augment: Sequence[Transform] = (), seed: int = 0) -> None:
-        """Load this rank's part of all splits (collective): if one rank cannot, every rank raises.
+        """Load this rank's part of all splits; collective: if one rank fails, every rank raises.
 
         Parameters
         ----------
         grid : ProcessGrid
         checked : bool
-            Whether `check` has been called on every rank just now.
+            Whether `check` has already been called on every rank.
         augment : sequence of Transform
-            Steps that the images of `train`, and their label maps, go through, others in every `train.epoch`. What is
-            kept in memory are the cells that a tile may come from.
+            Random augmentations of the images of `train` and their label maps, redrawn in every `train.epoch`. Memory
+            holds the cells from which a tile may be taken.
         seed : int
             Of the augmentation.
 
@@ -123,7 +123,7 @@ class Dataset(Registered, ABC):
         DataError
             If the source is missing, damaged, too large or not what it should be, on any rank.
         ConfigError
-            A step does not suit images of this shape.
+            If an augmentation does not apply to images of this shape.
         """
         grid.check("open")
         error: Exception | None = None
@@ -149,19 +149,20 @@ class Dataset(Registered, ABC):
                 self._augment(tile)
         except MemoryError as problem:
             what = f" ({problem})" if str(problem) else ""
-            error = DataError(f"dataset: a rank has no memory for its part{what}; use more ranks, or fewer samples")
+            error = DataError(
+                f"dataset: a rank has not enough memory for its part{what}; use more ranks, or fewer samples"
+            )
         except Exception as problem:
             error = problem
         agree(grid.world, error)
 
     def shard(self: AnyDataset, num_shards: int, index: int) -> AnyDataset:
-        """Return the same data set with one of several shards of the training samples; other splits stay whole.
+        """Return the data set restricted to one shard of the training samples; other splits stay whole.
 
-        A shard has the samples `index`, `index + num_shards`, and so on, of those that are not kept for validation:
-        shards are disjoint, and together they have all samples. They are made before any shuffling, which is within a
-        shard. The ranks that hold the tiles of a replica need the same one; where each rank gives its own number, as
-        `shard(task.num_workers, task.shard_index)` does in an MPI job, that of its replica is taken. Collective if the
-        data set is open.
+        A shard has the samples `index`, `index + num_shards`, ... of those not held out for validation: shards are
+        disjoint and together contain all samples. Shuffling happens afterwards, within a shard. The ranks of a replica
+        need the same shard; if each rank passes its own number, as `shard(task.num_workers, task.shard_index)` does in
+        an MPI job, that of its replica is used. Collective if the data set is open.
 
         Parameters
         ----------
@@ -172,8 +173,8 @@ class Dataset(Registered, ABC):
         Raises
         ------
         ConfigError
-            There is no such shard; or, on all ranks and when the data set is opened, tiles of a replica have different
-            shards, or a shard would have no samples.
+            If the shard does not exist; or, on all ranks when the data set is opened, if the ranks of a replica have
+            different shards or a shard is empty.
         """
         for name, value, least in (("num_shards", num_shards, 1), ("index", index, 0)):
             integer(f"shard: {name}", value, least)
@@ -223,16 +224,16 @@ class Dataset(Registered, ABC):
             self.validation, self.test = (None if one is None else one.augmented(tile.plain()) for one in others)
 
     def count_kept(self, samples: int) -> int:
-        """Return how many of the training samples are kept for validation; DataError if that would be all."""
+        """Return the number of training samples held out for validation; DataError if that is all of them."""
         return count_of("validation", self._kept or 0, samples)
 
     def fingerprint(self) -> list[str]:
-        """Return what all ranks must have alike once the data set is open, a fact a line."""
+        """Return the facts that must agree on all ranks once the data set is open, one per line."""
         lines = [f"{name} split: {split.fingerprint()}" for name, split in self.splits.items()]
         return [*lines, *([f"data of hash {self.content}"] if self.content else [])]
 
     def close(self) -> None:
-        """Let go of the open files of all splits; what is read later opens them again."""
+        """Close the files of all splits; later reads reopen them."""
         for split in self.splits.values():
             split.close()
 
@@ -242,7 +243,7 @@ def require_share(field: str, kept: Any) -> None:
     whole = isinstance(kept, Integral) and not isinstance(kept, bool)
     if kept is not None and not (kept > 0 if whole else _is_fraction(kept)):
         raise ConfigError(
-            f"{field}: {kept!r} cannot be used; give a fraction of the training samples, such as 0.1, or a number of"
+            f"{field}: {kept!r} is invalid; expected a fraction of the training samples, such as 0.1, or a number of"
             " them"
         )
 

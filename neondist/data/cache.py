@@ -103,14 +103,17 @@ def cached(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
 
 
 def _require_own(path: Path, found: os.stat_result) -> None:
-    """Refuse a file whose content another user has chosen: its fingerprint is no secret."""
+    """Refuse a file whose content another user has chosen: its fingerprint is not secret."""
     if stat.S_ISDIR(found.st_mode):
         return
     if not stat.S_ISREG(found.st_mode):  # a pipe would block, and a device be replaced
-        raise DataError(f"serialized_path: {path} is there and is no regular file, so it is not used; choose another")
+        raise DataError(
+            f"serialized_path: {path} exists but is not a regular file, so it is not used; choose another path"
+        )
     if os.name == "posix" and found.st_uid not in (os.geteuid(), 0):
         raise DataError(
-            f"serialized_path: {path} is another user's (number {found.st_uid}), so it is not used; choose a folder of"
+            f"serialized_path: {path} belongs to another user (uid {found.st_uid}), so it is not used; choose a"
+            " folder of"
             " your own, for instance ~/.cache/neondist"
         )
 
@@ -148,7 +151,7 @@ def write(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
     """Write the arrays to `path`: whole, or not at all; DataError if the place cannot be written or is another's."""
     if _foreign(path):
         raise DataError(
-            f"serialized_path: {path} is there and is no cache of neondist, so it is not replaced; choose another name"
+            f"serialized_path: {path} exists but is not a neondist cache, so it is not replaced; choose another name"
         )
     try:
         with hdf5.NewFile(path, private=True) as new:
@@ -159,8 +162,8 @@ def write(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(
-            f"serialized_path: {path} cannot be written ({reason}); choose a place that is writable and has room, or"
-            " leave serialized_path out"
+            f"serialized_path: {path} cannot be written ({reason}); choose a writable path with enough free space,"
+            " or leave serialized_path out"
         ) from error
 
 
@@ -170,7 +173,7 @@ def checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
 
 
 def _foreign(path: Path) -> bool:
-    """Tell whether a file is surely something else than a cache of any version, damaged or not."""
+    """Return whether a file is surely something else than a cache of any version, damaged or not."""
     import h5py
 
     try:
@@ -212,7 +215,7 @@ def check_template(template: object) -> None:
         unknown = _fields(text) - {"rank", "size"}
         wide = [spec for _, _, spec, conversion in _parts(text) if conversion or not _PADDED.fullmatch(spec or "")]
         if wide:
-            raise ValueError(f"'{wide[0]}' is no width of a number")
+            raise ValueError(f"'{wide[0]}' is not a valid format width")
         if "\0" in text:
             raise ValueError("it has a null character")
     except (ValueError, KeyError, IndexError) as error:

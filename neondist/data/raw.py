@@ -1,4 +1,4 @@
-"""What is made of the raw values of files."""
+"""Conversion of the raw values of files."""
 
 from __future__ import annotations
 

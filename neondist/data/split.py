@@ -36,7 +36,7 @@ class Sampler(Protocol):
 
 
 class Split:
-    """Samples and their targets; every index is a sample number, the same on all ranks.
+    """Samples and their targets, indexed by sample number, the same on all ranks.
 
     Parameters
     ----------
@@ -44,23 +44,23 @@ class Split:
         This rank's tile of every sample, local shape (N, *tile, C), uint8 or float.
     labels : array or Tiles
         Target of every sample: classes (N,), whole on every rank, or this rank's tile of target images (N, *tile).
-        Classes are kept as int64.
+        Classes are stored as int64.
     mean, std : float or one per channel
         `images` returns (x / scale - mean) / std.
     scale : float
-        The raw value that stands for 1, 255 for bytes.
+        Raw value that maps to 1, 255 for bytes.
 
     Attributes
     ----------
     epoch : int
-        That of the augmentation, if there is one; the training loop sets it.
+        Epoch of the augmentation, if any; set by the training loop.
     sampler : Sampler, optional
-        Says the order of training; default: a permutation of the seed and the epoch.
+        Order of training samples. Default: a permutation keyed by seed and epoch.
 
     Raises
     ------
     ShapeError
-        If there are not as many labels as tiles.
+        If the numbers of labels and tiles differ.
     """
 
     epoch = 0
@@ -92,47 +92,47 @@ class Split:
         return normalised(self.tiles[numbers], *self.normalisation, dtype)
 
     def lazily(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> LazyTile:
-        """Return the same as `images`, of which cells are read and normalised when they are asked for."""
+        """Return the same images, read and normalised lazily."""
         return _LazyImages(self, _sample_numbers(indices), np.dtype(dtype))
 
     def _part(self, dtype: DTypeLike, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         return normalised(part_of(self.tiles, numbers, cells), *self.normalisation, dtype)
 
     def augmented(self, tile: AugmentedTile) -> Split:
-        """Return a split that gives `tile` of the samples, where this one's tiles are the cells that it holds."""
+        """Return a split that returns `tile` of the samples, augmented from the cells of this split."""
         found = copy(self)
         found._tile = tile
         return found
 
     def plain(self) -> Split:
-        """Return the split as it is without augmentation."""
+        """Return the split without augmentation."""
         return self if self._tile is None else self.augmented(self._tile.plain())
 
     def part(self, first: int, end: int) -> Split:
-        """Return the samples from `first` to before `end` as a split of their own; nothing is copied."""
+        """Return the samples `first` to `end - 1` as a split, without copying."""
         part = copy(self)
         part.tiles, part.labels = (_Slice.of(samples, first, end) for samples in (self.tiles, self.labels))
         return part
 
     def every(self, step: int, first: int) -> Split:
-        """Return the samples `first`, `first + step`, ... as a split of their own; nothing is copied."""
+        """Return the samples `first`, `first + step`, ... as a split, without copying."""
         part = copy(self)
         part.tiles, part.labels = (_Slice.of(samples, first, len(self), step) for samples in (self.tiles, self.labels))
         return part
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """Return the order in which an epoch trains the samples (int, shape (N,)), the same on every rank."""
+        """Return the order of training samples in an epoch (int, shape (N,)), the same on every rank."""
         return shuffled(len(self), seed, epoch) if self.sampler is None else self.sampler.order(epoch)
 
     def fingerprint(self) -> str:
-        """Return what of this split is the same on all ranks, as text: its size, scale, and labels that are no maps."""
+        """Return the facts that agree on all ranks as text: size, scale, and labels that are not maps."""
         whole = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
         labels = f", labels {checksum(self.labels):08x}" if whole else ""  # type: ignore[arg-type]
         factor, offset = self.normalisation
         return f"{len(self)} samples, times {factor} minus {offset}{labels}"
 
     def normalise(self, mean: ArrayLike, std: ArrayLike, scale: float = 1.0) -> None:
-        """Let `images` return (x / scale - mean) / std from now on."""
+        """Set the normalisation: `images` returns (x / scale - mean) / std."""
         self._factor = 1.0 / (scale * np.asarray(std, np.float64))
         self._offset = np.asarray(mean, np.float64) / np.asarray(std, np.float64)
 
@@ -151,20 +151,20 @@ class Split:
     def batches(
         self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazily: bool = False
     ) -> Generator[tuple[Any, np.ndarray]]:
-        """Yield `images` and `targets` of one part after the other; a split on disk reads the next part meanwhile.
+        """Yield `images` and `targets` of consecutive batches; a split on disk prefetches the next batch.
 
-        Close the generator (`contextlib.closing`) where it may not be used up.
+        Close the generator (`contextlib.closing`) if it may not be exhausted.
 
         Parameters
         ----------
         lazily : bool
-            Yield images that are read when they are asked for: those of a model that has a strip at a time in memory.
+            Yield images that are read lazily, for a model that holds one strip at a time in memory.
         """
         for part in parts:
             yield self.lazily(part, dtype) if lazily else self.images(part, dtype), self.targets(part)
 
     def close(self) -> None:
-        """Let go of open files, and wait for what is being read; what is read later opens them again."""
+        """Close files and wait for pending reads; later reads reopen them."""
 
 
 class _LazyImages(LazyTile):
@@ -225,7 +225,7 @@ def shape_of(tiles: Tiles) -> tuple[int, ...]:
 
 
 def are_maps(labels: Tiles, box: Box) -> bool:
-    """Tell whether labels are tiles (N, *tile, ...) of maps."""
+    """Return whether labels are tiles (N, *tile, ...) of maps."""
     return len(shape_of(labels)) >= len(box.lo)
 
 

@@ -33,7 +33,7 @@ class Axes:
 
     def __init__(self, stored: str) -> None:
         if len(set(stored)) != len(stored):
-            raise ConfigError(f"axes: '{stored}' has a letter twice; give each axis its own, such as 'ZYXC'")
+            raise ConfigError(f"axes: '{stored}' repeats a letter; give each axis its own, such as 'ZYXC'")
         self.stored = stored
         kept = sorted(stored, key=lambda name: ORDER.find(name))
         self._order = [stored.index(name) for name in kept]
@@ -94,7 +94,7 @@ def cells_of(box: BoxLike, shape: Sequence[int], what: str) -> Cells:
     given = box.ndim if isinstance(box, Box) else len(box)
     if given != len(shape) or not all(0 <= lo <= hi <= n for (lo, hi), n in zip(pairs, shape, strict=False)):
         raise ShapeError(
-            f"{what}: box {pairs} does not lie in an array of shape {list(shape)}; give its bounds by axis"
+            f"{what}: box {pairs} does not fit in an array of shape {list(shape)}; give its bounds by axis"
         )
     return tuple(slice(int(lo), int(hi)) for lo, hi in pairs)
 

@@ -1,4 +1,4 @@
-"""What a source and a sink are: an array in a file, of which boxes are read or written."""
+"""Interfaces of sources and sinks: arrays in files that are read or written by boxes."""
 
 from __future__ import annotations
 
@@ -27,44 +27,43 @@ BY_AXIS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translation": (0.0,), "
 
 
 class TileSource(ABC):
-    """An array in a file, of which boxes are read; every rank opens its own, and one thread at a time reads.
+    """Reader of boxes of an array in a file; each rank opens its own, and one thread at a time may read.
 
-    An adapter hands the constructor the array as it lies in the file, and implements `_read`.
+    An adapter passes the constructor the stored array's description, and implements `_read`.
 
     Parameters
     ----------
     path : str
-        As messages name it.
+        Name for messages.
     axes : str
-        A letter for each axis of the file: N samples, T time, Z, Y, X, C channels, or others, which count as samples.
-    shape, dtype, chunks : of the array as it lies in the file
-        chunks: what has to be decoded at once; None where single cells can be read.
+        A letter for each stored axis: N samples, T time, Z, Y, X, C channels, or others, which count as samples.
+    shape, dtype, chunks : of the stored array
+        chunks: unit of decoding; None if single cells can be read.
     levels : int
-        How many resolutions the file has of it.
+        Number of resolution levels.
     metadata : dict, optional
-        What is known of the image beside its cells, by the names that messages have for it. 'scale', 'translation' and
-        'units' are by axis: {'X': 0.5}; units have the names of OME-Zarr. What a sink does not keep, `lost`
-        names.
+        Metadata of the image by name. 'scale', 'translation' and 'units' are mappings by axis: {'X': 0.5}; units are
+        named as in OME-Zarr. A sink lists metadata that it cannot store in `lost`.
     named : bool
-        Whether the file, or who opened it, says what its axes are; else they are guessed.
+        Whether the axes are given by the file or the caller; otherwise they are guessed.
 
     Attributes
     ----------
     shape : tuple of int
     dtype : numpy.dtype, of this machine's byte order
     axes : str
-        A letter for each axis of `shape`, channels last: 'YXC', 'ZYXC', 'NYXC'. C is always there.
+        A letter for each axis of `shape`, channels last: 'YXC', 'ZYXC', 'NYXC'. C is always present.
     chunks : tuple of int, or None
     levels : int
     bytes_read : int
-        What has been decoded so far: of each read, the chunks that it touches, but for those in `cache`.
+        Bytes decoded so far: for each read, the chunks it touches that are not in `cache`.
     cache : ChunkCache, optional
-        Where decoded chunks are kept, for whoever reads boxes that share them; default None.
+        Cache of decoded chunks shared by overlapping reads. Default: None.
 
     Raises
     ------
     DataError
-        It holds no numbers, is empty, or its chunks are larger than 1 GiB.
+        If it does not hold numbers, is empty, or has chunks larger than 1 GiB.
     """
 
     largest_chunk = LARGEST_CHUNK
@@ -84,7 +83,10 @@ class TileSource(ABC):
         self.path, self.levels, self.metadata, self.bytes_read = str(path), levels, metadata or {}, 0
         self.named = named
         if len(axes) != len(shape):
-            raise ConfigError(f"{path}: axes '{axes}' for an array of shape {list(shape)}; name each as it lies there")
+            raise ConfigError(
+                f"{path}: axes '{axes}' for an array of shape {list(shape)}; give one letter per"
+                " axis, in the stored order"
+            )
         self.stored = Axes(axes)
         self.shape, self.axes = self.stored.extents(shape), self.stored.names
         self.dtype = np.dtype(dtype).newbyteorder("=")
@@ -98,7 +100,7 @@ class TileSource(ABC):
         decoded = prod(self.chunks or (1,)) * self.dtype.itemsize
         if decoded > self.largest_chunk:
             raise DataError(
-                f"{path}: {words(decoded)} have to be decoded at once; rewrite it with tiles or chunks of about 1 MB"
+                f"{path}: {words(decoded)} must be decoded at once; rewrite it with tiles or chunks of about 1 MB"
             )
 
     def read(self, box: BoxLike) -> np.ndarray:
@@ -112,9 +114,9 @@ class TileSource(ABC):
         Raises
         ------
         DataError
-            The file is damaged, or has changed.
+            If the file is damaged, or has changed.
         ShapeError
-            The box reaches beyond the array.
+            If the box extends beyond the array.
         """
         cells = cells_of(box, self.shape, self.path)
         shape = tuple(cut.stop - cut.start for cut in cells)
@@ -130,7 +132,7 @@ class TileSource(ABC):
         shape = [cut.stop - cut.start for cut in cells]
         found = self.stored.from_file(np.asarray(self._read(self.stored.to_stored(cells))))
         if list(found.shape) != shape:
-            raise DataError(f"{self.path}: gives {list(found.shape)} for a box of {shape}; it is damaged")
+            raise DataError(f"{self.path}: returned {list(found.shape)} for a box of {shape}; it is damaged")
         self.bytes_read += self._touched(cells)
         return np.ascontiguousarray(found, self.dtype)
 
@@ -162,19 +164,19 @@ class TileSource(ABC):
         """Return cells in the order of the file."""
 
     def known(self) -> list[str]:
-        """Return the names of what is known of the image beside its cells."""
+        """Return the names of the image's metadata."""
         return list(self.metadata)
 
     def beside(self) -> tuple[list[Beside], list[str]]:
-        """Return the coordinates and other variables that belong to the array, and what of these cannot be read."""
+        """Return the coordinates and other variables of the array, and those that cannot be read."""
         return [], []
 
     def attributes(self) -> dict[str, Any]:
-        """Return the attributes of the array, where its format has some: text as str, numbers as arrays."""
+        """Return the attributes of the array, if its format has any: text as str, numbers as arrays."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - some have nothing to let go of
-        """Let go of the file."""
+        """Close the file."""
 
     def __enter__(self) -> Any:
         return self
@@ -191,20 +193,19 @@ class TileSource(ABC):
 
 
 class TileSink(ABC):
-    """An array on its way into a file: ranks write disjoint boxes, and the file gets its name by `commit`.
+    """Writer of an array to a file: ranks write disjoint boxes, and `commit` gives the file its final name.
 
-    Until then it lies beside that name, as NAME.partial. One that is closed before it is committed leaves nothing
-    behind, unless it was made to be resumed.
+    Until then it is stored as NAME.partial, which is removed if the sink is closed without `commit`, unless it was
+    created with `resume`.
 
     Attributes
     ----------
     path : Path
-    shape, dtype, axes, chunks : as those of a TileSource
+    shape, dtype, axes, chunks : as for TileSource
     resumed : bool
-        Whether cells that an earlier process has written are there.
+        Whether the file has cells written by an earlier process.
     lost : list of str
-        What is known of the image that it is like (place, time, calibration, and what describes its cells), and is not
-        in the file.
+        Metadata of the `like` image (position, time, calibration and others) that the file cannot store.
     """
 
     resumed: bool = False
@@ -223,14 +224,14 @@ class TileSink(ABC):
         self.chunks = None if chunks is None else tuple(map(int, chunks))
 
     def write(self, box: BoxLike, array: np.ndarray) -> None:
-        """Write the cells of a box; boxes of one sink may come in any order, from any rank, and do not overlap.
+        """Write the cells of a box; boxes may be written in any order, from any rank, and must not overlap.
 
         Raises
         ------
         OutputError
-            There is no room, or no permission.
+            If there is no disk space, or no permission.
         ShapeError
-            The array is not of the box's shape, or of another dtype than can be kept.
+            If the array does not have the box's shape, or its dtype cannot be stored.
         """
         cells = cells_of(box, self.shape, str(self.path))
         shape = tuple(cut.stop - cut.start for cut in cells)
@@ -244,7 +245,7 @@ class TileSink(ABC):
                 self._write(cells, array.astype(self.dtype, copy=False))
 
     def commit(self) -> None:
-        """Give the file its name; collective over the grid, if the sink has one: all have written what they have to."""
+        """Give the file its final name after all boxes are written; collective over the sink's grid, if any."""
         with agreed_on(self.grid), refused(self.path):
             self.flush()
         self._complete()
@@ -258,7 +259,7 @@ class TileSink(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Return when what this rank has written is on the disk."""
+        """Flush everything this rank has written to disk."""
 
     def _complete(self) -> None:  # noqa: B027 - most have nothing to do
         """Do what needs all cells, on every rank."""
@@ -269,7 +270,7 @@ class TileSink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the file; not committed and not to be resumed, it is removed."""
+        """Close the file, and remove it if it was neither committed nor created with `resume`."""
 
     def __enter__(self) -> Any:
         return self
@@ -305,7 +306,7 @@ def faults(path: str | Path) -> Iterator[None]:
         text = "".join(letter if letter.isprintable() else "?" for letter in text)
         why = text or type(error).__name__
         raise DataError(
-            f"{path}: cannot be read: damaged, or another kind of file ({why}); restore it from a good copy"
+            f"{path}: cannot be read: damaged, or of another file type ({why}); restore it from a good copy"
         ) from error
 
 

@@ -57,8 +57,7 @@ def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: Fields |
 def _latitude(extent: Sequence[int], fields: Fields | None) -> np.ndarray:
     if fields is None:
         raise ConfigError(
-            f"weights: {COSINE} needs a data set that knows latitudes, such as ClimateFiles; or give a file,"
-            " 'FILE.nc:NAME'"
+            f"weights: {COSINE} needs a data set with latitudes, such as ClimateFiles; or give a file, 'FILE.nc:NAME'"
         )
     if fields.latitude is None:
         raise DataError(
@@ -72,9 +71,8 @@ def _latitude(extent: Sequence[int], fields: Fields | None) -> np.ndarray:
         )
     if tuple(extent) != tuple(fields.extent):
         raise ShapeError(
-            f"weights: outputs have {list(extent)} cells, but the fields {list(fields.extent)}; let the network keep"
-            " the"
-            " extent (padding: same)"
+            f"weights: outputs have {list(extent)} cells, but the fields {list(fields.extent)}; make the network"
+            " preserve the extent (padding: same)"
         )
     return fields.latitude
 

@@ -70,8 +70,8 @@ def seconds_since(where: str, values: Any, units: str, calendar: str = "standard
     hours = int(found["hour"] or 0), int(found["minute"] or 0), float(found["second"] or 0)
     if not _exists(kind, *date, *hours):
         raise DataError(
-            f"{where}: units '{units}' begin at a moment that the calendar '{calendar}' has not; correct its month, day"
-            " or hour"
+            f"{where}: units '{units}' begin at a date that does not exist in the calendar '{calendar}'; correct"
+            " its month, day or hour"
         )
     start = 86400.0 * _day(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone(found["zone"])
     return start + unit * times
@@ -100,7 +100,7 @@ def _zone(text: str | None) -> float:
 
 
 def _exists(kind: str, year: int, month: int, day: int, hour: int, minute: int, second: float) -> bool:
-    """Tell whether a calendar has a moment."""
+    """Return whether a calendar has a moment."""
     if not (1 <= month <= 12 and day >= 1 and hour < 24 and minute < 60 and second < 60):
         return False
     later = (year, month + 1, 1) if month < 12 else (year + 1, 1, 1)

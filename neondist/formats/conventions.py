@@ -105,9 +105,9 @@ class Beside:
 
 
 def unread_text(attribute: str, variable: str) -> str:
-    """Return what is wrong with an attribute that is no text of fixed length, and the remedy."""
+    """Return what is wrong with an attribute that is not text of fixed length, and the remedy."""
     return (
-        f"{attribute} as text of variable length, which is not read; write it as characters, for instance: ncatted -a"
+        f"{attribute} as variable-length text, which is not supported; write it as characters, for instance: ncatted -a"
         f" {attribute},{variable},o,c,TEXT FILE"
     )
 
@@ -163,8 +163,9 @@ def letters(where: str, variable: Variable, shape: Sequence[int]) -> str:
     def unclear(why: str) -> DataError:
         told = ", ".join(name or "(no name)" for name in names)
         message = (
-            f"{where}: which of its axes ({told}) are rows and columns is unclear: {why}; give axes, a letter for each"
-            f" as they lie there, such as axes='{'TZYX'[-len(names) :] if len(names) < 5 else 'NTZYX'}', or its"
+            f"{where}: which of its axes ({told}) are rows and columns is ambiguous: {why}; give axes, one letter"
+            f" per axis in the stored order, such as axes='{'TZYX'[-len(names) :] if len(names) < 5 else 'NTZYX'}',"
+            " or its"
             " coordinates the attribute axis (X, Y, Z or T)"
         )
         if any(names):
@@ -182,7 +183,9 @@ def letters(where: str, variable: Variable, shape: Sequence[int]) -> str:
             raise unclear(f"the attributes of '{name}' say {' and '.join(sorted(told))}")
         beside = _beside(name, variable) if name and not told else set()
         if beside >= _POINTS:
-            raise unclear(f"'{name}' has latitudes and longitudes, so it lists points, and is no axis of a grid")
+            raise unclear(
+                f"'{name}' has both latitudes and longitudes, so it lists points and is not an axis of a grid"
+            )
         known = _of_name(name) or (_of_title(own.attributes) if own is not None else set())
         unread = [key for key in TELLING if own.attributes.get(key, "") is None] if own is not None else []
         if unread and not (told or beside or known):
@@ -203,7 +206,7 @@ def letters(where: str, variable: Variable, shape: Sequence[int]) -> str:
     _from_curvilinear(variable, found)
     _from_order(found)
     if "" in found and not set(found) >= _POINTS:
-        raise unclear("no attribute and no name says it")
+        raise unclear("neither attributes nor names identify them")
     for at, letter in enumerate(found):
         if letter in ("", "-"):
             found[at] = next(free for free in FREE if free not in found)

@@ -147,7 +147,7 @@ class DraftSink(TileSink):
         """Raise OutputError if the disk cannot take all cells as they are."""
         needed, free = prod(self.shape) * self.dtype.itemsize, shutil.disk_usage(self.path.parent).free
         if needed > free:
-            raise OutputError(f"{self.path}: needs {words(needed)}, there are {words(free)} free; make room")
+            raise OutputError(f"{self.path}: needs {words(needed)}, but only {words(free)} are free; free disk space")
 
     def _forget(self) -> None:
         for path in (self._note, self._part):
@@ -155,7 +155,9 @@ class DraftSink(TileSink):
 
     def _name(self) -> None:
         if self.path.exists() and not self._overwrite:
-            raise OutputError(f"{self.path}: exists by now; choose another name, or overwrite it (--overwrite)")
+            raise OutputError(
+                f"{self.path}: has been created meanwhile; choose another name, or overwrite it (--overwrite)"
+            )
         part = self._finished()
         old = self.path.with_name(self.path.name + ".replaced")
         if self.path.is_dir():  # no folder is replaced by a rename

@@ -41,7 +41,7 @@ _COPIES = 3  # of an image while it is decoded, turned into an array, and writte
 
 @dataclass(frozen=True)
 class Loader:
-    """How an image file becomes an array.
+    """Conversion of an image file to an array.
 
     Attributes
     ----------
@@ -75,16 +75,18 @@ class Loader:
 
         with _opened(path, self.size) as image:
             if image.mode not in ("1", "L", "P", *_WIDE_MODES):
-                raise DataError(f"{path}: a map of classes has one channel, this is {image.mode}; save the numbers")
+                raise DataError(
+                    f"{path}: a class map has one channel, but this image is {image.mode}; save the class indices"
+                )
             if image.format in ("JPEG", "MPO"):
                 raise DataError(
-                    f"{path}: JPEG changes the numbers of a map of classes; draw it again, and save it as PNG"
+                    f"{path}: JPEG is lossy and changes class indices; recreate the map, and save it as PNG"
                 )
             raw = _raw_mode(image)
             if image.format == "PPM" and image.tile[0].codec_name != "raw":
-                raise DataError(f"{path}: its numbers are scaled to the largest one of its head; save it as PNG")
+                raise DataError(f"{path}: its values are scaled to the maximum in its header; save it as PNG")
             if image.mode == "L" and ";" in raw:  # 'L;4', 'L;I': shades of grey, which Pillow stretches or turns round
-                raise DataError(f"{path}: its numbers are shades of grey ({raw}); save the map with 8 bits a pixel")
+                raise DataError(f"{path}: its values are grey levels ({raw}); save the map with 8 bits per pixel")
             image = _upright(image, path)
             size = image.size if self.size is None else self.size[::-1]
             array = np.asarray(image if image.size == size else image.resize(size, Image.Resampling.NEAREST))
@@ -147,15 +149,16 @@ class Loader:
             wanted = self.mode
             if mode in _WIDE_MODES:
                 raise DataError(
-                    f"{path}: has {mode} pixels, numbers beyond the 8 bits of --mode {self.mode}; leave --mode out, or"
+                    f"{path}: has {mode} pixels, with values beyond the 8 bits of --mode {self.mode}; leave --mode"
+                    " out, or"
                     " scale them to 0 ... 255 yourself"
                 )
             if transparent and wanted != "RGBA":
                 image = image.convert("RGBA")
                 if image.getextrema()[-1][0] < 255:
                     raise DataError(
-                        f"{path}: is transparent in places, which --mode {wanted} would lose; give --mode RGBA, or lay"
-                        " it on a background yourself"
+                        f"{path}: has transparent pixels, which --mode {wanted} would lose; give --mode RGBA, or"
+                        " composite it on a background yourself"
                     )
         image = image if image.mode == wanted else image.convert(wanted)
         if self.size is not None and image.size != self.size[::-1]:
@@ -190,16 +193,18 @@ def _check_depth(path: Path, image: Any) -> None:
     arguments = image.tile[0].args if image.tile else ()
     most = arguments[1] if image.format == "PPM" and isinstance(arguments, tuple) and len(arguments) > 1 else 0
     if image.mode in _BYTE_MODES and ((";16" in raw and raw != "BGR;16") or most > 255):  # that has 5 or 6 bits each
-        raise DataError(f"{path}: has 16 bits a colour, of which 8 would be kept; save it as .npy, or with 8 bits")
+        raise DataError(
+            f"{path}: has 16 bits per channel, of which only 8 would be kept; save it as .npy, or with 8 bits"
+        )
     if ";64" in raw:
-        raise DataError(f"{path}: has numbers of 64 bits, of which 32 would be kept; save it as .npy")
+        raise DataError(f"{path}: has 64-bit values, of which only 32 bits would be kept; save it as .npy")
     if raw in ("I;32", "I;32N", "I;32B") and tags.get(_SAMPLE_FORMAT, (_UNSIGNED,))[0] == _UNSIGNED:
         if image.getextrema()[0] < 0:
-            raise DataError(f"{path}: has numbers above 2147483647, which would turn negative; save it as .npy")
+            raise DataError(f"{path}: has values above 2147483647, which would turn negative; save it as .npy")
     elif tags.get(_SAMPLE_FORMAT, (_UNSIGNED,))[0] == _SIGNED and tags.get(_BITS, (16,))[0] <= 8:
-        raise DataError(f"{path}: has signed numbers of 8 bits, which would lose their sign; save it as .npy")
+        raise DataError(f"{path}: has signed 8-bit values, which would lose their sign; save it as .npy")
     if image.format == "TIFF" and raw.endswith("X"):
-        raise DataError(f"{path}: has {raw} channels, of which those called X would be lost; save it as .npy")
+        raise DataError(f"{path}: has {raw} channels, of which those named X would be lost; save it as .npy")
 
 
 def _upright(image: Any, path: Path) -> Any:
@@ -214,7 +219,9 @@ def _check_room(path: Path, size: tuple[int, ...], channels: int, pages: int = 1
     """Refuse what cannot be decoded here, from its extents alone."""
     extents = " x ".join(map(str, size)) + (f" x {pages} pages" if pages > 1 else "")
     needed = prod(size) * channels * pages * _COPIES
-    require_room(needed, f"{path}: an image of {extents}", "cut it into pieces, or use a machine with more")
+    require_room(
+        needed, f"{path}: an image of {extents}", "split it into smaller images, or use a machine with more memory"
+    )
 
 
 @contextmanager
@@ -236,13 +243,13 @@ def _opened(path: Path, size: tuple[int, int] | None) -> Iterator[Any]:
                     _check_room(path, extents, 1 if image.mode in ("1", "L") else 4)
             frames = 1 if image.format in ("TIFF", "MPO") else getattr(image, "n_frames", 1)
             if frames > 1:
-                raise DataError(f"{path}: has {frames} frames, of which one would be kept; save each as an image")
+                raise DataError(f"{path}: has {frames} frames, of which only one would be kept; save each as an image")
             yield image
 
 
 @contextmanager
 def _without_limit(module: Any) -> Iterator[None]:
-    """Let Pillow read images of any size: how large they may be is told by the machine's memory."""
+    """Let Pillow read images of any size, limited only by the machine's memory."""
     limit, module.MAX_IMAGE_PIXELS = module.MAX_IMAGE_PIXELS, None
     try:
         yield
@@ -258,7 +265,7 @@ def _faults(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except MemoryError as error:
-        raise DataError(f"{path}: there is no memory to decode it; cut it into pieces") from error
+        raise DataError(f"{path}: not enough memory to decode it; split it into smaller images") from error
     except (OSError, ValueError, SyntaxError, TypeError, EOFError, LookupError, ArithmeticError, RuntimeError,
             AttributeError, UserWarning) as error:  # fmt: skip
         reason = " ".join(str(error).partition("<")[0].split()) or type(error).__name__

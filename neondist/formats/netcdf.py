@@ -61,9 +61,7 @@ class NetCDFSource(HDF5Source):
     def _describe(self, array: Any) -> tuple[str | None, Any, dict[str, Any]]:
         where = f"{self._file.filename}:{self._name}"
         if array.name.count("/") > _DEEPEST:
-            raise DataError(
-                f"{self._file.filename}: its variable lies in more than {_DEEPEST} groups; copy it out of them"
-            )
+            raise DataError(f"{self._file.filename}: its variable is nested in more than {_DEEPEST} groups; move it up")
         if _is_bare(array):
             raise DataError(f"{where}: is a dimension without coordinates; name a variable")
         if not plain(array):
@@ -226,7 +224,10 @@ class NetCDFSink(HDF5Sink):
             return super()._arrays()
         names = [name for name, _ in self._options["variables"]]
         if len(names) != self.shape[-1] or len({*names}) < len(names):
-            raise ConfigError(f"{self.path}: variables {names} for {self.shape[-1]} channels; give each its own name")
+            raise ConfigError(
+                f"{self.path}: {names} are names of variables for {self.shape[-1]} channels; give"
+                " each channel its own name"
+            )
         return names
 
     def _describe(self, arrays: Sequence[Any], like: TileSource | None) -> None:

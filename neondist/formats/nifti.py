@@ -89,7 +89,9 @@ class NIfTISink(PlacedSink):
         if "N" in extents and "T" not in extents:
             extents["T"] = extents.pop("N")
         if not {"Y", "X"} <= set(extents) <= set(_AXES):
-            raise ConfigError(f"{self.path}: NIfTI files have axes of {_AXES}, not '{self.axes}'; choose another kind")
+            raise ConfigError(
+                f"{self.path}: NIfTI files have axes of {_AXES}, not '{self.axes}'; choose another format"
+            )
         full = [extents.get(name, 1) for name in _AXES]
         while len(full) > 3 and full[-1] == 1:
             full.pop()

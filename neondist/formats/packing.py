@@ -45,7 +45,7 @@ class Packing:
     Raises
     ------
     DataError
-        An attribute is no number, or can be understood in two ways.
+        An attribute is not a number, or can be understood in two ways.
     """
 
     def __init__(self, where: str, stored: Any, attributes: Mapping[str, Any], prefilled: bool = False) -> None:
@@ -89,7 +89,7 @@ class Packing:
         text = self._attributes["_Unsigned"]
         unsigned = text.strip("\0 ").lower() if isinstance(text, str) else ""
         if unsigned not in ("true", "false") or (unsigned == "false" and stored.kind == "u"):
-            raise self._unclear("_Unsigned", f"says neither 'true' nor 'false' of {stored}", "c,true")
+            raise self._unclear("_Unsigned", f"is neither 'true' nor 'false' but {stored}", "c,true")
         return np.dtype(stored.str.replace("i", "u")) if unsigned == "true" else stored
 
     def _find_missing(self, prefilled: bool, packed: bool) -> None:
@@ -102,14 +102,14 @@ class Packing:
         bounds = {name: self._numbers(name)}
         if name == "valid_range":
             if bounds[name].size != 2:
-                raise self._unclear(name, "has not two numbers", "d,LOW,HIGH")
+                raise self._unclear(name, "does not have two numbers", "d,LOW,HIGH")
             low, high = bounds[name].ravel()
         else:
             bounds["valid_max"] = self._numbers("valid_max")
             low, high = self._one("valid_min"), self._one("valid_max")
         for each, found in bounds.items():
             if packed and self._stored.kind in "iu" and found.size and found.dtype.kind == "f":
-                told = f"is {found.dtype} for packed {self._stored}, and may be of packed numbers or of values"
+                told = f"is {found.dtype} for packed {self._stored}, and could refer to packed numbers or to values"
                 raise self._unclear(each, told, "s,PACKED")
         self._low, self._high = self._bound(low), self._bound(high)
 
@@ -148,7 +148,7 @@ class Packing:
             return np.empty(0)
         found = self._attributes[name]
         if found is None or isinstance(found, str):
-            raise self._unclear(name, "is no number", "d,NUMBER")
+            raise self._unclear(name, "is not a number", "d,NUMBER")
         return np.asarray(found)
 
     def _one(self, name: str) -> Any:
@@ -157,7 +157,7 @@ class Packing:
             return None
         found = self._numbers(name)
         if found.size != 1 or (name in ("scale_factor", "add_offset") and not np.isfinite(found).all()):
-            raise self._unclear(name, "is not one finite number", "d,NUMBER")
+            raise self._unclear(name, "is not a single finite number", "d,NUMBER")
         return found.ravel()[0]
 
     def _unclear(self, name: str, what: str, remedy: str) -> DataError:

@@ -85,7 +85,7 @@ class FolderSource(TileSource):
         source.close()
         raise DataError(
             f"{file}: has shape {list(source.shape)}, {source.dtype}, but the first image of the folder"
-            f" {list(self.shape[1:])}, {self.dtype}; keep images of one size and type in a folder"
+            f" {list(self.shape[1:])}, {self.dtype}; all images of a folder must have the same size and type"
         )
 
 
@@ -114,7 +114,7 @@ class PictureSink(PlacedSink):
                 f" {list(self.shape)}, axes '{self.axes}', {self.dtype}; choose .tif"
             )
         if self._options["palette"] and (kind, self.dtype, self.shape[-1]) != ("PNG", np.uint8, 1):
-            raise ConfigError(f"{self.path}: a palette is for one channel of bytes in a PNG; leave out palette")
+            raise ConfigError(f"{self.path}: a palette requires a PNG with one 8-bit channel; leave out palette")
         part.touch(exist_ok=False)
         self.chunks = None
         return Placement(self.axes, self.dtype.str, self.shape, self.shape, (0,))

@@ -26,7 +26,7 @@ from .draft import DraftSink
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the cells of an array lie in a file.
+    """Position of the cells of an array in a file.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Which class reads and writes which files: those that are built in, and those of installed plugins."""
+"""Table of the classes that read and write files: built-in ones, and those of installed plugins."""
 
 from __future__ import annotations
 
@@ -79,24 +79,24 @@ FORMATS = (
 
 
 def open_source(path: str | Path, *, level: int | None = None, axes: str | None = None) -> TileSource:
-    """Return an array in a file, of which boxes are read; nothing is read but what describes it.
+    """Open an array in a file for reading boxes; only metadata is read.
 
     Parameters
     ----------
     path : path
-        A file of a known kind, or a folder of pictures. 'FILE:NAME' is an array in a file, 'PATH#2' its third
-        resolution.
+        A file of a known type, or a folder of images. 'FILE:NAME' is an array in a file, 'PATH#2' its third resolution
+        level.
     level : int, optional
-        The resolution, 0 (default) the finest.
+        Resolution level; 0 (default) is the finest.
     axes : str, optional
-        A letter for each axis as they lie in the file, such as 'ZYX' or 'CYX', where it does not say so, or not right.
+        A letter for each stored axis, such as 'ZYX' or 'CYX', if the file does not specify them, or not correctly.
 
     Raises
     ------
     DataError
-        It is missing, damaged or of an unknown kind, or has no such array or level.
+        If the file is missing, damaged or of an unknown type, or has no such array or level.
     MissingPackageError
-        A library is not installed.
+        If a library is not installed.
 
     Examples
     --------
@@ -133,39 +133,39 @@ def create_sink(
     grid: ProcessGrid | None = None,
     **options: Any,
 ) -> TileSink:
-    """Return a new file on its way, of the kind that its name tells; collective over `grid`, if one is given.
+    """Create a file whose type is given by its suffix, and return its sink; collective over `grid`, if given.
 
     Parameters
     ----------
     path : path
     shape : tuple of int
-        Of the whole array, channels last.
+        Global shape of the array, channels last.
     dtype : dtype
     axes : str
         A letter for each axis of `shape`, in the order N T Z Y X C, such as 'YXC'.
     chunks : tuple of int, optional
-        What a reader will decode at once; default what suits the format. Ranks that write whole chunks disturb each
-        other least.
+        Chunk shape of the file; default: suitable for the format. Writing is most efficient if ranks write whole
+        chunks.
     like : TileSource, optional
-        The image that it belongs to: its georeference, affine or scale is written too.
+        An image whose georeference, affine or scale is copied.
     overwrite : bool
-        Replace a file that is there, once the new one is complete.
+        Replace an existing file once the new one is complete.
     resume : bool
-        Go on with the file of an earlier process that was not committed, if it was of the same description (`resumed`
-        tells); keep it in turn if this one is closed before it is committed.
+        Resume an uncommitted file of an earlier process with the same description, as reported by `resumed`, and keep
+        the file if this sink is closed without `commit`.
     grid : ProcessGrid, optional
-        Whose ranks all write. Default: this process alone.
+        Grid whose ranks all write. Default: this process only.
     **options
-        Of the format.
+        Options of the format.
 
     Raises
     ------
     OutputError
-        On every rank: it is there, cannot be made, or there is no room for it.
+        On every rank: if the file exists, cannot be created, or there is not enough disk space.
     ConfigError
-        The kind is unknown, or cannot hold such an array.
+        If the file type is unknown, or cannot store such an array.
     MissingPackageError
-        A library is not installed.
+        If a library is not installed.
     """
     path, kind = Path(path), _find(Path(path))
     if kind is None:
@@ -178,7 +178,7 @@ def create_sink(
         raise ConfigError(f"{path}: {dtype} is not numeric; choose another dtype")
     if chunks is not None:
         if len(chunks) != len(extents) or min(chunks) < 1:
-            raise ConfigError(f"{path}: chunks {list(chunks)} for shape {list(extents)}; give one number an axis")
+            raise ConfigError(f"{path}: chunks {list(chunks)} for shape {list(extents)}; give one number per axis")
         chunks = tuple(min(int(c), n) for c, n in zip(chunks, extents, strict=True))
         if np.prod(chunks, dtype=object) * dtype.itemsize > LARGEST_CHUNK:
             raise ConfigError(f"{path}: chunks {list(chunks)} are larger than 1 GiB; give smaller ones")
@@ -191,8 +191,8 @@ def create_sink(
         )
         if given != wanted:
             raise ConfigError(
-                f"{path}: its extents {given} are not {wanted}, those of {like.path}: its physical position would be"
-                " wrong; give like=None"
+                f"{path}: its extents {given} differ from {wanted}, those of {like.path}: its physical position"
+                " would be wrong; give like=None"
             )
     sink: TileSink = make(
         path, extents, dtype, axes, chunks, like=like, overwrite=overwrite, resume=resume, grid=grid, **options
@@ -209,13 +209,13 @@ def formats() -> Iterator[Format]:
         found = point.load()
         if not isinstance(found, Format):
             raise ConfigError(
-                f"entry point {point.value} of {PLUGINS} is no neondist.formats.Format; correct the plugin"
+                f"entry point {point.value} of {PLUGINS} is not a neondist.formats.Format; correct the plugin"
             )
         yield found
 
 
 def known(path: Path) -> bool:
-    """Tell whether the name is one of a format's files."""
+    """Return whether the name is one of a format's files."""
     return _find(path) is not None
 
 

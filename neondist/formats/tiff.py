@@ -79,7 +79,7 @@ class TIFFSource(TileSource):
                 outer += next(letter for letter in name + "NTMLKJ" if letter not in inner + outer)
                 leading.append(n)
         if prod(leading) != count:
-            raise DataError(f"{path}: its pages are {len(self._pages)}, of an image of shape {list(series.shape)}")
+            raise DataError(f"{path}: has {len(self._pages)} pages for an image of shape {list(series.shape)}")
         self._leading = leading
         shape = (*leading, *(key.shaped[axis] for axis in self._within))
         chunks: tuple[int, ...] | None = (*(1 for _ in leading), *(_chunk(key)[axis] for axis in self._within))
@@ -117,7 +117,7 @@ class TIFFSource(TileSource):
             fits = self._mask.shape[:-1] == self.shape[:-1] and self._mask.shape[-1] in (1, self.shape[-1])
             if not (fits and upright):
                 raise DataError(
-                    f"{path}: its mask, of {list(self._mask.shape)} cells, does not lie as its image of"
+                    f"{path}: its mask, of {list(self._mask.shape)} cells, does not match its image of"
                     f" {list(self.shape)}; open level 0, or write the image without the mask"
                 )
 
@@ -185,7 +185,7 @@ class TIFFSource(TileSource):
             if not size:
                 continue  # nothing was written there
             if size > min(file.size, LARGEST_CHUNK):
-                raise DataError(f"{self.path}: a tile of {size} bytes is more than the file has")
+                raise DataError(f"{self.path}: a tile of {size} bytes exceeds the file size")
             file.seek(offset)
             data = file.read(size)
             if len(data) != size:
@@ -343,9 +343,10 @@ def check_ome(path: Path, ome: str | None) -> None:
         root = ElementTree.fromstring(ome or "<none/>")
         parts = {(one.text, one.get("FileName")) for one in root.iter() if one.tag.endswith("}UUID")}
         if len({uuid for uuid, _ in parts} | ({root.attrib["UUID"]} if parts and "UUID" in root.attrib else set())) > 1:
-            raise DataError(f"{path}: is one of several files of an OME-TIFF; write the image into one file")
+            raise DataError(f"{path}: is part of an OME-TIFF of several files; write the image into one file")
         most = max(planes_of(one.attrib) for one in root.iter())
         if most > _MOST_PLANES:
             raise DataError(
-                f"{path}: its OME-XML specifies {most:.0f} planes, and {_MOST_PLANES:,} is the most; correct it"
+                f"{path}: its OME-XML specifies {most:.0f} planes, but at most {_MOST_PLANES:,} are supported;"
+                " correct it"
             )

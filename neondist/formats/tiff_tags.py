@@ -82,7 +82,7 @@ def nodata_of(path: Path, key: Any) -> float | None:
         return float(text)
     text = "".join(letter if letter.isprintable() else "?" for letter in text[:40])
     raise DataError(
-        f"{path}: its cells without a value are '{text}' (GDAL_NODATA), which is no number; correct it:"
+        f"{path}: its no-data value is '{text}' (GDAL_NODATA), which is not a number; correct it:"
         f" gdal_edit.py -a_nodata NUMBER {path.name}"
     )
 
@@ -108,7 +108,7 @@ def check_side_file(path: Path) -> None:
         with open_regular(side) as file:
             if b"<NoDataValue" in file.read(_LARGEST):
                 raise DataError(
-                    f"{path}: {side.name} says which of its cells have no value; write it into the image:"
+                    f"{path}: {side.name} marks cells without data; write the mask into the image:"
                     f" gdal_translate {path.name} NEW.tif"
                 )
 
@@ -121,7 +121,7 @@ def check_colours(path: Path, key: Any) -> None:
         key.photometric == _SEPARATED and samples == 4 and ink == 1
     ):  # fmt: skip
         raise DataError(
-            f"{path}: holds colours as {key.photometric.name}, which readers convert in several ways; write it as RGB"
+            f"{path}: holds colours as {key.photometric.name}, which readers convert differently; write it as RGB"
         )
 
 
@@ -135,8 +135,8 @@ def check_pages(path: Path, key: Any, pages: Sequence[Any]) -> None:
     for number, page in enumerate(pages):
         if hasattr(page, "tags") and told(page) != of_first:
             raise DataError(
-                f"{path}: page {number} has another orientation, or other cells without a value, than the first; write"
-                " each page into a file of its own"
+                f"{path}: page {number} has another orientation or another no-data mask than the first; write each"
+                " page to a separate file"
             )
 
 

@@ -1,4 +1,4 @@
-"""How large the pieces are that a new file is cut into."""
+"""Sizes of the chunks of a new file."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def beside(place: Path, array: Any) -> tuple[list[Beside], list[str]]:
 
 
 def choose(name: str, arrays: Mapping[str, Any]) -> str:
-    """Return the only array, or of variables the one with most dimensions that is no coordinate of another."""
+    """Return the only array, or of variables the one with most dimensions that is not a coordinate of another."""
     found = dict(arrays)
     if all(dimensions(array) or not array.ndim for array in arrays.values()):
         of_others = {other for array in arrays.values() for other in references(attributes(array))}

@@ -49,10 +49,10 @@ class ZarrSource(TileSource):
             names: Any = image.names
             at = paths[min(level, len(paths) - 1)]
             if ".." in at.split("/"):
-                raise DataError(f"{name}: level {level} leads out of the folder; restore it from a good copy")
+                raise DataError(f"{name}: level {level} points outside the folder; restore it from a good copy")
             array = found[at] if at else found
             if not isinstance(array, zarr.Array):
-                raise DataError(f"{name}: level {level} is no array; restore it from a good copy")
+                raise DataError(f"{name}: level {level} is not an array; restore it from a good copy")
             require_harmless(name, array)
             told, facts = axes, dict[str, Any]()
             self._packing, self._place = None, path / inside.strip("/") / at
@@ -152,7 +152,7 @@ class ZarrSink(DraftSink):
         return {"axes": axes, "levels": levels, "nearest": nearest}
 
     def _label_metadata(self) -> dict[str, dict[str, Any]]:
-        """Return the 'image-label' metadata of OME-NGFF under its name; empty where cells are no numbers of classes."""
+        """Return the 'image-label' metadata of OME-NGFF under its name; empty where cells are not class indices."""
         colours = enumerate(class_colours(self._options["classes"]))
         entries = [{"label-value": at, "rgba": [*colour, 255 if at else 0]} for at, colour in colours]
         return {"image-label": {"colors": entries}} if entries else {}
@@ -255,7 +255,7 @@ def _image(name: str, group: Any, level: int) -> tuple[Any, Multiscale]:
 
 
 def _several(ome: Any) -> tuple[str, str] | None:
-    """Return what a group of several images is, and the path of its first; None if it is no plate, and no such well."""
+    """Return the kind of a group of images and the path of its first; None if it is neither a plate nor a well."""
     wells = [str(one["path"]) for one in ome.get("plate", {}).get("wells", [])]
     if wells:
         return f"a plate of {len(wells)} wells", f"{wells[0]}/0"

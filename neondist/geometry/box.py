@@ -26,7 +26,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent on every axis, never negative."""
+        """Extent along every axis, never negative."""
         return tuple(max(0, h - lo) for lo, h in zip(self.lo, self.hi, strict=True))
 
     @property
@@ -36,7 +36,7 @@ class Box:
 
     @property
     def empty(self) -> bool:
-        """True if the box holds no cell."""
+        """Whether the box contains no cells."""
         return self.size == 0
 
     @property
@@ -45,13 +45,13 @@ class Box:
         return tuple(slice(lo, lo + n) for lo, n in zip(self.lo, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box:
-        """Return the cells that both boxes hold."""
+        """Return the intersection of two boxes."""
         lo = tuple(max(a, b) for a, b in zip(self.lo, other.lo, strict=True))
         hi = tuple(min(a, b) for a, b in zip(self.hi, other.hi, strict=True))
         return Box(lo, hi)
 
     def hull(self, other: Box) -> Box:
-        """Return the smallest box around both; an empty box counts as the place where it lies."""
+        """Return the smallest box that contains both; an empty box counts by its position."""
         lo = tuple(min(a, b) for a, b in zip(self.lo, other.lo, strict=True))
         hi = tuple(max(a, b) for a, b in zip(self.hi, other.hi, strict=True))
         return Box(lo, hi)
@@ -67,7 +67,7 @@ class Box:
         return self.shift([-o for o in origin.lo])
 
     def outside(self, inner: Box) -> list[Box]:
-        """Return boxes that hold, together, the cells that are not in `inner`, each cell once."""
+        """Return disjoint boxes that cover the cells not in `inner`."""
         found, lo, hi = [], self.lo, self.hi
         for axis, (first, end) in enumerate(inner.axes()):
             below = (*hi[:axis], min(first, hi[axis]), *hi[axis + 1 :])

@@ -1,4 +1,4 @@
-"""How many replicas and tiles there are; pure arithmetic, so that a plan needs no MPI."""
+"""Numbers of replicas and tiles; pure arithmetic, so that a plan needs no MPI."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GridShape:
         return self.replicas * self.tiles
 
     def parts(self, ndim: int) -> tuple[int, ...]:
-        """Return into how many ranges each of `ndim` spatial axes is cut."""
+        """Return the number of parts of each of `ndim` spatial axes."""
         if ndim == 3:
             return self.planes, self.rows, self.cols
         if ndim == 2:
@@ -40,10 +40,10 @@ class GridShape:
         return (self.tiles,) * ndim  # one axis takes all tiles, and no axis none
 
     def partition(self, extent: Sequence[int]) -> Partition:
-        """Return the cut of an image of `extent` cells; an image with no axes is known whole on every tile's rank."""
+        """Return the partition of an image of `extent` cells; an image without axes is replicated."""
         if len(extent) > 3:
             raise ConfigError(
-                f"images of extent {tuple(extent)} have more than the three spatial axes that a grid can cut"
+                f"images of extent {tuple(extent)} have more than the three spatial axes that a grid can partition"
             )
         return Partition(tuple(extent), self.parts(len(extent)), self.tiles)
 
@@ -64,7 +64,7 @@ class StripGrid(GridShape):
         return super().tiles * self.strips
 
     def parts(self, ndim: int) -> tuple[int, ...]:
-        """Return into how many ranges each of `ndim` spatial axes is cut."""
+        """Return the number of parts of each of `ndim` spatial axes."""
         first, *others = self.whole.parts(ndim) if ndim else (1,)
         return (first * self.strips, *others)[:ndim]
 
@@ -131,6 +131,6 @@ def _explain(
     wanted += f"{rows or 'any'} rows x {cols or 'any'} cols"
     if choices:
         fits = ", ".join(f"{r} x {c}" for r, c in choices)
-        return f"grid {wanted} does not make {ranks} ranks; rows x cols can be {fits}"
+        return f"grid {wanted} does not match {ranks} ranks; rows x cols can be {fits}"
     counts = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
-    return f"grid {wanted} does not make {ranks} ranks; replicas x planes must divide {ranks}: {counts}"
+    return f"grid {wanted} does not match {ranks} ranks; replicas x planes must divide {ranks}: {counts}"

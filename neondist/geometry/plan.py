@@ -1,4 +1,4 @@
-"""Who sends which cells to whom; pure integers, computed by every rank alone, nothing is communicated.
+"""Halo plans: which tile sends which cells to which; pure integers, computed by every rank without communication.
 
 A plan names, for one tile, the cells that it owns, the cells that it needs, and the pieces that travel. The way back
 (bprop) is the same plan with the two ends swapped, adding instead of placing.
@@ -55,11 +55,10 @@ class TransferPlan:
 
 @dataclass(frozen=True)
 class HaloPlan(TransferPlan):
-    """The plan of one tile for one window.
+    """Halo plan of one tile for one window.
 
-    `need` reaches outside the image where the window is padded; `buffer` is the box around everything that the tile
-    keeps in one array: what it owns, what it needs, and the cells that padding is folded from. Pieces are computed
-    where they are first asked for.
+    `need` extends outside the image by the padding; `buffer` is the bounding box of the tile's array: owned cells,
+    needed cells, and the sources of padding. Pieces are computed on first access.
     """
 
     own: Box
@@ -74,12 +73,12 @@ class HaloPlan(TransferPlan):
 
     @property
     def trivial(self) -> bool:
-        """True if the view is the tile itself."""
+        """Whether the view is the tile itself."""
         return self.need == self.own and not self.receives and not self.sends
 
     @property
     def outside(self) -> list[Box]:
-        """What of the buffer lies outside the image, or has no owner, and holds the window's fill value."""
+        """Parts of the buffer outside the image, or without owner, that hold the window's fill value."""
         kept, modes = self.own if self.overlaps else Box.of(self.extent), self.window.modes
         if "zeros" not in modes:
             return []
@@ -90,17 +89,17 @@ class HaloPlan(TransferPlan):
 
     @property
     def receives(self) -> tuple[Piece, ...]:  # type: ignore[override]
-        """The pieces that it needs of others."""
+        """Pieces received from other tiles."""
         return self._pieces[0]
 
     @property
     def sends(self) -> tuple[Piece, ...]:  # type: ignore[override]
-        """The pieces that others need of it."""
+        """Pieces sent to other tiles."""
         return self._pieces[1]
 
     @property
     def local(self) -> tuple[Piece, ...]:  # type: ignore[override]
-        """The pieces that it needs of its own cells."""
+        """Pieces copied from its own cells."""
         return self._pieces[2]
 
     @cached_property
@@ -179,7 +178,7 @@ class Kinds(NamedTuple):
 
 @dataclass(frozen=True)
 class RepartitionPlan(TransferPlan):
-    """The plan that moves an array from one partition to another; ranks beyond a partition's tiles own nothing."""
+    """Plan for redistributing an array between partitions; ranks beyond a partition's tiles own nothing."""
 
     own: Box
     need: Box
@@ -189,10 +188,9 @@ class RepartitionPlan(TransferPlan):
 
     @classmethod
     def of(cls, source: Sequence[Box], target: Sequence[Box], rank: int) -> RepartitionPlan:
-        """Return the plan of `rank`; source[q] is what rank q owns, and target[q] what it needs.
+        """Return the plan of `rank`; source[q] is the box that rank q owns, and target[q] the box it needs.
 
-        Boxes of `source` are disjoint or equal; of those who own the same box one gives it, if the needer does not own
-        it too.
+        Boxes of `source` are disjoint or equal; one owner of equal boxes sends it to ranks that do not own it.
         """
         owners = defaultdict(list)
         for peer, box in enumerate(source):
@@ -252,7 +250,7 @@ class _Axis:
         self.needs = needs
 
     def _alone(self, window: Window, outputs: Partition) -> bool:
-        """Tell whether no part sees cells that it does not own along other axes."""
+        """Return whether no part sees cells that it does not own along other axes."""
         for axis in range(len(self.partition.extent)):
             for part, (lo, hi) in enumerate(needs_along(outputs, window, axis) if axis != self.axis else ()):
                 first, last = self.partition.range(axis, part)

@@ -9,7 +9,7 @@ from .box import Box
 
 
 def split(n: int, parts: int, i: int) -> tuple[int, int]:
-    """Return the half-open range of part i when n cells go to `parts` parts: the first n % parts get one more."""
+    """Return the half-open range of part i of n cells split into `parts` parts: the first n % parts get one more."""
     base, extra = divmod(n, parts)
     lo = i * base + min(i, extra)
     return lo, lo + base + (i < extra)

@@ -1,4 +1,4 @@
-"""What a layer that enlarges the image looks at: windows that advance by a fraction of a cell."""
+"""Windows of a layer that upsamples the image: they advance by a fraction of a cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer looks at: a window that slides over the image."""
+"""Window of a layer that slides over the image."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Window:
     Parameters
     ----------
     kernel, stride, dilation : int or tuple of int
-        An int holds for all axes. The number of axes is the length of the longest tuple given, or 2.
+        An int applies to all axes. The number of axes is the length of the longest tuple given, or 2.
     padding : int, (int, ...) per axis, or ((before, after), ...) per side
-        Negative numbers crop, which only a kernel of 1 may do.
+        Negative values crop, allowed only for a kernel of 1.
     fill : float
         Value of the cells outside the image in mode 'zeros' (-inf for max pooling).
     mode : {'zeros', 'reflect', 'replicate', 'wrap'}, or one per axis
-        Where cells outside the image come from. Of different modes by axis the attribute is a tuple, else a str.
+        Padding mode. The attribute is a tuple if modes differ between axes, else a str.
     """
 
     kernel: tuple[int, ...]
@@ -93,17 +93,17 @@ class Window:
 
     @property
     def span(self) -> tuple[int, ...]:
-        """Cells from the first to the last that one window touches, on every axis."""
+        """Extent of one window along every axis."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     @classmethod
     def of_one(cls, ndim: int) -> Window:
-        """Return the window through which every cell sees itself alone."""
+        """Return the window of a pointwise operation."""
         return cls(1, padding=0, ndim=ndim)
 
     @property
     def pointwise(self) -> bool:
-        """True if every output cell sees exactly the input cell at its own place."""
+        """Whether every output cell depends only on the input cell at the same position."""
         return all(v == 1 for v in (*self.kernel, *self.stride)) and not any(p for side in self.padding for p in side)
 
     @overload
@@ -111,7 +111,7 @@ class Window:
     @overload
     def output_extent(self, extent: Sequence[int]) -> tuple[int, ...]: ...
     def output_extent(self, extent: int | Sequence[int]) -> int | tuple[int, ...]:
-        """Return how many windows fit, on every axis (an int is the extent of axis 0)."""
+        """Return the number of windows along every axis (an int is the extent of axis 0)."""
         if isinstance(extent, Sequence):
             return tuple(self._fit(axis, n) for axis, n in enumerate(extent))
         return self._fit(0, int(extent))
@@ -120,7 +120,7 @@ class Window:
         return max(0, (n + sum(self.padding[axis]) - self.span[axis]) // self.stride[axis] + 1)
 
     def needs(self, out: Box) -> Box:
-        """Return the input cells that the output cells `out` look at; it may reach outside the image."""
+        """Return the input cells in the windows of the output cells `out`; may extend outside the image."""
         lo = [o * s - p for o, s, (p, _) in zip(out.lo, self.stride, self.padding, strict=True)]
         hi = [
             start + (n - 1) * s + span if n else start
@@ -129,7 +129,7 @@ class Window:
         return Box(tuple(lo), tuple(hi))
 
     def pace(self, axis: int) -> tuple[int, int]:
-        """Return a and b: b outputs further the window looks at cells a further."""
+        """Return integers a and b such that moving by b outputs moves the window by a input cells."""
         return self.stride[axis], 1
 
     def along(self, axis: int) -> Window:
@@ -170,7 +170,7 @@ def same_padding(
 
 
 def _several(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Tell whether a value is a sequence; a model makes thousands of windows, so the usual types come first."""
+    """Return whether a value is a sequence; a model makes thousands of windows, so the usual types come first."""
     return isinstance(value, tuple) or (not isinstance(value, int) and isinstance(value, Sequence))
 
 

@@ -19,7 +19,7 @@ Slots = tuple[Any, Any]
 
 
 class Owner(Protocol):
-    """What a buffer needs of its array."""
+    """Interface that a buffer needs of its array."""
 
     grid: ProcessGrid
     backend: Backend

@@ -25,7 +25,7 @@ Region = tuple[int, tuple[slice, ...]]
 
 
 class Phase(NamedTuple):
-    """What a pass is for: training or not, the step's number, and the first of the replica's samples in the batch."""
+    """Purpose of a pass: training or not, the step's number, and the first of the replica's samples in the batch."""
 
     training: bool = True
     step: int = 0
@@ -37,7 +37,7 @@ WHOLE = Phase()
 
 
 class Buffer(Protocol):
-    """What an exchange needs of the buffer that it serves."""
+    """Interface that an exchange needs of its buffer."""
 
     plan: HaloPlan
     kernels: Kernels
@@ -53,7 +53,7 @@ class Buffer(Protocol):
 
 
 class HaloExchange:
-    """What crosses between tiles for one view, in one pass, for one batch size; collective.
+    """Exchange of cells between tiles for one view, in one pass, for one batch size; collective.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ class HaloExchange:
 
     @property
     def training(self) -> bool:
-        """Whether the pass at work trains; in evaluation there is no step before."""
+        """Whether the pass at work trains; in evaluation there is not a step before."""
         return self.buffer.phase.training
 
     @property

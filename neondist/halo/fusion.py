@@ -54,17 +54,17 @@ def fusion_of(scheme: ExchangePolicy | None) -> Fusion | None:
 
 
 class DeepHalo(Fusion):
-    """The first of several layers gathers what all of them will see, and gradients return once.
+    """One wide halo exchange for several layers, and one return of gradients.
 
-    Ghost cells are computed by every tile that needs them.
+    Ghost cells in between are computed redundantly by every tile that needs them.
 
-    Fused are consecutive layers of a chain that have this scheme, with what comes between that sees no neighbours.
-    Normalisations count every cell once.
+    Consecutive layers of a chain with this scheme are fused, together with the pointwise layers between them.
+    Normalisation counts every cell once.
 
     Parameters
     ----------
     layers : int
-        Layers with a window that share an exchange.
+        Number of windowed layers that share an exchange.
     """
 
     formula = "each way n c (2 R (h + w) + 4 R²) numbers once for all layers of a segment; R is their radius together"
@@ -74,16 +74,16 @@ class DeepHalo(Fusion):
 
 
 class OverlapTile(Fusion):
-    """Each tile of the image is read with all cells that its outputs depend on, and nothing is exchanged after that.
+    """Overlapping tiles: each tile is read with all cells that its outputs depend on, and nothing is exchanged.
 
-    For the first layers of a model, those before the first that has another scheme or is fully connected. Gradients of
-    the weights are exact: only own outputs enter the cost.
+    Applies to the first layers of a model, up to the first layer with another scheme or a fully connected layer.
+    Gradients of the weights are exact: only outputs owned by the tile enter the cost.
 
     Parameters
     ----------
     statistics : {'global'}, optional
-        Allows layers that normalise over the whole image: 'global' adds up their sums over all tiles, every cell
-        counted once. Without it such layers are refused.
+        Handling of layers that normalise over the whole image: 'global' reduces their sums over all tiles, counting
+        every cell once. Without it such layers are rejected.
     """
 
     layers = 10**9
@@ -104,24 +104,24 @@ class OverlapTile(Fusion):
 
 
 class Auto(DeepHalo):
-    """`deep_halo` of the layers that a planner chooses for the grid: where messages are dear they are many.
+    """`deep_halo` with segments chosen by a planner for the grid: the higher the latency, the longer the segments.
 
-    The planner adds up what the exchanges of a tile in the middle take, and what it computes twice, and takes the
-    cheapest cut of a chain into segments (dynamic programming). It is as good as the figures that it is given.
+    The planner adds the cost of an inner tile's exchanges and of its redundant computation, and chooses the cheapest
+    division of a chain into segments by dynamic programming. It is only as good as the machine figures.
 
     Parameters
     ----------
     machine : str, optional
-        A file that `neondist bench model calibrate` has written, or one like it: the figures are those of the link that
-        the grid's ranks use. The figures below, where given, count instead of the machine's.
+        A file written by `neondist bench model calibrate`, or one like it, whose figures for the link between the
+        grid's ranks are used. The parameters below override it.
     latency : float, optional
-        Seconds a message.
+        Seconds per message.
     bandwidth : float, optional
-        Bytes a second.
+        Bytes per second.
     speed : float, optional
-        Floating point operations a second of one rank.
+        Floating-point operations per second of one rank.
     samples : int, optional
-        Of a replica in a step; default: those of the experiment's batch.
+        Samples of a replica per step. Default: those of the experiment's batch.
     """
 
     formula = "that of deep_halo, for the segments that the planner chooses"
@@ -141,7 +141,7 @@ class Auto(DeepHalo):
         self.machine: Machine | None = None if machine is None else read(Path(machine).expanduser())
 
     def figures(self, ranks: int, samples: int | None = None) -> Figures:
-        """Return what is given, what the machine has, or a guess."""
+        """Return the given figures, those of the machine, or defaults."""
         found = Figures() if self.machine is None else self.machine.figures(ranks)
         if samples is not None:
             found = replace(found, samples=samples)

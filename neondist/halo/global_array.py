@@ -21,7 +21,7 @@ from .redistribute import Boxes, boxes_of, redistributed
 
 
 class GlobalArray:
-    """An activation (N, *spatial, C) cut over the ranks of a grid, and the view that a layer's window has of it.
+    """An activation (N, *spatial, C) tiled over the ranks of a grid, with halo exchange for a layer's window.
 
     `get_fprop_view` and `get_bprop_view` are collective over the ranks of a replica.
 
@@ -29,31 +29,31 @@ class GlobalArray:
     ----------
     grid : ProcessGrid
     global_shape : (N, *spatial, C)
-        Shape of the whole activation; N is the global batch size. (N, C) is a vector, known whole on every tile's rank.
+        Global shape; N is the global batch size. (N, C) is a vector, replicated on the ranks of all tiles.
     window : Window, optional
-        None: every cell sees itself alone.
+        None: no halo; each cell depends only on itself.
     dtype : str
     backend : str or Backend
     reuse : bool
-        True: a view is valid until the next call, and may be the tile itself; arrays are of `dtype` (what layers use).
-        False: every call takes real numbers of any kind, and returns new arrays.
+        True: a view is valid until the next call and may alias the tile; arrays have dtype `dtype` (as layers use it).
+        False: calls accept real numbers of any dtype and return new arrays.
 
     Attributes
     ----------
     local_shape, view_shape : tuple of int
-        This rank's tile, and the tile plus what the window needs.
+        Shapes of this rank's tile, and of the tile plus its halo and padding.
     own, need, extent : Box, Box, tuple
-        The same as boxes in the coordinates of the image, and the image's extent.
+        The tile and the view as boxes in image coordinates, and the image's extent.
     policy : ExchangePolicy
-        What crosses between tiles; default: every cell.
+        The border scheme; default: exact halo exchange.
     reverse : bool
-        True where the halo adds in fprop and is gathered in bprop, as under a transposed convolution.
+        Whether the halo is added in fprop and gathered in bprop, as for a transposed convolution.
     memory : dict of (samples, direction) to dict
-        What the policy keeps from step to step.
+        State that the policy keeps between steps.
     recorded : list of (direction, Exchange)
-        Every exchange, 'forward' or 'backward'; each counts its runs.
+        All exchanges, 'forward' or 'backward', with their run counts.
     reductions : Reductions
-        What was summed over ranks for it.
+        Reductions over ranks performed for the array.
     bytes_sent : int
         Bytes of halos sent by this rank since construction.
 
@@ -87,21 +87,21 @@ class GlobalArray:
         self.cut()
 
     def cut(self, tiles: Partition | None = None, outputs: Partition | None = None) -> None:
-        """Cut the array anew, before it is used: into tiles that may overlap, which are then whole without messages.
+        """Repartition the array before first use, into tiles that may overlap and are then complete without messages.
 
         Parameters
         ----------
         tiles : Partition, optional
             Default: balanced tiles.
         outputs : Partition, optional
-            Which cells of the window's output each tile computes; default: the output is cut alike.
+            Cells of the window's output computed on each tile. Default: a balanced partition of the output.
         """
         grid, window = self.grid, self.window or Window.of_one(len(self.extent))
         self.tiles = grid.partition(self.extent) if tiles is None else tiles
         self.take(HaloPlan.of(self.tiles, window, grid.tile, outputs))
 
     def take(self, plan: HaloPlan) -> None:
-        """Have the tile and the view that a plan says, before it is used."""
+        """Use the tile and the view of a plan, before first use."""
         self.plan, grid = plan, self.grid
         self.own, self.need = plan.own, plan.need
         lo, hi = grid.sample_range(self.global_shape[0])
@@ -111,12 +111,12 @@ class GlobalArray:
 
     @property
     def held(self) -> int:
-        """Numbers of a sample in the view with the tile around which it lies."""
+        """Number of elements per sample of the view together with its tile."""
         return self.plan.buffer.size * self.channels
 
     @property
     def outside(self) -> tuple[tuple[int, int], ...] | None:
-        """How many cells at both ends of each axis of the view are zeros around the image; None: they may be others."""
+        """Number of zero padding cells at both ends of each axis of the view; None: padding may be nonzero."""
         if self.window is None or self.window.mode != "zeros" or self.window.fill != 0:
             return None
         sides = []
@@ -127,7 +127,7 @@ class GlobalArray:
 
     @property
     def tiled(self) -> bool:
-        """False for a vector, which every tile's rank knows whole."""
+        """False for a vector, which is replicated on the ranks of all tiles."""
         return bool(self.extent)
 
     @property
@@ -136,14 +136,14 @@ class GlobalArray:
         return sum(exchange.runs * exchange.bytes_sent for _, exchange in self.recorded)
 
     def get_fprop_view(self, tile: Any, phase: Phase = WHOLE) -> Any:
-        """Return the cells that the window needs, halo and padding filled in.
+        """Return the view that the window needs: this rank's tile with halo and padding.
 
         Parameters
         ----------
         tile : array (n, *own.shape, C)
             This rank's tile.
         phase : Phase, optional
-            What it is for, where a policy asks.
+            Purpose of the view, for border schemes that depend on it.
 
         Returns
         -------
@@ -159,7 +159,8 @@ class GlobalArray:
     def get_bprop_view(self, dview: Any, phase: Phase = WHOLE) -> Any:
         """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
 
-        Contributions of other ranks' windows are sent here and added; those of the padding go where it came from.
+        Contributions of other ranks' windows are received and added; those of the padding are added to the cells it was
+        filled from.
 
         Parameters
         ----------
@@ -194,14 +195,14 @@ class GlobalArray:
         return self._moved(tile, self, lambda samples: [Box.of((samples, *shape))] * size)
 
     def redistribute(self, tile: Any, other: GlobalArray) -> Any:
-        """Return this rank's tile on another grid, or of other tiles, given that of this array; one all-to-all.
+        """Return this rank's tile of another partition, given its tile of this array; one all-to-all.
 
         Parameters
         ----------
         tile : array (n, *own.shape, C)
-            Any number of samples, replicas one after the other.
+            Any number of samples, in the order of the replicas.
         other : GlobalArray
-            Of the same shape, but for the samples, over the same ranks; windows do not matter.
+            An array of the same shape, except for the samples, over the same ranks; windows are ignored.
 
         Returns
         -------
@@ -210,13 +211,15 @@ class GlobalArray:
         Raises
         ------
         GridError, ShapeError
-            On every rank: the grids have other ranks, or the shapes differ.
+            On every rank: the grids have different ranks, or the shapes differ.
         """
         (here, shape), (there, wanted) = ((array.grid.size, array.global_shape[1:]) for array in (self, other))
         if here != there:
-            raise GridError(f"redistribute: the grids have {here} and {there} ranks; make both over one communicator")
+            raise GridError(
+                f"redistribute: the grids have {here} and {there} ranks; create both on the same communicator"
+            )
         if shape != wanted:
-            raise ShapeError(f"redistribute: samples of shape {shape} and {wanted}; give arrays of one shape")
+            raise ShapeError(f"redistribute: samples of shape {shape} and {wanted}; give arrays of the same shape")
         replicas = range(other.grid.replicas)
         self.check_tile("tile", tile)
         self.grid.check("redistribute", {"the shape of samples": shape, "the replicas": len(replicas)})
@@ -227,15 +230,15 @@ class GlobalArray:
         return self._moved(tile, other, boxes)
 
     def owned(self, tile: Any) -> Any:
-        """Return the part of an array over this rank's tile that no other rank has too."""
+        """Return the part of an array on this rank's tile that no other rank also holds."""
         own = self.grid.tile_box(self.extent).relative_to(self.own)
         return tile[(slice(None), *own.slices)]
 
     def total(self, array: Any, replicas: bool = False) -> Any:
-        """Return the sum over the tiles (and replicas) of what each rank counted over its own cells.
+        """Return the sum over tiles (and replicas) of values that each rank computed on its own cells.
 
-        A vector is counted whole on every tile's rank, so nothing is added for it over the tiles. The array itself
-        stays as it is; all ranks' may be written to, and are new ones.
+        A vector is replicated, so nothing is summed over the tiles. The input array is not modified; the result is a
+        new array on every rank.
         """
         group, total = group_of(self.tiled, replicas), array.copy()
         return total if group is None else self.reductions.allreduce(group, total)
@@ -246,9 +249,9 @@ class GlobalArray:
         Parameters
         ----------
         number : int
-            Of the workspace that it belongs to; -1: of none, for calls from outside of passes.
+            Number of its workspace; -1: none, for calls outside passes.
         slots : pair
-            Where the view and its gradient live, if they are made now.
+            Memory slots of the view and its gradient, if they are created now.
         """
         key = number, samples
         if key not in self._buffers:
@@ -257,7 +260,7 @@ class GlobalArray:
 
     @property
     def exchanges(self) -> dict[tuple[int, str], HaloExchange]:
-        """The halo exchanges that have been used so far, by number of samples and direction."""
+        """The halo exchanges used so far, by number of samples and direction."""
         return {
             (samples, halo.direction): halo
             for (_, samples), buffer in self._buffers.items()
@@ -265,16 +268,16 @@ class GlobalArray:
         }
 
     def settle(self) -> None:
-        """Wait for all that is under way: nothing may arrive any more where a buffer has been."""
+        """Wait for all pending messages, so that none arrives in a released buffer."""
         for _, exchange in self.recorded:
             exchange.finish()
 
     def remembered(self) -> dict[tuple[int, str], list[Any]]:
-        """Return copies of what the policy remembers of earlier steps, by number of samples and direction."""
+        """Return copies of the policy's state from earlier steps, by number of samples and direction."""
         return {key: [array.copy() for array in self.policy.remembered(halo)] for key, halo in self.exchanges.items()}
 
     def remember(self, memory: dict[tuple[int, str], list[Any]]) -> None:
-        """Let the policy remember what `remembered` returned, and nothing else; collective."""
+        """Replace the policy's state by a result of `remembered`; collective."""
         self.settle()
         for samples, _ in memory:
             self.buffer(samples)
@@ -282,7 +285,7 @@ class GlobalArray:
             self.policy.remember(halo, memory.get(key, []))
 
     def renew_buffers(self) -> None:
-        """Make new buffers, with the transport that `grid.tile_comm` is now; policies keep their memory; collective."""
+        """Recreate the buffers for the current transport of `grid.tile_comm`; policies keep their state; collective."""
         memory = self.remembered()
         self.settle()
         self._buffers = {}
@@ -315,7 +318,7 @@ class GlobalArray:
 
 
 class PaddedArray(GlobalArray):
-    """A GlobalArray on the 1 x 1 grid, which is whole on one rank; the arguments are the same but for the grid."""
+    """A GlobalArray on a 1 x 1 grid, whole on one rank; takes the same arguments except the grid."""
 
     @checked
     def __init__(

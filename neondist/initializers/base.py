@@ -10,7 +10,7 @@ from ..registry import Registered
 
 
 class Initializer(Registered, ABC):
-    """A rule for first values."""
+    """Base class of initialisers."""
 
     @abstractmethod
     def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from .base import Initializer
 
 
 class Constant(Initializer):
-    """The same value everywhere."""
+    """Constant initialiser."""
 
     def __init__(self, value: Finite = 0.0) -> None:
         self.value = float(value)
@@ -40,7 +40,7 @@ class Uniform(Initializer):
     def __init__(self, low: Finite = -0.1, high: Finite = 0.1) -> None:
         self.low, self.high = float(low), float(high)
         if self.low > self.high:
-            raise ConfigError(f"low {low} is above high {high}; exchange them")
+            raise ConfigError(f"low {low} is above high {high}; swap them")
 
     def values(self, stream: int, index: np.ndarray, fan_in: int, fan_out: int) -> np.ndarray:
         """Return uniform values."""

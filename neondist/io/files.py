@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from ..errors import OutputError
 
-REMEDY = "make room or check permissions, or choose another place"
+REMEDY = "free disk space or check permissions, or choose another path"
 
 
 def partial(path: Path) -> Path:
@@ -74,9 +74,9 @@ class Draft:
 def give_name(part: Path, path: Path, who: os.stat_result) -> None:
     """Give the file `part`, whose content is on the disk, its name; OSError if it is not that of `who`."""
     if path.exists() and not (path.is_file() or path.is_dir()):  # of a folder, os.replace tells
-        raise OSError(errno.EEXIST, "something that is no regular file is there", str(path))
+        raise OSError(errno.EEXIST, "it exists and is not a regular file", str(path))
     if not os.path.samestat(who, os.lstat(part)):
-        raise OSError(errno.EBUSY, "another process writes it", str(path))
+        raise OSError(errno.EBUSY, "another process is writing it", str(path))
     os.replace(part, path)
     if os.name == "posix":  # the folder's entry as well, so that a crash cannot lose the new name
         entry = os.open(path.parent, os.O_RDONLY)
@@ -127,7 +127,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def can_draw() -> bool:
-    """Tell whether matplotlib is there, whose figures are written."""
+    """Return whether matplotlib is there, whose figures are written."""
     return find_spec("matplotlib") is not None
 
 
@@ -155,5 +155,5 @@ def append(path: Path, text: str) -> None:
 
 def make_folder(path: Path) -> None:
     """Make a folder, and those above it, unless it is there; OutputError if that fails."""
-    with told(path, "the folder cannot be made"):
+    with told(path, "the folder cannot be created"):
         path.mkdir(parents=True, exist_ok=True)

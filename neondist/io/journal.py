@@ -1,4 +1,4 @@
-"""Which parts of a long job are done: a few bytes for each beside the file it writes, whenever the job is killed."""
+"""Journal of the completed parts of a long job: a few bytes for each, valid whenever the job is killed."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Journal:
         differ = [] if self.job is None else [name for name in wanted if wanted[name] != self.job.get(name)]
         if differ and not overwrite:
             raise OutputError(
-                f"{self.path}: belongs to a job with another {' and another '.join(differ)}; give the same"
-                " to resume it, or --overwrite to start again"
+                f"{self.path}: belongs to a job with another {' and another '.join(differ)}; give the same to"
+                " resume it, or --overwrite to start over"
             )
         return set() if differ else set(self._done)
 

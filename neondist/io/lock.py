@@ -34,7 +34,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class Lock:
-    """What this process alone writes to, from when this is made until `release`.
+    """Exclusive lock of this process on what it writes, from construction until `release`.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def _holder(path: Path) -> str:
 
 
 def _alive(said: dict[str, Any]) -> bool:
-    """Tell whether the process that a lock's file names may still be there."""
+    """Return whether the process that a lock's file names may still be there."""
     if said.get("host") != socket.gethostname() or not isinstance(said.get("process"), int):
         return bool(said)
     if said["process"] == os.getpid():

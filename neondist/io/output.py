@@ -79,14 +79,14 @@ def held(world: Transport, folder: Path, resume: bool | str = False, overwrite: 
         if world.rank == 0:
             made = missing(folder)
             if resume is True and not folder.exists():
-                raise DataError(f"{folder}: there is no run to resume; check --output, or give --resume auto")
+                raise DataError(f"{folder}: no run to resume; check --output, or give --resume auto")
             make_folder(folder)
             lock = FolderLock(folder)
             try:
                 if not (resume or overwrite) and has_run(folder):
                     raise ConfigError(
-                        f"output: {folder} has a run already; go on with it by --resume, replace it by --overwrite, or"
-                        " choose another folder with --output"
+                        f"output: {folder} has a run already; continue it with --resume, replace it with"
+                        " --overwrite, or choose another folder with --output"
                     )
             except BaseException:
                 lock.release()
@@ -126,7 +126,7 @@ def discarded_untrained(world: Transport, folder: Path | None, is_untrained: Cal
 
 
 def has_run(folder: Path) -> bool:
-    """Tell whether there is anything of a run that is worth keeping: a checkpoint, or the record of an epoch."""
+    """Return whether there is anything of a run that is worth keeping: a checkpoint, or the record of an epoch."""
     with told(folder, "cannot be read"):
         return any(_lines(folder / name) > untrained for name, untrained in LOGS.items()) or any(
             path for name in CHECKPOINTS for path in folder.glob(name)
@@ -142,7 +142,7 @@ def _lines(log: Path) -> int:
 
 
 def is_new(folder: Path) -> bool:
-    """Tell whether a run has begun here, or was about to, and is worth nothing yet."""
+    """Return whether a run has begun here, or was about to, and is worth nothing yet."""
     if has_run(folder):
         return False
     others = [

@@ -39,7 +39,7 @@ def open_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | No
     if root is not None:
         place, folder = os.path.realpath(path), os.path.realpath(root)
         if not Path(place).is_relative_to(folder):
-            raise DataError(f"{path}: is a link that leads out of {root}; put the file itself there")
+            raise DataError(f"{path}: is a link that points outside {root}; put the file itself there")
     _require_regular(path, os.stat(place))  # before it is opened, which rewinds a tape
     file = open(place, "rb", opener=lambda name, flags: os.open(name, flags | _FLAGS))  # noqa: SIM115
     try:
@@ -60,7 +60,7 @@ def read_bytes(path: str | os.PathLike[str], most: int = LARGEST, root: str | os
     with open_regular(path, root) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise DataError(f"{path}: is larger than {most:,} bytes, the most that is read of such a file; name another")
+        raise DataError(f"{path}: is larger than {most:,} bytes, the limit for such files; name another")
     return content
 
 
@@ -69,4 +69,4 @@ def _require_regular(path: str | os.PathLike[str], found: os.stat_result) -> Non
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(found.st_mode):
         what = _OTHERS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise DataError(f"{path}: is {what}, which is not read; give a regular file")
+        raise DataError(f"{path}: is {what}, which is not supported; give a regular file")

@@ -9,7 +9,7 @@ parent_watch: nobody outlives the process that has started it. cleanup: nor do f
 members: the hosts of a job, and how many ranks. generations: after a loss, or a change of hosts, the job goes on.
 restarts: from which checkpoint. snapshots: until when nodes keep theirs.
 fork_server: processes of a job with servers that have no imports left to do.
-report: a mistake is told once, and ends all ranks.
+report: an error is printed once, and ends all ranks.
 tell_mpi: a process of `neondist doctor`, which MPI may end or hang.
 
 `arguments` is a command as `neondist.cli.arguments` parses it: its words, what they mean, and what its parser sets.

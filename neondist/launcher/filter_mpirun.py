@@ -81,7 +81,7 @@ class Filter:
         return out
 
     def _may_go(self) -> bool:
-        """Tell whether the line so far may be the beginning of what is left out."""
+        """Return whether the line so far may be the beginning of what is left out."""
         return self._after_message() or any(start.startswith(self.line[: len(start)]) for start in (_RULE, b"["))
 
     def _after_message(self) -> bool:

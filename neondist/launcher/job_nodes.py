@@ -245,7 +245,7 @@ def open_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles: int) 
         nodes += [_host(name) for name in listed if name != LOCAL]
         gone = [] if arguments.slots_from is not None else unreachable(set(hosts) - {LOCAL}, os.environ)
         if gone:
-            where, trial = arguments.source.path, f"what `ssh {gone[0]}` says"
+            where, trial = arguments.source.path, f"the error shown by `ssh {gone[0]}`"
             raise LaunchError(f"{where}: {', '.join(gone)} cannot be reached; correct the list, or {trial}")
         yield JobNodes(nodes if LOCAL in listed else nodes[1:], hosts, arguments.fork_server)
         return

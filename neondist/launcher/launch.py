@@ -114,10 +114,10 @@ def refuse_crowd(ranks: int, env: Mapping[str, str]) -> None:
     cores, free = threads.cores(), memory.free_memory()
     if ranks > PER_CORE * cores:
         most = f"at most {PER_CORE * cores} on {cores} {'core' if cores == 1 else 'cores'}"
-        raise LaunchError(f"-n {ranks}: this machine has too few cores for so many ranks; give {most}; {FORCE}")
+        raise LaunchError(f"-n {ranks}: too few cores for that many ranks; give {most}; {FORCE}")
     if free is not None and ranks * EACH > free:
         raise LaunchError(
-            f"-n {ranks}: so many ranks need {memory.words(ranks * EACH)} before they have read anything, and"
+            f"-n {ranks}: that many ranks need {memory.words(ranks * EACH)} before they read any data, but only"
             f" {memory.words(free)} are free; give at most {max(1, free // EACH)}; {FORCE}"
         )
 
@@ -134,7 +134,7 @@ def warn_crowd(ranks: int, env: Mapping[str, str]) -> None:
     ]
     say(
         f"warning: {ranks} ranks x {each} {'thread' if each == 1 else 'threads'} on {cores}"
-        f" {'core' if cores == 1 else 'cores'} wait for each other most of the time; {', or '.join(remedies)}",
+        f" {'core' if cores == 1 else 'cores'} mostly wait for each other; {', or '.join(remedies)}",
         sys.stderr,
     )
 

@@ -70,14 +70,14 @@ def settle(arguments: argparse.Namespace, job: Job | None) -> None:
     if hosts is not None:
         _settle_hosts(arguments, job)
     if arguments.spares and arguments.source is None:
-        raise LaunchError("--spares: are slots of a list of hosts; give --hosts-from, or use neondist launch")
+        raise LaunchError("--spares requires a list of hosts; give --hosts-from, or use neondist launch")
     if arguments.spares and arguments.restarts is None:
         arguments.restarts = RESTARTS
     if elastic is not None:
         low, high = elastic
         if arguments.restarts is None:
             if hosts is None:
-                raise LaunchError("--elastic: says on how many ranks a restart may go on; give --restarts too")
+                raise LaunchError("--elastic sets the number of ranks after a restart; also give --restarts")
             arguments.restarts = RESTARTS
         if arguments.ranks is None:
             arguments.ranks = high
@@ -85,15 +85,15 @@ def settle(arguments: argparse.Namespace, job: Job | None) -> None:
             raise LaunchError(f"-n {arguments.ranks} is not within --elastic {low}:{high}; change one of them")
     if arguments.restarts is not None and (job is not None or (arguments.ranks is None and hosts is None)):
         raise LaunchError(
-            "--restarts: `neondist run` starts again only ranks that it has started itself: give their number with -n,"
-            " outside of an MPI job; in a job of the batch system's, put the job back into its queue"
+            "--restarts: `neondist run` restarts only ranks that it started itself: give their number with -n,"
+            " outside an MPI job; in a batch job, requeue the job instead"
         )
     if arguments.snapshot is not None and arguments.restarts is None:
-        raise LaunchError("--snapshot: is what restarts go on from; give --restarts too")
+        raise LaunchError("--snapshot: snapshots are used by restarts; also give --restarts")
     for name, option in _ELASTIC_ONLY.items():
         if getattr(arguments, name) is not None and arguments.source is None:
             raise LaunchError(
-                f"{option}: is for hosts that come and go; give --hosts-from and --elastic, or leave it out"
+                f"{option}: applies to a varying set of hosts; give --hosts-from and --elastic, or leave it out"
             )
     if arguments.source is not None:
         _settle_ranks(arguments)
@@ -101,11 +101,11 @@ def settle(arguments: argparse.Namespace, job: Job | None) -> None:
 
 def _settle_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
     if job is not None:
-        raise LaunchError("--hosts-from: inside an MPI job the job decides where ranks are; leave it out")
+        raise LaunchError("--hosts-from: inside an MPI job the job places the ranks; leave it out")
     if getattr(arguments, "virtual", None) is not None:
         raise LaunchError("--hosts-from: --virtual runs all ranks in this process; leave one of them out")
     if arguments.resources is not None:
-        raise LaunchError("--hosts-from: the resource file of launch has the hosts already; leave it out")
+        raise LaunchError("--hosts-from: launch takes the hosts from its resource file; leave it out")
     arguments.source = HostSource(arguments.hosts_from)
     if arguments.source.is_resources:
         arguments.resources = ResourceSpec(arguments.hosts_from)
@@ -118,23 +118,23 @@ def _settle_ranks(arguments: argparse.Namespace) -> None:
     if arguments.ranks is None:
         if not slots:
             raise LaunchError(
-                f"--hosts-from {source.path}: lists no host yet; give -n or --elastic MIN:MAX to wait for them"
+                f"--hosts-from {source.path}: lists no hosts yet; give -n or --elastic MIN:MAX to wait for them"
             )
         arguments.ranks = max(1, slots - spares)
     least = arguments.elastic[0] if arguments.elastic is not None else arguments.ranks
     if slots < least and not source.is_script:
         asked = f"--elastic {least}:{arguments.elastic[1]}" if arguments.elastic is not None else f"-n {least}"
-        fewer = "give at most so many, or " if slots else ""
+        fewer = "give at most that many, or " if slots else ""
         raise LaunchError(f"{asked}: {source.path} has {slots} slots for ranks; {fewer}list more hosts")
     if spares > slots - least and not source.is_script:
         raise LaunchError(
-            f"--spares {spares}: {source.path} has {slots} slots, of which at least {least} are for ranks; give"
+            f"--spares {spares}: {source.path} has {slots} slots, of which at least {least} are needed for ranks; give"
             f" --spares {slots - least} at most, or list more hosts"
         )
 
 
 class Roster:
-    """What a run may be made of: numbers of ranks that it can take, and the hosts that there are.
+    """Composition of a run: the numbers of ranks it supports, and the available hosts.
 
     Parameters
     ----------
@@ -276,7 +276,7 @@ class Watcher:
         while not self._end.wait(POLL):
             pool.refresh()
             if pool.error not in ("", told):
-                say(f"hosts: {pool.error}; the last list stays")
+                say(f"hosts: {pool.error}; keeping the last list")
             told = pool.error
             times = times + 1 if self._roster.changed(self._members) else 0
             if times >= 2 and not self._left_out():  # a list that is just being written has fewer hosts
@@ -298,7 +298,7 @@ def wait_for_members(
 ) -> Members | None:
     """Return the members of the next generation once there can be one; None after `limit` seconds, or if stopped.
 
-    Progress is told now and every 30 seconds.
+    Progress is printed immediately and every 30 seconds.
     """
     began, last = time.monotonic(), -1
     while True:
@@ -323,13 +323,13 @@ def wait_for_members(
 def describe_shortage(roster: Roster) -> str:
     """Return how many ranks there could be, and why not more."""
     if roster.pool is None:
-        return f"the experiment takes no number of ranks from {roster.low} to {roster.high}"
+        return f"the experiment cannot run on any number of ranks from {roster.low} to {roster.high}"
     have, cooling = sum(roster.pool.usable().values()), roster.pool.cooling()
-    text = f"there is room for {have} ranks, at least {roster.low} are wanted"
+    text = f"there is room for {have} ranks, but at least {roster.low} are needed"
     if have >= roster.low:
-        text = f"the experiment takes no number of ranks from {roster.low} to {min(have, roster.high)}"
+        text = f"the experiment cannot run on any number of ranks from {roster.low} to {min(have, roster.high)}"
     if cooling:
-        text += f"; {', '.join(f'{host} ({left:.0f} s)' for host, left in cooling.items())} cools down after a failure"
+        text += f"; {', '.join(f'{host} ({left:.0f} s)' for host, left in cooling.items())} is excluded after a failure"
     return f"{text} ({roster.pool.error})" if roster.pool.error else text
 
 

@@ -1,4 +1,4 @@
-"""Which cores each rank of `neondist run -n N` keeps to: neighbours in the numbering of its machine's cores.
+"""Cores of each rank of `neondist run -n N`: neighbours in the numbering of its machine's cores.
 
 By affinity alone, and not by mpirun's options, so that it works with every MPI, as root, and in containers.
 """
@@ -34,9 +34,9 @@ def why_not(env: Mapping[str, str]) -> str:
     if env.get(SWITCH, "").lower() in ("no", "0", "off", "false"):
         return f"{SWITCH}={env[SWITCH]}"
     if not hasattr(os, "sched_setaffinity"):
-        return "this system does not bind processes"
+        return "this system does not support CPU affinity"
     if threads.cores() < len(os.sched_getaffinity(0)):
-        return "a container's quota gives time on all cores and not some of them"
+        return "a container's CPU quota applies to time on all cores, not to a set of cores"
     return ""
 
 

@@ -143,8 +143,8 @@ def place(resources: ResourceSpec, ranks: int) -> dict[str, int]:
     """
     if ranks > resources.replicas:
         raise LaunchError(
-            f"-n {ranks}: the resource file has {resources.replicas} devices; give at most so many ranks, or list more"
-            " cpus or gpus"
+            f"-n {ranks}: the resource file has {resources.replicas} devices; give at most that many ranks, or list"
+            " more cpus or gpus"
         )
     return fill(slots_of(resources), ranks)
 
@@ -163,7 +163,7 @@ def placed(arguments: argparse.Namespace, mpirun: Mpirun, ranks: int) -> Iterato
         yield None
         return
     if not mpirun.is_open_mpi:
-        raise LaunchError(f"several machines need Open MPI's mpirun, and {mpirun.path} is another; {REMEDY}")
+        raise LaunchError(f"several machines require Open MPI's mpirun, but {mpirun.path} is another one; {REMEDY}")
     if resources is None:
         yield HostPlacement(arguments.hosts)
         return

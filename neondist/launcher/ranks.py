@@ -173,7 +173,7 @@ def _on_virtual_ranks(arguments: argparse.Namespace, body: Callable[[Transport],
 
 
 def must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
-    """Tell whether ranks have to be started; LaunchError if they could not run."""
+    """Return whether ranks have to be started; LaunchError if they could not run."""
     placed = arguments.resources is not None or arguments.source is not None
     if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None and not placed):
         return False

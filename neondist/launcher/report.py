@@ -1,4 +1,4 @@
-"""A mistake is told once, and ends the command on all ranks."""
+"""Reporting of an error, printed once, which ends the command on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report(error: UserError) -> None:
 
 
 def speaks() -> bool:
-    """Tell whether this rank is the one that prints, for errors that are found before MPI is there to agree on them."""
+    """Whether this rank is the one that prints, for errors that are found before MPI is there to agree on them."""
     job = detect(os.environ)
     if job is None or job.first:
         return True

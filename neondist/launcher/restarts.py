@@ -1,4 +1,4 @@
-"""What a run goes on from after a loss: its newest whole checkpoint, and the words that say so."""
+"""Source of a restart: the newest complete checkpoint, and its description."""
 
 from __future__ import annotations
 

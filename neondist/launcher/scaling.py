@@ -142,7 +142,7 @@ class Scaling:
         """Say that the job ends, for it has waited too long for its minimum."""
         remedy = "start it again later, or lower --num-workers"
         if cooling := self._cooling():
-            remedy = f"correct the list, or what `ssh {next(iter(cooling))}` says"
+            remedy = f"correct the list, or the error shown by `ssh {next(iter(cooling))}`"
         say(f"error: gives up after {self.limit:g} s: {self.describe()}; {remedy}", sys.stderr)
 
     def describe(self) -> str:
@@ -167,7 +167,7 @@ def open_scaling(demand: Demand, source: HostSource | None, limit: float = WAIT)
         while not closed.wait(POLL):
             pool.refresh()
             if pool.error not in ("", reported):
-                say(f"hosts: {pool.error}; the last list stays", sys.stderr)
+                say(f"hosts: {pool.error}; keeping the last list", sys.stderr)
             reported = pool.error
             fewer = fewer + 1 if sum(pool.listed.values()) < sum(hosts.values()) else 0
             if fewer != 1:  # a list that is just being written has fewer hosts

@@ -282,7 +282,7 @@ def user_folder() -> Path:
         It is not the user's alone, or cannot be made.
     """
     if fcntl is None or not hasattr(os, "getuid"):
-        raise LaunchError("--num-workers MIN:MAX: needs file locks of POSIX; give one number of workers")
+        raise LaunchError("--num-workers MIN:MAX: needs POSIX file locks; give a fixed number of workers")
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     user = os.getuid()
     path = Path(tempfile.gettempdir(), f"neondist-{user}") / "slots"
@@ -295,7 +295,8 @@ def user_folder() -> Path:
             facts = one.lstat()
             if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != user or facts.st_mode & 0o077:
                 raise LaunchError(
-                    f"{one}: jobs share slots there, and others may write to it; remove it, or set XDG_RUNTIME_DIR to a"
+                    f"{one}: jobs share slots there, but other users can write to it; remove it, or set"
+                    " XDG_RUNTIME_DIR to a"
                     " folder of your own"
                 )
     return path
@@ -307,7 +308,7 @@ def _translated(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise LaunchError(
-            f"{folder}: jobs share slots there, and it cannot be used ({error.strerror}); set XDG_RUNTIME_DIR to a"
+            f"{folder}: jobs share slots there, but it is unusable ({error.strerror}); set XDG_RUNTIME_DIR to a"
             " folder of your own"
         ) from error
 

@@ -69,7 +69,7 @@ def open_forks(arguments: argparse.Namespace) -> AbstractContextManager[ForkServ
 
 
 def worker_place(environ: Mapping[str, str]) -> WorkerPlace | None:
-    """Return the place of this process in an asynchronous job; None if it is no worker."""
+    """Return the place of this process in an asynchronous job; None if it is not a worker."""
     if SERVERS not in environ:
         return None
     from ..services.training import WorkerPlace
@@ -91,7 +91,9 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
     for name in ("spares", "restarts", "elastic", "virtual", "cool_down", "wait", "lease"):
         if getattr(arguments, name):
             option = f"--{name.replace('_', '-')}"
-            raise LaunchError(f"{option}: is for one MPI job, and the strategy needs servers; leave it out, {remedy}")
+            raise LaunchError(
+                f"{option}: applies to a single MPI job, but the strategy needs servers; leave it out, {remedy}"
+            )
     _check_resume(arguments)
     if detect(os.environ) is not None or ranks == 1:
         raise LaunchError(
@@ -150,7 +152,7 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
                     code = _run_job(arguments, experiment, processes, nodes, scaling, log)
             except NodeLostError as lost:
                 nodes.drop(lost.node)
-                say(f"{lost.node} cannot be reached; goes on without it, from the servers' checkpoint", sys.stderr)
+                say(f"{lost.node} cannot be reached; continuing without it, from the servers' checkpoint", sys.stderr)
                 log.note("lost", host=lost.node)
                 arguments.resume = "auto"
         log.note("end", code=code)
@@ -298,14 +300,14 @@ def _check_resume(arguments: argparse.Namespace) -> None:
     if not arguments.resume:
         if count is not None and not arguments.overwrite:
             raise ConfigError(
-                f"output: {arguments.folder} has a run already; go on with it by --resume, replace it by --overwrite,"
-                " or choose another folder with --output"
+                f"output: {arguments.folder} has a run already; continue it with --resume, replace it with"
+                " --overwrite, or choose another folder with --output"
             )
         return
     if count is None and (arguments.resume is True or has_run(arguments.folder)):
-        raise DataError(f"{folder}: has no checkpoint of servers to resume; begin with --init-from checkpoint.h5")
+        raise DataError(f"{folder}: has no checkpoint of servers to resume from; start with --init-from checkpoint.h5")
     if count is not None and arguments.num_ps not in (None, 0, count):
-        raise LaunchError(f"--num-ps {arguments.num_ps}: the run to resume has {count} servers; leave it out")
+        raise LaunchError(f"--num-ps {arguments.num_ps}: the resumed run has {count} servers; leave it out")
 
 
 def _master_words(arguments: argparse.Namespace, experiment: Any, servers: Sequence[str]) -> list[str]:

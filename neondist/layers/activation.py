@@ -22,7 +22,7 @@ class ActivationLayer(Layer):
         self.activation = activation
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return a copy, which the activation works on in place; or what it makes of the view without writing there."""
+        """Return a copy activated in place, or the activation of the view without modifying it."""
         y = ctx.out
         if said_with(self.activation, "clips", "fprop"):
             ctx.activate(view, y)
@@ -32,7 +32,7 @@ class ActivationLayer(Layer):
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return dy, which has gone through the activation already where `forward` has left that to others."""
+        """Return dy, already multiplied by the activation's gradient where `forward` left that to another layer."""
         return self.kernels.relu_backward(ctx.y, dy, ctx.out) if ctx.activated and not ctx.cleared else dy
 
 

@@ -19,7 +19,7 @@ class AvgPoolingLayer(PoolingLayer):
     kernel_size, stride, padding, scheme
         As in PoolingLayer.
     count_include_pad : bool
-        True: divide by the window's cells; False: by those of them that lie inside the image.
+        True: divide by the number of cells of the window; False: by those inside the image.
     """
 
     saves_input = saves_output = False

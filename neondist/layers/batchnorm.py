@@ -16,14 +16,14 @@ from .reduction import Reduction
 class BatchNormLayer(NormLayer):
     """Normalises each channel over the batch and all cells (Ioffe and Szegedy 2015).
 
-    While training, mean and variance are those of the whole batch over all tiles and replicas, weighted by their cells;
-    ranks join their moments, so that nothing cancels. Parameters 'gamma' and 'beta' (C,), state 'mean' and 'var' (C,),
-    the latter unbiased. Input and output (N, *spatial, C), local.
+    In training, mean and variance are those of the whole batch over all tiles and replicas, weighted by their numbers
+    of cells; moments of ranks are combined without cancellation. Parameters 'gamma' and 'beta' (C,), state 'mean' and
+    'var' (C,), the latter unbiased. Input and output (N, *spatial, C), local.
 
     Parameters
     ----------
     momentum : float
-        Weight of the newest batch in the running statistics.
+        Weight of the current batch in the running statistics.
     eps : float
         Added to the variance.
     """

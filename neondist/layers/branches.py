@@ -21,7 +21,7 @@ class Branches(Container):
     def __init__(self, layers: Sequence[Node | Sequence[Any]], *, name: str | None = None) -> None:
         super().__init__(layers, name)
         if not self.layers:
-            raise ConfigError(f"layers: {type(self).__name__} has no branch; give one, [] for the identity")
+            raise ConfigError(f"layers: {type(self).__name__} has no branches; give at least one, [] for the identity")
 
     def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
         """Yield every branch with the container's input."""
@@ -35,7 +35,7 @@ class Branches(Container):
         return found
 
     def can_absorb(self, activation: Activation) -> bool:
-        """Tell whether `combine` has an argument `clip`, and this activation, of a layer behind it, is that."""
+        """Return whether `combine` has an argument `clip`, and this activation, of a layer behind it, is that."""
         return False
 
     @abstractmethod
@@ -52,21 +52,21 @@ class Branches(Container):
         for layer, shape in zip(self.layers, shapes, strict=True):
             if shape[compared] != shapes[0][compared] or len(shape) != len(shapes[0]):
                 raise ShapeError(
-                    f"{type(self).__name__} '{self.name}': branch {_tell(self.layers[0])} gives {shapes[0]}, but branch"
-                    f" {_tell(layer)} gives {shape}; make them agree, with padding, stride or a Crop"
+                    f"{type(self).__name__} '{self.name}': branch {_tell(self.layers[0])} outputs {shapes[0]}, but"
+                    f" branch {_tell(layer)} outputs {shape}; make them agree, with padding, stride or a Crop"
                 )
         return shapes
 
 
 class Sum(Branches):
-    """The sum of its branches; `Sum([[conv, conv], []])` is a residual block: an empty list is the identity."""
+    """Sum of branches; `Sum([[conv, conv], []])` is a residual block: an empty list is the identity."""
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
-        """Return the shape that all branches must give."""
+        """Return the common shape of all branches."""
         return self._shapes(input_shape, slice(None))[0]
 
     def can_absorb(self, activation: Activation) -> bool:
-        """Tell whether it is max(z, 0)."""
+        """Return whether it is max(z, 0)."""
         return bool(said_with(self, "clips", "combine") and said_with(activation, "clips", "fprop"))
 
     clips = True
@@ -76,25 +76,25 @@ class Sum(Branches):
         kernels.add(parts, y, clip)
 
     def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
-        """Give dy to every branch."""
+        """Pass dy to every branch."""
         return [dy] * len(self.layers)
 
 
 class Concat(Branches):
-    """Its branches side by side along the channels, such as the skip connections of a U-Net."""
+    """Concatenation of branches along the channels, such as the skip connections of a U-Net."""
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
-        """Return the extent that all branches must give, and the sum of their channels."""
+        """Return the common extent of all branches, and the sum of their channels."""
         shapes = self._shapes(input_shape, slice(0, -1))
         return *shapes[0][:-1], sum(shape[-1] for shape in shapes)
 
     def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any) -> None:
-        """Write all branches' channels."""
+        """Write the channels of all branches."""
         for place, part in zip(self.split(y, [part.shape[-1] for part in parts]), parts, strict=True):
             kernels.copy(part, place)
 
     def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
-        """Give every branch the gradient of its channels."""
+        """Pass each branch the gradient of its channels."""
         return [dy[..., stop - n : stop] for n, stop in zip(channels, accumulate(channels), strict=True)]
 
 

@@ -48,16 +48,16 @@ class Container(Node):
 
 
 class Sequential(Container):
-    """One layer after the other; none at all is the identity.
+    """A chain of layers; an empty one is the identity.
 
     Parameters
     ----------
     layers : sequence of layers or containers
-        A list among them stands for a Sequential.
+        A list inside stands for a Sequential.
     """
 
     def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
-        """Yield every layer with what the one before gives."""
+        """Yield every layer with the output shape of the previous one."""
         for layer in self.layers:
             yield layer, input_shape
             input_shape = layer.output_shape_for(input_shape)
@@ -68,20 +68,20 @@ class Sequential(Container):
         yield from super().chains(input_shape)
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
-        """Return what the last layer gives."""
+        """Return the output shape of the last layer."""
         for layer in self.layers:
             input_shape = layer.output_shape_for(input_shape)
         return input_shape
 
     def lower(self, graph: Any, value: int) -> int:
-        """Append every layer with what the one before gives."""
+        """Append every layer, applied to the output of the previous one."""
         for layer in self.layers:
             value = layer.lower(graph, value)
         return value
 
 
 def as_node(layer: Any) -> Node:
-    """Return the layer; a list of layers becomes a Sequential. ConfigError for what is no layer."""
+    """Return the layer; a list of layers becomes a Sequential. ConfigError for what is not a layer."""
     if isinstance(layer, (list, tuple)):
         return Sequential(layer)
     if not isinstance(layer, Node):

@@ -21,7 +21,7 @@ from .layout import Shape
 
 @dataclass(frozen=True)
 class Context:
-    """What all layers of a built model share."""
+    """State shared by all layers of a built model."""
 
     grid: ProcessGrid
     backend: Backend
@@ -31,7 +31,7 @@ class Context:
 
 
 class Built(Protocol):
-    """What a call has of its layer."""
+    """Facts about the layer of a call."""
 
     name: str | None
     context: Context
@@ -53,7 +53,7 @@ class Built(Protocol):
 
 
 class StepContext:
-    """What `forward` and `backward` of a layer get beside their array; it is this call's, and no other's.
+    """Context of one call of a layer's `forward` and `backward`.
 
     Attributes
     ----------
@@ -65,12 +65,12 @@ class StepContext:
     needs_input_gradient : bool
         False: `backward` may return None.
     reduced : array or None
-        What all ranks' results of `reduce` (in backward: of `reduce_backward`) come to.
+        The combined results of `reduce` (in backward: of `reduce_backward`) of all ranks.
     out : array
-        Where the result is wanted. Writing there saves a copy; returning any other array is right too. Asked for again,
-        it is another array.
+        Preferred output array. Writing there saves a copy; returning any other array is also valid. A new array on each
+        access.
     activation : Activation or None
-        The layer's own, or that of a layer behind it, which goes with its pass over memory.
+        The layer's own activation, or that of the following layer, fused into its pass over memory.
     """
 
     reduced: Any = None
@@ -105,17 +105,17 @@ class StepContext:
     def __getattr__(self, name: str) -> Any:
         if name in self._saved:
             return self._saved[name]
-        raise AttributeError(f"ctx has no '{name}': forward has to keep it, with ctx.save({name}=...)")
+        raise AttributeError(f"ctx has no '{name}': forward must save it with ctx.save({name}=...)")
 
     # What is kept.
 
     def save(self, **arrays: Any) -> None:
-        """Keep what `backward` needs, as attributes: `ctx.save(view=view)` makes `ctx.view`.
+        """Save arrays for `backward` as attributes: `ctx.save(view=view)` sets `ctx.view`.
 
-        It may be the view, or what `forward` returns.
+        The view and the result of `forward` may be saved.
         """
         for name in arrays.keys() & _RESERVED:
-            raise ConfigError(f"ctx.save({name}=...): ctx has a '{name}' of its own; take another name")
+            raise ConfigError(f"ctx.save({name}=...): '{name}' is an attribute of ctx; choose another name")
         self._saved.update(arrays)
 
     def shield(self, memory: Any, but: Any = None) -> None:
@@ -150,23 +150,23 @@ class StepContext:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The trained arrays by name, this rank's parts."""
+        """The trainable arrays by name, this rank's parts."""
         return self._layer.params
 
     @property
     def state(self) -> dict[str, Any]:
-        """The arrays that are kept but not trained."""
+        """The arrays that are saved but not trained."""
         state = self._layer.state
         return {name: array.copy() for name, array in state.items()} if self.repeats else state
 
     @property
     def grads(self) -> dict[str, Any]:
-        """Takes this rank's contribution to the gradients; what several calls assign is added up."""
+        """This rank's contributions to the gradients; assignments of several calls are summed."""
         return self._layer.grads if self.needs_weight_gradients else defaultdict(float)
 
     @property
     def xp(self) -> Any:
-        """The namespace of all arrays: it offers what NumPy does, for the backend's own."""
+        """The array namespace: NumPy's functions for the backend's arrays."""
         return self._layer.context.backend.xp
 
     @property
@@ -182,7 +182,7 @@ class StepContext:
 
     @property
     def input_box(self) -> Box:
-        """The cells of the view, in coordinates of the image; it reaches outside where there is padding."""
+        """The cells of the view in image coordinates, which extend outside the image by the padding."""
         return self._layer.input.need
 
     @property
@@ -192,12 +192,12 @@ class StepContext:
 
     @property
     def input_tile(self) -> Box:
-        """The cells of the view that came in: without halo and padding."""
+        """The cells of the input tile, without halo and padding."""
         entry = self._layer.input
         return entry.own.intersect(entry.need)  # the image itself may reach further in a strip: others read it too
 
     def owned(self, array: Any, cells: Box | None = None) -> Any:
-        """Return the part of an array over the view, or over other cells, that no other call or rank has too."""
+        """Return the part of an array over the view, or over other cells, that only this call and rank own."""
         layer = self._layer
         if layer.regions[0] is None:
             return array
@@ -205,9 +205,9 @@ class StepContext:
         return array[(slice(None), *own.slices)]
 
     def local_contribution(self, array: Any) -> Any:
-        """Return this rank's share in a sum over all ranks of something computed from the output.
+        """Return this rank's contribution to a sum over all ranks of values computed from the output.
 
-        Outputs with no spatial axes are known whole on every tile's rank, and must be counted once.
+        Outputs without spatial axes are replicated over tiles, and must be counted once.
         """
         layer = self._layer
         counted = layer.output_shape[:-1] or layer.context.grid.tile == 0
@@ -223,7 +223,7 @@ class StepContext:
 
     @property
     def out(self) -> Any:
-        """The array where the result is wanted; asked for again, it is another one."""
+        """The preferred output array; a new one on each access."""
         if self.offered is not None:  # as when a subclass calls its parent's forward twice
             return self.xp.empty_like(self.offered)
         self.offered = self._place()

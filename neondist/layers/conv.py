@@ -32,9 +32,9 @@ class ConvLayer(Layer):
     bias : bool
     activation : Activation, optional
     padding_mode : {'zeros', 'reflect', 'replicate', 'wrap'}, or one per axis
-        ['zeros', 'wrap'] is for rows of latitude and columns of longitude around the globe.
+        For example ['zeros', 'wrap'] for latitude and longitude on the globe.
     scheme : ExchangePolicy or str, optional
-        How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
     weights_init : Initializer, optional
         Default FanInUniform.
     """
@@ -97,7 +97,7 @@ class ConvLayer(Layer):
         return found
 
     def gathers_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
-        """Return the output and what looks at input cells, if the scheme wants it so, or wants what is fewer."""
+        """Return the output array and its gathering window if the scheme gathers gradients."""
         way = self.scheme.gradients if self.scheme else "scatter"
         if way == "scatter":
             return None
@@ -110,14 +110,14 @@ class ConvLayer(Layer):
         return (shape, back) if way == "gather" or gathered < scattered else None
 
     def gathers_of(self, input_shape: Shape) -> tuple[Shape, Window] | None:
-        """Return the output and what looks at input cells, where padding is zeros."""
+        """Return the output array and its gathering window, for zero padding."""
         return self._gradient_window(input_shape) if self.window_for(input_shape).mode == "zeros" else None
 
     def _gradient_window(self, input_shape: Shape) -> tuple[Shape, Window]:
         return self.output_shape_for(input_shape), GradientWindow(self.window_for(input_shape), input_shape[:-1])
 
     def adjust_for_dist(self) -> None:
-        """Create the array of output gradients too, if they are gathered."""
+        """Also create the array of output gradients, if they are gathered."""
         super().adjust_for_dist()
         gathers = self.gathers_for(self.input_shape, self.context.grid.shape)
         self.gathers = None if gathers is None else self.make_array(*gathers)
@@ -156,7 +156,7 @@ class ConvLayer(Layer):
         return ctx.activation_gradient(ctx.y, dy)
 
     def input_gradient(self, ctx: StepContext, seen: Any) -> Any:
-        """Return the gradient of the tile, from that of all outputs that look at it."""
+        """Return the gradient of the tile, given that of all outputs whose windows contain it."""
         assert self.gathers is not None
         region, own = self.window.needs(self.gathers.need), self.input.own
         array = self.kernels.conv_backward_input(seen, ctx.params["weights"], region.shape, *self._how)

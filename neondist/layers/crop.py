@@ -13,7 +13,7 @@ from .context import StepContext
 
 
 class PadLayer(Layer):
-    """Puts `padding` cells around the image: (N, *spatial, C) to (N, *spatial + padding, C), local.
+    """Adds `padding` cells around the image: (N, *spatial, C) to (N, *spatial + padding, C), local.
 
     Parameters
     ----------
@@ -22,7 +22,7 @@ class PadLayer(Layer):
     fill : float
         Value of the new cells in mode 'zeros'.
     scheme : ExchangePolicy or str, optional
-        How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
     """
 
     needs_image = True
@@ -55,11 +55,11 @@ class PadLayer(Layer):
 
 
 class PadLayerDist(Dist, PadLayer):
-    """Padding over tiles; the tiles are balanced anew."""
+    """Padding over tiles; tiles are rebalanced."""
 
 
 class CropLayer(PadLayer):
-    """Cuts `cropping` cells off the image's sides: (N, *spatial, C) to (N, *spatial - cropping, C), local.
+    """Removes `cropping` cells from the image's sides: (N, *spatial, C) to (N, *spatial - cropping, C), local.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class CropLayer(PadLayer):
 
 
 class CropLayerDist(Dist, CropLayer):
-    """Cropping over tiles; the tiles are balanced anew."""
+    """Cropping over tiles; tiles are rebalanced."""
 
 
 def _negative(cropping: int | Sequence[Any]) -> Any:

@@ -20,16 +20,17 @@ from .functions import Activation
 class DeconvLayer(Layer):
     """Transposed convolution, the adjoint of a convolution from the output to the input (Zeiler et al. 2010).
 
-    The window slides over the OUTPUT, so the halo adds in fprop and is fetched in bprop. Input (N, *spatial, C), output
-    (N, *spatial', out_channels) with extent (n - 1) stride - padding + dilation (kernel - 1) + 1 + output_padding, both
-    local; as torch.nn.ConvTranspose2d. Parameters 'weights' (*kernel, C / groups, out_channels) and 'bias'.
+    The window slides over the OUTPUT, so the halo is added in fprop and gathered in bprop. Input (N, *spatial, C),
+    output (N, *spatial', out_channels) with extent (n - 1) stride - padding + dilation (kernel - 1) + 1 +
+    output_padding, both local; as torch.nn.ConvTranspose2d. Parameters 'weights' (*kernel, C / groups, out_channels)
+    and 'bias'.
 
     Parameters
     ----------
     out_channels : int
     kernel_size, stride, dilation : int or one per axis
     padding : int, one per axis, or ((before, after), ...) per axis
-        Cells that are cut off the output's sides.
+        Cells removed from the output's sides.
     output_padding : int or one per axis
         Cells added at the output's end; less than the stride.
     groups, bias, activation, weights_init, scheme
@@ -89,7 +90,7 @@ class DeconvLayer(Layer):
         return *extent, self.out_channels
 
     def reach_for(self, input_shape: Shape) -> Window:
-        """Return which inputs have outputs in their windows."""
+        """Return the inputs whose windows contain given outputs."""
         return GradientWindow(self.sliding(input_shape), self.output_shape_for(input_shape)[:-1])
 
     def halos_for(self, input_shape: Shape, grid: GridShape) -> list[tuple[Shape, Window]]:
@@ -106,7 +107,7 @@ class DeconvLayer(Layer):
         return found | ({"bias": Parameter((self.out_channels,))} if self.bias else {})
 
     def adjust_for_dist(self) -> None:
-        """Create the array of outputs too: its halo travels."""
+        """Also create the array of outputs, whose halo is exchanged."""
         super().adjust_for_dist()
         self.over = self.sliding(self.input_shape)
         self.scatters = self.make_array(self.output_shape, self.over)
@@ -116,7 +117,7 @@ class DeconvLayer(Layer):
             self.scatters.cut(outputs, inputs)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return what this rank's windows add to the outputs, those of other tiles too."""
+        """Return the contributions of this rank's windows to the outputs, including those of other tiles."""
         assert self.scatters is not None
         ctx.save(view=view)
         shape = len(view), *self.scatters.need.shape, self.out_channels
@@ -128,7 +129,7 @@ class DeconvLayer(Layer):
         return y
 
     def finish(self, ctx: StepContext, y: Any) -> Any:
-        """Return what all windows add up to, plus bias."""
+        """Return the sum of all contributions plus bias."""
         out = ctx.out if ctx.offered is None else ctx.offered  # which y may be
         if self.bias:
             shift = ctx.params["bias"][None]
@@ -144,7 +145,7 @@ class DeconvLayer(Layer):
         return dy
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient of the view: a convolution of dy, which comes with its halo."""
+        """Return the gradient of the view: a convolution of dy, given with its halo."""
         weights = self.kernels.conv_backward_weights(dy, ctx.view, self.over.kernel, *self._how)
         ctx.grads["weights"] = self._turned(weights)
         if not ctx.needs_input_gradient:

@@ -13,18 +13,18 @@ from .context import StepContext
 
 
 class EmbeddingLayer(Layer):
-    """Rows of the trained table 'weights' (num_embeddings, dim) by their ids, whole numbers from 0.
+    """Lookup of rows of the table 'weights' (num_embeddings, dim) by integer ids from 0.
 
-    Input (N, *spatial, C) ids, local; output (N, *spatial, C * dim), local. Of vectors (N, L) the ids are those of L
-    places: output (N, L, dim), this rank's tile of the places. The gradient has few rows that are not 0, and these
-    alone travel, with their ids.
+    Input (N, *spatial, C) ids, local; output (N, *spatial, C * dim), local. For vectors (N, L) of ids at L positions
+    the output is (N, L, dim), this rank's tile of the positions. The gradient is sparse: only nonzero rows are sent,
+    with their ids.
 
     Parameters
     ----------
     num_embeddings : int
         Rows of the table.
     dim : int
-        Numbers of a row.
+        Elements per row.
     weights_init : Initializer, optional
         Default Gaussian(1).
     """
@@ -39,7 +39,7 @@ class EmbeddingLayer(Layer):
         self.weights_init = weights_init or Gaussian(1.0)
 
     def output_shape_for(self, input_shape: Shape) -> Shape:
-        """Return the places of the ids, and the numbers of each."""
+        """Return the shape of the ids, with `dim` elements for each."""
         if len(input_shape) == 1:
             return *input_shape, self.dim
         return *input_shape[:-1], input_shape[-1] * self.dim
@@ -55,7 +55,7 @@ class EmbeddingLayer(Layer):
         Raises
         ------
         DataError
-            An id is no row of the table.
+            If an id is not a row of the table.
         """
         xp, seen = ctx.xp, view.shape
         if view.ndim == 2:
@@ -71,7 +71,7 @@ class EmbeddingLayer(Layer):
         return ctx.params["weights"][ids].reshape(*ids.shape[: 1 + len(self.output_shape[:-1])], self.output_shape[-1])
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Add the gradients of the rows; ids have none."""
+        """Add the gradients of the rows; ids have no gradient."""
         if ctx.needs_weight_gradients and ctx.ids.size:
             order = ctx.xp.argsort(ctx.ids, kind="stable")
             ids, starts = ctx.xp.unique(ctx.ids[order], return_index=True)

@@ -1,4 +1,4 @@
-"""Who has which filter: every output cell its own, or blocks of cells one together."""
+"""Assignment of filters to cells: one per output cell, or one per block of cells."""
 
 from __future__ import annotations
 

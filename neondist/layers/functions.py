@@ -11,14 +11,14 @@ from ..registry import Registered
 
 
 class Activation(Registered, ABC):
-    """A function of each cell.
+    """Activation function, applied cell by cell.
 
     Attributes
     ----------
     elementwise : bool
-        Whether it is one of each channel alone. It is said in the class that has the `fprop`.
+        Whether it acts on each channel independently. Set in the class that defines `fprop`.
     clips : bool
-        Whether it is max(z, 0); said there too.
+        Whether it is max(z, 0). Set in the same class.
     """
 
     elementwise = clips = False
@@ -43,7 +43,7 @@ class Activation(Registered, ABC):
         kernels.copy(self.fprop(z), y)
 
     def begin(self, y: Any, dy: Any, kernels: Kernels) -> Any:
-        """Return the gradient of z as a contiguous array; y and dy may have any strides, and stay as they are."""
+        """Return the gradient of z as a contiguous array; y and dy may have any strides, and are not modified."""
         return kernels.xp.ascontiguousarray(self.bprop(y, dy))
 
 
@@ -121,7 +121,7 @@ class Tanh(Activation):
 
 
 class Softmax(Activation):
-    """exp(z) normalised over the channels. CrossEntropy has its own softmax inside: do not put both."""
+    """Softmax over the channels. CrossEntropy includes a softmax: do not use both."""
 
     def fprop(self, z: Any) -> Any:
         """Return the softmax over the last axis."""

@@ -13,9 +13,10 @@ from .reduction import Reduction
 
 
 class GlobalAvgPoolingLayer(Layer):
-    """Mean over the whole image: input (N, *spatial, C) local, output (N, C) whole on every rank (Lin et al. 2014).
+    """Mean over the whole image: input (N, *spatial, C) local, output (N, C) replicated (Lin et al. 2014).
 
-    Local sums and one allreduce of N x C numbers; nothing is gathered. For a fully connected layer they stay cut.
+    Local sums and one allreduce of N x C elements; nothing is gathered. Before a fully connected layer the result stays
+    partitioned.
     """
 
     saves_input = saves_output = False

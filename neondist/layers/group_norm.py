@@ -106,7 +106,7 @@ class SampleNormLayer(NormLayer):
 
 
 class GroupNormLayer(SampleNormLayer):
-    """Normalises each group of neighbouring channels of each sample over all its cells (Wu and He 2018).
+    """Normalises each group of consecutive channels of each sample over all its cells (Wu and He 2018).
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ class L2PoolingLayer(PoolingLayer):
     def squares(self, x: Any, phase: Phase) -> tuple[Any, Any]:
         """Return the sums without the root for this rank's tile of the input, and the view; collective over the tiles.
 
-        They are those of own cells alone, also where a segment of layers computes others too.
+        They cover only owned cells, even if a segment of layers also computes others.
         """
         view = self.input.get_fprop_view(x, phase)
         return self._sums(view)[self._own_outputs], view

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank keeps the whole array, and gradients are summed over all ranks."""
+    """Layout of an array replicated on every rank, with gradients summed over all ranks."""
 
     #: whether the tiles' parts differ; gradients are then summed over the replicas alone
     cut = False
@@ -43,7 +43,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Tiled(Replicate):
-    """The first `ndim` axes are the output's spatial axes, and each rank keeps the part of its own output tile."""
+    """Layout of an array whose first `ndim` axes are the output's spatial axes: each rank stores its tile."""
 
     ndim: int
     cut = True
@@ -60,9 +60,9 @@ class Tiled(Replicate):
 
 @dataclass(frozen=True)
 class Shard(Replicate):
-    """The first axis is the layer's input (*spatial, C), flattened, and each rank keeps the rows of its own input.
+    """Layout of an array whose first axis is the flattened input (*spatial, C): each rank stores its input's rows.
 
-    That is its tile, or its range of a vector's features.
+    The input of a rank is its tile, or its range of a vector's features.
     """
 
     input_shape: Shape
@@ -110,7 +110,7 @@ class OutputShard(Replicate):
 
 @dataclass(frozen=True)
 class Parameter:
-    """Shape and first values of one array of a layer.
+    """Shape, initial values and layout of an array of a layer.
 
     `layout` says which part each rank keeps: Replicate, all of it; Tiled, what belongs to its own output tile; Shard,
     what multiplies its own input tile; OutputShard, what gives its own range of outputs. Shapes, names and first values

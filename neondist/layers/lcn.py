@@ -29,14 +29,14 @@ class LCNLayer(Layer):
     The mean is weighted over a window and all channels together, weights summing to 1; the deviation is the root of
     the same mean of v². Input and output (N, *spatial, C), local.
 
-    A cell knows its neighbours by their means over the channels alone, of x and then of v². So two halos of one channel
-    each will do ('twice'), or one halo of all channels and twice the radius, from which each rank computes its
-    neighbours' v² itself ('wide'). Both give the same numbers.
+    A cell depends on its neighbours only through their channel means, of x and then of v². So two halos of one channel
+    each suffice ('twice'), or one halo of all channels and twice the radius, from which each rank computes its
+    neighbours' v² ('wide'). Both give the same results.
 
     Parameters
     ----------
     kernel_size : int or one per axis
-        Odd, so that a window has a middle.
+        Odd, so that a window has a centre.
     window : {'gaussian', 'uniform'}
     sigma : float, optional
         The Gaussian's standard deviation in cells; default: a quarter of kernel_size.
@@ -45,9 +45,9 @@ class LCNLayer(Layer):
     min_deviation : float or 'mean'
         c; 'mean' takes each sample's mean deviation over the whole image (and its gradient is exact too).
     halo : {'auto', 'twice', 'wide'}
-        'auto' takes the way that sends fewer numbers on this grid.
+        'auto' selects the one that sends fewer bytes on this grid.
     scheme : ExchangePolicy or str, optional
-        How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
     """
 
     saves_input = saves_output = False
@@ -69,7 +69,7 @@ class LCNLayer(Layer):
     ) -> None:
         super().__init__(name=name, scheme=scheme)
         if any(k % 2 == 0 for k in Window(kernel_size, padding=0).kernel):
-            raise ConfigError(f"kernel_size {kernel_size}: needs odd numbers, so that a window has a middle")
+            raise ConfigError(f"kernel_size {kernel_size}: must be odd, so that a window has a centre")
         for field, value in (("window", window), ("padding_mode", padding_mode), ("halo", halo)):
             if value not in CHOICES[field]:
                 raise ConfigError(f"{field} {value!r} is unknown{suggest(str(value), CHOICES[field])}")
@@ -95,26 +95,26 @@ class LCNLayer(Layer):
         return window
 
     def view_window_for(self, input_shape: Shape, grid: GridShape) -> Window | None:
-        """Return none where two halos of means travel: x itself stays where it is."""
+        """Return no window for 'twice', where only halos of means are exchanged."""
         halos = self.halos_for(input_shape, grid)
         return halos[0][1] if len(halos) == 1 else None
 
     def reach_for(self, input_shape: Shape) -> Window | None:
-        """Return the window of both stages; None where the image is too small to be reflected so far."""
+        """Return the window of both stages; None if the image is too small for reflection."""
         return next((window for _, window in self.local.ways(input_shape).get("wide", [])), None)
 
     def halos_for(self, input_shape: Shape, grid: GridShape) -> Halos:
-        """Return the halos of the way asked for, or of the one that sends fewer numbers."""
+        """Return the halos of the chosen method, or of the one that sends fewer bytes."""
         way = self.local.fewest(input_shape, grid) if self.halo == "auto" else self.halo
         return self.local.ways(input_shape)[way]
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
-        """Return those of the mean deviation, forth and back, if it is asked for."""
+        """Return the reductions of the mean deviation, in fprop and bprop, if it is used."""
         both = ("forward", "backward") if self.sums_image else ()
         return [Reduction(direction, "tiles", each=1) for direction in both]
 
     def adjust_for_tile(self) -> None:
-        """Choose the way, and create the arrays whose halos travel."""
+        """Choose the method, and create the arrays whose halos are exchanged."""
         self.taps = self.local.taps(self.input_shape)
         wide = self.regions[1] is not None or len(self.halos_for(self.input_shape, self.context.grid.shape)) == 1
         # what makes views of the means over the channels, first of x and then of v²
@@ -160,7 +160,7 @@ class LCNLayer(Layer):
         ctx.save(v=v, sigma=sigma, extents=(seen.shape[1:-1], squares.shape[1:-1]))
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the sums of what goes back through the mean deviation."""
+        """Return the sums for the gradient through the mean deviation."""
         if not ctx.needs_input_gradient:
             return None
         by_divisor, by_sigma = self._by_sigma(ctx, dy)

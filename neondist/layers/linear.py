@@ -18,13 +18,13 @@ from .reduction import Reduction
 class FCLayer(Layer):
     """Fully connected: flattens (*spatial, C) row-major and multiplies by 'weights' (inputs, out_features).
 
-    Each rank multiplies what it has - its tile, or its range of a vector's features - by the rows of the weights for
-    that, which it alone keeps, and one sum over the tiles joins the products. Input (N, *spatial, C) local or (N, C)
-    cut over the tiles; output (N, out_features) whole, or cut for the next fully connected layer.
+    Each rank multiplies its tile, or its range of a vector's features, by the corresponding rows of the weights, which
+    only it stores; one allreduce over the tiles sums the products. Input (N, *spatial, C) local, or (N, C) partitioned
+    over the tiles; output (N, out_features) replicated, or partitioned for the next fully connected layer.
 
-    With `split` 'outputs' each rank keeps the columns of its range of outputs instead: input (N, C) whole, output cut,
-    for a fully connected layer with 'inputs' that follows. Such a pair needs one sum over the tiles in fprop, and one
-    in bprop (Shoeybi et al. 2019).
+    With `split` 'outputs' each rank stores the columns of its range of outputs instead: input (N, C) replicated, output
+    partitioned, for a following fully connected layer with 'inputs'. Such a pair needs one allreduce over the tiles in
+    fprop and one in bprop (Shoeybi et al. 2019).
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class FCLayer(Layer):
     weights_init : Initializer, optional
         Default FanInUniform.
     split : {'inputs', 'outputs'}
-        The axis of the weights that is divided over the tiles.
+        Axis of the weights that is partitioned over the tiles.
     """
 
     saves_output = False
@@ -58,7 +58,7 @@ class FCLayer(Layer):
         self.divide(split)
 
     def divide(self, split: str) -> None:
-        """Divide the weights over the tiles along 'inputs' or 'outputs', before the layer is planned."""
+        """Partition the weights over the tiles along 'inputs' or 'outputs', before the layer is planned."""
         self.splits_outputs = split == "outputs"
         self.layout = Replicate if self.splits_outputs else Shard  # of the input
 
@@ -69,7 +69,7 @@ class FCLayer(Layer):
         return (self.out_features,)
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
-        """Return the sum that joins the outputs, or the gradients of the inputs."""
+        """Return the reduction of the outputs, or of the input gradients."""
         if self.splits_outputs:
             return [Reduction("backward", "tiles", each=prod(input_shape))]
         return [Reduction("forward", "tiles", each=self.out_features)]
@@ -85,7 +85,7 @@ class FCLayer(Layer):
         return found
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
-        """Return the products of this rank's inputs, one of them with the bias; those of all tiles add up."""
+        """Return the products of this rank's inputs, on one rank with the bias, to be summed over tiles."""
         ctx.save(view=view.reshape(len(view), prod(view.shape[1:])), seen=view.shape)  # -1 fails without samples
         products = self.kernels.product(ctx.view, ctx.params["weights"])
         if self.bias:
@@ -103,7 +103,7 @@ class FCLayer(Layer):
         return products
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Return the gradient of the inputs by this rank's outputs."""
+        """Return this rank's contribution to the input gradient."""
         return self.kernels.product(dy, ctx.params["weights"].T) if ctx.needs_input_gradient else None
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:

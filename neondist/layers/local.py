@@ -19,11 +19,11 @@ from .layout import Replicate, Tiled
 
 
 class LocalFilteringLayer(Layer):
-    """Every output cell has a filter of its own (Le et al. 2012, "untied weights").
+    """Locally connected layer: every output cell has its own filter (Le et al. 2012, "untied weights").
 
     Input (N, *spatial, C), output (N, *spatial', out_channels), both local. Parameter 'weights' (*spatial', *kernel, C,
-    out_channels): each rank keeps the part of its own output tile alone, and gradients are not summed over tiles. With
-    `shared`, (*blocks, *kernel, C, out_channels): whole on every rank, gradients summed over all.
+    out_channels): each rank stores only the part for its own output tile, and gradients are not summed over tiles. With
+    `shared`, (*blocks, *kernel, C, out_channels): replicated on every rank, gradients summed over all ranks.
 
     Parameters
     ----------
@@ -31,15 +31,15 @@ class LocalFilteringLayer(Layer):
     kernel_size, stride : int or one per axis
     padding : int, one per axis, or ((before, after), ...) per axis
     bias : bool
-        Adds 'bias' (*spatial', out_channels), unshared too.
+        Add 'bias' (*spatial', out_channels), also unshared.
     activation : Activation, optional
     weights_init : Initializer, optional
         Default FanInUniform.
     scheme : ExchangePolicy or str, optional
-        How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
     shared : bool, int or one per axis
-        False: every cell has a filter of its own. True: all cells have one together (a convolution). Numbers: blocks
-        of so many neighbouring cells do.
+        False: every cell has its own filter. True: all cells share one (a convolution). Integers: blocks of so many
+        neighbouring cells share one.
     """
 
     needs_image = True
@@ -94,7 +94,7 @@ class LocalFilteringLayer(Layer):
         return found | ({"bias": Parameter((*out, self.out_channels), layout=tiled, decays=False)} if self.bias else {})
 
     def block_for(self, out: Shape) -> Shape | None:
-        """Return the cells that share a filter on each axis of an output of this extent, or None if none do."""
+        """Return the number of cells that share a filter along each axis for an output of this extent, or None."""
         if self.shared is False:
             return None
         if self.shared is True:
@@ -105,14 +105,14 @@ class LocalFilteringLayer(Layer):
         return block
 
     def adjust_for_tile(self) -> None:
-        """Find out which filters this rank's cells have."""
+        """Determine the filters of this rank's cells."""
         block, kernels = self.block_for(self.output_shape[:-1]), self.kernels
         self.filters: Filters = OwnFilters(kernels, self.window)
         if block is not None:
             self.filters = BlockFilters(kernels.exact, self.window, self.tile, block)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return every cell's filter on its window."""
+        """Apply every cell's filter to its window."""
         ctx.save(view=view)
         y = self.filters.correlate(view, ctx.params["weights"])
         if self.bias:
@@ -128,9 +128,10 @@ class LocalFilteringLayer(Layer):
         return self.filters.backward_input(dy, weights, ctx.view.shape[1:-1]) if ctx.needs_input_gradient else None
 
     def orthonormalise(self) -> None:
-        """Make the filters of each cell orthonormal, but for one length that all filters have.
+        """Make the filters of each cell orthonormal up to a common scale.
 
-        It is such that WᵀW, which adds up overlapping windows, can be the identity on average over the input's cells.
+        The scale is such that WᵀW, a sum over overlapping windows, can be the identity on average over the input's
+        cells.
         """
         outputs = prod(self.output_shape)
         scale = min(1.0, prod(self.input_shape) / outputs) ** 0.5 if outputs else 1.0

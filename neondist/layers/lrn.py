@@ -13,8 +13,8 @@ from .context import StepContext
 class LRNLayer(Layer):
     """y = x / (k + alpha / depth * sum of squares over `depth` neighbouring channels) ^ beta (Krizhevsky et al. 2012).
 
-    Channels beyond the first and the last count as zeros, as in torch.nn.LocalResponseNorm. Cells do not see each
-    other, so nothing travels. Input and output (N, *spatial, C), local.
+    Channels beyond the first and the last count as zeros, as in torch.nn.LocalResponseNorm. The layer is pointwise in
+    space, so nothing is exchanged. Input and output (N, *spatial, C), local.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What batch, group and instance normalisation share: they keep their input, and compute the rest from it again."""
+"""Base of batch, group and instance normalisation, which store their input and recompute the rest from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all pooling layers share."""
+"""Base of pooling layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PoolingLayer(Layer):
     padding : int, one per axis, or ((before, after), ...) per axis
         Must be less than the kernel, so that every window holds a cell.
     scheme : ExchangePolicy or str, optional
-        How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
     """
 
     needs_image = True
@@ -60,7 +60,7 @@ class PoolingLayer(Layer):
 
 
 class MaxPoolingLayer(PoolingLayer):
-    """Maximum over each window; padding never wins, and of equal values the first in row-major order does."""
+    """Maximum over each window, ignoring padding; of equal values the first in row-major order is taken."""
 
     saves_input = saves_output = False
     clears = True
@@ -74,7 +74,7 @@ class MaxPoolingLayer(PoolingLayer):
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Send each gradient to where the maximum was."""
+        """Pass each gradient to the position of the maximum."""
         dview = ctx.out
         self.kernels.max_pool_back_into(dview, dy, ctx.places, *self._kernel_and_stride)
         return dview

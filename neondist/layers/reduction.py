@@ -1,4 +1,4 @@
-"""What a layer reduces over ranks in a pass, from its shapes alone."""
+"""Declaration of a layer's reductions over ranks in a pass, from its shapes only."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 
 class Reduction(NamedTuple):
-    """An array that all ranks of a group combine before `forward`, or before `backward`.
+    """An allreduce over a group of ranks before `forward`, or before `backward`.
 
     Attributes
     ----------
     direction : 'forward' or 'backward'
         Whether `reduce` returns this rank's partial result, or `reduce_backward`.
     group : str or None
-        One of `comm.GROUPS`; None: nobody else has a part.
+        One of `comm.GROUPS`; None: no other rank contributes.
     each, once : int
-        Numbers of the partial result for each sample of this rank's replica, and numbers whatever their count.
+        Number of elements of the partial result per sample of this rank's replica, and independent of the samples.
     combine : 'sum' or 'moments'
-        'moments': a flat array (count, means, sums of squares of the differences from them), joined without
-        cancellation, in the order of the ranks (Chan, Golub and LeVeque 1983).
+        'moments': a flat array (count, means, sums of squared deviations), combined without cancellation, in rank order
+        (Chan, Golub and LeVeque 1983).
     """
 
     direction: str

@@ -16,7 +16,7 @@ MODES = ("nearest", "bilinear")
 
 
 class UpsampleLayer(Layer):
-    """Enlarges every spatial axis by a whole factor: (N, *spatial, C) to (N, *spatial * factor, C), local.
+    """Upsamples every spatial axis by an integer factor: (N, *spatial, C) to (N, *spatial * factor, C), local.
 
     As torch.nn.Upsample with align_corners=False.
 
@@ -26,7 +26,7 @@ class UpsampleLayer(Layer):
     mode : {'nearest', 'bilinear'}
         'bilinear' is linear along each axis, whatever their number.
     scheme : ExchangePolicy or str, optional
-        How cells of other tiles reach a view, such as 'tower' or Tower(fill='reflect'); default what the model says.
+        Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
     """
 
     needs_image = True
@@ -52,7 +52,7 @@ class UpsampleLayer(Layer):
         self.factor, self.mode = factor, mode
 
     def window_for(self, input_shape: Shape) -> Upsampling:
-        """Return what the enlarged cells look at."""
+        """Return the window of the upsampled cells."""
         ndim = len(input_shape) - 1
         factor = (self.factor,) * ndim if isinstance(self.factor, int) else tuple(self.factor)
         if len(factor) != ndim:
@@ -60,7 +60,7 @@ class UpsampleLayer(Layer):
         return Upsampling(factor, self.mode == "bilinear")
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return the enlarged cells, one axis after the other."""
+        """Return the upsampled cells, one axis after the other."""
         for axis in range(1, view.ndim - 1):
             shape = list(view.shape)
             shape[axis] = ctx.output_box.shape[axis - 1]

@@ -1,4 +1,4 @@
-"""What every metric answers: a sum and a count, which add up over ranks and batches."""
+"""Interface of metrics: a sum and a count, which are added over ranks and batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Found: TypeAlias = "float | list[Any]"
 
 
 class Metric(Registered, ABC):
-    """A number that judges outputs against targets: a mean over samples (and cells), unless it says otherwise."""
+    """Base class of metrics of outputs against targets, by default a mean over samples (and cells)."""
 
     name: str = ""
     """What the number is called in results, such as 'misclassification'."""
@@ -31,14 +31,14 @@ class Metric(Registered, ABC):
     def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
         """Return the sum over the local samples and cells, and their number.
 
-        `y` is (n, C) or (n, *spatial, C); `targets` are integer labels (n,) or (n, *spatial), or arrays of the shape of
-        `y`: one-hot vectors, or numbers to be met. The metric is the sum over the count, each added over all ranks and
-        batches; a sum of NaN says that it does not suit the targets. Arrays may be empty. With a `result` of its own, a
-        metric may give any sums, always as many.
+        `y` is (n, C) or (n, *spatial, C); `targets` are integer labels (n,) or (n, *spatial), or arrays with the shape
+        of `y`: one-hot vectors or real values. The metric is the sum divided by the count, each summed over all ranks
+        and batches; a sum of NaN means that it does not apply to the targets. Arrays may be empty. A metric that
+        overrides `result` may return any fixed number of sums.
         """
 
     def result(self, sums: np.ndarray) -> dict[str, Found]:
-        """Return the numbers by their names, given what `measure` gave, added over all ranks and batches."""
+        """Return the metric's values by name, given the results of `measure` summed over all ranks and batches."""
         return {self.name: float(sums[0] / sums[1]) if sums[1] else float("nan")}
 
     def check(self, classes: int | None) -> None:
@@ -48,10 +48,10 @@ class Metric(Registered, ABC):
         """Raise ShapeError if the metric cannot be used with outputs of that global shape, without the batch."""
 
     def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
-        """Raise UserError if the metric cannot be used with what is known of the fields that outputs are."""
+        """Raise UserError if the metric cannot be used with the metadata of the output fields."""
 
     def meter(self, outputs: Outputs) -> Meter:
-        """Return what adds up over one evaluation; for metrics that are no sum over cells."""
+        """Return the accumulator of one evaluation, for metrics that are not sums over cells."""
         return Meter(self, outputs)
 
 
@@ -75,7 +75,7 @@ class Meter:
 
 
 class PerSample(Metric):
-    """A metric of whole images, whose mean over the samples is told; tiles of an image are measured together."""
+    """Base class of metrics of whole images, averaged over the samples; tiles of an image are evaluated together."""
 
     #: how many cells after a part, along each axis, its sums over that depend on; those are given with it
     beyond = 0
@@ -98,7 +98,7 @@ class PerSample(Metric):
         return float(found.sum()), len(y)
 
     def of_cells(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs | None = None) -> np.ndarray:
-        """Return the sums (n, 2) over the cells that are given; NaN where targets are no images."""
+        """Return the sums (n, 2) over the cells that are given; NaN where targets are not images."""
         if targets.shape == y.shape[:-1] and y.shape[-1] == 1:
             targets = targets[..., None]
         if targets.shape != y.shape:
@@ -109,8 +109,8 @@ class PerSample(Metric):
         """Raise ShapeError unless outputs are images."""
         if len(y_shape) < 2:
             raise ShapeError(
-                f"{type(self).__name__} compares images, but the last layer gives a vector of {y_shape[-1]}"
-                " numbers; leave it out"
+                f"{type(self).__name__} compares images, but the last layer returns a vector of {y_shape[-1]}"
+                " elements; leave it out"
             )
 
     def meter(self, outputs: Outputs) -> Meter:

@@ -28,16 +28,16 @@ def as_classes(y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 class Accuracy(Metric):
-    """Share of samples (or cells) whose largest output is that of their label; a tie goes to the lower class.
+    """Share of samples (or cells) whose largest output is that of their label; ties go to the lower class.
 
-    Of one output, which is class 1 where it is above 0, labels are 0 and 1. NaN where targets are real numbers.
+    With a single output, which predicts class 1 above 0, labels are 0 and 1. NaN where targets are real numbers.
     """
 
     name = "accuracy"
     larger_is_better = True
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
-        """Return the number of right answers and the number of answers."""
+        """Return the number of correct predictions and the number of predictions."""
         if (found := as_classes(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
         scores, labels = found
@@ -45,15 +45,16 @@ class Accuracy(Metric):
 
 
 class ConfusionMatrix(Metric):
-    """How many samples (or cells) of each class were taken for which: a list of rows, one for each true class.
+    """Confusion matrix: number of samples (or cells) by true class (rows) and predicted class (columns).
 
-    It equals `sklearn.metrics.confusion_matrix`. Of one output labels are 0 and 1. NaN where targets are real numbers.
+    It equals `sklearn.metrics.confusion_matrix`. With a single output labels are 0 and 1. NaN where targets are real
+    numbers.
     """
 
     name = "confusion_matrix"
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> Any:
-        """Return the counts, row after row."""
+        """Return the counts in row-major order."""
         classes = max(2, y.shape[-1])
         if (found := as_classes(y, targets)) is None:
             return np.full(classes**2, np.nan)
@@ -61,7 +62,7 @@ class ConfusionMatrix(Metric):
         return np.bincount((labels.astype("i8") * classes + scores.argmax(axis=-1)).ravel(), minlength=classes**2)
 
     def result(self, sums: np.ndarray) -> dict[str, Found]:
-        """Return the matrix, of whole numbers."""
+        """Return the matrix of integers."""
         table = _square(sums)
         return {self.name: float("nan") if np.isnan(table).any() else table.astype("i8").tolist()}
 
@@ -104,7 +105,7 @@ class OfClasses(ConfusionMatrix):
 
 
 class IoU(OfClasses):
-    """Intersection over union: right / (said + true - right), as `sklearn.metrics.jaccard_score`."""
+    """Intersection over union, TP / (TP + FP + FN), as `sklearn.metrics.jaccard_score`."""
 
     short = "iou"
 
@@ -114,32 +115,32 @@ class IoU(OfClasses):
 
 
 class F1(OfClasses):
-    """2 right / (said + true), the harmonic mean of precision and recall (also Dice), as `sklearn.metrics.f1_score`."""
+    """F1 score, 2 TP / (2 TP + FP + FN): as `sklearn.metrics.f1_score`; also called Dice."""
 
     short = "f1"
 
     def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
-        """Return twice the right ones, and all."""
+        """Return 2 TP and 2 TP + FP + FN."""
         return 2 * right, said + true
 
 
 class Precision(OfClasses):
-    """Share of right answers among those that said the class, as `sklearn.metrics.precision_score`."""
+    """Precision, TP / (TP + FP), as `sklearn.metrics.precision_score`."""
 
     short = "precision"
 
     def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
-        """Return the right ones, and those that said it."""
+        """Return TP and TP + FP."""
         return right, said
 
 
 class Recall(OfClasses):
-    """Share of right answers among the samples (or cells) of the class, as `sklearn.metrics.recall_score`."""
+    """Recall, TP / (TP + FN), as `sklearn.metrics.recall_score`."""
 
     short = "recall"
 
     def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
-        """Return the right ones, and all of the class."""
+        """Return TP and TP + FN."""
         return right, true
 
 

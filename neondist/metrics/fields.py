@@ -56,12 +56,14 @@ class OfVariables(Metric):
     def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
         """Raise UserError unless there are weights for outputs of this global shape (*spatial, C)."""
         if len(y_shape) < 2:
-            raise ShapeError(f"{type(self).__name__} compares fields, but the last layer gives a vector; leave it out")
+            raise ShapeError(
+                f"{type(self).__name__} compares fields, but the last layer returns a vector; leave it out"
+            )
         if self.weights is not None:
             check_weights(self.weights, y_shape[:-1], fields)
 
     def meter(self, outputs: Outputs) -> Meter:
-        """Return what adds up over one evaluation."""
+        """Return the accumulator of one evaluation."""
         return _FieldMeter(self, outputs)
 
     def _sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -111,7 +113,7 @@ class RMSE(OfVariables):
     name = "rmse"
 
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return the squared errors and what they are divided by."""
+        """Return the sum of squared errors and the divisor."""
         return _weighted((y - targets) ** 2, weights)
 
     def of_sums(self, sums: np.ndarray) -> np.ndarray:
@@ -120,13 +122,13 @@ class RMSE(OfVariables):
 
 
 class MeanAbsoluteError(OfVariables):
-    """Mean absolute error of each variable, in its units; `!MAE` in the metrics of a file."""
+    """Mean absolute error of each variable, in its units; `!MAE` in the metrics of a YAML file."""
 
     name = "mae"
     _called_in_fields = ("MAE",)
 
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return the absolute errors and what they are divided by."""
+        """Return the sum of absolute errors and the divisor."""
         return _weighted(np.abs(y - targets), weights)
 
 
@@ -136,14 +138,14 @@ class Bias(OfVariables):
     name = "bias"
 
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return the errors and what they are divided by."""
+        """Return the sum of errors and the divisor."""
         return _weighted(y - targets, weights)
 
 
 class R2(OfVariables):
     """Coefficient of determination of each variable: 1 - (squared errors) / (squared differences from the mean target).
 
-    The mean is that of the targets that are measured, over all times and cells, as in `sklearn.metrics.r2_score`.
+    The mean target is that of the evaluated split, over all times and cells, as in `sklearn.metrics.r2_score`.
     """
 
     name = "r2"
@@ -151,7 +153,7 @@ class R2(OfVariables):
     kinds = 4
 
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return the squared errors, the targets, their squares, and what they are divided by."""
+        """Return the sums of squared errors, targets and squared targets, and the divisor."""
         errors, cells = _weighted((y - targets) ** 2, weights)
         return np.stack([errors, _weighted(targets, weights)[0], _weighted(targets**2, weights)[0], cells])
 
@@ -161,7 +163,7 @@ class R2(OfVariables):
         return np.asarray(1 - errors / (squares - targets**2 / cells))
 
     def meter(self, outputs: Outputs) -> Meter:
-        """Return what adds up over one evaluation: normalised numbers, whose squares lose fewer digits."""
+        """Return the accumulator of one evaluation: of normalised values, whose squares lose fewer digits."""
         return _Normalised(self, outputs)
 
 
@@ -171,10 +173,10 @@ class _Normalised(_FieldMeter):
 
 
 class ACC(OfVariables):
-    """Anomaly correlation of each variable with the climatology of training, the mean over all times.
+    """Anomaly correlation coefficient of each variable against the training climatology, averaged over all times.
 
-    Of each time it is the sum over cells of f o over the root of the sums of f² and o², with f and o the output and the
-    target less the mean of their cell over the times of training.
+    For each time it is sum(f o) / sqrt(sum(f²) sum(o²)) over cells, with f and o the output and the target minus their
+    cell's mean over the training times.
     """
 
     name = "acc"
@@ -182,7 +184,7 @@ class ACC(OfVariables):
     kinds = 3
 
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return f o, f² and o² of all that is given, summed."""
+        """Return the sums of f o, f² and o²."""
         return np.stack([_weighted(one, weights)[0] for one in (y * targets, y * y, targets * targets)])
 
     def of_sums(self, sums: np.ndarray) -> np.ndarray:
@@ -195,10 +197,12 @@ class ACC(OfVariables):
         if fields is None:
             raise ConfigError("ACC needs the climatology of a data set of fields, such as ClimateFiles; leave it out")
         if tuple(y_shape[:-1]) != tuple(fields.extent):
-            raise ShapeError(f"ACC: outputs have {list(y_shape[:-1])} cells, the climatology {list(fields.extent)}")
+            raise ShapeError(
+                f"ACC: outputs have {list(y_shape[:-1])} cells, but the climatology has {list(fields.extent)}"
+            )
 
     def meter(self, outputs: Outputs) -> Meter:
-        """Return what adds up over one evaluation."""
+        """Return the accumulator of one evaluation."""
         return _Correlations(self, outputs)
 
 
@@ -207,7 +211,7 @@ class _Correlations(_FieldMeter):
 
     def add(self, y: Any, targets: Any) -> None:
         if self.fields is None or self.fields.climatology is None:
-            raise DataError("ACC: has no climatology of these data; measure a split of the data set")
+            raise DataError("ACC: no climatology for these data; evaluate a split of the data set")
         y, targets = self.physical(y, targets)
         each = [
             self.metric._sums(f[None] - self.fields.climatology, o[None] - self.fields.climatology, self.weights)

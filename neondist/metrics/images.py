@@ -20,12 +20,12 @@ _LINES = 64
 class PSNR(PerSample):
     """Peak signal-to-noise ratio in dB, the mean over the images, as `skimage.metrics.peak_signal_noise_ratio`.
 
-    Outputs and targets are (n, *spatial, C). Infinite for an image that is met exactly.
+    Outputs and targets are (n, *spatial, C). Infinite for an image that is reproduced exactly.
 
     Parameters
     ----------
     data_range : float
-        The largest difference that values can have.
+        Range of the values (largest minus smallest possible value).
     """
 
     name = "psnr"
@@ -48,14 +48,14 @@ class PSNR(PerSample):
 class SSIM(PerSample):
     """Structural similarity (Wang et al. 2004), the mean over all windows, channels and images.
 
-    It equals `skimage.metrics.structural_similarity` on whole images: windows of 7 cells along each axis, or with
-    'gaussian' weights of 11 (sigma 1.5, covariances of the population), which do not reach over the border. They do
-    reach over tiles: cells of other tiles come by a halo exchange.
+    It equals `skimage.metrics.structural_similarity` on whole images: windows of 7 cells along each axis, or of 11 with
+    'gaussian' weights (sigma 1.5, population covariances), only inside the image. Windows across tiles are computed
+    with a halo exchange.
 
     Parameters
     ----------
     data_range : float
-        The largest difference that values can have.
+        Range of the values (largest minus smallest possible value).
     weights : {'uniform', 'gaussian'}
     """
 
@@ -109,6 +109,6 @@ class SSIM(PerSample):
         super().check_outputs(y_shape)
         if min(y_shape[:-1]) < len(self._filter):
             raise ShapeError(
-                f"SSIM has windows of {len(self._filter)} cells, but outputs are {' x '.join(map(str, y_shape[:-1]))};"
-                " take PSNR, or leave it out"
+                f"SSIM has windows of {len(self._filter)} cells, but outputs are"
+                f" {' x '.join(map(str, y_shape[:-1]))}; use PSNR, or leave it out"
             )

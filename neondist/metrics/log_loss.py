@@ -17,7 +17,7 @@ class LogLoss(Metric):
     name = "log_loss"
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
-        """Return the sum of -log p and the number of answers."""
+        """Return the sum of -log p and the number of predictions."""
         if y.shape[-1] == 1:
             if (found := as_classes(y, targets)) is None:
                 return math.nan, math.prod(y.shape[:-1])

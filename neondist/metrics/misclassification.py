@@ -11,16 +11,16 @@ from .classes import as_classes
 
 
 class Misclassification(Metric):
-    """Share of samples (or cells) whose largest output is not that of their label; a tie goes to the lower class.
+    """Share of samples (or cells) whose largest output is not that of their label; ties go to the lower class.
 
-    Of one output, which is class 1 where it is above 0, labels are 0 and 1. NaN where targets are real numbers, which
+    With a single output, which predicts class 1 above 0, labels are 0 and 1. NaN where targets are real numbers, which
     have no classes.
     """
 
     name = "misclassification"
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
-        """Return the number of wrong answers and the number of answers."""
+        """Return the number of wrong predictions and the number of predictions."""
         if (found := as_classes(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
         scores, labels = found

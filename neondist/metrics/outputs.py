@@ -1,4 +1,4 @@
-"""Where the outputs that metrics judge lie: which ranks have which cells."""
+"""Location of the outputs that metrics evaluate: the assignment of cells to ranks."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class Outputs:
         return self._views[key].get_fprop_view(tile)
 
     def _cut(self, shape: Sequence[int]) -> bool:
-        """Tell whether outputs of a local shape are a tile, and not the whole."""
+        """Return whether outputs of a local shape are a tile, and not the whole."""
         extent, local = self.shape[:-1], tuple(shape[1:-1])
         if self.grid.shape.tiles == 1 or not extent:
             return False
         if local == self.grid.tile_box(extent).shape and self.owns:
             return True
-        raise ShapeError(f"outputs of spatial shape {local} are no tiles of {extent}, which this metric needs")
+        raise ShapeError(f"outputs of spatial shape {local} are not tiles of {extent}, which this metric requires")

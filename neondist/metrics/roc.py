@@ -19,20 +19,20 @@ MOST = 1 << 24
 class ROCAUC(Metric):
     """Area under the ROC curve of each class against the rest, as `sklearn.metrics.roc_auc_score`.
 
-    Scores are those of the softmax; of two classes there is one area, that of class 1, and so of one output with labels
-    0 and 1; of more, the mean over the classes ('ovr', 'macro') and `roc_auc_per_class`. NaN for a class that all
-    samples (or cells) are of, or none, and in the mean these are left out; NaN where targets are real numbers.
+    Scores are softmax probabilities. Two classes, or one output with labels 0 and 1, have one area, that of class 1;
+    more classes have the mean over the classes ('ovr', 'macro') and `roc_auc_per_class`. NaN for a class that all or no
+    samples (or cells) belong to, which the mean excludes; NaN if targets are real numbers.
 
     Parameters
     ----------
     bins : int, optional
-        Round probabilities to so many values. Default: they are not, and the area is exact.
+        Quantise probabilities to so many values. Default: no quantisation, with an exact area.
 
     Raises
     ------
     DataError
-        At the end of an evaluation, if there are too many distinct scores. A rank holds 24 bytes for each score and
-        class, at the end those of all ranks: with `bins` at most as many as these, else at most 16.8 million.
+        At the end of an evaluation, if there are too many distinct scores. A rank stores 24 bytes per score and class,
+        and finally those of all ranks: at most `bins` scores, or else at most 16.8 million.
     """
 
     name = "roc_auc"
@@ -42,17 +42,17 @@ class ROCAUC(Metric):
         self.bins = bins
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
-        """Return the area of what is given alone, and 1; areas do not add up."""
+        """Return the area for these samples only, and 1; areas cannot be summed."""
         meter = _Areas(self, Outputs.of_one(y.shape[1:]))
         meter.add(y, targets)
         return float(np.asarray(meter.result()[self.name])), 1
 
     def meter(self, outputs: Outputs) -> Meter:
-        """Return what counts scores over one evaluation."""
+        """Return the accumulator of scores of one evaluation."""
         return _Areas(self, outputs)
 
     def scores(self, y: np.ndarray) -> np.ndarray:
-        """Return log(p / (1 - p)) of every class, in float64, or of two that of class 1; in bins, p rounded down."""
+        """Return log(p / (1 - p)) of every class in float64, or of class 1 of two; with bins, p rounded down."""
         y = y.astype("f8")
         if y.shape[-1] == 2:
             found = y[..., 1:] - y[..., :1]
@@ -100,7 +100,8 @@ class _Areas(Meter):
         merged = [_merged(each) for each in zip(*known, strict=True)] if all(fit) else []
         if not merged or max(table.shape[1] for table in merged) > MOST:
             raise DataError(
-                f"ROCAUC: more than {MOST:,} distinct scores, which would not fit into memory; round them: bins: 65536"
+                f"ROCAUC: more than {MOST:,} distinct scores, which would not fit in memory; quantise them with"
+                " bins: 65536"
             ).on_all_ranks()
         areas = np.array([_area(*table) for table in merged])
         if len(areas) == 1:

@@ -21,7 +21,7 @@ class TopK(Metric):
     Parameters
     ----------
     k : int
-        Number of guesses, at least 1 and at most the number of classes; 1 is `Misclassification`.
+        Number of predictions per sample, from 1 (`Misclassification`) to the number of classes.
     """
 
     def __init__(self, k: Count = 5) -> None:
@@ -29,7 +29,7 @@ class TopK(Metric):
         self.name = f"top{self.k}_error"
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
-        """Return the number of misses and the number of answers."""
+        """Return the number of misses and the number of predictions."""
         if (found := as_classes(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
         y, labels = found
@@ -40,6 +40,6 @@ class TopK(Metric):
         return float(np.count_nonzero(~hit)), hit.size
 
     def check(self, classes: int | None) -> None:
-        """Raise ConfigError if there are fewer classes than guesses."""
+        """Raise ConfigError if there are fewer than `k` classes."""
         if classes is not None and self.k > classes:
-            raise ConfigError(f"k: {self.k} guesses are more than the {classes} classes; give at most {classes}")
+            raise ConfigError(f"k: {self.k} guesses exceed the {classes} classes; give at most {classes}")

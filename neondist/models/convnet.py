@@ -14,7 +14,7 @@ class Convnet(Model):
     """A convolutional network: input images (N, H, W, C), or (N, *spatial, C) in general."""
 
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
-        """Return the plan; ShapeError if the input is no image."""
+        """Return the plan; ShapeError if the input is not an image."""
         if len(input_shape) < 2:
             raise ShapeError(f"input_shape {tuple(input_shape)}: a convnet needs (H, W, C); vectors go into an MLP")
         return super().plan(input_shape, grid, batch_size)

@@ -9,7 +9,7 @@ from .mlp import MLP
 
 
 class DistModel(Distributed):
-    """The mixin that distributes a model: `class MyModelDist(DistModel, MyModel)`; its default grid is all ranks."""
+    """Mixin that distributes a model: `class MyModelDist(DistModel, MyModel)`; its default grid is all ranks."""
 
     distributed = True
 
@@ -23,4 +23,4 @@ class ConvnetDist(DistModel, Convnet):
 
 
 class GBDist(DistModel, GB):
-    """The sparse autoencoder over tiles: each rank keeps and trains the filters of its own output cells alone."""
+    """The sparse autoencoder over tiles: each rank stores and trains only the filters of its own output cells."""

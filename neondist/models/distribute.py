@@ -9,12 +9,12 @@ from .model import Model
 
 @checked
 def distribute(model: Model) -> Model:
-    """Return the distributed twin of a serial model, layer by layer; trained or loaded weights come along.
+    """Return the distributed counterpart of a serial model, layer by layer, with its weights.
 
     Raises
     ------
     ConfigError
-        If a layer or the model has no distributed class; the message names it and says how to write one.
+        If a layer or the model has no distributed class; the message names it and explains how to write one.
     """
     layers = [layer.twin() for layer in model.layers]
     twin: Model = dist_class(type(model))(**model.arguments() | {"layers": layers})

@@ -25,41 +25,41 @@ from .reconstruction import ReconstructionCost
 
 
 class GB(Convnet):
-    """Stages of unshared filters, L2 pooling and contrast normalisation, pretrained without labels; then an FC top.
+    """Stages of unshared filters, L2 pooling and contrast normalisation, pretrained without labels, and an FC head.
 
-    A stage begins with a LocalFilteringLayer; most often an L2PoolingLayer and an LCNLayer follow (Le et al. 2012,
+    A stage begins with a LocalFilteringLayer, usually followed by an L2PoolingLayer and an LCNLayer (Le et al. 2012,
     "Building high-level features using large scale unsupervised learning", ICML). `nd.pretrain`, which an experiment
-    calls first, trains one stage after the other (greedily) on what the stages before it give. With the filters W of
-    the stage, which see the input through their windows, the cost of a sample x is::
+    calls first, trains the stages greedily, each on the output of the previous stages. With the stage's filters W
+    applied to windows of the input, the cost of a sample x is::
 
         1/2 |x - Wᵀ(W x)|² + sparsity · Σ sqrt(epsilon + pooled squares of W x)
 
-    The decoder is the encoder's transpose (tied); a cell of the reconstruction is the sum over all windows that hold
-    it, those of other ranks' tiles included. The second sum is over the windows of the L2 pooling layer, or over the
-    filters' outputs themselves where none follows. The layer's bias and activation have no part in it.
+    The decoder is the encoder's transpose (tied weights); a cell of the reconstruction is the sum over all windows that
+    contain it, including those of other ranks' tiles. The second sum is over the windows of the L2 pooling layer, or
+    over the filters' outputs if there is none. The layer's bias and activation are not used.
 
-    Supervised training then changes only the top, which is what comes from the first trained layer after the last
-    stage on, for `num_initial_epochs`; and after that all layers.
+    Supervised training first updates only the head, from the first trained layer after the last stage onwards, for
+    `num_initial_epochs`, and then all layers.
 
     Parameters
     ----------
     layers, cost, optimizer, seed, backend, dtype, precision, scheme, accumulate, sync, recompute, strategy
         As in Model.
     num_pretrain_epochs : int
-        For each stage; 0 leaves the first weights as they are.
+        Epochs per stage; 0 keeps the initial weights.
     num_initial_epochs : int
-        How many of the supervised epochs train the top alone.
+        Number of supervised epochs that train only the head.
     sparsity, epsilon : float
         λ, at least 0, and ε, above 0.
     orthonormal : bool
-        After each step of pretraining, make the filters of each cell orthonormal, up to one length for all.
+        After each pretraining step, make the filters of each cell orthonormal up to a common scale.
     pretrain_optimizer : Optimizer, optional
         Default Adam.
 
     Attributes
     ----------
     stages : list of Autoencoder
-        Known after `build`.
+        Available after `build`.
     """
 
     no_strips = "trains its stages one by one"
@@ -107,7 +107,9 @@ class GB(Convnet):
         self.starts = [index for index, layer in enumerate(self.layers) if layer.autoencodes]
         if not self.starts:
             name = type(self).__name__
-            raise ConfigError(f"layers: {name} pretrains LocalFiltering layers, but has none; add one, or use Convnet")
+            raise ConfigError(
+                f"layers: {name} pretrains LocalFiltering layers, but there are none; add one, or use Convnet"
+            )
 
     def build(
         self,
@@ -140,7 +142,7 @@ class GB(Convnet):
         return plan
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
-        """Find out what the epoch trains; the optimiser starts anew when that changes."""
+        """Select the layers that the epoch trains; the optimiser is reset when they change."""
         self.top_alone = epoch < self.num_initial_epochs
         self.trained = self.top if self.top_alone else self.built
         if not seen and epoch == self.num_initial_epochs > 0:

@@ -1,4 +1,4 @@
-"""What hooks, checkpoints and benchmarks ask of a model of neondist's layers."""
+"""Interface of a model of neondist layers for hooks, checkpoints and benchmarks."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ from .model import Model
 
 
 class MLP(Model):
-    """A network whose layers look at no neighbours: fully connected layers and what goes between them.
+    """A network of fully connected and pointwise layers, without windows.
 
     Input images (N, *spatial, C) or vectors (N, C).
     """
 
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
-        """Return the plan; ConfigError if one of them has a window."""
+        """Return the plan; ConfigError if a layer has a window."""
         plan = super().plan(input_shape, grid, batch_size)
         for index, layer in enumerate(plan):
             if layer.window is not None:

@@ -43,69 +43,69 @@ class Model(LayerModel):
     Parameters
     ----------
     layers : sequence of layers and containers
-        Unnamed layers are named after their class and number: 'conv1', 'conv2', 'fc1', 'sum1.conv1'.
+        Unnamed layers are named by class and number: 'conv1', 'conv2', 'fc1', 'sum1.conv1'.
     cost : Cost
         Default CrossEntropy.
     optimizer : Optimizer
         Default SGD.
     seed : int
-        Keys all random numbers, with names and global indices.
+        Key of all random numbers, together with names and global indices.
     backend : str or Backend
-        'auto' takes the fastest that is there; a name may be that of an imported module with a backend of its own.
+        'auto' selects the fastest backend available; the name of an imported module selects the backend it defines.
     dtype : {'float32', 'float64'}
     precision : {'float32', 'tf32', 'bfloat16', 'float16'}
-        Operands of convolutions and fully connected layers; parameters and everything else stay float32. The halos of
-        convolutions travel in it. With 'float16' the loss is scaled, and steps whose gradients overflow are skipped.
+        Precision of the operands of convolutions and fully connected layers, and of the halos of convolutions;
+        parameters and everything else stay float32. With 'float16' the loss is scaled, and steps with overflowing
+        gradients are skipped.
     scheme : ExchangePolicy or str
-        How cells of other tiles reach the views of all layers that have no scheme of their own.
+        Border scheme for all layers without their own scheme.
     accumulate : int
-        In how many micro-batches a rank's samples go through a training step, or one for each sample if these are
-        fewer. The numbers are those of the whole batch, but for rounding; it takes less memory, unless a layer has
-        statistics over the batch, for which all have to be kept.
+        Number of micro-batches into which a rank's samples are divided in a training step, at most one per sample.
+        Results are those of the whole batch up to rounding, with less memory, unless a layer computes statistics over
+        the batch, for which all activations are stored.
     sync : {'allreduce', 'bucketed'}
-        Whether the ranks add up their shares of all gradients when these are complete, or in several messages, of which
-        most travel while other gradients are computed.
+        Whether gradients are reduced over ranks after the backward pass, or in buckets, most of which overlap with the
+        computation of other gradients.
     recompute : bool
-        Keep only what goes into every section of some layers, and run a section forward again on the way back: about
-        the root of the memory, for a third more time. The numbers are the same.
+        Store only the inputs of sections of several layers, and recompute each section in the backward pass: about the
+        square root of the memory, for a third more time. Results are identical.
     strips : int or 'auto', optional
-        Execute layers without reductions between them together, so many rows of their output at a time ('auto': as many
-        as fit into a cache), and keep nothing of what is between them. The numbers are those of whole tiles, but for
-        rounding.
+        Execute consecutive layers without reductions between them together, this many rows of their output at a time
+        ('auto': as many as fit in the cache), without storing the activations between them. Results are those of whole
+        tiles up to rounding.
     strategy : StrategyBuilder or Strategy or str, optional
-        How gradients are synchronised, and which ranks update which parameters: a builder of `nd.strategies`, its name,
-        such as 'ShardedOptimizer', or the path of a strategy file. The numbers are the same, but for rounding. Default:
-        AllReduce.
+        Synchronisation of gradients and ownership of updates: a builder of `nd.strategies`, its name, such as
+        'ShardedOptimizer', or the path of a strategy file. Results are the same up to rounding. Default: AllReduce.
     memory : int or str, optional
-        What the processes on one machine may use together, such as '8GiB'. Where a step takes more, its first layers
-        go through it strip after strip of the image, `strips` rows of their output at a time, or as many as fit; each
-        goes forward again on the way back. The numbers are the same, but for rounding. Default: what there is; and half
-        of what a step of more than 64 MiB takes on one tile, where that costs little.
+        Memory limit for all processes on one machine together, such as '8GiB'. If a step needs more, its first layers
+        are executed strip by strip, `strips` rows of their output at a time, or as many as fit, and recomputed in the
+        backward pass. Results are the same up to rounding. Default: the available memory; for steps of more than 64 MiB
+        on one tile, half of what the step needs where that costs little time.
 
     Attributes
     ----------
     leaves : list of Layer
-        All single layers, those inside of containers included.
+        All layers, including those inside containers.
     grid, batch_size, input_shape, output_shape
         Known after `build`; shapes are global, without the batch.
     bytes_sent : int
         Bytes of halos that this rank has sent since `build`.
     bytes_summed : int
-        Bytes that it has given into sums over ranks, or sent so that vectors are cut anew.
+        Bytes that this rank has contributed to reductions, or sent to redistribute vectors, since `build`.
     step : int
         Training steps so far.
     uncounted : int
-        How many of them the optimiser does not count: skipped ones, and all before it began anew.
+        Number of steps that the optimiser does not count: skipped steps, and all steps before it was reset.
     pending : dict or None
-        What `load_state` got before the first build.
+        State passed to `load_state` before the first build.
     nonfinite : {'stop', 'skip'}
-        What a training step does where a loss or gradient is not finite.
+        Action of a training step when a loss or gradient is not finite.
     nonfinite_monitor : NonFiniteMonitor
-        Which step was skipped last, and why.
+        Records the last skipped step and the reason.
     sync : GradientSync
-        What adds up the gradients; its flags tell all ranks what one has to tell.
+        Reduces the gradients over ranks, and carries flags from one rank to all.
     stages : sequence
-        What `nd.pretrain` trains first; empty but for GB.
+        Stages that `nd.pretrain` trains first; empty except for GB.
     """
 
     trained: LayerParameters | TrainedSubset
@@ -173,7 +173,7 @@ class Model(LayerModel):
         memory: int | str | None = None,
         strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
-        """Say how a step is executed, before the model is built, with arguments of the constructor; None: as before.
+        """Set how a step is executed, before the model is built, with arguments of the constructor; None: unchanged.
 
         Raises
         ------
@@ -198,8 +198,9 @@ class Model(LayerModel):
             for layer in self.leaves if asked else ():
                 if layer.scheme is not None and layer.scheme.has_memory:
                     raise ConfigError(
-                        f"{field}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' keeps cells from step"
-                        f" to step, which would be mixed up; leave out {field}, or take an exact scheme, such as halo"
+                        f"{field}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' reuses cells of"
+                        f" earlier steps, which would be mixed up; leave out {field}, or use an exact scheme, such"
+                        " as halo"
                     )
 
     def __str__(self) -> str:
@@ -207,7 +208,7 @@ class Model(LayerModel):
 
     @checked
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
-        """Return what every rank of a grid would do, from arithmetic alone; raises what `build` would raise.
+        """Return the plan for every rank of a grid, without communication; raises the errors of `build`.
 
         Parameters
         ----------
@@ -240,7 +241,7 @@ class Model(LayerModel):
         grid: ProcessGrid | None = None,
         plan: Plan | None = None,
     ) -> None:
-        """Fix all shapes, make the inputs of all layers for this rank, and fill in first weights.
+        """Fix all shapes, create the inputs of all layers for this rank, and initialise the weights.
 
         Parameters
         ----------
@@ -250,14 +251,14 @@ class Model(LayerModel):
         grid : ProcessGrid, optional
             Default: all ranks (distributed models), or this process alone (serial ones).
         plan : Plan, optional
-            What `plan` has returned for the same arguments, where it is known already.
+            Result of `plan` for the same arguments, if already known.
         """
         self.grid = grid or (ProcessGrid() if self.distributed else ProcessGrid.serial())
         self.input_shape, self.batch_size = shape_of("input_shape", input_shape), integer("batch_size", batch_size, 1)
         self._check_grid(batch_size)
         plan = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
         if (plan.input_shape, plan.grid, plan.batch_size) != (self.input_shape, self.grid.shape, batch_size):
-            raise ConfigError("plan: is of other arguments; leave it out, or give build what plan was given")
+            raise ConfigError("plan: was made for other arguments; leave it out, or pass build the arguments of plan")
         self.compiled, self.output_shape, self.loss_scaler = plan, plan.output_shape, self.precision.new_scaler()
         context = self.context = Context(self.grid, self.array_backend(), self.dtype, self.seed, batch_size)
         for planned in plan:
@@ -284,25 +285,25 @@ class Model(LayerModel):
             self.load_state(self.pending)
 
     def place(self, fields: Fields | None) -> None:
-        """Let the cost know what the outputs are, and which cells of them this rank has."""
+        """Pass the cost the shape of the outputs and the cells that this rank owns."""
         if isinstance(self.cost, Cost):
             self.cost = self.cost.placed(self.output.extent, self.output.own, fields)
 
     # The passes.
 
     def forward(self, x: Any, training: bool = True, batch_size: int | None = None) -> ModelPass:
-        """Return a pass for this rank's tile of the input: `run.output`, and the way back, `run.backward(dy)`.
+        """Run a forward pass on this rank's tile; returns `run` with `run.output` and `run.backward(dy)`.
 
-        Passes may interleave: each keeps what is its own.
+        Passes may interleave: each stores its own activations.
 
         Parameters
         ----------
         x : array (n, *tile, C)
-            Real numbers of any kind and order in memory; it may be changed afterwards.
+            Real numbers of any dtype and memory order; it may be modified afterwards.
         training : bool
-            False: as for inference, without dropout and with running statistics.
+            False: inference mode, without dropout and with running statistics.
         batch_size : int, optional
-            Samples over all replicas, where they are not those that the model was built for.
+            Samples over all replicas, if not the batch size the model was built for.
         """
         parameters = self.built
         x = images_for(self, x, copy=True)
@@ -315,7 +316,7 @@ class Model(LayerModel):
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the output (or the whole output after an FC layer), a new array (n, *tile, C').
 
-        The arguments are those of `forward`, whose pass `bprop` goes back through.
+        Takes the arguments of `forward`; `bprop` differentiates this pass.
         """
         between = bool(not training and self.last_pass and (self.last_pass.trains or self.last_pass.between))
         self.last_pass = None  # its memory is used for this one
@@ -325,9 +326,9 @@ class Model(LayerModel):
         return run.output
 
     def bprop(self, dy: Any) -> Any:
-        """Return the gradient of this rank's tile of the input; all `grads` then hold the sum over all ranks.
+        """Return the gradient of this rank's tile of the input; afterwards `grads` are summed over all ranks.
 
-        It goes back through the last `fprop`, and may be called again for another `dy`.
+        Differentiates the last `fprop`, and may be called again with another `dy`.
 
         Parameters
         ----------
@@ -341,18 +342,18 @@ class Model(LayerModel):
         Raises
         ------
         PassError
-            There was no `fprop`, one with `training=False` came after one with `training=True`, or the weights have
-            changed since.
+            If there was no `fprop`, an `fprop` with `training=False` followed one with `training=True`, or the weights
+            have changed since.
         """
         run = self.last_pass if self.built else None
         if run is None:
             raise PassError(
-                "bprop: there is no fprop to go back through: none was yet, it failed, or train_batch came since; run"
-                " fprop of its batch right before bprop"
+                "bprop: no fprop to differentiate: none was run, it failed, or train_batch was called since; run"
+                " fprop of the batch right before bprop"
             )
         if run.between:
             raise PassError(
-                "bprop: an fprop with training=False came after the one with training=True; run fprop of its batch"
+                "bprop: an fprop with training=False followed the one with training=True; run fprop of the batch"
                 " right before bprop, or keep passes apart: run = model.forward(x), then run.backward(dy)"
             )
         return run.backward(dy)
@@ -365,26 +366,26 @@ class Model(LayerModel):
         x : array
             This rank's tile of the images.
         targets : array
-            Those of the whole batch, the same on every rank, or this rank's part of them.
+            Targets of the whole batch, the same on every rank, or this rank's part of them.
         batch_size : int, optional
-            Samples of this batch over all replicas, where they are not those that the model was built for.
+            Samples of this batch over all replicas, if not the batch size the model was built for.
 
         Raises
         ------
         NonFiniteError
-            On every rank, if the loss or a gradient is not finite on one. With `nonfinite` set to 'skip': weights,
-            state, the optimiser's slots and count, and what border schemes remember stay as they are; `step` goes on,
-            and NaN is returned.
+            On every rank, if the loss or a gradient is not finite on any. With `nonfinite` set to 'skip', weights,
+            state, the optimiser's slots and count, and the state of border schemes are unchanged; `step` is
+            incremented, and NaN is returned.
         """
         self.last_pass = None
         batch = self._samples(x, batch_size)
         if are_whole(targets, self.output, batch) and (batch > 1 or self.grid.replicas == 1):  # or it may be a part
-            self.grid.note_whole("the targets given to train_batch", to_host(targets))
+            self.grid.note_whole("the targets passed to train_batch", to_host(targets))
         self.grid.check("train_batch", {"batch_size": batch})
         return ModelStep(self).run(x, targets, batch)
 
     def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, list[float]]:
-        """Return this rank's outputs, its targets, and its share of each part of the summed cost; as for inference."""
+        """Return this rank's outputs, its targets, and its share of each part of the summed cost, in inference mode."""
         y, targets = self.fprop(x, training=False, batch_size=batch_size), self.local_targets(targets, batch_size)
         return y, targets, [float(part.value(y, targets, self.output.total)) for _, part in self.cost.parts]
 
@@ -419,7 +420,7 @@ class Model(LayerModel):
         return gather(arrays)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over arrays that `state` returned; before the first build they are kept for it."""
+        """Load arrays returned by `state`; before the first build they are kept for it."""
         if self.parameters is None:
             self.pending = {name: np.copy(array) for name, array in state.items()}
         else:
@@ -439,17 +440,17 @@ class Model(LayerModel):
         return gather(slots)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Take over arrays that `optimizer_state` returned."""
+        """Load arrays returned by `optimizer_state`."""
         load(self.built.slots(self.slots), state, "optimiser state")
 
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
-        """Return this rank's parts of all that a checkpoint holds, by group: 'model' and 'optimizer'."""
+        """Return this rank's parts of the contents of a checkpoint, by group: 'model' and 'optimizer'."""
         parameters = self.built
         return {"model": parameters.arrays(), "optimizer": parameters.slots(self.slots)}
 
     @property
     def whole(self) -> Model:
-        """The model itself; of a stage of pretraining it is the model that the stage belongs to."""
+        """The model itself; for a stage of pretraining, the model that the stage belongs to."""
         return self
 
     # Inside.
@@ -461,7 +462,7 @@ class Model(LayerModel):
         names = [layer.name for layer in self.leaves]
         twice = {name for name in names if names.count(name) > 1}
         if twice:
-            raise ConfigError(f"layers: the name '{min(map(str, twice))}' is given twice; names must differ")
+            raise ConfigError(f"layers: the name '{min(map(str, twice))}' is given twice; names must be unique")
 
     def _check_grid(self, batch_size: int) -> None:
         if not self.distributed and self.grid.size > 1:
@@ -469,7 +470,9 @@ class Model(LayerModel):
             size = self.grid.size
             raise GridError(f"{name} is serial, but the grid has {size} ranks; use {name}Dist or nd.distribute")
         if batch_size < self.grid.replicas:
-            raise ConfigError(f"batch_size {batch_size} is less than replicas {self.grid.replicas}; give each a sample")
+            raise ConfigError(
+                f"batch_size {batch_size} is less than replicas {self.grid.replicas}; give each at least one sample"
+            )
         for layer in self.leaves:
             if layer.distributed != self.distributed:
                 kind = "serial" if self.distributed else "distributed"
@@ -485,8 +488,8 @@ class Model(LayerModel):
         lo, hi = grid.sample_range(whole)
         if len(x) != hi - lo:
             raise ShapeError(
-                f"{len(x)} samples came, but rank {grid.rank} takes {hi - lo} of a batch of {whole};"
-                " give batch_size where a batch is smaller than the model was built for"
+                f"{len(x)} samples were passed, but rank {grid.rank} takes {hi - lo} of a batch of {whole}; give"
+                " batch_size for a batch smaller than the one the model was built for"
             )
         return whole
 
@@ -494,5 +497,5 @@ class Model(LayerModel):
 def made_of_layers(model: TrainableModel, what: str, remedy: str) -> Model:
     """Return a model of neondist's layers; ConfigError for another, about `what` they are needed for."""
     if not isinstance(model, Model):
-        raise ConfigError(f"{what}: is for layers of neondist, and {model} has none; {remedy}")
+        raise ConfigError(f"{what}: applies to neondist layers, which {model} does not have; {remedy}")
     return model

@@ -12,7 +12,7 @@ from ..runtime import Executor, Pass
 
 
 class ModelPass:
-    """What `model.forward` returns; its memory is given back when nobody holds it any more.
+    """Forward pass returned by `model.forward`; its memory is released when it is no longer referenced.
 
     Parameters
     ----------
@@ -59,15 +59,15 @@ class ModelPass:
         """
         parameters, (images, output) = self._parameters, self._ends
         if not self._executor.compiled.training.backward:
-            raise PassError("backward: the model was planned for inference, which keeps nothing for it; build it anew")
+            raise PassError("backward: the model was planned for inference, which saves no activations; build it again")
         dy = output.backend.real_array("dy", dy, output.dtype)
         if self._run.closed or self._version != parameters.version:
             why = "it was closed" if self._run.closed else "the weights have changed"
-            raise PassError(f"backward: {why} since the pass forward; run fprop of its batch right before bprop")
+            raise PassError(f"backward: {why} since the forward pass; run fprop of the batch right before bprop")
         if len(dy) != self._run.samples:
             raise ShapeError(
-                f"dy has {len(dy)} samples, but the pass forward had {self._run.samples}; run fprop of its batch right"
-                " before bprop"
+                f"dy has {len(dy)} samples, but the forward pass had {self._run.samples}; run fprop of the batch"
+                " right before bprop"
             )
         output.check_tile("dy", dy)
         images.grid.check("backward")

@@ -9,7 +9,7 @@ from ..namespace import namespace
 
 
 class Reconstruction(NamedTuple):
-    """What an autoencoder makes of its input x; this rank's tiles.
+    """Reconstruction of an autoencoder's input x; this rank's tiles.
 
     Attributes
     ----------

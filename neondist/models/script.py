@@ -25,7 +25,7 @@ class FlagSync:
 
 
 class ScriptModel:
-    """What a script trains by steps of its own, as a model of `TrainState`; here without any arrays.
+    """Adapter of a script's own training steps to `TrainState`; here without any arrays.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a model is, to read in a terminal or a notebook."""
+"""Summary of a model for terminals and notebooks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
     if len(targets) == batch_size:
         targets = targets[lo:hi]
     elif len(targets) != hi - lo:
-        raise ShapeError(f"{len(targets)} targets came for a batch of {batch_size}")
+        raise ShapeError(f"{len(targets)} targets for a batch of {batch_size}")
     spatial = targets.shape[1 : 1 + len(output.extent)]
     if spatial == output.own.shape:
         return targets
@@ -55,7 +55,7 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
 
 
 def are_whole(targets: Any, output: GlobalArray, batch_size: int) -> bool:
-    """Tell whether targets are those of a whole batch and of whole images, the same on every rank."""
+    """Return whether targets are those of a whole batch and of whole images, the same on every rank."""
     spatial, extent = tuple(targets.shape[1 : 1 + len(output.extent)]), output.extent
     if len(targets) != batch_size or spatial != extent:
         return False

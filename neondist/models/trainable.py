@@ -1,4 +1,4 @@
-"""What the training loop asks of what it trains."""
+"""Interface between the training loop and the objects it trains."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class TrainableModel(Registered, Trainable, ABC):
         That it is built for, over all replicas.
     compiled : what `plan` has returned
     memory : int or None
-        Bytes that the processes on one machine may use together, where somebody has said so.
+        Memory limit in bytes for the processes on one machine together, if set.
     vector_parallel : bool or None
         Whether fully connected layers are divided by outputs and inputs in turn; None: they cannot be.
     remote : RemoteUpdate or None
@@ -174,7 +174,7 @@ class TrainableModel(Registered, Trainable, ABC):
 
     @property
     def subject_of_outputs(self) -> Any:
-        """What a message about the outputs is about."""
+        """Subject of messages about the outputs."""
         return self
 
     @abstractmethod

@@ -16,18 +16,18 @@ class Adam(Optimizer):
     Parameters
     ----------
     learning_rate : float
-        Length of a step.
+        Learning rate.
     beta1, beta2 : float
-        Memory of the running means of the gradient and of its square, in [0, 1).
+        Decay rates of the running means of the gradient and of its square, in [0, 1).
     eps : float
-        Added to the root of the mean square, against division by zero; above 0.
+        Added to the root of the mean square for numerical stability; above 0.
     **kwargs
         weight_decay, decay_all, clip_norm, ema and schedule, as in Optimizer.
 
     Raises
     ------
     ConfigError
-        A value is out of its range.
+        If a value is out of range.
     """
 
     slot_names = ("mean", "square")
@@ -46,7 +46,7 @@ class Adam(Optimizer):
         self.beta1, self.beta2, self.eps = float(beta1), float(beta2), float(eps)
 
     def set_momentum(self, momentum: float) -> None:
-        """Change beta1."""
+        """Set beta1."""
         self.beta1 = momentum
 
     def apply(
@@ -58,11 +58,11 @@ class Adam(Optimizer):
         rate: float,
         step: int,
     ) -> None:
-        """Change one block in place by the bias-corrected mean over the bias-corrected root mean square."""
+        """Update one block in place by the bias-corrected mean over the bias-corrected root mean square."""
         params -= self.direction(grads, slots, scratch, rate, step)
 
     def direction(self, grads: Any, slots: dict[str, Any], scratch: Any, rate: float, step: int) -> Any:
-        """Return the step down, in `scratch`, and change the slots of one block."""
+        """Return the update direction, in `scratch`, and update the slots of one block."""
         xp, mean, square = namespace(grads), slots["mean"], slots["square"]
         move_mean(mean, grads, self.beta1, scratch)
         square *= self.beta2
@@ -79,14 +79,14 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam, with weight decay apart from the gradients (Loshchilov and Hutter 2019), as `torch.optim.AdamW`.
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as `torch.optim.AdamW`.
 
     Parameters
     ----------
     learning_rate, beta1, beta2, eps
         As in Adam.
     weight_decay : float
-        Each step takes learning rate times this share of the parameters away.
+        Each step subtracts the learning rate times this factor of the parameters.
     **kwargs
         decay_all, clip_norm, ema and schedule, as in Optimizer.
     """
@@ -98,17 +98,17 @@ class AdamW(Adam):
 
 
 class LAMB(Adam):
-    """Adam, whose step for each parameter is as long as the parameter (You et al. 2020), for large batches.
+    """LAMB: Adam with steps scaled to the norm of each parameter, for large batches (You et al. 2020).
 
-    The step, weight decay included, is scaled by the norm of the parameter over its own, both over all ranks where they
-    have parts of it; where one of them is 0, by 1.
+    The step, including weight decay, is scaled by the ratio of the parameter's norm to its own norm, both computed over
+    all ranks that own parts; if either is 0, the scale is 1.
 
     Parameters
     ----------
     learning_rate, beta1, beta2, eps
         As in Adam.
     weight_decay : float
-        This many times the parameters is added to the step.
+        Factor of the parameters that is added to the step.
     **kwargs
         decay_all, clip_norm, ema and schedule, as in Optimizer.
     """
@@ -134,11 +134,11 @@ class LAMB(Adam):
         rate: float,
         step: int,
     ) -> None:
-        """Put Adam's direction in the place of the gradients."""
+        """Replace the gradients by Adam's direction."""
         grads[...] = self.direction(grads, slots, scratch, 1.0, step)
 
     def finish(self, params: Any, grads: Any, rate: float, layout: FlatLayout) -> None:
-        """Go in the directions, each as far as its parameter says."""
+        """Apply the scaled directions."""
         xp = namespace(params)
         sizes, lengths = (xp.sqrt(layout.square_norms(array)) for array in (params, grads))
         both = (sizes > 0) & (lengths > 0)
@@ -151,5 +151,5 @@ class LAMB(Adam):
                 params[block] -= grads[block]
 
     def norms_for(self, cut: int) -> int:
-        """Return as many as of other optimisers, and both norms."""
+        """Return the number for other optimisers, plus two norms per parameter."""
         return super().norms_for(cut) + 2 * cut

@@ -1,4 +1,4 @@
-"""What every optimiser shares: slots, the learning rate of a moment, and the walk over a flat array."""
+"""Base of optimisers: slots, the scheduled learning rate, and iteration over a flat array."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AVERAGE = "average"
 
 
 class Scheduled:
-    """What follows a schedule."""
+    """Base of objects with a schedule."""
 
     schedule: Schedule | None
     #: whether there is a momentum that a schedule can change
@@ -47,8 +47,8 @@ class Scheduled:
                 self.schedule.check(epochs)
                 if self.momentum_at(math.inf) is not None and not self.has_momentum:
                     raise ConfigError(
-                        f"momentum: {type(self).__name__} has none that could change; give it momentum: 0.9, or leave"
-                        " it out here"
+                        f"momentum: {type(self).__name__} has no momentum to schedule; give it momentum: 0.9, or"
+                        " leave it out here"
                     )
             except ConfigError as error:
                 error.subject = self.schedule
@@ -56,25 +56,24 @@ class Scheduled:
 
 
 class Optimizer(Scheduled, Registered, ABC):
-    """A rule that turns gradients into new parameters.
+    """Base class of optimisers.
 
-    A subclass names its slots (arrays that it remembers from step to step, each as long as the parameters) and
-    overrides `apply`. It holds no arrays itself, so that one optimiser can serve several models.
+    A subclass names its slots (state arrays, each as long as the parameters) and overrides `apply`. The optimiser
+    itself holds no arrays, so one object can serve several models.
 
     Parameters
     ----------
     learning_rate : float
-        Length of a step, at least 0.
+        Learning rate, at least 0.
     weight_decay : float
-        This many times the parameters is added to their gradients (an L2 penalty), as in PyTorch.
+        Factor of the parameters that is added to their gradients (L2 penalty), as in PyTorch.
     decay_all : bool
-        False: weight decay leaves biases, and the scales and shifts of norms, alone.
+        False: no weight decay for biases and for scales and shifts of normalisation layers.
     clip_norm : float, optional
-        Gradients are scaled down to this norm, if that of all of them together, over all ranks, is larger, as by
-        `torch.nn.utils.clip_grad_norm_`.
+        Maximum norm of all gradients together, over all ranks, as in `torch.nn.utils.clip_grad_norm_`.
     ema : float, optional
-        Keep a running mean of the parameters, which gets 1 - ema of them at each step: it is evaluated, and it is what
-        `predict` and `evaluate` take from checkpoints. Running statistics of norms are those of the parameters.
+        Decay rate of an exponential moving average of the parameters, which is used for evaluation and, from
+        checkpoints, by `predict` and `evaluate`. Running statistics of normalisation layers are not averaged.
     schedule : Schedule, optional
         A factor on the learning rate over the epochs.
     """
@@ -100,11 +99,11 @@ class Optimizer(Scheduled, Registered, ABC):
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The names of all arrays that are kept from step to step."""
+        """Names of all state arrays."""
         return self.slot_names if self.ema is None else (*self.slot_names, AVERAGE)
 
     def slots(self, params: Any) -> dict[str, Any]:
-        """Return new zeroed slots for parameters; the caller keeps them and gives them to `update`."""
+        """Return new zeroed slots for parameters; the caller keeps them and passes them to `update`."""
         return {name: namespace(params).zeros_like(params) for name in self.kept}
 
     def update(
@@ -116,20 +115,20 @@ class Optimizer(Scheduled, Registered, ABC):
         scale: float = 1.0,
         layout: FlatLayout | None = None,
     ) -> None:
-        """Change `params` and `slots` in place by one step; collective, where a norm is of several ranks.
+        """Update `params` and `slots` in place by one step; collective if norms span several ranks.
 
         Parameters
         ----------
         params, grads : ndarray, 1-D
             All parameters and their summed gradients; `grads` may be overwritten.
         slots : dict of str to ndarray
-            What `slots` returned for these parameters.
+            Slots returned by `slots` for these parameters.
         step : int
             Number of updates before this one: 0 at the first.
         scale : float
             Factor on the learning rate.
         layout : FlatLayout, optional
-            Where each parameter is; default: there is one, whole on this rank.
+            Layout of the parameters. Default: a single parameter, whole on this rank.
         """
         layout = layout or FlatLayout.of_one(params.size)
         rate = self.learning_rate * scale
@@ -157,7 +156,7 @@ class Optimizer(Scheduled, Registered, ABC):
             self._average(params, slots[AVERAGE], scratch, step, layout)
 
     def with_momentum(self, momentum: float | None) -> Optimizer:
-        """Return the same rule with another momentum, None: its own; slots go on."""
+        """Return the same optimiser with another momentum, None: its own; slots remain valid."""
         if momentum is None:
             return self
         found = copy(self)
@@ -165,7 +164,7 @@ class Optimizer(Scheduled, Registered, ABC):
         return found
 
     def set_momentum(self, momentum: float) -> None:
-        """Change the momentum, where `has_momentum` says that there is one."""
+        """Set the momentum, if `has_momentum`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -178,17 +177,17 @@ class Optimizer(Scheduled, Registered, ABC):
         rate: float,
         step: int,
     ) -> None:
-        """Change one block of `params` and `slots` in place; weight decay is already in `grads`.
+        """Update one block of `params` and `slots` in place; weight decay is already in `grads`.
 
         All arrays are 1-D and equally long; `grads` and `scratch` may be overwritten. `rate` is the scaled learning
         rate, `step` counts from 0.
         """
 
     def finish(self, params: Any, grads: Any, rate: float, layout: FlatLayout) -> None:
-        """Change all parameters, after `apply` has seen all blocks; for rules that need whole parameters."""
+        """Update all parameters after `apply` has processed all blocks, for rules that need whole parameters."""
 
     def norms_for(self, cut: int) -> int:
-        """Return how many numbers (float64) ranks add up over the tiles in a step, for so many parameters cut."""
+        """Return how many float64 values are reduced over the tiles per step, for so many partitioned parameters."""
         return cut * (self.clip_norm is not None)
 
     def _scale(self, array: Any, layout: FlatLayout, factor: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat array, and their norms over all ranks."""
+"""Layout of parameters in a flat array, and their norms over all ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ BLOCK = 1 << 15  # cells per block: parameters, gradients, slots and scratch of 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The parameters in a flat array that an optimiser changes.
+    """Layout of parameters in the flat array that an optimiser updates.
 
     Attributes
     ----------
     spans : tuple of (start, stop)
-        Of each parameter, in their order.
+        Span of each parameter, in order.
     decays : tuple of bool
-        Which of them are neither biases nor of norms.
+        Whether each parameter is neither a bias nor part of a normalisation layer.
     whole : int
-        Number of parameters, from the first, that every rank holds whole; of the others this rank has a part.
+        Number of leading parameters that every rank holds whole; this rank has a part of each of the others.
     total : callable, optional
-        Sums over the ranks that have the other parts, and returns it; collective. None: there are no others.
+        Returns the sum over the ranks with the other parts; collective. None: there are no others.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -34,7 +34,7 @@ class FlatLayout:
 
     @classmethod
     def of_one(cls, size: int) -> FlatLayout:
-        """Return that of one parameter of so many numbers, on one rank."""
+        """Return the layout of a single parameter of so many elements, on one rank."""
         return cls(((0, size),), (True,), 1)
 
     def blocks(self, alike: bool) -> Iterator[tuple[slice, bool]]:

@@ -15,15 +15,15 @@ class RMSprop(Optimizer):
     Parameters
     ----------
     learning_rate : float
-        Length of a step.
+        Learning rate.
     alpha : float
-        Memory of the running mean of the squares, in [0, 1).
+        Decay rate of the running mean of the squares, in [0, 1).
     momentum : float
-        Share of the last step's direction that is kept, in [0, 1).
+        Momentum factor, in [0, 1).
     centered : bool
         Divide by the standard deviation instead.
     eps : float
-        Added to the root, against division by zero; above 0.
+        Added to the root for numerical stability; above 0.
     **kwargs
         weight_decay, decay_all, clip_norm, ema and schedule, as in Optimizer.
     """
@@ -44,7 +44,7 @@ class RMSprop(Optimizer):
         self.has_momentum = bool(momentum)
 
     def set_momentum(self, momentum: float) -> None:
-        """Change the share of the last step."""
+        """Set the momentum."""
         self.momentum = momentum
 
     def apply(
@@ -56,7 +56,7 @@ class RMSprop(Optimizer):
         rate: float,
         step: int,
     ) -> None:
-        """Change one block in place."""
+        """Update one block in place."""
         xp, square = namespace(params), slots["square"]
         square *= self.alpha
         xp.multiply(grads, grads, out=scratch)

@@ -38,7 +38,7 @@ class StepDecay(Schedule):
     every_epochs : int
         Epochs between two drops.
     factor : float
-        What one drop multiplies the learning rate by.
+        Factor of each drop.
     """
 
     def __init__(self, every_epochs: Count, factor: Positive = 0.1) -> None:
@@ -50,14 +50,14 @@ class StepDecay(Schedule):
 
 
 class CosineDecay(Schedule):
-    """Let the learning rate fall along half a cosine (Loshchilov and Hutter 2017, without restarts).
+    """Cosine decay of the learning rate (Loshchilov and Hutter 2017, without restarts).
 
     Parameters
     ----------
     epochs : int
-        Length of the fall; afterwards the factor stays what it is.
+        Length of the decay; the factor stays constant afterwards.
     floor : float
-        The last factor, in [0, 1).
+        Final factor, in [0, 1).
     """
 
     def __init__(self, epochs: Count, floor: Share = 0.0) -> None:
@@ -69,28 +69,28 @@ class CosineDecay(Schedule):
             _check_end(self.epochs, epochs)
 
     def factor(self, epoch: float) -> float:
-        """Return the factor, never past the end of the fall."""
+        """Return the factor, clamped to the end of the decay."""
         return _cosine(1.0, self.floor, min(epoch / self.epochs, 1.0))
 
 
 class Warmup(Schedule):
-    """Let the learning rate rise along a line, and then follow another schedule, as from its own beginning.
+    """Linear warmup of the learning rate, followed by another schedule from its start.
 
     Parameters
     ----------
     epochs : float
-        Length of the rise, such as 0.5.
+        Length of the warmup, such as 0.5.
     start : float
-        The first factor, in [0, 1).
+        Initial factor, in [0, 1).
     then : Schedule, optional
-        Default: the rate stays.
+        Default: constant learning rate.
     """
 
     def __init__(self, epochs: Positive, start: Share = 0.01, then: Schedule | None = None) -> None:
         self.epochs, self.start, self.then = float(epochs), float(start), then
 
     def check(self, epochs: int) -> None:
-        """Raise ConfigError if what follows ends too early."""
+        """Raise ConfigError if the following schedule ends too early."""
         if self.then is not None:
             self.then.check(math.ceil(epochs - self.epochs))
 
@@ -99,18 +99,18 @@ class Warmup(Schedule):
         return self.factor_after(epoch, ())
 
     def factor_after(self, epoch: float, losses: Sequence[float | None]) -> float:
-        """Return the factor at `epoch`, given the losses that what follows may ask for."""
+        """Return the factor at `epoch`, given the losses that the following schedule may need."""
         if epoch < self.epochs:
             return self.start + (1.0 - self.start) * epoch / self.epochs
         return 1.0 if self.then is None else self.then.factor_after(epoch - self.epochs, losses)
 
     def momentum_at(self, epoch: float) -> float | None:
-        """Return what follows says, once it has begun."""
+        """Return the momentum of the following schedule, once it has begun."""
         return None if self.then is None or epoch < self.epochs else self.then.momentum_at(epoch - self.epochs)
 
 
 class OneCycle(Schedule):
-    """Up to the learning rate and down again along cosines (Smith and Topin 2018).
+    """One-cycle schedule: cosine rise to the learning rate and cosine decay (Smith and Topin 2018).
 
     As `torch.optim.lr_scheduler.OneCycleLR`; the learning rate is its max_lr.
 
@@ -119,12 +119,12 @@ class OneCycle(Schedule):
     epochs : int
         Length of the cycle.
     rise : float
-        The share of it before the peak, in [0, 1).
+        Fraction of the cycle before the peak, in [0, 1).
     start, floor : float
-        The first and the last factor, in [0, 1).
+        Initial and final factor, in [0, 1).
     momentum : (float, float), optional
-        The momentum (Adam's beta1) at the peak, and at both ends, such as [0.85, 0.95]: it falls as the learning rate
-        rises. Default: it stays what it is.
+        Momentum (Adam's beta1) at the peak and at both ends, such as [0.85, 0.95]: it falls as the learning rate rises.
+        Default: constant momentum.
     """
 
     def __init__(
@@ -143,11 +143,11 @@ class OneCycle(Schedule):
         _check_end(self.epochs, epochs)
 
     def factor(self, epoch: float) -> float:
-        """Return the factor, never past the end of the cycle."""
+        """Return the factor, clamped to the end of the cycle."""
         return self._between(epoch, self.start, 1.0, self.floor)
 
     def momentum_at(self, epoch: float) -> float | None:
-        """Return the momentum, never past the end of the cycle."""
+        """Return the momentum, clamped to the end of the cycle."""
         return None if self.momentum is None else self._between(epoch, self.momentum[1], *self.momentum)
 
     def _between(self, epoch: float, first: float, peak: float, last: float) -> float:
@@ -158,23 +158,23 @@ class OneCycle(Schedule):
 
 
 class Plateau(Schedule):
-    """Lower the learning rate when the loss of the validation split falls no more.
+    """Lower the learning rate when the validation loss stops improving.
 
-    As `torch.optim.lr_scheduler.ReduceLROnPlateau`. Without a validation split it is the loss of the test split. It is
-    told the losses of all epochs so far, so that a resumed run goes on alike.
+    As `torch.optim.lr_scheduler.ReduceLROnPlateau`. Without a validation split the test loss is used. The factor
+    depends on the losses of all epochs so far, so a resumed run continues identically.
 
     Parameters
     ----------
     factor : float
-        What one drop multiplies the learning rate by, in [0, 1).
+        Factor of each drop, in [0, 1).
     patience : int
-        Epochs without a better loss that are forgiven.
+        Number of epochs without improvement before a drop.
     threshold : float
-        A loss is better if it is lower by this share of the best one, in [0, 1).
+        Relative improvement over the best loss that counts, in [0, 1).
     cooldown : int
-        Epochs after a drop that are not counted.
+        Number of epochs ignored after a drop.
     floor : float
-        The lowest factor, in [0, 1).
+        Minimum factor, in [0, 1).
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Plateau(Schedule):
         self.cooldown, self.floor = int(cooldown), float(floor)
 
     def factor(self, epoch: float) -> float:
-        """Return 1: nothing is known of any loss."""
+        """Return 1, since no loss is known."""
         return 1.0
 
     def factor_after(self, epoch: float, losses: Sequence[float | None]) -> float:
@@ -213,6 +213,6 @@ def _cosine(first: float, last: float, done: float) -> float:
 def _check_end(length: int, epochs: int) -> None:
     if epochs > length:
         raise ConfigError(
-            f"epochs: the learning rate is 0 after {length} epochs, and {epochs} are to be trained;"
-            f" set this to {epochs} as well"
+            f"epochs: the learning rate is 0 after {length} epochs, but {epochs} epochs are trained; set this to"
+            f" {epochs} as well"
         )

@@ -16,18 +16,18 @@ class SGD(Optimizer):
     Parameters
     ----------
     learning_rate : float
-        Length of a step.
+        Learning rate.
     momentum : float
-        Share of the last step's direction that is kept, in [0, 1).
+        Momentum factor, in [0, 1).
     nesterov : bool
-        Look one step ahead (Sutskever et al. 2013); needs momentum.
+        Use Nesterov momentum (Sutskever et al. 2013); requires momentum.
     **kwargs
         weight_decay, decay_all, clip_norm, ema and schedule, as in Optimizer.
 
     Raises
     ------
     ConfigError
-        A value is out of its range.
+        If a value is out of range.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SGD(Optimizer):
         self.has_momentum = bool(momentum)
 
     def set_momentum(self, momentum: float) -> None:
-        """Change the share of the last step."""
+        """Set the momentum."""
         self.momentum = momentum
 
     def apply(
@@ -58,7 +58,7 @@ class SGD(Optimizer):
         rate: float,
         step: int,
     ) -> None:
-        """Change one block in place: buf = momentum * buf + grad; p -= rate * buf."""
+        """Update one block in place: buf = momentum * buf + grad; p -= rate * buf."""
         xp, direction = namespace(params), grads
         if self.momentum:
             buf = slots["momentum"]

@@ -1,4 +1,4 @@
-"""How ranks that hold the same parameters, or samples of the same batch, come to one gradient.
+"""Synchronisation of gradients between ranks that hold the same parameters, or samples of the same batch.
 
 parameters: the trained arrays of a model in flat buffers. layer_parameters: those of layers. shard: one array, and the
 part of it on a rank.

@@ -1,4 +1,4 @@
-"""What ranks tell each other at every step, inside a sum that is made anyway."""
+"""Flags that ranks exchange in every step, within a reduction that is performed anyway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEADER = 16
 
 
 class Flag(IntEnum):
-    """What a rank can have to tell."""
+    """Kinds of flags that a rank can send."""
 
     NON_FINITE = 0
     SIGTERM = 1
@@ -22,7 +22,7 @@ class Flag(IntEnum):
 
 
 class ControlFlags:
-    """How many ranks have something to tell; every rank hears the same, of the same step.
+    """Counts of ranks that set each flag; every rank receives the same counts, for the same step.
 
     Nothing is sent for it alone: the numbers ride in front of the gradients.
 

@@ -1,4 +1,4 @@
-"""When, and in which messages, the ranks add up their shares of the gradients."""
+"""Timing and messages of the reduction of gradients over ranks."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class BlockPlan:
 
     @cached_property
     def section(self) -> PlannedSection:
-        """What is executed for each block."""
+        """Section executed for each block."""
         return section_of(self.graph, self.cells, self.grid, backward=False)
 
     def kind(self, number: int) -> tuple[int, ...]:
@@ -208,7 +208,7 @@ def not_in_blocks(graph: Graph) -> Iterator[tuple[str, str]]:
             continue
         window = layer.window_for(shape) if len(shape) > 1 else None
         if len(graph.shapes[step.output]) < 2:
-            yield str(layer.name), "needs the whole image for one vector"
+            yield str(layer.name), "needs the whole image to compute a vector"
         elif any(not one.over_batch for one in layer.reductions_for(shape)):
             yield str(layer.name), "sums over the whole image"
         elif layer.reach_for(shape) is None:
@@ -258,7 +258,7 @@ def fitted(
         if halves[axis] == size[axis]:
             raise ConfigError(
                 f"memory: even a block of {' x '.join(map(str, size))} takes {words(plan.largest * itemsize)}, and"
-                f" {words(max(0, numbers) * itemsize)} are left for it; most is for layer '{plan.heaviest()}'; give"
+                f" {words(max(0, numbers) * itemsize)} are available; layer '{plan.heaviest()}' needs most of it; give"
                 " more memory, or use fewer ranks"
             )
         size = [halves[at] if at == axis else each for at, each in enumerate(size)]

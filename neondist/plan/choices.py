@@ -1,4 +1,4 @@
-"""Which exact scheme each layer would best have on a grid, by the planner's cost model."""
+"""Best exact scheme of each layer on a grid, by the planner's cost model."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def put_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
     by_name, changed = {str(layer.name): layer for layer in layers}, False
     for name, text in schemes.items():
         if name not in by_name:
-            raise ConfigError(f"schemes: layer '{name}' does not exist in the model; plan for this model again")
+            raise ConfigError(f"schemes: layer '{name}' does not exist in the model; plan again for this model")
         layer, scheme = by_name[name], as_scheme(text)
         changed |= layer.scheme is None or scheme_text(scheme) != scheme_text(layer.scheme)
         layer.scheme = scheme
@@ -138,7 +138,7 @@ class _Cutter:
         return min(found, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 
     def _backward(self, at: int) -> bool:
-        """Tell whether the input at a place needs a gradient: all but the images do."""
+        """Return whether the input at a place needs a gradient: all but the images do."""
         return not self.first or at > 0
 
     def _folded(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:

@@ -62,8 +62,8 @@ def compile_plan(
                 with _named(chain, layer):
                     if layer.splits_outputs and step.output not in whole.shards:
                         raise ConfigError(
-                            "split: outputs needs fully connected layers with split: inputs behind it, and an"
-                            " elementwise activation; use split: inputs"
+                            "split: outputs must be followed by fully connected layers with split: inputs, and"
+                            " needs an elementwise activation; use split: inputs"
                         )
                     plans.append(LayerPlan(layer, *shapes, grid, tiles, gradient, moved))
         return Plan(whole, plans, grid, batch_size or grid.replicas, training, stream=stream, idle=idle)
@@ -111,7 +111,7 @@ def fitted(plan: Plan, planned: Callable[[Stream], Plan], regions: Found) -> Pla
     count, made = min([(plan.needed, plan), *needed], key=lambda pair: pair[0])
     layer = max(made.layers, key=lambda each: each.largest_view * each.input_shape[-1])
     raise ConfigError(
-        f"memory: a rank may use {words(limit)}, but needs {words(count)} at least, most of it for layer"
+        f"memory: a rank may use {words(limit)}, but needs at least {words(count)}, most of it for layer"
         f" '{layer.name}'; give more memory, or use more ranks or smaller batches"
     )
 

@@ -130,7 +130,7 @@ class Graph:
         return gives and bool(readers) and all(self.wants_shard(self.steps[at]) for at in readers)
 
     def wants_shard(self, step: Step) -> bool:
-        """Tell whether a step wants this rank's range of a vector alone."""
+        """Return whether a step wants this rank's range of a vector alone."""
         return step.layer is not None and step.layer.layout is Shard and len(self.shapes[step.inputs[0]]) == 1
 
     def redistributions(self, step: Step, needed: bool = True) -> list[Cut]:
@@ -139,7 +139,7 @@ class Graph:
         Parameters
         ----------
         needed : bool
-            Whether somebody needs the gradient of its input.
+            Whether the gradient of its input is needed.
         """
         found, (first, *_) = [], step.inputs
         if step.output in self.shards and not (step.layer and step.layer.splits_outputs):
@@ -155,7 +155,7 @@ class Graph:
         return {step.output: self.absorbed.get(at, at) for at, step in enumerate(self.steps)}
 
     def looked_at(self, value: int) -> bool:
-        """Tell whether what made a value looks at it again on the way back."""
+        """Return whether what made a value looks at it again on the way back."""
         at = self.made.get(value)
         if at is None or at in self.cleared:
             return False
@@ -204,8 +204,8 @@ class Lowering:
         outer, self._about, shape = self._about, layer, self.shapes[value]
         if len(shape) < 2 and (layer.needs_image or layer.window is not None):
             raise ShapeError(
-                f"needs an image, but its input is a vector, of shape {shape}; put it before the layer that makes"
-                " vectors: fully connected, or global pooling"
+                f"needs an image, but its input is a vector of shape {shape}; put it before the fully connected or"
+                " global pooling layer"
             )
         found = self._append(layer, None, (value,), layer.output_shape_for(shape))
         self._about = outer

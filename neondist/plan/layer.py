@@ -1,4 +1,4 @@
-"""What a layer will look like on a grid: shapes, tiles and halos, from arithmetic alone."""
+"""Plan of a layer on a grid: shapes, tiles and halos, from arithmetic only."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Exchange(NamedTuple):
 class LayerPlan:
     """One layer on all tiles of a replica; shapes without the batch.
 
-    What is told of each tile is computed when it is asked for.
+    Facts about each tile are computed on demand.
 
     Parameters
     ----------
@@ -136,7 +136,7 @@ class LayerPlan:
         self._gathers = gathers and Exchange(grid.partition(gathers[0][:-1]), gathers[1], None, gathers[0][-1])
         largest = max(self.parameters, prod(output_shape), self.view(0).need.size * input_shape[-1])
         if largest > _MOST:
-            raise ShapeError(f"would have {largest} numbers, more than any machine can hold; make the layer smaller")
+            raise ShapeError(f"would have {largest} elements, more than any machine can hold; make the layer smaller")
 
     def view(self, tile: int) -> HaloPlan:
         """Return which cells of the input a tile's rank has, and sees."""
@@ -168,7 +168,7 @@ class LayerPlan:
         made = sorted(piece.source.size * array.channels for array in arrays for piece in array.plan.sends)
         if made != planned:
             raise PlanError(
-                f"layer '{self.name}' ({self.cls}): its arrays send messages of {made} numbers of a sample, but"
+                f"layer '{self.name}' ({self.cls}): its arrays send messages of {made} elements per sample, but"
                 f" halos_for and gathers_for declare {planned}; declare every array that make_array returns"
             )
 
@@ -201,7 +201,7 @@ class LayerPlan:
 
     @cached_property
     def held(self) -> list[int]:
-        """What `held_by` returns, of every tile."""
+        """Results of `held_by` for every tile."""
         return self.classes.each(self.held_by)
 
     @property

@@ -1,4 +1,4 @@
-"""When the arrays of a step live: from it follows which of them may share memory.
+"""Lifetimes of the arrays of a step, which determine which of them may share memory.
 
 A pass of L steps has 2 L moments: step i works forward at moment i, and backward at moment 2 L - 1 - i.
 """
@@ -23,7 +23,7 @@ class LiveRange(NamedTuple):
     last: int
 
     def meets(self, other: LiveRange) -> bool:
-        """Tell whether both live at the same moment."""
+        """Return whether both live at the same moment."""
         return self.first <= other.last and other.first <= self.last
 
 
@@ -65,7 +65,7 @@ def _placed(ranges: Sequence[LiveRange], order: Sequence[int]) -> tuple[list[int
 
 @dataclass
 class MemoryPlan:
-    """Which arrays of a pass live in the arena, and when.
+    """Arrays of a pass in the arena, and their lifetimes.
 
     Attributes
     ----------
@@ -148,7 +148,7 @@ def plan_memory(
     saves = [step.saves_input and at not in restored for at, step in enumerate(steps)]
 
     def own(value: int) -> bool:
-        """Tell whether the memory in which a value's gradient comes is nobody else's."""
+        """Return whether the memory in which a value's gradient comes is nobody else's."""
         readers = graph.readers[value]
         if len(readers) != 1:
             return bool(readers)
@@ -157,7 +157,7 @@ def plan_memory(
 
     @cache
     def begins(value: int) -> bool:
-        """Tell whether the first gradient of a value with several readers may take the others: nobody else reads it."""
+        """Whether the first gradient of a value with several readers may take the others: nobody else reads it."""
         *_, before, first = sorted(graph.readers[value])
         step = steps[first]
         others = [v for v in step.inputs if v != value]
@@ -166,7 +166,7 @@ def plan_memory(
         return step.layer is not None or (apart and all(alone))
 
     def handed(value: int, at: int) -> bool:
-        """Tell whether a value's gradient lies where a step behind it has put it."""
+        """Return whether a value's gradient lies where a step behind it has put it."""
         readers = graph.readers[value]
         return len(readers) == 1 or (max(readers) == at and begins(value))
 

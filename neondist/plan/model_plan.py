@@ -1,4 +1,4 @@
-"""What runs, checks and benchmarks ask of the plan of a model of either kind."""
+"""Interface of the plan of a model of either kind, for runs, checks and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Workload:
-    """What the busiest rank does in a training step; the synchronisation of gradients is not in it.
+    """Workload of the busiest rank in a training step, without the synchronisation of gradients.
 
     Attributes
     ----------
@@ -62,11 +62,11 @@ class ModelPlan(Protocol):
 
     @property
     def input_shape(self) -> Shape:
-        """That of the model, (*spatial, C), global and without the batch."""
+        """Input shape of the model, (*spatial, C), global and without the batch."""
 
     @property
     def output_shape(self) -> Shape:
-        """That of the model, channels last, global and without the batch."""
+        """Output shape of the model, channels last, global and without the batch."""
 
     @property
     def parameters(self) -> ParameterPlan:
@@ -90,7 +90,7 @@ class ModelPlan(Protocol):
 
     @property
     def workload(self) -> Workload:
-        """That of the busiest rank in a training step."""
+        """Workload of the busiest rank in a training step."""
 
     @property
     def trained_in(self) -> int:

@@ -56,7 +56,7 @@ class ParameterPlan:
 
     @cached_property
     def specs(self) -> tuple[ParameterSpec, ...]:
-        """What a strategy is built for, in the order of the model."""
+        """Parameter specifications for a strategy, in the order of the model."""
         given = self.parameters.items()
         return tuple(ParameterSpec(name, one.shape, str(self.dtype), bool(one.sparse)) for name, one in given)
 
@@ -67,7 +67,7 @@ class ParameterPlan:
 
     @cached_property
     def compressors(self) -> dict[str, str]:
-        """How gradients travel that are not sent as they are, by full name; those of a tile's parameters are."""
+        """Compressors of gradients by full parameter name; gradients of a tile's parameters are not compressed."""
         return compressors_of(self.strategy, self.whole, self.dtype.itemsize)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a model does on a grid, compiled once: what runs, what it sends, and what it needs of memory."""
+"""Compiled plan of a model on a grid: its steps, messages and memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOSS, GRADIENTS = "loss", "gradients"
 
 @dataclass(frozen=True)
 class Training:
-    """What a plan has to know of a training step beside the layers."""
+    """Facts about a training step that a plan needs in addition to the layers."""
 
     cost: Cost
     optimizer: Optimizer
@@ -104,12 +104,12 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def input_shape(self) -> Shape:
-        """That of the model, global and without the batch."""
+        """Input shape of the model, global and without the batch."""
         return self.graph.shapes[0]
 
     @property
     def output_shape(self) -> Shape:
-        """That of the model, global and without the batch."""
+        """Output shape of the model, global and without the batch."""
         return self.graph.shapes[self.graph.output]
 
     @property
@@ -129,7 +129,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def thinnest(self) -> int:
-        """The fewest cells along an axis, of the last two, of what a layer is given; 1 if that is no image."""
+        """The fewest cells along an axis, of the last two, of what a layer is given; 1 if that is not an image."""
         images = [plan.input_shape for plan in self]
         found = min((n for shape in images if len(shape) > 2 for n in shape[-3:-1]), default=1)
         return found if len(images[0]) > 2 else 1
@@ -141,7 +141,7 @@ class Plan(Sequence[LayerPlan]):
 
     @cached_property
     def units(self) -> dict[str, list[LayerPlan]]:
-        """What is executed one after the other, by name: layers, and segments of layers."""
+        """Units executed one after the other, by name: layers, and segments of layers."""
         segments = {id(inside.layer): one for one in self.segments for inside in one.plans}
         found: dict[str, list[LayerPlan]] = {}
         for one in self:
@@ -165,7 +165,7 @@ class Plan(Sequence[LayerPlan]):
         return [*(plan.outline() for plan in self), *arrays]
 
     def row_of(self, name: str) -> str:
-        """Return in which row a layer is told; that of what is no layer is its own."""
+        """Return the table row of a layer; other names have their own rows."""
         return next((row for row, plans in self.units.items() if name in [plan.name for plan in plans]), name)
 
     # What is sent, in bytes of a training step.
@@ -222,7 +222,7 @@ class Plan(Sequence[LayerPlan]):
 
     @cached_property
     def workload(self) -> Workload:
-        """What the busiest rank does in a step: it has most cells, and sends most, in each layer."""
+        """Workload of the busiest rank in a step: it has most cells, and sends most, in each layer."""
         samples = self.samples(0)
         flops = sum(2 * samples * (3 if plan.gradient else 2) * plan.products(0) for plan in self)
         again = 1.0 if self.stream is None else work_of(self.graph, self.stream) / work_of(self.graph, None)
@@ -306,7 +306,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def needed(self) -> int:
-        """What `memory` says of the rank that needs most."""
+        """Result of `memory` for the rank that needs most."""
         return self.needed_by(self.stream)
 
     trained_in = needed
@@ -326,7 +326,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def segments(self) -> list[Segment]:
-        """What is executed in strips."""
+        """Segments executed in strips."""
         return [one for section in self.sections for one in section.segments.values()]
 
     @cached_property

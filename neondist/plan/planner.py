@@ -1,4 +1,4 @@
-"""Which consecutive layers make a segment: dynamic programming on a cost model."""
+"""Division of consecutive layers into segments: dynamic programming on a cost model."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def gather_seconds(figures: Figures, placed: InSegment, grid: GridShape) -> floa
 
 
 def can_follow(layer: Layer, input_shape: Shape) -> bool:
-    """Tell whether a layer can compute cells of other tiles."""
+    """Return whether a layer can compute cells of other tiles."""
     window = layer.window_for(input_shape)
     return not layer.no_recompute and (window is None or not window.wraps)
 

@@ -1,4 +1,4 @@
-"""What is executed together: sections, whose arrays are in memory together, and in them segments, in strips.
+"""Units of execution: sections, whose arrays are in memory together, and in them segments, in strips.
 
 Some rows, or slabs, of a tile go through the layers of a segment before the next ones do.
 """
@@ -26,7 +26,7 @@ CACHE = 1 << 20
 
 @dataclass
 class PlannedSection:
-    """What is executed of some nodes.
+    """Plan for executing a range of nodes.
 
     Attributes
     ----------
@@ -248,7 +248,7 @@ NOWHERE = (-1, -1)
 
 
 def _can_go(plan: LayerPlan) -> bool:
-    """Tell whether a layer is one window, or none, over an image: no reduction, no other halo, no weights by cell."""
+    """Return whether a layer is one window, or none, over an image: no reduction, no other halo, no weights by cell."""
     layer, shape = plan.layer, plan.input_shape
     halos = [] if plan.window is None else [(shape, plan.window)]
     return (

@@ -19,8 +19,8 @@ Links: TypeAlias = Sequence[tuple[Node, Shape]]
 Found: TypeAlias = dict[int, tuple[Partition | None, Partition | None]]
 """By the layer's id: which cells of its input and of its output each tile has; None: the balanced ones."""
 _FIRST = (
-    "reads the image wide, so it is for the first layers of a model alone, and neither for those inside of Sum or"
-    " Concat nor for those behind"
+    "reads an extended tile of the image, so it applies only to the first layers of a model, not inside or after"
+    " Sum or Concat"
 )
 
 
@@ -117,7 +117,7 @@ def single(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
 
 
 def blocks(node: Node, shape: Shape, grid: GridShape) -> bool:
-    """Tell whether a node is anything but a layer that sees each cell alone."""
+    """Return whether a node is anything but a layer that sees each cell alone."""
     alone = len(node.leaves) == 1 and node.leaves[0] is node and len(node.output_shape_for(shape)) > 1
     return not alone or single(node, shape, grid) is not None
 
@@ -163,8 +163,8 @@ def _check(layer: Layer, segment: Links, window: Window) -> None:
     if layer.sums_image and any(fusion.reads_wide and fusion.statistics is None for fusion in _fusions(segment)):
         raise _about(
             layer,
-            "scheme overlap_tile exchanges nothing, but this layer normalises over the whole image; say"
-            " 'statistics: global' in the scheme (its sums are then added over all tiles), or use deep_halo",
+            "scheme overlap_tile exchanges nothing, but this layer normalises over the whole image; set"
+            " 'statistics: global' in the scheme (its sums are then reduced over all tiles), or use deep_halo",
         )
 
 

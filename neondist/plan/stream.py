@@ -80,7 +80,7 @@ class Stream:
         sweeps = len(self.reducing("forward")) + len(self._sweeps_uncut)
         tiled = len(self.graph.shapes[self.graph.output]) > 1
         strips = f"{self.grid.strips} strip{'s'[: self.grid.strips > 1]} of each tile"
-        return f"streamed: {layers[0]} to {layers[-1]} in {strips}, which go through {sweeps + tiled} times a step"
+        return f"streamed: {layers[0]} to {layers[-1]} in {strips}, processed {sweeps + tiled} times a step"
 
     def beside(self, graph: Graph) -> Graph:
         """Return the network's graph, in which the value that the stream gives is whole."""
@@ -134,7 +134,7 @@ class Stream:
 
     @cached_property
     def below(self) -> Stream | None:
-        """What goes back from the last cut on."""
+        """Backward steps from the last cut on."""
         if not self.cuts:
             return None
         *cuts, nodes = self.cuts
@@ -185,7 +185,7 @@ class Stream:
 
     @cached_property
     def outputs(self) -> Partition:
-        """Which cells of the last value each strip has."""
+        """Cells of the last value in each strip."""
         extent = self.graph.shapes[self.graph.output][:-1]
         own = self.grid.partition(extent)
         if self.wide is None:
@@ -254,7 +254,7 @@ class Stream:
 
     @cached_property
     def cells(self) -> list[Partition]:
-        """Which cells of every value each strip has; of a vector, all."""
+        """Cells of every value in each strip; of a vector, all."""
         if self.known is not None:
             return self.known
         graph, outputs = self.graph, self.outputs
@@ -274,12 +274,12 @@ class Stream:
 
     @cached_property
     def section(self) -> PlannedSection:
-        """What is executed for each strip: to it they are what tiles are to a network."""
+        """Section executed for each strip: strips are to it what tiles are to a network."""
         return section_of(self.graph, self.cells, self.grid)
 
     @cached_property
     def regions(self) -> Found:
-        """Which cells of its input and output a tile has of each layer, by the layer's id."""
+        """Cells of each layer's input and output on a tile, by the layer's id."""
         tiles = [cells if cells.extent else None for cells in self.tiles]
         return {
             id(step.layer): (tiles[step.inputs[0]], tiles[step.output])
@@ -365,7 +365,7 @@ class Stream:
 
     @property
     def kinds(self) -> list[Kinds]:
-        """What tells tiles apart: their strips, and what they have of a value that is cut."""
+        """Keys that distinguish tiles: their strips, and their parts of partitioned values."""
         strips = [kind for part in self.parts for plan in part.section.placed.values() for kind in plan.kinds("all")]
         strips += [cells_kinds(cells) for part in self.parts for cells in part.cells]
         wide = [cells_kinds(part.wide) for part in self.parts if part.wide is not None]
@@ -397,5 +397,5 @@ def work_of(graph: Graph, stream: Stream | None) -> float:
 
 
 def _leaves(step: Step) -> bool:
-    """Tell whether it is known what a step saves."""
+    """Return whether it is known what a step saves."""
     return step.layer is None or said_with(step.layer, "saves_beside", "forward") is not None

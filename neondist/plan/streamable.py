@@ -1,4 +1,4 @@
-"""Which nodes of a network can go strip after strip."""
+"""Nodes of a network that can be computed strip by strip."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .segments import Found
 
 
 def can_stream(graph: Graph, nodes: int, grid: GridShape, found: Found) -> bool:
-    """Tell whether all of so many nodes can go in strips, and nothing that `find_regions` has found is cut apart."""
+    """Return whether all of so many nodes can go in strips, and nothing that `find_regions` has found is cut apart."""
     steps, value = graph.ends[nodes]
     if not any(step.layer is not None for step in graph.steps[:steps]) or any(
         not _goes(step, graph, grid, last=step.output == value) for step in graph.steps[:steps]
@@ -19,7 +19,7 @@ def can_stream(graph: Graph, nodes: int, grid: GridShape, found: Found) -> bool:
 
 
 def _goes(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
-    """Tell whether a step sees a bounded neighbourhood, or sums what it has, and has no weights by cell on the way."""
+    """Whether a step sees a bounded neighbourhood, or sums what it has, and has no weights by cell on the way."""
     layer, shape = step.layer, graph.shapes[step.inputs[0]]
     if len(graph.shapes[step.output]) < 2 and not last:
         return False

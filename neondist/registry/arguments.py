@@ -1,4 +1,4 @@
-"""What Python code gives to a constructor, checked against the same type hints as a YAML file's fields."""
+"""Validation of constructor arguments from Python against the same type hints as a YAML file's fields."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def _misfit(who: str, name: str, value: Any, hint: Any) -> ConfigError:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Tell whether a value is what a type hint asks for."""
+    """Return whether a value is what a type hint asks for."""
     return check_of(hint)(value)
 
 
 def within(value: Any, hint: Any) -> bool:
-    """Tell whether a number is in the range that a type hint gives."""
+    """Return whether a number is in the range that a type hint gives."""
     return all(limit.allows(value) for limit in ranges(hint))
 
 
@@ -151,7 +151,7 @@ def _of_mappings(hint: Any) -> bool:
 
 @looked_up_once
 def _of_lists(hint: Any) -> bool:
-    """Tell whether a type hint asks for a list whose items are alike."""
+    """Return whether a type hint asks for a list whose items are alike."""
     kind = typing.get_origin(hint) or hint
     listed = isinstance(kind, type) and kind.__module__ in ("builtins", "collections.abc")
     return listed and issubclass(kind, collections.abc.Iterable) and not issubclass(kind, str | tuple | Mapping)
@@ -162,7 +162,7 @@ def _is_bool(value: Any) -> bool:
 
 
 def _is_list(value: Any) -> bool:
-    """Tell whether it is a list of some kind, of NumPy too; text, and what is used up by looking at it, is none."""
+    """Return whether it is a list of some kind, of NumPy too; text, and what is used up by looking at it, is none."""
     return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping)
 
 

@@ -33,5 +33,5 @@ class Function:
 
 
 def takes_functions(hint: Any) -> bool:
-    """Tell whether a type hint asks for a function."""
+    """Return whether a type hint asks for a function."""
     return any((typing.get_origin(one) or one) is collections.abc.Callable for one in members(hint))

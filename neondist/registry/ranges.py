@@ -24,7 +24,7 @@ class Range:
     below: bool = True
 
     def allows(self, value: Any) -> bool:
-        """Tell whether it is in the range; what is no number may be another member of a union."""
+        """Return whether it is in the range; what is not a number may be another member of a union."""
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return True
         number: Any = value
@@ -67,14 +67,14 @@ def real(field: str, value: Any, low: float, open_low: bool = False) -> float:
     limit = Range(low, above=open_low)
     if isinstance(value, numbers.Real) and not isinstance(value, bool) and limit.allows(value):
         return float(value)
-    raise ConfigError(f"{field}: {value!r} cannot be used; give a number {limit}")
+    raise ConfigError(f"{field}: {value!r} is invalid; expected a number {limit}")
 
 
 def integer(field: str, value: Any, low: int) -> int:
     """Return `value` as an int of at least `low`; otherwise raise ConfigError."""
     if isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= low:
         return int(value)
-    raise ConfigError(f"{field}: {value!r} cannot be used; give a whole number of at least {low}")
+    raise ConfigError(f"{field}: {value!r} is invalid; expected a whole number of at least {low}")
 
 
 def shape_of(field: str, value: Any) -> tuple[int, ...]:
@@ -82,11 +82,11 @@ def shape_of(field: str, value: Any) -> tuple[int, ...]:
     extents = tuple(value) if hasattr(value, "__len__") and not isinstance(value, str) else ()
     if extents and all(isinstance(n, numbers.Integral) and not isinstance(n, bool) and int(n) > 0 for n in extents):
         return tuple(map(int, extents))
-    raise ConfigError(f"{field}: {value!r} cannot be used; give whole numbers of at least 1, such as (28, 28, 1)")
+    raise ConfigError(f"{field}: {value!r} is invalid; expected whole numbers of at least 1, such as (28, 28, 1)")
 
 
 def choice(field: str, value: Any, choices: Sequence[str]) -> str:
     """Return `value` if it is one of the choices; otherwise raise ConfigError."""
     if isinstance(value, str) and value in choices:
         return value
-    raise ConfigError(f"{field}: {value!r} cannot be used; choose from {', '.join(choices)}")
+    raise ConfigError(f"{field}: {value!r} is invalid; choose from {', '.join(choices)}")

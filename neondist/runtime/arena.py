@@ -77,7 +77,7 @@ class Blocks:
         return self._blocks[number, samples]
 
     def owns(self, array: Any) -> bool:
-        """Tell whether an array lies here: its values last no longer than a live range."""
+        """Return whether an array lies here: its values last no longer than a live range."""
         return any(self.backend.xp.may_share_memory(array, block) for block in self._blocks.values())
 
 
@@ -121,7 +121,7 @@ class Arena:
 
     @cached_property
     def _used_up(self) -> list[tuple[int, int]]:
-        """Where lies, for one sample, what a backward pass reads and then overwrites."""
+        """Arena range, for one sample, that a backward pass reads and then overwrites."""
         turn = self.plan.turn
         places = [(place, place + live.numbers, live) for place, live in zip(self.places, self.ranges, strict=True)]
         later = [(start, stop) for start, stop, live in places if live.first >= turn]

@@ -18,7 +18,7 @@ from .strips import on_strip
 
 
 class Blockwise:
-    """What computes the blocks of a plan.
+    """Executor of the blocks of a plan.
 
     Parameters
     ----------

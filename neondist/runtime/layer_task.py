@@ -1,4 +1,4 @@
-"""What a layer's step does in a pass, forward and backward; all communication of a pass is here."""
+"""Task of a layer's step in a pass, forward and backward; all communication of a pass is here."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class LayerTask(Task):
             declared = how.each * samples + how.once
             if one is not None and one.size != declared:
                 raise PlanError(
-                    f"layer '{self.name}' ({type(self.layer).__name__}): reduces {one.size} numbers"
+                    f"layer '{self.name}' ({type(self.layer).__name__}): reduces {one.size} elements"
                     f" {how.direction}, but its reductions_for declares {declared}"
                 )
 

@@ -1,4 +1,4 @@
-"""How partial results of ranks become one."""
+"""Combination of the partial results of ranks."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Section:
         """
         stop, value = self.graph.ends[first]
         if wanted and (stop in self.graph.absorbed or stop in self.graph.cleared.values()):
-            raise PassError("a way back cannot end between a layer and its activation; go back as far as the layer")
+            raise PassError("a backward pass cannot end between a layer and its activation; continue to the layer")
         end, gradients = runs[0].steps, [self._start(run, dy) for run, dy in zip(runs, dys, strict=True)]
         self._back(runs, gradients, slice(stop, end), None if wanted else value, done)
         return [held.get(value) if wanted else None for held in gradients]

@@ -126,8 +126,8 @@ class Streamed:
         """Return passes that take each step together."""
         if nodes not in (None, self.last):
             raise PassError(
-                "a pass cannot end between layers that go in strips; leave out strips, and give memory enough for whole"
-                " images"
+                "a pass cannot end between layers that are executed in strips; leave out strips, and give enough"
+                " memory for whole images"
             )
         runs = [StreamPass(x, phase, self.steps) for x, phase in zip(xs, phases, strict=True)]
         with self.context.grid.observers.during("layer", self.name, "forward"):

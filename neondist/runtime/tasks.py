@@ -1,4 +1,4 @@
-"""What one step of a graph does in a pass, forward and backward; those of branches, and of none, are here."""
+"""Tasks of a graph's steps in a pass, forward and backward; those of branches, and without communication, are here."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Task(ABC):
         return self.behind if run.steps > self.at + 1 else None
 
     def cleared(self, run: SectionPass) -> bool:
-        """Tell whether nobody looks at what it gave on the way back, because a pooling behind it does enough."""
+        """Return whether nobody looks at what it gave on the way back, because a pooling behind it does enough."""
         return self.cleared_by is not None and run.steps > self.cleared_by
 
     def gives(self, run: SectionPass) -> int:

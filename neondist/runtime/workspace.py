@@ -136,7 +136,7 @@ class SectionPass:
 
     @property
     def reduced(self) -> list[Any]:
-        """What the reductions of each step came to."""
+        """Results of the reductions of each step."""
         return [None if ctx is None else ctx.reduced for ctx in self.contexts]
 
     @contextmanager

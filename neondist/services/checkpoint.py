@@ -105,7 +105,7 @@ def read_configuration(folder: Path, index: int, servers: int) -> Message:
     """
     path = file_of(folder, index, servers)
     if not path.is_file():
-        raise DataError(f"{folder}: has no file of server {index} of {servers}; name another one")
+        raise DataError(f"{folder}: has no file for server {index} of {servers}; name another one")
     with opened(path, SingleTransport()) as file:
         return Message(_ServerFile(file).configuration)
 
@@ -201,7 +201,7 @@ class _ServerFile:
             self.optimizer = {"kind": str(header["optimizer"]["kind"]), "name": str(header["optimizer"]["name"])}
             self.configuration = {name: header[name] for name in ("layout", "optimizer", "rule")}
         except (KeyError, TypeError, ValueError, MessageError, UserError) as error:
-            raise DataError(f"{self.path}: is no file of a server ({error})") from None
+            raise DataError(f"{self.path}: is not a file written by a server ({error})") from None
 
     def read(self, name: str, dtype: Any, size: int | None = None) -> np.ndarray:
         """Return an array of the file; DataError if it is missing, or of another size."""
@@ -231,11 +231,11 @@ def _opened_all(folder: Path) -> Iterator[list[_ServerFile]]:
     found = sorted(path for path in folder.glob("server-*.h5") if _FILE.fullmatch(path.name))
     counts = {int(matched[2]) for path in found if (matched := _FILE.fullmatch(path.name))}
     if len(counts) != 1 or len(found) != (count := counts.pop()):
-        raise DataError(f"{folder}: is no complete checkpoint of servers ({len(found)} files); name another one")
+        raise DataError(f"{folder}: is not a complete checkpoint of servers ({len(found)} files); name another one")
     with ExitStack() as stack:
         files = [_ServerFile(stack.enter_context(opened(path, SingleTransport()))) for path in found]
         if len({file.save for file in files}) > 1:
-            raise DataError(f"{folder}: its {count} files are of different checkpoints; name another one")
+            raise DataError(f"{folder}: its {count} files belong to different checkpoints; name another one")
         yield files
 
 
@@ -258,7 +258,7 @@ def _whole_arrays(files: Sequence[_ServerFile], piece: ServerPiece, folder: Path
                 part = file.read(name, piece.dtype, source.box.size)
                 source.of(whole)[...] = part.reshape(source.box.shape)
     if covered != prod(piece.shape):
-        raise DataError(f"{folder}: has no parameter '{piece.name}', or not all of it; it is of another model")
+        raise DataError(f"{folder}: has no parameter '{piece.name}', or not all of it; it belongs to another model")
     return found
 
 
@@ -269,7 +269,7 @@ def _table_rows(
     for file in files:
         sources = {table.name: at for at, table in enumerate(file.layout.tables)}
         if spec.name not in sources:
-            raise DataError(f"{folder}: has no table '{spec.name}'; it is of another model")
+            raise DataError(f"{folder}: has no table '{spec.name}'; it belongs to another model")
         at = sources[spec.name]
         if (theirs := file.layout.tables[at]).dim != spec.dim or theirs.rows != spec.rows:
             there, here = (f"{one.rows} x {one.dim}" for one in (theirs, spec))
@@ -286,7 +286,7 @@ def _table_rows(
 
 def _whole_table(files: Sequence[_ServerFile], spec: TableSpec, folder: Path) -> np.ndarray:
     if (size := spec.rows * spec.dim * np.dtype(spec.dtype).itemsize) > LARGEST_TABLE:
-        raise ConfigError(f"{folder}: table '{spec.name}' takes {size / 1e9:.1f} GB, which is too much for one array")
+        raise ConfigError(f"{folder}: table '{spec.name}' takes {size / 1e9:.1f} GB, too much for one array")
     whole = first_rows(spec, np.arange(spec.rows))
     for ids, values, _ in _table_rows(files, spec, folder):
         whole[ids] = values

@@ -205,7 +205,7 @@ class Database:
 
 
 def read_note(path: Path, name: str) -> str | None:
-    """Return a text that is kept in a file; None if there is no file, or no such text."""
+    """Return a text that is kept in a file; None if there is not a file, or no such text."""
     if not path.is_file():
         return None
     try:

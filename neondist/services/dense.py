@@ -51,7 +51,7 @@ class DenseParameters:
         sent = {name[len(PREFIX) :] for name in message.arrays if name.startswith(PREFIX)}
         if sent != self.values.keys():
             wanted = ", ".join(self.values) or "none"
-            raise MessageError(f"dense arrays {', '.join(sorted(sent)) or 'none'}; this server has {wanted}")
+            raise MessageError(f"dense arrays {', '.join(sorted(sent)) or 'none'}, but this server has {wanted}")
         return {dtype: message.array(PREFIX + dtype, dtype, [array.size]) for dtype, array in self.values.items()}
 
     def set_values(self, given: Mapping[str, np.ndarray]) -> None:

@@ -96,7 +96,7 @@ class JobService(Service):
                 self._changed.wait_for(lambda: self._over, 1.0)
 
     def is_over(self) -> bool:
-        """Tell whether the job is over, and forget workers that are lost; LaunchError if there is none any more."""
+        """Return whether the job is over, and forget workers that are lost; LaunchError if there is none any more."""
         with self._changed:
             now = self._clock()
             lost = [worker for worker, heard in self._heard.items() if now - heard > LEASE]
@@ -106,9 +106,9 @@ class JobService(Service):
         for worker in lost:
             self._lose(worker)
         if not over and none and self._joined:
-            raise LaunchError(f"parameter server: no worker has been heard of for {LEASE:g} s; start the job again")
+            raise LaunchError(f"parameter server: no message from any worker for {LEASE:g} s; start the job again")
         if not over and none and now - self._started > FIRST_WAIT:
-            raise LaunchError(f"parameter server: no worker has come within {FIRST_WAIT:g} s; start the workers, too")
+            raise LaunchError(f"parameter server: no worker has connected within {FIRST_WAIT:g} s; start the workers")
         return over
 
 

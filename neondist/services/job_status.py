@@ -96,4 +96,4 @@ class JobStatus:
                 bool(found["ended"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}: is no state of a job ({error}); wait for its master to write it again") from None
+            raise DataError(f"{path}: is not the state of a job ({error}); wait for its master to rewrite it") from None

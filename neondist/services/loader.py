@@ -61,7 +61,7 @@ class TaskDataset(IterableDataset):
             too often.
         """
         if get_worker_info() is not None:
-            raise ConfigError("num_workers: minibatches that are read ahead would be credited untrained; give 0")
+            raise ConfigError("num_workers: prefetched minibatches would be counted as trained; give 0")
         while (task := self.queue.get(self.worker, self.kind)) is not None:
             if task is WAIT:
                 time.sleep(self.poll)

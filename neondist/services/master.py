@@ -251,5 +251,5 @@ class Master(Service):
 
     def _begun(self) -> TaskQueue:
         if self._queue is None:
-            raise ConfigError("no worker has reported what it trains on; call report_training_params first")
+            raise ConfigError("no worker has reported its training parameters; call report_training_params first")
         return self._queue

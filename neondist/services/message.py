@@ -160,7 +160,7 @@ def decode(chunks: Iterable[bytes], limit: int) -> Message:
         raise MessageError("truncated header")
     magic, protocol, reserved, described, size = HEADER.unpack_from(first)
     if magic != MAGIC:
-        raise MessageError("not a message of neondist")
+        raise MessageError("not a neondist message")
     if protocol != PROTOCOL:
         raise ProtocolError(f"protocol {protocol}; this process has {PROTOCOL}")
     if reserved or described > LONGEST_DESCRIPTION:
@@ -186,7 +186,7 @@ def _fill(targets: list[memoryview], first: bytes, stream: Iterator[bytes]) -> N
             target[:step] = chunk[:step]
             target, chunk = target[step:], chunk[step:]
     if chunk.nbytes or any(map(len, stream)):
-        raise MessageError("more bytes than its header says")
+        raise MessageError("more bytes than its header declares")
 
 
 def _described(text: bytes, payload: np.ndarray) -> Message:
@@ -209,7 +209,7 @@ def _described(text: bytes, payload: np.ndarray) -> Message:
                 raise MessageError(f"array '{name}': invalid shape")
             stop = start + math.prod(shape) * np.dtype(dtype).itemsize
             if stop > payload.size:
-                raise MessageError(f"array '{name}': its shape needs more bytes than there are")
+                raise MessageError(f"array '{name}': its shape needs more bytes than it has")
             arrays[name] = payload[start:stop].view(dtype).reshape(shape)
             start = stop + -stop % ALIGNMENT
         if start != payload.size:

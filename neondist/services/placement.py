@@ -182,7 +182,7 @@ class ServerLayout:
         made = cls(index, servers, tuple(map(ServerPiece.parse, pieces)), tuple(map(TableSpec.parse, tables)))
         names = [piece.name for piece in made.pieces] + [table.name for table in made.tables]
         if len(set(names)) < len(names):
-            raise MessageError("two parameters of one name")
+            raise MessageError("two parameters with the same name")
         return made
 
 
@@ -207,7 +207,9 @@ def place(
     """
     for name, one in strategy.parameters.items():
         if not one.owners:
-            raise strategy.error(f"parameter '{name}' has no owner; choose PS, PSLoadBalancing or another with servers")
+            raise strategy.error(
+                f"parameter '{name}' has no owner; choose PS, PSLoadBalancing or another strategy with servers"
+            )
         if strategy.specs[name].dtype not in DTYPES:
             raise ConfigError(
                 f"parameter '{name}': servers update {' and '.join(DTYPES)}, not {strategy.specs[name].dtype}"

@@ -1,4 +1,4 @@
-"""Who may go on, and what has been applied: staleness bound, rounds of gradients, credits. Pure bookkeeping."""
+"""Progress of workers and applied updates: staleness bound, rounds of gradients, credits. Pure bookkeeping."""
 
 from __future__ import annotations
 

@@ -37,19 +37,19 @@ WAIT: Final = _Wait.WAIT
 
 @dataclass(frozen=True)
 class Task:
-    """A range of the records of an epoch, leased to one worker.
+    """A range of records of an epoch, leased to one worker.
 
     Attributes
     ----------
     id : int
-        Unique in the queue; a range that is handed out again has another one.
+        Unique in the queue; a range that is reassigned gets a new id.
     epoch : int
-        From 0; of evaluation and prediction the round.
+        Epoch, from 0; for evaluation and prediction the round.
     start, end : int
         Positions in the epoch's order.
     kind : {'training', 'evaluation', 'prediction'}
     indices : ndarray of int64
-        Numbers of the records at these positions, without those that are left out.
+        Numbers of the records at these positions, without skipped records.
     positions : ndarray of int64
         Positions of `indices`.
     """
@@ -63,9 +63,9 @@ class Task:
     positions: np.ndarray = field(compare=False, repr=False)
 
     def minibatches(self, size: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield the positions before and after each minibatch, and the numbers of its records.
+        """Yield the start and end position of each minibatch, and the numbers of its records.
 
-        Whoever has the range, minibatches of one size are the same: (epoch, position) names one among all of the job.
+        Minibatches of a given size do not depend on the worker: (epoch, position) identifies one within the job.
         """
         for first in range(self.start, self.end, size):
             upto = min(first + size, self.end)
@@ -75,39 +75,39 @@ class Task:
 
 
 class TaskQueue:
-    """Tasks over the records of a data set, handed out to any number of workers.
+    """Queue of tasks over the records of a data set, for any number of workers.
 
-    An epoch's order is a function of the seed and the epoch alone. A worker that is lost, or whose lease ends, gives
-    its tasks back from the first record that was not applied. All state is in the database: opening the same path goes
-    on. Methods may be called from several threads and processes.
+    An epoch's order is a function of seed and epoch only. Tasks of a lost worker, or one whose lease has expired, are
+    returned to the queue from the first unapplied record. All state is in the database: opening the same path resumes.
+    Methods may be called from several threads and processes.
 
     Parameters
     ----------
     path : path
-        The SQLite database, made if it is missing.
+        The SQLite database, created if it does not exist.
     records : int
-        Records of the data set.
+        Number of records of the data set.
     records_per_task : int
     epochs : int
-        Rounds of training tasks. Opening with more continues a queue that is done.
+        Number of epochs of training tasks. Opening with more epochs continues a finished queue.
     seed : int
     shuffle : bool
-        Training order: a permutation for each epoch, or that of the data set.
+        Whether to shuffle the training order in each epoch.
     lease : float
-        Seconds that a worker has between two signs of life: `get`, `applied`, or `heartbeat`.
+        Time in seconds after which a worker without `get`, `applied` or `heartbeat` is considered lost.
     retries : int
-        The failure of a record that stops the job, or with `skip_bad_records` takes the record out.
+        Number of failures of a record after which the job stops, or with `skip_bad_records` skips the record.
     clock : callable
-        Returns seconds; the same clock whenever the queue is opened.
+        Returns seconds; must be the same clock whenever the queue is opened.
     source : str
         Name of the data set in messages.
     skip_bad_records : bool
-        Leave out records that have failed `retries` times, instead of stopping; `skipped` lists them.
+        Skip records that have failed `retries` times instead of stopping; `skipped` lists them.
 
     Raises
     ------
     ConfigError
-        An argument is out of range, the file is no queue, or was made with other arguments.
+        If an argument is out of range, or the file is not a queue or was created with other arguments.
 
     Examples
     --------
@@ -147,12 +147,12 @@ class TaskQueue:
         Returns
         -------
         Task, nd.WAIT or None
-            WAIT: all tasks that are not done are in progress, and one may come back. None: all are done.
+            WAIT: all remaining tasks are in progress, and may be returned. None: all are done.
 
         Raises
         ------
         ConfigError
-            A record has failed too often; the message names the data set and the record.
+            If a record has failed too often; the message names the data set and the record.
         """
         choice("kind", kind, KINDS)
         with self._base.transaction():
@@ -172,7 +172,7 @@ class TaskQueue:
         return Task(piece.id, piece.epoch, piece.start, piece.end, kind, indices, positions)
 
     def applied(self, task_id: int, upto: int) -> bool:
-        """Credit a task's records before a position, whose effect is in the weights, and extend its lease.
+        """Mark a task's records before a position as applied to the weights, and extend its lease.
 
         Parameters
         ----------
@@ -183,7 +183,7 @@ class TaskQueue:
         Returns
         -------
         bool
-            False: the lease is over; the work is not credited, and another worker may have the range.
+            False if the lease has expired: the records are not marked, and another worker may have the range.
         """
         with self._base.transaction():
             piece = self._leased(task_id)
@@ -195,26 +195,26 @@ class TaskQueue:
             return True
 
     def report(self, task_id: int, ok: bool = True, error: str | None = None, record: int | None = None) -> bool:
-        """End a task: all of it is applied, or it failed and what was not applied is handed out again.
+        """Finish a task: it is fully applied, or it failed and its unapplied records return to the queue.
 
         Parameters
         ----------
         task_id : int
         ok : bool
         error : str, optional
-            The reason of a failure.
+            Reason of the failure.
         record : int, optional
-            The record that failed, default the first one that was not applied.
+            The record that failed. Default: the first unapplied record.
 
         Returns
         -------
         bool
-            False: the lease is over, and the report changes nothing.
+            False if the lease has expired; the report then has no effect.
 
         Raises
         ------
         ConfigError
-            The same record has failed `retries` times; the message names the data set and the record.
+            If the same record has failed `retries` times; the message names the data set and the record.
         """
         with self._base.transaction():
             piece = self._leased(task_id)
@@ -229,20 +229,20 @@ class TaskQueue:
         return True
 
     def heartbeat(self, worker: str) -> None:
-        """Extend the leases of all tasks that a worker has."""
+        """Extend the leases of all tasks of a worker."""
         with self._base.transaction():
             self._expire()
             for piece in self._base.held(worker=str(worker)):
                 self._base.credit(piece.id, piece.applied, self._clock() + self.lease)
 
     def lost(self, worker: str) -> None:
-        """Take back all tasks of a worker, from the first record that was not applied."""
+        """Return all tasks of a worker to the queue, from the first unapplied record."""
         with self._base.transaction():
             for piece in self._base.held(worker=str(worker)):
                 self._base.split(piece, [(piece.applied, piece.end)])
 
     def restart(self, kind: str, records: int | None = None) -> None:
-        """Begin another round of evaluation or prediction tasks, over so many records (default those of the queue)."""
+        """Start another round of evaluation or prediction tasks over so many records (default: those of the queue)."""
         choice("kind", kind, KINDS[1:])
         count = self.records if records is None else integer("records", records, 1)
         with self._base.transaction():
@@ -250,14 +250,14 @@ class TaskQueue:
             self._add_round(kind, self._base.rounds(kind), count)
 
     def restore(self, credits: Iterable[tuple[int, int, int]], notes: Mapping[str, str] | None = None) -> None:
-        """Let the training tasks be those that restored weights lack; all leases end.
+        """Reset the training tasks to the records missing from restored weights; all leases end.
 
         Parameters
         ----------
         credits : iterable of (epoch, start, upto)
-            Ranges of the order of epochs whose records are in the weights.
+            Ranges of positions whose records have been applied to the weights.
         notes : mapping of str to str, optional
-            Texts to keep in the same transaction.
+            Texts to store in the same transaction.
         """
         done: dict[int, list[tuple[int, int]]] = {}
         for epoch, start, upto in credits:
@@ -274,17 +274,17 @@ class TaskQueue:
                 self._base.note(name, text)
 
     def note(self, name: str, text: str) -> None:
-        """Keep a text beside the tasks."""
+        """Store a text with the tasks."""
         with self._base.transaction():
             self._base.note(name, text)
 
     def noted(self, name: str) -> str | None:
-        """Return a text that `note` has kept; None if there is none."""
+        """Return a text stored by `note`, or None."""
         with self._base.transaction():
             return self._base.noted(name)
 
     def counts(self, kind: str = "training") -> dict[str, int]:
-        """Return the numbers of tasks by state: 'todo' (of epochs to come too), 'doing', 'done' and 'failed'."""
+        """Return the number of tasks by state: 'todo' (including future epochs), 'doing', 'done' and 'failed'."""
         with self._base.transaction():
             self._expire()
             found = self._base.counts(kind)
@@ -296,7 +296,7 @@ class TaskQueue:
 
     @property
     def skipped(self) -> list[tuple[int, str]]:
-        """The records that were left out, and the last error of each."""
+        """The skipped records and the last error of each."""
         return self._base.skipped()
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ class TaskQueue:
         left = self._numbers(piece)[piece.applied : piece.end]
         number = int(left[0] if record is None else record)
         if number not in left:
-            raise ConfigError(f"record: {number} is not among those of task {piece.id} that are not applied")
+            raise ConfigError(f"record: {number} is not among the unapplied records of task {piece.id}")
         failures = self._base.fail(piece.kind, number, error)
         skips = failures >= self.retries and self.skip_bad_records and piece.kind == "training"
         if skips:
@@ -356,7 +356,7 @@ class TaskQueue:
         self._base.end_failed(piece)
         stopped = (
             f"{self.source}: record {number} has failed {failures} times, the last time with: {error}; correct the"
-            " record, or leave out such records with --skip-bad-records"
+            " record, or skip such records with --skip-bad-records"
         )
         self._base.note(_STOPPED, stopped)
         return stopped

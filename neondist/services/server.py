@@ -270,7 +270,7 @@ class ParameterServer(Service):
 
     def _held(self) -> ServerState:
         if self._state is None:
-            raise ServiceUnavailableError("the server holds no model yet; push one, or load a checkpoint")
+            raise ServiceUnavailableError("the server has no model yet; push one, or load a checkpoint")
         return self._state
 
     def _check_same(self, request: Message) -> None:
@@ -278,9 +278,7 @@ class ParameterServer(Service):
         ours = state.layout.described(), state.optimizer, self._rule.described()
         for what, one in zip(("layout", "optimizer", "rule"), ours, strict=True):
             if request.mapping(what) != one:
-                raise ConfigError(
-                    f"the server holds a model with another {what}; start servers of their own for each job"
-                )
+                raise ConfigError(f"the server has a model with another {what}; start separate servers for each job")
 
     def _was_pushed(self, gradient: PushedGradient) -> bool:
         """Whether this very gradient has been taken already."""
@@ -325,7 +323,7 @@ class ParameterServer(Service):
     def _folder(self, request: Message) -> Path:
         name = request.text("name")
         if self._checkpoints is None:
-            raise ConfigError("the server has no folder for checkpoints; start it with --checkpoint-dir")
+            raise ConfigError("the server has no checkpoint folder; start it with --checkpoint-dir")
         if not _NAME.fullmatch(name):
             raise MessageError("field 'name': expected letters, digits, '.', '-' and '_'")
         return self._checkpoints / name
@@ -350,7 +348,9 @@ def serve_role(
         The task is no parameter server, its address is not of this machine or in use, or there is no token.
     """
     if not task.is_ps() or task.index >= task.num_ps:
-        raise ConfigError(f"task '{task.type}' {task.index} is no parameter server of the cluster; give it an address")
+        raise ConfigError(
+            f"task '{task.type}' {task.index} is not a parameter server of the cluster; give it an address"
+        )
     token = read_token(os.environ if environ is None else environ)
     return ServiceHost(services or [ParameterServer()], task.ps_hosts[task.index], token)
 

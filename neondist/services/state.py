@@ -189,4 +189,4 @@ class ServerState:
     def _check_ids(self, spec: TableSpec, ids: np.ndarray) -> None:
         wrong = (ids < 0) | (ids >= spec.rows) | (ids % self.layout.servers != self.layout.index)
         if wrong.any():
-            raise MessageError(f"table '{spec.name}': id {ids[wrong][0]} is not of this server's {spec.rows} rows")
+            raise MessageError(f"table '{spec.name}': id {ids[wrong][0]} is not among this server's {spec.rows} rows")

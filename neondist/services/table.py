@@ -107,7 +107,7 @@ class RowTable:
             wrong = ids[(ids < 0) | (ids >= self.spec.rows)][0]
             raise DataError(f"table '{self.spec.name}': id {wrong} is not in the table of {self.spec.rows} rows")
         if (ids % self._servers != self._index).any():
-            raise MessageError(f"table '{self.spec.name}': an id of another server")
+            raise MessageError(f"table '{self.spec.name}': an id that belongs to another server")
         start, stop = self.count, self.count + len(ids)
         if stop > len(self._values):
             self._grow(max(stop, 2 * len(self._values)))

@@ -52,7 +52,7 @@ class WorkerPlace:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerPlace | None:
-        """Return the place that the environment gives; None if the process is no worker."""
+        """Return the place that the environment gives; None if the process is not a worker."""
         if not environ.get(SERVERS):
             return None
         try:
@@ -204,6 +204,6 @@ class ServerUpdate(RemoteUpdate):
 def _rule(strategy: Strategy) -> UpdateRule:
     modes = {(one.sync, one.staleness) for one in strategy.parameters.values()}
     if len(modes) > 1:
-        raise strategy.error("has parameters with different sync or staleness; give all the same")
+        raise strategy.error("has parameters with different sync or staleness; use the same for all")
     sync, staleness = modes.pop()
     return UpdateRule(sync=False, staleness=staleness if sync else None)

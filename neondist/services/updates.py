@@ -100,7 +100,7 @@ class LayerUpdater(Updater):
             raise ConfigError("clip_norm: needs a norm over all servers; leave it out, and clip on the workers")
         if not whole and self.optimizer.norms_for(1):
             name = type(self.optimizer).__name__
-            raise ConfigError(f"optimizer: {name} updates whole parameters; choose a strategy that divides none")
+            raise ConfigError(f"optimizer: {name} updates whole parameters; choose a strategy without partitions")
 
 
 class TorchUpdater(Updater):
@@ -143,7 +143,7 @@ class TorchUpdater(Updater):
         """Refuse optimisers that need whole parameters."""
         if not self._optimizer.elementwise:
             name = self._optimizer.found.__name__
-            raise ConfigError(f"optimizer: {name} updates whole parameters; servers update numbers one by one")
+            raise ConfigError(f"optimizer: {name} updates whole parameters, but servers update elements independently")
 
 
 def describe_optimizer(optimizer: Any) -> dict[str, Any]:
@@ -176,14 +176,14 @@ def describe_optimizer(optimizer: Any) -> dict[str, Any]:
     else:
         found = type(optimizer)
         if len(optimizer.param_groups) > 1:
-            raise ConfigError(f"optimizer: {found.__name__} has several parameter groups; servers take one")
+            raise ConfigError(f"optimizer: {found.__name__} has several parameter groups, but servers support only one")
         taken = inspect.signature(found).parameters
         defaults = {name: parameter.default for name, parameter in taken.items()}
         group = optimizer.param_groups[0]
         arguments = {name: value for name, value in group.items() if name in taken and value != defaults[name]}
         arguments.pop("params")
     if not getattr(found, "__module__", "").startswith("torch.optim."):
-        raise ConfigError("optimizer: servers apply optimisers of neondist and torch.optim, and no others")
+        raise ConfigError("optimizer: servers support only optimisers of neondist and torch.optim")
     arguments = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
     return {"kind": "torch", "name": found.__name__, "arguments": arguments}
 
@@ -204,7 +204,7 @@ def make_updater(described: Mapping[str, Any]) -> Updater:
     if kind == "neondist":
         known = registered(Optimizer)
         if name not in known or arguments.get("schedule") is not None:
-            raise ConfigError(f"optimizer: servers have none named '{name}'{suggest(name, known)}")
+            raise ConfigError(f"optimizer: servers have no optimiser named '{name}'{suggest(name, known)}")
         return LayerUpdater(constructed("optimizer", known[name], arguments))
     from ..torch.by_name import TorchOptimizer
 

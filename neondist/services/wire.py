@@ -293,15 +293,15 @@ class ServiceClient:
     def _error(self, method: str, error: Any) -> ServiceError:
         code, who = error.code(), f"{self.service} at {self.address}"
         if code in _ABSENT or code == grpc.StatusCode.CANCELLED:
-            return ServiceUnavailableError(f"{who}: no answer; check that it runs, and the address")
+            return ServiceUnavailableError(f"{who}: no answer; check its address and that it is running")
         if code == grpc.StatusCode.ABORTED:
             return ServiceUnavailableError(f"{who}: {error.details()}")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
             return ServiceUnavailableError(f"{who}: {method}: no answer in time")
         if code == grpc.StatusCode.UNAUTHENTICATED:
-            return ServiceError(f"{who}: the token is refused; give all processes of a job the same {TOKEN}")
+            return ServiceError(f"{who}: the token was rejected; give all processes of a job the same {TOKEN}")
         if code == grpc.StatusCode.UNIMPLEMENTED:
-            return ServiceError(f"{who}: no method '{method}'; install one version of neondist for all processes")
+            return ServiceError(f"{who}: no method '{method}'; install the same version of neondist for all processes")
         return ServiceError(f"{who}: {error.details()}")
 
 
@@ -377,7 +377,10 @@ class _StreamHandler(grpc.RpcMethodHandler):
         try:
             reply = encode(self._method(decode(requests, self._limit)))
         except ProtocolError as error:
-            code, text = grpc.StatusCode.FAILED_PRECONDITION, f"{error}; install one version of neondist everywhere"
+            code, text = (
+                grpc.StatusCode.FAILED_PRECONDITION,
+                (f"{error}; install the same version of neondist everywhere"),
+            )
         except MessageError as error:
             text = f"invalid request: {error}"
         except ServiceUnavailableError as error:
@@ -388,7 +391,7 @@ class _StreamHandler(grpc.RpcMethodHandler):
             return
         except Exception:
             traceback.print_exc(file=sys.stderr)
-            code, text = grpc.StatusCode.INTERNAL, "failed; its output says why"
+            code, text = grpc.StatusCode.INTERNAL, "failed; see its output"
         if text:
             context.abort(code, text[:_DETAILS])
         yield from reply

@@ -33,11 +33,11 @@ _FACTORS = "replicas", "rows", "cols", "planes"
 
 
 class AutoDist:
-    """Distributes the training step of a script that is written for one process.
+    """Distributes the training step of a script written for a single process.
 
-    Inside of an MPI job it joins the job; elsewhere `python script.py` runs the script again on all devices of the
-    resource spec, as `neondist launch` does, and ends with that job's exit code. Without a resource spec it is one
-    process. Ranks begin with rank 0's random states of Python, NumPy and PyTorch, and rank 0 alone prints.
+    Inside an MPI job it joins the job; otherwise `python script.py` reruns the script on all devices of the resource
+    spec, like `neondist launch`, and exits with that job's exit code. Without a resource spec it uses a single process.
+    Ranks start with rank 0's random states of Python, NumPy and PyTorch, and only rank 0 prints.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class AutoDist:
     strategy : StrategyBuilder, Strategy or str
         A builder of `nd.strategies`, its name, or the path of a strategy file.
     grid : ProcessGrid or mapping, optional
-        Replicas and tiles, such as {'replicas': 2, 'rows': 2}. Default: one replica for each rank.
+        Replicas and tiles, such as {'replicas': 2, 'rows': 2}. Default: one replica per rank.
 
     Attributes
     ----------
@@ -55,11 +55,11 @@ class AutoDist:
     Raises
     ------
     ConfigError
-        Invalid resource spec, or unknown strategy.
+        If the resource spec is invalid or the strategy is unknown.
     GridError
-        The grid does not fit the number of ranks.
+        If the grid does not match the number of ranks.
     LaunchError
-        The job cannot be started.
+        If the job cannot be started.
 
     Examples
     --------
@@ -102,7 +102,7 @@ class AutoDist:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Distribute the models, of PyTorch modules or of neondist's serial layers, that are made meanwhile."""
+        """Distribute the models created in this context: PyTorch modules or serial neondist models."""
         self._entered = True
         with ExitStack() as stack:
             if importlib.util.find_spec("torch") is not None:
@@ -115,16 +115,16 @@ class AutoDist:
             yield
 
     def function(self, function: Function) -> Function:
-        """Return a function of whole batches, such as a training step, whose calls of the models are distributed.
+        """Decorate a function of whole batches, such as a training step, to run its model calls distributed.
 
-        Losses of torch.nn are computed on tiles; what else reads outputs gets them whole. What it returns is whole, and
-        the same on every rank. Outside of such functions models compute as in one process, on every rank.
+        Losses from torch.nn are computed on tiles; all other operations receive whole outputs. The result is whole and
+        the same on every rank. Outside such functions every rank runs the models as in a single process.
 
         Raises
         ------
         ConfigError
-            No scope was entered before, or it is a generator or coroutine. Later, in a call: a model that was made
-            outside of the scope, or a strategy that cannot be executed.
+            If no scope has been entered, or the function is a generator or coroutine. In a call: if a model was created
+            outside the scope, or the strategy cannot be executed.
         """
         name = getattr(function, "__name__", type(function).__name__)
         if not self._entered:
@@ -145,23 +145,23 @@ class AutoDist:
 
     @property
     def strategy(self) -> StrategyBuilder | Strategy:
-        """What the builder has made for the models of the scopes so far; the builder itself while there is none."""
+        """The strategy built for the models of the scopes so far; the builder itself if there are none."""
         planned = self._planned()
         return self._chosen if planned is None else planned.strategy
 
     def session(
         self, checkpoint_dir: str | os.PathLike[str] | None = None, hooks: Sequence[Hook] = (), **settings: Any
     ) -> DistributedSession:
-        """Return a session that trains the model of the scope; its checkpoints hold the optimiser and schedulers, too.
+        """Return a session that trains the model of the scope; checkpoints include the optimiser and schedulers.
 
         Parameters
         ----------
-        checkpoint_dir, hooks, **settings : as of DistributedSession
+        checkpoint_dir, hooks, **settings : as for DistributedSession
 
         Raises
         ------
         ConfigError
-            The scope has no model, or there are several models or optimisers of modules.
+            If the scope has no model, or several models or optimisers of modules.
         """
         parts: list[Any] = list(self._layer_models)
         if self._modules is not None and self._modules.models:
@@ -232,11 +232,11 @@ def scope(
     strategy: StrategyBuilder | Strategy | str = "AllReduce",
     grid: ProcessGrid | Mapping[str, int] | None = None,
 ) -> Iterator[AutoDist]:
-    """Distribute the models that are made meanwhile: an `AutoDist` and its scope in one line.
+    """Distribute the models created in this context; shorthand for `AutoDist` and its scope.
 
     Parameters
     ----------
-    resources, strategy, grid : as of AutoDist
+    resources, strategy, grid : as for AutoDist
 
     Yields
     ------
@@ -246,9 +246,9 @@ def scope(
     Raises
     ------
     ConfigError
-        Invalid resource spec, or unknown strategy.
+        If the resource spec is invalid or the strategy is unknown.
     LaunchError
-        The job cannot be started.
+        If the job cannot be started.
 
     Examples
     --------

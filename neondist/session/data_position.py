@@ -17,7 +17,7 @@ from .state import SessionState
 
 
 class DataPosition:
-    """Where in a data set a session is: it moves on when a step has been run.
+    """Position of a session in a data set, advanced when a step has been run.
 
     Parameters
     ----------

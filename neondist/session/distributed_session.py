@@ -23,58 +23,57 @@ from .training import KEEP, TrainingRole
 
 
 class DistributedSession:
-    """A context in which a script trains by its own loop, and goes on where an earlier session ended; collective.
+    """Context of a training loop with checkpoints, hooks and resumption; collective.
 
-    On entry the newest checkpoint of `checkpoint_dir`, if there is one, is restored on every rank: weights, the
-    optimiser's arrays and settings, states of schedulers, the step, the position in the data set of `batches`, and
-    PyTorch's random numbers. On exit the last state is written. The files are those of `FitExperiment.run`, and any
-    number of ranks reads them.
+    On entry the newest checkpoint in `checkpoint_dir`, if any, is restored on every rank: weights, the optimiser's
+    arrays and settings, states of schedulers, the step, the position in the data set of `batches`, and PyTorch's random
+    states. On exit the final state is written. The files are those of `FitExperiment.run`, and can be read on any
+    number of ranks.
 
-    In a cluster with parameter servers each worker trains by itself: its gradients go to the servers, which apply them
-    as they come, and their new values come back. The master gives them the model, or that of the checkpoint, and writes
-    the checkpoints; other workers wait for it on entry. `global_step` counts the updates of all workers. Where the
-    master ends its session, all end theirs after the step under way, and the servers end after them. The job's token
-    is in NEONDIST_TOKEN. The optimiser's arrays are on the servers and end with them.
+    In a cluster with parameter servers each worker trains independently: it sends gradients to the servers, which apply
+    them on arrival, and receives updated values. The master initialises the servers with the model or a checkpoint, and
+    writes the checkpoints; other workers wait for it on entry. `global_step` counts the updates of all workers. When
+    the master ends its session, all workers end theirs after the current step, and then the servers exit. The job's
+    token is in NEONDIST_TOKEN. The optimiser's arrays exist only on the servers.
 
-    In the task of an evaluator the same loop evaluates: `should_stop` waits for the next checkpoint of the job and
-    loads it, `run` calls a function that evaluates and writes what it returns to 'evaluation/metrics.jsonl'.
+    In an evaluator task the same loop evaluates: `should_stop` waits for the next checkpoint of the job and loads it,
+    and `run` calls an evaluation function and writes its result to 'evaluation/metrics.jsonl'.
 
     Parameters
     ----------
     task_spec : TaskSpecDef, optional
         Default: `TaskSpec()`, from the environment.
     model : optional
-        A built neondist model; what `ndt.distribute` returns; or a list of one of these with its optimiser and other
-        objects that have `state_dict` and `load_state_dict`, such as schedulers. A DistributedOptimizer is found by its
-        module. None: steps are counted and hooks called, and nothing else is kept.
+        A built neondist model, a module returned by `ndt.distribute`, or a list of one of these with its optimiser and
+        other objects with `state_dict` and `load_state_dict`, such as schedulers. A DistributedOptimizer is found
+        through its module. None: only steps are counted and hooks called.
     checkpoint_dir : path, optional
-        Default: nothing is restored or written.
+        Default: no checkpoints.
     hooks : sequence of Hook
-        The order of calls is theirs. A TensorBoard or MLflow among them shows summaries by step.
+        Called in this order. A TensorBoard or MLflow hook logs summaries by step.
     chief_only_hooks : sequence of Hook
-        Called on one rank, the first of the master's task; they must not communicate.
+        Called only on the first rank of the master task; they must not communicate.
     save_checkpoint_secs, save_checkpoint_steps : optional
-        A checkpoint is written when one of them is over. The newest is checkpoint.h5; the last five stay as
+        Interval between checkpoints; whichever elapses first. The newest is checkpoint.h5; the last five are kept as
         checkpoint-STEP.h5.
     save_summaries_steps, save_summaries_secs : optional
-        When the mean loss and the speed are written to summaries.jsonl and loggers; default: never.
+        Interval at which mean loss and speed are written to summaries.jsonl and loggers. Default: never.
     stop_grace_period_secs : float
-        How long to wait, at the end, for ranks that have not left their loop, or other workers of servers, before the
-        job is ended.
+        Time to wait at the end for ranks still in their loop, or for other workers, before the job is aborted.
     log_step_count_steps : int, optional
-        How often to print step, loss and speed; None: never.
+        Interval in steps for printing step, loss and speed; None: never.
 
     Raises
     ------
     ConfigError
-        On every rank: the model is not built or not distributed, or an object has no state that files can hold; or
+        On every rank: the model is not built or not distributed, the state of an object cannot be stored in files,
         servers cannot update the model, or the job's token is missing.
     DataError
-        On entry: the checkpoint is damaged, or of another model.
+        On entry: the checkpoint is damaged or belongs to another model.
     OutputError
-        On entry: another job writes to `checkpoint_dir`, or nothing can be written there.
+        On entry: another job is writing to `checkpoint_dir`, or it is not writable.
     ServiceError
-        Servers, or the master, do not come, or end before this worker.
+        The servers or the master are not reachable, or exit before this worker.
 
     Examples
     --------
@@ -157,43 +156,43 @@ class DistributedSession:
 
     @property
     def global_step(self) -> int:
-        """Steps so far, those of earlier sessions included; of an evaluator, that of the checkpoint at hand.
+        """Number of steps, including earlier sessions; in an evaluator, the step of the current checkpoint.
 
-        With parameter servers: updates of all workers, as of this worker's last step.
+        With parameter servers: updates by all workers, as of this worker's last step.
         """
         return self.state.step
 
     @property
     def batch_size(self) -> int:
-        """Samples, over all replicas, of the batch that `batches` has yielded last."""
+        """Number of samples, over all replicas, in the last batch yielded by `batches`."""
         return self._training().batch_size
 
     def should_stop(self) -> bool:
-        """Tell whether the loop is to end; the same on every rank.
+        """Whether the loop should end; the same on every rank.
 
-        In an evaluator: wait for the next checkpoint and load it; collective.
+        In an evaluator: waits for the next checkpoint and loads it; collective.
         """
         self._check_inside()
         return self._role.should_stop()
 
     def request_stop(self, reason: str = "the script has asked for it") -> None:
-        """Ask, on this rank or on several, that all ranks stop after the step that is run next, or under way.
+        """Request, on one or several ranks, that all ranks stop after the current or next step.
 
-        Until then `should_stop` is false on all.
+        Until then `should_stop` returns False on all ranks.
         """
         self.state.request_stop(reason)
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return `function(*args, **kwargs)`, which is one step of training; collective.
+        """Run one training step and return `function(*args, **kwargs)`; collective.
 
-        Hooks are called, and all ranks learn whether to stop. A step that fails on a rank ends the session there, and
-        nothing is written.
+        Calls the hooks, and shares stop requests between ranks. A step that fails on a rank ends the session there
+        without writing a checkpoint.
 
         Parameters
         ----------
         function : callable
-            Such as `model.train_batch`. If it returns a number, hooks and logs have it as the loss. In an evaluator a
-            function that evaluates, and returns a number or a mapping of names to numbers.
+            A training step such as `model.train_batch`. A returned number is the loss for hooks and logs. In an
+            evaluator: an evaluation function that returns a number or a mapping of names to numbers.
         """
         self._check_inside()
         return self._role.run(function, *args, **kwargs)
@@ -201,21 +200,21 @@ class DistributedSession:
     def batches(
         self, dataset: Dataset, batch_size: Count, epochs: Count | None = None, seed: Index | None = None
     ) -> Generator[tuple[Any, Any]]:
-        """Yield this rank's images and targets, each for one `run`, from where the checkpoint was until it is to stop.
+        """Yield this rank's images and targets for one `run` each, from the checkpoint's position until `should_stop`.
 
-        The order of an epoch is that of an experiment. An optimiser's schedule of a neondist model is followed.
+        The order of an epoch is that of an experiment. The optimiser's schedule of a neondist model is applied.
 
         Parameters
         ----------
         dataset : Dataset
-            Opened on the grid of the model. If it was divided by `shard` among as many replicas as the grid has, each
-            replica reads its own samples, and what larger shards have more is left out.
+            A data set opened on the model's grid. If it was sharded with as many shards as the grid has replicas, each
+            replica reads its own samples, and surplus samples of larger shards are dropped.
         batch_size : int
-            Samples of a batch, over all replicas; the last one of an epoch may be smaller: see `session.batch_size`.
+            Samples per batch, over all replicas; the last batch of an epoch may be smaller: see `session.batch_size`.
         epochs : int, optional
             Default: until a hook or `request_stop` ends the session.
         seed : int, optional
-            Of the order; default the model's, or 0.
+            Seed of the order. Default: that of the model, or 0.
 
         Yields
         ------

@@ -22,7 +22,7 @@ from .state import SessionState
 
 
 class EvaluatorRole:
-    """What a DistributedSession does in a task that evaluates.
+    """Role of a DistributedSession in an evaluation task.
 
     Parameters
     ----------

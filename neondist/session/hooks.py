@@ -13,12 +13,12 @@ from ..train import Hook, Stop, TrainState
 
 
 class StopAtStepHook(Hook):
-    """End training once so many steps are done, those before a restart included; it is complete then.
+    """Stop training after a number of steps, including those before a restart; the run is then complete.
 
     Parameters
     ----------
     last_step : int
-        The number of the last step, counted from 1.
+        Number of the last step, counted from 1.
     """
 
     @checked
@@ -26,7 +26,7 @@ class StopAtStepHook(Hook):
         self.last_step = last_step
 
     def before_run(self, run: TrainState) -> None:
-        """Stop before the first step, if all are done."""
+        """Stop before the first step, if all steps are done."""
         self.after_step(run)
 
     def after_step(self, run: TrainState) -> None:
@@ -36,10 +36,10 @@ class StopAtStepHook(Hook):
 
 
 class StopAtTimeHook(Hook):
-    """End training after the first step that ends later than so many seconds after the beginning; it is complete then.
+    """Stop training after the first step that ends after a time limit; the run is then complete.
 
-    Each rank has its clock; all ranks stop after the same step: in a session the one in which the first of them finds
-    the time over, in an experiment the next, whose gradients carry the request.
+    Each rank has its own clock; all ranks stop after the same step: in a session the step in which the first rank
+    exceeds the limit, in an experiment the next one, whose gradients carry the request.
 
     Parameters
     ----------
@@ -54,37 +54,37 @@ class StopAtTimeHook(Hook):
         self.begun = clock()
 
     def before_run(self, run: TrainState) -> None:
-        """Begin to count."""
+        """Start the clock."""
         self.begun = self.clock()
 
     def after_step(self, run: TrainState) -> None:
-        """Stop, if a rank asked for it; ask to stop, if the time is over."""
+        """Stop if a rank requested it; request a stop if the time is over."""
         run.hear_requests()
         if run.stop is None and self.clock() - self.begun >= self.seconds:
             run.request_stop(f"{self.seconds:g} s are over")
 
 
 class LoadCheckpoint(Hook):
-    """Begin with the weights of a checkpoint, unless the run continues from one of its own.
+    """Initialise the weights from a checkpoint, unless the run resumes from its own.
 
-    Arrays are taken by name where shapes agree; the optimiser begins anew.
+    Arrays are matched by name and shape; the optimiser is not restored.
 
     Parameters
     ----------
     path : path
-        A checkpoint of an experiment or a session, on any number of ranks.
+        A checkpoint of an experiment or session, written on any number of ranks.
 
     Raises
     ------
     DataError
-        On every rank, in `before_run`: the file is missing or damaged, or has none of the model's arrays.
+        On every rank, in `before_run`: if the file is missing or damaged, or has none of the model's arrays.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def before_run(self, run: TrainState) -> None:
-        """Take the weights; collective."""
+        """Load the weights; collective."""
         if run.step == 0 and run.epoch == 0:
             with opened(self.path, run.grid.world) as file:
                 taken = take(file, run.model.kept_arrays()["model"])

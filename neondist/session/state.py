@@ -133,7 +133,7 @@ class SessionState(TrainState):
 
 def _number(value: Any) -> float | None:
     if value is not None and type(value) not in (int, float):
-        raise ValueError("a setting is no number")
+        raise ValueError("a setting is not a number")
     return value
 
 

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 KEEP = 5
 """Checkpoints that stay beside the newest, each under its step, so that an evaluator can be some behind."""
-REMEDY = "the script, started again, goes on from here"
+REMEDY = "start the script again to continue from here"
 
 
 class TrainingRole:
-    """What a DistributedSession does in the tasks that train.
+    """Role of a DistributedSession in training tasks.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
-"""Synchronisation strategies: for every parameter its partition, its owners, and how its gradient is synchronised.
+"""Synchronisation strategies: the partition, owners and gradient synchronisation of every parameter.
 
-A builder makes a `Strategy` from the parameters and the number of replicas (or a resource spec): a pure function, which
-needs no MPI. A `Strategy` is a value: it is compared, printed, saved and loaded. `parameter_spec`, `partition` (the
+A builder creates a `Strategy` from the parameters and the number of replicas (or a resource spec), as a pure function
+without MPI. A `Strategy` is a value that can be compared, printed, saved and loaded. `parameter_spec`, `partition` (the
 rules by which a parameter is divided), `strategy`, and the builders: `all_reduce`, `server`, `parallax`, `auto`.
 """
 

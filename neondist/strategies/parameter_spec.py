@@ -64,4 +64,6 @@ def _itemsize(spec: ParameterSpec) -> int:
     try:
         return np.dtype(spec.dtype).itemsize
     except TypeError:
-        raise ConfigError(f"parameter '{spec.name}': unknown dtype '{spec.dtype}'; expected such as float32") from None
+        raise ConfigError(
+            f"parameter '{spec.name}': unknown dtype '{spec.dtype}'; expected for example float32"
+        ) from None

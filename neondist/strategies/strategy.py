@@ -69,18 +69,18 @@ class Strategy:
     Attributes
     ----------
     builder : str
-        The builder that made it, as text.
+        The builder that created the strategy, as text.
     replicas, servers : int
         Number of replicas, and of devices that may own parameters.
     specs : dict of str to ParameterSpec
-        The parameters that it is for, in the order of the model.
+        The parameters, in the order of the model.
     parameters : dict of str to ParameterStrategy
     grid : dict of str to int, optional
-        Replicas, planes, rows and cols that a planner has chosen with it.
+        Replicas, planes, rows and cols chosen by a planner.
     schemes : dict of str to str, optional
-        Halo schemes that a planner has chosen with it, by the names of layers.
+        Border schemes chosen by a planner, by layer name.
     places : dict of str to str
-        'FILE:LINE' of each parameter, of `schemes`, and of the file under ''; empty where it was not loaded.
+        'FILE:LINE' of each parameter, of `schemes`, and of the file under ''; empty if it was not loaded from a file.
     """
 
     builder: str
@@ -93,18 +93,18 @@ class Strategy:
     places: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def error(self, problem: str, name: str = "") -> ConfigError:
-        """Return an error about a parameter, or about all, at its place in the strategy's file."""
+        """Return an error about a parameter, or all parameters, with its location in the strategy file."""
         place = self.places.get(name) or self.places.get("")
         return ConfigError(f"{place or 'strategy'}: {problem}")
 
     @property
     def digest(self) -> str:
-        """A hash of the strategy, equal where strategies are equal."""
+        """Hash of the strategy; equal for equal strategies."""
         return hashlib.sha256(self.to_yaml().encode()).hexdigest()[:16]
 
     @property
     def loads(self) -> list[int]:
-        """Bytes of the parameters that each owner holds, by owner; empty where every replica holds all of them."""
+        """Bytes of parameters per owner; empty if every replica holds all of them."""
         owners = max(self.replicas, self.servers)
         found = [0] * owners
         for name, one in self.parameters.items():
@@ -118,7 +118,7 @@ class Strategy:
         return found if any(one.owners for one in self.parameters.values()) else []
 
     def check_model(self, parameters: Iterable[ParameterSpec]) -> None:
-        """Raise ConfigError if the strategy is for other parameters; the first difference is named."""
+        """Raise ConfigError if the strategy is for other parameters, naming the first difference."""
         theirs = {spec.name: spec for spec in parameters}
         for name, spec in theirs.items():
             if name not in self.specs:
@@ -134,11 +134,11 @@ class Strategy:
 
     @property
     def needs_servers(self) -> bool:
-        """Whether updates of a parameter do not wait for all replicas."""
+        """Whether updates of any parameter do not wait for all replicas."""
         return any(not one.sync or one.staleness for one in self.parameters.values())
 
     def check_synchronous(self) -> None:
-        """Raise ConfigError if a parameter's updates need servers beside the MPI job."""
+        """Raise ConfigError if a parameter's updates need parameter servers."""
         for name, one in self.parameters.items():
             if not one.sync or one.staleness:
                 wanted = f"staleness {one.staleness}" if one.sync else "sync false"
@@ -154,18 +154,18 @@ class Strategy:
         Raises
         ------
         OutputError
-            The file cannot be written.
+            If the file cannot be written.
         """
         write_text(Path(path), self.to_yaml())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Strategy:
-        """Return the strategy of a file that `save` has written, or that was edited since.
+        """Load a strategy from a file written by `save`, possibly edited since.
 
         Raises
         ------
         ConfigError
-            'FILE:LINE: field: what, and the remedy'.
+            If the file is invalid: 'FILE:LINE: field: problem; remedy'.
         """
         path = Path(path)
         root = parse_file(path, most_bytes=MAX_BYTES, most_nodes=MAX_NODES)

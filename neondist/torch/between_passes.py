@@ -1,4 +1,4 @@
-"""What a forward leaves on its module for the next one: a captured module computes the same in every pass.
+"""State that a forward leaves on its module for the next one; a captured module computes the same in every pass.
 
 Counters, caches and results for whoever looks are harmless. What the next forward would read is not, and is refused.
 """
@@ -147,7 +147,7 @@ def _equal(then: Any, now: Any) -> bool:
 
 
 def _stands_for(now: Any, then: Any) -> bool:
-    """Tell whether a value is what torch.fx.wrap puts in a function's place for as long as PyTorch traces."""
+    """Return whether a value is what torch.fx.wrap puts in a function's place for as long as PyTorch traces."""
     inside = getattr(now, "__globals__", None)
     return isinstance(inside, dict) and inside.get("__name__") == _TRACER and getattr(now, "__wrapped__", None) is then
 
@@ -165,7 +165,8 @@ def observed(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[bool
     before = Snapshot(module)
     if before.iterators:
         raise NotRecorded(
-            f"the forward may read from the iterator {next(iter(before.iterators))}, whose next value would be frozen",
+            f"the forward may read from the iterator {next(iter(before.iterators))}, whose next value would be"
+            " captured as a constant",
             _place(module),
         )
     drawn = _drawn(), before.drawn()
@@ -212,8 +213,8 @@ def _held(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
 
 
 _REMEDIES = {
-    "parameter": "make, replace or freeze it before a pass",
-    "buffer": "register it before, with the shape that it will have",
+    "parameter": "create, replace or freeze it before a pass",
+    "buffer": "register it before the first pass, with its final shape",
     "hooks of": "register them before a pass",
 }
 
@@ -235,9 +236,9 @@ def _check_next_pass(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         before.probe(rest, probe)
         if _failing(passes.run) != first:
             raise NotRecorded(
-                f"the forward changes {', '.join(rest or changes)}, which the next one reads, but all passes of a"
-                " distributed module are alike; keep it in a buffer, or, if only the first pass changes it, call the"
-                " module once before",
+                f"the forward changes {', '.join(rest or changes)}, which the next one reads, but every pass of a"
+                " distributed module runs the captured graph; keep it in a buffer, or, if only the first pass"
+                " changes it, call the module once before distribute",
                 _place(next(iter((rest or changes).values()))[0] or module),
             )
 
@@ -265,5 +266,8 @@ def _check_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: Snaps
         _failing(Passes(module, inputs).run)
         if (_drawn(), state.drawn()) == before:
             return
-    why = "the forward draws from Python's or NumPy's random, which would be frozen; draw with torch"
+    why = (
+        "the forward draws from Python's or NumPy's random generator, whose values would be captured as"
+        " constants; draw with torch"
+    )
     raise NotRecorded(why, _place(module))

@@ -1,4 +1,4 @@
-"""What a rank computes of a trunk, or in strips, block after block, and once more on the way back."""
+"""Block-wise computation of a trunk, or of strips, recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Block(NamedTuple):
 
 
 class Blocks:
-    """What a rank computes of what goes together.
+    """Computation of a rank's blocks of a group of steps.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ class Sums(Blocks):
 
     @property
     def shape(self) -> Shape:
-        """That of all blocks' together."""
+        """Shape of all blocks together."""
         samples, channels, *_ = self.traced.outputs[0].shape
         return prod(self.parts), 2, *((1, channels) if self.groups is None else (samples, self.groups))
 

@@ -45,7 +45,7 @@ class TracedImage(Traced):
         output = first.values[next(out for out in plan.outputs if isinstance(out, int))]
         layout = output.layout
         if len(layout) != len(shape) or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
-            first.refuse(f"the output, {output.shape}, is no image")
+            first.refuse(f"the output, of shape {output.shape}, is not an image")
         super().__init__(first, plan, shape, [output])
 
     @property

@@ -26,7 +26,7 @@ Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
 
 
 class Builder(StepList):
-    """What rules are written with: a plan in the making."""
+    """Builder of plans, used by rules."""
 
     def view(
         self,
@@ -130,7 +130,7 @@ class Builder(StepList):
                 else:  # no cut would do: every rank sees it whole
                     dims = [d for d, dim in enumerate(value.layout) if problem.atom in dim]
                     value = self.gathered(value, dims if axes_of(value.layout[d] for d in dims) else None)
-        return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} takes a cut dimension apart")
+        return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} splits a partitioned dimension")
 
     def shaped(self, value: Value, layout: Layout) -> Value:
         """Return a value whose part has the shape that `layout` says; nothing moves."""
@@ -284,7 +284,7 @@ def _own(atom: Atom) -> tuple[int | None, list[list[Range]]]:
 
 
 def _alike_cut(dim: Dim, target: Dim) -> bool:
-    """Tell whether a dimension, if it is cut at all, is made of the same atoms as another, and does not broadcast."""
+    """Return whether a dimension, if it is cut at all, is made of the same atoms as another, and does not broadcast."""
     return not axes_of((dim,)) or [a.extent for a in dim] == [a.extent for a in target]
 
 

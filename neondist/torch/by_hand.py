@@ -25,34 +25,34 @@ _HOW = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, flo
 
 
 def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Sequence[int] | None = None) -> torch.Tensor:
-    """Return what a window sees of an image, of which each rank has a tile: the tile with the cells around it.
+    """Return the view of a window on a tiled image: this rank's tile plus its halo.
 
-    Each rank sees what it needs for its part of the window's output, which is cut evenly too: a convolution without
-    padding over the views gives the tiles of the output. Padding is filled in. Backward adds the gradients of a
-    cell over all ranks that have seen it. Collective over all ranks, forward and backward.
+    Each view has the cells needed for this rank's part of the window's output, which is split evenly too: a convolution
+    without padding over the views yields the tiles of the output. Padding is filled in. Backward sums the gradient of a
+    cell over all ranks whose views contain it. Collective over all ranks, forward and backward.
 
-    The work is done by an operator, `torch.ops.neondist.halo`, of which torch.compile knows shapes and gradient:
-    with `global_shape` it compiles in one graph.
+    It is implemented as the custom operator `torch.ops.neondist.halo`, whose shapes and gradient torch.compile knows:
+    with `global_shape` it compiles into a single graph.
 
     Parameters
     ----------
     x : torch.Tensor (N, C, *spatial)
-        This rank's tile, `image[..., *grid.tile_box(extent).slices]`: a rank's part of the batch if there are replicas.
+        This rank's tile, `image[..., *grid.tile_box(extent).slices]`, of its replica's part of the batch.
     window : Window
-        Of as many axes as there are spatial ones.
+        With one axis per spatial axis of x.
     grid : ProcessGrid
     global_shape : sequence of int, optional
-        (N, C, *spatial) of the whole; default: the ranks ask each other, in one small message each time.
+        Global shape (N, C, *spatial). Default: determined with a small message in each call.
 
     Returns
     -------
     torch.Tensor (N, C, *spatial)
-        The view.
+        This rank's view.
 
     Raises
     ------
     ShapeError
-        On all ranks, if the tiles are not those of an image that is cut evenly.
+        On all ranks, if the tiles are not an even split of one image.
     """
     _check_grid(grid)
     try:
@@ -75,27 +75,27 @@ _extent_outside_graph = torch._disable_dynamo(_extent_of)
 
 
 def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") -> torch.Tensor:
-    """Return the sum or maximum over ranks, element by element, whole on each of them; collective.
+    """Return the elementwise sum or maximum over ranks, on every rank (an allreduce); collective.
 
-    Backward takes the loss to be the sum of what the ranks call `backward` on, as `halo` does. So call it on this
-    rank's share of the loss, not on a sum that all ranks have: that would count once for each rank.
+    As in `halo`, the loss is taken to be the sum of the values on which the ranks call `backward`. So call `backward`
+    on this rank's share of the loss, not on a sum known to all ranks, which would count once per rank.
 
-    The work is done by an operator, `torch.ops.neondist.reduce`, of which torch.compile knows shapes and gradient.
+    It is implemented as the custom operator `torch.ops.neondist.reduce`, whose shapes and gradient torch.compile knows.
 
     Parameters
     ----------
     x : torch.Tensor
-        Of the same shape on all ranks.
+        With the same shape on all ranks.
     op : 'sum' or 'max'
-        The gradient of a maximum is shared among all elements that are equal to it.
+        The gradient of a maximum is divided equally among all elements that attain it.
     grid : ProcessGrid
     group : 'tiles', 'replicas' or 'world'
-        The ranks of one replica, those with the same tile, or all.
+        The ranks of one replica, the ranks with the same tile, or all ranks.
 
     Returns
     -------
     torch.Tensor
-        Of the shape of x.
+        With the shape of x.
     """
     if op not in ("sum", "max"):
         raise ConfigError(f"op: {op!r} is unknown; choose 'sum' or 'max'")
@@ -194,7 +194,7 @@ class _View(NamedTuple):
 
 
 class _Hand:
-    """What a grid keeps for images of so many axes: communicators, planned messages, and extents it has seen."""
+    """State of a grid for images of a number of axes: communicators, planned messages, and known extents."""
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
         self.wires = Wires(grid, spatial)
@@ -320,7 +320,7 @@ def _check_grid(grid: Any) -> None:
     if not isinstance(grid, ProcessGrid):
         raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
     if grid.closed:
-        raise GridError("grid: is closed; use halo and reduce inside of its `with` block")
+        raise GridError("grid: is closed; use halo and reduce inside its `with` block")
 
 
 def _check(x: Any, window: Any, global_shape: Any) -> None:

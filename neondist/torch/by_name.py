@@ -22,19 +22,19 @@ REFUSED = "Optimizer", "LBFGS", "SparseAdam"
 
 
 class TorchLoss(Registered):
-    """A loss of torch.nn, or of an imported module.
+    """A loss from torch.nn or from an imported module.
 
     Parameters
     ----------
     name : str or callable
-        A class of torch.nn, such as CrossEntropyLoss. In a file also MODULE:NAME of an imported module: a class, or a
-        function of (outputs, labels), which are tensors as PyTorch has them, channels first.
+        A class of torch.nn, such as CrossEntropyLoss. In a YAML file also MODULE:NAME from an imported module: a class,
+        or a function of (outputs, labels), tensors with channels first.
     arguments : mapping, optional
-        Of the class's constructor, or further ones of the function. A list of numbers becomes a tensor.
+        Arguments of the constructor, or further arguments of the function. A list of numbers becomes a tensor.
 
     Notes
     -----
-    The loss of an epoch or a split is the mean over its batches, weighted by their samples.
+    The loss of an epoch or split is the mean over its batches, weighted by their numbers of samples.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class TorchLoss(Registered):
         self.ignore_index: int | None = getattr(self.criterion, "ignore_index", None)
 
     def check(self, output_shape: tuple[int, ...], classes: int | None) -> None:
-        """Leave it to PyTorch."""
+        """Do nothing; PyTorch checks its own losses."""
 
     def cells(self, output_shape: tuple[int, ...]) -> int:
-        """Return 1: it says itself what it is a mean of."""
+        """Return 1: the loss is already a mean."""
         return 1
 
     def check_labels(self, output: Any, labels: Any) -> None:
-        """Raise DataError for labels that are no classes of an output (N, C, ...), of a loss of classes."""
+        """Raise DataError if a classification loss gets labels that are not classes of an output (N, C, ...)."""
         if self.ignore_index is None or not (isinstance(output, torch.Tensor) and isinstance(labels, torch.Tensor)):
             return
         if labels.shape != output.shape and output.ndim > 1:
@@ -63,16 +63,16 @@ class TorchLoss(Registered):
 
 
 class TorchOptimizer(Scheduled, Registered):
-    """An optimiser of torch.optim, or of an imported module.
+    """An optimizer from torch.optim or from an imported module.
 
     Parameters
     ----------
     name : str or callable
-        A class of torch.optim, such as SGD; in a file also MODULE:NAME of an imported module.
+        A class of torch.optim, such as SGD; in a YAML file also MODULE:NAME from an imported module.
     arguments : mapping, optional
-        Of the constructor, after the parameters, such as lr.
+        Arguments of the constructor other than the parameters, such as lr.
     schedule : Schedule, optional
-        A factor on the learning rate over the epochs.
+        Factor on the learning rate over the epochs.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class TorchOptimizer(Scheduled, Registered):
         self.has_momentum = bool({"momentum", "betas"} & made.defaults.keys())
 
     def made(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimiser of a module's parameters."""
+        """Return the optimizer for a module's parameters."""
         optimizer = called("arguments", self.found, list(parameters), **self.given)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"name: made a {type(optimizer).__name__}, and not a torch.optim.Optimizer")
+            raise ConfigError(f"name: created a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         return optimizer
 
     @cached_property
@@ -112,7 +112,7 @@ class TorchOptimizer(Scheduled, Registered):
 
     @property
     def kept(self) -> int:
-        """How many numbers it keeps of each trained one, in arrays of the parameters' own shape."""
+        """Number of state elements per trained element, in arrays shaped like the parameters."""
         parameter = torch.nn.Parameter(torch.zeros(2, 2))
         parameter.grad = torch.zeros(2, 2)
         optimizer = self.made([parameter])
@@ -152,7 +152,7 @@ def _found(name: Any, where: str, package: Any, names: list[str]) -> Any:
         return unwrapped(name)
     if name not in names:
         raise ConfigError(
-            f"name: '{name}' is none of {where}{suggest(name, names)} (or MODULE:NAME of a module of --import)"
+            f"name: '{name}' is not in {where}{suggest(name, names)} (or MODULE:NAME of a module given by --import)"
         )
     return getattr(package, name)
 

@@ -190,8 +190,9 @@ def _check_static(lowering: Lowering) -> None:
         if isinstance(out, torch.SymInt) or (isinstance(out, torch.Tensor) and not _is_static(out)):
             here = lowering.where
             raise ConfigError(
-                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)}: the shape of its result depends on"
-                " the values of tensors; what a module computes may depend on their shapes, not on their values"
+                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)}: the shape of its result depends"
+                " on the values of tensors; a module's computation may depend on their shapes, but not on their"
+                " values"
             )
 
 
@@ -204,7 +205,7 @@ def _inside(here: Where) -> str:
 
 
 class _Plain:
-    """An output that is no tensor."""
+    """An output that is not a tensor."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -227,8 +228,8 @@ def _given(
         if isinstance(constant, FakeTensor):
             here = where(next(iter(node.users), node))
             raise ConfigError(
-                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)} is given a tensor that PyTorch could"
-                " not trace, such as the .data of another; say .detach() instead"
+                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)} receives a tensor that PyTorch"
+                " could not trace, such as the .data of another; use .detach() instead"
             )
         # a parameter that was read from a list or a dictionary
         for name in parameters:
@@ -242,8 +243,8 @@ def _given(
         if trained is None:
             here = where(next(iter(node.users), node))
             raise ConfigError(
-                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)} is given a tensor with a gradient"
-                " that is no parameter of the module; make it an nn.Parameter that is an attribute of a module"
+                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)} receives a tensor that requires"
+                " grad but is not a parameter of the module; register it as an nn.Parameter of a module"
             )
         value = lowering.input(whole(fake.shape), fake.dtype, "parameter")
         parameters[spec.target], trained[spec.target] = value.id, other
@@ -279,7 +280,7 @@ class _Gathering:
         self.moved: dict[tuple[int, bool], Value] = {}
 
     def at(self, node: Any) -> bool:
-        """Tell whether a node is computed whole."""
+        """Return whether a node is computed whole."""
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
         return any(path in self.paths for path in [*stack, *([""] if "" in self.paths else [])])
 

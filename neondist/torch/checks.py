@@ -1,4 +1,4 @@
-"""What users may get wrong, and the messages for it."""
+"""Checks of users' arguments, and their messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .plan import TorchPlan
 def check_gather_at(module: nn.Module, gather_at: Sequence[str]) -> None:
     """Raise ConfigError unless all are paths of modules, with names that are close."""
     if isinstance(gather_at, str):
-        raise ConfigError(f"gather_at: expected a list of paths of modules, got a string; say [{gather_at!r}]")
+        raise ConfigError(f"gather_at: expected a list of module paths, got a string; use [{gather_at!r}]")
     known = [path for path, _ in module.named_modules()]
     for path in gather_at:
         if path not in known:
@@ -31,7 +31,7 @@ def check_gather_at(module: nn.Module, gather_at: Sequence[str]) -> None:
             raise ConfigError(f"gather_at: the module has none named {path!r}{hint or '; see named_modules()'}")
 
 
-_INNER = "pass model.module, not its {} wrapper: gradients arrive summed over all ranks without it"
+_INNER = "pass model.module, not its {} wrapper: gradients are summed over all ranks without it"
 _WRAPPERS = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): _INNER.format("DistributedDataParallel"),
     ("torch.nn.parallel.data_parallel", "DataParallel"): _INNER.format("DataParallel"),
@@ -47,20 +47,22 @@ def check_module(module: nn.Module) -> None:
         name = f"the module {path!r}" if path else "the module"
         for kind in type(part).__mro__:
             if remedy := _WRAPPERS.get((kind.__module__.partition("._")[0], kind.__name__)):
-                raise ConfigError(f"{name} is wrapped in {kind.__name__}, which moves tensors itself; {remedy}")
+                raise ConfigError(f"{name} is wrapped in {kind.__name__}, which communicates tensors itself; {remedy}")
         if isinstance(part, torch.jit.ScriptModule):
-            raise ConfigError(f"{name} is made by torch.jit, and cannot be captured; give the nn.Module that it was")
+            raise ConfigError(
+                f"{name} was made by torch.jit and cannot be captured; give the nn.Module that it was made from"
+            )
         if part._backward_hooks or part._backward_pre_hooks:
             raise ConfigError(
-                f"{name} has a backward hook, which would not be called; remove it, or register it on what distribute"
-                " returns"
+                f"{name} has a backward hook, which would not be called; remove it, or register it on the module"
+                " that distribute returns"
             )
         if any(nn.parameter.is_lazy(p) for p in part._parameters.values()):
-            raise ConfigError(f"{name} is lazy, and has no weights yet; apply the module to a small image before")
+            raise ConfigError(f"{name} is lazy and has no weights yet; apply the module to a small image first")
 
 
 def check_tensor(what: str, value: Any) -> None:
-    """Raise ShapeError for what is no tensor."""
+    """Raise ShapeError for what is not a tensor."""
     if not isinstance(value, torch.Tensor):
         more = "; torch.from_numpy makes one of an array" if hasattr(value, "__array__") else ""
         raise ShapeError(f"{what}: expected a torch.Tensor, got {type(value).__name__}{more}")
@@ -158,9 +160,9 @@ class BackwardCheck:
 
 
 BY_HAND = (
-    "a gradient has reached an output of a distributed module that model.loss has not sent: it is taken for that of"
-    " this rank's part of a sum over all ranks, so that a mean over a tile counts once for each rank. Use"
-    " model.loss(criterion, output, model.scatter_target(target)); or divide sums by the numbers of the whole images,"
+    "an output of a distributed module received a gradient that does not come from model.loss: it is treated as the"
+    " gradient of this rank's part of a sum over all ranks, so a mean over a tile counts once per rank. Use"
+    " model.loss(criterion, output, model.scatter_target(target)); or divide sums by the sizes of the whole images,"
     " and ignore this warning"
 )
 

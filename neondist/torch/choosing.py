@@ -1,4 +1,4 @@
-"""Where segments of a module begin, if its scheme leaves it to a planner: what messages and doubled work cost."""
+"""Planner of a module's segments, from the costs of messages and redundant computation."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ class _Calls(TorchFunctionMode):
 
 
 def is_shape_only(func: Any) -> bool:
-    """Tell whether an operator looks at the shape of its tensor, and not at its values."""
+    """Return whether an operator looks at the shape of its tensor, and not at its values."""
     name = str(func)
     return "_like" in name or ".new_" in name
 
@@ -327,7 +327,7 @@ def remove_reads(program: Any) -> None:
 
 
 def _does_nothing(module: nn.Module, node: Any) -> bool:
-    """Tell whether a node is, or calls, a region in which nothing is called."""
+    """Return whether a node is, or calls, a region in which nothing is called."""
     name = node.target if node.op == "get_attr" else node.args[1].target if node.target is REGION else ""
     graph: Any = getattr(getattr(module, name, None), "graph", None)
     return graph is not None and all(inner.op in ("placeholder", "get_attr", "output") for inner in graph.nodes)

@@ -55,7 +55,7 @@ def conv(
 def _is_compiled(
     x: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints, groups: int
 ) -> bool:
-    """Tell whether compiled kernels are there for a convolution, and measured to be faster."""
+    """Return whether compiled kernels are there for a convolution, and measured to be faster."""
     outer, inner, *kernel = weight.shape
     if not _is_plain(x, weight) or prod(kernel) == 1:
         return False
@@ -71,7 +71,7 @@ def _is_compiled(
 def _is_product(
     x: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints, groups: int
 ) -> bool:
-    """Tell whether cells lie such that a window of one cell is a product of two matrices."""
+    """Return whether cells lie such that a window of one cell is a product of two matrices."""
     alone = prod(weight.shape[2:]) == groups == max(stride) == 1 and not any(padding)
     return alone and _is_plain(x, weight) and format_of(x) == CHANNELS_LAST.get(x.dim())
 

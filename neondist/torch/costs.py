@@ -1,4 +1,4 @@
-"""What a training step of a distributed module costs: bytes sent and summed, products, parameters, memory."""
+"""Costs of a training step of a distributed module: bytes sent and reduced, operations, parameters, memory."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class PlanCosts:
 
     @property
     def total(self) -> StepCosts:
-        """What all steps cost."""
+        """Costs of all steps together."""
         return self.of(self.names)
 
     @cached_property
@@ -155,7 +155,7 @@ class PlanCosts:
             return 0, 0
         assert step.run is not None
         if prod(getattr(step.run, "parts", ())) > BLOCKS:
-            raise ValueError("too many blocks to run all of them")
+            raise ValueError("too many blocks to run them all")
         with FlopCounterMode(display=False) as counter, torch.enable_grad():
             outputs = step.run(*(self._empty(value) for value in step.inputs))
             forward = counter.get_total_flops()

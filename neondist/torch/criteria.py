@@ -52,7 +52,7 @@ class Criteria:
         self._known: dict[Hashable, _Known] = {}
 
     def is_plain(self, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> bool:
-        """Tell whether a criterion that was noted as plain for such tensors still is."""
+        """Return whether a criterion that was noted as plain for such tensors still is."""
         known = self._known.get(identity(criterion))
         return known is not None and known.plain.get(_of(output, target)) == known.of(criterion).watch.key()
 
@@ -125,12 +125,12 @@ def check_number(plan: TorchPlan, tree: Any) -> None:
     """Raise ConfigError unless a criterion gives one number."""
     (out, *more) = plan.outputs if plan.outputs else (None,)
     if more or not isinstance(out, int) or not tree.is_leaf():
-        raise ConfigError(f"criterion: has to return one tensor, got {tree}")
+        raise ConfigError(f"criterion: must return one tensor, got {tree}")
     shape = plan.values[out].shape
     if shape:
         raise ConfigError(
-            f"criterion: gives a tensor of shape {shape}, such as a number for each cell or sample; it has to return"
-            " one number: reduction='mean' or 'sum'"
+            f"criterion: returned a tensor of shape {shape}, such as one value per cell or sample; it must return a"
+            " scalar: reduction='mean' or 'sum'"
         )
 
 

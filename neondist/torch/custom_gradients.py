@@ -125,7 +125,7 @@ def _traced(function: UserFunction, tensors: Sequence[torch.Tensor]) -> tuple[to
 
 
 def _looks_at_one_index(graph: torch.fx.GraphModule) -> bool:
-    """Tell whether each number of all that is computed depends on one index of each tensor."""
+    """Return whether each number of all that is computed depends on one index of each tensor."""
     shapes = set()
     for node in graph.graph.nodes:
         if node.op == "output":
@@ -197,7 +197,7 @@ def _declared(cls: Any, name: str, owner: Any = None) -> Any:
 
 
 def _is_recorded(cls: Any) -> bool:
-    """Tell whether a Function that this thread applies becomes an operator; PyTorch's do not."""
+    """Return whether a Function that this thread applies becomes an operator; PyTorch's do not."""
     ours = not (_declared(cls, "forward").__module__ or "").startswith("torch.")
     return _RECORDED.get() is not None and (ours or cls is CheckpointFunction)
 
@@ -245,9 +245,9 @@ torch.library.define("neondist::function", "(Tensor[] tensors, int number) -> Te
 @torch.library.register_fake("neondist::function")
 def _fake(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     calls = _RECORDED.get()
-    assert calls is not None, "the operator runs while a module is captured, and not else"
+    assert calls is not None, "the operator runs only while a module is captured"
     before = [tensor._version for tensor in tensors]
     found = calls[number](*tensors)
     if [tensor._version for tensor in tensors] != before:
-        raise RuntimeError(f"{calls[number].name} writes into its arguments; let it return new tensors")
+        raise RuntimeError(f"{calls[number].name} modifies its arguments in place; let it return new tensors")
     return [tensor.clone() for tensor in found]

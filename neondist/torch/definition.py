@@ -50,7 +50,7 @@ class ModelDefinition:
         for name, own in self._names.items():
             if not hasattr(module, own):
                 raise ConfigError(
-                    f"{path}: has no {own}, which is given as {name}; it has {', '.join(self._own()) or 'nothing'}"
+                    f"{path}: has no {own}, given as {name}; it has {', '.join(self._own()) or 'nothing'}"
                 )
         self._feed = self._optional("feed") or self._optional("dataset_fn")
         found = {name: self._feed if name == "feed" else self._optional(name) for name in REQUIRED}
@@ -84,7 +84,7 @@ class ModelDefinition:
         function = self._optional("eval_metrics_fn")
         found = {} if function is None else self._called(function)
         if not isinstance(found, dict) or not all(callable(one) for one in found.values()):
-            raise ConfigError(f"{self.path}: eval_metrics_fn has to return a dict of functions of labels, predictions")
+            raise ConfigError(f"{self.path}: eval_metrics_fn must return a dict of functions of (labels, predictions)")
         return [_FunctionMetric(name, one, self._place(one)) for name, one in found.items()]
 
     def callbacks(self) -> list[Any]:
@@ -124,7 +124,7 @@ class ModelDefinition:
             return classes.get("CustomModel", next(iter(classes.values())))
         if classes:
             raise ConfigError(
-                f"{self.path}: has the models {', '.join(classes)}; call one CustomModel, or define custom_model()"
+                f"{self.path}: has several models, {', '.join(classes)}; name one CustomModel, or define custom_model()"
             )
         return None
 
@@ -161,8 +161,8 @@ class ModelDefinition:
                 made = made(parameters)
             elif not takes_parameters:
                 raise ConfigError(
-                    f"{place}: optimizer takes no parameters, and so has to return a function of them, as"
-                    " lambda parameters: torch.optim.SGD(parameters, lr)"
+                    f"{place}: optimizer takes no parameters, so it must return a function of them, such as lambda"
+                    " parameters: torch.optim.SGD(parameters, lr)"
                 )
             if not isinstance(made, torch.optim.Optimizer):
                 raise ConfigError(f"{place}: optimizer returned a {type(made).__name__}, not a torch.optim.Optimizer")

@@ -24,27 +24,27 @@ _NUMBERS = bool, int, float, str, tuple
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """An optimiser of torch.optim whose gradients, updates and state a strategy divides over the ranks; collective.
+    """A torch.optim optimizer partitioned over the ranks by a strategy; collective.
 
-    Gradients are synchronised when `backward` ends. Those of parameters that have owners are then None in the module,
-    and in `param_groups` of the owners: clip them with `clip_grad_norm_` of this class.
+    Gradients are synchronised when `backward` returns. Gradients of parameters with owners are then None in the module
+    and held in `param_groups` of the owners: clip them with this class's `clip_grad_norm_`.
 
     Parameters
     ----------
     model : DistributedModule
-        What `distribute` has returned. Its parameters become views of one flat buffer.
+        A module returned by `distribute`. Its parameters become views of one flat buffer.
     optimizer : class
-        Of torch.optim, such as torch.optim.Adam, or a function of parameters and the arguments.
+        Optimizer class, such as torch.optim.Adam, or a function of the parameters and the arguments.
     strategy : StrategyBuilder or Strategy or str, optional
         A builder of `nd.strategies`, its name, or the path of a strategy file. Default: AllReduce.
     **arguments
-        Of the optimiser, such as lr.
+        Further arguments of the optimizer, such as lr.
 
     Raises
     ------
     ConfigError
-        On every rank: the strategy does not suit the model or the grid, or divides parameters among owners though the
-        optimiser updates whole ones.
+        On every rank, if the strategy does not match the model or the grid, or partitions parameters that the optimizer
+        can only update whole.
 
     Examples
     --------
@@ -59,7 +59,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         **arguments: Any,
     ) -> None:
         if not isinstance(model, DistributedModule):
-            raise ConfigError(f"model: expected what distribute returns, got {type(model).__name__}")
+            raise ConfigError(f"model: expected a module returned by distribute, got {type(model).__name__}")
         grid = model.grid
         given = {f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _NUMBERS)}
         grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)} | given)
@@ -67,7 +67,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             made = TorchOptimizer(optimizer, arguments)
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
             if not tensors:
-                raise ConfigError("model: has no parameters that require gradients; there is nothing to optimize")
+                raise ConfigError("model: no parameter requires gradients, so there is nothing to optimise")
             sparse = sparse_tables(model)
             planned = planned_for(tensors, grid.shape, strategy, sparse)
             if planned.partitioned and not made.elementwise:
@@ -89,7 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             tensor.register_hook(partial(self._begin_pass, own, not tensor._backward_hooks))
 
     def step(self, closure: Any = None) -> Any:
-        """Update what this rank owns, and take over the values of other owners; collective.
+        """Update the parameters that this rank owns, and receive the others from their owners; collective.
 
         Parameters
         ----------
@@ -107,7 +107,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of the module's parameters, and of the parts that this rank owns."""
+        """Reset the gradients of the module's parameters and of the parts owned by this rank."""
         for tensor in (*self.parameters.tensors.values(), *self.parameters.updated.values()):
             if set_to_none:
                 tensor.grad = None
@@ -131,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the whole, as the optimiser in one process has it; collective.
+        """Return the unpartitioned state, as the optimizer in a single process would; collective.
 
         Compressors add 'synchronisation': the error feedback of each rank, along a first axis of ranks.
         """
@@ -146,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found | ({SYNCHRONISATION: sync} if sync else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, on any number of ranks and under any strategy, or in one process."""
+        """Load a `state_dict` saved on any number of ranks and with any strategy, or in one process."""
         parameters, saved = self.parameters, {self._order[at]: slots for at, slots in state_dict["state"].items()}
         begin_slots(parameters.updated, self.optimizer, (f"{name}/{slot}" for name in saved for slot in saved[name]))
         state = {}
@@ -167,7 +167,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups after construction: owners and the flat buffer are fixed."""
         if self._fixed:
-            raise ConfigError("add_param_group: the strategy divides the parameters at construction; make a new one")
+            raise ConfigError(
+                "add_param_group: the strategy partitions the parameters at construction; create a new optimizer"
+            )
         super().add_param_group(param_group)
 
     def _of_all(self, one: SyncState) -> torch.Tensor:
@@ -180,7 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         shape = one.array.shape
         given = None if saved is None else as_array(saved)
         if given is not None and given.shape[not one.replicated :] != shape:
-            raise ConfigError(f"state_dict: {SYNCHRONISATION}: '{one.name}' is not of this model: {given.shape}")
+            raise ConfigError(f"state_dict: {SYNCHRONISATION}: '{one.name}' does not match this model: {given.shape}")
         if not one.replicated:
             given = np.zeros((0, *shape)) if given is None else given
             lo, hi = split(len(given), self.grid.size, self.grid.rank)

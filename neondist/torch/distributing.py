@@ -33,72 +33,74 @@ def distribute(
     strips: Strips = None,
     spatial: int | None = None,
 ) -> DistributedModule:
-    """Return a PyTorch module whose images are cut into tiles, one per rank, with the numbers of one process.
+    """Distribute a PyTorch module: images are split into tiles, one per rank; results match one process.
 
-    The module is captured with torch.export at the global shape, without memory for it; each operator becomes local
-    work, a view of neighbours' cells, or a sum over ranks. Gradients of parameters arrive summed over all ranks, when
-    `backward` has returned. Collective.
+    The module is captured with torch.export at the global shape, without allocating it; each operator becomes local
+    computation, a halo exchange, or a reduction over ranks. Gradients of parameters are summed over all ranks when
+    `backward` returns. Collective.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The same on every rank; it is neither copied nor changed.
+        The same on every rank; it is neither copied nor modified.
     example_shape : sequence of int
-        (N, C, *spatial), of the whole batch and the whole image. For a module of several inputs, a sequence of shapes;
-        those of other rank than the first are cut along the batch alone. (N, features) has no spatial axes. Batches and
-        images of other sizes may follow: `scatter` takes them, and the module is captured once for each.
+        Global shape (N, C, *spatial) of the whole batch and image. For several inputs, a sequence of shapes; inputs
+        with another number of dimensions than the first are split only along the batch. (N, features) has no spatial
+        axes. Batches and images of other sizes may follow: pass them to `scatter`, and the module is captured once for
+        each.
     grid : ProcessGrid, optional
         Default: all ranks.
     gather_at : sequence of str
-        Paths of modules that every rank computes whole, since an operator in them cannot be distributed.
+        Paths of modules that every rank computes on whole arrays, because an operator in them cannot be distributed.
     dtype : torch.dtype, or one for each input, optional
-        Of the inputs; default: that of the module's first floating-point parameter.
+        Dtype of the inputs. Default: that of the module's first floating-point parameter.
     transport : 'mpi' or 'torch'
-        Without a grid: what carries messages, mpi4py or torch.distributed (for `torchrun`).
+        Transport when no grid is given: mpi4py, or torch.distributed (for `torchrun`).
     recompute : bool
-        Keep for `backward` but a few tensors of about as many segments as each has operators, and run these again on
-        the way back, messages included: less memory, for the time of another forward (Chen et al. 2016, "Training deep
-        nets with sublinear memory cost").
+        Store only the boundary tensors of about sqrt(n) segments of the module's n operators, and recompute the
+        segments in the backward pass, including their messages: less memory for the time of another forward pass (Chen
+        et al. 2016, "Training deep nets with sublinear memory cost").
     compile : bool or callable
-        Let torch.compile, or this function, which returns a faster one, have what a rank computes between messages.
-        On one rank the module itself runs: compile that.
+        Compile the computation between messages with torch.compile, or with this function. On one rank the module
+        itself runs: compile that instead.
     scheme : ExchangePolicy or str, or a dict of module path to those
-        How windows come by cells of other tiles; default: exactly, each in an exchange of its own. In
-        'deep_halo(layers=3)' three windows that follow one another share one, and compute cells of other tiles, too;
-        'auto' chooses how many. With 'overlap_tile' tiles come from `scatter` with all that they need. Others, as
-        'tower' or 'stale(2)', are approximate (docs/schemes.md). A module not named has the scheme of the one that it
-        is in. All but windows stays exact.
+        Border scheme for cells of other tiles. Default: exact, with one halo exchange per window. With
+        'deep_halo(layers=3)' three consecutive windows share an exchange and recompute cells of other tiles; 'auto'
+        chooses the number. With 'overlap_tile' `scatter` returns tiles with all the cells they need. Others, such as
+        'tower' or 'stale(2)', are approximate (docs/schemes.md). Modules not named inherit the scheme of their parent.
+        Only windows are approximated.
     memory : int or str, optional
-        What all ranks on a machine may take, such as '8GiB'. A pass that needs more goes block by block up to the first
-        operator that sees the whole image, twice in training. Default: as much as it takes.
+        Memory limit for all ranks on a machine together, such as '8GiB'. A pass that needs more is computed block by
+        block up to the first operator that depends on the whole image, twice in training. Default: no limit.
     strips : int or 'auto', optional
-        Rows of the results that go at once through windows and what follows, up to the next exchange or sum over the
-        image; in training once more on the way back, instead of keeping what is in between. 'auto': as many as a cache
-        holds.
+        Output rows per strip: windows and the operators after them, up to the next exchange or reduction over the
+        image, are executed strip by strip, and recomputed in the backward pass instead of storing activations. 'auto':
+        as many rows as fit in the cache.
     spatial : int, optional
-        0: inputs are no images, such as sequences (N, length, features). Replicas share the batch, and the ranks of a
-        replica hold all of its samples. Default: what follows the channels of the first input.
+        Number of spatial axes. 0: inputs are not images, such as sequences (N, length, features); replicas share the
+        batch, and the ranks of a replica hold all of its samples. Default: the axes after the channels of the first
+        input.
 
     Returns
     -------
     DistributedModule
-        Call it with `model.scatter(image)`.
+        The distributed module; call it with `model.scatter(image)`.
 
     Raises
     ------
     UnsupportedOperator
-        If an operator has no rule; names the operator, the module's path and the user's file and line.
+        If an operator has no rule; the message names the operator, the module's path and the user's file and line.
     ConfigError
-        If the module cannot be captured, or ranks have different ones.
+        If the module cannot be captured, or differs between ranks.
     """
     if memory is not None and (scheme != "halo" or compile or len(_shapes(example_shape)) > 1):
-        raise ConfigError("memory: is for a module of one input, with exact halos, that is not compiled")
+        raise ConfigError("memory: requires a module with one input and exact halos, without compile")
     if strips not in (None, "auto") and (isinstance(strips, bool) or not isinstance(strips, int) or strips < 1):
         raise ConfigError(f"strips: {strips!r}; expected a number of rows > 0, or 'auto'")
     if strips is not None and (memory is not None or compile):
-        raise ConfigError("strips: cannot be had together with memory, which cuts blocks itself, or with compile")
+        raise ConfigError("strips: cannot be combined with memory, which chooses blocks itself, or with compile")
     if recompute and compile:
-        raise ConfigError("recompute: cannot be had together with compile, which chooses itself what to keep")
+        raise ConfigError("recompute: cannot be combined with compile, which chooses itself what to keep")
     if not isinstance(module, nn.Module):
         raise ConfigError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
     if transport not in ("mpi", "torch"):
@@ -106,7 +108,7 @@ def distribute(
     shapes = _shapes(example_shape)
     axes = len(shapes[0]) - 2
     if spatial not in (None, 0, axes) or (spatial == 0 and max(map(len, shapes)) > 4):
-        raise ConfigError(f"spatial: {spatial!r}; expected {axes}, or 0 for inputs of four axes at most")
+        raise ConfigError(f"spatial: {spatial!r}; expected {axes}, or 0 for inputs with at most four axes")
     dtypes: list[Any] = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(shapes)
     if len(dtypes) != len(shapes) or not all(each is None or isinstance(each, torch.dtype) for each in dtypes):
         raise ConfigError(f"dtype: expected a torch.dtype, or one for each of {len(shapes)} inputs, got {dtype!r}")
@@ -131,6 +133,6 @@ def _shapes(example_shape: Any) -> list[tuple[int, ...]]:
         found = []
     if not found or len(found[0]) not in (2, 3, 4, 5) or any(n < 1 for n in found[0]):
         raise ConfigError(
-            f"example_shape: {example_shape!r}; expected (N, C, *spatial), of three spatial axes at most and all > 0"
+            f"example_shape: {example_shape!r}; expected (N, C, *spatial) with at most three spatial axes, all > 0"
         )
     return found

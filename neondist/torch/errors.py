@@ -1,4 +1,4 @@
-"""What `distribute` and `from_torch` refuse, and where it stands."""
+"""Errors of `distribute` and `from_torch`, with the user's source position."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..errors import UserError
 
 
 class UnsupportedOperator(UserError):
-    """An operator of the module has no rule, or no layer, that would give the numbers of one process.
+    """An operator of the module has no rule, or no layer, that reproduces the single-process result.
 
     Attributes
     ----------
     operator : str
     module : str
-        Path of the module that calls it.
+        Path of the module that calls the operator.
     source : str
         The user's file and line.
     why : str
@@ -25,8 +25,8 @@ class UnsupportedOperator(UserError):
         self.operator, self.module, self.source = where.operator, where.module, where.source
         self.why = why
         remedy = remedy or (
-            f"gather_at=[{self.module!r}] computes {'that' if self.module else 'the'} module whole on every rank,"
-            " or give it a rule with neondist.torch.rule"
+            f"gather_at=[{self.module!r}] computes {'that' if self.module else 'the'} module on whole arrays on"
+            " every rank; or define a rule with neondist.torch.rule"
         )
         super().__init__(
             f"{self.source or 'unknown place'}: {self.operator}"
@@ -36,7 +36,7 @@ class UnsupportedOperator(UserError):
 
 
 class NotRecorded(Exception):
-    """What a module does, and a captured one would not.
+    """Behaviour of a module that a captured one would not reproduce.
 
     Parameters
     ----------

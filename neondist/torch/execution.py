@@ -1,4 +1,4 @@
-"""How a module is executed, beyond what it computes."""
+"""Options for executing a module, beyond what it computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .trunk import fitted
 
 @dataclass(frozen=True)
 class Execution:
-    """How a module is executed; see `distribute`.
+    """Execution options of a module; see `distribute`.
 
     Attributes
     ----------

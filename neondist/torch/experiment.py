@@ -47,47 +47,47 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class TorchModel(TrainableModel):
-    """A PyTorch module, trained by the loop that trains models of neondist's own layers.
+    """A PyTorch module that FitExperiment trains like a model of neondist layers.
 
     Parameters
     ----------
     factory : callable
-        Returns the torch.nn.Module. In a file MODULE:NAME, of a module that `--import` names.
+        Returns the torch.nn.Module. In a YAML file: MODULE:NAME from a module given by `--import`.
     arguments : mapping, optional
-        Of the factory.
+        Arguments of the factory.
     shape : sequence of int, optional
-        (C, *spatial) of a sample that `feed` gives; default that of the data set's.
+        Shape (C, *spatial) of a sample returned by `feed`. Default: that of the data set.
     loss : TorchLoss, optional
         Default CrossEntropyLoss.
     optimizer : TorchOptimizer, optional
         Default SGD.
     feed : callable, optional
-        From this rank's tiles, (n, *tile, C), and its labels, as the data set has them (None where there are none), to
-        tensors for the module, (n, C, *tile), and for the loss. It sees one tile at a time, and so has to treat each
-        cell alike; with `overlap_tile` that has cells around it, of whose labels the loss sees none. Default: channels
-        go first, and whole numbers become int64.
+        Maps this rank's tiles (n, *tile, C) and its labels (None if there are none) to tensors for the module, (n, C,
+        *tile), and for the loss. It sees one tile at a time and must therefore act on each cell independently; with
+        `overlap_tile` the tile includes a margin, which the loss ignores. Default: move channels first, and convert
+        integer labels to int64.
     weights : path, optional
-        A safetensors file with a state_dict, where training begins.
+        A safetensors file with a state_dict of initial weights.
     gather_at : sequence of str
-        Paths of modules that every rank computes whole.
+        Paths of modules that every rank computes on whole arrays.
     seed : int
-        Of the module's own first weights, its random numbers and the order of samples.
+        Seed for the initial weights, the module's random numbers and the order of samples.
     dtype : {'float32', 'float64'}
     precision : {'float32', 'tf32', 'bfloat16', 'float16'}
-        With the last two the module and its loss run under `torch.autocast`; parameters stay float32. With 'float16'
-        the loss is scaled, and steps whose gradients overflow are skipped.
+        With bfloat16 and float16 the module and its loss run under `torch.autocast`; parameters stay float32. With
+        float16 the loss is scaled, and steps with overflowing gradients are skipped.
     recompute : bool
-        Run segments of the module again on the way back instead of keeping what is in them.
+        Recompute segments of the module in the backward pass instead of storing their activations.
     scheme : ExchangePolicy or str, or a mapping of module path to those
-        How windows come by cells of other tiles; default: exactly.
+        Border scheme for cells of other tiles. Default: exact halo exchange.
     strips : int or 'auto', optional
-        Rows that go at once through windows and what follows; those of `distribute`.
+        Rows per strip, as in `distribute`.
     sync, strategy : optional
-        Messages and owners of gradients and updates, as in Model.
+        Synchronisation of gradients and owners of updates, as in Model.
 
     Notes
     -----
-    A module is captured for each size of a batch: of the last ones of an epoch or a split too, if they are smaller.
+    A module is captured once per batch size, including a smaller last batch of an epoch or split.
     """
 
     distributed = True
@@ -140,19 +140,19 @@ class TorchModel(TrainableModel):
         memory: int | str | None = None,
         strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
-        """Say how a step is executed; refuse micro-batches, which are for layers alone."""
+        """Set how a step is executed; micro-batches, which apply only to neondist layers, are rejected."""
         self.recompute = self.recompute if recompute is None else recompute
         self.memory = self.memory if memory is None else as_bytes("memory", memory)
         self.strips = self.strips if strips is None else strips
         self._sync = self._sync if sync is None else SYNCS[sync]
         self.strategy = self.strategy if strategy is None else as_strategy(strategy)
         if accumulate is not None:
-            raise ConfigError("accumulate: is for layers of neondist, and a TorchModel has none; leave it out")
+            raise ConfigError("accumulate: applies to neondist layers, which a TorchModel does not have; leave it out")
 
     def plan(
         self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
     ) -> ModulePlan:
-        """Return what every rank of a grid would do; needs no MPI.
+        """Return the plan for every rank of a grid; needs no MPI.
 
         Raises
         ------
@@ -168,44 +168,42 @@ class TorchModel(TrainableModel):
         return self._plans[input_shape, grid, batch]
 
     def within(self, plan: ModulePlan) -> ModulePlan:
-        """Return the plan of a training that takes no more than `memory`.
+        """Return the plan of a training step that fits in `memory`.
 
         Raises
         ------
         UserError
-            It takes more, block by block too.
+            It does not fit, even block by block.
         """
         if self.memory is None:
             return plan
         if self.scheme != "halo" or self.strips is not None:
-            raise ConfigError(
-                "memory: blocks exchange no halos, and so have neither a scheme nor strips; leave those out"
-            )
+            raise ConfigError("memory: blocks exchange no halos, so scheme and strips do not apply; leave them out")
         return self._planned(plan.input_shape, plan.grid, plan.batch_size, self.memory)
 
     def resize(self, input_shape: Sequence[int]) -> None:
-        """Take images of another extent than `shape` says."""
+        """Accept images of another extent than `shape`."""
         if self.shape is not None:
             self.shape = [self.shape[0], *input_shape[:-1]]
 
     def in_blocks(self, input_shape: Sequence[int], remedy: str) -> TracedImage:
-        """Return what computes any box of the output from the cells that it depends on.
+        """Return an object that computes any box of the output from the cells it depends on.
 
         Raises
         ------
         UnsupportedOperator
-            The module sees more than a bounded neighbourhood; the message ends with the remedy.
+            The module's receptive field is unbounded; the message names the remedy.
         """
         shape = (1, *self._sample_shape(tuple(input_shape)))
         return TracedImage(self._factory.program(shape, False), shape, self.gather_at, remedy)
 
     @property
     def module(self) -> nn.Module:
-        """The module, which the factory makes where it is first asked for."""
+        """The module, created by the factory on first access."""
         return self._factory.module
 
     def block(self, blocks: ModuleBlocks, number: int, x: Any) -> np.ndarray:
-        """Return a block of the output, given the cells of the image that it depends on, channels last."""
+        """Return a block of the output, given the image cells it depends on, channels last."""
         module = self.module
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         with torch.no_grad(), self._about(), computing_in(self.precision, module):
@@ -215,7 +213,7 @@ class TorchModel(TrainableModel):
     def build(
         self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Any = None
     ) -> None:
-        """Distribute the module over the grid, default all ranks; collective.
+        """Distribute the module over the grid (default: all ranks); collective.
 
         Parameters
         ----------
@@ -249,7 +247,7 @@ class TorchModel(TrainableModel):
         self.output: Any = Owned(self.grid, owns)
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
-        """Run one step, and return the loss of the whole batch; NaN if it was skipped; collective."""
+        """Run one training step and return the loss of the whole batch, NaN if it was skipped; collective."""
         with self._about():
             return ModuleStep(self).run(x, targets, batch_size or self.batch_size)
 
@@ -275,25 +273,27 @@ class TorchModel(TrainableModel):
         return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
 
     def cost_of_cells(self) -> LossOfCells:
-        """Return the loss such that sums over boxes of an image's cells add up; ConfigError if they do not."""
+        """Return the loss as a sum over cells, which can be accumulated over boxes; ConfigError if it is not one."""
         if self._arguments["feed"] is not None:
-            raise ConfigError("feed: makes labels of whole images; evaluate without --block, and with memory for them")
+            raise ConfigError(
+                "feed: computes labels from whole images; evaluate without --block, and with enough memory for them"
+            )
         return LossOfCells(self.cost)
 
     @property
     def built(self) -> ModuleParameters:
-        """The parameters; ConfigError if there are none yet."""
+        """The parameters; ConfigError before `build`."""
         if self.parameters is None:
             raise ConfigError("TorchModel is not built yet; call model.build(input_shape, batch_size) first")
         return self.parameters
 
     @property
     def schemes(self) -> dict[str, ExchangePolicy]:
-        """The border schemes, by path of a module."""
+        """Border schemes by module path."""
         return chosen(self.scheme, dict(self.module.named_modules()), self.recompute)
 
     def guard(self, seed: int) -> None:
-        """Look for mistakes of rules and border schemes of the user's own in the steps from now on."""
+        """Check the user's rules and border schemes in subsequent steps."""
         self._guard = seed
         for model in self._models.values():
             model.guard(seed)
@@ -306,7 +306,7 @@ class TorchModel(TrainableModel):
             return channels_last(model(self._fed(x, None, batch)[0]))
 
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
-        """Return all that a checkpoint holds: the module's state, and what the optimiser remembers."""
+        """Return the contents of a checkpoint: the module's state and the optimizer's state."""
         names = [name.removeprefix(f"{MODULE}/") for name in slots]
         begin_slots(self.built.updated, self.torch_optimizer, names)
         arrays = {name: as_array(tensor) for name, tensor in kept_tensors(self.module).items()}
@@ -327,7 +327,7 @@ class TorchModel(TrainableModel):
 
     @property
     def bytes_summed(self) -> int:
-        """Bytes that this rank has given into sums over ranks, or sent in redistributions, since `build`."""
+        """Bytes that this rank has contributed to reductions or sent in redistributions since `build`."""
         return self._bytes(halo=False) + self.sync.reductions.bytes_reduced + self.output.reductions.bytes_reduced
 
     def ledger(self) -> Ledger:
@@ -372,7 +372,7 @@ class TorchModel(TrainableModel):
         if shape[1:] != input_shape[:-1]:
             raise ShapeError(
                 f"shape: {list(shape)} has other spatial extents than the data set's images, {list(input_shape[:-1])};"
-                " feed may change channels only"
+                " feed may change only the channels"
             )
         return shape
 
@@ -403,7 +403,7 @@ class TorchModel(TrainableModel):
             return fed(self._feed, x, targets, shape, DTYPES[str(self.dtype)], self.input)
 
     def set_rates(self) -> None:
-        """Give the optimiser the learning rate and the momentum of the next step."""
+        """Set the optimizer's learning rate and momentum for the next step."""
         if self.optimizer.schedule is not None or self.learning_rate_scale != 1:
             for group, rate in zip(self.torch_optimizer.param_groups, self._rates, strict=True):
                 if rate is not None:

@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):
         return self._number(("written", own, write), own in self._following or write in self._following)
 
     def follows(self, value: Any) -> bool:
-        """Tell whether a value was computed from inputs or parameters, was drawn, or is no tensor."""
+        """Return whether a value was computed from inputs or parameters, was drawn, or is not a tensor."""
         tensors = _tensors(value)
         return not tensors or any(self.expression(tensor) in self._following for tensor in tensors)
 

@@ -1,4 +1,4 @@
-"""What a factory makes, and what torch.export finds in it: a module before it is distributed."""
+"""Modules made by factories, and their captured programs, before they are distributed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Factory:
             torch.manual_seed(key(self.seed, "weights") >> 1)
             module = called("arguments", self.function, **self.arguments)
         if not isinstance(module, nn.Module):
-            raise ConfigError(f"factory: returned a {type(module).__name__}; it has to return a torch.nn.Module")
+            raise ConfigError(f"factory: returned a {type(module).__name__}; it must return a torch.nn.Module")
         return module.to(self.dtype)
 
     def program(self, shape: tuple[int, ...], training: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What a module is given of the images and labels that a rank reads."""
+"""Conversion of the images and labels that a rank reads to a module's inputs."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fed(
     """
     found = called("feed", feed, x, targets)
     if not isinstance(found, tuple) or len(found) != 2:
-        raise ConfigError(f"feed: has to return (features, labels), got {type(found).__name__}")
+        raise ConfigError(f"feed: must return (features, labels), got {type(found).__name__}")
     features, labels = found
     for what, tensors in (("features", [features]), ("labels", pytree.tree_leaves(labels))):
         for tensor in tensors:
@@ -70,7 +70,7 @@ def fed(
     if tuple(features.shape) != shape or features.dtype != dtype:
         raise ConfigError(
             f"feed: features are {features.dtype} of shape {tuple(features.shape)}, expected {dtype} of shape {shape}:"
-            " samples, channels and this rank's tile; change feed, or say shape: [channels, *spatial]"
+            " samples, channels and this rank's tile; change feed, or set shape: [channels, *spatial]"
         )
     features = features.contiguous()  # in channels-last, some strided convolutions crash PyTorch 2.13
     return features, pytree.tree_map(partial(_own, images), labels) if images.tiles.overlaps else labels

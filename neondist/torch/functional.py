@@ -1,4 +1,4 @@
-"""What operators of a captured graph write into, and whether reading their results instead comes to the same."""
+"""Mutated arguments of operators in a captured graph, and whether reading results instead is equivalent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PURE = "backward", "functional", "no_training", "no_update"
 
 
 def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
-    """Tell whether all that is written into may be replaced by what is written, from there on.
+    """Return whether all that is written into may be replaced by what is written, from there on.
 
     That is so if nobody reads the same memory by another name later, and only buffers outlive the program. PyTorch does
     it for all others, but traces the whole module once more. Operators in place have their functional twins noted.
@@ -81,7 +81,7 @@ def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def writes_unseen(node: Any) -> bool:
-    """Tell whether an operator writes into statistics in a way that PyTorch's functionalisation does not know."""
+    """Return whether an operator writes into statistics in a way that PyTorch's functionalisation does not know."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.name in _DECOMPOSED:
         return False

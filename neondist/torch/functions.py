@@ -37,7 +37,7 @@ def recompute(ctx: Any) -> Any:
 
 
 class View(torch.autograd.Function):
-    """What a rank wants to see of a tensor that is cut; the adjoint adds."""
+    """View that a rank needs of a partitioned tensor; the adjoint adds."""
 
     @staticmethod
     def forward(
@@ -59,7 +59,7 @@ class View(torch.autograd.Function):
 
 
 class Again(torch.autograd.Function):
-    """What a segment gives that runs again on the way back: on all ranks, whatever its steps keep there."""
+    """Results of a segment that is recomputed in the backward pass, on all ranks, whatever its steps save there."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> Any:

@@ -65,7 +65,7 @@ class FusedLowering(OfProgram):
 
     @property
     def told(self) -> str:  # type: ignore[override]
-        """How many operators go together."""
+        """Description of the number of operators in the group."""
         windows = sum(noted.windows for segment in self._segments for noted in segment.noted.values())
         found = f"segments: {windows} windows and what follows them"
         rows = [segment.rows for segment in self._segments]
@@ -177,7 +177,7 @@ class FusedLowering(OfProgram):
         there = {env[old.id].id: value for old, value in zip(traced.inputs, inputs, strict=True)}
         for value, given in there.items():
             if lowering.values[value].local != given.local:
-                raise RuntimeError("a segment is given other cells than it needs; this is a defect of neondist")
+                raise RuntimeError("a segment received other cells than it needs; this is a bug in neondist")
         for step in traced.constants:
             (known,) = (traced.values[value] for value in step.outputs)
             there[known.id] = self._value(known.local, frozenset(), known.dtype, "constant")

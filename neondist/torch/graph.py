@@ -16,7 +16,7 @@ from .layout import Layout, Mesh, Shape, shape_of
 from .transfer import Transfer
 
 GRADIENTS = "gradients"
-"""Under this name, instead of a step's, the sum of all parameters' gradients is told."""
+"""Name under which the reduction of all parameters' gradients is listed, instead of a step's."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """In which dtype numbers of few digits are added up over ranks."""
 FRESH = {
@@ -45,7 +45,7 @@ def autocast() -> list[bool]:
 
 
 def is_eager_float(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tell whether kernels other than PyTorch's own choice apply: floats on the CPU, no autocast, no compiler."""
+    """Return whether kernels other than PyTorch's own choice apply: floats on the CPU, no autocast, no compiler."""
     return (
         x.device.type == "cpu"
         and x.dtype == weight.dtype
@@ -81,7 +81,7 @@ class Value:
 
     @property
     def layout(self) -> Layout:
-        """How the whole is cut."""
+        """Layout of the whole."""
         assert self.layout_or_none is not None
         return self.layout_or_none
 
@@ -231,7 +231,7 @@ class TorchGraph:
         return found
 
     def _written_over(self, value: int, last: Mapping[int, int]) -> bool:
-        """Tell whether a step may write its results over a value: it would not be there to run that again."""
+        """Return whether a step may write its results over a value: it would not be there to run that again."""
         at = last.get(value, len(self.steps))
         return at < len(self.steps) and self.steps[at].op in IN_PLACE
 
@@ -267,7 +267,7 @@ class Segment(NamedTuple):
 
 
 def has_gradients(dtype: torch.dtype) -> bool:
-    """Tell whether numbers of a dtype are real or complex: others have no gradient."""
+    """Return whether numbers of a dtype are real or complex: others have no gradient."""
     return dtype.is_floating_point or dtype.is_complex
 
 

@@ -1,4 +1,4 @@
-"""What `--debug-halo` looks for in a module: mistakes of rules and border schemes of a user's own."""
+"""Checks of `--debug-halo` in a module: errors of users' rules and border schemes."""
 
 from __future__ import annotations
 
@@ -31,21 +31,24 @@ def guarded(
     if step.run not in IN_PLACE.values():  # those write where nobody else reads
         for at, (tensor, copy) in enumerate(zip(tensors, before, strict=True)):
             if not _is_alike(tensor.detach(), copy):
-                raise _problem(rank, step, f"wrote into its argument {at}, which others may read; work on a copy")
+                raise _problem(
+                    rank, step, f"modified its argument {at} in place, which others may read; work on a copy"
+                )
     for at, (tensor, value) in enumerate(zip(found, (values[out] for out in step.outputs), strict=True)):
         dtype = tensor.dtype if any(autocast()) else value.dtype
         if (tuple(tensor.shape), tensor.dtype) != (value.local, dtype):
             raise _problem(
                 rank,
                 step,
-                f"gave {tensor.dtype} of shape {tuple(tensor.shape)} as result {at}, but its rule says {value.dtype} of"
+                f"returned {tensor.dtype} of shape {tuple(tensor.shape)} as result {at}, but its rule declares"
+                f" {value.dtype} of"
                 f" shape {value.local} on this rank",
             )
     return found
 
 
 def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Tell whether two tensors hold the same numbers, NaN where the other has it included."""
+    """Return whether two tensors hold the same numbers, NaN where the other has it included."""
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 

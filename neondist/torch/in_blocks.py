@@ -116,7 +116,7 @@ class Call(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What a live norm takes its statistics of, these, (N·groups,) or (C,), and how."""
+    """Statistics of a live norm: the tensor they are computed from, (N·groups,) or (C,), and the method."""
 
     x: Value
     mean: Value
@@ -257,7 +257,7 @@ class BlockLowering(Lowering):
 
     def refuse(self, why: str = "") -> Any:
         """Raise UnsupportedOperator for the operator at hand."""
-        raise UnsupportedOperator(self.where, why, cannot="go block by block", remedy=self.remedy)
+        raise UnsupportedOperator(self.where, why, cannot="be computed block by block", remedy=self.remedy)
 
     def _step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **more: Any) -> None:
         if kind != "local":
@@ -292,7 +292,7 @@ class Traced:
         self.buffers = {name: value for name, value in plan.buffers.items() if value in read}
         self.constants = [step for step in steps if not step.inputs]
         if any(step.inputs and not lowering.recorded.issuperset(step.outputs) for step in steps):
-            lowering.refuse("it is lowered in no call of a rule")
+            lowering.refuse("it is lowered outside calls of a rule")
         calls, needed = list[Call](), {output.id for output in outputs}
         for call in reversed(lowering.calls):
             if not needed.isdisjoint(ids_of(call.found)):
@@ -365,7 +365,7 @@ def part_of_block(y: torch.Tensor, layout: Layout, ranges: Sequence[Range]) -> t
 
 def _part(a: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
     if start < 0 or start + length > a.shape[dim]:
-        raise RuntimeError("a block lacks cells that it depends on; this is a defect of neondist")
+        raise RuntimeError("a block lacks cells that it depends on; this is a bug in neondist")
     return a.narrow(dim, start, length)
 
 

@@ -49,7 +49,9 @@ class LossOfCells:
     def __init__(self, loss: TorchLoss) -> None:
         self.ignore_index, self._weights = loss.ignore_index, getattr(loss.criterion, "weight", None)
         if getattr(loss.criterion, "reduction", None) != "mean":
-            raise ConfigError("loss: is no mean over cells, and needs whole images; give more memory, or ranks")
+            raise ConfigError(
+                "loss: is not a mean over cells, so it needs whole images; give more memory or use more ranks"
+            )
         self._sum = copy(loss.criterion)
         self._sum.reduction = "sum"
 

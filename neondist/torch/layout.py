@@ -1,4 +1,4 @@
-"""How a tensor lies on the ranks: which of its dimensions are cut, by which axis of the grid, and where.
+"""Layout of a tensor over ranks: its partitioned dimensions, with the grid axis and boundaries of each.
 
 Pure integers. A dimension is a product of *atoms*, the first changing slowest: flattening (N, C, H, W) to (N, C·H·W)
 makes one dimension of three atoms, of which H and W stay cut. So that reshaping costs no message.
@@ -64,7 +64,7 @@ class Mesh:
 
     @classmethod
     def of(cls, grid: GridShape, spatial: int) -> Mesh:
-        """Return that of a grid, for images of so many spatial axes; 0: tensors of four axes at most are no images."""
+        """Return that of a grid, for images of so many spatial axes; 0: tensors of four axes at most are not images."""
         return cls((grid.replicas, *grid.parts(spatial or 3)))
 
     @property
@@ -145,7 +145,7 @@ def axes_of(layout: Iterable[Dim]) -> frozenset[int]:
 
 
 def is_box(layout: Layout, axes: frozenset[int]) -> bool:
-    """Tell whether tiles are boxes, cut along these axes."""
+    """Return whether tiles are boxes, cut along these axes."""
     return all(len(dim) == 1 for dim in layout) and axes_of(layout) == axes
 
 

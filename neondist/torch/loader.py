@@ -32,7 +32,7 @@ Position = tuple[int, int]
 
 
 class Loader:
-    """What `loader` returns: an iterable over this rank's parts of the batches of an epoch.
+    """Iterable over this rank's parts of the batches of an epoch, as returned by `loader`.
 
     Attributes
     ----------
@@ -102,9 +102,9 @@ class Loader:
             tiles.allreduce(ends, "max")
             if ends[0] != -ends[1]:
                 raise ConfigError(
-                    "loader: the ranks of a replica read different samples; a data set has to return the same for an"
-                    " index on every rank. Draw with torch, numpy.random or random, which are seeded for each sample,"
-                    " not with a generator of the data set's own"
+                    "loader: the ranks of a replica read different samples; a data set must return the same sample"
+                    " for an index on every rank. Draw with torch, numpy.random or random, which are seeded for"
+                    " each sample, not with the data set's own generator"
                 )
         mesh = Mesh.of(self.grid.shape, part.spatial)
         place = mesh.place(self.grid.rank)
@@ -116,7 +116,7 @@ class Loader:
                 if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
                     raise ShapeError(
                         f"loader: a batch of {samples} samples has a tensor of shape {tuple(leaves[at].shape)} on this"
-                        f" rank, expected {expected}; collate_fn has to return one entry for each sample"
+                        f" rank, expected {expected}; collate_fn must return one entry per sample"
                     )
                 mark(leaves[at], layout)
         return pytree.tree_unflatten(leaves, tree)
@@ -134,33 +134,33 @@ def loader(
     sampler: Iterable[int] | None = None,
     **options: Any,
 ) -> Loader:
-    """Return a loader of a map-style data set that gives each rank its tile of each batch.
+    """Return a loader for a map-style data set that yields each rank's tile of each batch.
 
-    Batches are the same on all ranks. A rank reads the samples of its replica, and keeps its tile of each image
-    (C, *spatial); tensors with the same spatial extents, such as class labels (*spatial), are cut alike, others are
-    not. Pass the tensors to the model and to `model.loss` as they are. For each sample the generators of torch, NumPy
-    and Python are seeded with (seed, epoch, index), so that augmentations are the same on every grid and with any
+    All ranks iterate over the same batches. A rank reads the samples of its replica and keeps its tile of each image
+    (C, *spatial); tensors with the same spatial extents, such as class labels (*spatial), are tiled alike, others are
+    kept whole. Pass the tensors directly to the model and to `model.loss`. For each sample the generators of torch,
+    NumPy and Python are seeded with (seed, epoch, index), so augmentations are identical on every grid and with any
     number of workers.
 
     Parameters
     ----------
     dataset : map-style data set
-        Of samples as for torch.utils.data.DataLoader, whose first tensor is the image. One that has a method
-        `read(index, box)`, and an attribute `extent`, the spatial extents, reads the cells of a neondist.Box of a
-        sample instead of the whole.
+        Data set as for torch.utils.data.DataLoader; the first tensor of a sample is the image. If it has a method
+        `read(index, box)` and an attribute `extent` (the spatial extents), only the cells of a neondist.Box are read
+        instead of whole samples.
     batch_size : int
-        Samples of a batch on all ranks together.
+        Samples per global batch, over all ranks.
     shuffle : bool
-        Draw another order in each epoch: that of a DataLoader with `generator=torch.Generator().manual_seed(seed)`.
+        Reshuffle in every epoch, in the order of a DataLoader with `generator=torch.Generator().manual_seed(seed)`.
     seed : int
     num_workers : int
-        Processes that read, for each rank.
+        Worker processes per rank.
     drop_last : bool
-        Leave out a smaller last batch. Otherwise the model is captured for its size, too.
+        Drop a smaller last batch. Otherwise the model is also captured for its size.
     grid : ProcessGrid, optional
-        That of the model; default: all ranks.
+        Grid of the model. Default: all ranks.
     sampler : iterable of int, optional
-        An order of one's own, the same on every rank.
+        A custom order, the same on every rank.
     **options
         Further arguments of torch.utils.data.DataLoader, such as `collate_fn` and `pin_memory`.
 
@@ -171,11 +171,11 @@ def loader(
     Raises
     ------
     ConfigError
-        Unknown or contradicting arguments; ranks that read different samples.
+        If arguments are unknown or contradictory, or ranks read different samples.
     """
     for name in ("batch_sampler", "generator"):
         if name in options:
-            raise ConfigError(f"loader: {name} cannot be given; use sampler, batch_size, drop_last and seed")
+            raise ConfigError(f"loader: {name} is not accepted; use sampler, batch_size, drop_last and seed")
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read")):
         raise ConfigError(
             f"loader: dataset is a {type(dataset).__name__}; expected a map-style data set, with __getitem__ and"
@@ -196,7 +196,7 @@ def loader(
 
 
 class _Part(NamedTuple):
-    """What a worker reads of a batch.
+    """Part of a batch that a worker reads.
 
     Attributes
     ----------
@@ -204,7 +204,7 @@ class _Part(NamedTuple):
     spatial : int
         Number of the images' spatial axes.
     rests, images
-        Of each leaf the whole shape without the batch, or None if it is no tensor; and whether it is cut.
+        Of each leaf the whole shape without the batch, or None if it is not a tensor; and whether it is cut.
     checksum : int
         Of all tensors before they were cut; 0 if they were read so.
     """
@@ -262,7 +262,7 @@ class _Collate:
         leaves, tree = pytree.tree_flatten(self.collate(samples))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
-            raise ConfigError("loader: samples have no tensor; the first has to be the image")
+            raise ConfigError("loader: samples contain no tensor; the first must be the image")
         spatial = max(0, tensors[0].dim() - 2)
         mesh, cells = Mesh.of(self.shape, spatial), tuple(tensors[0].shape[2:])
         place, extent, checksum = mesh.place(self.rank), self.extent or cells, 0

@@ -24,7 +24,7 @@ from .transfer import Wanted
 
 
 class Lowering(Builder):
-    """What rules are given: a plan in the making, and the operator at hand.
+    """Context of a rule: the plan being built, and the current operator.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class Lowering(Builder):
 
     def _called(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(target, torch._ops.OpOverload):
-            self.refuse("is no ATen operator")
+            self.refuse("is not an ATen operator")
         bound = _bound(target, args, kwargs)
         values = [v for v in pytree.tree_leaves(bound) if isinstance(v, Value)]
         name = str(target)
@@ -84,7 +84,7 @@ class Lowering(Builder):
         always = found is not None and found.always
         random = _is_random(target, bound)  # each rank would draw numbers of its own
         if found is None and target.namespace == "prims" and any(value.kind != "constant" for value in values):
-            self.refuse("PyTorch has no gradient of it")
+            self.refuse("PyTorch has no gradient for it")
         if not (always or random or axes_of_values(values)):
             return self.alike()
         if found is not None:
@@ -97,7 +97,7 @@ class Lowering(Builder):
             return inner
         if not self.mesh.axes:
             return self.alike()
-        return self.refuse("each rank would draw random numbers of its own" if random else "")
+        return self.refuse("each rank would draw its own random numbers" if random else "")
 
     def alike(self) -> Any:
         """Return what the operator at hand gives, which every rank computes from all of its arguments."""
@@ -249,7 +249,7 @@ def _of_tensors(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _is_random(target: Any, bound: Mapping[str, Any]) -> bool:
-    """Tell whether an operator draws random numbers, given these arguments."""
+    """Return whether an operator draws random numbers, given these arguments."""
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if any(bound.get(name) is False for name in ("train", "training")):

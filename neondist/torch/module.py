@@ -36,7 +36,7 @@ REMEMBERED = 64
 
 @dataclass(eq=False)
 class _Prepared:
-    """What runs for one state of a module.
+    """Compiled program for one state of a module.
 
     Attributes
     ----------
@@ -60,14 +60,14 @@ class _Prepared:
 
 
 class DistributedModule(nn.Module):
-    """What `distribute` returns: the module, on this rank's tile.
+    """A module that runs on this rank's tile, as returned by `distribute`.
 
-    Parameters, buffers and their names are the module's own, `train()` and `eval()` are passed on; see `distribute`.
+    Parameters, buffers and their names are those of the module; `train()` and `eval()` are forwarded to it.
 
     Attributes
     ----------
     optimizer : DistributedOptimizer or None
-        The last one that was made for this module.
+        The most recent one created for this module.
     """
 
     module: nn.Module
@@ -164,27 +164,26 @@ class DistributedModule(nn.Module):
         return outputs
 
     def defer_gradients(self, parameters: Iterable[nn.Parameter], noted: bool = False) -> list[list[torch.Tensor]]:
-        """Leave it to a synchroniser to sum gradients of these parameters, the module's own, over the ranks.
+        """Leave the gradients of these parameters to a synchroniser, which reduces them over the ranks.
 
         Parameters
         ----------
         noted : bool
-            Whether the lists that are returned take what passes on this rank's tiles have added to the gradients.
+            Whether passes on this rank's tiles record their gradient contributions in the returned lists.
         """
         found: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in parameters}
         self._deferred.update(found if noted else dict.fromkeys(found))
         return list(found.values())
 
     def capture_within(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Look at the module in contexts that this gives, in which its calls are its own."""
+        """Capture the module within the contexts that this callable returns."""
         self._captured_within = context
 
     def guard(self, seed: int = 0) -> None:
-        """Look for mistakes of rules and border schemes of your own in passes from now on: slow, and the same numbers.
+        """Check custom rules and border schemes in subsequent passes; slow, with identical results.
 
-        A step that writes into what it is given, or gives another part of its results than its rule has said, and a
-        scheme that leaves cells of other tiles unfilled, end the pass with a HaloError that names them. Messages come
-        late.
+        A step that modifies its inputs or returns another part of its results than its rule declares, or a scheme that
+        leaves cells of other tiles unfilled, raises a HaloError that names it. Messages are delayed at random.
         """
         self.wires.guard(seed)
         self._runners.clear()
@@ -198,56 +197,55 @@ class DistributedModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's own."""
+        """Return the module's state dict."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load it into the module; on every rank the same."""
+        """Load a state dict, the same on every rank, into the module."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled: the ranks' communicators are no part of a copy."""
         raise ConfigError(
             "a distributed module cannot be copied or pickled; save model.state_dict(), and copy the module that it"
-            " was made of: distribute(copy.deepcopy(model.module), ...)"
+            " was made from: distribute(copy.deepcopy(model.module), ...)"
         )
 
     @property
     def plan(self) -> TorchPlan:
-        """What runs, in the mode that the module is in."""
+        """The compiled plan for the module's current mode."""
         return self._runner().runner.plan
 
     @property
     def output_shapes(self) -> list[tuple[int, ...]]:
-        """The global shapes of the outputs that are tensors."""
+        """Global shapes of the tensor outputs."""
         return [shape_of(layout) for layout in self._outputs()]
 
     # Between images and tiles.
 
     def scatter(self, image: torch.Tensor, index: int = 0) -> torch.Tensor:
-        """Return this rank's tile of a whole input, the same on every rank; with cells around it for `overlap_tile`.
+        """Return this rank's tile of a whole input, the same on every rank; with its margin for `overlap_tile`.
 
         Parameters
         ----------
         image : torch.Tensor (N, C, *spatial)
-            Of the channels that `example_shape` says. A batch or image of another size is captured anew, once for each
-            shape.
+            With the number of channels in `example_shape`. Each new batch or image size is captured once.
         index : int
-            Which of the inputs it is.
+            Position of the input.
         """
         check_tensor("image", image)
         self._resize((*self._shapes[:index], self._checked(image, index), *self._shapes[index + 1 :]))
         if self.grid.size > 1:
-            what = "the image given to scatter" if len(self._shapes) == 1 else f"image {index} given to scatter"
+            what = "the image passed to scatter" if len(self._shapes) == 1 else f"image {index} passed to scatter"
             self.grid.note_whole(what, checksum_of(image))
         overlaps = self._runner().overlaps if self.execution.reads_wide else ()
         return self.tiling.part(image, self.tiling.inputs[index], overlaps[index] if overlaps else None)
 
     def scatter_target(self, target: Any) -> Any:
-        """Return this rank's part of a whole target, the same on every rank; of a dictionary or list, of each in it.
+        """Return this rank's part of a whole target, the same on every rank; of each item of a dict or list.
 
-        A target that has the spatial extents of an output, (N, *spatial) or (N, C, *spatial), is cut as that is; of
-        others, (N,) or (N, C), only the batch is cut, over replicas.
+        A target with the spatial extents of an output, (N, *spatial) or (N, C, *spatial), is tiled like that output;
+        others, (N,) or (N, C), are split only along the batch, over replicas.
         """
         # on one rank all of them, in whatever state the module is
         current = self._current if self.grid.size == 1 else None
@@ -262,14 +260,14 @@ class DistributedModule(nn.Module):
         for tensor in pytree.tree_leaves(target):
             check_tensor("target", tensor)
             if self.grid.size > 1:
-                self.grid.note_whole("the target given to scatter_target", checksum_of(tensor))
+                self.grid.note_whole("the target passed to scatter_target", checksum_of(tensor))
         return part(target) if isinstance(target, torch.Tensor) else pytree.tree_map(part, target)
 
     def gather(self, tile: Any) -> Any:
-        """Return the whole of this rank's tile of an output, or of an input or its gradient; collective."""
+        """Return the whole tensor, given this rank's tile of an output, an input or its gradient; collective."""
         tensors, tree = pytree.tree_flatten(tile)
         tiles = [each for each in tensors if isinstance(each, torch.Tensor)]
-        facts = {"tensors that the model has not returned": self.tiling.unknown(tiles)}
+        facts = {"tensors that the model did not return": self.tiling.unknown(tiles)}
         self.grid.check("gather", facts | {f"the dtype of tensor {at}": each.dtype for at, each in enumerate(tiles)})
         layouts = self.tiling.layouts_of(tiles, self._outputs)
         waiting = iter(layouts)
@@ -282,10 +280,10 @@ class DistributedModule(nn.Module):
         Parameters
         ----------
         criterion : callable
-            Of (output, target): a module such as torch.nn.CrossEntropyLoss(), or a function; a mean over cells or
-            samples becomes that of the whole images. It is captured as the module is, once for each criterion.
+            Function or module of (output, target), such as torch.nn.CrossEntropyLoss(); a mean over cells or samples
+            becomes the mean over the whole images. Each criterion is captured once, like the module.
         output, target
-            This rank's tiles, as the model and `scatter_target` give them; or lists or dictionaries of them.
+            This rank's tiles, as returned by the model and `scatter_target`; or lists or dicts of them.
         """
         two = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
         if two and self.grid.size == 1 and self._criteria.is_plain(criterion, output, target):
@@ -296,7 +294,7 @@ class DistributedModule(nn.Module):
         tensors = [leaves[i] for i in at]
         unknown = self.tiling.unknown(tensors)
         if unknown:  # of which all ranks say how they are cut
-            self.grid.check("loss", {"tensors that the model has not returned": unknown})
+            self.grid.check("loss", {"tensors that the model did not return": unknown})
         layouts = self.tiling.layouts_of(tensors, self._outputs, outputs)
         error, digest = None, ""
         try:
@@ -326,13 +324,13 @@ class DistributedModule(nn.Module):
         shape = tuple(image.shape)
         if not self._like_example(shape, index):
             raise ShapeError(
-                f"expected a whole tensor of shape {self._shapes[index]}, the same on every rank, or one of another"
-                f" batch or image size, got {shape}"
+                f"expected a whole tensor of shape {self._shapes[index]}, the same on every rank, or one with"
+                f" another batch or image size, got {shape}"
             )
         return shape
 
     def _like_example(self, shape: tuple[int, ...], index: int) -> bool:
-        """Tell whether an input has the axes and channels of the example."""
+        """Return whether an input has the axes and channels of the example."""
         expected, channels = self._shapes[index], slice(1, 2 if self.wires.mesh.spatial else 1)
         return len(shape) == len(expected) and shape[channels] == expected[channels] and 0 not in shape
 
@@ -409,7 +407,7 @@ class DistributedModule(nn.Module):
             if tile.dtype != dtype and not any(autocast()):
                 raise ShapeError(
                     f"rank {self.grid.rank}: input {at} has dtype {tile.dtype}, but the module takes {dtype}; convert"
-                    " it with .to, or say distribute(..., dtype=...)"
+                    " it with .to, or use distribute(..., dtype=...)"
                 )
 
     def _facts(
@@ -447,6 +445,7 @@ class DistributedModule(nn.Module):
                 others = [name for name in differ if name not in names]
                 what = f"its {others[0]!r} differs" if others else f"{differ[0]} differ{'s' * (differ[0][-1] != 's')}"
                 raise ConfigError(
-                    f"rank {rank} has another module than rank 0: {what}; build it from the same seed on every rank,"
+                    f"rank {rank} has a different module from rank 0: {what}; build it from the same seed on every"
+                    " rank,"
                     " or load the same state_dict"
                 ).on_all_ranks()

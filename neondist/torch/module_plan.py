@@ -46,7 +46,7 @@ before a pass, are not counted: some sums of a few bytes"""
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """What a run, `neondist check` and benchmarks ask of a plan; it has no layers of neondist.
+    """Interface of a module's plan for runs, `neondist check` and benchmarks; it has no corresponding neondist layers.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class ModulePlan:
     parameters : ParameterPlan
         Those of them that outputs depend on, each once.
     limit : int or None
-        What ranks on a machine may take, where somebody has said so.
+        Memory limit of the ranks on a machine, if set.
     told : str
         What goes together, or block by block, in words.
     wide_tiles : Partition or None
@@ -178,7 +178,7 @@ class ModulePlan:
         return {name: count for name, count in found.items() if count}
 
     def row_of(self, name: str) -> str:
-        """Return under which name a step is told in tables; that of what is no step is its own."""
+        """Return the name of a step in tables; other names are unchanged."""
         return self._rows.get(name, name)
 
     @property
@@ -213,7 +213,7 @@ class ModulePlan:
 
     @cached_property
     def workload(self) -> Workload:
-        """What the busiest rank does in a training step."""
+        """Workload of the busiest rank in a training step."""
         total = self.all_costs.total
         kinds = [kind for (kind, _, _), count in self.all_costs.traffic.items() if count.any()]
         sums, moved = kinds.count("sum"), self.all_costs.moved()

@@ -79,8 +79,8 @@ class ModuleScope:
                 return
             if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
                 raise ConfigError(
-                    f"{defined_at(function)}: {function.__name__} calls a {type(module).__name__} that was made outside"
-                    " of the scope; make models inside of `with d.scope():`"
+                    f"{defined_at(function)}: {function.__name__} calls a {type(module).__name__} created outside"
+                    " the scope; create models inside `with d.scope():`"
                 ).on_all_ranks()
 
         handle, self._running = hooks.register_module_forward_pre_hook(check), True

@@ -355,7 +355,7 @@ def _of_library(name: str | None) -> bool:
 
 @lru_cache(maxsize=4096)
 def _own(kind: type) -> bool:
-    """Tell whether all code of a class is the user's, but for what all modules have."""
+    """Return whether all code of a class is the user's, but for what all modules have."""
     return all(cls in _BASES or not _of_library(cls.__module__) for cls in kind.__mro__)
 
 

@@ -1,4 +1,4 @@
-"""What a captured module computes without gradients: decompositions forget that it was."""
+"""Detection of values computed without gradients in a captured module, which decompositions do not preserve."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
     for node in graph.nodes:
         if writes_unseen(node):
             raise NotRecorded(
-                f"{node.target} writes into running statistics, of which its schema does not tell; use batch_norm",
+                f"{node.target} modifies running statistics, which its schema does not declare; use batch_norm",
                 place(node),
             )
     for node, old, hidden in _writes(program):
         if hidden and not _is_buffer(program, old):
             raise NotRecorded(
-                f"{node.target} writes into a tensor under torch.no_grad() or through .detach(), of which its gradient"
-                " does not know; make a new tensor", place(node),
+                f"{node.target} modifies a tensor in place under torch.no_grad() or through .detach(), which its"
+                " gradient does not see; create a new tensor", place(node),
             )  # fmt: skip
     for node in list(graph.nodes):
         made = list(node.users) if node.target is REGION and node.args[0] is False else []

@@ -53,7 +53,8 @@ class OwnerSteps:
             return
         if any(callable(one) for one in (*args, *kwargs.values())):
             raise ConfigError(
-                f"strategy: {self.strategy} divides the update, and {type(optimizer).__name__}.step got a closure; call"
+                f"strategy: {self.strategy} partitions the update, but {type(optimizer).__name__}.step got a"
+                " closure; call"
                 " backward before step(), or use the strategy AllReduce"
             ).on_all_ranks()
         self._adopt(optimizer)
@@ -89,7 +90,8 @@ class OwnerSteps:
             return
         if not _is_elementwise(optimizer):
             raise ConfigError(
-                f"strategy: {self.strategy} divides the update, and {type(optimizer).__name__} needs whole parameters;"
+                f"strategy: {self.strategy} partitions the update, but {type(optimizer).__name__} needs whole"
+                " parameters;"
                 " use the strategy AllReduce"
             ).on_all_ranks()
         for tensor in [tensor for tensor in optimizer.state if id(tensor) in self._parts]:

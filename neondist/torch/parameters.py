@@ -97,7 +97,7 @@ class ModuleParameters(Parameters):
         sparse: AbstractSet[torch.Tensor] = frozenset(),
     ) -> None:
         if any(_is_synchronised(tensor) for tensor in tensors.values()):
-            raise ConfigError("model: has a DistributedOptimizer already; distribute another copy of the module")
+            raise ConfigError("model: already has a DistributedOptimizer; distribute another copy of the module")
         kinds = {f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors.values()}
         if not kinds <= {"torch.float32 on cpu"} and not kinds <= {"torch.float64 on cpu"}:
             raise ConfigError(
@@ -146,7 +146,7 @@ class ModuleParameters(Parameters):
                 self.updated[name].grad = self.part(share, self._views[name]) if there else None
 
     def set_aside(self) -> np.ndarray | None:
-        """Return the sums of earlier passes, and let the gradients be zero; None if there are no sums."""
+        """Return the sums of earlier passes, and let the gradients be zero; None if there are not a sums."""
         names = [name for name, part in self.updated.items() if part.grad is not None]
         for name in names:
             if self.shards[name][1] is None:

@@ -1,4 +1,4 @@
-"""What a rank does in a pass of a distributed module, and what it sends; pure, needs no communicator."""
+"""Plan of a rank's steps and messages in a pass of a distributed module; pure, needs no communicator."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
-    """How an operator is distributed.
+    """Rule for distributing an operator.
 
     Attributes
     ----------
@@ -16,7 +16,7 @@ class Rule(NamedTuple):
         `function(lowering, **arguments) -> Value`: the operator's arguments by the names of its schema, of which `self`
         and `input` are `x`.
     always : bool
-        Whether it is asked even where every rank has all of the arguments.
+        Whether the rule also applies where every rank has all arguments whole.
     whole : tuple of str
         Names of arguments that the function is given with all indices on every rank.
     """
@@ -38,16 +38,16 @@ CAPTURED_AS: dict[Any, Callable[..., Any]] = {}
 def rule(
     *names: str, always: bool = False, whole: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that makes a function the rule of operators.
+    """Return a decorator that registers a function as the rule of operators.
 
     Parameters
     ----------
     names : str
-        As torch.export prints them: 'aten.conv2d.default'.
+        Operator names as printed by torch.export, such as 'aten.conv2d.default'.
     always : bool
-        Whether it is asked even where every rank has all of the arguments.
+        Whether the rule also applies where every rank has all arguments whole.
     whole : sequence of str
-        Names of arguments that every rank needs whole, such as weights, which a module may compute from cells.
+        Names of arguments that every rank needs whole, such as weights that a module computes from cells.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

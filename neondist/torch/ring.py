@@ -25,7 +25,7 @@ SCORES = 2**20
 
 
 class Ring(NamedTuple):
-    """What ranks attend to; pure.
+    """Plan of ring attention; pure.
 
     Attributes
     ----------
@@ -199,7 +199,7 @@ class Around(torch.autograd.Function):
 
 
 def _is_fused(q: torch.Tensor, v: torch.Tensor, mask: Any, ring: Ring) -> bool:
-    """Tell whether PyTorch's fused kernel computes the blocks, which says the logarithms of their sums."""
+    """Return whether PyTorch's fused kernel computes the blocks, which says the logarithms of their sums."""
     there = hasattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu") and q.device.type == "cpu"
     return there and q.dim() == 4 and q.shape[-1] == v.shape[-1] and mask is None and not ring.causal
 

@@ -143,8 +143,8 @@ class Runner:
     def _compare(self, sent: int) -> None:
         if sent != self._planned and not (self._varies or any(autocast())):  # which sends other dtypes
             raise RuntimeError(
-                f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned} were planned; this is a"
-                " defect of neondist"
+                f"rank {self.plan.rank}: a forward pass sent {sent} bytes, but {self._planned} were planned; this"
+                " is a bug in neondist"
             )
 
     def _watched(self, step: Step, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:

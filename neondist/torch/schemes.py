@@ -29,7 +29,7 @@ Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
 
 @dataclass
 class _Owner:
-    """What a buffer of our layers' arrays, channels last, asks of its array."""
+    """Interface of an array, channels last, for its buffer."""
 
     grid: ProcessGrid
     policy: ExchangePolicy
@@ -45,7 +45,7 @@ class _Owner:
 
 
 class SchemeChannel:
-    """What `Channel` is for exact views: cells and gradients cross as a scheme lets them."""
+    """Counterpart of `Channel` for border schemes: cells and gradients are exchanged as the scheme prescribes."""
 
     def __init__(self, wires: Wires, step: Step) -> None:
         assert step.transfer is not None
@@ -62,8 +62,8 @@ class SchemeChannel:
         seen = buffer.forward(_channels_last(tensor), self.wires.phase)
         if self.wires.guarded and (missing := marked(seen)).any():
             raise HaloError(
-                f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} numbers of its view were never"
-                f" filled; scheme {type(self.policy).__name__} has to fill every cell of other tiles"
+                f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} values of its view were never"
+                f" filled; scheme {type(self.policy).__name__} must fill every cell of other tiles"
             )
         self._record(owner)
         found = torch.from_numpy(seen).movedim(-1, 1)  # of the host: schemes cross it
@@ -161,11 +161,13 @@ def chosen(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[st
             raise ConfigError(f"scheme: the module has no part {path!r}{suggest(path, names)}")
         if policy.gradients != "scatter":
             raise ConfigError(
-                f"scheme: '{scheme_text(policy)}' is for layers of neondist: gradients of a module's windows are"
+                f"scheme: '{scheme_text(policy)}' applies to neondist layers: gradients of a module's windows are"
                 " scattered; leave 'backward' out"
             )
         if recompute and policy.has_memory:
-            raise ConfigError(f"recompute: '{scheme_text(policy)}' remembers earlier steps, and cannot run one twice")
+            raise ConfigError(
+                f"recompute: '{scheme_text(policy)}' keeps state between steps, so a step cannot be recomputed"
+            )
         found[path] = policy
     return found
 

@@ -56,8 +56,8 @@ class ScopeScript(ModuleScript):
         optimizers = [one for one in _living(torch.optim.Optimizer) if parameters & _parameters_of(one)]
         if len(scope.models) != 1 or len(optimizers) != 1:
             raise ConfigError(
-                f"session: the scope has {len(scope.models)} models and {len(optimizers)} optimizers, and a session one"
-                " of each: make one module of several, and its optimizer before the session"
+                f"session: the scope has {len(scope.models)} models and {len(optimizers)} optimizers, but a session"
+                " takes one of each: combine the modules, and create the optimizer before the session"
             ).on_all_ranks()
         schedulers = [one for one in _living(LRScheduler) if one.optimizer is optimizers[0]]
         inner = {id(part) for one in schedulers for part in getattr(one, "_schedulers", ())}

@@ -58,8 +58,8 @@ class ModuleScript(ScriptModel):
                 modules += [part.module] if isinstance(part, DistributedOptimizer) else []
             elif isinstance(part, nn.Module):
                 raise ConfigError(
-                    f"model: {type(part).__name__} is not distributed; give what ndt.distribute(module, example_shape)"
-                    " returns"
+                    f"model: {type(part).__name__} is not distributed; give the result of ndt.distribute(module,"
+                    " example_shape)"
                 )
             else:
                 rest.append(part)
@@ -67,8 +67,8 @@ class ModuleScript(ScriptModel):
         optimizers = optimizers or [module.optimizer for module in modules if module.optimizer is not None]
         if len(modules) > 1 or len(optimizers) > 1:
             raise ConfigError(
-                f"model: {len(modules)} modules and {len(optimizers)} optimizers; a session has one of each: make one"
-                " module of several"
+                f"model: {len(modules)} modules and {len(optimizers)} optimizers; a session takes one of each:"
+                " combine the modules"
             )
         if optimizers and not modules:
             raise ConfigError(f"model: {type(optimizers[0]).__name__} without its module; give [module, optimizer]")
@@ -81,8 +81,8 @@ class ModuleScript(ScriptModel):
         """Raise ConfigError if there is no optimiser."""
         if self.optimizer is None:
             raise ConfigError(
-                "model: the module has no optimizer to be saved with it; make a ndt.DistributedOptimizer of the module,"
-                " or give [module, optimizer]"
+                "model: the module has no optimizer to save; create an ndt.DistributedOptimizer for the module, or"
+                " give [module, optimizer]"
             )
 
     def count(self) -> None:
@@ -142,7 +142,7 @@ class ModuleScript(ScriptModel):
         try:
             torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
         except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"its random state cannot be used ({error})") from None
+            raise ValueError(f"its random state is invalid ({error})") from None
 
     @property
     def _groups(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Which operators of a module go together: those of a *segment* follow one another, the first of them windows."""
+"""Segments of a module: groups of consecutive operators, beginning with windows."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class _Probe(OfProgram):
 
 
 def _is_window(step: Step) -> bool:
-    """Tell whether ranks see cells around their own, a range along each axis that cuts an image."""
+    """Return whether ranks see cells around their own, a range along each axis that cuts an image."""
     assert step.transfer is not None
     return all(
         want.axis is not None
@@ -121,7 +121,7 @@ class _Building(BlockLowering):
         self.given: list[tuple[int, Value]] = []
 
     def reads(self, noted: Noted) -> bool:
-        """Tell whether an operator reads what the segment makes."""
+        """Return whether an operator reads what the segment makes."""
         return not self.depth.keys().isdisjoint(noted.read)
 
     def depth_with(self, noted: Noted) -> int:
@@ -303,7 +303,7 @@ class Search:
         return made
 
     def _wide(self, policy: ExchangePolicy | None) -> bool:
-        """Tell whether windows of a scheme have to be computed from the image alone."""
+        """Return whether windows of a scheme have to be computed from the image alone."""
         return self._apart and isinstance(policy, Fusion) and policy.reads_wide
 
     def _check_wide(self, segments: Sequence[OperatorSegment]) -> None:
@@ -316,12 +316,12 @@ class Search:
             if noted.windows and number not in alone and self._wide(policy):
                 assert isinstance(policy, Fusion)
                 here = noted.call.where
-                norms = ", or let norms add up sums over tiles in it: 'overlap_tile(statistics=global)'"
+                norms = ", or sum the statistics of norms over tiles in it: 'overlap_tile(statistics=global)'"
                 raise ConfigError(
                     f"{here.source or 'unknown place'}: scheme: '{scheme_text(policy)}' exchanges nothing, but"
-                    f" {here.operator} in module '{here.module}' sees cells of other tiles that cannot be computed from"
-                    " the image around a tile; give other modules another scheme, as {'': 'halo', 'encoder':"
-                    " 'overlap_tile'}" + norms * (policy.statistics is None)
+                    f" {here.operator} in module '{here.module}' depends on cells of other tiles that cannot be"
+                    " computed from the image around a tile; give other modules another scheme, as in"
+                    " {'': 'halo', 'encoder': 'overlap_tile'}" + norms * (policy.statistics is None)
                 )
 
     def _of_images(self, segment: OperatorSegment) -> bool:
@@ -347,7 +347,7 @@ class Search:
         return 1 if self.mesh.axes - {0} else inf  # windows exchange nothing where but samples are apart
 
     def _sums(self, policy: ExchangePolicy | None) -> bool:
-        """Tell whether norms with statistics of the image may be in a segment."""
+        """Return whether norms with statistics of the image may be in a segment."""
         return self.strips is None and isinstance(policy, Fusion) and policy.statistics is not None
 
     def _segment(self, building: _Building) -> OperatorSegment:
@@ -381,7 +381,7 @@ class Search:
 
 
 def _alike(one: ExchangePolicy | None, other: ExchangePolicy | None) -> bool:
-    """Tell whether windows of two schemes can be in one segment."""
+    """Return whether windows of two schemes can be in one segment."""
     if one is None or other is None:
         return one is other
     return type(one) is type(other) and one.arguments() == other.arguments()

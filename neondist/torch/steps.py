@@ -169,7 +169,7 @@ class StepList:
         """Return how a dimension is cut, which must be one atom."""
         found = value.layout[dim]
         if len(found) != 1:
-            self.refuse(f"dimension {dim} of {value.shape} is made of several that are cut")
+            self.refuse(f"dimension {dim} of {value.shape} merges several partitioned dimensions")
         return found[0]
 
     def cut(self, value: Value, dim: int) -> int | None:
@@ -177,7 +177,7 @@ class StepList:
         return self.atom(value, dim).axis
 
     def is_whole(self, value: Value, dim: int) -> bool:
-        """Tell whether every rank has all indices of a dimension."""
+        """Return whether every rank has all indices of a dimension."""
         return all(atom.axis is None for atom in value.layout[dim])
 
     def refuse(self, why: str = "") -> Any:
@@ -197,7 +197,7 @@ class StepList:
         entered = [self.enter(value, context) for value in args]
         constant = all(value.kind == "constant" for value in entered)
         if not (partial or constant) and any(context - axes_of(layout) for layout in layouts):
-            self.refuse("ranks would compute alike what each of them sees a part of")  # gradients would add up
+            self.refuse("ranks would compute the same values from different parts")  # gradients would add up
         found = [
             self._value(
                 local_shape(layout, self.place),
@@ -224,7 +224,7 @@ class StepList:
     ) -> Value:
         cuts = [atom.axis for dim in layout or () for atom in dim if atom.axis is not None]
         if len(cuts) != len(set(cuts)):  # ranks would have but the blocks of a diagonal
-            self.refuse("two dimensions would be cut by the same axis of the grid")
+            self.refuse("two dimensions would be partitioned over the same grid axis")
         self.values.append(Value(len(self.values), local, axes, dtype, kind, layout))
         return self.values[-1]
 
@@ -245,7 +245,7 @@ def _of_those(run: Callable[..., Any], args: Sequence[Value | None]) -> tuple[Ca
 
 
 class Where:
-    """Where in the user's program an operator stands.
+    """Source position of an operator in the user's program.
 
     Attributes
     ----------

@@ -24,7 +24,7 @@ def mark(tensor: torch.Tensor, layout: Layout) -> None:
 
 
 class Tiling:
-    """How inputs, outputs and targets of a module are cut.
+    """Tiling of a module's inputs, outputs and targets.
 
     Parameters
     ----------
@@ -110,8 +110,8 @@ class Tiling:
         if shape and (len(shape) > mesh.spatial or shape[:1] not in batches):
             shapes = sorted({shape_of(layout) for layout in known if layout})
             raise ShapeError(
-                f"a target of shape {shape} fits none of the outputs {', '.join(map(str, shapes))}; it has to have the"
-                " batch and spatial extents of one, or be (N,) or (N, C)"
+                f"a target of shape {shape} matches none of the outputs {', '.join(map(str, shapes))}; it must have"
+                " the batch and spatial extents of one of them, or be (N,) or (N, C)"
             )
         return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
 
@@ -149,8 +149,8 @@ class Tiling:
             if not common:
                 raise ShapeError(
                     f"rank {self.wires.grid.rank}: no tensor of this model has a part of shape"
-                    f" {tuple(tensors[at].shape)} on this rank; give model.loss and model.gather what the model,"
-                    " scatter or scatter_target returned"
+                    f" {tuple(tensors[at].shape)} on this rank; pass model.loss and model.gather only tensors"
+                    " returned by the model, scatter or scatter_target"
                 ).on_all_ranks()
             found[at] = candidates[at][min(common)]
         return [layout for layout in found if layout is not None]

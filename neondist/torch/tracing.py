@@ -100,8 +100,8 @@ def _explained(what: str, shapes: Shapes, error: Exception) -> str:
     why = first if isinstance(error, NotRecorded) else f"{name}: {first}"
     if "DataDependent" in name:
         why = (
-            "an if, a float() or an .item() needs the value of a tensor; what a module computes may depend on the"
-            " shapes of tensors, not on their values: torch.where chooses without"
+            "an if, a float() or an .item() needs the value of a tensor; a module's computation may depend on the"
+            " shapes of tensors, but not on their values: use torch.where instead"
         )
     return f"{source}{what} cannot be captured for inputs of shape {given}: {why}"
 

@@ -1,4 +1,4 @@
-"""What ranks send in a pass of a distributed module, and give into sums; of one rank or of all at once, pure."""
+"""Messages and reductions of ranks in a pass of a distributed module; for one rank or for all at once, pure."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class _Traffic:
 
 
 class WayBack:
-    """What a way back goes through.
+    """Steps of a backward pass.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Which indices of a cut tensor travel to whom, for what each rank wants to see of it; pure integers."""
+"""Messages for partitioned tensors: the indices sent to each rank for the view it needs; pure integers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hull(indices: Collection[int]) -> Range:
 
 
 class Want(NamedTuple):
-    """What ranks want to see along one dimension: the parts of `axis` want these ranges, one after the other.
+    """View along one dimension: the ranges needed by the parts of `axis`, in order.
 
     Attributes
     ----------
@@ -130,7 +130,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """What all ranks of a mesh want to see of a tensor; a rank that has the same as others takes the nearest.
+    """Views of a tensor needed by all ranks of a mesh; of several ranks with the same data, the nearest one sends.
 
     Attributes
     ----------
@@ -183,7 +183,7 @@ class Transfer:
 
     @cached_property
     def cells(self) -> tuple[np.ndarray, np.ndarray]:
-        """How many indices each rank of the mesh shows to others, and sees of others, as (size,); if separable."""
+        """Numbers of indices that each rank of the mesh sends to and receives from others, as (size,); if separable."""
         shown, seen, own = (np.ones(self.mesh.parts, int) for _ in range(3))
         for want in self.wants:
             (axis,) = want.axes or {0}  # what depends on none is alike along any

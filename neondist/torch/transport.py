@@ -40,12 +40,12 @@ Letter = tuple[int, torch.Tensor]
 def world(most: int = MOST) -> TorchTransport:
     """Return the transport over torch.distributed's default process group; collective.
 
-    If nobody has initialised that, it is, over gloo, from the variables that torchrun sets.
+    The group is initialised with gloo, from the variables that torchrun sets, unless it already is.
 
     Parameters
     ----------
     most : int
-        As of `TorchTransport`.
+        As in `TorchTransport`.
 
     Raises
     ------
@@ -53,7 +53,9 @@ def world(most: int = MOST) -> TorchTransport:
         If there is neither a default process group nor torchrun's environment, or gloo cannot start or is missing.
     """
     if not (dist.is_available() and dist.is_gloo_available()):
-        raise LaunchError("this PyTorch comes without torch.distributed or its gloo: install another, or run over MPI")
+        raise LaunchError(
+            "this PyTorch build has no torch.distributed or no gloo backend: install another build, or run over MPI"
+        )
     if not dist.is_initialized():
         missing = [name for name in VARIABLES if name not in os.environ]
         if missing:
@@ -66,8 +68,8 @@ def world(most: int = MOST) -> TorchTransport:
         except (RuntimeError, ValueError) as error:
             told = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
             raise LaunchError(
-                f"torch.distributed does not start with {told}: {error}; if the machines' network has another name"
-                " than gloo thinks, set GLOO_SOCKET_IFNAME"
+                f"torch.distributed does not start with {told}: {error}; if gloo selects the wrong network"
+                " interface, set GLOO_SOCKET_IFNAME"
             ) from error
     return TorchTransport(most=most)
 
@@ -89,15 +91,18 @@ def join(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTr
         They do not come, or gloo cannot start or is missing.
     """
     if not (dist.is_available() and dist.is_gloo_available()):
-        raise LaunchError("this PyTorch comes without torch.distributed or its gloo: install another, or run over MPI")
+        raise LaunchError(
+            "this PyTorch build has no torch.distributed or no gloo backend: install another build, or run over MPI"
+        )
     if not dist.is_initialized():
         place, limit = f"tcp://{address}", timedelta(seconds=patience)
         try:
             dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=limit)
         except (RuntimeError, ValueError) as error:
             raise LaunchError(
-                f"process {rank} of {size} does not meet the others at {address}: {str(error).splitlines()[0]}; start"
-                " all of them, and check that the address is that of the first and its port is free"
+                f"process {rank} of {size} cannot connect to the others at {address}: {str(error).splitlines()[0]};"
+                " start all of them, and check that the address is that of the first process and that its port is"
+                " free"
             ) from error
     return TorchTransport()
 
@@ -118,22 +123,22 @@ class _Part(NamedTuple):
 
 
 class TorchTransport(Transport):
-    """The ranks of a process group of torch.distributed, which stays the caller's.
+    """Transport over a torch.distributed process group, which the caller keeps owning.
 
-    Parts of it are no process groups: torch makes those on all ranks together, a connection for each pair, and frees
-    them at the end only. The messages of a part have tags of their own, and it ends with its last user.
+    Subgroups are not process groups, since torch creates those collectively, with a connection per pair, and frees them
+    only at exit. The messages of a subgroup have their own tags, and it is released with its last user.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup, optional
-        One that sends arrays of the host with gloo. Default: the default process group.
+        A group with a gloo backend for host arrays. Default: the default process group.
     most : int
-        The largest count of bytes in one message, or of numbers in one sum; larger ones go in several.
+        Maximum number of bytes per message and of elements per reduction; larger ones are split.
 
     Raises
     ------
     LaunchError
-        If the group has another backend for the host, such as nccl alone.
+        If the group has no gloo backend for host arrays, such as nccl alone.
 
     Attributes
     ----------
@@ -146,8 +151,8 @@ class TorchTransport(Transport):
         backends = dist.get_backend_config(self._group)
         if "cpu:gloo" not in backends:
             raise LaunchError(
-                f"group: expected a process group that has gloo for arrays of the host, got one with {backends};"
-                " make one with torch.distributed.new_group(backend='gloo'), or initialise with 'cpu:gloo,cuda:nccl'"
+                f"group: expected a process group with gloo for host arrays, got one with {backends}; create one"
+                " with torch.distributed.new_group(backend='gloo'), or initialise with 'cpu:gloo,cuda:nccl'"
             )
         everybody = dist.get_process_group_ranks(self._group)
         # ranks are numbered as in the default process group
@@ -201,7 +206,7 @@ class TorchTransport(Transport):
             self._reduction(array, op, COLLECTIVES).wait()
 
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Begin to replace a contiguous array by its sum over all ranks."""
+        """Start to replace a contiguous array by its sum over all ranks."""
         return self._reduction(array, "sum", SUMS)
 
     def _allreduce_tensor(self, tensor: torch.Tensor, op: ReduceOp) -> None:
@@ -276,7 +281,7 @@ class TorchTransport(Transport):
         os._exit(code)
 
     def post(self, sends: Iterable[Letter], receives: Iterable[Letter], kind: int) -> Request:
-        """Begin to send and to receive; messages of a kind between two ranks match in the order listed."""
+        """Start sends and receives; messages of the same kind between two ranks match in the order listed."""
         group, tag = self.group, self._tags[kind]
         with self.remote_errors():
             # receives first, so that no message arrives unexpected
@@ -296,15 +301,17 @@ class TorchTransport(Transport):
 
     @contextmanager
     def remote_errors(self) -> Iterator[None]:
-        """Turn gloo's errors into one that says what has happened."""
+        """Convert gloo's errors into one that says what happened."""
         try:
             yield
         except RuntimeError as error:
-            raise RemoteError(f"rank {self.rank} of {self.size}: another rank has ended, or does not answer") from error
+            raise RemoteError(
+                f"rank {self.rank} of {self.size}: another rank has exited or does not respond"
+            ) from error
 
 
 class _Works(Request):
-    """What torch.distributed has under way."""
+    """Pending operations of torch.distributed."""
 
     def __init__(self, transport: TorchTransport, works: Sequence[Any]) -> None:
         self.transport, self.works = transport, works

@@ -91,7 +91,7 @@ class _Search(OfProgram, BlockLowering):
 
 
 class Trunk(Traced):
-    """What of a captured module can go block by block, samples apart too.
+    """Part of a captured module that can be computed block by block, with samples separated too.
 
     Attributes
     ----------
@@ -168,7 +168,7 @@ class HeadLowering(OfProgram):
 
     @property
     def told(self) -> str:  # type: ignore[override]
-        """What goes block by block."""
+        """Description of the part computed block by block."""
         found = f"memory: each rank goes in {' x '.join(map(str, self.parts))} blocks (samples x space)"
         if self.trunk.norms:
             found += f", after {len(self.trunk.norms)} sweeps for the statistics of norms,"
@@ -292,11 +292,14 @@ def fitted(
         if len(trunk.norms) < live:
             break
         live += 1 + live // 3  # each more costs another sweep
-    told = f"a pass needs {words(needed + weights)}, and has {words(memory)}; use more ranks, or give more memory"
+    told = (
+        f"a pass needs {words(needed + weights)}, but only {words(memory)} are available; use more ranks, or"
+        " give more memory"
+    )
     if trunk.why is None:
         raise ConfigError(f"memory: {told}")
     remedy = f"with what comes after it, {told}"
-    raise UnsupportedOperator(trunk.why, trunk.why.why, cannot="go block by block", remedy=remedy)
+    raise UnsupportedOperator(trunk.why, trunk.why.why, cannot="be computed block by block", remedy=remedy)
 
 
 def _in_parts(lowering: HeadLowering, plan: TorchPlan, limit: int, training: bool) -> tuple[int, list[int]]:

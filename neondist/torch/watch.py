@@ -100,7 +100,7 @@ class Watch:
         return self.key()
 
     def _is_same(self) -> bool:
-        """Tell whether nothing has changed since the last look; a microsecond for dozens of values."""
+        """Return whether nothing has changed since the last look; a microsecond for dozens of values."""
         if list(map(len, self._sized)) != self._sizes or self._kinds() != self._known_kinds:
             return False
         now = self._values()

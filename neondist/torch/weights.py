@@ -1,4 +1,4 @@
-"""Weights, and what an optimiser remembers, from and into files."""
+"""Files of weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _AS_PLAIN = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # what NumPy
 def save_weights(
     model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None, **facts: int | float | str
 ) -> None:
-    """Write a model's `state_dict` into a safetensors file, whole or not at all, on rank 0; collective.
+    """Write a model's `state_dict` to a safetensors file atomically, on rank 0; collective.
 
     Parameters
     ----------
     model : DistributedModule or torch.nn.Module
     path : path
-        Any number of ranks reads it, and so does any program that reads safetensors.
+        The file can be read on any number of ranks, and by any program that reads safetensors.
     optimizer : torch.optim.Optimizer, optional
-        Over parameters of the model: what it remembers is written as well, as 'optimizer/PARAMETER/WHAT'. Learning
-        rates and other settings are not: the script says them.
+        Optimizer of the model's parameters, whose state is also written, as 'optimizer/PARAMETER/NAME'. Learning rates
+        and other settings are not written: the script sets them.
     **facts
-        Numbers and texts that `load_weights` shall return, such as step=100.
+        Numbers and strings for `load_weights` to return, such as step=100.
 
     Raises
     ------
     UserError
-        On every rank: OutputError if the file cannot be written; ConfigError if something in it is no tensor.
+        On every rank: OutputError if the file cannot be written; ConfigError if an entry is not a tensor.
     """
     world = _world(model)
     check_alike(world, {CALL: "save_weights", "optimizer": optimizer is not None})
@@ -62,22 +62,22 @@ def save_weights(
 
 
 def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Take over what `save_weights`, or another program, has written; return its facts; collective.
+    """Load weights written by `save_weights` or another program, and return the facts stored with them; collective.
 
     Parameters
     ----------
     model : DistributedModule or torch.nn.Module
     path : path
-        Of safetensors, or of torch.save (.pt, .pth, .ckpt, .bin): a state_dict, alone or under 'model', 'state_dict'
-        and the like. Rank 0 reads it. It has to hold all of the model's state; numbers of another precision are
-        converted.
+        File of safetensors or torch.save (.pt, .pth, .ckpt, .bin) with a state_dict, at top level or under a key such
+        as 'model' or 'state_dict'. Rank 0 reads it. It must contain all of the model's state; values of another
+        precision are converted.
     optimizer : torch.optim.Optimizer, optional
-        It goes on as the one that was saved.
+        Its state is restored from the file.
 
     Raises
     ------
     DataError
-        On every rank, and the model is as before: the file is missing or damaged, or names or shapes differ.
+        On every rank, with the model unchanged: the file is missing or damaged, or names or shapes differ.
     """
     world, path = _world(model), Path(path)
     check_alike(world, {CALL: "load_weights", "optimizer": optimizer is not None})
@@ -106,7 +106,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
             tensor = file.tensor(name)
             if fresh[name].is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex()):
                 raise DataError(
-                    f"{path}: {name} holds {tensor.dtype} values, and the module's are {fresh[name].dtype}; write"
+                    f"{path}: {name} holds {tensor.dtype} values, but the module's are {fresh[name].dtype}; write"
                     " floating-point weights"
                 )
             return as_array(tensor.to(fresh[name].dtype))
@@ -126,11 +126,11 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
 
 
 def kept_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
-    """Return a module's state, and what an optimiser remembers, by name; the tensors themselves."""
+    """Return the tensors of a module's and an optimizer's state by name, without copying."""
     found = dict(model.state_dict())
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"the module's state {name!r} is a {type(value).__name__}; files hold tensors only")
+            raise ConfigError(f"the module's state {name!r} is a {type(value).__name__}; files hold only tensors")
     slots = {} if optimizer is None else slots_of(dict(model.named_parameters()), optimizer)
     return found | {OPTIMIZER + name: value for name, value in slots.items()}
 
@@ -141,7 +141,9 @@ def slots_of(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Opti
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     for parameter, state in optimizer.state.items():
         if parameter not in names:
-            raise ConfigError("optimizer: has a parameter that is not the model's; make it of model.parameters()")
+            raise ConfigError(
+                "optimizer: has a parameter that does not belong to the model; create it from model.parameters()"
+            )
         for what, value in state.items():
             if value is not None and not isinstance(value, torch.Tensor):
                 raise ConfigError(
@@ -189,10 +191,10 @@ def check_fit(path: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[st
     found = Taken(both, missing, sorted(left), misfits)
     if found.left or not found.complete:
         differences = found.differences(MOST)
-        remedy = "name a file of this module's state_dict"
+        remedy = "name a file with this module's state_dict"
         prefix = next((name.removesuffix(missing[0]) for name in left if missing and name.endswith(missing[0])), "")
         if prefix and {*there} == {prefix + name for name in here}:
-            remedy = f"remove '{prefix}' from the names, which a wrapper of the module added"
+            remedy = f"remove the prefix '{prefix}', which a wrapper of the module added, from the names"
         raise DataError(f"{path}: does not fit the module: {differences}; {remedy}")
 
 

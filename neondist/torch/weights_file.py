@@ -95,7 +95,7 @@ def _safe(path: Path) -> Any:
     except UserError:
         raise
     except Exception as error:  # the library's own, and those of the file system
-        raise DataError(f"{path}: is no safetensors file ({error}); name a file that save_weights wrote") from error
+        raise DataError(f"{path}: is not a safetensors file ({error}); name a file written by save_weights") from error
 
 
 def _state_dict(path: Path) -> dict[str, torch.Tensor]:
@@ -109,12 +109,12 @@ def _state_dict(path: Path) -> dict[str, torch.Tensor]:
         raise
     except pickle.UnpicklingError as error:
         raise DataError(
-            f"{path}: is no state_dict of tensors alone, and objects in a file are not executed"
-            f"{_object(error)}; write it by torch.save(module.state_dict(), FILE)"
+            f"{path}: is not a state_dict of tensors only, and objects in a file are not executed"
+            f"{_object(error)}; write it with torch.save(module.state_dict(), FILE)"
         ) from error
     except Exception as error:  # of a damaged file, whatever the library stumbles over
         raise DataError(
-            f"{path}: is damaged, or not a file of torch.save ({type(error).__name__}: {error}); restore it from a"
+            f"{path}: is damaged, or was not written by torch.save ({type(error).__name__}: {error}); restore it from a"
             " copy, or name another file"
         ) from error
     if _is_state(found):
@@ -127,7 +127,7 @@ def _state_dict(path: Path) -> dict[str, torch.Tensor]:
         what = f"holds several states, under {' and '.join(map(repr, states))}"
     else:
         what = f"holds no state_dict, but {_words(found, keys)}"
-    raise DataError(f"{path}: {what}; write one by torch.save(module.state_dict(), FILE)")
+    raise DataError(f"{path}: {what}; write one with torch.save(module.state_dict(), FILE)")
 
 
 def _is_state(value: Any) -> bool:

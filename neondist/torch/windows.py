@@ -111,9 +111,9 @@ class ModuleWindows:
         try:
             scores = channels_last(output)
         except StopIteration:
-            raise ConfigError(f"{what} gives a {type(output).__name__}; return a tensor of scores") from None
+            raise ConfigError(f"{what} returns a {type(output).__name__}; return a tensor of scores") from None
         if scores.ndim < 2 or len(scores) != len(windows) or scores[0].size != scores.shape[-1]:
-            raise ConfigError(f"{what} gives {list(scores.shape)}, channels last; return scores (n, classes)")
+            raise ConfigError(f"{what} returns {list(scores.shape)}, channels last; return scores (n, classes)")
         return scores.reshape(len(scores), -1)
 
 

@@ -76,8 +76,8 @@ def check_consistency(world: Transport, lines: list[str]) -> None:
     mine, other = ([*one, *["nothing"] * (length - len(one))] for one in (told[0], told[odd]))
     pair = next((a, b) for a, b in zip(mine, other, strict=True) if a != b)
     raise ConfigError(
-        f"the ranks disagree: rank 0 has {pair[0]}, rank {odd} has {pair[1]};"
-        " start all ranks with the same files, options and version of neondist"
+        f"the ranks disagree: rank 0 has {pair[0]}, but rank {odd} has {pair[1]}; start all ranks with the same"
+        " files, options and version of neondist"
     ).on_all_ranks()
 
 

@@ -1,4 +1,4 @@
-"""What an experiment would do on some ranks: what `neondist check` prints."""
+"""Description of an experiment on a number of ranks, as printed by `neondist check`."""
 
 from __future__ import annotations
 

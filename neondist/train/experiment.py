@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run leaves behind.
+    """Results of a run.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class RunResult:
 
 
 class FitExperiment(Registered):
-    """Train a model on a data set and judge it after every epoch.
+    """Train a model on a data set and evaluate it after every epoch.
 
     Parameters
     ----------
@@ -82,31 +82,31 @@ class FitExperiment(Registered):
         Samples per update, over all replicas.
     epochs : int
     dist_flag : bool
-        True: the image is cut over the ranks. False: the serial classes, in one process.
+        True: images are tiled over the ranks. False: serial classes in one process.
     dist_mode : {'halopar', 'vecpar', 'datapar', 'halodatapar'}, optional
-        Short for a grid: one replica whose images are cut into tiles; one whose fully connected layers are divided by
-        outputs and inputs in turn, with one sum over ranks a pair; a replica on each rank; replicas of several tiles,
-        where `grid` says how many.
+        Shorthand for a grid: one replica with tiled images; one replica whose fully connected layers are partitioned by
+        outputs and inputs alternately, with one reduction per pair; one replica per rank; replicas of several tiles,
+        whose number `grid` gives.
     grid : mapping, optional
-        replicas, rows, cols, planes; what is not given follows from the number of ranks.
+        replicas, rows, cols, planes; missing values follow from the number of ranks.
     backend, dtype, precision, seed : optional
-        Instead of the model's own.
+        Override those of the model.
     metrics : sequence of Metric, optional
-        Measured beside the misclassification.
+        Evaluated in addition to the misclassification.
     augment : sequence of Transform, optional
-        Steps that each training image goes through, others in every epoch: nd.Flip, nd.Shift, nd.Noise and others.
+        Random augmentations of the training images, redrawn in every epoch: nd.Flip, nd.Shift, nd.Noise and others.
     checkpoint : mapping, optional
-        every_steps, every_epochs, every_minutes: when checkpoints are written, default every epoch, and one at the end
-        in any case; keep: how many stay, default 1.
+        every_steps, every_epochs, every_minutes: interval between checkpoints, default every epoch; one is always
+        written at the end. keep: number of checkpoints to keep, default 1.
     loggers : sequence of Logger, optional
-        TensorBoard or MLflow, which write the numbers of every epoch beside metrics.jsonl.
+        TensorBoard or MLflow, which log every epoch in addition to metrics.jsonl.
     best : Best, optional
-        Keep the best epoch as checkpoint_best.h5, and end the run when none is better for long.
+        Keep the best epoch as checkpoint_best.h5, and stop early when it does not improve.
     nonfinite : {'stop', 'skip'}
-        What happens where a loss or gradient is not finite: an error that names the layer and the step, or the step
-        changes nothing.
+        Action when a loss or gradient is not finite: raise an error that names the layer and the step, or skip the
+        update.
     accumulate, sync, recompute, strips, memory, strategy : optional
-        How a step is executed, as in Model; instead of the model's own.
+        Execution of a step, as in Model; override those of the model.
 
     Raises
     ------
@@ -154,7 +154,9 @@ class FitExperiment(Registered):
         if dist_mode == "vecpar":
             if model.vector_parallel is None:
                 name = type(model).__name__
-                raise ConfigError(f"dist_mode: vecpar divides fully connected layers; {name} has none, use halopar")
+                raise ConfigError(
+                    f"dist_mode: vecpar partitions fully connected layers, and {name} has none; use halopar"
+                )
             model.vector_parallel = True
         self.metrics, self.augment = all_metrics(metrics), list(augment or ())
         self.checkpoint, self.best = CheckpointSchedule.of(checkpoint), best
@@ -181,28 +183,28 @@ class FitExperiment(Registered):
                 raise ConfigError("strategy: stages of pretraining need sync: true and staleness: 0")
             if model.precision.new_scaler() is not None:
                 raise ConfigError(
-                    "precision: float16 scales the loss for ranks that step together, and servers apply updates one by"
-                    " one; set precision: bfloat16, or sync: true and staleness: 0 in the strategy"
+                    "precision: float16 needs loss scaling across all ranks of a step, but servers apply updates"
+                    " one by one; set precision: bfloat16, or sync: true and staleness: 0 in the strategy"
                 )
         model.nonfinite = nonfinite
 
     def use_servers(self) -> None:
-        """Let servers apply the updates of a strategy with owners that waits for all replicas, too."""
+        """Use parameter servers also for strategies with owners that synchronise all replicas."""
         self.server_strategy, self.model.strategy = self.server_strategy or self.model.strategy, None
 
     @checked
     def validate(self, ranks: int = 1) -> None:
-        """Find everything that can be wrong before a rank is started; needs no MPI.
+        """Check everything that can be checked before ranks are started; needs no MPI.
 
         Raises
         ------
         UserError
-            GridError, DataError, ShapeError or ConfigError; `subject`, where there is one, is the object it is about.
+            GridError, DataError, ShapeError or ConfigError; `subject`, if set, is the object at fault.
         """
         validate(self, ranks)
 
     def open_grid(self, comm: Any = None) -> ProcessGrid:
-        """Return the grid that the experiment asks for, over all ranks of `comm` (default all; collective)."""
+        """Create the experiment's grid over all ranks of `comm` (default: all ranks); collective."""
         return ProcessGrid(comm, **self.grid) if self.dist_flag else ProcessGrid.serial()
 
     @checked
@@ -218,7 +220,7 @@ class FitExperiment(Registered):
         snapshot: Count | Literal["auto"] | None = None,
         worker: WorkerPlace | None = None,
     ) -> RunResult:
-        """Train; collective, every rank gets the same result.
+        """Train the model; collective, with the same result on every rank.
 
         Parameters
         ----------
@@ -226,25 +228,25 @@ class FitExperiment(Registered):
             Default `open_grid()`.
         output : path, optional
             Folder for experiment.yaml, environment.json, metrics.jsonl, ledger.jsonl, checkpoint.h5, curves.png,
-            tiles.png, worst.npz, complete.json and, of a PyTorch module, weights.safetensors, which no other run may
-            write to meanwhile. Default: nothing is written.
+            tiles.png, worst.npz, complete.json and, for a PyTorch module, weights.safetensors. The folder is locked
+            against other runs. Default: nothing is written.
         resume : bool or 'auto'
-            Continue from checkpoint.h5 in `output`, which any number of ranks may have written; 'auto': or begin, where
-            there is no run yet.
+            Resume from checkpoint.h5 in `output`, written on any number of ranks; 'auto': or start, if there is no run
+            yet.
         init_from : path, optional
-            A checkpoint whose weights (and running statistics) are the first ones, for arrays of the same name and
-            shape; a note says what was missing and left over.
+            A checkpoint whose weights and running statistics initialise arrays of the same name and shape; a note lists
+            missing and unused arrays.
         resolved : str, optional
             Text of experiment.yaml.
         hooks : iterable of Hook, optional
-            Called beside those that write the files; default a ProgressBar.
+            Called in addition to the hooks that write the files; default: a ProgressBar.
         overwrite : bool
-            The files of an earlier run in `output` are replaced; without it, that is an error.
+            Replace the files of an earlier run in `output`; an error otherwise.
         snapshot : int or 'auto', optional
-            In a job that `neondist run` supervises: write a snapshot to the shared memory of the nodes every so many
-            steps, or as often as takes at most 2 % of the time. A run that is resumed goes on from the newest.
+            In a job supervised by `neondist run`: write a snapshot to the shared memory of the nodes every so many
+            steps, or as often as possible within 2 % of the time. A resumed run continues from the newest one.
         worker : WorkerPlace, optional
-            Of a strategy whose updates are asynchronous: which of the workers `grid` is, and where the servers are.
+            For strategies with asynchronous updates: the index of this worker and the addresses of the servers.
 
         Raises
         ------
@@ -253,13 +255,13 @@ class FitExperiment(Registered):
             lost; DataError if there is nothing to resume.
         """
         if resume and output is None:
-            raise ConfigError("resume: needs the folder of the run to continue; give output")
+            raise ConfigError("resume: needs the folder of the run to resume; give output")
         if resume not in (False, True, "auto"):
-            raise ConfigError(f"resume: {resume!r} cannot be used; give True, False or 'auto'")
+            raise ConfigError(f"resume: {resume!r} is invalid; expected True, False or 'auto'")
         if resume and overwrite:
             raise ConfigError("overwrite: a run cannot be both resumed and replaced; leave out --resume or --overwrite")
         if resume is True and init_from is not None:
-            raise ConfigError("init_from: a run that is resumed has its weights; leave out --resume or --init-from")
+            raise ConfigError("init_from: a resumed run already has weights; leave out --resume or --init-from")
         if (self.server_strategy is None) != (worker is None):
             raise ConfigError(
                 "strategy: updates on servers need workers and servers, which neondist run FILE.yaml -n P starts for P"
@@ -300,7 +302,7 @@ def _train(
     model.step = model.uncounted = 0
     run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
     if plan.streams and model.memory is None:
-        run.notes.append(f"a step does not fit into the memory that there is; {plan.stream}")
+        run.notes.append(f"a step does not fit into the available memory; {plan.stream}")
     if note := precision_note(model.backend, model.precision):
         run.notes.append(note)
     supervised = GENERATION in os.environ
@@ -392,7 +394,7 @@ def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
     found: dict[str, Metric] = {}
     for metric in metrics or ():
         if metric.name in found:
-            raise ConfigError(f"metrics: two are called '{metric.name}', as results are; leave one out")
+            raise ConfigError(f"metrics: two metrics are named '{metric.name}'; leave one out")
         found[metric.name] = metric
     return list({Misclassification.name: Misclassification(), **found}.values())
 

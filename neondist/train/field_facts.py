@@ -45,9 +45,7 @@ class FieldFacts:
     def of(cls, texts: Mapping[str, str]) -> FieldFacts:
         """Return what the texts of a checkpoint say; ValueError, which says what is wrong, if that is nothing."""
         if TEXT not in texts:
-            raise ValueError(
-                "has no names of variables; name a checkpoint of a network that was trained on ClimateFiles"
-            )
+            raise ValueError("has no variable names; name a checkpoint of a network trained on ClimateFiles")
         facts = plain_json(texts[TEXT], dict)
         inputs, input_units, outputs, units = (
             _names(facts, name) for name in ("inputs", "input_units", "outputs", "units")
@@ -60,7 +58,7 @@ class FieldFacts:
         (step,) = _numbers({"step": [facts.get("step")]}, "step", 1).tolist()
         order = _names(facts, "order") if "order" in facts else ["", ""]
         if len(order) != 2:
-            raise ValueError("'order' has not two names")
+            raise ValueError("'order' does not have two names")
         lead = whole("'lead'", facts.get("lead"))
         return cls(inputs, input_units, outputs, units, mean, std, lead, step, (order[0], order[1]))
 
@@ -83,13 +81,15 @@ class FieldFacts:
         _require_same("inputs", self.inputs, inputs)
         for name, there, here in zip(inputs, self.input_units, input_units, strict=True):
             if there != here:
-                raise ValueError(f"was trained with {name} in '{there}', the files have it in '{here}'; convert them")
+                raise ValueError(
+                    f"was trained with {name} in '{there}', but the files have it in '{here}'; convert them"
+                )
         if lead != self.lead:
-            raise ValueError(f"was trained with lead: {self.lead}, the experiment has lead: {lead}; give the same")
+            raise ValueError(f"was trained with lead: {self.lead}, but the experiment has lead: {lead}; give the same")
         if step and abs(step - self.step) > _NEAR * self.step:
             raise ValueError(
-                f"was trained with {self.step / 3600:g} hours from time to time, the files have {step / 3600:g}; select"
-                " times that are as far apart"
+                f"was trained with time steps of {self.step / 3600:g} hours, but the files have {step / 3600:g};"
+                " select times with the same spacing"
             )
         for what, there, here in zip(("latitudes", "longitudes"), self.order, order, strict=True):
             if there and here and there != here:
@@ -147,8 +147,8 @@ def _require_same(what: str, there: Sequence[str], here: Sequence[str]) -> None:
     for at, (a, b) in enumerate(zip(mine, other, strict=True)):
         if a != b:
             raise ValueError(
-                f"is of another network: channel {at} of its {what} is '{b}', the experiment has '{a}'; give the"
-                " variables, levels and steps that it was trained with"
+                f"belongs to another network: channel {at} of its {what} is '{b}', but the experiment has '{a}';"
+                " give the variables, levels and steps of its training"
             )
 
 

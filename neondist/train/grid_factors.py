@@ -31,9 +31,9 @@ def mode_factors(dist_mode: str | None, grid: Mapping[str, int]) -> dict[str, An
     for key, value in wanted.items():
         if value is not None and grid.get(key, value) != value:
             raise ConfigError(
-                f"dist_mode: {dist_mode} has {key}: {value}, but grid has {key}: {grid[key]}; leave out {key}, or"
-                " take halodatapar"
+                f"dist_mode: {dist_mode} means {key}: {value}, but grid has {key}: {grid[key]}; leave out {key}, or"
+                " use halodatapar"
             )
     if dist_mode == "halodatapar" and not grid:
-        raise ConfigError("dist_mode: halodatapar needs a grid that says how many replicas, such as {replicas: 2}")
+        raise ConfigError("dist_mode: halodatapar needs a grid with a number of replicas, such as {replicas: 2}")
     return {**wanted, **grid}

@@ -130,10 +130,10 @@ def read_records(path: Path, continued: bool = False) -> list[Record]:
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_flat(values, _DEPTH):
-            raise DataError(f"{path}:{at}: is no record of an epoch; remove the line, or go on by --resume")
+            raise DataError(f"{path}:{at}: is not a record of an epoch; remove the line, or continue with --resume")
         found.append(Record.of(values))
     if not found and not continued:
-        raise DataError(f"{path}: has no epoch yet; wait for the first")
+        raise DataError(f"{path}: no epoch is complete yet; wait for the first")
     return found
 
 
@@ -142,7 +142,7 @@ def _is_epoch(value: Any) -> bool:
 
 
 def _is_flat(value: Any, depth: int) -> bool:
-    """Tell whether nothing is nested deeper than a record's lists are."""
+    """Return whether nothing is nested deeper than a record's lists are."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return depth > 0 and all(_is_flat(one, depth - 1) for one in inside)
 
@@ -264,7 +264,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         or (label.ndim == 3 and (label.shape != said.shape or not label.size))
         or sample.size > _COLUMNS
     ):
-        raise DataError(f"{path}: its arrays are not those of a run's worst samples; remove it")
+        raise DataError(f"{path}: its arrays are not the worst samples of a run; remove it")
     return found
 
 

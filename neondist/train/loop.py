@@ -21,7 +21,7 @@ from ..registry.arguments import checked
 from .callbacks.hook import Hook, opened
 from .state import Record, Stop, Totals, TrainState, without_nan
 
-_WAITED = Stop("asked to while it waited for a task; --resume goes on from here")
+_WAITED = Stop("asked to while it waited for a task; --resume continues from here")
 
 
 @checked
@@ -36,26 +36,26 @@ def fit(
     epoch: int = 0,
     history: Iterable[Record] = (),
 ) -> list[Record]:
-    """Train a model and return one record per epoch; collective, every rank gets the same records.
+    """Train a model and return one record per epoch, the same on every rank; collective.
 
     Parameters
     ----------
     model : Model
-        Built for the grid that the data set was opened on.
+        A model built for the grid on which the data set was opened.
     dataset : Dataset
-        Opened.
+        An opened data set.
     epochs : int
         Train until this many epochs are complete.
     batch_size : int
         Samples per update, over all replicas; an epoch's last batch may be smaller.
     hooks : iterable of Hook
     metrics : sequence of Metric, optional
-        Measured on the validation and the test split after every epoch. Default: the misclassification alone, which is
-        'validation_error' and 'test_error', and None where the targets are no classes.
+        Evaluated on the validation and test splits after every epoch. Default: only the misclassification,
+        'validation_error' and 'test_error', which is None if the targets are not classes.
     seed : int, optional
-        Seed of the order of the samples, default the model's.
+        Seed of the order of samples. Default: that of the model.
     epoch, history
-        What is complete already, to continue an earlier run.
+        Completed epochs and their records, to continue an earlier run.
     """
     run = TrainState(model, dataset, epochs, batch_size, epoch, history=[Record.of(record) for record in history])
     hooks = list(hooks)

@@ -48,7 +48,7 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether something can be drawn."""
+    """Return whether something can be drawn."""
     return type(value) in (int, float) and abs(value) <= _LARGEST
 
 

@@ -24,16 +24,16 @@ from .state import Record, Stop, TrainState
 
 @checked
 def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Iterable[Hook] = ()) -> list[Record]:
-    """Train every stage of a model for its `num_pretrain_epochs`; collective, every rank gets the same records.
+    """Train every stage of a model for its `num_pretrain_epochs`; collective, with the same records on every rank.
 
-    The loop is that of `nd.fit`, with the stage's autoencoder in the place of the model: hooks find it as `run.model`.
+    Uses the loop of `nd.fit` with the stage's autoencoder as the model: hooks access it as `run.model`.
 
     Parameters
     ----------
     model : GB
-        Built for the grid that the data set was opened on. Other models have no stages, and nothing happens.
+        A model built for the grid on which the data set was opened. Models without stages are not trained.
     dataset : Dataset
-        Opened.
+        An opened data set.
     batch_size : int
         Samples per update, over all replicas.
     hooks : iterable of Hook
@@ -41,8 +41,8 @@ def pretrain(model: Model, dataset: Dataset, batch_size: int = 128, hooks: Itera
     Returns
     -------
     list of dict
-        One record per stage and epoch, and one with epoch 0 from before. 'test_loss' is the mean cost of a test
-        sample, 'reconstruction_error' the share of the input's variance that the reconstruction misses.
+        One record per stage and epoch, and one with epoch 0 before training. 'test_loss' is the mean cost of a test
+        sample, 'reconstruction_error' the fraction of the input's variance not reconstructed.
     """
     history: list[Record] = []
     hooks = list(hooks)

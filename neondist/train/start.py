@@ -1,4 +1,4 @@
-"""Where an experiment begins: with new weights, or those of a file; or where an earlier run has stopped."""
+"""Start of an experiment: with new weights, with those of a file, or from an earlier run's checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .state import TrainState
 
 @dataclass(frozen=True)
 class Start:
-    """How an experiment begins.
+    """Starting point of an experiment.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ def begin(
         if not _nothing_yet(run.grid.world, folder, resume):
             restore_newest(folder / CHECKPOINT, run, store)
             return Start(True, pretrained=True)
-        run.notes.append("no earlier run has come to its first checkpoint: this one begins anew")
+        run.notes.append("no earlier run has written a checkpoint: starting from scratch")
     if init_from is not None:
         with checkpoint.opened(Path(init_from), run.grid.world) as file:
             run.notes.append(f"weights from {init_from}: {checkpoint.take(file, run.model.kept_arrays()['model'])}")
@@ -59,7 +59,7 @@ def begin(
 
 
 def _nothing_yet(world: Transport, folder: Path, resume: bool | str) -> bool:
-    """Tell whether a run that resumes begins anew; collective."""
+    """Return whether a run that resumes begins anew; collective."""
     new = False
     with all_or_none(world):
         if world.rank == 0:

@@ -39,12 +39,12 @@ class Record(dict[str, Any]):
         """Give a number under its name of version 0.1, with a warning."""
         if (new := _renamed(name)) not in self:
             raise KeyError(name)
-        warnings.warn(f"'{name}' of a record is called '{new}' now", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"'{name}' of a record is now called '{new}'", DeprecationWarning, stacklevel=2)
         return self[new]
 
     @property
     def selection(self) -> str:
-        """The split by which settings are chosen: 'validation', or 'test' where there are no numbers of it."""
+        """The split by which settings are chosen: 'validation', or 'test' where there are not numbers of it."""
         return "validation" if "validation_loss" in self else "test"
 
     def selected(self, number: str) -> Any:
@@ -171,13 +171,14 @@ class TrainState:
     def hear_requests(self) -> None:
         """Stop, if a rank asked for it in the step that is over."""
         if self.stop is None and self.model.sync.flags.ranks(Flag.STOP):
-            self.stop = Stop("a rank has asked for it", code=0)
+            self.stop = Stop("requested by a rank", code=0)
 
     def check_samples(self, samples: int) -> None:
         """Raise DataError unless an epoch that is to be continued has so many samples."""
         if self.samples != samples:
             raise DataError(
-                f"was written in the middle of an epoch of {samples} samples, the data set has {self.samples}; resume"
+                f"was written in the middle of an epoch of {samples} samples, but the data set has {self.samples};"
+                " resume"
                 " with the same data"
             )
 

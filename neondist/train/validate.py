@@ -1,4 +1,4 @@
-"""What can be wrong with an experiment, found before a rank is started."""
+"""Validation of an experiment before a rank is started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BATCHES = 3  # of the samples: the one that trains, the next, and the first lay
 
 
 class Experiment(Protocol):
-    """What an experiment is made of."""
+    """Parts of an experiment."""
 
     dataset: Dataset
     model: TrainableModel
@@ -152,8 +152,8 @@ def grid_shape_of(experiment: Experiment, ranks: int) -> GridShape:
     shape = grid_shape(ranks, **experiment.grid)
     if experiment.batch_size < shape.replicas:
         raise ConfigError(
-            f"batch_size: {experiment.batch_size} samples are fewer than the {shape.replicas} replicas;"
-            f" give at least {shape.replicas} or use fewer replicas"
+            f"batch_size: {experiment.batch_size} samples are fewer than the {shape.replicas} replicas; give at"
+            f" least {shape.replicas}, or use fewer replicas"
         )
     name = type(experiment.model).__name__
     if ranks > 1 and not experiment.model.distributed:

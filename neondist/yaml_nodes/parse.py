@@ -77,7 +77,7 @@ class _Walk:
         if self.count > self.most_nodes:
             raise fault(here, path, f"aliases unfold into more than {self.most_nodes} values; write fewer")
         if id(source) in self.open:
-            raise fault(here, path, "an alias stands for a value that contains it; remove the alias")
+            raise fault(here, path, "an alias refers to a value that contains it; remove the alias")
         if len(self.open) >= MAX_DEPTH:
             raise fault(here, path, _DEEP)
         here.tag = self._tag(source, path, here)
@@ -112,7 +112,7 @@ class _Walk:
         try:
             return scalar(source.value, kind, quoted=source.style is not None)
         except ValueError:
-            raise fault(here, path, f"'{source.value}' is not of the kind !!{kind}; remove the tag") from None
+            raise fault(here, path, f"'{source.value}' is not a !!{kind}; remove the tag") from None
 
     def _fields(self, source: yaml.MappingNode, path: str, here: Node) -> dict[str, Node]:
         fields: dict[str, Node] = {}

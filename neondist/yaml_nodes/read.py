@@ -40,7 +40,7 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
     if len(content) > most:
-        raise ConfigError(f"{path}: larger than {most >> 20} MiB; this is not such a file")
+        raise ConfigError(f"{path}: larger than {most >> 20} MiB; this cannot be an experiment or settings file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

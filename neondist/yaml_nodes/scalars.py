@@ -26,7 +26,7 @@ def scalar(text: str, kind: str, quoted: bool) -> Plain:
 
 
 def needs_quotes(text: str) -> bool:
-    """Tell whether this text, written without quotes, would be read as a number."""
+    """Return whether this text, written without quotes, would be read as a number."""
     return bool(_EXPONENT.fullmatch(text))
 
 

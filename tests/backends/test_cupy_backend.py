@@ -125,11 +125,11 @@ def test_out_of_memory_names_the_layer_and_what_would_fit(gpu, monkeypatch):
         return model, model.train_batch(x, np.arange(4))
 
     with pytest.raises(
-        nd.ConfigError, match=r"^memory: layer 'conv1' asks for .*B on its way (for|back)ward, and"
+        nd.ConfigError, match=r"^memory: layer 'conv1' needs .*B in the (for|back)ward pass, and"
     ) as told:
         train(gpu())
     said = str(told.value)
-    assert f"the peak of a step is planned as {words(needed)} on a rank" in said
+    assert f"the planned peak of a step is {words(needed)} per rank" in said
     assert isinstance(told.value.__cause__, MemoryError)
     setting = re.search(r"set memory: (.*?B), or use more ranks or smaller batches", said).group(1)
     fitted, loss = train(gpu(), memory=setting)
@@ -149,7 +149,7 @@ def test_out_of_memory_names_the_layer_and_what_would_fit(gpu, monkeypatch):
 )
 def test_what_libraries_say_of_memory_is_understood(said, told):
     error = out_of_memory(MemoryError(said), "conv1", "forward", 30 << 30, None, 1)
-    assert str(error).startswith(f"memory: layer 'conv1' asks for {told} on its way forward; the peak")
+    assert str(error).startswith(f"memory: layer 'conv1' needs {told} in the forward pass; the planned peak")
 
 
 def test_memory_of_pytorchs_pool():

@@ -49,7 +49,7 @@ def test_a_module_is_named(strict):
     [
         ("nobody.knows", "backend 'nobody.knows': no such module is imported; add --import nobody.knows, or import it"),
         ("json.tool.main", "no such module is imported"),
-        ("os.path", "backend 'os.path': the module has no nd.Backend called `backend`; give it one"),
+        ("os.path", "backend 'os.path': the module has no nd.Backend named `backend`; define one"),
         ("numby", "backend 'numby' is unknown; did you mean 'numpy'"),
     ],
 )

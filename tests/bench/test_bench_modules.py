@@ -48,8 +48,8 @@ def nets(tmp_path, monkeypatch):
         ("--models resnet", "--models resnet: unknown; there are efficientnet_b0, "),
         ("--models nets.py:Small -n 1000", "-n 1000: this machine has "),
         ("--models nets.py:Small --json nowhere/made.json", "its folder is not there"),
-        ("--models nets.py:Small,nets.py:fails --side eager", "--side: measures one model"),
-        ("--models nets.py:Small --side eager -n 2", "--side eager: is one process; leave out -n"),
+        ("--models nets.py:Small,nets.py:fails --side eager", "--side measures one model"),
+        ("--models nets.py:Small --side eager -n 2", "--side eager runs in one process; leave out -n"),
         ("--models nets.py:fails --side eager", "fails failed: ValueError: no weights here"),
         ("--models nets.py:number --side eager", "the factory returned a int"),
         ("--models nets.py:Small --side eager --input 1,4,8,8", "a training step for an input of 1×4×8×8 failed"),
@@ -138,7 +138,7 @@ def test_inputs_by_the_first_convolution():
     nn = torch.nn
     assert default_shape(nn.Sequential(nn.ReLU(), nn.Conv2d(5, 4, 3), nn.Conv2d(4, 2, 1))) == (1, 5, 224, 224)
     assert default_shape(nn.Conv3d(2, 4, 3)) == (1, 2, 64, 64, 64)
-    with pytest.raises(ConfigError, match="Linear has no convolution that tells of its input; give --input"):
+    with pytest.raises(ConfigError, match="Linear has no convolution to infer the input shape from; give --input"):
         default_shape(nn.Linear(3, 4))
 
 

@@ -130,6 +130,6 @@ def test_what_has_no_counterpart_is_named(monkeypatch):
 def test_the_end_of_the_other_process_is_told(monkeypatch, capfd):
     monkeypatch.setattr(sys, "executable", "false")
     other = started(built([nd.FCLayer(2)], (6, 6, 1)))
-    with pytest.raises(LaunchError, match="process ended with code 1"):
+    with pytest.raises(LaunchError, match="process ended with exit code 1"):
         other.time(1)
     other.close()

@@ -168,5 +168,5 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     assert main(["bench", "step", *words, "--steps", "1", "--json", "made.json"]) == 0
     assert json.loads((tmp_path / "made.json").read_text())["backend"] == "torch"
     assert main(["bench", "seams", *words]) == 2
-    assert "bench: is for layers of neondist, and TorchModel build has none" in capsys.readouterr().err
+    assert "bench: applies to neondist layers, which TorchModel build does not have" in capsys.readouterr().err
     sys.modules.pop("nets")

@@ -128,10 +128,10 @@ def file(tmp_path):
     ("words", "message"),
     [
         ("--networks mnits", "--networks mnits: unknown; there are plain, vgg, mnist, "),
-        ("--networks ,", "--networks: names none; give some of plain"),
+        ("--networks ,", "--networks: no network named; choose from plain"),
         ("-n 1000 --networks mnist", "-n 1000: this machine has "),
         ("--networks nowhere.yaml", "nowhere.yaml: no such file"),
-        ("--networks mnist,mnist.yaml", "another network is called mnist too"),
+        ("--networks mnist,mnist.yaml", "two networks are named mnist"),
         ("--networks mnist --json nowhere/made.json", "its folder is not there"),
         ("--networks mnist --plot .", "is a folder"),
     ],

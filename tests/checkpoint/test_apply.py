@@ -218,7 +218,7 @@ def bad_input(tmp_path):
         "missing.npy": "no such file",
         "missing.h5": "no such file",
         "missing": "no such file",
-        "text.npy": "damaged, or another kind of file",
+        "text.npy": "damaged, or of another file type",
         "text.h5": "not an HDF5 file",
         "text.csv": "unknown file type",
         "empty": "has no images",

@@ -169,7 +169,7 @@ HARMS = [_link, _soft, _elsewhere, _virtual, _objects, _endless, *map(_position,
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_forged_file_is_refused_and_leads_nowhere(tmp_path, harm):
     save(tmp_path / "c.h5")
-    with pytest.raises(DataError, match=r"forged\.h5: (is not a neondist checkpoint|does not say)"):
+    with pytest.raises(DataError, match=r"forged\.h5: (is not a neondist checkpoint|does not record)"):
         restore(forged(tmp_path / "c.h5", harm), begun(nd.ProcessGrid(SingleTransport())))
 
 
@@ -179,7 +179,7 @@ def test_another_model_is_refused_by_name_before_anything_changes(tmp_path):
         nd.ProcessGrid(SingleTransport()), layers=lambda: [nd.ConvLayerDist(4, 3, padding=1), nd.FCLayerDist(4)]
     )
     before = arrays(run)
-    with pytest.raises(DataError, match=r"c\.h5: is of another model: it has \[3\] for 'batch_norm1/beta'"):
+    with pytest.raises(DataError, match=r"c\.h5: belongs to another model: it has \[3\] for 'batch_norm1/beta'"):
         restore(tmp_path / "c.h5", run)
     for name, array in arrays(run).items():
         np.testing.assert_array_equal(array, before[name])

@@ -80,7 +80,7 @@ def test_more_uncounted_than_done_cannot_be(tmp_path):
 
     counts(tmp_path, 8, 1)
     forged(tmp_path / "checkpoint.h5", change).replace(tmp_path / "checkpoint.h5")
-    with pytest.raises(DataError, match="'uncounted' is more than 'step'"):
+    with pytest.raises(DataError, match="'uncounted' exceeds 'step'"):
         counts(tmp_path, 8, 2, resume=True)
 
 

@@ -96,7 +96,7 @@ def _outcome(action, text):
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"epoch": -1}', "NaN", '{"epoch": 1e400}'])
 def test_resume_from_a_crafted_position(texts, text):
     bad = forged(texts[0], lambda file: _put(file, "position", text))
-    with pytest.raises(DataError, match=r"forged\.h5: does not say how far its run was"):
+    with pytest.raises(DataError, match=r"forged\.h5: does not record the progress of its run"):
         load(bad)
 
 
@@ -108,7 +108,7 @@ def test_what_images_were(texts, tmp_path):
         assert found in (None, DataError), text
     bad = forged(texts[0], lambda file: _put(file, "images", '{"shape": [1, "a"], "factor": [1], "offset": [0]}'))
     np.save(tmp_path / "x.npy", np.ones((1, 7, 6, 2)))
-    with pytest.raises(DataError, match="has no information on how its images were normalised"):
+    with pytest.raises(DataError, match="does not record how its images were normalised"):
         loopback.run(1, lambda world: predict(experiment(), bad, tmp_path / "x.npy", tmp_path / "y.npy"))
 
 

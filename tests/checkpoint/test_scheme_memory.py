@@ -127,7 +127,8 @@ def notes(path, ranks, scheme="stale"):
 
 def test_on_another_grid_they_begin_anew_and_say_so(written):
     assert notes(written / "stale.h5", 1) == [
-        "border schemes forget earlier steps: the checkpoint is of 2 x 1 tiles, 1 replicas, batches of 10,"
+        "border schemes discard the cells of earlier steps: the checkpoint is of 2 x 1 tiles, 1 replicas, batches"
+        " of 10,"
         " scheme stale, this run has 1 x 1 tiles, 1 replicas, batches of 10, scheme stale"
     ]
     assert "scheme halo" in notes(written / "stale.h5", 2, "halo")[0]
@@ -160,5 +161,5 @@ def test_what_cannot_be_is_refused(written, harm):
         del file["remembered"]
         file["remembered"] = np.bytes_(json.dumps(told))
 
-    with pytest.raises(DataError, match=r"forged\.h5: (has invalid data|what border schemes remember)"):
+    with pytest.raises(DataError, match=r"forged\.h5: (has invalid data|the saved state of border schemes)"):
         notes(forged(written / "stale.h5", change), 2)

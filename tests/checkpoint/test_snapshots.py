@@ -128,7 +128,7 @@ def test_checkpoints_on_the_disk_where_there_is_no_room(memory, tmp_path, capsys
     memory.rmdir()
     folder = tmp_path / "out"
     killed(folder)
-    assert "no snapshots in memory, checkpoints on the disk instead, as often: " in capsys.readouterr().out
+    assert "no snapshots in memory, but checkpoints on disk at the same interval: " in capsys.readouterr().out
     found = loopback.run(1, lambda world: snapshots_step(folder, world))
     assert found == [5]
 

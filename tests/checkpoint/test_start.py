@@ -8,7 +8,7 @@ import neondist as nd
 from neondist.comm import loopback
 from neondist.errors import ConfigError, DataError
 
-ANEW = "no earlier run has come to its first checkpoint: this one begins anew"
+ANEW = "no earlier run has written a checkpoint: starting from scratch"
 
 
 class First(nd.Hook):
@@ -32,7 +32,7 @@ def test_init_from_takes_weights_and_statistics_alone(tmp_path):
     written = save(tmp_path / "c.h5", 4)
     for hook in first(3, init_from=tmp_path / "c.h5"):
         assert hook.step == 0
-        assert hook.notes == [f"weights from {tmp_path}/c.h5: 10 arrays taken"]
+        assert hook.notes == [f"weights from {tmp_path}/c.h5: 10 arrays loaded"]
         for name, array in hook.state.items():
             np.testing.assert_array_equal(array, written[f"model/{name}"])
 
@@ -50,7 +50,7 @@ def test_init_from_another_network_says_what_was_missing_and_left_over(tmp_path)
 
     (hook,) = first(layers=other, init_from=str(tmp_path / "c.h5"))
     assert hook.notes[0].endswith(
-        "7 arrays taken; not in the file: new/weights, new/bias; left over in the file: fc1/bias,"
+        "7 arrays loaded; not in the file: new/weights, new/bias; left over in the file: fc1/bias,"
         " local_filtering1/bias, local_filtering1/weights"
     )
     np.testing.assert_array_equal(hook.state["conv1/weights"], written["model/conv1/weights"])
@@ -60,7 +60,7 @@ def test_init_from_another_network_says_what_was_missing_and_left_over(tmp_path)
 def test_arrays_of_another_shape_keep_their_first_values(tmp_path):
     save(tmp_path / "c.h5")
     (hook,) = first(layers=lambda: [*layers()[:-1], nd.FCLayerDist(5)], init_from=tmp_path / "c.h5")
-    assert "8 arrays taken; of another shape: " in hook.notes[0]
+    assert "8 arrays loaded; of another shape: " in hook.notes[0]
     assert "fc1/weights ([90, 4] there, [90, 5] here)" in hook.notes[0]
     assert "fc1/bias ([4] there, [5] here)" in hook.notes[0]
 
@@ -74,7 +74,7 @@ def test_nothing_to_take_is_an_error(tmp_path):
 def test_init_from_the_checkpoint_that_the_run_will_replace(tmp_path):
     experiment(1).run(output=tmp_path, hooks=[])
     (hook,) = first(output=tmp_path, overwrite=True, init_from=tmp_path / "checkpoint.h5")
-    assert "10 arrays taken" in hook.notes[0]
+    assert "10 arrays loaded" in hook.notes[0]
 
 
 def test_resume_or_init_from(tmp_path):

@@ -84,13 +84,13 @@ def test_two_writers_of_one_file(tmp_path):
 def test_messages_name_path_reason_and_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     for action in (lambda: write_text(tmp_path / "file" / "x", "a"), lambda: make_folder(tmp_path / "file" / "x")):
-        with pytest.raises(OutputError, match=r"file/x: .*\((Not a directory|File exists)\); make room or check"):
+        with pytest.raises(OutputError, match=r"file/x: .*\((Not a directory|File exists)\); free disk space or check"):
             action()
 
 
 def test_what_is_no_regular_file_is_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OutputError, match="no regular file"):
+    with pytest.raises(OutputError, match="not a regular file"):
         write_text(tmp_path / "pipe", "text")
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]

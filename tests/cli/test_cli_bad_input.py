@@ -43,8 +43,8 @@ CASES = {
         r"(--set batch_size=1: batch_size|toy\.yaml:1|--set grid.replicas=2): .*",
     ),
     "missing data": (["toy.yaml", "--set", "dataset=!MNIST {path: nowhere}"], r".*dataset.*nowhere.*"),
-    "output is a file": (["toy.yaml", "--output", "file"], r"file: the folder cannot be made \(.*\); .*"),
-    "output below a file": (["toy.yaml", "--output", "file/x"], r"file/x: the folder cannot be made \(.*\); .*"),
+    "output is a file": (["toy.yaml", "--output", "file"], r"file: the folder cannot be created \(.*\); .*"),
+    "output below a file": (["toy.yaml", "--output", "file/x"], r"file/x: the folder cannot be created \(.*\); .*"),
     "import fails": (["toy.yaml", "--import", "nowhere.py"], r"--import nowhere\.py: no such file; .*"),
     "unknown backend": (["toy.yaml", "--set", "backend=numpi"], r".*backend.*numpi.*did you mean 'numpy'\?.*"),
 }
@@ -157,7 +157,7 @@ def test_one_rank_fails_in_the_middle(folder, user, code):
 
 @needs_mpirun
 def test_nothing_to_resume(folder):
-    once(here(folder, "run", "toy.yaml", "-n", 2, "--resume"), r"runs/toy: there is no run to resume; .*")
+    once(here(folder, "run", "toy.yaml", "-n", 2, "--resume"), r"runs/toy: no run to resume; .*")
 
 
 @needs_mpirun

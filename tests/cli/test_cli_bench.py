@@ -96,7 +96,7 @@ def test_step_on_one_rank_shows_where_gradients_differ(file, tmp_path, monkeypat
 
 def test_mistakes(file, tmp_path, monkeypatch, capsys):
     assert main(["bench", "halo"]) == 2
-    assert "one rank has no neighbours; give -n 2 or more" in capsys.readouterr().err
+    assert "a single rank has no neighbours; give -n 2 or more" in capsys.readouterr().err
     assert main(["bench", "step", str(file), "--set", "model.layers.0=!LCNLayerDist {kernel_size: 3}"]) == 0
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -189,7 +189,7 @@ def test_predict(file, tmp_path, capsys, monkeypatch):
     assert [choice["layer"] for choice in rows[1]["schemes"]] == ["conv1", "max_pooling1"]
     told = capsys.readouterr().out
     assert "no faster with more than" in told
-    assert "the error is not known here" in told
+    assert "the prediction error is unknown" in told
     assert (tmp_path / "made/model.md").read_text().count("| 4 |") == 2
     assert main(["bench", "model", "predict", *words, "-n", "2"]) == 2
     assert "with --ranks, not -n" in capsys.readouterr().err

@@ -22,4 +22,4 @@ def test_a_mistake_is_told_once_with_its_line(tmp_path):
     code, _, err = call(neondist("run", "toy.yaml", "-n", 2, "--debug-halo", "--import", "mine.py"), tmp_path)
     assert code == 2
     where = "toy.yaml:5: model.layers.0: layer 'conv1' (CentresDist), forward, step 0"
-    assert own(err) == f"error: {where}: wrote into its view; work on a copy\n"
+    assert own(err) == f"error: {where}: modified its view in place; work on a copy\n"

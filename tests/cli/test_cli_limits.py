@@ -38,7 +38,7 @@ def test_duration(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-5", "h", "3x", "30m3h", "1:99:00", "01:00:00:00", "nan", "1e3", "٣"])
 def test_what_is_no_duration(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="give 3h30m"):
+    with pytest.raises(argparse.ArgumentTypeError, match="expected 3h30m"):
         duration(text)
 
 
@@ -51,7 +51,7 @@ def test_ranks_are_told_the_options():
 def test_time_limit(folder):
     code, out, err = call(neondist("run", "toy.yaml", *LONG, "--time-limit", "4s"), folder)
     assert (code, err) == (75, "")
-    assert "the time limit of 4 s is near; --resume goes on from here" in out
+    assert "the time limit of 4 s is close; --resume continues from here" in out
     assert "checkpoint.h5" in out
 
 
@@ -86,7 +86,7 @@ def stop(folder, number, whom, *more):
 @pytest.mark.long
 def test_signals_stop_all_ranks_with_a_checkpoint(folder):
     """SIGTERM to the launcher, which mpirun alone would make a SIGKILL; then SIGUSR1 to a rank."""
-    assert " came; --resume goes on from here" in stop(folder, signal.SIGTERM, 0)
+    assert " came; --resume continues from here" in stop(folder, signal.SIGTERM, 0)
     assert "SIGUSR1 came" in stop(folder, signal.SIGUSR1, 2, "--resume")
 
 

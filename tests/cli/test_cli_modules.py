@@ -85,7 +85,7 @@ def test_a_class_named_as_one_of_neondist(tmp_path, capsys):
     path = write(tmp_path / "a.yaml", text)
     try:
         assert main(["check", path, "--import", "cli_toy_e.py"]) == 2
-        told = "a.yaml:4: augment.0: !Flip is a class of neondist and one of cli_toy_e; give that another name\n"
+        told = "a.yaml:4: augment.0: !Flip is a class of both neondist and cli_toy_e; rename the latter\n"
         assert capsys.readouterr().err.endswith(told)
     finally:
         del sys.modules["cli_toy_e"]

@@ -154,11 +154,14 @@ def test_virtual_ranks_train_like_one_process(folder):
     ("words", "said"),
     [
         (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", "halo,towr"], "did you mean 'tower'"),
-        (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", ","], "--schemes: names none"),
-        (["bench", "schemes", "small.yaml", "--virtual", "1,3", "--set", "grid.rows=1", "grid.cols=1"], "make 3 ranks"),
+        (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", ","], "--schemes: no scheme named"),
+        (
+            ["bench", "schemes", "small.yaml", "--virtual", "1,3", "--set", "grid.rows=1", "grid.cols=1"],
+            "match 3 ranks",
+        ),
         (["bench", "seams", "small.yaml", "--virtual", "2", "--schemes", "deep_halo"], "name approximate schemes"),
         (["run", "small.yaml", "--virtual", "2", "-n", "2"], "--virtual runs all ranks in this process"),
-        (["run", "small.yaml", "--virtual", "5", "--set", "grid.rows=2"], "does not make 5 ranks"),
+        (["run", "small.yaml", "--virtual", "5", "--set", "grid.rows=2"], "does not match 5 ranks"),
     ],
 )
 def test_mistakes_are_told_once(words, said, capsys):

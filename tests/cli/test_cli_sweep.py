@@ -78,7 +78,7 @@ def test_the_best_is_written_and_can_be_run(go, capsys, tmp_path):
     assert go(*words, "--trials", "3") == 0
     assert "epoch" not in capsys.readouterr().out, "it is done: nothing is trained"
     assert go("--vary", RATES, "--output", "here") == 2
-    assert "here: has a sweep that was begun with another --vary and another --number;" in capsys.readouterr().err
+    assert "here: holds a sweep started with another --vary and another --number;" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -166,7 +166,7 @@ def test_bad_input_is_told_before_anything_is_trained(go, capsys, tmp_path):
     for words, told in {
         ("model.optimizer.rate=0..1",): "--set model.optimizer.rate=1: model.optimizer.rate: SGD has no field 'rate'",
         ("epochs=0..2",): "--set epochs=0: epochs",
-        (RATES, "--number", "acuracy"): "number: 'acuracy' is in no record; did you mean 'accuracy'?",
+        (RATES, "--number", "acuracy"): "number: 'acuracy' is not in any record; did you mean 'accuracy'?",
     }.items():
         assert go("--vary", *words, "--output", "x") == 2
         assert told in capsys.readouterr().err

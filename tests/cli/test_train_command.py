@@ -162,7 +162,7 @@ def test_bad_records(place, capsys):
     assert "train.csv:10: has 3 columns, expected 17" in capsys.readouterr().err
     assert main(["train", model(place), *DATA, "--output", "run", "--skip-bad-records", "--overwrite"]) == 0
     output = capsys.readouterr()
-    assert "1 bad records are left out" in output.out + output.err
+    assert "1 bad records are skipped" in output.out + output.err
     assert "63 training" in output.out + output.err
 
 
@@ -207,24 +207,24 @@ def test_rules_of_servers(place, options, rule):
     ("options", "what"),
     [
         (["--num-workers", "2"], "Local has one worker"),
-        (["--use-async"], "--use-async is for ParameterServerStrategy"),
+        (["--use-async"], "--use-async applies to ParameterServerStrategy"),
         (["--distribution-strategy", "ParameterServerStrategy", "--use-async"], "several workers"),
         (["--distribution-strategy", "ParameterServerStrategy", "--num-ps", "2"], "give --num-workers"),
-        (["--lr-staleness-modulation"], "is for ParameterServerStrategy"),
+        (["--lr-staleness-modulation"], "applies to ParameterServerStrategy"),
         ([*SERVED, "--lr-staleness-modulation"], "give --use-async"),
-        ([*SERVED, "--use-async", "--sync-version-tolerance", "1"], "is for synchronous updates"),
-        ([*SERVED, "--grads-to-wait", "3"], "there are 2 workers; give at most as many"),
+        ([*SERVED, "--use-async", "--sync-version-tolerance", "1"], "applies to synchronous updates"),
+        ([*SERVED, "--grads-to-wait", "3"], "there are only 2 workers; give at most 2"),
         (["--evaluation-steps", "3"], "needs --validation-data"),
-        (["--num-workers", "1:2"], "workers come and go beside parameter servers"),
+        (["--num-workers", "1:2"], "a varying number of workers needs parameter servers"),
         ([*ELASTIC, "1:3", "--hosts-from", "slots"], "slots lists 2 slots, too few for 3 workers; give at most 2"),
         ([*ELASTIC, "1:2", "--tiles", "2x1", "--hosts-from", "slots"], "too few for 2 workers of 2 tiles"),
         ([*ELASTIC, "1:2", "--tiles", "2x1", "--hosts-from", "elsewhere"], "4 slots, too few for 2 workers of 2 tiles"),
-        ([*ELASTIC, "1:2", "--hosts-from", "nodes.yaml"], "its settings of SSH are for neondist launch"),
+        ([*ELASTIC, "1:2", "--hosts-from", "nodes.yaml"], "its SSH settings apply to neondist launch"),
         ([*ELASTIC, "1:2", "--hosts-from", "empty"], "lists 0 slots, too few for 2 workers; list more slots"),
         ([*ELASTIC, "1:2", "--hosts-from", "absent"], "absent: no such file"),
         ([*ELASTIC, "1:99999"], "this machine has"),
         ([*ELASTIC, "1:1"], "give --num-workers 2 or more, or MIN:2"),
-        ([*SERVED, "--wait", "1m"], "--wait is for a number of workers that changes"),
+        ([*SERVED, "--wait", "1m"], "--wait applies to a varying number of workers"),
     ],
 )
 def test_contradictions(place, capsys, options, what):
@@ -243,7 +243,9 @@ def test_numbers_of_workers_that_are_none(capsys, number):
     with pytest.raises(SystemExit) as error:
         main(["train", "model.py", "--training-data", "train.csv", f"--num-workers={number}"])
     assert error.value.code == 2
-    assert f"'{number}' is no number of workers; give 1 or more, or MIN:MAX such as 1:4" in capsys.readouterr().err
+    assert (
+        f"'{number}' is not a number of workers; expected 1 or more, or MIN:MAX, such as 1:4" in capsys.readouterr().err
+    )
 
 
 def test_elasticdl_spellings(place):
@@ -263,7 +265,7 @@ def test_other_names(place, capsys):
     names = "--loss", "cost", "--feed", "parse", "--optimizer", "sgd", "--model-def", "named.make"
     assert main(["check", file, "--training-data", "train.csv", *names]) == 0
     assert main(["check", file, *names[:-1], "build"]) == 2
-    assert "has no build, which is given as custom_model; it has Net, cost, make, parse, sgd" in capsys.readouterr().err
+    assert "has no build, given as custom_model; it has Net, cost, make, parse, sgd" in capsys.readouterr().err
 
 
 def test_zoo_init_writes_what_check_takes(place, capsys):

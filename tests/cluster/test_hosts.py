@@ -26,13 +26,13 @@ def test_slots_of_the_environment(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_orte_set_default_slots", "3")
     assert parse_hosts("a\nb:2\nc slots=1\nd max_slots=9\n", "x") == {"a": 3, "b": 2, "c": 1, "d": 3}
     monkeypatch.setenv("OMPI_MCA_orte_set_default_slots", "two")
-    with pytest.raises(ConfigError, match="OMPI_MCA_orte_set_default_slots: expected the number of ranks of a host"):
+    with pytest.raises(ConfigError, match="OMPI_MCA_orte_set_default_slots: expected the number of ranks per host"):
         parse_hosts("a\n", "x")
 
 
 @pytest.mark.parametrize("line", ["-x", "a b", "a:b", "a: 2", "$(id)", "a slots=-1", "a;b", "a:1:2"])
 def test_what_is_no_host(line):
-    with pytest.raises(ConfigError, match=r"hosts:2: '.*' is no host; expected HOST"):
+    with pytest.raises(ConfigError, match=r"hosts:2: '.*' is not a host; expected HOST"):
         parse_hosts(f"a\n{line}\n", "hosts")
 
 
@@ -65,7 +65,7 @@ def test_sources_that_cannot_be_read(tmp_path):
         (str(tmp_path / "none"), "no such file"),
         (str(tmp_path / "no.sh"), "chmod"),
         (script(tmp_path / "fails", "#!/bin/sh\necho no network >&2; exit 3\n"), r"exit code 3 \(no network\)"),
-        (script(tmp_path / "prints", "#!/bin/sh\necho a b\n"), "prints: output:1: 'a b' is no host"),
+        (script(tmp_path / "prints", "#!/bin/sh\necho a b\n"), "prints: output:1: 'a b' is not a host"),
     ):
         with pytest.raises(ConfigError, match=message):
             HostSource(path).read()

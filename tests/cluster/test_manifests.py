@@ -150,7 +150,7 @@ def test_workers_beside_servers_are_on_the_pods(make, folder):
     (["--trainjob", "--elastic", "1:2"], "use --mpijob"),
     (["--mpijob", "--name", "A b"], "such as a-b"),
     (["--mpijob", "--apply", "--delete"], "give one of them"),
-    (["--slurm", "--image", "x"], "--image: is for --mpijob"),
+    (["--slurm", "--image", "x"], "--image applies to --mpijob"),
     (["--slurm", "--delete"], "scancel"),
     (["--mpijob", "--set", "epochs=x"], "epochs"),
     (["--mpijob", "--set", "grid.rows=3"], "rows x cols can be 1 x 1"),
@@ -167,10 +167,10 @@ def test_files_without_names_for_a_config_map(folder):
     for name in ("other/layers.py", "a b.py"):
         (folder / name).touch()
     for modules in (("layers.py", "other/layers.py"), ("a b.py",)):
-        with pytest.raises(ConfigError, match="needs a name of its own"):
+        with pytest.raises(ConfigError, match="need unique names"):
             mpi_job(job(folder, modules=modules), "image")
     (folder / "large.py").write_text("#" * (1 << 20))
-    with pytest.raises(ConfigError, match="a ConfigMap takes 1 MiB"):
+    with pytest.raises(ConfigError, match="a ConfigMap holds at most 1 MiB"):
         mpi_job(job(folder, modules=(str(folder / "large.py"),)), "image")
 
 

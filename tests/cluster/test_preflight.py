@@ -81,10 +81,10 @@ def test_all_problems_of_all_nodes_at_once(check):
     with pytest.raises(LaunchError) as error:
         refuse(reports)
     first, *lines = str(error.value).split("\n  ")
-    assert first == "4 of 4 nodes cannot take part:"
+    assert first == "4 of 4 nodes are unusable:"
     assert any(line.startswith("gone: cannot be reached: ssh: connect to host gone") for line in lines)
     assert "older: neondist 0.0.1 there, " in str(error.value)
-    assert any(line.startswith("fine: ") and "too few for 1000000 ranks" in line for line in lines)
+    assert any(line.startswith("fine: ") and "too little for 1000000 ranks" in line for line in lines)
     assert sum("missing.py cannot be read" in line for line in lines) == 3
     assert sum("no_mpirun is missing or does not run" in line for line in lines) == 3
 
@@ -120,7 +120,7 @@ def test_virtual_environments(text, found):
     "conda activate x", "source $HOME/bin/activate", "exec /v/bin/activate",
 ])  # fmt: skip
 def test_shell_commands_are_no_virtual_environments(text):
-    with pytest.raises(ConfigError, match=r"ssh\.g\.python_venv: .* is no virtual environment"):
+    with pytest.raises(ConfigError, match=r"ssh\.g\.python_venv: .* is not a virtual environment"):
         python_of(SSHConfig(python_venv=text), "ssh.g.python_venv", "default")
 
 

@@ -158,13 +158,11 @@ def test_scaled_refused_and_deleted(api, folder):
     assert "created" not in out
     code, _, err = here(folder, *words, "--nodes", 3, "--set", "epochs=3")
     assert code == 2
-    assert (
-        "MPIJob toy is there already, and its spec.mpiReplicaSpecs.Launcher.template.spec.containers[0].command" in err
-    )
+    assert "MPIJob toy already exists, and its spec.mpiReplicaSpecs.Launcher.template.spec.containers[0].command" in err
     assert api.objects()["MPIJob", "toy"]["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == 4
     words = [word if word != "--apply" else "--delete" for word in words]
     assert here(folder, *words)[:2] == (0, "MPIJob toy: deleted\nConfigMap toy-experiment: deleted\n")
-    assert here(folder, *words)[:2] == (0, "MPIJob toy: is not there\nConfigMap toy-experiment: is not there\n")
+    assert here(folder, *words)[:2] == (0, "MPIJob toy: does not exist\nConfigMap toy-experiment: does not exist\n")
     assert not api.objects()
 
 

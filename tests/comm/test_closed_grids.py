@@ -35,7 +35,7 @@ def test_what_was_built_on_a_closed_grid_says_so(watched):
             lambda: grid.tile_comm.size,
             lambda: grid.group("replicas").allgather(0),
         ):
-            with pytest.raises(GridError, match=r"this process grid is closed: make another with nd.ProcessGrid\(\)"):
+            with pytest.raises(GridError, match=r"this process grid is closed: create another with nd.ProcessGrid\(\)"):
                 use()
         return comm.allgather(comm.rank)  # it is the caller's
 

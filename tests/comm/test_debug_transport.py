@@ -29,5 +29,5 @@ def test_writing_into_a_buffer_under_way(end, dtype):
 
     loopback.run(2, lambda comm: job(comm, lambda c: c))
     what = "on their way to rank 1" if end == "send" else "that rank 1 was sending to"
-    with pytest.raises(HaloError, match=f"rank 0 of 2: cells {what} were written to between start and finish"):
+    with pytest.raises(HaloError, match=f"rank 0 of 2: cells {what} were modified between start and finish"):
         loopback.run(2, lambda comm: job(comm, DebugTransport))

@@ -36,8 +36,8 @@ CASES = {
     ),
     "missing field": (
         layer("!ToyConv {out_channels: 1}"),
-        "exp.yaml:4: model.layers.0.kernel_size: missing; ToyConvDist needs it: add 'kernel_size: ...' (an integer or a"
-        " list [an integer, an integer])",
+        "exp.yaml:4: model.layers.0.kernel_size: missing; ToyConvDist requires it: add 'kernel_size: ...' (an"
+        " integer or a list [an integer, an integer])",
     ),
     "text for an integer": (
         layer("!ToyConv {out_channels: six, kernel_size: 1}"),
@@ -198,7 +198,7 @@ CASES = {
     ),
     "alias of itself": (
         "!ToyExperiment\nanything: &a\n  - 1\n  - *a",
-        "exp.yaml:2: anything.1: an alias stands for a value that contains it; remove the alias",
+        "exp.yaml:2: anything.1: an alias refers to a value that contains it; remove the alias",
     ),
     "python object": (
         "!ToyExperiment\nmodel: !!python/object/apply:os.system ['touch /tmp/neondist-pwned']",
@@ -215,7 +215,7 @@ CASES = {
     ),
     "core tag on a wrong value": (
         "!ToyExperiment\nepochs: !!int abc",
-        "exp.yaml:2: epochs: 'abc' is not of the kind !!int; remove the tag",
+        "exp.yaml:2: epochs: 'abc' is not a !!int; remove the tag",
     ),
     "a class that is no tag": ("!ToyExperiment\nmodel: !os.system {}", None),
     "nested without end": (

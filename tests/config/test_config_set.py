@@ -54,20 +54,20 @@ def test_later_settings_win_and_nothing_is_null():
         ("epochs", "--set epochs: write --set key.path=value"),
         ("model..x=1", "--set model..x=1: write --set key.path=value"),
         ("epochs=ten", "--set epochs=ten: epochs: expected an integer, got the text 'ten'"),
-        ("epochs.x=1", "--set epochs.x=1: epochs: is a plain value (3), so 'epochs.x' is not there"),
+        ("epochs.x=1", "--set epochs.x=1: epochs: is a scalar (3) and has no 'epochs.x'"),
         (
             "grid.replica=2",
             "--set grid.replica=2: grid.replica: there is no 'replica'; did you mean 'replicas'?",
         ),
         (
             "model.layers.7.bias=true",
-            "--set model.layers.7.bias=true: model.layers.7: model.layers is a list with items 0 to 1; name one by"
-            " its number",
+            "--set model.layers.7.bias=true: model.layers.7: model.layers is a list with items 0 to 1; give the"
+            " number of an item",
         ),
         (
             "model.layers.first=1",
-            "--set model.layers.first=1: model.layers.first: model.layers is a list with items 0 to 1; name one by"
-            " its number",
+            "--set model.layers.first=1: model.layers.first: model.layers is a list with items 0 to 1; give the"
+            " number of an item",
         ),
         (
             "model.layers.0.kernelsize=1",

@@ -61,7 +61,7 @@ def test_the_schema_allows_what_the_check_allows():
         assert faults(FILE.replace("layers: [", branch.replace(old, new))), new
     warmup = schema()["definitions"]["Warmup"]
     assert warmup["properties"]["start"] == {
-        "description": "The first factor, in [0, 1).",
+        "description": "Initial factor, in [0, 1).",
         "type": "number",
         "minimum": 0,
         "exclusiveMaximum": 1,

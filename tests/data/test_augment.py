@@ -302,7 +302,7 @@ def test_what_does_not_fit_is_refused_by_name(steps, shape, message):
 
 
 def test_bad_arguments_and_maps_of_another_size():
-    with pytest.raises(ConfigError, match="no plane"):
+    with pytest.raises(ConfigError, match="do not span a plane"):
         nd.QuarterTurns(["height", "height"])
     with pytest.raises(ConfigError, match="Flip: rate"):
         nd.Flip(rate=1.5)

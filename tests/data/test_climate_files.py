@@ -146,7 +146,7 @@ WRONG = {
     ),
     "levels not said": (lambda d: d, {"variables": ["z"]}, r"0\.nc:z: has 3 levels; choose some with levels: 850, 500"),
     "moved levels": (
-        lambda d: d.isel(level=[1, 0, 2]), {"variables": ["z"], "levels": [500]}, r"level z500 in another place",
+        lambda d: d.isel(level=[1, 0, 2]), {"variables": ["z"], "levels": [500]}, r"level z500 in another position",
     ),
     "no times": (lambda d: d.isel(time=0), {}, r"1\.nc:t2m: has no time axis"),
     "numbers for times": (
@@ -187,9 +187,9 @@ def test_a_variable_that_a_zarr_store_does_not_have(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"variables": []}, "variables: .* list names"),
+        ({"variables": []}, "variables: .* expected names"),
         ({"variables": ["t2m", "t2m"]}, "each once"),
-        ({"levels": {"w": [500]}}, "levels: 'w' is none of the variables"),
+        ({"levels": {"w": [500]}}, "levels: 'w' is not among the variables"),
         ({"fill": float("nan")}, "fill"),
         ({"steps": 0}, "steps"),
     ],
@@ -235,7 +235,11 @@ def test_times_of_calendars(calendar):
         try:
             date = cftime.num2date(value, units, calendar)
         except ValueError:
-            with pytest.raises(nd.DataError, match=r"begin at a moment that the calendar '.*' has not; correct its"):
+            with pytest.raises(
+                nd.DataError,
+                match=r"begin at a date that does not exist in the calendar '.*';"
+                r" correct its",
+            ):
                 seconds_since("t", value, units, calendar)
             continue
         expected = cftime.date2num(date, "seconds since 2000-01-01", calendar)

@@ -70,7 +70,10 @@ def test_mixed_images_are_brought_together_where_asked(tmp_path):
     image_folder(tmp_path / "in", ("a",))
     image_folder(tmp_path / "in", ("b",), size=(20, 9), mode="L")
     said = convert(tmp_path, tmp_path / "in")
-    assert "b/000.png: is 20 x 9 x 1 uint8, but 000.png is 12 x 9 x 3 uint8; images of one file are alike" in said
+    assert (
+        "b/000.png: is 20 x 9 x 1 uint8, but 000.png is 12 x 9 x 3 uint8; all images of a file must have the"
+        " same size and type"
+    ) in said
     assert os.listdir(tmp_path) == ["in"]
     data, _ = converted(tmp_path, tmp_path / "in", "--size", "8", "7", "--mode", "L")
     assert data.sample_shape == (8, 7, 1)
@@ -197,7 +200,7 @@ def test_faults_are_told(tmp_path, fault):
 def test_only_hdf5_files_are_replaced(tmp_path):
     image_folder(tmp_path / "in")
     (tmp_path / "out.h5").write_text("my diary")
-    assert "is there and is no HDF5 file, so it is not replaced" in convert(tmp_path, tmp_path / "in")
+    assert "exists but is not an HDF5 file, so it is not replaced" in convert(tmp_path, tmp_path / "in")
     assert (tmp_path / "out.h5").read_text() == "my diary"
 
 

@@ -70,7 +70,7 @@ def png16(kind, channels):
 @pytest.mark.parametrize("made", ["u2", "i4", "f4"])
 def test_wide_numbers_are_not_pressed_into_bytes(tmp_path, made, mode):
     put(tmp_path / "in", picture(WIDE.astype(made)), "x.tif")
-    assert f"numbers beyond the 8 bits of --mode {mode}" in convert(tmp_path, tmp_path / "in", "--mode", mode)
+    assert f"with values beyond the 8 bits of --mode {mode}" in convert(tmp_path, tmp_path / "in", "--mode", mode)
 
 
 @pytest.mark.parametrize("made", ["u2", ">u2", "i4", "f4"])
@@ -81,14 +81,14 @@ def test_wide_numbers_stay_what_they_are(tmp_path, made):
 
 
 REFUSED = {
-    "16 bits, RGB, PNG": (png16(2, 3), "x.png", "16 bits a colour, of which 8 would be kept"),
-    "16 bits, LA, PNG": (png16(4, 2), "x.png", "16 bits a colour"),
-    "16 bits, RGBA, PNG": (png16(6, 4), "x.png", "16 bits a colour"),
-    "16 bits, RGB, TIFF": (tiff(16, 1, 3), "x.tif", "16 bits a colour"),
-    "16 bits, RGB, PPM": (b"P6 2 1 65535\n" + bytes(range(12)), "x.ppm", "16 bits a colour"),
-    "signed bytes": (tiff(8, 2), "x.tif", "signed numbers of 8 bits"),
+    "16 bits, RGB, PNG": (png16(2, 3), "x.png", "16 bits per channel, of which only 8 would be kept"),
+    "16 bits, LA, PNG": (png16(4, 2), "x.png", "16 bits per channel"),
+    "16 bits, RGBA, PNG": (png16(6, 4), "x.png", "16 bits per channel"),
+    "16 bits, RGB, TIFF": (tiff(16, 1, 3), "x.tif", "16 bits per channel"),
+    "16 bits, RGB, PPM": (b"P6 2 1 65535\n" + bytes(range(12)), "x.ppm", "16 bits per channel"),
+    "signed bytes": (tiff(8, 2), "x.tif", "signed 8-bit values"),
     "large unsigned": (tiff(32, 1, content=b"\xff" * 24), "x.tif", "above 2147483647"),
-    "a fourth channel": (tiff(8, 1, 4, 0), "x.tif", "those called X would be lost"),
+    "a fourth channel": (tiff(8, 1, 4, 0), "x.tif", "those named X would be lost"),
     "CMYK": (picture(BYTES).convert("CMYK"), "x.tif", "has CMYK pixels; give --mode RGB"),
     "YCbCr": (picture(BYTES).convert("RGB").convert("YCbCr"), "x.tif", "has YCbCr pixels; give --mode RGB"),
 }  # fmt: skip
@@ -107,15 +107,13 @@ def test_what_pillow_would_lose_is_refused(tmp_path, name):
 def test_frames_are_not_lost(tmp_path, suffix):
     others = [picture(BYTES.T.copy().reshape(6, 5)), picture(255 - BYTES)]
     put(tmp_path / "in", picture(BYTES), f"x{suffix}", save_all=True, append_images=others)
-    assert "frames, of which one would be kept" in convert(tmp_path, tmp_path / "in")
+    assert "frames, of which only one would be kept" in convert(tmp_path, tmp_path / "in")
 
 
 def test_transparency_is_kept_or_refused(tmp_path):
     alpha = np.where(BYTES > 99, 255, 7).astype(np.uint8)
     put(tmp_path / "in", picture(np.stack([BYTES, BYTES, BYTES, alpha], axis=-1)))
-    assert "is transparent in places, which --mode RGB would lose" in convert(
-        tmp_path, tmp_path / "in", "--mode", "RGB"
-    )
+    assert "has transparent pixels, which --mode RGB would lose" in convert(tmp_path, tmp_path / "in", "--mode", "RGB")
     _, (train, _) = converted(tmp_path, tmp_path / "in")
     np.testing.assert_array_equal(train[0][0, ..., 3], alpha)
     put(tmp_path / "in", picture(np.stack([BYTES, alpha], axis=-1)))
@@ -164,11 +162,11 @@ def test_warnings_of_pillow_are_no_second_message(tmp_path):
 
 MASKS = {
     "black and white": (picture(BYTES > 99, "L"), "m.png", "maps hold 0 and 255 only"),
-    "shades": (b"P2 2 1 3\n1 2\n", "m.pgm", "scaled to the largest one"),
-    "lossy": (picture(BYTES // 99), "m.jpg", "JPEG changes the numbers of a map of classes"),
-    "colours": (picture(BYTES, "RGB"), "m.png", "a map of classes has one channel"),
+    "shades": (b"P2 2 1 3\n1 2\n", "m.pgm", "scaled to the maximum"),
+    "lossy": (picture(BYTES // 99), "m.jpg", "JPEG is lossy and changes class indices"),
+    "colours": (picture(BYTES, "RGB"), "m.png", "a class map has one channel"),
     "negative": (picture(BYTES.astype("i4") - 1), "m.tif", "has the label -1"),
-    "two of a name": (picture(BYTES // 99), "m.png", "are maps of one name"),
+    "two of a name": (picture(BYTES // 99), "m.png", "are maps with the same name"),
 }
 
 
@@ -202,7 +200,7 @@ def test_what_is_left_out_is_told(tmp_path, capsys):
     assert main(["data", "convert", str(tmp_path / "in"), "--to", str(tmp_path / "out.h5")]) == 0
     said = capsys.readouterr().out
     for line in (
-        f"left out: {tmp_path}/in/train/owl has no images, so it is no class\n",
+        f"left out: {tmp_path}/in/train/owl has no images, so it is not counted as a class\n",
         "left out: 1 files called *.txt\n",
         f"left out: 4 images in {tmp_path}/in/more\n",
         f"left out: 1 images in {tmp_path}/in/train\n",
@@ -216,7 +214,7 @@ def test_what_is_left_out_is_told(tmp_path, capsys):
 def test_a_test_set_without_one_for_training(tmp_path):
     for part in ("Test", "other"):
         image_folder(tmp_path / "in" / part)
-    assert "has a folder 'Test', but none for training" in convert(tmp_path, tmp_path / "in")
+    assert "has a folder 'Test', but no training folder" in convert(tmp_path, tmp_path / "in")
     (tmp_path / "in" / "other").rename(tmp_path / "in" / "Train")
     _, (_, test) = converted(tmp_path, tmp_path / "in")
     assert len(test[0]) == 6
@@ -235,7 +233,7 @@ TABLES = {
     "too large": ("cat/000.png,4294967296", "sample 0 has the label 4294967296"),
     "third column": ("cat/000.png,1,train", "line 1 is 'cat/000.png,1,train'"),
     "first file missing": ("cat/000.pgn,1\ncat/001.png,0", "line 1: "),
-    "two labels": ("cat/000.png,1\ncat/000.png,0", "line 2: 'cat/000.png' has label 1 in a line before"),
+    "two labels": ("cat/000.png,1\ncat/000.png,0", "line 2: 'cat/000.png' has label 1 in an earlier line"),
     "real number": ("cat/000.png,1.5", "write FILE,LABEL with a number from 0"),
     "null": ("cat/\0.png,1", "line 1"),
     "long name": ("c" * 5000 + ",1", "line 1"),
@@ -264,11 +262,11 @@ def test_arrays_that_cannot_be_trained_on(tmp_path):
     assert "real numbers of at most 64 bits" in told(x.astype(np.longdouble), y)
     assert "real numbers" in told(x + 1j, y)
     x[1, 2, 3] = np.nan
-    assert "sample 1 has cells that are not finite" in told(x, y)
-    assert "--size and --mode are for folders" in convert(
+    assert "sample 1 has values that are not finite" in told(x, y)
+    assert "--size and --mode apply to folders" in convert(
         tmp_path, tmp_path / "x.npy", tmp_path / "y.npy", "--mode", "L"
     )
-    assert "belong to a folder of images" in convert(
+    assert "apply to a folder of images" in convert(
         tmp_path, tmp_path / "x.npy", tmp_path / "y.npy", "--maps", tmp_path
     )
 
@@ -284,14 +282,14 @@ def test_what_cannot_fit_is_refused_from_the_header(tmp_path, monkeypatch):
     raw[29:33] = struct.pack(">I", zlib.crc32(raw[12:29]))
     (tmp_path / "bomb.png").write_bytes(raw)
     for call in (Loader().load, Loader().labels, Loader().extents, Loader("RGB").picture):
-        with pytest.raises(DataError, match="an image of 50000 x 40000 needs 6 GB of memory, there are 1 GB"):
+        with pytest.raises(DataError, match="an image of 50000 x 40000 needs 6 GB of memory, but only 1 GB"):
             call(tmp_path / "bomb.png")
     with open(tmp_path / "x.npy", "wb") as file:
         header = {"descr": "|u1", "fortran_order": False, "shape": (2, 1 << 20, 1 << 20, 1)}
         np.lib.format.write_array_header_1_0(file, header)
         file.truncate(file.tell() + (1 << 41))  # a hole: it takes no room
     np.save(tmp_path / "y.npy", np.zeros(2, int))
-    assert "a sample of 1048576 x 1048576 x 1 needs 3.299 TB of memory, there are 1 GB" in convert(
+    assert "a sample of 1048576 x 1048576 x 1 needs 3.299 TB of memory, but only 1 GB" in convert(
         tmp_path, tmp_path / "x.npy", tmp_path / "y.npy"
     )
 

@@ -120,7 +120,7 @@ def test_good_files_are_kept_and_bad_ones_replaced(mirror, target):
 
 def _interrupted(mirror, target, bytes_sent=7000):
     mirror.cut_after = bytes_sent
-    with pytest.raises(DataError, match=rf"{bytes_sent} of \d+ bytes arrived; run the same command again to go on"):
+    with pytest.raises(DataError, match=rf"{bytes_sent} of \d+ bytes arrived; repeat the command to resume"):
         download.download_mnist(target, mirror.url)
     mirror.cut_after = None
     mirror.asked.clear()
@@ -198,7 +198,7 @@ def test_a_corrupt_file_is_not_kept(mirror, target, content):
 
 def test_a_missing_file_on_the_mirror(mirror, target):
     (mirror.folder / NAME).unlink()
-    with pytest.raises(DataError, match=rf"{NAME}: the server answers 404 .*; name another mirror"):
+    with pytest.raises(DataError, match=rf"{NAME}: the server returned 404 .*; name another mirror"):
         download.download_mnist(target, mirror.url)
 
 
@@ -223,7 +223,7 @@ def test_no_name_server(target, monkeypatch):
 
 def test_a_stalled_server_does_not_hang(mirror, target):
     mirror.stall, mirror.cut_after = True, 4000
-    with pytest.raises(DataError, match=r"the transfer stopped: .*timed out; run the same command again"):
+    with pytest.raises(DataError, match=r"the transfer stopped: .*timed out; repeat the command"):
         download.download_mnist(target, mirror.url, timeout=1.0)
     assert (target / f"{NAME}.part").stat().st_size >= 3000
     mirror.stall, mirror.cut_after = False, None

@@ -205,15 +205,15 @@ FAULTS = {
     "no labels": (replace("test/labels", None), "has no array 'test/labels'"),
     "no group": (replace("train", None), "has no group 'train'"),
     "flat": (replace("train/images", np.zeros((20, 5))), r"shape \(20, 5\); images are"),
-    "group": (lambda file: (file.__delitem__("test/images"), file.create_group("test/images")), "no array of numbers"),
-    "text": (replace("train/labels", ["a"] * 20), "'train/labels' is no array of numbers"),
+    "group": (lambda file: (file.__delitem__("test/images"), file.create_group("test/images")), "is not an array of"),
+    "text": (replace("train/labels", ["a"] * 20), "'train/labels' is not an array of numbers"),
     "labels": (replace("train/labels", np.zeros(19, int)), "has 20 samples, train/labels has 19"),
     "negative": (replace("train/labels", np.full(20, -1)), "of sample 0 is -1, not below"),
     "empty": (replace("test/images", np.zeros((0, 13, 10, 2))), r"is empty: its shape is \(0,"),
     "truth": (replace("train/images", np.zeros((20, 13, 10, 2), bool)), "store them as uint8"),
     "shapes": (replace("test/images", np.zeros((7, 13, 11, 2))), r"test/images \(7, 13, 11, 2\) and its"),
-    "kinds": (replace("test/labels", np.zeros((7, 13, 10), int)), "are not like"),
-    "scale": (attribute("train/images", scale=0.0), r"scale: 0\.0 cannot be used; give positive numbers"),
+    "kinds": (replace("test/labels", np.zeros((7, 13, 10), int)), "differ in shape from"),
+    "scale": (attribute("train/images", scale=0.0), r"scale: 0\.0 is invalid; expected positive numbers"),
     "mean": (attribute("train/images", mean=[1.0, 2.0, 3.0]), "3.* numbers do not fit the 2 channels"),
     "classes": (attribute("train/labels", classes=2), "is 2, not below 2"),
     "one sample": (
@@ -236,7 +236,7 @@ def test_files_that_are_none(path, tmp_path):
     with pytest.raises(DataError, match="is a folder"):
         nd.HDF5Dataset(tmp_path).check()
     path.write_text("hello")
-    with pytest.raises(DataError, match="not an HDF5 file; make one with: neondist data convert"):
+    with pytest.raises(DataError, match="not an HDF5 file; create one with: neondist data convert"):
         nd.HDF5Dataset(path).check()
 
 
@@ -247,8 +247,8 @@ def test_files_that_are_none(path, tmp_path):
         ({"images": ""}, "images: '' is not the name"),
         ({"test_share": 1.0}, "test_share: expected a number above 0 and below 1 or null, got 1.0"),
         ({"classes": 0}, "classes: expected an integer of at least 1 or null, got 0"),
-        ({"std": [1.0, 0.0]}, r"std: \[1.0, 0.0\] cannot be used; give positive"),
-        ({"mean": float("nan")}, "mean: nan cannot be used"),
+        ({"std": [1.0, 0.0]}, r"std: \[1.0, 0.0\] is invalid; expected positive"),
+        ({"mean": float("nan")}, "mean: nan is invalid"),
     ],
 )
 def test_arguments_that_cannot_work(arguments, says):

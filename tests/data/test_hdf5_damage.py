@@ -257,5 +257,5 @@ def test_the_attribute_classes(tmp_path, value):
     small_hdf5(path)
     with h5py.File(path, "r+") as file:
         file["train/labels"].attrs["classes"] = value
-    with pytest.raises(DataError, match=r"attribute 'classes' of train/labels is .*, no number of classes"):
+    with pytest.raises(DataError, match=r"attribute 'classes' of train/labels is .* not a number of classes"):
         nd.HDF5Dataset(path).check()

@@ -51,7 +51,7 @@ def test_gzip_of_several_members(tmp_path):
     [
         (RAW[:-1], "truncated"),
         (RAW[:200], "truncated"),
-        (RAW[:7], "truncated: 7 bytes, the header alone has 16"),
+        (RAW[:7], "truncated: 7 bytes, but the header alone has 16"),
         (b"", "truncated: 0 bytes"),
         (RAW + b"x", "too long"),
         (idx(PIXELS[:, 0, 0]), "magic number 2049, expected 2051"),
@@ -65,7 +65,7 @@ def test_wrong_content_is_one_clear_error(tmp_path, name, raw, says):
     with pytest.raises(DataError, match=says) as caught:
         read(path)
     assert str(path) in str(caught.value)
-    assert "replace it by a good copy" in str(caught.value)
+    assert "replace it with a good copy" in str(caught.value)
 
 
 def test_size_of_a_plain_file_is_checked_by_its_header(tmp_path):

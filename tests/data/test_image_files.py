@@ -143,11 +143,11 @@ def test_three_splits(made, tmp_path):
     alone = opened(nd.ProcessGrid.serial(), fields, validation=None, test=other)
     assert list(alone.splits) == ["train", "test"]
     for test, told in [
-        (0, "test: 0 cannot be used"),
-        (3, "test: 2 images for validation and 3 for it leave no training images"),
+        (0, "test: 0 is invalid"),
+        (3, "test: 2 images for validation and 3 for test leave no training images"),
         ({"labels": "a"}, "test: has labels; give images"),
-        ({"images": fields["images"]}, "0.npy is an image of training too"),
-        ({"images": other["images"], "labels": f"{tmp_path}/t.csv"}, "test: has labels of another kind"),
+        ({"images": fields["images"]}, "0.npy is also a training image"),
+        ({"images": other["images"], "labels": f"{tmp_path}/t.csv"}, "test: has another kind of labels"),
         ({"images": f"{tmp_path}/none*.npy"}, "test.images: no file matches"),
     ]:
         (tmp_path / "t.csv").write_text("3.npy,1\n")
@@ -272,14 +272,14 @@ MISTAKES = {
     r"4\.npy: has no mask called 4": {"masks": [0, 1, 2, 3]},
     r"masks.9\.npy: is a mask without an image": {"masks": [0, 1, 2, 3, 4, 9]},
     r"masks.2\.npy: is 40 x 40 x 1 uint8, but its image": {"wrong": np.zeros((40, 40), "uint8"), "at": "masks/2.npy"},
-    r"masks.2\.npy: as samples it has 2 of 47 x 47": {"wrong": np.zeros((2, 47, 47), "uint8"), "at": "masks/2.npy"},
+    r"masks.2\.npy: as samples 2 of 47 x 47": {"wrong": np.zeros((2, 47, 47), "uint8"), "at": "masks/2.npy"},
     r"2\.npy: is 47 x 47 x 1 uint8, but .*0\.npy is 40 x 52 x 3": {"wrong": cells(2)[1], "at": "images/2.npy"},
     r"2\.npy: is 47 x 47 x 3 float32, but": {"wrong": cells(2)[0].astype("float32"), "at": "images/2.npy"},
     r"smaller than crop \[60, 30\]": {"crop": [60, 30]},
     r"give crop: \[h, w\]": {"crop": None},
     r"crop: \[1, 2, 3, 4\] are 4 extents": {"crop": [1, 2, 3, 4]},
     r"percentiles: \[5\.0, 5\.0\]": {"percentiles": (5.0, 5.0)},
-    r"std: 0\.0 cannot be used": {"std": 0.0},
+    r"std: 0\.0 is invalid": {"std": 0.0},
     r"masks.\d\.npy: has the label 2; there are 2 classes": {"classes": 2},
 }
 
@@ -309,10 +309,10 @@ def test_mistakes_are_told_by_file(made, tmp_path, message):
 TABLES = {
     "has no row for .*5.npy": "0.npy,1\n1.npy,0\n2.npy,0\n3.npy,0\n4.npy,0\n",
     "'6.npy' matches no image": "".join(f"{n}.npy,0\n" for n in range(7)),
-    "has two labels": "".join(f"{n}.npy,0\n" for n in range(6)) + "0.npy,1\n",
+    "has two rows": "".join(f"{n}.npy,0\n" for n in range(6)) + "0.npy,1\n",
     "has 2 values": "".join(f"{n}.npy,0{',1' * (n == 3)}\n" for n in range(6)),
     "all images have the class 'cat'": "".join(f"{n}.npy,cat\n" for n in range(6)),
-    "'cat' is no number": "".join(f"{n}.npy,{'cat' if n else 1}\n" for n in range(6)),
+    "'cat' is not a number": "".join(f"{n}.npy,{'cat' if n else 1}\n" for n in range(6)),
     "not finite": "".join(f"{n}.npy,{'nan' if n == 2 else 1.5}\n" for n in range(6)),
     "5.npy has the class 5; valid classes are 0 to 2": "".join(f"{n}.npy,{n}\n" for n in range(6)),
 }
@@ -339,7 +339,7 @@ def test_classes_of_a_test_split_have_the_numbers_of_training(tmp_path, labels):
     made.check()
     assert (made._values.tolist(), made.classes) == ([0, 1, 2, 1, 2], 3)  # new/b comes before new/c
     (tmp_path / "new.csv").write_text("new0.npy,z\nnew1.npy,b\n")
-    with pytest.raises(nd.DataError, match=r"new.csv: 'z' is no class of training, which has a, b, c; correct it"):
+    with pytest.raises(nd.DataError, match=r"new.csv: 'z' is not among the training classes, a, b, c; correct it"):
         made.check()
 
 
@@ -352,7 +352,7 @@ def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path):
     data.check()
     assert data._values.tolist() == [1, 0]
     table.write_text("0.npy,1\n")
-    with pytest.raises(nd.DataError, match=r"'0.npy' may be .*a/0.npy or .*b/0.npy; say in which folder"):
+    with pytest.raises(nd.DataError, match=r"'0.npy' could be .*a/0.npy or .*b/0.npy; add the folder to the path"):
         data.check()
 
 

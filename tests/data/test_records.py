@@ -40,7 +40,7 @@ def test_csv_with_text(tmp_path):
 
 @pytest.mark.parametrize(
     ("row", "what"),
-    [("1,2", r"a\.csv:4: has 2 columns, expected 3"), ("1,x,3", r"a\.csv:4: column b: 'x' is no number")],
+    [("1,2", r"a\.csv:4: has 2 columns, expected 3"), ("1,x,3", r"a\.csv:4: column b: 'x' is not a number")],
 )
 def test_bad_csv_row(tmp_path, row, what):
     (tmp_path / "a.csv").write_text(f"a,b,c\n1,2,3\n\n{row}\n4,5,6\n")
@@ -107,9 +107,9 @@ def test_table(tmp_path):
     url = f"sqlite:///{tmp_path}/a.db"
     np.testing.assert_array_equal(values(open_records(url)), [[1, 1.5], [2, 0.5]])
     assert open_records(f"{url}#digits").columns == ["id", "x"]
-    with pytest.raises(nd.DataError, match="there is no table 'letters'; the database has digits"):
+    with pytest.raises(nd.DataError, match="no table 'letters'; the database has digits"):
         open_records(f"{url}#letters")
-    with pytest.raises(nd.DataError, match="there is no database"):
+    with pytest.raises(nd.DataError, match="no database"):
         open_records(f"sqlite:///{tmp_path}/b.db")
     assert not (tmp_path / "b.db").exists()
 

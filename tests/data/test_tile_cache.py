@@ -197,7 +197,7 @@ def _other_arrays(path):
 def test_a_file_of_another_kind_is_never_replaced(data, tmp_path, name, make):
     make(tmp_path / name)
     before = (tmp_path / name).read_bytes()
-    with pytest.raises(DataError, match=f"{name} is there and is no cache of neondist, so it is not replaced"):
+    with pytest.raises(DataError, match=f"{name} exists but is not a neondist cache, so it is not replaced"):
         MNIST(data.folder, serialized_path=str(tmp_path / name)).load(ONE)
     assert (tmp_path / name).read_bytes() == before
 
@@ -206,7 +206,7 @@ def test_a_file_of_another_kind_is_never_replaced(data, tmp_path, name, make):
 def test_what_is_no_regular_file_is_neither_opened_nor_replaced(data, tmp_path):
     """A device would be, by a rename, for whoever may write to /dev."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe is there and is no regular file"):
+    with pytest.raises(DataError, match="pipe exists but is not a regular file"):
         MNIST(data.folder, serialized_path=str(tmp_path / "pipe")).load(ONE)
     assert (tmp_path / "pipe").is_fifo()
 
@@ -229,7 +229,9 @@ def test_a_good_cache_is_not_written_again(data):
 def test_a_place_that_cannot_be_written(data, tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "a_{rank}.h5", data.folder.parent / "data"):
-        with pytest.raises(DataError, match=r"serialized_path: .* cannot be written .*; choose a place") as caught:
+        with pytest.raises(
+            DataError, match=r"serialized_path: .* cannot be written .*; choose a writable path"
+        ) as caught:
             MNIST(data.folder, serialized_path=str(place)).load(ONE)
         assert str(place.parent) in str(caught.value)
     assert not list(tmp_path.rglob("*.tmp"))
@@ -323,7 +325,7 @@ def test_a_cache_of_another_user_is_refused(data, monkeypatch):
     else:
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(
-        DataError, match=r"is another user's \(number \d+\), so it is not used; choose a folder of your own"
+        DataError, match=r"belongs to another user \(uid \d+\), so it is not used; choose a folder of your own"
     ):
         data.load()
 

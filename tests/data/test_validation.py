@@ -214,7 +214,7 @@ def test_hdf5_another_file(tmp_path):
     data = opened(nd.HDF5Dataset(tmp_path / "x.h5", validation={"path": file, "group": "test"}))
     np.testing.assert_array_equal(data.validation.targets(range(4)), made["test", "labels"])
     small_hdf5(file, (5, 10, 2))
-    with pytest.raises(DataError, match=r"y\.h5: train/images \(20, 5, 10, 2\) .* not like train/images"):
+    with pytest.raises(DataError, match=r"y\.h5: train/images \(20, 5, 10, 2\) .* differ in shape from train/images"):
         nd.HDF5Dataset(tmp_path / "x.h5", validation=str(file)).check()
     with pytest.raises(DataError, match=r"y\.h5: test/images has changed since the run began"):
         data.validation.images([0])
@@ -245,7 +245,7 @@ def test_folders(tmp_path, called):
     assert [len(split) for split in opened(nd.HDF5Dataset(tmp_path / "out.h5")).splits.values()] == [4, 4]
     image_folder(tmp_path / "in" / "vali", ("cow",))
     (tmp_path / "in" / "vali").rename(tmp_path / "in" / ("val" if called != "val" else "valid"))
-    assert "has several folders of one split: " in convert(tmp_path, tmp_path / "in")
+    assert "has several folders for one split: " in convert(tmp_path, tmp_path / "in")
 
 
 def test_maps_in_folders(tmp_path):
@@ -259,7 +259,7 @@ def test_maps_in_folders(tmp_path):
 
 def test_folders_without_one_to_train_on(tmp_path):
     image_folder(tmp_path / "in" / "val")
-    assert "has a folder 'val', but none for training" in convert(tmp_path, tmp_path / "in")
+    assert "has a folder 'val', but no training folder" in convert(tmp_path, tmp_path / "in")
 
 
 def test_numpy_files(tmp_path):

@@ -119,22 +119,26 @@ def caught(layer, ranks=2, guarded=True):
         (
             ReadsBeyond,
             r"\(ReadsBeyond\), forward, step 0",
-            r"\d+ of its outputs were computed from cells beyond .* index",
+            r"\d+ of its outputs were computed from cells outside .* index",
         ),
-        (WritesIntoView, r"\(WritesIntoView\), forward, step 0", "wrote into its view"),
-        (WritesLater, r"\(WritesLater\), backward, step 0", "wrote into its view"),
-        (WritesIntoGradient, r"\(WritesIntoGradient\), backward, step 0", "wrote into the gradient of its outputs"),
+        (WritesIntoView, r"\(WritesIntoView\), forward, step 0", "modified its view in place"),
+        (WritesLater, r"\(WritesLater\), backward, step 0", "modified its view in place"),
+        (
+            WritesIntoGradient,
+            r"\(WritesIntoGradient\), backward, step 0",
+            "modified the gradient of its outputs in place",
+        ),
         (ForgetsOutputs, r"\(ForgetsOutputs\), forward, step 0", "of its outputs were .* or never written"),
         (ForgetsGradient, r"\(ForgetsGradient\), backward, step 0", "of its gradients of its view .* never written"),
         (
             lambda: Right(FillsNothing()),
             r"\(Right\), forward, step 1",
-            r"54 numbers of its view were never filled, the first for cell \((4, 0|3, 0)\); scheme FillsNothing",
+            r"54 values of its view were never filled, the first for cell \((4, 0|3, 0)\); scheme FillsNothing",
         ),
         (
             lambda: Right(Overlaps()),
             r"\(Right\), forward, step 1",
-            "rank [01] of 2: cells on their way to rank [01] were written to",
+            "rank [01] of 2: cells on their way to rank [01] were modified",
         ),
     ],
 )

@@ -188,7 +188,7 @@ def test_what_is_unclear_is_refused(tmp_path, case):
                 file.createVariable(name, "f8", (name,)).setncatts(attributes)
         file.createVariable("v", "f4", [name for name, _ in UNCLEAR[case]])
     with pytest.raises(
-        nd.DataError, match=r"a\.nc:v: which of its axes .* is unclear: .*; give axes, a letter for each"
+        nd.DataError, match=r"a\.nc:v: which of its axes .* is ambiguous: .*; give axes, one letter per axis"
     ):
         nd.open_source(f"{tmp_path}/a.nc:v")
     axes = "TYX"[-len(UNCLEAR[case]) :]
@@ -209,7 +209,7 @@ def test_points_are_no_grid(tmp_path):
         for name, units in (("p", "degrees_north"), ("q", "degrees_east")):
             file.createVariable(name, "f8", ("place",)).units = units
         file.createVariable("v", "f4", ("time", "place")).coordinates = "p q"
-    with pytest.raises(nd.DataError, match="'place' has latitudes and longitudes, so it lists points"):
+    with pytest.raises(nd.DataError, match="'place' has both latitudes and longitudes, so it lists points"):
         nd.open_source(f"{tmp_path}/a.nc:v")
 
 
@@ -218,7 +218,7 @@ def test_dimensions_without_names_leave_the_choice_to_the_network(tmp_path):
 
     with h5py.File(tmp_path / "a.nc", "w") as file:
         file["v"] = np.arange(6 * 7 * 3, dtype="f4").reshape(6, 7, 3)
-    with pytest.raises(nd.DataError, match=r"which of its axes \(\(no name\), .* is unclear"):
+    with pytest.raises(nd.DataError, match=r"which of its axes \(\(no name\), .* is ambiguous"):
         nd.open_source(tmp_path / "a.nc")
     assert open_images(tmp_path / "a.nc", (8, 8, 3)).source.axes == "YXC"
     assert open_images(tmp_path / "a.nc", (8, 8, 1)).source.axes == "NYXC"
@@ -309,11 +309,11 @@ def test_text_of_variable_length_is_missed(tmp_path):
         file["time"].units = "days since 2000-01-01"
         file["time"].setncattr_string("calendar", "360_day")
         file.createVariable("v", "f4", ("time", "gx", "lat"))
-    with pytest.raises(nd.DataError, match=r"coordinate 'gx' has units as text of variable length, .*-a units,gx,o,c,"):
+    with pytest.raises(nd.DataError, match=r"coordinate 'gx' has units as variable-length text, .*-a units,gx,o,c,"):
         nd.open_source(f"{tmp_path}/a.nc:v")
     with nd.open_source(f"{tmp_path}/a.nc:v", axes="TXY") as source:
         beside, _ = source.beside()
-        with pytest.raises(nd.DataError, match="coordinate time has calendar as text of variable length"):
+        with pytest.raises(nd.DataError, match="coordinate time has calendar as variable-length text"):
             times_of("a.nc", next(one for one in beside if one.name == "time"))
-        with pytest.raises(nd.DataError, match="coordinate lat has units as text of variable length"):
+        with pytest.raises(nd.DataError, match="coordinate lat has units as variable-length text"):
             latitudes_of(source, beside)

@@ -123,7 +123,7 @@ def test_nothing_is_lost_and_nothing_is_left(tmp_path, suffix):
 def test_no_room_is_told_in_one_message(tmp_path, suffix, monkeypatch):
     path = tmp_path / f"out{suffix}"
     if "zarr" not in suffix:  # which packs
-        with pytest.raises(nd.OutputError, match="needs 1 TB, there are"):
+        with pytest.raises(nd.OutputError, match="needs 1 TB, but only"):
             nd.create_sink(path, (1000, 1000, 1000000), "uint8", "YXC", chunks=(1, 1, 1000000))
     array = cells("YXC")
     with pytest.raises(nd.OutputError, match=f"out{suffix}: cannot be written"):
@@ -162,12 +162,12 @@ def test_what_cannot_be_is_told(tmp_path):
             nd.create_sink(tmp_path / "a.npy", (2, 2, 1), "uint8", axes)
     with pytest.raises(nd.ConfigError, match="is not numeric"):
         nd.create_sink(tmp_path / "a.npy", (2, 2, 1), "complex64", "YXC")
-    with pytest.raises(nd.ConfigError, match="one number an axis"):
+    with pytest.raises(nd.ConfigError, match="one number per axis"):
         nd.create_sink(tmp_path / "a.h5", (2, 2, 1), "uint8", "YXC", chunks=(2, 2))
     with pytest.raises(nd.ConfigError, match="no option 'nam'; did you mean 'name'"):
         nd.create_sink(tmp_path / "a.h5", (2, 2, 1), "uint8", "YXC", nam="x")
     write(tmp_path / "b.npy", cells("YXC"), "YXC")
-    with nd.open_source(tmp_path / "b.npy") as source, pytest.raises(nd.ShapeError, match="does not lie in"):
+    with nd.open_source(tmp_path / "b.npy") as source, pytest.raises(nd.ShapeError, match="does not fit in"):
         source.read([(0, 62), (0, 3), (0, 3)])
     with pytest.raises(nd.DataError, match="has no level 1"):
         nd.open_source(f"{tmp_path}/b.npy#1")

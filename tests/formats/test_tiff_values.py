@@ -85,11 +85,11 @@ def test_masks_of_pages_and_other_masks(tmp_path):
     (tmp_path / "b.tif.aux.xml").write_text(
         '<PAMDataset><PAMRasterBand band="1"><NoDataValue>9</NoDataValue></PAMRasterBand></PAMDataset>'
     )
-    with pytest.raises(nd.DataError, match=r"b\.tif\.aux\.xml says which of its cells have no value; write it"):
+    with pytest.raises(nd.DataError, match=r"b\.tif\.aux\.xml marks cells without data; write the mask"):
         nd.open_source(tmp_path / "b.tif")
     written(tmp_path / "c.tif", array)
     tifffile.imwrite(tmp_path / "c.tif.msk", MASK[:50], photometric="minisblack")
-    with pytest.raises(nd.DataError, match=r"c\.tif: its mask, of \[50, 128, 1\] cells, does not lie as its image"):
+    with pytest.raises(nd.DataError, match=r"c\.tif: its mask, of \[50, 128, 1\] cells, does not match its image"):
         nd.open_source(tmp_path / "c.tif")
 
 
@@ -116,7 +116,7 @@ def test_texts_of_nodata(tmp_path, dtype, packed):
         np.testing.assert_array_equal(read(path), of_gdal(path), err_msg=text)
     for text in UNREADABLE:
         tifffile.imwrite(path, array, extratags=[(42113, "s", 0, text, True)], photometric="minisblack")
-        with pytest.raises(nd.DataError, match=r"'.*' \(GDAL_NODATA\), which is no number; correct it: gdal_edit"):
+        with pytest.raises(nd.DataError, match=r"'.*' \(GDAL_NODATA\), which is not a number; correct it: gdal_edit"):
             nd.open_source(path)
 
 
@@ -161,7 +161,7 @@ def test_kinds_of_cells(tmp_path, kind):
     array, options = KINDS[kind]
     written(tmp_path / "a.tif", array, **options)
     if kind.startswith("C"):
-        with pytest.raises(nd.DataError, match=r"holds colours as .*, which readers convert in several ways; write it"):
+        with pytest.raises(nd.DataError, match=r"holds colours as .*, which readers convert differently; write it"):
             nd.open_source(tmp_path / "a.tif")
     else:
         np.testing.assert_array_equal(read(tmp_path / "a.tif"), of_gdal(tmp_path / "a.tif"))
@@ -252,5 +252,5 @@ def test_pages_that_are_told_apart(tmp_path, code, kind, values):
     if values[0] == values[1]:
         assert read(tmp_path / "a.tif").shape == (2, *SHAPE[::-1], 1)
         return
-    with pytest.raises(nd.DataError, match="page 1 has another orientation, or other cells without a value"):
+    with pytest.raises(nd.DataError, match="page 1 has another orientation or another no-data mask"):
         nd.open_source(tmp_path / "a.tif")

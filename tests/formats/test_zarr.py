@@ -116,7 +116,7 @@ def test_what_could_run_a_program_or_lead_elsewhere_is_refused(tmp_path):
         nd.open_source(f"{tmp_path}/a.zarr:../b")
     facts |= {"shape": [10**9, 10**9], "chunks": [10**6, 10**6]}
     (tmp_path / "a.zarr" / ".zarray").write_text(json.dumps(facts))
-    with pytest.raises(nd.DataError, match="1 TB have to be decoded at once"):
+    with pytest.raises(nd.DataError, match="1 TB must be decoded at once"):
         nd.open_source(tmp_path / "a.zarr")
     (tmp_path / "b.zarr").mkdir()
     (tmp_path / "b.zarr" / "precious").touch()

@@ -18,7 +18,7 @@ def machine(monkeypatch):
 
 def test_cores(machine):
     refuse_crowd(2, {})
-    with pytest.raises(LaunchError, match=r"-n 65: this machine has too few cores .* at most 64 on 4 cores; --force"):
+    with pytest.raises(LaunchError, match=r"-n 65: too few cores .* at most 64 on 4 cores; --force"):
         refuse_crowd(65, {})
 
 
@@ -28,7 +28,7 @@ def test_a_crowd_is_warned_of_the_time_that_it_loses(machine, monkeypatch, capsy
     warn_crowd(16, {})
     assert capsys.readouterr().err == ""
     warn_crowd(17, {})
-    assert "17 ranks x 1 thread on 4 cores wait for each other most of the time; use -n 4" in capsys.readouterr().err
+    assert "17 ranks x 1 thread on 4 cores mostly wait for each other; use -n 4" in capsys.readouterr().err
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     warn_crowd(6, {"OMP_NUM_THREADS": "3"})
     assert "6 ranks x 3 threads on 4 cores" in (text := capsys.readouterr().err)
@@ -38,7 +38,7 @@ def test_a_crowd_is_warned_of_the_time_that_it_loses(machine, monkeypatch, capsy
 
 
 def test_memory(machine):
-    with pytest.raises(LaunchError, match=r"-n 40: so many ranks need 2.68 GB .* 2.15 GB are free; give at most 32"):
+    with pytest.raises(LaunchError, match=r"-n 40: that many ranks need 2.68 GB .* 2.15 GB are free; give at most 32"):
         refuse_crowd(40, {})
 
 
@@ -52,9 +52,9 @@ def test_twenty_thousand(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "toy.yaml").write_text(EXPERIMENT)
     assert main(["run", "toy.yaml", "-n", "20000"]) == 2
-    assert "error: -n 20000: this machine has too few cores for so many ranks; give at most" in capsys.readouterr().err
+    assert "error: -n 20000: too few cores for that many ranks; give at most" in capsys.readouterr().err
     monkeypatch.setattr(threads, "cores", lambda process=0: 10_000)
     monkeypatch.setattr(memory, "free_memory", lambda: None)
     assert main(["run", "toy.yaml", "-n", "121"]) == 2
-    assert "error: 121 ranks for images of 120 cells: some would hold no cell" in capsys.readouterr().err
+    assert "error: 121 ranks for images of 120 cells: some ranks would have no cells" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["toy.yaml"]

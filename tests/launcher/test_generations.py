@@ -80,7 +80,7 @@ def test_hosts_that_come_and_go(folder, capsys):
     changes = [(one["added"], one["removed"]) for one in events if one["event"] == "hosts"]
     assert changes == [(["b"], []), (["c"], ["a", "b"]), ([], ["c"])]
     out = capsys.readouterr().out
-    assert "waiting for hosts: there is room for 1 ranks, at least 2 are wanted; gives up in 600 s" in out
+    assert "waiting for hosts: there is room for 1 ranks, but at least 2 are needed; gives up in 600 s" in out
     assert out.count("generation ") == 4
 
 
@@ -120,21 +120,21 @@ def test_too_few_hosts_for_too_long(folder, capsys):
     script.hosts("a:1")
     assert script.run("--elastic", "2:3", "--wait", "0.1") == 1
     assert script.started == []
-    assert "error: gives up after 0.1 s: there is room for 1 ranks, at least 2 are wanted" in capsys.readouterr().err
+    assert "gives up after 0.1 s: there is room for 1 ranks, but at least 2 are needed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--hosts-from", "none"], "none: no such file"),
-        (["--hosts-from", "list", "-n", 4], "-n 4: list has 3 slots for ranks; give at most so many"),
+        (["--hosts-from", "list", "-n", 4], "-n 4: list has 3 slots for ranks; give at most that many"),
         (["--hosts-from", "list", "--elastic", "4:8"], "--elastic 4:8: list has 3 slots for ranks"),
         (["--hosts-from", "list", "--elastic", "2:3", "-n", 4], "-n 4 is not within --elastic 2:3"),
         (["--hosts-from", "list", "--virtual", 2], "--virtual runs all ranks in this process"),
-        (["--hosts-from", "wrong"], "wrong:2: 'b c' is no host"),
-        (["-n", 2, "--cool-down", "5s"], "--cool-down: is for hosts that come and go"),
-        (["-n", 2, "--wait", "5s"], "--wait: is for hosts that come and go"),
-        (["-n", 2, "--snapshot", "auto"], "--snapshot: is what restarts go on from; give --restarts too"),
+        (["--hosts-from", "wrong"], "wrong:2: 'b c' is not a host"),
+        (["-n", 2, "--cool-down", "5s"], "--cool-down: applies to a varying set of hosts"),
+        (["-n", 2, "--wait", "5s"], "--wait: applies to a varying set of hosts"),
+        (["-n", 2, "--snapshot", "auto"], "--snapshot: snapshots are used by restarts; also give --restarts"),
     ],
 )
 def test_options_that_do_not_fit(folder, words, message):

@@ -128,7 +128,7 @@ def test_processes_and_a_node_are_lost_and_the_run_goes_on(folder, nodes):
     assert "applied: 48 records in each of 4 epochs, each once" in out
     assert "parameter server 1 was killed (SIGKILL); restarted" in err
     assert "worker 1 was killed (SIGKILL); started again\n" in err
-    assert "nodeC cannot be reached; goes on without it, from the servers' checkpoint" in err
+    assert "nodeC cannot be reached; continuing without it, from the servers' checkpoint" in err
     assert not nodes.processes()
 
 
@@ -263,8 +263,8 @@ def test_workers_of_a_lost_machine_are_divided(monkeypatch):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ([], "hosts: far.invalid cannot be reached; correct the list, or what `ssh far.invalid` says"),
-    (["--cool-down", "5"], "--cool-down: is for one MPI job"),
+    ([], "hosts: far.invalid cannot be reached; correct the list, or the error shown by `ssh far.invalid`"),
+    (["--cool-down", "5"], "--cool-down: applies to a single MPI job"),
 ])  # fmt: skip
 def test_lists_that_cannot_be_used(folder, monkeypatch, words, message):
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "false")

@@ -88,7 +88,7 @@ def test_nodes_that_cannot_take_part(folder, monkeypatch):
 
 @pytest.mark.parametrize(("words", "message"), [
     (["-n", 9], "-n 9: the resource file has 3 devices"), (["--virtual", 2], "--virtual runs all ranks"),
-    (["--elastic", "1:2"], "give --restarts too"), (["--spares", 3], "of which at least 1 are for ranks"),
+    (["--elastic", "1:2"], "also give --restarts"), (["--spares", 3], "of which at least 1 are needed for ranks"),
 ])  # fmt: skip
 def test_options_that_do_not_fit(folder, words, message):
     write(folder, ["nodeB", "nodeC"])
@@ -101,7 +101,7 @@ def test_mistakes_with_scripts(folder):
     for words, message in (
         (["no.py"], "no.py: no such script"),
         (["--snapshot", "1", "--restarts", "2", "script.py"], "--snapshot: is for experiments"),
-        (["--hosts-from", "x", "script.py"], "--hosts-from: launch has the hosts of its resource file"),
+        (["--hosts-from", "x", "script.py"], "--hosts-from: launch takes the hosts from its resource file"),
     ):
         code, _, err = here(folder, "launch", "nodes.yaml", *words)
         assert (code, message in err) == (2, True), err
@@ -171,7 +171,7 @@ def test_addresses_and_ports_that_are_none_of_ssh(folder, monkeypatch):
     assert code == 2, err
     assert [line.split()[0] for line in out.splitlines()] == ["node", platform.node(), *taken]  # the table of all
     first, *problems = err.splitlines()
-    assert first == "error: 3 of 4 nodes cannot take part:"
+    assert first == "error: 3 of 4 nodes are unusable:"
     assert [problem.split(":")[0].strip() for problem in problems] == list(taken)
     assert all(
         ": cannot be reached: " in problem and "check address, username, port" in problem for problem in problems

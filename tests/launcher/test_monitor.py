@@ -173,4 +173,4 @@ def test_a_supervisor_that_cannot_be_reached():
     env = {**os.environ, SUPERVISOR: f"key 127.0.0.1:{port}", "PMIX_RANK": "1", "NEONDIST_LAUNCHED": "2"}
     done = subprocess.run([sys.executable, "-c", RANK], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert f"cannot reach the process that has started it, at 127.0.0.1:{port}" in done.stderr
+    assert f"cannot reach the process that started it, at 127.0.0.1:{port}" in done.stderr

@@ -11,7 +11,9 @@ from neondist.job import Job
 from neondist.launcher import launch, pinning
 from neondist.launcher.mpirun import Mpirun
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes")
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system does not support CPU affinity"
+)
 
 OWN = min(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else 0
 

@@ -143,7 +143,7 @@ def test_the_newest_that_is_whole(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("more", "message"),
-    [(["--restarts", 2], "give their number with -n"), (["--elastic", "1:2"], "give --restarts too"),
+    [(["--restarts", 2], "give their number with -n"), (["--elastic", "1:2"], "also give --restarts"),
      (["--restarts", 2, "--elastic", "2:3", "-n", 1], "not within --elastic 2:3")],
 )  # fmt: skip
 def test_options_that_do_not_fit(capsys, more, message):

@@ -127,12 +127,12 @@ def test_the_folder_is_the_users_alone(tmp_path, monkeypatch):
     assert user_folder() == tmp_path / "neondist/slots"
     assert user_folder().stat().st_mode & 0o777 == 0o700
     (tmp_path / "neondist/slots").chmod(0o777)
-    with pytest.raises(LaunchError, match="others may write to it; remove it, or set XDG_RUNTIME_DIR"):
+    with pytest.raises(LaunchError, match="other users can write to it; remove it, or set XDG_RUNTIME_DIR"):
         user_folder()
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert user_folder().parent.parent == tmp_path
     (folder := user_folder()).rmdir()
     folder.symlink_to(tmp_path)
-    with pytest.raises(LaunchError, match="others may write to it"):
+    with pytest.raises(LaunchError, match="other users can write to it"):
         user_folder()

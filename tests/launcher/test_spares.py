@@ -86,11 +86,14 @@ def test_a_generation_shrinks_only_where_no_spares_are_left(slots, spares, data)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-n", 2, "--restarts", 1, "--spares", 1], "--spares: are slots of a list of hosts; give --hosts-from"),
-        (["--spares", 1], "--spares: are slots of a list of hosts; give --hosts-from"),
-        (["--hosts-from", "list", "-n", 2, "--spares", 2], "list has 3 slots, of which at least 2 are for ranks; give"),
+        (["-n", 2, "--restarts", 1, "--spares", 1], "--spares requires a list of hosts; give --hosts-from"),
+        (["--spares", 1], "--spares requires a list of hosts; give --hosts-from"),
+        (
+            ["--hosts-from", "list", "-n", 2, "--spares", 2],
+            "list has 3 slots, of which at least 2 are needed for ranks; give",
+        ),
         (["--hosts-from", "list", "--elastic", "2:3", "--spares", 2], "give --spares 1 at most, or list more hosts"),
-        (["--hosts-from", "list", "--spares", 3], "of which at least 1 are for ranks; give --spares 2 at most"),
+        (["--hosts-from", "list", "--spares", 3], "of which at least 1 are needed for ranks; give --spares 2 at most"),
     ],
 )
 def test_spares_that_there_cannot_be(folder, words, message):
@@ -104,7 +107,7 @@ def test_spares_that_are_no_number(number, capsys):
     with pytest.raises(SystemExit) as end:
         parser().parse_args(["run", "toy.yaml", "--spares", number])
     assert end.value.code == 2
-    assert f"invalid value '{number}'; give a whole number, 0 or more" in capsys.readouterr().err
+    assert f"invalid value '{number}'; expected an integer of at least 0" in capsys.readouterr().err
 
 
 @needs_mpirun

@@ -73,7 +73,7 @@ def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path, capsys):
 
     code, out, err = call(neondist(*words), tmp_path)
     assert code == 2
-    assert "has a run already; go on with it by --resume" in err
+    assert "has a run already; continue it with --resume" in err
     code, out, err = call(neondist(*words, "--resume", "--set", "epochs=3"), tmp_path)
     assert code == 0, err
     assert "applied: 48 records in each of 3 epochs, each once; 0 workers started again" in out, err

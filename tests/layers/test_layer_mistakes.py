@@ -16,12 +16,12 @@ MISTAKES = {
     "branches differ": (
         lambda: build(nd.Sum([[nd.ConvLayer(4, 3, name="narrow")], []], name="block")),
         ShapeError,
-        r"layer 0 'block' \(Sum\).*'block.sequential1' gives \(6, 6, 4\).*\(the identity\) gives \(8, 8, 4\)",
+        r"layer 0 'block' \(Sum\).*'block.sequential1' outputs \(6, 6, 4\).*\(the identity\) outputs \(8, 8, 4\)",
     ),
     "extents differ": (
         lambda: build(nd.Concat([nd.ConvLayer(4, 3, name="a"), nd.ConvLayer(2, 1, name="b")])),
         ShapeError,
-        r"'a' gives \(6, 6, 4\), but branch 'b' gives \(8, 8, 2\)",
+        r"'a' outputs \(6, 6, 4\), but branch 'b' outputs \(8, 8, 2\)",
     ),
     "inner layer": (
         lambda: build(nd.Sequential([nd.ConvLayer(4, 3), nd.ConvLayer(4, 9)])),

@@ -176,7 +176,7 @@ def test_the_first_layer_sends_no_gradient():
 
 
 MISTAKES = {
-    "even": (lambda: nd.LCNLayer((9, 4)), ConfigError, r"kernel_size \(9, 4\): needs odd"),
+    "even": (lambda: nd.LCNLayer((9, 4)), ConfigError, r"kernel_size \(9, 4\): must be odd"),
     "negative": (lambda: nd.LCNLayer(-1), ConfigError, "kernel_size -1"),
     "window": (lambda: nd.LCNLayer(window="gauss"), ConfigError, "window 'gauss' is unknown; did you mean 'gaussian'"),
     "mode": (lambda: nd.LCNLayer(padding_mode="wrap"), ConfigError, "padding_mode 'wrap' is unknown; choose from"),

@@ -238,12 +238,12 @@ def test_what_fits_is_not_streamed():
 
 def test_memory_that_is_not_enough():
     layers = [nd.ConvLayer(64, 3, padding=1), nd.ConvLayer(64, 3, padding=1, padding_mode="wrap"), nd.FCLayer(4)]
-    with pytest.raises(nd.ConfigError, match=r"memory: a rank may use .*, but needs .* at least, .* layer 'conv2'"):
+    with pytest.raises(nd.ConfigError, match=r"memory: a rank may use .*, but needs at least .*, .* layer 'conv2'"):
         nd.Convnet(layers, memory="2GiB").plan((8192, 8192, 3))
-    with pytest.raises(nd.ConfigError, match="4 ranks on a machine; each of them takes 629 MB before it holds"):
+    with pytest.raises(nd.ConfigError, match="4 ranks on a machine; each needs 629 MB before it loads"):
         plain(memory="1GiB").plan((64, 64, 3), nd.GridShape(1, 4))
     for wrong in ("8 parsecs", "", "-3GB", "GiB", 0, "1e99999GB"):
-        with pytest.raises(nd.ConfigError, match=r"memory: .* is no amount of memory; give one such as 8GiB"):
+        with pytest.raises(nd.ConfigError, match=r"memory: .* is not an amount of memory; expected one such as 8GiB"):
             plain(memory=wrong)
     filters = nd.GB([nd.LocalFilteringLayer(4, 3), nd.L2PoolingLayer(3), nd.LCNLayer(3), nd.FCLayer(4)])
     with pytest.raises(nd.ConfigError, match="memory: GB trains its stages one by one; leave out memory"):
@@ -266,7 +266,7 @@ def test_what_is_freed_is_given_back_after_each_strip_where_memory_is_limited(mo
 def test_a_pass_cannot_end_in_a_stream():
     model = nd.Convnet([nd.ConvLayer(2, 3), nd.ConvLayer(2, 3)], memory=ENOUGH, strips=2)
     model.build((9, 8, 1), 1)
-    with pytest.raises(PassError, match="leave out strips, and give memory enough for whole images"):
+    with pytest.raises(PassError, match="leave out strips, and give enough memory for whole images"):
         nd.models.optimal_stimulus(model, 0, [(3, 3, 0)])
 
 
@@ -351,10 +351,10 @@ def test_what_does_not_fit_is_streamed_without_being_asked(tmp_path, monkeypatch
             patch.setattr("neondist.memory.free_memory", lambda room=ranks * (needed - 1): room)
             for found, _, streams, notes in loopback.run(ranks, train):
                 assert streams
-                assert "a step does not fit into the memory that there is; streamed: conv1 to " in notes[0]
+                assert "a step does not fit into the available memory; streamed: conv1 to " in notes[0]
                 assert found[0]["train_loss"] == pytest.approx(whole[0]["train_loss"], rel=1e-12)
             patch.setattr("neondist.models.model.PROCESS", needed - 2)
-            with pytest.raises(nd.ConfigError, match=r"memory: a rank may use 1 B, but needs .* at least, .* layer '"):
+            with pytest.raises(nd.ConfigError, match=r"memory: a rank may use 1 B, but needs at least .*, .* layer '"):
                 loopback.run(ranks, train)
 
 

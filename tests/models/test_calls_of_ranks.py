@@ -81,6 +81,6 @@ def test_other_arrays_on_a_rank(what):
         for targets in (LABELS, LABELS[::-1] if odd and what == "targets" else LABELS):
             model.train_batch(x, targets)
 
-    given = "the array given to scatter" if what == "images" else "the targets given to train_batch"
+    given = "the array given to scatter" if what == "images" else "the targets passed to train_batch"
     with pytest.raises(nd.ConfigError, match=f"rank 1: {given} is of checksum .*, but .* on rank 0"):
         nd.loopback.run(2, body)

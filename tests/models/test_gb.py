@@ -258,7 +258,7 @@ def test_distribute_brings_the_filters_along():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: nd.GB([nd.FCLayer(3)]), "pretrains LocalFiltering layers, but has none"),
+        (lambda: nd.GB([nd.FCLayer(3)]), "pretrains LocalFiltering layers, but there are none"),
         (lambda: gb_of("unshared", False, epsilon=0.0), "epsilon: expected a number above 0, got 0.0"),
         (
             lambda: gb_of("unshared", False, num_pretrain_epochs=-1),

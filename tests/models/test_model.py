@@ -193,7 +193,7 @@ MISTAKES = {
     "targets": (
         lambda: small().train_batch(np.zeros((2, 5, 4, 1), np.float32), np.zeros(5, int)),
         ShapeError,
-        "5 targets came",
+        "5 targets for a batch",
     ),
     "image": (lambda: small().fprop(np.zeros((2, 5, 5, 1), np.float32)), ShapeError, "x of shape"),
 }

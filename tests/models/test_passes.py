@@ -169,15 +169,15 @@ def failure(model, x, dy):
 
 
 BETWEEN = {
-    other_size: (ShapeError, "dy has 3 samples, but the pass forward had 1"),
-    evaluation: (PassError, "training=False came after the one with training=True"),
-    evaluations: (PassError, "training=False came after the one with training=True"),
-    no_pass: (PassError, "there is no fprop to go back through"),
-    step: (PassError, "there is no fprop to go back through: .*train_batch came since"),
+    other_size: (ShapeError, "dy has 3 samples, but the forward pass had 1"),
+    evaluation: (PassError, "training=False followed the one with training=True"),
+    evaluations: (PassError, "training=False followed the one with training=True"),
+    no_pass: (PassError, "no fprop to differentiate"),
+    step: (PassError, "no fprop to differentiate: .*train_batch was called since"),
     update: (PassError, "the weights have changed"),
     load: (PassError, "the weights have changed"),
-    build: (PassError, "there is no fprop to go back through"),
-    failure: (PassError, "there is no fprop to go back through: .* it failed"),
+    build: (PassError, "no fprop to differentiate"),
+    failure: (PassError, "no fprop to differentiate: .* it failed"),
 }
 
 
@@ -189,7 +189,7 @@ def test_bprop_of_another_pass_is_refused(between):
     kind, words = BETWEEN[between]
     with pytest.raises(kind, match=words):
         model.bprop(dy)
-    with pytest.raises((PassError, ShapeError), match="run fprop of its batch right before bprop"):
+    with pytest.raises((PassError, ShapeError), match="run fprop of the batch right before bprop"):
         model.bprop(dy)  # asked again, it does not go back through the other one
     model.fprop(x)
     model.bprop(dy)

@@ -296,7 +296,7 @@ def test_check_tells_the_precision(tmp_path):
     assert "ConvnetDist (float32, products in bfloat16)" in out
     assert "halo(dtype=bfloat16)" in out
     code, out, _ = here(tmp_path, "check", "toy.yaml", "--set", "precision=tf32")
-    assert (code, "tf32 is of GPUs; on a CPU it is float32" in out) == (0, True)
+    assert (code, "tf32 requires a GPU; on a CPU it is the same as float32" in out) == (0, True)
 
 
 SERVERS = "strategy=!PS {sync: false}"
@@ -306,8 +306,12 @@ SERVERS = "strategy=!PS {sync: false}"
     ("settings", "message"),
     [
         (["precision=half"], "precision: expected 'float32' or 'tf32' or 'bfloat16' or 'float16'"),
-        (["precision=bfloat16"], r"precision: bfloat16 is for parameters of float32, and dtype is float64; leave out"),
-        (["precision=float16", "dtype=float32", SERVERS], r"precision: float16 scales the loss.*precision: bfloat16"),
+        (["precision=bfloat16"], r"precision: bfloat16 requires float32 parameters, but dtype is float64; leave out"),
+        (
+            ["precision=float16", "dtype=float32", SERVERS],
+            r"precision: float16 needs loss scaling.*precision:"
+            r" bfloat16",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, settings, message):
@@ -319,5 +323,5 @@ def test_what_cannot_be_is_refused(tmp_path, settings, message):
 
 def test_a_backend_without_it_is_refused():
     model = nd.Convnet([nd.ConvLayer(2, 3)], backend=nd.Backend("plain", Kernels()), precision="bfloat16")
-    with pytest.raises(ConfigError, match="precision: bfloat16 is not among this backend's; use backend: auto"):
+    with pytest.raises(ConfigError, match="precision: bfloat16 is not supported by this backend; use backend: auto"):
         model.build((6, 6, 1), 1)

@@ -132,9 +132,9 @@ def test_checkpoints_are_those_of_any_grid(tmp_path):
 
 @pytest.mark.parametrize(("layers", "shape", "says"), [
     ([nd.FCLayer(4, split="outputs"), nd.FCLayer(3)], (4, 4, 1), "'fc1'.*split: outputs needs a vector"),
-    ([nd.FCLayer(4), nd.FCLayer(3, split="outputs")], (4,), "'fc2'.*split: inputs behind it"),
+    ([nd.FCLayer(4), nd.FCLayer(3, split="outputs")], (4,), "'fc2'.*followed by fully connected layers with split"),
     ([nd.FCLayer(4, split="outputs", activation=nd.Softmax()), nd.FCLayer(3)], (4,), "'fc1'.*elementwise"),
-    ([nd.FCLayer(4, split="outputs"), nd.DropoutLayer(0.5), nd.FCLayer(3)], (4,), "'fc1'.*behind it"),
+    ([nd.FCLayer(4, split="outputs"), nd.DropoutLayer(0.5), nd.FCLayer(3)], (4,), "'fc1'.*followed by"),
 ])  # fmt: skip
 def test_layers_that_cannot_be_divided_by_outputs_are_refused(layers, shape, says):
     with pytest.raises(nd.UserError, match=says):
@@ -202,7 +202,7 @@ def test_modes_are_short_for_grids_and_layouts(tmp_path, lines, ranks, grid):
     ("dist_mode: 3", 8, "dist_mode"),
     ("dist_mode: halopar\ngrid: {replicas: 2}", 8, "grid has replicas: 2"),
     ("dist_mode: datapar\ngrid: {rows: 2}", 8, "grid has rows: 2"),
-    ("dist_mode: halodatapar", 8, "says how many replicas"),
+    ("dist_mode: halodatapar", 8, "with a number of replicas"),
     ("dist_flag: false\ndist_mode: datapar", 9, "needs dist_flag: true"),
 ])  # fmt: skip
 def test_wrong_modes_name_file_and_line(tmp_path, lines, line, says):

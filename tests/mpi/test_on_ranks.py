@@ -115,7 +115,7 @@ def test_errors_are_agreed_on():
 
 
 def test_a_grid_that_does_not_fit_is_refused_on_every_rank():
-    with pytest.raises(GridError, match="does not make"):
+    with pytest.raises(GridError, match="does not match"):
         nd.ProcessGrid(rows=world.size + 1)
 
 

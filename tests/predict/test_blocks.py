@@ -114,7 +114,7 @@ def test_contrast_normalisation_and_shared_filters(shape, size, shared, alike):
 def test_what_sees_the_whole_image_is_named():
     for layers, name in (
         ([nd.ConvLayer(2, 3), nd.GroupNormLayer(2)], ("group_norm1", "sums over the whole image")),
-        ([nd.ConvLayer(2, 3), nd.FCLayer(3)], ("fc1", "needs the whole image for one vector")),
+        ([nd.ConvLayer(2, 3), nd.FCLayer(3)], ("fc1", "needs the whole image to compute a vector")),
         ([nd.ConvLayer(2, 3, padding=1, padding_mode="wrap")], ("conv1", "its image wraps around")),
         ([nd.LCNLayer(3, min_deviation="mean")], ("lcn1", "sums over the whole image")),
         ([nd.LCNLayer(11, padding_mode="reflect")], ("lcn1", "its two stages exchange means")),
@@ -139,5 +139,5 @@ def test_blocks_shrink_until_they_fit():
         assert plan.largest <= numbers < before
         assert all(n % 4 == 0 for n in plan.size)
     assert fitted_blocks(graph, (300, 45), 1 << 60, 8).size == (256, 44)
-    with pytest.raises(ConfigError, match=r"even a block of 4 x 4 takes .*; most is for layer '\w+'"):
+    with pytest.raises(ConfigError, match=r"even a block of 4 x 4 takes .*; layer '\w+'"):
         fitted_blocks(graph, (256, 256), 10, 8)

@@ -179,11 +179,11 @@ def changed(data, **more):
 WRONG = {
     "other units": (
         lambda d: changed(d, t2m="degC"), [],
-        "was trained with t2m@t-1 in 'K', the files have it in 'degC'",
+        "was trained with t2m@t-1 in 'K', but the files have it in 'degC'",
     ),
     "other variables": (
         lambda d: d, ["--set", "dataset.variables=[u10, z]"],
-        "is of another network: channel 0 of its inputs is 't2m@t-1', the experiment has 'u10@t-1'",
+        "belongs to another network: channel 0 of its inputs is 't2m@t-1', but the experiment has 'u10@t-1'",
     ),
     "turned round": (
         lambda d: d.isel(lat=slice(None, None, -1)), [], "with descending latitudes, the files have ascending ones;",
@@ -194,8 +194,8 @@ WRONG = {
     "too few times": (lambda d: d.isel(time=[0]), [], "has 1 times, but the network needs 2; give more files"),
     "no file of NetCDF": (lambda d: d, ["--output", "out.npy"], "forecasts are written to NetCDF"),
     "blocks": (lambda d: d, ["--block", "4"], "leave out --classes, --probabilities and --block"),
-    "another lead": (lambda d: d, ["--set", "dataset.lead=2"], "with lead: 1, the experiment has lead: 2; give the"),
-    "other steps": (lambda d: d.isel(time=[0, 2, 4]), [], "6 hours from time to time, the files have 12; select"),
+    "another lead": (lambda d: d, ["--set", "dataset.lead=2"], "with lead: 1, but the experiment has lead: 2"),
+    "other steps": (lambda d: d.isel(time=[0, 2, 4]), [], "6 hours, but the files have 12; select"),
 }  # fmt: skip
 
 
@@ -217,9 +217,9 @@ def test_what_cannot_be_forecast_is_told_once(trained, tmp_path, name, capsys):
 @pytest.mark.parametrize(
     ("steps", "lead", "outputs", "message"),
     [
-        (2, 1, ["t2m", "u10"], "'z500' is an input and no output of the network, so no forecast can follow"),
-        (2, 2, ["t2m", "z500"], "images of 2 times with a lead of 2 cannot follow each other"),
-        (1, 0, ["t2m", "z500"], "a lead of 0 cannot follow each other"),
+        (2, 1, ["t2m", "u10"], "'z500' is an input but not an output of the network"),
+        (2, 2, ["t2m", "z500"], "inputs of 2 times with a lead of 2 cannot be rolled out"),
+        (1, 0, ["t2m", "z500"], "a lead of 0 cannot be rolled out"),
     ],
 )
 def test_forecasts_that_cannot_be_inputs(tmp_path, steps, lead, outputs, message):
@@ -235,4 +235,4 @@ def test_a_checkpoint_of_other_variables_is_not_evaluated(trained, capsys):
     capsys.readouterr()
     words = ["--checkpoint", str(path / "run" / "checkpoint.h5"), "--set", "dataset.levels=[850, 250]"]
     assert main(["evaluate", str(path / "run.yaml"), *words]) == 2
-    assert "channel 2 of its inputs is 'z500@t-1', the experiment has 'z250@t-1'" in capsys.readouterr().err
+    assert "channel 2 of its inputs is 'z500@t-1', but the experiment has 'z250@t-1'" in capsys.readouterr().err

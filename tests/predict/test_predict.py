@@ -163,7 +163,11 @@ def test_what_normalises_over_the_image_goes_whole(folder, tmp_path):
     for ranks in (1, 4):
         on(ranks, tmp_path, tmp_path / f"y{ranks}.npy", fresh=fresh)
     np.testing.assert_allclose(np.load(tmp_path / "y4.npy"), np.load(tmp_path / "y1.npy"), rtol=1e-9, atol=1e-12)
-    with pytest.raises(ConfigError, match=r"'group_norm1' cannot go block by block \(sums over the whole image\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'group_norm1' cannot be computed block by block \(sums over the whole"
+        r" image\)",
+    ):
         on(1, tmp_path, tmp_path / "z.npy", fresh=fresh, block=8)
 
 
@@ -334,7 +338,7 @@ def test_bad_input(folder, tmp_path, monkeypatch):
         (
             "odd.npy",
             DataError,
-            r"odd\.npy: 9 x 11 .* valid input size .*, 8 x 10 are: .*of 2 \(layer 3 'conc",
+            r"odd\.npy: 9 x 11 .* valid input size .*, but 8 x 10 are: .*of 2 \(layer 3 'conc",
         ),
         ("none.npy", DataError, "no such file"),
     ):
@@ -345,7 +349,7 @@ def test_bad_input(folder, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"y\.jpg: JPEG is lossy"):
         on(2, folder, tmp_path / "y.jpg", classes=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 900, 100))
-    with pytest.raises(OutputError, match=r"y\.npy: needs .*, there are 100 B free"):
+    with pytest.raises(OutputError, match=r"y\.npy: needs .*, but only 100 B are free"):
         on(2, folder, tmp_path / "y.npy", block=16)
     assert not list(tmp_path.glob("y*"))
 

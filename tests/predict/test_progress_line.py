@@ -49,7 +49,7 @@ def test_preparing_counts_too(early):
     with first_rank_progress(0, file) as progress:
         assert _waited(file, "preparing, 0 s so far")
         progress.expect(10, 4)
-        assert "goes on: 4 of 10 parts were done before" in file.getvalue()
+        assert "resuming: 4 of 10 parts were already done" in file.getvalue()
         progress.add(3, 3_000_000)
         assert re.search(r"part 7 of 10, [\d.e+]+ Mpixel/s, 0 s left", file.getvalue())
     with first_rank_progress(1, file) as nothing:

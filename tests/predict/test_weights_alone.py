@@ -169,7 +169,7 @@ def test_an_interrupted_command_says_how_to_go_on(folder, tmp_path, monkeypatch,
 
     words = ["predict", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
     words = [*map(str, words), "--input", str(folder / "slide.ome.tif"), "--output", str(output), "--block", "64"]
-    note = f"note: {output}.partial keeps the blocks that are complete; repeat the command to go on"
+    note = f"note: {output}.partial keeps the completed blocks; repeat the command to continue"
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "add", once)
         assert main(words) == 130
@@ -225,19 +225,19 @@ def test_every_cell_and_classes_that_are_seen(folder):
         ("--factory nets_of_test.py:three", "three is a int; name one of Dense, needs, tiles"),
         ("--factory nets_of_test.py:needs", "py:needs: arguments: needs failed: TypeError: needs() missing 1"),
         ("--factory none.py:tiles", "--factory none.py: no such file"),
-        ("--factory tiles", "give FILE.py:NAME"),
+        ("--factory tiles", "expected FILE.py:NAME"),
         ("--factory nets_of_test.py:tiles --windows 105", "104 x 131 cells are smaller than a window of 105"),
-        ("--factory nets_of_test.py:tiles --windows 32 --mean 1,2", "--mean: 2 numbers, and slide.ome.tif has 3"),
-        ("--factory nets_of_test.py:tiles --stride 3", "give --windows CELLS"),
+        ("--factory nets_of_test.py:tiles --windows 32 --mean 1,2", "--mean: 2 values, but slide.ome.tif has 3"),
+        ("--factory nets_of_test.py:tiles --stride 3", "--stride requires --windows CELLS"),
         ("--factory nets_of_test.py:tiles --windows 2", "for windows [1, 3, 2, 2], it fails: RuntimeError"),
-        ("--factory nets_of_test.py:tiles --set epochs=1", "--import are for experiments"),
+        ("--factory nets_of_test.py:tiles --set epochs=1", "--import apply to experiments"),
         ("", "give --factory FILE.py:NAME"),
         ("--factory slide.ome.tif:tiles", "--factory slide.ome.tif: is not a Python file"),
         ("transposed.pt --factory nets_of_test.py:tiles", "0.weight ([3, 5, 3, 3] there, [5, 3, 3, 3] here)"),
-        ("whole_numbers.pt --factory nets_of_test.py:tiles", "numbers.pt: 5.bias holds torch.int32 values, and the"),
+        ("whole_numbers.pt --factory nets_of_test.py:tiles", "numbers.pt: 5.bias holds torch.int32 values, but the"),
         ("nan.pt --factory nets_of_test.py:tiles", "nan.pt: 5.bias has values that are not finite"),
         ("more.pt --factory nets_of_test.py:tiles", "more.pt: does not fit the module: left over in the file: 6.bias"),
-        ("wrapped.pt --factory nets_of_test.py:tiles", "remove 'module.' from the names, which a wrapper"),
+        ("wrapped.pt --factory nets_of_test.py:tiles", "remove the prefix 'module.', which a wrapper"),
     ],
 )
 @pytest.mark.parametrize("ranks", ["1", "2"])
@@ -255,10 +255,10 @@ def test_channels_and_words_that_do_not_go_together(folder):
     words = "--factory", "nets_of_test.py:tiles", "--input", "four.ome.zarr", "--output", "bad.npy", "--windows", "32"
     code, _, err = here(folder, "predict", "--weights", "tiles.pt", *words)
     assert code == 2
-    assert "four.ome.zarr: has 4 channels, and the first convolution of" in err
+    assert "four.ome.zarr: has 4 channels, but the first convolution of" in err
     for more, message in (
         ((), "give FILE.yaml and --checkpoint"),
-        (("--windows", "3"), "--windows goes with --weights"),
+        (("--windows", "3"), "--windows requires --weights"),
     ):
         code, _, err = here(folder, "predict", "--input", "four.ome.zarr", "--output", "bad.npy", *more)
         assert code == 2
@@ -290,7 +290,7 @@ def test_other_outputs_than_scores(folder, tmp_path):
     with pytest.raises(DataError, match=r"x\.pt: "):
         TrainedModule(nets()["tiles"], tmp_path / "x.pt", "tiles")
     trained = TrainedModule(nets()["Dense"], folder / "dense.safetensors", "Dense", windows=9)
-    with pytest.raises(ConfigError, match=r"gives \[1, 9, 9, 2\], channels last; return scores"):
+    with pytest.raises(ConfigError, match=r"returns \[1, 9, 9, 2\], channels last; return scores"):
         trained.check(folder / "slide.ome.tif")
 
 
@@ -356,9 +356,9 @@ def test_nothing_is_left_of_a_damaged_slide(folder, tmp_path, capsys):
     [
         ([], "give FILE.yaml, or --weights W and --factory"),
         (["--weights", "w.pt"], "needs images and labels; give --input X and --labels T"),
-        (["--weights", "w.pt", "--split", "test"], "--split is for experiments"),
+        (["--weights", "w.pt", "--split", "test"], "--split applies to experiments"),
         (["e.yaml", "--weights", "w.pt", "--input", "x.npy", "--labels", "t.npy"], "--weights needs no e.yaml"),
-        (["e.yaml", "--checkpoint", "c.h5", "--scale", "2"], "evaluate: --scale goes with --weights W"),
+        (["e.yaml", "--checkpoint", "c.h5", "--scale", "2"], "evaluate: --scale requires --weights W"),
     ],
 )
 def test_what_evaluate_takes_with_weights(words, says, capsys):

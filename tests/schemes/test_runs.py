@@ -184,22 +184,22 @@ NOT_HERE = {
     "batch normalisation": (
         lambda: [conv(1, 3), nd.BatchNormLayerDist(), conv(1, 3)],
         "overlap_tile",
-        r"layer 1 'batch_norm1'.*normalises over the whole image; say 'statistics: global'",
+        r"layer 1 'batch_norm1'.*normalises over the whole image; set 'statistics: global'",
     ),
     "not first": (
         lambda: [conv(1, 3, scheme="halo"), conv(1, 3, scheme="overlap_tile")],
         "halo",
-        "layer 1 'conv2'.*for the first layers of a model alone",
+        "layer 1 'conv2'.*only to the first layers of a model",
     ),
     "in a branch": (
         lambda: [nd.Concat([conv(1, 3, padding=1), conv(1, 3, padding=1, scheme="overlap_tile")])],
         "halo",
-        "layer 0 'concat1.conv2'.*neither for those inside of Sum or Concat nor for those behind",
+        "layer 0 'concat1.conv2'.*not inside or after Sum or Concat",
     ),
     "behind a branch": (
         lambda: [conv(1, 3), nd.Sum([[conv(1, 3, padding=1, scheme="halo")], []]), conv(1, 3)],
         "overlap_tile",
-        "layer 2 'conv2'.*nor for those behind",
+        "layer 2 'conv2'.*not inside or after",
     ),
     "statistics": (
         lambda: [conv(1, 3)],

@@ -67,7 +67,7 @@ def test_damaged_messages_are_refused():
 @pytest.mark.parametrize(
     ("description", "size", "problem"),
     [
-        ({"fields": {}, "arrays": [["x", "<f4", [1 << 40, 1 << 40]]]}, 16, "more bytes than there are"),
+        ({"fields": {}, "arrays": [["x", "<f4", [1 << 40, 1 << 40]]]}, 16, "more bytes than it has"),
         ({"fields": {}, "arrays": [["x", "|O8", [2]]]}, 16, "invalid description of an array"),
         ({"fields": {}, "arrays": [["x", "<f4", [-2]]]}, 16, "invalid shape"),
         ({"fields": {}, "arrays": [["x", "<f4", [2]], ["x", "<f4", [2]]]}, 32, "invalid description of an array"),
@@ -89,7 +89,7 @@ def test_another_protocol_is_named():
     head = struct.pack("<4sHHIQ", MAGIC, PROTOCOL + 1, 0, 0, 0)
     with pytest.raises(MessageError, match=f"protocol {PROTOCOL + 1}; this process has {PROTOCOL}"):
         decode([head], LIMIT)
-    with pytest.raises(MessageError, match="not a message of neondist"):
+    with pytest.raises(MessageError, match="not a neondist message"):
         decode([b"GET / HTTP/1.1\r\nHost: example\r\n"], LIMIT)
 
 

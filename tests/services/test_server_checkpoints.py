@@ -242,7 +242,7 @@ def test_checkpoints_that_cannot_be_loaded_are_named(undisturbed, tmp_path, faul
     folder, _ = undisturbed
     shutil.copytree(folder / "at-3", tmp_path / "at-3")
     file, name, optimizer, shapes = tmp_path / "at-3" / "server-1-of-2.h5", "at-3", OPTIMIZER, None
-    problem = "is no complete checkpoint of servers"
+    problem = "is not a complete checkpoint of servers"
     with Servers(2, tmp_path) as job:
         if fault == "missing":
             file.unlink()
@@ -256,7 +256,7 @@ def test_checkpoints_that_cannot_be_loaded_are_named(undisturbed, tmp_path, faul
             client.initialize(arrays(0), OPTIMIZER)
             client.save("other")
             shutil.copy(tmp_path / "other" / file.name, file)
-            problem = "are of different checkpoints"
+            problem = "belong to different checkpoints"
         elif fault == "none":
             name = "absent"
         elif fault == "optimizer":

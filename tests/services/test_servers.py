@@ -241,10 +241,10 @@ def test_another_model_is_refused_and_the_first_stays():
     with Servers(1) as job:
         client = job.client()
         client.initialize(arrays(0), nd.SGD(0.1))
-        with pytest.raises(ServiceError, match="holds a model with another optimizer"):
+        with pytest.raises(ServiceError, match="has a model with another optimizer"):
             job.client("1").initialize(arrays(1), nd.SGD(0.2))
         other = job.client("1", job.layouts(shapes={"w": (3,)}))
-        with pytest.raises(ServiceError, match="holds a model with another layout"):
+        with pytest.raises(ServiceError, match="has a model with another layout"):
             other.initialize({"w": np.zeros(3)}, nd.SGD(0.1))
         values = arrays(9)
         client.pull(values)
@@ -263,7 +263,7 @@ def test_optimisers_that_need_whole_parameters_are_refused(optimizer, problem):
 def test_mistakes_are_named():
     with Servers(2) as job:
         client = job.client()
-        with pytest.raises(ServiceError, match="holds no model yet"):
+        with pytest.raises(ServiceError, match="has no model yet"):
             client.pull(arrays(9))
         with pytest.raises(ServiceError, match="2 servers, but the parameters are placed on 1"):
             job.client(layouts=job.layouts()[:1])
@@ -273,7 +273,7 @@ def test_mistakes_are_named():
         with pytest.raises(nd.ConfigError, match="the momentum"):
             client.initialize(arrays(0), cycle)
         client.initialize(arrays(0), nd.SGD(0.1))
-        with pytest.raises(ServiceError, match="no folder for checkpoints"):
+        with pytest.raises(ServiceError, match="no checkpoint folder"):
             client.save("first")
 
 

@@ -67,12 +67,12 @@ def optimizers(kind):
 
 HERE = r"test_autodist_mistakes\.py:\d+: "
 MISTAKES = {
-    "model outside": (lambda d: trained(d, small, made_in_scope=False), HERE + "step calls a Conv2d .*outside of the"),
+    "model outside": (lambda d: trained(d, small, made_in_scope=False), HERE + "step calls a Conv2d .*outside the"),
     "operator": (lambda d: trained(d, Eigenvalues), HERE + "aten.linalg_eigvals"),
     "function first": (before_a_scope, HERE + r"<lambda>: function\(\) outside of a scope"),
     "generator": (generator, HERE + "steps: expected a function that returns"),
-    "closure": (optimizers(torch.optim.LBFGS), "strategy: PS divides the update, and LBFGS.step got a closure"),
-    "whole parameters": (optimizers(torch.optim.Adafactor), "PS divides the update, and Adafactor needs whole"),
+    "closure": (optimizers(torch.optim.LBFGS), "strategy: PS partitions the update, but LBFGS.step got a closure"),
+    "whole parameters": (optimizers(torch.optim.Adafactor), "PS partitions the update, but Adafactor needs whole"),
 }
 
 
@@ -95,11 +95,11 @@ def test_mistakes_of_scripts(name):
         ({"strategy": 3}, "strategy: expected a builder, its name or a strategy, got 3"),
         ({"grid": {"row": 2}}, "grid: unknown key 'row'; did you mean 'rows'"),
         ({"grid": 4}, "grid: expected a ProcessGrid or a mapping"),
-        ({"grid": {"replicas": 2, "rows": 2}}, "grid 2 replicas x 2 rows x any cols does not make 1 ranks"),
+        ({"grid": {"replicas": 2, "rows": 2}}, "grid 2 replicas x 2 rows x any cols does not match 1 ranks"),
         ({"resource_spec": {"nodes": []}}, "nodes: is empty"),
         (
             {"resource_spec": {"nodes": [{"address": "localhost", "cpus": [0, 1]}]}, "grid": {"rows": 3}},
-            "grid 1 replicas x 3 rows x any cols does not make 2 ranks",
+            "grid 1 replicas x 3 rows x any cols does not match 2 ranks",
         ),
         (
             {"resource_spec": {"nodes": [{"address": "localhost", "cpus": [0, 1]}]}},

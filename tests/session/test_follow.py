@@ -191,8 +191,8 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(("options", "message"), [
     ([], "give either --checkpoint FILE, or --follow DIR"),
     (["--checkpoint", "a", "--follow", "b"], "give either"),
-    (["--follow", "a", "--split", "test"], "--split is for one checkpoint"),
-    (["--checkpoint", "a", "--max-time", "3"], "--max-time goes with --follow"),
+    (["--follow", "a", "--split", "test"], "--split applies to a single checkpoint"),
+    (["--checkpoint", "a", "--max-time", "3"], "--max-time requires --follow"),
 ])  # fmt: skip
 def test_wrong_options_are_named(tmp_path, capsys, options, message):
     (tmp_path / "e.yaml").write_text(FILE)

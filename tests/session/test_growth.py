@@ -129,7 +129,7 @@ def test_where_a_script_begins(words, script):
     [
         (["none.py"], "none.py: no such script"),
         (["--set", "epochs=2", "script.py"], "--set, --memory and --strategy: are for experiments"),
-        (["--virtual", 2, "script.py"], "--virtual: is for experiments; a script has its own words"),
+        (["--virtual", 2, "script.py"], "--virtual: is for experiments; put a script's own arguments"),
         (["--resume", "script.py"], "--resume: is for experiments"),
         (["--time-limit", "1h", "script.py"], "--time-limit: is for experiments"),
         (["--hosts-from", "hosts", "--spares", 1, "script.py"], "--spares 1: hosts has 1 slots"),

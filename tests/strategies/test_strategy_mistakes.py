@@ -84,8 +84,8 @@ def test_a_scalar_cannot_be_partitioned(tmp_path):
 
 @pytest.mark.parametrize(("words", "says"), [
     ((), "2 ranks are one of 2 tiles; set grid.replicas, or use sync: true"),
-    (("--set", "grid.replicas=2", "--restarts", 1), "--restarts: is for one MPI job"),
-    (("--set", "grid.replicas=2", "--resume"), "has no checkpoint of servers to resume; begin with --init-from"),
+    (("--set", "grid.replicas=2", "--restarts", 1), "--restarts: applies to a single MPI job"),
+    (("--set", "grid.replicas=2", "--resume"), "has no checkpoint of servers to resume from; start with --init-from"),
 ])  # fmt: skip
 def test_servers_need_replicas_of_their_own(tmp_path, words, says):
     assert says in run(tmp_path, "!PS {staleness: 1}", *words)

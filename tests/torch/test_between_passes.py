@@ -190,8 +190,8 @@ def resizing(self, x):
 
 
 OF_MODULES = {
-    "the parameter conv.weight; make": replacing, "the parameter conv.bias; make, replace or freeze": freezing,
-    "the parameter last.weight; make": making,
+    "the parameter conv.weight; create": replacing, "the parameter conv.bias; create, replace or freeze": freezing,
+    "the parameter last.weight; create": making,
     "the hooks of conv; register": hooking, "the buffer empty; register it before": resizing,
 }  # fmt: skip
 
@@ -322,7 +322,7 @@ def through_detach(x):
 
 @pytest.mark.parametrize("function", [doubled, through_detach])
 def test_writing_behind_the_back_of_gradients_is_refused(function):
-    with pytest.raises(nd.UserError, match=r"\.py:\d+: .* of which its gradient does not know"):
+    with pytest.raises(nd.UserError, match=r"\.py:\d+: .* which its gradient does not see"):
         check(Function(lambda x, conv: function(conv(x)), nn.Conv2d(3, 3, 3)), IMAGES, grids=[(1, 1, 2)])
 
 
@@ -338,7 +338,7 @@ def test_parameters_that_are_written_to_are_refused_by_place():
             self.weight.data.clamp_(-0.1, 0.1)
             return super().forward(x)
 
-    for kind, words in ((Clipped, "of which its gradient does not know"), (ClippedData, "Tensor.data in a forward")):
+    for kind, words in ((Clipped, "which its gradient does not see"), (ClippedData, "Tensor.data in a forward")):
         with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError) as caught:
             ndt.distribute(nn.Sequential(kind(3, 3, 3)), IMAGES, grid)
         assert words in str(caught.value)

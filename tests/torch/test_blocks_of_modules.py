@@ -174,7 +174,7 @@ class Attention(nn.Module):
 )
 def test_what_is_global_is_named(part, operator, why):
     module = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), part)
-    said = rf"aten\.\w*{operator}.* in module '1.*' cannot go block by block: {why}; whole$"
+    said = rf"aten\.\w*{operator}.* in module '1.*' cannot be computed block by block: {why}; whole$"
     with pytest.raises(ndt.UnsupportedOperator, match=said):
         in_blocks(module, torch.randn(1, 2, 12, 11), (4, 4))
 
@@ -302,7 +302,7 @@ def test_cost_and_metrics_in_blocks(folder):
     whole = measured(1, None)
     assert 0 < whole["error"] < 1
     assert measured(2, 16) == pytest.approx(whole, rel=1e-10)
-    with pytest.raises(ConfigError, match="feed: makes labels of whole images"):
+    with pytest.raises(ConfigError, match="feed: computes labels from whole images"):
         measured(1, 16, feed=lambda x, labels: (torch.from_numpy(np.moveaxis(x, -1, 1).copy()), labels))
 
 
@@ -310,9 +310,13 @@ def test_what_goes_whole_says_how_much_it_takes(folder, tmp_path, monkeypatch):
     def pooled(**more):
         return made(lambda: segmenter(lambda: nn.GroupNorm(2, 4)), **more)
 
-    wrong = r"aten\.group_norm\.default in module '4' cannot go block by block: .*; "
-    with pytest.raises(UserError, match=wrong + r"leave out --block: whole, a rank needs \d.* kB"):
+    wrong = r"aten\.group_norm\.default in module '4' cannot be computed block by block: .*; "
+    with pytest.raises(UserError, match=wrong + r"leave out --block: for a whole image, a rank needs \d.* kB"):
         on(1, folder, tmp_path / "y.npy", fresh=pooled, block=16)
     monkeypatch.setattr("neondist.memory.PROCESS", 0)
-    with pytest.raises(UserError, match=wrong + r"whole, a rank needs .*, and has 50 kB; use more ranks, or give more"):
+    with pytest.raises(
+        UserError,
+        match=wrong + r"for a whole image, a rank needs .*, but has 50 kB; use more"
+        r" ranks, or give more",
+    ):
         on(1, folder, tmp_path / "y.npy", fresh=lambda: pooled(memory="50kB"))

@@ -117,7 +117,7 @@ def test_other_tensors_on_a_rank(what, ranks):
     for found in nd.loopback.run(ranks, body):
         assert len(found) == 6
         for said in found:
-            assert said.startswith(f"rank {ranks - 1}: the {what} given to scatter"), said
+            assert said.startswith(f"rank {ranks - 1}: the {what} passed to scatter"), said
 
 
 def closing_over(weight):
@@ -154,7 +154,7 @@ def test_a_buffer_that_a_rank_changes():
             model(model.scatter(IMAGE))
         if world.rank == 1:
             module[1].running_mean.zero_()
-        with pytest.raises(nd.ConfigError, match=r"rank 1 has another module than rank 0: its '1\.running_mean'"):
+        with pytest.raises(nd.ConfigError, match=r"rank 1 has a different module from rank 0: its '1\.running_mean'"):
             model(model.scatter(IMAGE))
 
     nd.loopback.run(2, body)

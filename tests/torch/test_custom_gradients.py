@@ -164,7 +164,7 @@ def slope(x):
 REFUSED = {
     "a tile's numel": (MeanGradient.apply, "MeanGradient", "one index each"),
     "the image's mean": (Centred.apply, "Centred", "one index each"),
-    "in place": (lambda x: InPlace.apply(x * 1), "InPlace", "writes into its arguments"),
+    "in place": (lambda x: InPlace.apply(x * 1), "InPlace", "modifies its arguments in place"),
     "a hook": (hooked, "register_hook", "not recorded"),
     "a gradient": (slope, "autograd.grad", "not recorded"),
 }
@@ -193,7 +193,7 @@ def test_a_hook_of_the_way_back_is_refused():
 
 def test_modules_that_cannot_be_captured():
     scripted = nn.Sequential(nn.Conv2d(3, 3, 3), torch.jit.script(nn.ReLU()))
-    for module, words in ((scripted, "'1' is made by torch.jit"), (nn.Sequential(nn.LazyConv2d(3, 3)), "is lazy")):
+    for module, words in ((scripted, "'1' was made by torch.jit"), (nn.Sequential(nn.LazyConv2d(3, 3)), "is lazy")):
         with nd.ProcessGrid.serial() as grid, pytest.raises(nd.UserError, match=words):
             ndt.distribute(module, IMAGES, grid)
 

@@ -180,7 +180,7 @@ def test_wrong_arguments(dataset, batch_size, says):
 
 
 @pytest.mark.parametrize(("options", "says"), [
-    ({"batch_sampler": [[0]]}, "batch_sampler cannot be given; use sampler"),
+    ({"batch_sampler": [[0]]}, "batch_sampler is not accepted; use sampler"),
     ({"sampler": [0, 1], "shuffle": True}, "sampler and shuffle exclude each other"),
     ({"prefetch": 3}, "unexpected keyword argument 'prefetch'"),
     ({"num_workers": -1}, "num_workers option should be non-negative"),

@@ -433,7 +433,10 @@ def test_an_iterator_is_refused_before_it_is_read():
 @pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, __import__("random").Random])
 def test_generators_that_a_module_holds(make):
     module = Reading(make(3), lambda kept: kept.normal() if hasattr(kept, "normal") else kept.random())
-    with nd.ProcessGrid.serial() as grid, pytest.raises(nd.ConfigError, match="random, which would be frozen"):
+    with (
+        nd.ProcessGrid.serial() as grid,
+        pytest.raises(nd.ConfigError, match="random generator, whose values would be"),
+    ):
         ndt.distribute(module, SHAPE, grid)
 
 

@@ -118,7 +118,7 @@ def test_traffic_is_what_was_planned(scheme, dtype):
     [
         ("tover", "unknown; did you mean 'tower'"),
         ({"7": "tower"}, "scheme: the module has no part '7'"),
-        ("halo(backward=gather)", "is for layers of neondist"),
+        ("halo(backward=gather)", "applies to neondist layers"),
     ],
 )
 def test_bad_schemes(scheme, message):
@@ -127,5 +127,5 @@ def test_bad_schemes(scheme, message):
 
 
 def test_what_remembers_is_not_run_twice():
-    with pytest.raises(ConfigError, match="recompute: 'stale' remembers"):
+    with pytest.raises(ConfigError, match="recompute: 'stale' keeps state"):
         distributed("stale", recompute=True)

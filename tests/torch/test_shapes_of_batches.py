@@ -60,7 +60,7 @@ def test_ranks_with_batches_of_different_sizes_stop():
     def body(world):
         train([(3 + world.rank, 2, 9, 11)], world)
 
-    with pytest.raises(nd.ConfigError, match="the image given to scatter"):
+    with pytest.raises(nd.ConfigError, match="the image passed to scatter"):
         nd.loopback.run(2, body)
 
 

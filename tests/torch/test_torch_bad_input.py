@@ -79,7 +79,7 @@ def test_other_weights():
             module.last.bias += grid.rank
         ndt.distribute(module, IMAGES, grid)
 
-    refused(body, "rank 1 has another module than rank 0: its 'last.bias' differs; build it from the same seed")
+    refused(body, "rank 1 has a different module from rank 0: its 'last.bias' differs; build it from the same seed")
 
 
 @pytest.mark.parametrize("other", [nn.LeakyReLU(0.2), nn.ELU()], ids=["slope", "function"])
@@ -87,14 +87,14 @@ def test_other_modules(other):
     def body(grid):
         ndt.distribute(nn.Sequential(nn.LeakyReLU(0.1) if grid.rank else other), IMAGES, grid)
 
-    refused(body, "rank 1 has another module than rank 0: the module's steps differ; build it from the same seed")
+    refused(body, "rank 1 has a different module from rank 0: the module's steps differ; build it from the same seed")
 
 
 def test_other_shapes():
     def body(grid):
         ndt.distribute(nn.ReLU(), (1, 1, 8, 8 + grid.rank), grid)
 
-    refused(body, "rank 1 has another module than rank 0: ")
+    refused(body, "rank 1 has a different module from rank 0: ")
 
 
 def test_an_error_of_one_rank_is_one_of_all():
@@ -134,15 +134,15 @@ def test_the_data_of_a_tensor():
 def test_places_in_memory(of):
     refused(
         lambda grid: ndt.distribute(Inner(lambda x: torch.as_strided(of(x), (2, 2), (1, 3))), IMAGES, grid),
-        "aten.as_strided.default in module 'body.1' cannot be distributed: places in memory are others than in one",
+        "aten.as_strided.default in module 'body.1' cannot be distributed: its memory layout differs from that in one",
     )
 
 
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"size": (5, 1)}, "antialias to one column"),
-        ({"scale_factor": (0.5, 1.05)}, "cells as they are, but not their gradient"),
+        ({"size": (5, 1)}, "antialias to a single column"),
+        ({"scale_factor": (0.5, 1.05)}, "cells unchanged, but not their gradient"),
     ],
 )
 def test_where_pytorchs_antialias_is_wrong(how, said):
@@ -160,7 +160,8 @@ def test_a_tensor_with_a_gradient_that_is_no_parameter():
             return x * self.scale
 
     refused(
-        lambda grid: ndt.distribute(Net(), IMAGES, grid), "aten.mul.Tensor is given a tensor with a gradient that is no"
+        lambda grid: ndt.distribute(Net(), IMAGES, grid),
+        "aten.mul.Tensor receives a tensor that requires grad but is not a",
     )
 
 
@@ -209,7 +210,7 @@ def test_operators_without_a_rule_name_their_place(name):
         assert name in error.operator
         said = str(error)
         assert said.startswith(error.source)
-        assert "gather_at=['body.1'] computes that module whole on every rank" in said
+        assert "gather_at=['body.1'] computes that module on whole arrays on every rank" in said
         raise error
 
     refused(body, "in module 'body.1' cannot be distributed")
@@ -236,7 +237,7 @@ def test_gather_at_names_what_is_close():
         ndt.distribute(made(Net), IMAGES, grid, gather_at=["firts"])
 
     refused(body, "gather_at: the module has none named 'firts'; did you mean 'first'?")
-    with nd.ProcessGrid.serial() as grid, pytest.raises(nd.ConfigError, match=r"got a string; say \['first'\]"):
+    with nd.ProcessGrid.serial() as grid, pytest.raises(nd.ConfigError, match=r"got a string; use \['first'\]"):
         ndt.distribute(made(Net), IMAGES, grid, gather_at="first")
 
 
@@ -293,11 +294,11 @@ def test_ranks_that_would_do_different_things(mistake):
     refused(
         body,
         {
-            "train": "rank 1: the mode is eval(), but train() on rank 0; every rank has to do the same",
+            "train": "rank 1: the mode is eval(), but train() on rank 0; all ranks must make the same call",
             "gradients": "rank 1: requires_grad of input 0 is True, but False on rank 0",
             "no_grad": "rank 1: torch.is_grad_enabled() is False, but True on rank 0",
             "frozen": "rank 1: the list of parameters that require gradients is",
-            "weights": "rank 1 has another module than rank 0: its 'first.weight' differs",
+            "weights": "rank 1 has a different module from rank 0: its 'first.weight' differs",
             "loss": "rank 1: the call is loss, but forward on rank 0",
         }[mistake],
     )
@@ -355,17 +356,19 @@ def test_whole_tensors_of_the_wrong_shape():
         with pytest.raises(nd.ShapeError, match=r"image: expected a torch.Tensor, got ndarray"):
             model.scatter(drawn(*IMAGES).numpy())
         for shape in ((2, 11, 10), (3, 11, 9), (2, 3, 9, 11), (5,)):
-            with pytest.raises(nd.ShapeError, match=r"a target of shape .* fits none of the outputs \(2, 3, 11, 9\)"):
+            with pytest.raises(
+                nd.ShapeError, match=r"a target of shape .* matches none of the outputs \(2, 3, 11, 9\)"
+            ):
                 model.scatter_target(torch.zeros(shape))
 
 
 CRITERIA = {
-    "of cells": (nn.CrossEntropyLoss(reduction="none"), "gives a tensor of shape (2, 11, 9), such as a number"),
-    "of cells, own": (lambda y, t: (y - t[:, None]) ** 2, "criterion: gives a tensor of shape (2, 3, 11, 9)"),
-    "two": (lambda y, t: (y.mean(), y.sum()), "criterion: has to return one tensor"),
+    "of cells": (nn.CrossEntropyLoss(reduction="none"), "returned a tensor of shape (2, 11, 9), such as one value"),
+    "of cells, own": (lambda y, t: (y - t[:, None]) ** 2, "criterion: returned a tensor of shape (2, 3, 11, 9)"),
+    "two": (lambda y, t: (y.mean(), y.sum()), "criterion: must return one tensor"),
     "values decide": (lambda y, t: y.mean() if y.sum() > 0 else y.sum(), "criterion cannot be captured"),
     "wrong dtype": (nn.MSELoss(), "criterion"),
-    "number": (lambda y, t: 3.0, "criterion: has to return one tensor"),
+    "number": (lambda y, t: 3.0, "criterion: must return one tensor"),
 }  # fmt: skip
 
 

@@ -223,7 +223,7 @@ def test_one_cycle_moves_the_momentum_as_that_of_torch(name, more):
 
 
 def test_one_cycle_of_a_momentum_that_is_not_there():
-    with pytest.raises(nd.ConfigError, match="momentum: TorchOptimizer has none that could change"):
+    with pytest.raises(nd.ConfigError, match="momentum: TorchOptimizer has no momentum to schedule"):
         ndt.TorchOptimizer("Adagrad", {"lr": 0.1}, nd.OneCycle(3, momentum=(0.85, 0.95))).check(3)
 
 
@@ -276,7 +276,7 @@ def test_recompute_schemes_and_strips_are_fields(folder, capsys):
         halos.append(re.findall(r"^(\S+) +halo ", capsys.readouterr().out, re.M))
     assert halos[0][0] == "0"
     assert main(["check", *words, "recompute=true", "model.scheme=stale"]) == 2
-    assert "recompute: 'stale' remembers earlier steps, and cannot run one twice" in capsys.readouterr().err
+    assert "recompute: 'stale' keeps state between steps, so a step cannot be recomputed" in capsys.readouterr().err
     assert main(["check", *words, "model.scheme=deep_halo(layers=3)"]) == 0
     assert "segments: 3 windows and what follows them in 1 of them" in capsys.readouterr().out
     assert halos[1] == []
@@ -308,17 +308,21 @@ BAD = {
         "model.loss.arguments={label_smooth: 1}",
         r"loss\.arguments: CrossEntropyLoss has no argument 'label_smooth'; did you mean 'label_smoothing'\?",
     ),
-    "optimizer": ("model.optimizer.name=Adm", r"optimizer\.name: 'Adm' is none of torch\.optim; did you mean 'Adam'.*"),
-    "closure": ("model.optimizer.name=LBFGS", r"optimizer\.name: 'LBFGS' is none of torch\.optim; choose from .*"),
+    "optimizer": ("model.optimizer.name=Adm", r"optimizer\.name: 'Adm' is not in torch\.optim; did you mean 'Adam'.*"),
+    "closure": ("model.optimizer.name=LBFGS", r"optimizer\.name: 'LBFGS' is not in torch\.optim; choose from .*"),
     "rate": ("model.optimizer.arguments={lr: -3}", r"optimizer\.arguments: Adam failed: ValueError: Invalid learn.*"),
     "weights": ("model.weights=no.safetensors", r"weights: no\.safetensors: no such file; check the path"),
     "shape": ("model.shape=[1, 3, 4]", r"shape: \[1, 3, 4\] has other spatial extents than the data set's images.*"),
     "gather_at": ("model.gather_at=[head]", r"gather_at: the module has none named 'head'; see named_modules\(\)"),
     "feed": ("model.feed=nets:not_moved", r"feed: features are .* expected .* of shape \(8, 1, 13, 11\): samples.*"),
     "labels": ("model.feed=nets:as_arrays", r"feed: labels are a ndarray; return a torch\.Tensor"),
-    "no labels": ("model.feed=nets:alone", r"feed: has to return \(features, labels\), got Tensor"),
+    "no labels": ("model.feed=nets:alone", r"feed: must return \(features, labels\), got Tensor"),
     "backend": ("backend=numpy", r"(.*: )?backend: 'numpy', but a TorchModel computes with PyTorch; leave it out"),
-    "accumulate": ("accumulate=2", r"accumulate: is for layers of neondist, and a TorchModel has none; leave it out"),
+    "accumulate": (
+        "accumulate=2",
+        r"accumulate: applies to neondist layers, which a TorchModel does not have;"
+        r" leave it out",
+    ),
     "criterion": ("model.feed=nets:floats", r"model: targets: labels must be integers from 0 to 2, not float64"),
     "scheme": ("model.scheme={'9': tower}", r"scheme: the module has no part '9'.*"),
     "tag": ("model=!TorchModle {}", r"model: unknown tag !TorchModle; did you mean 'TorchModel'\?"),
@@ -348,7 +352,7 @@ def test_mistakes_in_a_file_have_one_message_with_its_place(folder, capsys, name
 def test_what_benchmarks_ask_of_layers_alone(folder, capsys, words, what, remedy):
     assert main(["bench", *words, "classifier.yaml", "--import", "nets.py"]) == 2
     said = capsys.readouterr().err
-    assert f"{what}: is for layers of neondist, and TorchModel classifier has none; {remedy}\n" in said
+    assert f"{what}: applies to neondist layers, which TorchModel classifier does not have; {remedy}\n" in said
 
 
 @pytest.mark.long

@@ -98,13 +98,13 @@ def of_net(**changes):
 
 BAD = {
     "missing": (lambda path: None, "no such file; check the path"),
-    "text": (lambda path: path.write_text("weights"), "is no safetensors file ("),
-    "header": (lambda path: path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}"), "is no safetensors file ("),
-    "a folder": (lambda path: path.mkdir(), "is no safetensors file ("),
+    "text": (lambda path: path.write_text("weights"), "is not a safetensors file ("),
+    "header": (lambda path: path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}"), "is not a safetensors file ("),
+    "a folder": (lambda path: path.mkdir(), "is not a safetensors file ("),
     "others": (
         of_net(**{"last.bias": None, "lost": torch.zeros(2), "first.weight": torch.zeros(4, 3, 3, 2)}),
         "does not fit the module: not in the file: last.bias; left over in the file: lost; of another shape:"
-        " first.weight ([4, 3, 3, 2] there, [4, 3, 3, 3] here); name a file of this module's state_dict",
+        " first.weight ([4, 3, 3, 2] there, [4, 3, 3, 3] here); name a file with this module's state_dict",
     ),
 }
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_written(tmp_path):
             optimizer = torch.optim.Adam([other])
             other.grad = torch.ones(1)
             optimizer.step()
-            with pytest.raises(nd.ConfigError, match="optimizer: has a parameter that is not the model's"):
+            with pytest.raises(nd.ConfigError, match="optimizer: has a parameter that does not belong to the model"):
                 ndt.save_weights(model, tmp_path / "model.safetensors", optimizer)
 
     loopback.run(2, body, timeout=20.0)

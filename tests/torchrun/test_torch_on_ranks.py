@@ -206,7 +206,7 @@ def test_errors_are_agreed_on():
     agree(comm, None)
     with pytest.raises(OSError if comm.rank == 0 else RemoteError, match="disk"):
         agree(comm, OSError("disk") if comm.rank == 0 else None)
-    with pytest.raises(GridError, match="does not make"):
+    with pytest.raises(GridError, match="does not match"):
         nd.ProcessGrid(comm, rows=SIZE + 1)
 
 
@@ -261,5 +261,5 @@ def test_tensors_of_a_gpu_go_by_nccl_alone(backends, tensors, monkeypatch):
 
 def test_a_process_group_without_gloo_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    with pytest.raises(LaunchError, match=r"got one with cuda:nccl; make one with torch.distributed.new_group"):
+    with pytest.raises(LaunchError, match=r"got one with cuda:nccl; create one with torch.distributed.new_group"):
         world()

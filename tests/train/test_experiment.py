@@ -33,7 +33,7 @@ def small(**fields):
         ({"dtype": "float16"}, r"dtype: expected 'float32' or 'float64' or null, got the text 'float16'"),
         ({"seed": -1}, r"seed: expected an integer of at least 0 or null, got -1"),
         ({"metrics": [3]}, r"metrics\.0: expected .*Accuracy.* got 3"),
-        ({"metrics": [TopK(2), TopK(2)]}, "metrics: two are called 'top2_error'"),
+        ({"metrics": [TopK(2), TopK(2)]}, "metrics: two metrics are named 'top2_error'"),
         ({"metrics": TopK(2)}, r"metrics: expected a list .* got a TopK"),
     ],
 )
@@ -147,10 +147,10 @@ WRAPPED = ConvLayerDist(4, 3, padding=1, padding_mode="wrap")
 @pytest.mark.parametrize(
     ("dataset", "layer", "says"),
     [
-        (Synthetic([1 << 20, 1 << 20, 3]), FCLayerDist(4), "needs .* TB at least, most of it for layer 'fc1'"),
-        (Synthetic([1 << 17, 1 << 17, 300]), WRAPPED, "needs .* TB at least, most of it for layer 'conv1'"),
-        (Synthetic([8, 8, 1]), FCLayerDist(10**12), "needs .* TB at least, most of it for layer 'fc1'"),
-        (Synthetic([8, 8, 1], train=10**13), FCLayerDist(4), "what is kept of 10000000000064 samples needs 400 TB"),
+        (Synthetic([1 << 20, 1 << 20, 3]), FCLayerDist(4), "needs .* TB, most of it for layer 'fc1'"),
+        (Synthetic([1 << 17, 1 << 17, 300]), WRAPPED, "needs .* TB, most of it for layer 'conv1'"),
+        (Synthetic([8, 8, 1]), FCLayerDist(10**12), "needs .* TB, most of it for layer 'fc1'"),
+        (Synthetic([8, 8, 1], train=10**13), FCLayerDist(4), "bookkeeping for 10000000000064 samples needs 400 TB"),
     ],
 )
 def test_what_cannot_fit_is_refused_before_anything_is_allocated(dataset, layer, says):
@@ -169,7 +169,7 @@ model: !GBDist
   {where}: !SGD {{learning_rate: 0.1, schedule: !CosineDecay {{epochs: 6}}}}
 epochs: 8
 """)
-    message = rf"x\.yaml:6: model\.{where}\.schedule\.epochs: the learning rate is 0 after 6 epochs, and 8 are"
+    message = rf"x\.yaml:6: model\.{where}\.schedule\.epochs: the learning rate is 0 after 6 epochs, but 8 epochs are"
     with pytest.raises(ConfigError, match=message):
         _checked(tmp_path / "x.yaml")
     _checked(tmp_path / "x.yaml", [f"model.{where}.schedule.epochs=8"])

@@ -144,7 +144,7 @@ def test_no_link_is_followed_out_of_a_run(tmp_path, name, capsys):
     (tmp_path / "secret").write_text(json.dumps(RECORD) + "\nsecret\n")
     (run / name).symlink_to(tmp_path / "secret")
     assert main(["report", str(run)]) == 2
-    assert "is a link that leads out of" in capsys.readouterr().err
+    assert "is a link that points outside" in capsys.readouterr().err
     assert not (run / "report.html").exists()
 
 

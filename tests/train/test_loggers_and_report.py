@@ -89,7 +89,7 @@ def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    with pytest.raises(ConfigError, match="TensorBoard: folder: the run has none"):
+    with pytest.raises(ConfigError, match="TensorBoard: folder: the run has no output folder"):
         nd.TensorBoard().within(None)
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     with pytest.raises(MissingPackageError, match=r"TensorBoard needs tensorboardX: pip install 'neondist\[loggers\]'"):
@@ -143,6 +143,6 @@ def test_a_report_is_a_page_of_its_own(tmp_path, capsys):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"epoch"')
     assert main(["report", str(tmp_path)]) == 2
-    assert re.search(r"metrics\.jsonl:3: is no record of an epoch", capsys.readouterr().err)
+    assert re.search(r"metrics\.jsonl:3: is not a record of an epoch", capsys.readouterr().err)
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "name the folder of a run" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def _wide(path):
 
 def test_schemes_are_not_compared_by_it(tmp_path):
     described = type("Described", (), {"scheme": "halo", "seed": 1})
-    with pytest.raises(ConfigError, match="no classes to tell"):
+    with pytest.raises(ConfigError, match="no classes"):
         bench_schemes(SingleTransport(), tmp_path, [(described, experiment)])
 
 

@@ -107,7 +107,7 @@ def test_where_a_file_system_has_no_locks(tmp_path, monkeypatch, process):
 def test_a_run_is_not_replaced_by_mistake(tmp_path):
     experiment(1).run(output=tmp_path, hooks=[])
     before = files(tmp_path)
-    with pytest.raises(ConfigError, match="has a run already; go on with it by --resume, replace it by --overwrite"):
+    with pytest.raises(ConfigError, match="has a run already; continue it with --resume, replace it with --overwrite"):
         experiment(1).run(output=tmp_path, hooks=[])
     assert files(tmp_path) == before
     with pytest.raises(ConfigError, match="leave out --resume or --overwrite"):

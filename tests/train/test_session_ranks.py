@@ -123,7 +123,7 @@ def test_every_rank_learns_that_nothing_can_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
     errors = outcomes(3, lambda t: experiment(1).run(ProcessGrid(t), tmp_path / "file" / "out", hooks=[]))
     assert [type(error) for error in errors] == [OutputError] * 3
-    assert "out: the folder cannot be made (Not a directory)" in str(errors[2])
+    assert "out: the folder cannot be created (Not a directory)" in str(errors[2])
 
 
 def test_every_rank_learns_that_there_is_nothing_to_resume(tmp_path):

@@ -56,7 +56,7 @@ def test_settings_are_chosen_by_the_validation_split_if_there_is_one():
 
 def test_the_names_of_version_0_1_lead_to_the_test_split():
     record = Record(test_loss=2.0, test_error=0.25, validation_loss=1.0)
-    with pytest.warns(DeprecationWarning, match="'valid_error' of a record is called 'test_error' now"):
+    with pytest.warns(DeprecationWarning, match="'valid_error' of a record is now called 'test_error'"):
         assert record["valid_error"] == 0.25
     for name in ("valid_accuracy", "nothing"):
         with pytest.raises(KeyError, match=name):
@@ -101,7 +101,7 @@ def test_a_split_that_is_not_there(tmp_path):
     experiment(1).run(output=tmp_path, hooks=[])
     with pytest.raises(ConfigError, match="split: the data set has no validation split; choose from train, test"):
         evaluate_checkpoint(experiment(1), tmp_path / "checkpoint.h5", split="validation")
-    with pytest.raises(ConfigError, match="split: 'valid' cannot be used; choose from train, validation, test"):
+    with pytest.raises(ConfigError, match="split: 'valid' is invalid; choose from train, validation, test"):
         evaluate_checkpoint(experiment(1), tmp_path / "checkpoint.h5", split="valid")
 
 

@@ -81,5 +81,5 @@ def test_a_run_goes_on_with_its_own_seed_and_data(tmp_path):
         experiment(2, seed=5).run(output=tmp_path, resume=True, hooks=[])
     other = experiment(2)
     other.dataset.counts["train"] = 44
-    with pytest.raises(DataError, match="in the middle of an epoch of 45 samples, the data set has 44"):
+    with pytest.raises(DataError, match="in the middle of an epoch of 45 samples, but the data set has 44"):
         other.run(output=tmp_path, resume=True, hooks=[])

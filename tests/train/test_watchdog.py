@@ -171,19 +171,19 @@ def test_a_slow_checkpoint_is_left_alone(tmp_path):
 
 
 DIFFERENCES = {
-    "seed": ({"seed": 3}, "rank 0 has seed: 0.*, rank 2 has seed: 3"),
-    "batch_size": ({"batch_size": 9}, "rank 0 has batch_size: 10.*, rank 2 has batch_size: 9"),
+    "seed": ({"seed": 3}, "rank 0 has seed: 0.*, but rank 2 has seed: 3"),
+    "batch_size": ({"batch_size": 9}, "rank 0 has batch_size: 10.*, but rank 2 has batch_size: 9"),
     "layers": (
         {"layers": lambda: [ConvLayerDist(3, 5, padding=1), FCLayerDist(4)]},
         r"rank 0 has 'conv1': ConvLayerDist .*rank 2 has 'conv1': ConvLayerDist",
     ),
     "scheme": (
         {"model": lambda layers, **more: ConvnetDist(layers, scheme="tower", **more)},
-        "rank 0 has 'conv1': scheme halo, rank 2 has 'conv1': scheme tower",
+        "rank 0 has 'conv1': scheme halo, but rank 2 has 'conv1': scheme tower",
     ),
     "samples": (
         {"dataset": lambda: Synthetic((13, 11, 2), classes=4, train=44, test=13)},
-        "rank 0 has dataset: Synthetic .*train: 45, .*, rank 2 has dataset: Synthetic .*train: 44, ",
+        "rank 0 has dataset: Synthetic .*train: 45, .*, but rank 2 has dataset: Synthetic .*train: 44, ",
     ),
     "checkpoint": ({"checkpoint": {"every_steps": 2}}, "rank 0 has .* rank 2 has .*every_steps=2"),
 }
@@ -205,7 +205,9 @@ def test_ranks_that_disagree(name):
 def test_ranks_that_ask_for_other_grids():
     def body(transport):
         made = experiment(1, **({"grid": {"rows": 1}} if transport.rank == 2 else {}))
-        with pytest.raises(ConfigError, match="rank 2: rows is 1, but None on rank 0; every rank has to do the same"):
+        with pytest.raises(
+            ConfigError, match="rank 2: rows is 1, but None on rank 0; all ranks must make the same call"
+        ):
             made.open_grid(transport)
 
     loopback.run(3, body)

@@ -13,7 +13,7 @@ from ...comm import Done, Exchange, Message, ProcessGrid, ReduceOp, Request, Tra
 
 @dataclass
 class Notes:
-    """What would have travelled.
+    """Notes on messages that were counted instead of sent.
 
     Attributes
     ----------

@@ -23,7 +23,7 @@ QUICK, LONG = 0.1, 0.5
 
 @dataclass
 class RankProfile:
-    """What one step of one rank takes.
+    """Profile of one step of one rank.
 
     Attributes
     ----------

@@ -53,16 +53,16 @@ def words(rows: Sequence[dict[str, Any]]) -> list[str]:
     wins = latency_wins(rows)
     found = [
         f"no faster with more than {turning_point(rows)} ranks",
-        "latency of messages takes less than computing on all of these"
+        "message latency is below compute time on all of these"
         if wins is None
-        else f"latency of messages takes longer than computing from {wins} ranks on",
+        else f"message latency exceeds compute time from {wins} ranks on",
     ]
     measured = {row["ranks"]: row["measured_seconds"] for row in rows if row.get("measured_seconds")}
     if measured:
         where = ", ".join(map(str, measured))
         found.append(f"mean error of the prediction: {error(rows, measured):.1%} (measured on {where} ranks)")
     else:
-        found.append("the error is not known here: nothing was measured on the machine that was calibrated")
+        found.append("the prediction error is unknown: nothing was measured on the calibrated machine")
     noise = max(row["noise"] for row in rows)
     return found + disturbed(noise)
 

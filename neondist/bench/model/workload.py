@@ -1,4 +1,4 @@
-"""What calibration computes: matrix products, copies, and convolutions in training."""
+"""Workload of calibration: matrix products, copies, and convolutions in training."""
 
 from __future__ import annotations
 

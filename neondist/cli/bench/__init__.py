@@ -37,12 +37,14 @@ def add(commands: Any) -> None:
     one.add_argument(
         "--roofline", action="store_true", help="report the bottleneck of each layer: arithmetic or memory bandwidth"
     )
-    one.add_argument("--trace", metavar="FILE", type=options.file, help="write what each rank does when, for Perfetto")
-    one.add_argument("--reading", action="store_true", help="time steps too whose batches are read, as in training")
+    one.add_argument("--trace", metavar="FILE", type=options.file, help="write a timeline of all ranks, for Perfetto")
+    one.add_argument(
+        "--reading", action="store_true", help="also time steps that include reading their batches, as in training"
+    )
     one.add_argument("--json", type=options.path, metavar="FILE", help="also write the results to this file")
     one.set_defaults(command=step)
 
-    one = benches.add_parser("halo", help="halo exchanges over sizes, against plain mpi4py and memcpy")
+    one = benches.add_parser("halo", help="halo exchanges of several sizes, compared with plain mpi4py and memcpy")
     options.ranks(one)
     one.add_argument("--json", type=options.path, metavar="FILE", help="also write the results to this file")
     one.set_defaults(command=halo)
@@ -83,7 +85,7 @@ def halo(arguments: argparse.Namespace) -> int:
 
     def check(_: Transport, ranks: int) -> None:
         if ranks < 2:
-            raise ConfigError("bench halo: one rank has no neighbours; give -n 2 or more")
+            raise ConfigError("bench halo: a single rank has no neighbours; give -n 2 or more")
 
     def work(world: Transport, _: None) -> int:
         from ...bench.halo import bench_halo

@@ -32,33 +32,43 @@ NAMES = (
 
 def add(benches: Any) -> None:
     """Say what can be typed."""
-    about = "training steps of PyTorch modules on ranks, against PyTorch in one process"
+    about = "training steps of distributed PyTorch modules, compared with PyTorch in one process"
     one = benches.add_parser("torch", help=about, allow_abbrev=False)
     one.add_argument(
         "--models", type=_words, metavar="A,FILE.py:NAME,MODULE:NAME",
-        help=f"functions or classes that return a module, such as torchvision.models:resnet18, or {NAMES} (default: of"
-        " these all that are installed)",
+        help=f"functions or classes that return a module, such as torchvision.models:resnet18, or {NAMES} (default:"
+             " all of these that are installed)",
     )  # fmt: skip
     one.add_argument(
         "--against", type=_against, default=list(AGAINST), metavar="eager,compile",
-        help="in one process with all cores; or none (default: both)",
+        help="PyTorch in one process on all cores, or none (default: both)",
     )  # fmt: skip
     one.add_argument(
         "-n", "--ranks", dest="ranks", type=options.positive, metavar="RANKS",
-        help="ranks that share this machine's cores (default: a rank for each)",
+        help="ranks that share this machine's cores (default: one per core)",
     )  # fmt: skip
     one.add_argument("--force", action="store_true", help="start more ranks than this machine has cores")
     one.add_argument(
         "--input", type=options.counts, metavar="N,C,H,W",
-        help="the shape of an input (default: by the first convolution, 1,C,224,224 or 1,C,64,64,64)",
+        help="input shape (default: from the first convolution, 1,C,224,224 or 1,C,64,64,64)",
     )  # fmt: skip
     one.add_argument("--compile", action="store_true", help="ndt.distribute(..., compile=True) on the ranks")
-    one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each side (default 3)")
-    one.add_argument("--steps", type=options.positive, default=3, metavar="K", help="steps of each turn (default 3)")
+    one.add_argument(
+        "--rounds",
+        type=options.positive,
+        default=3,
+        metavar="R",
+        help="rounds in which both sides are timed (default 3)",
+    )
+    one.add_argument(
+        "--steps", type=options.positive, default=3, metavar="K", help="steps timed in each round (default 3)"
+    )
     for kind in "json", "markdown":
         one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
-    one.add_argument("--side", choices=["ranks", *AGAINST], help="one turn of this side alone, of one model, to --json")
-    one.add_argument("--profile", action="store_true", help="with --side: and where its time goes")
+    one.add_argument(
+        "--side", choices=["ranks", *AGAINST], help="time one side of one model for one round, and write it to --json"
+    )
+    one.add_argument("--profile", action="store_true", help="with --side: also profile the step")
     one.set_defaults(command=modules)
 
 
@@ -116,10 +126,10 @@ def _compare(arguments: argparse.Namespace) -> int:
 def _turn(arguments: argparse.Namespace) -> int:
     """Measure one side of one model, in this process, or on ranks."""
     if arguments.models is None or len(arguments.models) != 1:
-        raise ConfigError("--side: measures one model; give its name to --models")
+        raise ConfigError("--side measures one model; name it with --models")
     if arguments.side != "ranks":
         if arguments.ranks not in (None, 1):
-            raise ConfigError(f"--side {arguments.side}: is one process; leave out -n")
+            raise ConfigError(f"--side {arguments.side} runs in one process; leave out -n")
         arguments.ranks = None
     (name,) = arguments.models
 
@@ -194,7 +204,7 @@ def _failure(code: int, told: str) -> UserError:
     if code == 2:
         return ConfigError(told.rpartition("error: ")[2].strip() or told.strip())
     sys.stderr.write(told)
-    return LaunchError(f"ended with exit code {code}; what it said is above")
+    return LaunchError(f"ended with exit code {code}; see its output above")
 
 
 def _installed(names: list[str], notes: list[str]) -> list[str]:
@@ -225,7 +235,7 @@ def _words(text: str) -> list[str]:
     """Read names of models."""
     found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not found:
-        raise argparse.ArgumentTypeError(f"'{text}' names no model; give FILE.py:NAME, for instance")
+        raise argparse.ArgumentTypeError(f"'{text}' does not name a model; give FILE.py:NAME, for instance")
     return found
 
 
@@ -234,5 +244,5 @@ def _against(text: str) -> list[str]:
     found = [] if text == "none" else list(dict.fromkeys(text.split(",")))
     for word in found:
         if word not in AGAINST:
-            raise argparse.ArgumentTypeError(f"'{word}' is none of {', '.join(AGAINST)}; give these, or none")
+            raise argparse.ArgumentTypeError(f"'{word}' is unknown; choose from {', '.join(AGAINST)}, or none")
     return found

@@ -31,9 +31,17 @@ def add(benches: Any) -> None:
     one.add_argument(
         "--ranks", dest="counts", type=options.counts, default=[1, 2, 4], metavar="1,2,4", help="rank counts"
     )
-    one.add_argument("--weak", action="store_true", help="the batch grows with the ranks")
-    one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps of each turn (default 10)")
-    one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each (default 3)")
+    one.add_argument("--weak", action="store_true", help="weak scaling: the batch grows with the number of ranks")
+    one.add_argument(
+        "--steps", type=options.positive, default=10, metavar="K", help="steps timed in each round (default 10)"
+    )
+    one.add_argument(
+        "--rounds",
+        type=options.positive,
+        default=3,
+        metavar="R",
+        help="rounds in which each rank count is timed (default 3)",
+    )
     one.add_argument(
         "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-scaling)"
     )
@@ -43,7 +51,7 @@ def add(benches: Any) -> None:
     parts = two.add_subparsers(required=True, metavar="WHAT")
 
     one = parts.add_parser("calibrate", help="measure this machine", allow_abbrev=False)
-    options.ranks(one, "ranks to start with mpirun; default two for each core")
+    options.ranks(one, "ranks to start with mpirun (default: two per core)")
     one.add_argument(
         "--output",
         type=options.path,
@@ -85,7 +93,9 @@ def scaling(arguments: argparse.Namespace) -> int:
     from ...train.inference.progress import Progress
 
     if job_of(arguments) is not None or arguments.ranks is not None:
-        raise LaunchError("bench scaling starts MPI jobs itself; start it outside of one, with --ranks instead of -n")
+        raise LaunchError(
+            "bench scaling starts MPI jobs itself; run it outside of an MPI job, with --ranks instead of -n"
+        )
     for count in arguments.counts:
         batch = validated(arguments, SingleTransport(), count).batch_size
     folder = options.folder(arguments, "scaling")
@@ -123,7 +133,7 @@ def step_of(
     words += [f"--import={module}" for module in arguments.modules]
     return json_of(
         ["step", options.word(arguments.file), *words], env,
-        lambda code, _: LaunchError(f"{count} ranks ended with exit code {code}; what they said is above"), told=None,
+        lambda code, _: LaunchError(f"{count} ranks ended with exit code {code}; see their output above"), told=None,
     )  # fmt: skip
 
 
@@ -160,7 +170,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
     def check(_: Transport, ranks: int) -> None:
         if ranks < 2:
-            raise ConfigError("bench model calibrate: messages need two ranks; give -n 2 or more")
+            raise ConfigError("bench model calibrate: timing messages needs two ranks; give -n 2 or more")
 
     def work(world: Transport, _: None) -> int:
         from ...bench.model import calibrate as model
@@ -193,7 +203,7 @@ def predict(arguments: argparse.Namespace) -> int:
     from ...train.inference.progress import Progress
 
     if job_of(arguments) is not None or arguments.ranks is not None:
-        raise LaunchError("bench model predict runs in one process; start it outside of a job, with --ranks, not -n")
+        raise LaunchError("bench model predict runs in one process; run it outside of an MPI job, with --ranks, not -n")
     machine = read(Path(arguments.machine))
     measured = arguments.measure
     if measured is None:  # by itself where it can: on the machine that the file describes
@@ -270,5 +280,5 @@ def _times(text: str) -> dict[int, float]:
         except ValueError:
             found[options.positive(ranks)] = 0.0
         if not 0 < found[int(ranks)] < float("inf"):
-            raise argparse.ArgumentTypeError(f"'{word}' is not RANKS=SECONDS; give for instance 8=0.24,16=0.25")
+            raise argparse.ArgumentTypeError(f"'{word}' is not RANKS=SECONDS; expected for instance 8=0.24,16=0.25")
     return found

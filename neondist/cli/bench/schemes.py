@@ -123,7 +123,7 @@ def _prepare_seams(arguments: argparse.Namespace, world: Transport, ranks: int) 
     for text, run in runs.items():
         if fusion_of(validated(run, world, ranks).model.scheme) is not None:
             raise ConfigError(
-                f"--schemes {text}: its tiles overlap and its numbers are exact; name approximate schemes"
+                f"--schemes {text}: its tiles overlap and its results are exact; name approximate schemes"
             )
     return runs
 
@@ -132,7 +132,7 @@ def _listed(arguments: argparse.Namespace) -> list[str]:
     """Return the schemes of --schemes."""
     texts = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
     if not texts:
-        raise ConfigError("--schemes: names none; give for instance --schemes halo,tower")
+        raise ConfigError("--schemes: no scheme named; give for instance --schemes halo,tower")
     return texts
 
 

@@ -33,9 +33,17 @@ def add(benches: Any) -> None:
         "--networks", metavar="A,B,FILE.yaml", default="main,others",
         help=f"{NAMES}, any FILE.yaml, or main and others: the first six, and the rest (default both)",
     )  # fmt: skip
-    options.ranks(one, "ranks that share this machine's cores (default: a rank for each)")
-    one.add_argument("--rounds", type=options.positive, default=3, metavar="R", help="turns of each side (default 3)")
-    one.add_argument("--steps", type=options.positive, default=5, metavar="K", help="steps of each turn (default 5)")
+    options.ranks(one, "ranks that share this machine's cores (default: one per core)")
+    one.add_argument(
+        "--rounds",
+        type=options.positive,
+        default=3,
+        metavar="R",
+        help="rounds in which both sides are timed (default 3)",
+    )
+    one.add_argument(
+        "--steps", type=options.positive, default=5, metavar="K", help="steps timed in each round (default 5)"
+    )
     one.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="as in run")
     for kind in "json", "markdown", "plot":
         one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
@@ -100,10 +108,10 @@ def suite(arguments: argparse.Namespace) -> int:
 def check(arguments: argparse.Namespace, bench: str, ranks: int, cores: int, files: Sequence[Path | None]) -> None:
     """Raise LaunchError where such ranks prove nothing, ConfigError where files cannot be written."""
     if job_of(arguments) is not None:
-        raise LaunchError(f"bench {bench} starts MPI jobs itself; start it outside of one, with -n RANKS")
+        raise LaunchError(f"bench {bench} starts MPI jobs itself; run it outside of an MPI job, with -n RANKS")
     if ranks > cores and not arguments.force:
-        raise LaunchError(f"-n {ranks}: this machine has {cores} cores, and ranks that share one prove nothing; give at"
-                          f" most {cores}; --force measures them all the same")  # fmt: skip
+        raise LaunchError(f"-n {ranks}: this machine has {cores} cores, and timings of ranks that share a core are"
+                          f" meaningless; give at most {cores}, or --force")  # fmt: skip
     for file in filter(None, files):  # before hours of measuring
         if file.is_dir() or not file.parent.is_dir():
             raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder is not there'}; name a file")
@@ -147,12 +155,12 @@ def _files(arguments: argparse.Namespace, folder: Path, counts: list[int]) -> di
                 f"--networks {name}: unknown; there are {', '.join([*NETWORKS, *GROUPS])}, and any FILE.yaml"
             )
         if name in found:
-            raise ConfigError(f"--networks {file}: another network is called {name} too; rename the file")
+            raise ConfigError(f"--networks {file}: two networks are named {name}; rename the file")
         found[name] = file
         for count in counts:
             validated(_of_file(arguments, file), SingleTransport(), count)
     if not found:
-        raise ConfigError(f"--networks: names none; give some of {', '.join(NETWORKS)}, or FILE.yaml")
+        raise ConfigError(f"--networks: no network named; choose from {', '.join(NETWORKS)}, or FILE.yaml")
     return found
 
 

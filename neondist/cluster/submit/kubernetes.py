@@ -69,8 +69,8 @@ class Cluster:
             for place, has in () if there is None else _differences(one, there):
                 if place != _REPLICAS:
                     raise LaunchError(
-                        f"{_title(one)} is there already, and its {place} is {has}; --delete it first, or give another"
-                        " --name (of a job under way, --nodes alone can change, within --elastic)"
+                        f"{_title(one)} already exists, and its {place} is {has}; --delete it first, or give"
+                        " another --name (only --nodes can change for a running job, within --elastic)"
                     )
         for one, there in zip(manifests, found, strict=True):
             if there is None:
@@ -84,7 +84,7 @@ class Cluster:
     def delete(self, manifests: Sequence[Manifest]) -> None:
         """Delete those objects that are there, the job first."""
         for one in reversed(manifests):
-            say(f"{_title(one)}: {'is not there' if self._call('delete', one) is None else 'deleted'}")
+            say(f"{_title(one)}: {'does not exist' if self._call('delete', one) is None else 'deleted'}")
 
     def follow(self, job: Manifest) -> int:
         """Print a job's conditions and its launcher's log until it ends; return 0 if it has succeeded, else 1."""
@@ -217,8 +217,8 @@ def _refusal(error: Any, kind: str) -> str:
     if error.status == 404:
         return f"the cluster does not know {kind}s; install {_OPERATORS.get(kind, _TRAINER)} there ({said})"
     if error.status in (401, 403):
-        return f"not allowed ({said}); ask for the right, or use another context"
-    return f"the cluster refuses it ({said})"
+        return f"not allowed ({said}); request the permission, or use another context"
+    return f"the cluster rejected it ({said})"
 
 
 def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -164,7 +164,9 @@ def _config_map(job: Submission) -> Manifest:
             raise ConfigError(f"{path}: cannot be read as text ({error}); it is part of the manifest") from error
     size = sum(len(text.encode()) for text in texts.values())
     if size > _LARGEST:
-        raise ConfigError(f"{', '.join(_keys(job))}: {size >> 10} KiB, and a ConfigMap takes 1 MiB; put data elsewhere")
+        raise ConfigError(
+            f"{', '.join(_keys(job))}: {size >> 10} KiB, and a ConfigMap holds at most 1 MiB; store data elsewhere"
+        )
     return _object("v1", "ConfigMap", f"{job.name}-experiment", data=texts)
 
 
@@ -174,7 +176,7 @@ def _keys(job: Submission) -> dict[str, str]:
     for path, key in keys.items():
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", key) or list(keys.values()).count(key) > 1:
             raise ConfigError(
-                f"{path}: each file of a job needs a name of its own, of letters, digits, '.', '_' and '-'; rename it"
+                f"{path}: the files of a job need unique names of letters, digits, '.', '_' and '-'; rename it"
             )
     return keys
 

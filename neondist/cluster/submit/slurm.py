@@ -108,10 +108,10 @@ def submit(script: str, sbatch: Sequence[str] = ("sbatch",)) -> str:
         done = subprocess.run(sbatch, input=script, capture_output=True, text=True, check=False)
     except OSError as error:
         raise LaunchError(
-            f"--apply: {sbatch[0]} cannot be run ({error.strerror}); call this where jobs are submitted, or copy the"
-            " script there with --output"
+            f"--apply: {sbatch[0]} cannot be run ({error.strerror}); run this on a submit host, or write the script"
+            " with --output and copy it there"
         ) from error
     if done.returncode:
         said = " ".join((done.stderr.strip() or f"exit code {done.returncode}").split())
-        raise LaunchError(f"--apply: sbatch does not take the script: {said}")
+        raise LaunchError(f"--apply: sbatch rejected the script: {said}")
     return done.stdout.strip()

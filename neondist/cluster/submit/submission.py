@@ -61,7 +61,7 @@ class Submission:
             raise ConfigError(f"-n {self.ranks} is not within --elastic {low}:{high}; change one of them")
 
         if self.elastic is not None and self.needs_servers:
-            raise ConfigError("--elastic: is for one MPI job, and the strategy needs servers; leave it out")
+            raise ConfigError("--elastic: applies to a single MPI job, but the strategy needs servers; leave it out")
 
     @property
     def ranks_per_node(self) -> int:

@@ -25,7 +25,7 @@ NUMBERS = 4  # that a step has of each sample: whether it applies, and one for e
 
 @dataclass(frozen=True)
 class Draw:
-    """What is random for one step, one sample and one epoch; a function of the seed and these alone.
+    """Random draws of one step, one sample and one epoch; a function of these and the seed only.
 
     Attributes
     ----------
@@ -51,28 +51,28 @@ class Draw:
 
 
 class Transform(Registered, ABC):
-    """One step of an augmentation, said of whole images; a tile of its result is made from a box of its input.
+    """Base class of augmentations, defined on whole images; a tile of the result is computed from a box of the input.
 
-    Input and output have one shape, (*spatial, C). `image` gets and gives cells as the network sees them, normalised;
-    it may write to what it gets. A step that `moves` cells moves the labels of maps as well.
+    Input and output have the same shape, (*spatial, C). `image` maps normalised cells to normalised cells, and may
+    overwrite its input. A step with `moves` also moves label maps.
     """
 
     moves = False
     rate: float = 1.0
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise ConfigError if images (*spatial, C) cannot be transformed so."""
+        """Raise ConfigError if images (*spatial, C) cannot be transformed."""
 
     def applies(self, draw: Draw) -> bool:
-        """Tell whether this sample is changed in this epoch, which is so with probability `rate`."""
+        """Whether this sample is transformed in this epoch, which has probability `rate`."""
         return draw.numbers[0] < self.rate
 
     def reach(self, box: Box, extent: Sequence[int]) -> Box:
-        """Return the cells that `source` may be in for a box, whatever is drawn."""
+        """Return a box that contains `source` of a box for any random draw."""
         return box
 
     def source(self, box: Box, draw: Draw) -> Box:
-        """Return the cells of the image before this step from which a box after it is made; neither is empty."""
+        """Return the input cells from which a box of the output is computed; neither is empty."""
         return box
 
     @abstractmethod

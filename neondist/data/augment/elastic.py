@@ -16,19 +16,19 @@ from .base import Draw, Probability, Transform, along_axes
 
 
 class Elastic(Transform):
-    """Bends an image: every cell shows a place up to `displacement` cells away, which varies smoothly.
+    """Elastic deformation: smooth random displacement of cells by up to `displacement` cells.
 
-    The displacement is a cubic B-spline over control points that lie `spacing` cells apart all over the image (Rueckert
-    et al. 1999), each drawn evenly from -displacement to displacement along each axis, so that it never exceeds these.
-    Values between cells are interpolated linearly, labels are those of the nearest cell; outside the image is what the
-    nearest edge cell has. Nothing folds over while `displacement` is below 0.4 `spacing` (Choi and Lee 2000).
+    The displacement is a cubic B-spline on control points `spacing` cells apart (Rueckert et al. 1999), each uniform in
+    [-displacement, displacement] along each axis, so it never exceeds these bounds. Values are interpolated linearly,
+    labels are those of the nearest cell; outside the image the nearest edge cell is used. There is no folding if
+    `displacement` is below 0.4 `spacing` (Choi and Lee 2000).
 
     Parameters
     ----------
     displacement, spacing : float
         In cells.
     rate : float
-        Share of the images that are bent.
+        Fraction of the images that are deformed.
     """
 
     moves = True
@@ -37,7 +37,7 @@ class Elastic(Transform):
         self.displacement, self.spacing, self.rate = displacement, spacing, rate
 
     def reach(self, box: Box, extent: Sequence[int]) -> Box:
-        """Return the box and the cells that may be shown in it."""
+        """Return the box extended by the largest displacement."""
         far = ceil(self.displacement)
         return along_axes(box, extent, lambda lo, hi, n: (max(0, lo - far), min(n, hi + far)))
 
@@ -46,7 +46,7 @@ class Elastic(Transform):
         return self.reach(box, draw.extent)
 
     def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
-        """Return the cells between which the places lie, weighted; a few rows at a time, which stay in the cache."""
+        """Return the interpolated cells, computed a few rows at a time to stay in the cache."""
         planes = np.ascontiguousarray(np.moveaxis(cells, -1, 0)).reshape(cells.shape[-1], -1)
         out = np.empty((*box.shape, len(planes)), cells.dtype)
         rows = max(1, _BLOCK // (box.size // box.shape[0]))
@@ -71,7 +71,7 @@ class Elastic(Transform):
             yield reduce(np.add, cell), reduce(np.multiply, weight)
 
     def labels(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
-        """Return the labels of the cells that are nearest to the places."""
+        """Return the labels of the nearest cells."""
         places = [np.floor(one + 0.5).astype(np.intp) for one in self._places(box, draw)]
         return cells[tuple(one - lo for one, lo in zip(places, source.lo, strict=True))]
 

@@ -14,12 +14,12 @@ from .base import Axis, Draw, Probability, Range, Transform, along_axes, axis_nu
 
 
 class Flip(Transform):
-    """Mirrors an image along each of some axes, with probability `rate` and independently of the others.
+    """Mirrors an image along each of the given axes independently with probability `rate`.
 
     Parameters
     ----------
     axes : sequence of {'depth', 'height', 'width'}
-        Those of images (H, W, C) are height and width, that of signals (L, C) is width.
+        Axes of images (H, W, C) are height and width; the axis of signals (L, C) is width.
     rate : float
     """
 
@@ -29,11 +29,11 @@ class Flip(Transform):
         self.axes, self.rate = tuple(axes), rate
 
     def applies(self, draw: Draw) -> bool:
-        """Each axis has a number of its own."""
+        """Return whether any axis is mirrored; each is drawn independently."""
         return True
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise ConfigError if an axis is not there."""
+        """Raise ConfigError if an axis does not exist."""
         axis_numbers(self, self.axes, shape)
 
     def reach(self, box: Box, extent: Sequence[int]) -> Box:
@@ -57,23 +57,23 @@ class Flip(Transform):
 
 
 class QuarterTurns(Transform):
-    """Turns an image by 0, 1, 2 or 3 right angles, each as probable, in the plane of two axes of one extent.
+    """Rotates an image by 0, 90, 180 or 270 degrees with equal probability, in the plane of two axes of equal extent.
 
     Parameters
     ----------
     axes : sequence of two of {'depth', 'height', 'width'}
-        The plane.
+        Axes of the plane of rotation.
     """
 
     moves = True
 
     def __init__(self, axes: Sequence[Axis] = ("height", "width")) -> None:
         if len(set(axes)) != 2 or len(axes) != 2:
-            raise ConfigError(f"QuarterTurns: axes: {list(axes)} are no plane; give two of depth, height, width")
+            raise ConfigError(f"QuarterTurns: axes: {list(axes)} do not span a plane; give two of depth, height, width")
         self.axes = tuple(axes)
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise ConfigError if an axis is not there, or the two differ in extent: an image keeps its shape."""
+        """Raise ConfigError if an axis does not exist, or the two differ in extent, since images keep their shape."""
         a, b = axis_numbers(self, self.axes, shape)
         if shape[a] != shape[b]:
             raise ConfigError(
@@ -87,11 +87,11 @@ class QuarterTurns(Transform):
         return box.hull(self._turned(box, 2, extent))
 
     def source(self, box: Box, draw: Draw) -> Box:
-        """Return the cells as they lie before the turns."""
+        """Return the cells before the rotation."""
         return self._turned(box, _turns(draw), draw.extent)
 
     def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
-        """Return the cells turned, from the first axis to the second."""
+        """Return the cells rotated from the first axis to the second."""
         a, b = axis_numbers(self, self.axes, draw.shape)
         return np.rot90(cells, _turns(draw), (a, b))
 
@@ -107,15 +107,15 @@ class QuarterTurns(Transform):
 
 
 class Shift(Transform):
-    """Shifts an image by up to `max` cells along each axis: a crop, of its own size, of the image with a margin.
+    """Shifts an image by up to `max` cells along each axis: a random crop of the padded image.
 
     Parameters
     ----------
     max : int
-        Shifts are drawn evenly from -max to max.
+        Shifts are uniform in [-max, max].
     mode : {'reflect', 'replicate', 'zeros'}
-        The margin: the image mirrored at its edge cells, the nearest cell, or 0, which is what the network sees of the
-        data set's `mean`; maps have the class 0 there.
+        Padding: the image mirrored at its edge cells, the nearest cell, or 0, the normalised value of the data set's
+        `mean`; label maps are padded with class 0.
     """
 
     moves = True
@@ -124,7 +124,7 @@ class Shift(Transform):
         self.max, self.mode = max, mode
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise ConfigError if there is not so much to mirror."""
+        """Raise ConfigError if the image is too small for reflection."""
         if self.mode == "reflect" and self.max >= min(shape[:-1]):
             raise ConfigError(
                 f"Shift: max: images of shape {tuple(shape)} cannot be mirrored {self.max} cells far; give less than"
@@ -136,7 +136,7 @@ class Shift(Transform):
         return along_axes(box, extent, lambda lo, hi, n: self._sources(lo - self.max, hi + self.max, n))
 
     def source(self, box: Box, draw: Draw) -> Box:
-        """Return the cells as they lie before the shift; of those outside the image, the ones shown there."""
+        """Return the cells before the shift, including the sources of the padding."""
         return along_axes(box.shift(self._offsets(draw)), draw.extent, self._sources)
 
     def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:

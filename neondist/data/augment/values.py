@@ -11,39 +11,39 @@ from .base import Draw, Probability, Transform
 
 
 class Brightness(Transform):
-    """Adds one number to all cells of an image, drawn evenly from -amount to amount.
+    """Adds a random number to all cells of an image, uniform in [-amount, amount].
 
     Parameters
     ----------
     amount : float
-        In units of what the network sees, which are standard deviations where the data set knows its own.
+        In units of the network's input, which are standard deviations if the data set normalises by its own.
     """
 
     def __init__(self, amount: NotNegative = 0.2) -> None:
         self.amount = amount
 
     def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
-        """Return the cells, lighter or darker."""
+        """Return the brightened or darkened cells."""
         cells += self.amount * (2 * draw.numbers[1] - 1)
         return cells
 
 
 class Contrast(Transform):
-    """Multiplies the distance of all cells to one level, by a number drawn evenly from 1 - amount to 1 + amount.
+    """Scales the difference of all cells from a level by a random factor, uniform in [1 - amount, 1 + amount].
 
     Parameters
     ----------
     amount : float
     level : float
-        The value that stays. It is given, and not each image's mean, which would be a sum over all ranks; 0 is the mean
-        of the training set, where the data set subtracts that.
+        The value that is unchanged. It is fixed rather than each image's mean, which would need a reduction over ranks;
+        0 is the mean of the training set if the data set subtracts it.
     """
 
     def __init__(self, amount: NotNegative = 0.2, *, level: Finite = 0.0) -> None:
         self.amount, self.level = amount, level
 
     def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
-        """Return the cells with more contrast, or less."""
+        """Return the cells with higher or lower contrast."""
         factor = 1 + self.amount * (2 * draw.numbers[1] - 1)
         cells *= factor
         cells += self.level * (1 - factor)
@@ -51,21 +51,21 @@ class Contrast(Transform):
 
 
 class Noise(Transform):
-    """Adds normal noise, of which every cell and channel has its own, within 4.4 standard deviations.
+    """Adds independent normal noise to every cell and channel, truncated at 4.4 standard deviations.
 
     Parameters
     ----------
     sigma : float
-        Its standard deviation, in units of what the network sees.
+        Standard deviation, in units of the network's input.
     rate : float
-        Share of the images that get noise.
+        Fraction of the images that get noise.
     """
 
     def __init__(self, sigma: NotNegative = 0.1, *, rate: Probability = 1.0) -> None:
         self.sigma, self.rate = sigma, rate
 
     def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
-        """Return the cells with noise, a few rows at a time, which stay in the cache."""
+        """Return the cells with noise, computed a few rows at a time to stay in the cache."""
         channels = slice(0, draw.shape[-1])
         rows = max(1, _BLOCK // cells[0].size)
         for top in range(0, len(cells), rows):

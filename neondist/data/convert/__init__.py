@@ -42,7 +42,9 @@ def parts_of(
         if not os.path.exists(path):  # and not Path.exists, which raises where a permission is missing
             raise DataError(f"{path}: no such file or folder; check the path and its permissions")
     if labels is not None and maps is not None:
-        raise ConfigError("--labels and --maps: give one of them, a class for each image or for each of its pixels")
+        raise ConfigError(
+            "--labels and --maps exclude each other; give a class for each image, or one for each of its pixels"
+        )
     try:
         return _known(paths, loader, labels, maps)
     except OSError as error:
@@ -59,7 +61,9 @@ def _known(paths: list[Path], loader: Loader, labels: Path | None, maps: Path | 
                 return _without_options(idx_parts(official), loader)
         return image_parts(first, loader, labels, maps)
     if labels is not None or maps is not None:
-        raise ConfigError(f"--labels and --maps belong to a folder of images; {first} is none, or there is more")
+        raise ConfigError(
+            f"--labels and --maps apply to a folder of images, and {first} is not one, or is not the only source"
+        )
     if all(path.suffix == ".npy" for path in paths):
         return _without_options(npy_parts(paths), loader)
     if first.suffix == ".npz" and len(paths) == 1:
@@ -69,14 +73,17 @@ def _known(paths: list[Path], loader: Loader, labels: Path | None, maps: Path | 
     if all(path.is_file() and magic(path) for path in paths):
         return _without_options(idx_parts(paths), loader)
     raise DataError(
-        f"{first}: is not known; give a folder of images, IMAGES.npy LABELS.npy, a .npz, IDX files or their folder, or"
+        f"{first}: unknown source; give a folder of images, IMAGES.npy LABELS.npy, a .npz, IDX files or their"
+        " folder, or"
         " CIFAR-10 in binary form"
     )
 
 
 def _without_options(parts: dict[str, SplitSource], loader: Loader) -> dict[str, SplitSource]:
     if loader != Loader():
-        raise ConfigError("--size and --mode are for folders of images; numbers are written as they are: leave it out")
+        raise ConfigError(
+            "--size and --mode apply to folders of images; leave them out, since arrays are written unchanged"
+        )
     return parts
 
 
@@ -100,7 +107,7 @@ def convert(
         The file cannot be written.
     """
     if os.path.exists(target) and not _is_hdf5(target):
-        raise OutputError(f"{target}: is there and is no HDF5 file, so it is not replaced; choose another name")
+        raise OutputError(f"{target}: exists but is not an HDF5 file, so it is not replaced; choose another name")
     if len({part.shape for part in parts.values()}) > 1:
         shapes = ", ".join(f"{name} {part.shape}" for name, part in parts.items())
         raise DataError(f"samples of the splits differ in shape: {shapes}; scale them with --size")
@@ -112,11 +119,11 @@ def convert(
                 _write(new, new.file.create_group(name), name, part, compress, progress or _silent)
     except OSError as error:
         raise OutputError(
-            f"{target}: cannot be written ({error.strerror or error}); what was there is as it was; make room, or"
-            " choose another place"
+            f"{target}: cannot be written ({error.strerror or error}); the existing file is unchanged; free disk"
+            " space, or choose another path"
         ) from error
     except MemoryError as error:
-        raise DataError(f"{target}: there is no memory for one sample of the source; cut its images first") from error
+        raise DataError(f"{target}: not enough memory for one sample of the source; crop its images first") from error
     return {name: (part.count, *part.shape) for name, part in parts.items()}
 
 
@@ -158,11 +165,11 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress
             _add(sums, image.reshape(-1, part.shape[-1]), scale)
         if not np.isfinite(sums).all():
             at = next((n for n, image in enumerate(x) if not np.isfinite(image).all()), 0)
-            raise DataError(f"{name}: sample {done + at} has cells that are not finite, or too large; correct them")
+            raise DataError(f"{name}: sample {done + at} has values that are not finite, or too large; correct them")
         done += len(x)
         progress(name, done, part.count)
     if done != part.count:
-        raise DataError(f"{name}: {done} samples came, {part.count} were promised; the source has changed")
+        raise DataError(f"{name}: {done} samples were read, {part.count} were expected; the source has changed")
     if few:
         tables[1].add(np.concatenate(few), 0)
     for table, array in zip(tables, (images, labels), strict=True):
@@ -178,7 +185,7 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress
 
 
 def _are_classes(part: SplitSource) -> bool:
-    """Tell whether the labels are one class for each sample, or for each cell."""
+    """Return whether the labels are one class for each sample, or for each cell."""
     return part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1)
 
 
@@ -200,7 +207,7 @@ def _label_chunks(part: SplitSource) -> tuple[int, ...]:
 
 
 def _is_hdf5(path: Path) -> bool:
-    """Tell whether a file is HDF5, or empty; a file that cannot be read is not known to be."""
+    """Return whether a file is HDF5, or empty; a file that cannot be read is not known to be."""
     try:
         if not path.is_file():  # a pipe would block
             return False
@@ -219,7 +226,7 @@ _WHITE = 255
 
 
 class ClassLabels:
-    """What labels of one part are like, block by block; those that no training could use are refused.
+    """Checks of the labels of one part, block by block; labels that training could not use are rejected.
 
     Attributes
     ----------
@@ -235,7 +242,7 @@ class ClassLabels:
         Raises
         ------
         DataError
-            One is no class, or maps are masks of black and white.
+            One is not a class, or maps are masks of black and white.
         """
         if not labels.size:
             return
@@ -248,8 +255,8 @@ class ClassLabels:
             )
         if labels.ndim > 1 and high == _WHITE and not self.top and np.isin(labels, (0, _WHITE)).all():
             raise DataError(
-                f"{self.part}: its maps hold 0 and 255 only, which would be 256 classes; a map holds the number of each"
-                " cell's class: save 0 and 1 (in NumPy: mask // 255)"
+                f"{self.part}: its maps hold 0 and 255 only, which would be 256 classes; a map holds the class"
+                " index of each pixel: save 0 and 1 (in NumPy: mask // 255)"
             )
         self.top = max(self.top, high)
         self._done += len(labels)

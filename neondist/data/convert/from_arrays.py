@@ -42,7 +42,7 @@ class ArrayFile:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name for messages."""
         return str(self.path) if self.member is None else f"{self.path}: {self.member}"
 
     @contextmanager
@@ -55,13 +55,13 @@ class ArrayFile:
                 stream = stack.enter_context(stack.enter_context(_archive(self.path)).open(self.member))
             shape, fortran, dtype = read_header(stream)
             if dtype.kind not in "biuf" or dtype.itemsize > 8:
-                raise DataError(f"{self.title}: has cells of type {dtype}; give real numbers of at most 64 bits")
+                raise DataError(f"{self.title}: has elements of dtype {dtype}; give real numbers of at most 64 bits")
             if fortran and len(shape) > 1:
                 raise DataError(f"{self.title}: is in Fortran order; save numpy.ascontiguousarray of it")
             promised = int(np.prod(shape, dtype=object)) * dtype.itemsize
             if self._bytes(stream) < promised:
                 raise DataError(
-                    f"{self.title}: cut short: its shape is {shape}, which is {promised} bytes; save it again"
+                    f"{self.title}: truncated: its shape is {shape}, which is {promised} bytes; save it again"
                 )
             yield shape, dtype, stream
 
@@ -85,7 +85,7 @@ class ArrayFile:
                 n = min(count, shape[0] - lo)
                 raw = stream.read(n * size)
                 if len(raw) < n * size:
-                    raise DataError(f"{self.title}: cut short: {lo + len(raw) // max(size, 1)} of {shape[0]} samples")
+                    raise DataError(f"{self.title}: truncated: {lo + len(raw) // max(size, 1)} of {shape[0]} samples")
                 yield np.frombuffer(raw, dtype).reshape(n, *shape[1:])
 
 
@@ -159,4 +159,4 @@ def _faults(title: str) -> Iterator[None]:
         raise DataError(f"{title}: no such file; check the path") from error
     except (OSError, ValueError, EOFError, LookupError, RuntimeError, SyntaxError, TokenError, *_PACKED) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"{title}: damaged, or no NumPy file ({reason}); save it again") from error
+        raise DataError(f"{title}: damaged, or not a NumPy file ({reason}); save it again") from error

@@ -35,7 +35,7 @@ def image_parts(
     Raises
     ------
     DataError
-        There are no images, no labels, or they do not fit together.
+        There are not images, no labels, or they do not fit together.
     """
     if table is not None:
         found = {"train": _listed(folder, table)}
@@ -52,7 +52,9 @@ def image_parts(
             " --maps FOLDER"
         )
     found = {name: _sorted(path, names) for name, path in sets.items()}
-    empty = tuple(f"left out: {path} has no images, so it is no class" for path in classes if path.name not in names)
+    empty = tuple(
+        f"left out: {path} has no images, so it is not counted as a class" for path in classes if path.name not in names
+    )
     parts = _parts(found, loader, empty + _left_out(folder, found))
     return {name: replace(part, names=names) for name, part in parts.items()}
 
@@ -67,13 +69,13 @@ def _sorted(folder: Path, names: tuple[str, ...]) -> list[tuple[Path, Any]]:
 
 def _mapped(folder: Path, maps: Path) -> list[tuple[Path, Any]]:
     if not maps.is_dir():
-        raise DataError(f"{maps}: no such folder; it shall hold a map for each image of {folder}")
+        raise DataError(f"{maps}: no such folder; expected a folder with a map for each image of {folder}")
     there: dict[Path, Path] = {}
     for path in images(maps):
         _require_inside(maps, path)
         name = path.relative_to(maps).with_suffix("")
         if name in there:
-            raise DataError(f"{path}: and {there[name].name} are maps of one name; keep the right one")
+            raise DataError(f"{path}: and {there[name].name} are maps with the same name; keep the right one")
         there[name] = path
     found = []
     for path in images(folder):
@@ -100,12 +102,12 @@ def _listed(folder: Path, table: Path) -> list[tuple[Path, Any]]:
         if not _is_file(folder, row[0]):
             raise DataError(f"{table}: line {line}: {folder} has no file {row[0]!r}; correct the table")
         if found.setdefault(path, int(row[1])) != int(row[1]):
-            raise DataError(f"{table}: line {line}: {row[0]!r} has label {found[path]} in a line before; keep one")
+            raise DataError(f"{table}: line {line}: {row[0]!r} has label {found[path]} in an earlier line; keep one")
     return list(found.items())
 
 
 def _is_file(folder: Path, name: str) -> bool:
-    """Tell whether a name of the table is that of a file inside the folder."""
+    """Return whether a name of the table is that of a file inside the folder."""
     try:
         path = folder / name
         return path.resolve().is_relative_to(folder.resolve()) and path.is_file()
@@ -136,7 +138,7 @@ def _parts(found: dict[str, list[tuple[Path, Any]]], loader: Loader, notes: tupl
 
 def _part(name: str, pairs: list[tuple[Path, Any]], loader: Loader) -> SplitSource:
     if not pairs:
-        raise DataError(f"{name}: no images found; suffixes that count are " + " ".join(SUFFIXES))
+        raise DataError(f"{name}: no images found; recognised suffixes are " + " ".join(SUFFIXES))
     first, label = pairs[0]
     sample = loader.load(first)
     target = loader.labels(label) if isinstance(label, Path) else np.zeros((), _CLASS)
@@ -145,8 +147,8 @@ def _part(name: str, pairs: list[tuple[Path, Any]], loader: Loader) -> SplitSour
     def checked(path: Path, array: np.ndarray, like: np.ndarray, origin: Path) -> np.ndarray:
         if (array.shape, array.dtype) != (like.shape, like.dtype):
             raise DataError(
-                f"{path}: is {_words(array)}, but {origin.name} is {_words(like)}; images of one file are alike: scale"
-                " them with --size HEIGHT WIDTH, or give --mode L, RGB or RGBA"
+                f"{path}: is {_words(array)}, but {origin.name} is {_words(like)}; all images of a file must have"
+                " the same size and type: scale them with --size HEIGHT WIDTH, or give --mode L, RGB or RGBA"
             )
         return array
 
@@ -213,7 +215,7 @@ def _require_inside(root: Path, path: Path) -> None:
 
 
 def _check_link(root: Path, path: Path, what: str = "folder") -> None:
-    raise DataError(f"{path}: is a link to a {what}, and links out of {root} are not followed; put the {what} there")
+    raise DataError(f"{path}: is a link to a {what} outside {root}, which is not followed; put the {what} there")
 
 
 def sets_of(folder: Path) -> tuple[dict[str, Path], list[Path]]:
@@ -224,7 +226,7 @@ def sets_of(folder: Path) -> tuple[dict[str, Path], list[Path]]:
         called = [path for path in there if path.name.lower() in names]
         if len(called) > 1:
             raise DataError(
-                f"{folder}: has several folders of one split: {', '.join(p.name for p in called)}; keep one"
+                f"{folder}: has several folders for one split: {', '.join(p.name for p in called)}; keep one"
             )
         if called:
             found[split] = called[0]
@@ -233,7 +235,7 @@ def sets_of(folder: Path) -> tuple[dict[str, Path], list[Path]]:
     if "train" not in found:
         name = next(iter(found.values())).name
         raise DataError(
-            f"{folder}: has a folder '{name}', but none for training; name that 'train', or '{name}' otherwise if it is"
-            " a class"
+            f"{folder}: has a folder '{name}', but no training folder; name that 'train', or rename '{name}' if it"
+            " is a class"
         )
     return found, [path for path in there if path not in found.values()]

@@ -49,7 +49,9 @@ def idx_parts(paths: list[Path]) -> dict[str, SplitSource]:
 def _idx_part(images: Path, labels: Path) -> SplitSource:
     header, digits = read_header(images, IMAGES), read_header(labels, LABELS)
     if header.count != digits.count:
-        raise DataError(f"{images} has {header.count} images, {labels} has {digits.count} labels; take both of one set")
+        raise DataError(
+            f"{images} has {header.count} images, {labels} has {digits.count} labels; take both files from the same set"
+        )
 
     def blocks() -> Iterator[Block]:
         with open_idx(labels, LABELS) as reader:
@@ -69,14 +71,16 @@ def cifar_parts(path: Path) -> dict[str, SplitSource]:
     sizes = source.sizes()
     for name, size in sizes.items():
         if not size or size % RECORD:
-            raise DataError(f"{path}: {name} has {size} bytes, no whole number of records of {RECORD}; fetch it again")
+            raise DataError(
+                f"{path}: {name} has {size} bytes, not a multiple of the record size {RECORD}; download it again"
+            )
 
     def part(names: list[str]) -> SplitSource:
         def blocks() -> Iterator[Block]:
             for batch in source.each(names):
                 for images, classes in records(batch):
                     if classes.max(initial=0) > 9:
-                        raise DataError(f"{path}: has class {classes.max()}; it is damaged or of CIFAR-100")
+                        raise DataError(f"{path}: has class {classes.max()}; it is damaged, or belongs to CIFAR-100")
                     yield images, classes
 
         count = sum(sizes[name] for name in names) // RECORD

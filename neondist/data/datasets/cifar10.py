@@ -19,17 +19,17 @@ class CIFAR10(CachedDataset):
     Parameters
     ----------
     path : path
-        The folder with data_batch_1.bin to data_batch_5.bin and test_batch.bin, or the .tar.gz that holds them; `~` is
-        expanded. A file may hold fewer records than the official 10,000.
+        The folder with data_batch_1.bin to data_batch_5.bin and test_batch.bin, or the .tar.gz archive; `~` is
+        expanded. A file may have fewer records than the official 10,000.
     serialized_path : path, optional
-        Where each rank keeps its tile between runs, as in MNIST.
+        Cache of each rank's tile, as in MNIST.
     validation : float or int, optional
-        A fraction, or a number, of the training images, kept for validation: the last ones of the batches.
+        Fraction or number of the training images held out for validation: the last ones of the batches.
 
     Raises
     ------
     ConfigError
-        As of MNIST.
+        As for MNIST.
     """
 
     sample_shape, classes = (32, 32, 3), 10
@@ -49,7 +49,7 @@ class CIFAR10(CachedDataset):
 
     @property
     def source(self) -> Source:
-        """The folder or archive that the batches come from."""
+        """The folder or archive of the batches."""
         return Source(Path(os.path.expanduser(self.path)))
 
     def check(self) -> None:
@@ -57,8 +57,8 @@ class CIFAR10(CachedDataset):
         for name, size in self.source.sizes().items():
             if size == 0 or size % RECORD:
                 raise DataError(
-                    f"{self.source.path}: {name} has {size} bytes, which is no whole number of records of {RECORD}"
-                    " bytes: it is truncated or not in the binary format; fetch it again"
+                    f"{self.source.path}: {name} has {size} bytes, not a multiple of the record size {RECORD}: it"
+                    " is truncated or not in the binary format; download it again"
                 )
 
     def sources(self) -> list[Path]:
@@ -83,7 +83,7 @@ class CIFAR10(CachedDataset):
             if wrong.size:
                 raise DataError(
                     f"{self.source.path}: label {targets[wrong[0]]} of {split} sample {wrong[0]} is not one of 0 to 9;"
-                    " the file is damaged or of CIFAR-100; fetch the binary version of CIFAR-10"
+                    " the file is damaged, or belongs to CIFAR-100; download the binary version of CIFAR-10"
                 )
         arrays["content"] = np.frombuffer(digest.digest(), np.uint8)
         return arrays

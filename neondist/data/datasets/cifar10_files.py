@@ -1,4 +1,4 @@
-"""Where the CIFAR-10 batches lie: a folder, or the archive that they come in."""
+"""Location of the CIFAR-10 batches: a folder, or their archive."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Source:
             size += member.size + tarfile.BLOCKSIZE
             if size > _LARGEST_ARCHIVE:
                 raise DataError(
-                    f"{self.path}: decompresses to more than {_LARGEST_ARCHIVE:,} bytes; CIFAR-10 has a fifth"
+                    f"{self.path}: decompresses to more than {_LARGEST_ARCHIVE:,} bytes, five times the size of"
+                    " CIFAR-10"
                 )
             if member.isfile():
                 found[PurePosixPath(member.name).name] = member
@@ -86,7 +87,7 @@ class Source:
                 yield archive
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
             reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")  # tarfile tells one line per method
-            raise DataError(f"{self.path}: is not a valid .tar.gz ({reason}); fetch it again") from error
+            raise DataError(f"{self.path}: is not a valid .tar.gz ({reason}); download it again") from error
 
 
 @contextmanager

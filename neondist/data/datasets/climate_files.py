@@ -27,42 +27,43 @@ _BLOCK = 1 << 24  # bytes of a tile that are read at once for the statistics
 
 
 class ClimateFiles(Dataset):
-    """Fields over time in NetCDF or Zarr files that follow the CF conventions, all files one series.
+    """Time series of fields in NetCDF or Zarr files that follow the CF conventions.
 
-    A sample has the variables at `steps` times one after the other as channels, and its target is the variables `lead`
-    times after the last of these. Each rank reads its tile of them. Variables are normalised by their mean and standard
-    deviation over the times of training, in images and targets alike; checkpoints keep the numbers.
+    A sample has the variables at `steps` consecutive times as channels; its target has the variables `lead` time steps
+    after the last of these. All files form one series, of which each rank reads its tile. Variables are normalised by
+    their mean and standard deviation over the training times, in images and targets alike; checkpoints store these
+    statistics.
 
     Parameters
     ----------
     files : str
-        A pattern such as ``'era5/*.nc'``; files sort by name as by time.
+        A pattern such as ``'era5/*.nc'``; sorting the files by name must sort them by time.
     variables : sequence of str
-        Which are channels of the images, such as ``[t2m, u10, v10]``.
+        Names of the variables, the channels of the images, such as ``[t2m, u10, v10]``.
     levels : sequence of float, or a mapping of variables to them, optional
-        Of variables with a vertical coordinate, the values of it that are channels: 500 of z is 'z500'.
+        Levels of variables with a vertical coordinate, each a channel: level 500 of z is 'z500'.
     targets : sequence of str, optional
-        Variables, or channels such as 'z500', that are targets. Default: all variables.
+        Target variables, or channels such as 'z500'. Default: all variables.
     steps : int
-        How many times an image has; of channels of earlier times names are such as 't2m@t-1'.
+        Number of times per image; channels of earlier times are named like 't2m@t-1'.
     lead : int
-        How many times after the last of these the target is; 0 for targets of the same time.
+        Number of time steps from the last of these to the target; 0 for targets at the same time.
     normalise : 'training' or 'none'
-        Whether the network sees (x - mean) / std of each variable.
+        'training': the network sees (x - mean) / std of each variable. 'none': unnormalised values.
     fill : float, optional
-        What is read instead of missing cells, in the units of the file. Default: they are an error.
+        Value substituted for missing cells, in the units of the file. Default: missing cells are an error.
     validation, test : float or int, optional
-        How many of the samples are kept for these splits: the test split has the latest, the validation split those
-        before, the training split the earliest.
+        Fraction or number of samples of these splits: test has the latest samples, validation those before, training
+        the earliest.
     ahead : bool
-        Read the next batch in a thread while one trains.
+        Prefetch the next batch in a thread.
     cache : int or str
-        Decoded chunks of files in chunks that each rank keeps: 128MiB, 4GiB, bytes.
+        Size of each rank's cache of decoded chunks: 128MiB, 4GiB or a number of bytes.
 
     Raises
     ------
     ConfigError
-        An argument cannot be used.
+        If an argument is invalid.
 
     Examples
     --------
@@ -89,11 +90,11 @@ class ClimateFiles(Dataset):
         require_share("test", test)
         for field, names in (("variables", variables), ("targets", targets)):
             if names is not None and (isinstance(names, str) or not names or len({*names}) < len(names)):
-                raise ConfigError(f"{field}: {names} cannot be used; list names, each once, such as [t2m, u10]")
+                raise ConfigError(f"{field}: {names} is invalid; expected names, each once, such as [t2m, u10]")
         if isinstance(levels, Mapping) and (unknown := sorted({*levels} - {*variables, *(targets or ())})):
-            raise ConfigError(f"levels: '{unknown[0]}' is none of the variables; correct the name")
+            raise ConfigError(f"levels: '{unknown[0]}' is not among the variables; correct the name")
         if fill is not None and not math.isfinite(fill):
-            raise ConfigError(f"fill: {fill} cannot be used; give a finite number")
+            raise ConfigError(f"fill: {fill} is invalid; expected a finite number")
         self.files, self.variables, self.levels, self.targets = files, list(variables), levels, targets
         self.steps, self.lead, self.normalise, self.fill = int(steps), int(lead), normalise, fill
         self.ahead, self.cache, self._test = ahead, cache, test
@@ -102,7 +103,7 @@ class ClimateFiles(Dataset):
         self._fields: Fields | None = None
 
     def check(self) -> None:
-        """Look at the headers of all files: variables, units, the grid, and that times follow each other."""
+        """Check the headers of all files: variables, units, grid and increasing times."""
         self._series = series = self.open_series(self.files)
         inputs = len(self.input_channels(series))
         self.sample_shape, self.classes = (*series.extent, inputs * self.steps), None
@@ -121,12 +122,12 @@ class ClimateFiles(Dataset):
         self._numbers()
 
     def open_series(self, files: str, field: str = "files", targets: bool = True) -> FieldSeries:
-        """Return the variables of some files, checked; `targets`: those that only targets are, too.
+        """Return the checked variables of files; `targets`: including those that are only targets.
 
         Raises
         ------
         DataError
-            Files or variables do not belong together.
+            If files or variables do not match.
         """
         more = [name for name in self.targets or () if name not in self.variables] if targets else []
         options: Any = {"field": field, "fill": self.fill, "cache": self._cache}
@@ -137,11 +138,11 @@ class ClimateFiles(Dataset):
         return FieldSeries(files, [*self.variables, *new], self.levels, **options) if new else known
 
     def input_channels(self, series: FieldSeries) -> list[int]:
-        """Return which channels of a series images have, at each of their times."""
+        """Return the channels of a series in an image, at each of its times."""
         return [at for at, one in enumerate(series.channels) if one.variable in self.variables]
 
     def target_channels(self, series: FieldSeries) -> list[int]:
-        """Return which channels of a series are targets."""
+        """Return the target channels of a series."""
         names = self.variables if self.targets is None else self.targets
         found = [at for name in names for at in series.place_named(name)]
         if len({*found}) < len(found):
@@ -149,7 +150,7 @@ class ClimateFiles(Dataset):
         return found
 
     def channel_names(self, series: FieldSeries) -> list[str]:
-        """Return the names of the images' channels, those of the earliest time first: 't2m@t-1', 't2m'."""
+        """Return the names of the images' channels, earliest time first: 't2m@t-1', 't2m'."""
         names = [series.channels[at].name for at in self.input_channels(series)]
         ages = range(self.steps - 1, -1, -1)
         return [f"{name}@t-{age}" if age else name for age in ages for name in names]
@@ -160,14 +161,14 @@ class ClimateFiles(Dataset):
 
     @property
     def fields(self) -> Fields:
-        """Metadata of the targets; with mean, std and climatology once the data set is open."""
+        """Metadata of the targets, with mean, std and climatology once the data set is open."""
         if self._fields is None:
             self.check()
         assert self._fields is not None
         return self._fields
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
-        """Return the splits; their tiles stay in the files."""
+        """Return the splits, whose tiles are read from the files on demand."""
         if self._series is None:
             self.check()
         series, numbers = self._series, self._numbers()
@@ -180,7 +181,7 @@ class ClimateFiles(Dataset):
         return train, validation, test
 
     def open(self, grid: ProcessGrid, checked: bool = False, augment: Sequence[Transform] = (), seed: int = 0) -> None:
-        """Load this rank's part of all splits, and find the statistics of training; collective, as `Dataset.open`."""
+        """Load this rank's part of all splits and compute the training statistics; collective, as `Dataset.open`."""
         super().open(grid, checked, augment, seed)
         series, fields = self._series, self.fields
         assert series is not None

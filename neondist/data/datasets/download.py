@@ -100,7 +100,7 @@ def _transfer(url: str, part: Path, progress: Progress, timeout: float) -> None:
         # nothing is left to send: the piece was whole (or wrong, which its checksum tells)
         if error.code == 416 and start:
             return
-        raise DataError(f"{url}: the server answers {error.code} {error.reason}; name another mirror") from error
+        raise DataError(f"{url}: the server returned {error.code} {error.reason}; name another mirror") from error
     except (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException) as error:
         raise DataError(_stopped(url, part, getattr(error, "reason", None) or error)) from error
     if total is not None and there < total:
@@ -143,5 +143,5 @@ def _good(path: Path, md5: str) -> bool:
 def _stopped(url: str, part: Path, reason: object) -> str:
     hand = f"copy the files by hand to {part.parent}"
     if part.exists() and part.stat().st_size:
-        return f"{url}: the transfer stopped: {reason}; run the same command again to go on from there, or {hand}"
+        return f"{url}: the transfer stopped: {reason}; repeat the command to resume it, or {hand}"
     return f"no network: {url}: {reason}; {hand}, or name another mirror"

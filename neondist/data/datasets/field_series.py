@@ -230,8 +230,8 @@ class FieldSeries:
                 )
             if mine.level != first.level:
                 raise DataError(
-                    f"{name}: {mine.variable} has level {mine.name} in another place than {self.names[0]}; write the"
-                    " levels of all files in one order"
+                    f"{name}: {mine.variable} has level {mine.name} in another position than in {self.names[0]};"
+                    " write the levels of all files in the same order"
                 )
 
     def _levels_of(self, variable: str, source: TileSource, beside: Sequence[Beside]) -> list[tuple[int, float]] | None:
@@ -296,7 +296,7 @@ class FieldSeries:
             one = coordinate(source, "T", beside)
             if one is None:
                 raise DataError(
-                    f"{source.path}: has no coordinate of times along '{dimension_of(source, 'T') or 'T'}'; add one"
+                    f"{source.path}: has no time coordinate along '{dimension_of(source, 'T') or 'T'}'; add one"
                     " with units such as 'hours since 2000-01-01 00:00:00'"
                 )
             first, calendar = self._calendar or (name, calendar_of(one))
@@ -328,7 +328,7 @@ class FieldSeries:
         if steps[at - 1] <= 0:
             raise DataError(
                 f"{self.names[number]}: times are not increasing: {place} is not after {before}; sort the times of the"
-                " file, and name files so that they sort by time"
+                " file, and name the files so that they sort by time"
             )
         raise DataError(
             f"{self.names[number]}: a gap in time: {place} comes {_span(steps[at - 1])} after {before}, the usual step"

@@ -23,10 +23,10 @@ _SHARE = 0.1
 
 
 class HDF5Dataset(Dataset):
-    """Images (N, H, W, C), volumes (N, D, H, W, C) or signals (N, L, C) in HDF5, with a label each or per cell.
+    """Images (N, H, W, C), volumes (N, D, H, W, C) or signals (N, L, C) in HDF5, with labels per sample or per cell.
 
-    Nothing is read but the batches, by each rank its own tile, and while one batch trains a thread reads the next.
-    `neondist data convert` makes such files, chunked so that tiles cost little; any other layout can be read too.
+    Batches are read on demand, each rank its own tile, and a thread prefetches the next batch. `neondist data convert`
+    writes such files with chunks suited to tiles; any other layout can be read too.
 
     Parameters
     ----------
@@ -38,26 +38,27 @@ class HDF5Dataset(Dataset):
     train, test : str
         The groups; '/' is the file itself.
     test_share : float, optional
-        Where there is no group `test`: the share of the samples, drawn once for all, that is kept for testing. Default:
-        0.1, or none where there is a group or a file for validation.
+        Fraction of the samples held out for testing if there is no group `test`, drawn once. Default: 0.1, or none if
+        there is a validation group or file.
     classes : int, optional
-        Default: the attribute 'classes' of the labels, or the largest class and one; not known of maps.
+        Number of classes. Default: the attribute 'classes' of the labels, or the largest class plus one; unknown for
+        maps.
     mean, std : float or one per channel, optional
         The network sees (x / scale - mean) / std. Default: the attributes of these names of the training images, or
         0 and 1.
     scale : float, optional
-        The raw value that stands for 1. Default: the attribute, or 255 for uint8, 65535 for uint16, else 1.
+        Raw value that maps to 1. Default: the attribute, or 255 for uint8, 65535 for uint16, else 1.
     ahead : bool
-        Read the next batch in a thread while one trains.
+        Prefetch the next batch in a thread.
     validation : str, mapping, float, int or None
-        The group for validation, which may be missing if it has this name; another file, as its name (ending in .h5 or
-        .hdf5) or {path: FILE, group: NAME}, where the group is otherwise called as that for training; or how much of
-        the training samples is kept for it, a fraction or a number, drawn once for all. None: no validation.
+        The validation group, which may be missing if it has the default name; another file, as its name (ending in .h5
+        or .hdf5) or {path: FILE, group: NAME}, where the group defaults to the name of the training group; or the
+        fraction or number of training samples held out, drawn once. None: no validation.
 
     Raises
     ------
     ConfigError
-        If an argument cannot be used.
+        If an argument is invalid.
     """
 
     def __init__(
@@ -94,15 +95,15 @@ class HDF5Dataset(Dataset):
 
     @property
     def file(self) -> Path:
-        """The file that everything is read from."""
+        """The HDF5 file."""
         return Path(os.path.expanduser(self.path))
 
     def check(self) -> None:
-        """Look at the arrays' shapes and types, and read the labels unless they are maps."""
+        """Check the shapes and dtypes of the arrays, and read the labels unless they are maps."""
         self._groups()
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
-        """Return the splits; their tiles stay in the file."""
+        """Return the splits, whose tiles are read from the file on demand."""
         groups = self._groups()
         first = groups["train"]
         self.content = content(groups.values())
@@ -124,7 +125,7 @@ class HDF5Dataset(Dataset):
                 return self.file, _name("validation", validation)
             validation = {"path": validation}
         if not {"path"} <= set(validation) <= {"path", "group"} or not os.fspath(validation["path"]):
-            raise ConfigError(f"validation: {dict(validation)!r} cannot be used; give {{path: FILE, group: NAME}}")
+            raise ConfigError(f"validation: {dict(validation)!r} is invalid; expected {{path: FILE, group: NAME}}")
         return Path(os.path.expanduser(validation["path"])), _name("validation", validation.get("group", train))
 
     def _share(self, groups: Mapping[str, GroupFacts]) -> float:
@@ -145,8 +146,9 @@ class HDF5Dataset(Dataset):
         for found in groups.values():
             if found.images.shape[1:] != shape or found.maps != first.maps:
                 raise DataError(
-                    f"{found.path}: {found.images.name} {found.images.shape} and its labels {found.labels.shape} are"
-                    f" not like {first.images.name} {first.images.shape} and its labels {first.labels.shape}"
+                    f"{found.path}: {found.images.name} {found.images.shape} and its labels {found.labels.shape}"
+                    f" differ in shape from {first.images.name} {first.images.shape} and its labels"
+                    f" {first.labels.shape}"
                 )
         if self._share(groups) and len(first) < 2:
             raise DataError(f"{self.file}: one sample cannot be split into training and test; add a group 'test'")
@@ -161,7 +163,7 @@ class HDF5Dataset(Dataset):
         if told is not None and (told.size != 1 or not 1 <= told.item() <= _MOST or told.item() != int(told.item())):
             raise DataError(
                 f"{self.file}: attribute 'classes' of {groups['train'].labels.name} is"
-                f" {told.ravel()[:3].tolist()}, no number of classes; correct it, or give classes"
+                f" {told.ravel()[:3].tolist()}, which is not a number of classes; correct it, or give classes"
             )
         count = self._classes or (None if told is None else int(told.item()))
         for group in groups.values():
@@ -212,5 +214,5 @@ def _drawn(key: str, numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.nd
 
 def _numbers(field: str, values: np.ndarray, positive: bool) -> np.ndarray:
     if not np.all(np.isfinite(values)) or (positive and not np.all(values > 0)):
-        raise ConfigError(f"{field}: {values.tolist()} cannot be used; give {'positive ' * positive}numbers")
+        raise ConfigError(f"{field}: {values.tolist()} is invalid; expected {'positive ' * positive}numbers")
     return values

@@ -1,4 +1,4 @@
-"""What an HDF5 file holds, looked at before it is believed."""
+"""Contents of an HDF5 file, validated before use."""
 
 from __future__ import annotations
 
@@ -88,16 +88,18 @@ def _arrays(
             " length 1 for one channel"
         )
     if x.dtype.kind == "b":
-        raise DataError(f"{path}: {x.name} holds truth values; store them as uint8")
+        raise DataError(f"{path}: {x.name} holds booleans; store them as uint8")
     if y.shape[0] != x.shape[0]:
-        raise DataError(f"{path}: {x.name} has {x.shape[0]} samples, {y.name} has {y.shape[0]}; give each one label")
+        raise DataError(
+            f"{path}: {x.name} has {x.shape[0]} samples, {y.name} has {y.shape[0]}; give one label per sample"
+        )
     spatial = len(x.shape) - 2
     if len(y.shape) > spatial:
         return x, y, None
     if len(y.shape) > 2:
         raise DataError(f"{path}: {y.name} has shape {y.shape}; give (N,) classes, or maps of {spatial} spatial axes")
     if find(file, y.name).nbytes > max(_MOST_PACKED * path.stat().st_size, 1 << 20):
-        raise DataError(f"{path}: {y.name} promises {y.shape[0]} labels, more than the file can hold; it is damaged")
+        raise DataError(f"{path}: {y.name} declares {y.shape[0]} labels, more than the file can hold; it is damaged")
     require_room(2 * find(file, y.name).nbytes, f"{path}: {y.name}", "use a machine with more")
     return x, y, read_whole(file, y.name)
 
@@ -110,7 +112,7 @@ def _array(path: Path, file: Any, group: str, name: str) -> ArrayFacts:
     if array is None:
         raise DataError(f"{path}: has no array '{full}'; it has {', '.join(array_names(file)) or 'none'}: name yours")
     if not isinstance(array, h5py.Dataset) or not plain(array):
-        raise DataError(f"{path}: '{full}' is no array of numbers")
+        raise DataError(f"{path}: '{full}' is not an array of numbers")
     if 0 in array.shape or not array.shape:
         raise DataError(f"{path}: {full} is empty: its shape is {array.shape}")
     piece = np.prod(array.chunks or (1,), dtype=object) * array.dtype.itemsize

@@ -24,7 +24,7 @@ from ...errors import DataError
 from ...io.regular_file import open_regular
 
 PIECE = 1 << 20
-REMEDY = "replace it by a good copy, for instance with: neondist data mnist --to DIR"
+REMEDY = "replace it with a good copy, for instance with: neondist data mnist --to DIR"
 
 
 class Unpacked:
@@ -132,13 +132,14 @@ class Reader:
             raw = self._read(n * size)
             if len(raw) < n * size:
                 raise DataError(
-                    f"{self.path}: truncated: the header promises {header.count} {_KIND[header.magic]}, the data ends"
+                    f"{self.path}: truncated: the header declares {header.count} {_KIND[header.magic]}, the data ends"
                     f" after {lo + len(raw) // size}; {REMEDY}"
                 )
             yield np.frombuffer(raw, np.uint8).reshape(n, *header.sample)
         if self._stream.read(1):
             raise DataError(
-                f"{self.path}: too long: bytes follow the {header.count} {_KIND[header.magic]} of the header; {REMEDY}"
+                f"{self.path}: too long: there are bytes after the {header.count} {_KIND[header.magic]} of the"
+                f" header; {REMEDY}"
             )
 
     def _read_header(self, magic: int) -> Header:
@@ -150,10 +151,12 @@ class Reader:
                 f"{self.path}: not an IDX file of {_KIND[magic]}: magic number {found}, expected {magic}; {REMEDY}"
             )
         if len(raw) < 4 + 4 * axes:
-            raise DataError(f"{self.path}: truncated: {len(raw)} bytes, the header alone has {4 + 4 * axes}; {REMEDY}")
+            raise DataError(
+                f"{self.path}: truncated: {len(raw)} bytes, but the header alone has {4 + 4 * axes}; {REMEDY}"
+            )
         header = Header(magic, struct.unpack(f">{axes}I", raw[4:]))
         if 0 in header.extents:
-            raise DataError(f"{self.path}: the header promises no {_KIND[magic]} (extents {header.extents}); {REMEDY}")
+            raise DataError(f"{self.path}: the header declares no {_KIND[magic]} (extents {header.extents}); {REMEDY}")
         self._check_size(len(raw) + prod(header.extents), header)
         return header
 

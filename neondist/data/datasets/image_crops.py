@@ -20,7 +20,7 @@ _OPEN, _WHOLE = 64, 4  # files at a time; of pictures, and others in one piece, 
 
 
 class Crops:
-    """Where the crops of an epoch lie: a function of the seed, the epoch and the sample's key alone.
+    """Positions of the crops of an epoch: a function of the seed, the epoch and the sample's key only.
 
     Attributes
     ----------

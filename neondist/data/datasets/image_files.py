@@ -23,52 +23,54 @@ _FITTED, _SIDE = 64, 256  # boxes that the normalisation is fitted to, and their
 class ImageFiles(Dataset):
     """Images, volumes or fields in files: TIFF, Zarr, NIfTI, NetCDF, HDF5, PNG and others that `nd.open_source` opens.
 
-    With `crop` images may have any sizes: every sample is a part of that size, at a place that is drawn anew each
-    epoch, keyed by the seed, the epoch and the sample, and so the same on every grid. Of a crop each rank reads its
-    tile, never an image whole, where the format can. For validation crops stay where they are. Axes of a file before
-    the spatial ones (time, samples; depth, where crops have two axes) are samples.
+    With `crop` images may have different sizes: every sample is a crop of that size at a random position, redrawn in
+    each epoch, keyed by seed, epoch and sample, and therefore the same on every grid. Each rank reads only its tile of
+    a crop if the format allows. Validation crops are fixed. Leading axes of a file before the spatial ones (time,
+    samples; depth, if crops have two axes) are samples.
 
     Parameters
     ----------
     images : str
-        A pattern such as ``'scans/*.tif'``, ``'data/**/*.png'`` or, of all kinds, ``'data/*'``; 'FILE.nc:NAME' names an
-        array, '#1' a resolution.
+        A pattern such as ``'scans/*.tif'``, ``'data/**/*.png'`` or, for all file types, ``'data/*'``; 'FILE.nc:NAME'
+        names an array, '#1' a resolution level.
     labels : str
-        'folders': each image has the class of its folder's name. FILE.csv: rows of FILE,CLASS, numbers from 0 or names
-        (in their order), or of FILE,NUMBER,... for regression. Otherwise a pattern of masks with the images' names: of
-        whole numbers, a class for each cell, or of others, a target for each cell.
+        'folders': folder names are classes. FILE.csv: rows of FILE,CLASS, with numbers from 0 or names (in sorted
+        order), or of FILE,NUMBER,... for regression. Otherwise a pattern of masks named like the images: integers are a
+        class per cell, other values a target per cell.
     crop : list of int, optional
-        Extents of a crop, [h, w] or [d, h, w]. Default: images whole, which have one size then.
+        Extents of a crop, [h, w] or [d, h, w]. Default: whole images, which must all have the same size.
     crops_per_image : int
-        How many crops are a sample each.
+        Number of crops (samples) per image.
     classes : int, optional
-        Default: those of the folders, or up to the largest of a table; of masks it is not known.
+        Number of classes. Default: that of the folders, or one more than the largest class of a table; unknown for
+        masks.
     ignore_index : int, optional
-        A number in masks that is no class, and left out by a cost with the same `ignore_index`.
+        Value in masks that is not a class, to be ignored by a cost with the same `ignore_index`.
     normalise : 'mean', 'percentile' or 'none'
-        The network sees (x - mean) / std, or (x - p) / (q - p) with the percentiles p and q, of each channel, as found
-        once in up to 64 boxes of 256 cells a side of the training images; checkpoints keep the numbers.
+        The network sees (x - mean) / std, or (x - p) / (q - p) with the percentiles p and q, per channel, computed once
+        from up to 64 boxes of 256 cells per side of the training images; checkpoints store these values.
     percentiles : (float, float)
     mean, std : float or one per channel, optional
-        Instead of what is found.
+        Override the computed values.
     fill : float, optional
-        What the network sees instead of NaN, in the units of the file. Default: NaN is an error.
+        Value substituted for NaN, in the units of the file. Default: NaN is an error.
     seed : int
-        Of the crops' places, and of which images are kept for validation.
+        Seed of the positions of crops and of the choice of validation images.
     validation : float or int
-        How many of the images, drawn once for all, are kept for validation.
+        Fraction or number of the images held out for validation, drawn once.
     test : float or int, or mapping, optional
-        How many of them are kept for the test split; or other files, {images: PATTERN}, whose labels are found as those
-        of the others, or {images: PATTERN, labels: ...}.
+        Fraction or number of the images held out for the test split; or other files, {images: PATTERN}, labelled like
+        the training images, or {images: PATTERN, labels: ...}.
     ahead : bool
-        Read the next batch in a thread while one trains.
+        Prefetch the next batch in a thread.
     cache : int or str
-        Decoded chunks of files in chunks that each rank keeps, of images and of masks each: 128MiB, 4GiB, bytes.
+        Size of each rank's caches of decoded chunks, one for images and one for masks: 128MiB, 4GiB or a number of
+        bytes.
 
     Raises
     ------
     ConfigError
-        An argument cannot be used.
+        If an argument is invalid.
     """
 
     def __init__(
@@ -95,10 +97,10 @@ class ImageFiles(Dataset):
         if crop is not None and not 1 <= len(crop) <= 3:
             raise ConfigError(f"crop: {list(crop)} are {len(crop)} extents; give [h, w] or [d, h, w]")
         if not 0 <= percentiles[0] < percentiles[1] <= 100:
-            raise ConfigError(f"percentiles: {list(percentiles)} cannot be used; give two of 0 to 100, such as [1, 99]")
+            raise ConfigError(f"percentiles: {list(percentiles)} is invalid; expected two of 0 to 100, such as [1, 99]")
         for field, values in (("mean", mean), ("std", std), ("fill", fill)):
             if values is not None and not (np.isfinite(values).all() and (field != "std" or np.min(values) > 0)):
-                raise ConfigError(f"{field}: {values} cannot be used; give {'positive ' * (field == 'std')}numbers")
+                raise ConfigError(f"{field}: {values} is invalid; expected {'positive ' * (field == 'std')}numbers")
         self.images, self.labels, self.crop, self.crops_per_image = images, labels, crop, crops_per_image
         self._classes, self.ignore_index = classes, ignore_index
         self.normalise, self.percentiles, self.mean, self.std, self.fill = normalise, percentiles, mean, std, fill
@@ -115,14 +117,14 @@ class ImageFiles(Dataset):
         self._items: list[Item] = []
 
     def check(self) -> None:
-        """Look at all files' headers: shapes, kinds, masks that are missing or too many, labels out of range."""
+        """Check the headers of all files: shapes, dtypes, missing or surplus masks, labels out of range."""
         rank = None if self.crop is None else len(self.crop)
         self._items = samples_of(matching("images", self.images), rank)
         self._training, groups = len(self._items), [(self.labels, self._items)]
         if isinstance(self._test, Mapping):
             more = samples_of(matching("test.images", self._test["images"]), rank)
             if twice := {item.name for item in more} & {item.name for item in self._items}:
-                raise DataError(f"test: {min(twice)} is an image of training too; let the patterns have no file twice")
+                raise DataError(f"test: {min(twice)} is also a training image; make the patterns disjoint")
             labels = self._test.get("labels", self.labels)
             groups = [*groups, (labels, more)] if labels != self.labels else [(labels, self._items + more)]
             self._items = self._items + more
@@ -141,14 +143,14 @@ class ImageFiles(Dataset):
                 masks += masks_of(labels, items, len(extents))
         kinds = {(of.shape[1:], of.dtype.kind) for of in values} | {(of.shape[-1:], of.dtype.kind, "") for of in masks}
         if len(kinds) > 1:
-            raise DataError("test: has labels of another kind than those of training; give both the same kind")
+            raise DataError("test: has another kind of labels than the training split; give both the same kind")
         self._values, self._masks = np.concatenate(values) if values else None, masks or None
         if self._kept is not None and self._training < 2:
             raise DataError(f"{self.images}: one image cannot be split for validation; give more, or no validation")
         self._numbers()
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
-        """Return the splits; their tiles stay in the files."""
+        """Return the splits, whose tiles are read from the files on demand."""
         if not self._items:
             self.check()
         facts = [f"{item.name} {item.shape} {item.dtype}" for item in [*self._items, *(self._masks or [])]]
@@ -170,7 +172,7 @@ class ImageFiles(Dataset):
             rest = drawn[first:last]
         if last >= self._training:
             raise DataError(
-                f"test: {first} images for validation and {last - first} for it leave no training images; give fewer"
+                f"test: {first} images for validation and {last - first} for test leave no training images; give fewer"
             )
         return [np.sort(of) for of in (drawn[last:], drawn[:first], rest)]
 

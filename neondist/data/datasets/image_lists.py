@@ -1,4 +1,4 @@
-"""Which files a data set of images has, and what belongs to each: looked at before anything is trained."""
+"""Files of a data set of images, and the labels that belong to each, checked before training."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def require_alike(items: Sequence[Item], extents: tuple[int, ...], whole: bool) 
     for item in items:
         if (item.shape[-1], item.dtype, len(item.shape)) != (first.shape[-1], first.dtype, len(first.shape)):
             raise DataError(
-                f"{item.name}: is {_words(item)}, but {first.name} is {_words(first)}; images have the same channels"
-                " and the same dtype"
+                f"{item.name}: is {_words(item)}, but {first.name} is {_words(first)}; all images must have the"
+                " same channels and dtype"
             )
         if whole and item.shape != first.shape:
             raise DataError(f"{item.name}: is {_words(item)}, but {first.name} is {_words(first)}; give crop: [h, w]")
         if any(n < c for n, c in zip(item.extents, extents, strict=True)):
             raise DataError(
-                f"{item.name}: is {_words(item)}, smaller than crop {list(extents)}; leave it out, or crop less"
+                f"{item.name}: is {_words(item)}, smaller than crop {list(extents)}; leave it out, or reduce crop"
             )
 
 
@@ -122,8 +122,8 @@ def labelled(
         except ValueError as error:
             wrong = str(error).partition(": ")[2].removeprefix("np.str_(").removesuffix(")")
             raise DataError(
-                f"{labels}: {wrong} is no number; write FILE,CLASS with a number from 0, or with the"
-                " name of each class, or FILE,NUMBER"
+                f"{labels}: {wrong} is not a number; write FILE,CLASS with a number from 0 or a class name, or"
+                " FILE,NUMBER"
             ) from None
         if not np.isfinite(numbers).all():
             at = int(np.flatnonzero(~np.isfinite(numbers).all(1))[0])
@@ -142,7 +142,7 @@ def _numbered(labels: str, texts: Sequence[str], names: Sequence[str]) -> tuple[
     names = names or sorted(set(texts))
     if unknown := set(texts).difference(names):
         known = ", ".join(names)[:200]
-        raise DataError(f"{labels}: '{min(unknown)}' is no class of training, which has {known}; correct it")
+        raise DataError(f"{labels}: '{min(unknown)}' is not among the training classes, {known}; correct it")
     return np.array([names.index(text) for text in texts]), names
 
 
@@ -156,22 +156,24 @@ def masks_of(pattern: str, items: Sequence[Item], rank: int) -> list[Item]:
     for name, group in masks.items():
         if len(group) != counts[name]:
             of_each = f"{len(group)} of {_words(group[0])}, but its image {name} has {counts[name]}"
-            raise DataError(f"{group[0].name}: as samples it has {of_each}; give a mask for each slice, page or time")
+            raise DataError(f"{group[0].name}: as samples {of_each}; give a mask for each slice, page or time")
     found = [mask for group in masks.values() for mask in group]
     for item, mask in zip(items, found, strict=True):
         if mask.extents != item.extents:
             raise DataError(
-                f"{mask.name}: is {_words(mask)}, but its image {item.name} is {_words(item)}; make them alike"
+                f"{mask.name}: is {_words(mask)}, but its image {item.name} is {_words(item)}; make them match"
             )
     first = found[0]
     for mask in found:
         if (mask.shape[-1], mask.dtype.kind) != (first.shape[-1], first.dtype.kind):
-            raise DataError(f"{mask.name}: is {_words(mask)}, but {first.name} is {_words(first)}; masks are alike")
+            raise DataError(
+                f"{mask.name}: is {_words(mask)}, but {first.name} is {_words(first)}; all masks must match"
+            )
     return found
 
 
 def _by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
-    """Return the mask of each image's name, up to its first dot where that is no other image's."""
+    """Return the mask of each image's name, up to its first dot unless that is another image's."""
     apart = len({_stem(name).partition(".")[0] for name in images}) == len(images)
 
     def called(name: str) -> str:
@@ -221,15 +223,15 @@ def _table(path: Path, items: Sequence[Item]) -> np.ndarray:
     for row in rows:
         name, *others = sorted(named(row[0])) or [""]
         if others:
-            raise DataError(f"{path}: {row[0]!r} may be {name} or {others[0]}; say in which folder")
+            raise DataError(f"{path}: {row[0]!r} could be {name} or {others[0]}; add the folder to the path")
         if not name:
             raise DataError(f"{path}: {row[0]!r} matches no image; remove the row, or correct the pattern of images")
         if len(row) < 2 or (of and len(row) - 1 != len(next(iter(of.values())))):
             raise DataError(
-                f"{path}: the row {','.join(row)[:80]!r} has {len(row) - 1} values; give all the same number"
+                f"{path}: the row {','.join(row)[:80]!r} has {len(row) - 1} values; give all rows the same number"
             )
         if of.setdefault(name, row[1:]) != row[1:]:
-            raise DataError(f"{path}: {row[0]!r} has two labels; keep one")
+            raise DataError(f"{path}: {row[0]!r} has two rows; keep one")
     for item in items:
         if item.name not in of:
             raise DataError(f"{path}: has no row for {item.name}; give each image a label")

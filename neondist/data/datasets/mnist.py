@@ -84,16 +84,15 @@ class MNIST(CachedDataset):
         training and 2,000 test digits. Files with the official number of samples must be the official files, bit
         for bit.
     serialized_path : path, optional
-        Where each rank keeps its decoded tile between runs: an HDF5 file whose name has {rank} (needed for more than
-        one rank) and {size}; `~` is expanded. It is rebuilt when the files, the grid or the format changed. Default:
-        nothing is written.
+        Cache of each rank's decoded tile: an HDF5 file whose name contains {rank} (required for more than one rank) and
+        {size}; `~` is expanded. It is rebuilt when the files, the grid or the format have changed. Default: no cache.
     validation : float or int, optional
-        A fraction, or a number, of the training digits, kept for validation: the last ones of the file.
+        Fraction or number of the training digits held out for validation: the last ones of the file.
 
     Raises
     ------
     ConfigError
-        If an argument is not a path, the template has other fields, or `validation` is no fraction or number.
+        If an argument is not a path, the template has other fields, or `validation` is neither a fraction nor a number.
 
     Notes
     -----
@@ -117,7 +116,7 @@ class MNIST(CachedDataset):
 
     @property
     def folder(self) -> Path:
-        """The folder that the digits come from."""
+        """The folder of the digits."""
         return EMBEDDED if self.path is None else Path(os.path.expanduser(self.path))
 
     def check(self) -> None:
@@ -179,5 +178,5 @@ def _check_official(reader: Reader, file: MnistFile) -> None:
     if reader.header.count == file.count and reader.md5 != file.md5:
         raise DataError(
             f"{reader.path}: has {file.count} samples like the official file, but its unpacked md5 is {reader.md5},"
-            f" expected {file.md5}: it is damaged or another data set; {REMEDY}"
+            f" expected {file.md5}: it it is damaged, or another data set; {REMEDY}"
         )

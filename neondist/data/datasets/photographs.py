@@ -21,22 +21,22 @@ from .synthetic import Extent
 
 
 class Photographs(Dataset):
-    """Grey crops of photographs, whitened, mirrored at random; a crop's class is the photograph that it is from.
+    """Whitened grey-scale crops of photographs, mirrored at random; a crop's class is its photograph.
 
-    Where crop i lies is a function of (seed, split, i) alone. A rank makes its tile of a crop when a batch asks for it;
-    it keeps the whitened photographs, some megabytes.
+    The position of crop i is a function of (seed, split, i) only. A rank computes its tiles of crops on demand from the
+    whitened photographs, a few megabytes in memory.
 
     Parameters
     ----------
     path : path, optional
-        A folder of pictures; `~` is expanded. Default: nine that the wheels of scikit-image and scikit-learn ship.
+        A folder of images; `~` is expanded. Default: nine photographs included in scikit-image and scikit-learn.
     crop : int or (int, int)
         Height and width of a sample.
     train, test : int
-        Number of crops of each split; test crops are other places in the same photographs.
+        Number of crops of each split; test crops are at other positions in the same photographs.
     seed : int
     validation : float or int, optional
-        A fraction, or a number, of the training crops, kept for validation: the last ones.
+        Fraction or number of the training crops held out for validation: the last ones.
 
     Raises
     ------
@@ -57,13 +57,13 @@ class Photographs(Dataset):
         super().__init__(validation=validation)
         sides = list(crop) if isinstance(crop, Sequence | np.ndarray) else [crop, crop]
         if len(sides) != 2:
-            raise ConfigError(f"crop: {crop!r} cannot be used; give a side, or [height, width]")
+            raise ConfigError(f"crop: {crop!r} is invalid; expected a side, or [height, width]")
         self.path = None if path is None else Path(os.path.expanduser(path))
         self.sample_shape = (*map(int, sides), 1)
         self.counts, self.seed = {"train": int(train), "test": int(test)}, int(seed)
 
     def check(self) -> None:
-        """Find the photographs, and check that a crop fits into each; reads their headers, not the pixels."""
+        """Find the photographs and check that a crop fits in each; reads only their headers."""
         self.files = find_photographs(self.path)
         self.classes = len(self.files)
         for file in self.files:
@@ -71,11 +71,11 @@ class Photographs(Dataset):
             if any(n < side for n, side in zip(size, self.sample_shape, strict=False)):
                 sides = " x ".join(map(str, self.sample_shape[:2]))
                 raise DataError(
-                    f"{file}: has {size[0]} x {size[1]} pixels, less than a crop of {sides}; give a smaller crop"
+                    f"{file}: has {size[0]} x {size[1]} pixels, less than the crop {sides}; give a smaller crop"
                 )
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
-        """Return the splits that cut this rank's tile on demand."""
+        """Return the splits, which crop this rank's tile on demand."""
         pictures = [read_grey(file) for file in self.files]
         self.content = " ".join(f"{checksum(picture):08x}" for picture in pictures)
         photographs = [whiten(picture) for picture in pictures]
@@ -164,7 +164,9 @@ def find_photographs(folder: Path | None) -> list[Path]:
         try:
             return pictures_in(folder)
         except OSError as error:
-            raise DataError(f"{folder}: has no images: {error.strerror}; name a folder that has, or no path") from error
+            raise DataError(
+                f"{folder}: has no images: {error.strerror}; name a folder of images, or leave path out"
+            ) from error
     return [path for package in SHIPPED for path in _shipped(package)]
 
 
@@ -184,10 +186,10 @@ def _shipped(package: str) -> list[Path]:
 
 
 def read_size(path: Path) -> tuple[int, int]:
-    """Return (height, width); DataError if it is no picture, or too large for this machine."""
+    """Return (height, width); DataError if it is not a picture, or too large for this machine."""
     return Loader().extents(path)
 
 
 def read_grey(path: Path) -> np.ndarray:
-    """Return a picture's luminance (H, W) in [0, 1] as float32; DataError if it is no picture, or of 16 bits."""
+    """Return a picture's luminance (H, W) in [0, 1] as float32; DataError if it is not a picture, or of 16 bits."""
     return np.asarray(Loader("RGB").picture(path).convert("F"), np.float32) / 255

@@ -21,10 +21,10 @@ _KEPT = 40  # bytes of a sample: its label and phase, its place in the order
 
 
 class Synthetic(Dataset):
-    """Gratings, one direction and wavelength per class, with a random phase per sample and noise in every cell.
+    """Synthetic gratings, one direction and wavelength per class, a random phase per sample, and noise per cell.
 
-    Every cell is a pure function of (seed, split, sample, global cell index): each rank makes only its tile, when a
-    batch asks for it, and all grids see the same numbers, bit for bit.
+    Every cell is a pure function of (seed, split, sample, global cell index): each rank computes only its tile, on
+    demand, and values are bitwise identical on all grids.
 
     Parameters
     ----------
@@ -35,11 +35,11 @@ class Synthetic(Dataset):
     train, test : int
         Number of samples of each split.
     seed : int
-        Another seed gives other phases and other noise of the same classes.
+        Seed of phases and noise; the classes do not depend on it.
     noise : float
-        Half width of the uniform noise; the gratings themselves reach from -1 to 1.
+        Half-width of the uniform noise; the gratings range from -1 to 1.
     validation : float or int, optional
-        A fraction, or a number, of the training samples, kept for validation: the last ones.
+        Fraction or number of the training samples held out for validation: the last ones.
 
     Raises
     ------
@@ -68,12 +68,12 @@ class Synthetic(Dataset):
         self.seed, self.noise = int(seed), float(noise)
 
     def check(self) -> None:
-        """Check that there is memory for what is kept of each sample; the constructor has checked the arguments."""
+        """Check that there is enough memory for the data kept per sample; arguments are checked by the constructor."""
         count = sum(self.counts.values())
-        require_room(_KEPT * count, f"what is kept of {count} samples", "give fewer for train and test")
+        require_room(_KEPT * count, f"bookkeeping for {count} samples", "give fewer for train and test")
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
-        """Return the splits that make this rank's tile on demand."""
+        """Return the splits, which compute this rank's tile on demand."""
         box = tile_slices(grid, self.sample_shape)
         tiles = {
             name: Gratings(self.sample_shape, box, self.classes, count, (self.seed, name), self.noise)

@@ -90,7 +90,7 @@ class Sequential(RecordReader):
 
 
 class Users(RecordReader):
-    """What a function of the user's returned: anything with a length, and arrays by number."""
+    """Return value of a user's function: an object with a length that returns arrays by number."""
 
     def __init__(self, name: str, records: Any) -> None:
         super().__init__(name)

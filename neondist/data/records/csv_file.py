@@ -36,7 +36,7 @@ class CsvRecords(RecordReader):
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({reason(error)}); name a CSV file") from error
         if not len(self._starts):
-            raise DataError(f"{path}: is empty; a CSV file has a record a line")
+            raise DataError(f"{path}: is empty; expected one record per line")
         head = [self._cells(number) for number in range(min(2, len(self._starts)))]
         named = len(head) > 1 and len(head[0]) == len(head[1])
         named = named and any(not _number(name) and _number(value) for name, value in zip(*head, strict=True))
@@ -67,11 +67,11 @@ class CsvRecords(RecordReader):
         except ValueError as error:
             at = next(at for at, cell in enumerate(cells) if not _number(cell))
             column = self.columns[at] if self.columns else at + 1
-            raise self._bad(number, f"column {column}: {cells[at]!r} is no number") from error
+            raise self._bad(number, f"column {column}: {cells[at]!r} is not a number") from error
 
     def _bad(self, number: int, what: str) -> BadRecord:
         place = f"{self.path}:{self._lines[number]}"
-        return BadRecord(number, f"{place}: {what}; correct the row, or leave it out with --skip-bad-records")
+        return BadRecord(number, f"{place}: {what}; correct the row, or skip it with --skip-bad-records")
 
     def _cells(self, number: int) -> list[str]:
         self._file.seek(self._starts[number])

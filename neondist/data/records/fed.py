@@ -93,7 +93,7 @@ class Samples:
         self.reader, self.feed, self.mode = reader, feed, mode
         self.numbers = np.setdiff1d(np.arange(len(reader)), np.asarray(bad, np.intp))
         if not len(self.numbers):
-            raise DataError(f"{reader.name}: has no records that can be used")
+            raise DataError(f"{reader.name}: has no usable records")
         self._last = lru_cache(maxsize=2)(self._make)  # images and targets of a batch are asked for one by one
 
     def __len__(self) -> int:

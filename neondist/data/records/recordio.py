@@ -33,13 +33,13 @@ _NPY = b"\x93NUMPY"
 
 
 class RecordIOWriter:
-    """Write records to a RecordIO file, which gets its name when it is complete.
+    """Writer of RecordIO files; the file is renamed to its final name when it is complete.
 
     Parameters
     ----------
     path : path
     records_per_chunk : int
-        A checksum guards a chunk, and a chunk is read whole.
+        Chunks have a checksum and are read whole.
     compressor : {None, 'gzip'}
 
     Examples
@@ -50,7 +50,7 @@ class RecordIOWriter:
 
     def __init__(self, path: str | Path, records_per_chunk: int = 1, compressor: Literal["gzip"] | None = None) -> None:
         if compressor not in (None, "gzip"):
-            raise ConfigError(f"compressor: {compressor!r} cannot be used; give None or 'gzip'")
+            raise ConfigError(f"compressor: {compressor!r} is invalid; expected None or 'gzip'")
         self.path, self.records_per_chunk = Path(path), records_per_chunk
         self._compressor, self._records = _NONE if compressor is None else _GZIP, list[bytes]()
         try:
@@ -59,7 +59,7 @@ class RecordIOWriter:
             raise OutputError(f"{path}: cannot be written ({reason(error)}); {REMEDY}") from error
 
     def write(self, record: Any) -> None:
-        """Append a record: bytes as they are, or an array in NumPy's .npy format."""
+        """Append a record: bytes, or an array in NumPy's .npy format."""
         if not isinstance(record, bytes):
             buffer = io.BytesIO()
             np.save(buffer, np.asarray(record), allow_pickle=False)
@@ -139,8 +139,7 @@ class RecordIORecords(RecordReader):
     def _bad(self, number: int, what: str) -> BadRecord:
         return BadRecord(
             number,
-            f"{self.path}: record {number}: {what}; write the file anew, or leave such records out with"
-            " --skip-bad-records",
+            f"{self.path}: record {number}: {what}; rewrite the file, or skip such records with --skip-bad-records",
         )
 
     def _index(self) -> list[tuple[int, int]]:
@@ -151,11 +150,11 @@ class RecordIORecords(RecordReader):
             self._file.seek(at)
             head = self._file.read(_HEADER.size)
             if len(head) < _HEADER.size or _HEADER.unpack(head)[0] != MAGIC:
-                what = "no chunk begins at byte" if chunks else "is no RecordIO file: no chunk begins at byte"
-                raise DataError(f"{self.path}: record {records}: {what} {at}; write the file anew")
+                what = "no chunk begins at byte" if chunks else "is not a RecordIO file: no chunk begins at byte"
+                raise DataError(f"{self.path}: record {records}: {what} {at}; rewrite the file")
             _, _, _, length, count = _HEADER.unpack(head)
             if at + _HEADER.size + length > size:
-                raise DataError(f"{self.path}: record {records}: the file ends inside of its chunk; write it anew")
+                raise DataError(f"{self.path}: record {records}: the file ends inside its chunk; rewrite it")
             if count:
                 chunks.append((at, count))
             at, records = at + _HEADER.size + length, records + count
@@ -187,7 +186,7 @@ class RecordIORecords(RecordReader):
         try:
             found: np.ndarray = np.load(io.BytesIO(record), allow_pickle=False)
         except (ValueError, EOFError, SyntaxError) as error:
-            raise self._bad(number, f"is no array in .npy format ({error})") from error
+            raise self._bad(number, f"is not an array in .npy format ({error})") from error
         return found
 
 
@@ -195,14 +194,16 @@ def _unpacked(packed: bytes, compressor: int) -> bytes:
     if compressor == _NONE:
         return packed
     if compressor == _SNAPPY:
-        raise ValueError("is packed with snappy, which is not read; write the file with gzip or without compression")
+        raise ValueError(
+            "is compressed with snappy, which is not supported; write the file with gzip or without compression"
+        )
     if compressor != _GZIP:
         raise ValueError(f"has an unknown compressor, {compressor}")
     unpacking = zlib.decompressobj(wbits=31)
     try:
         data = unpacking.decompress(packed, _LARGEST)
     except zlib.error as error:
-        raise ValueError(f"cannot be unpacked ({error})") from error
+        raise ValueError(f"cannot be decompressed ({error})") from error
     if unpacking.unconsumed_tail:
         raise ValueError(f"has more than {_LARGEST:,} bytes")
     return data

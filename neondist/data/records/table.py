@@ -60,14 +60,14 @@ class TableRecords(RecordReader):
             return np.array([str(value) for value in row])
         for name, value in zip(self.columns, row, strict=True):
             if not _number(value):
-                raise BadRecord(number, f"{self.name}: row {number}: column {name}: {value!r} is no number")
+                raise BadRecord(number, f"{self.name}: row {number}: column {name}: {value!r} is not a number")
         return np.array(row, np.float64)
 
     def _require_file(self, path: str | None) -> None:
         from pathlib import Path
 
         if path in (None, "", ":memory:") or not Path(str(path)).is_file():
-            raise DataError(f"{self.name}: there is no database {path}; correct the URL")
+            raise DataError(f"{self.name}: no database {path}; correct the URL")
 
     def _table(self, sqlalchemy: Any, engine: Any, table: str) -> Any:
         names = sqlalchemy.inspect(engine).get_table_names()
@@ -77,7 +77,7 @@ class TableRecords(RecordReader):
             has = f"the database has {', '.join(names) or 'none'}"
             if not table:
                 raise DataError(f"{self.name}: name a table, as URL#TABLE; {has}")
-            raise DataError(f"{self.name}: there is no table '{table}'; {has}")
+            raise DataError(f"{self.name}: no table '{table}'; {has}")
         return sqlalchemy.Table(table, sqlalchemy.MetaData(), autoload_with=engine)
 
 

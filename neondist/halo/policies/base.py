@@ -1,4 +1,4 @@
-"""What every exchange policy says of itself."""
+"""Base class of exchange policies."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Fill: TypeAlias = Literal["zeros", "reflect", "replicate"]
 
 
 class ExchangePolicy(Registered, ABC):
-    """A border scheme: how cells of other tiles reach a view in fprop (`forward`), and what returns in bprop.
+    """A border scheme: the exchange of halo cells in fprop (`forward`) and of their gradients in bprop.
 
-    A policy keeps nothing itself, since one object may serve all layers of a model: `halo.memory` is for that.
+    A policy is stateless, because one object may serve all layers of a model; state goes into `halo.memory`.
 
     Attributes
     ----------
     exact : bool
-        True if outputs and gradients are those of one process.
+        True if outputs and gradients equal those of one process.
     formula : str
-        What is sent, in words: n samples, c channels, an inner tile of h x w cells, a window of radius O.
+        Message volume in words, for n samples, c channels, an inner tile of h x w cells and a window of radius O.
     """
 
     exact = False
@@ -36,28 +36,28 @@ class ExchangePolicy(Registered, ABC):
 
     @property
     def has_memory(self) -> bool:
-        """Whether it keeps something from one training step for the next."""
+        """Whether state is kept between training steps."""
         return bool(self.remembers) or type(self).remembered is not ExchangePolicy.remembered
 
     @abstractmethod
     def forward(self, halo: HaloExchange) -> None:
-        """Let cells cross."""
+        """Exchange halo cells."""
 
     @abstractmethod
     def backward(self, halo: HaloExchange) -> None:
-        """Let gradients cross."""
+        """Exchange gradients of halo cells."""
 
     def remembered(self, halo: HaloExchange) -> list[Any]:
-        """Return what later training steps need of `halo.memory`: flat arrays of the cells' dtype.
+        """Return the part of `halo.memory` that later training steps need, as flat arrays of the cells' dtype.
 
-        They go into checkpoints, and are put back where a step is skipped. All ranks return as many.
+        They are stored in checkpoints and restored when a step is skipped. All ranks return the same number of arrays.
         """
         return [halo.memory[name] for name in self.remembers if name in halo.memory]
 
     def remember(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
-        """Make `halo.memory` what it was when `remembered` returned this, on the same grid; it may start messages.
+        """Restore `halo.memory` from a result of `remembered` on the same grid; may start messages.
 
-        Nothing is under way then. Without arrays there was nothing to remember.
+        No messages are pending when it is called. Without arrays the state is empty.
         """
         for name in self.remembers:
             halo.memory.pop(name, None)
@@ -65,28 +65,28 @@ class ExchangePolicy(Registered, ABC):
             halo.memory.update(zip(self.remembers, arrays, strict=True))
 
     def message_bytes(self, numbers: int, itemsize: int, direction: str) -> int:
-        """Return the bytes of one message that stands for so many numbers of the halo.
+        """Return the size in bytes of a message for so many halo elements.
 
         Parameters
         ----------
         itemsize : int
-            Bytes of a number.
+            Bytes per element.
         direction : 'forward' or 'backward'
         """
         return numbers * itemsize
 
     def exchanges(self, direction: str) -> tuple[int, float, int]:
-        """Return how many exchanges of all messages a call of `forward`, or of `backward`, starts.
+        """Return the number of exchanges that a call of `forward`, or of `backward`, starts.
 
         Returns
         -------
         least, mean, most
-            The mean is that of many training steps.
+            The mean is over many training steps.
         """
         return 1, 1, 1
 
     def check_messages(self, numbers: Sequence[int], sent: Sequence[int], itemsize: int, direction: str) -> None:
-        """Raise PlanError if messages that stand for so many numbers have other bytes than `message_bytes` says."""
+        """Raise PlanError if messages for so many elements differ in size from `message_bytes`."""
         declared = [self.message_bytes(n, itemsize, direction) for n in numbers]
         if list(sent) != declared:
             raise PlanError(
@@ -95,7 +95,7 @@ class ExchangePolicy(Registered, ABC):
             )
 
     def check_exchanges(self, count: int, direction: str) -> None:
-        """Raise PlanError if a call has started another number of exchanges than `exchanges` says."""
+        """Raise PlanError if a call started another number of exchanges than `exchanges` declares."""
         least, _, most = self.exchanges(direction)
         if not least <= count <= most:
             raise PlanError(
@@ -104,5 +104,5 @@ class ExchangePolicy(Registered, ABC):
             )
 
     def mean_bytes(self, messages: Sequence[int], itemsize: int, direction: str) -> float:
-        """Return the bytes of messages of so many numbers, in the mean of many training steps."""
+        """Return the bytes of messages for so many elements, averaged over many training steps."""
         return self.exchanges(direction)[1] * sum(self.message_bytes(n, itemsize, direction) for n in messages)

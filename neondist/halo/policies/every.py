@@ -11,9 +11,9 @@ from .base import ExchangePolicy, Fill
 
 
 class Every(ExchangePolicy):
-    """Exchanges in each j-th training step; between, cells are those of the last exchange, or filled.
+    """Halo exchange in every j-th training step; in between, halo cells are those of the last exchange, or filled.
 
-    In evaluation it always exchanges. Cells that are reused belong to another batch.
+    Evaluation always exchanges. Reused cells belong to another batch.
 
     Parameters
     ----------
@@ -45,12 +45,12 @@ class Every(ExchangePolicy):
         return [halo.memory["last"].incoming] if "last" in halo.memory else []
 
     def remember(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
-        """Let them be what has arrived last; without them nothing has."""
+        """Restore the cells of the last exchange; without arrays there was none."""
         last = halo.memory.pop("last", None)
         for cells in arrays:
             halo.memory["last"] = last or halo.packed()
             halo.memory["last"].incoming[...] = cells
 
     def exchanges(self, direction: str) -> tuple[int, float, int]:
-        """Return those of every step, or of each j-th."""
+        """Return the exchanges of every step, or of every j-th."""
         return int(self.j == 1), 1 / self.j, 1

@@ -10,16 +10,16 @@ from .base import ExchangePolicy
 
 
 class Halo(ExchangePolicy):
-    """Every cell is sent, every gradient of it returns and is added: the numbers of one process.
+    """Exact halo exchange: all cells are sent, and all their gradients are returned and added.
 
     Parameters
     ----------
     backward : {'scatter', 'gather', 'auto'}
-        'scatter' sends the gradients of other tiles' input cells to them. 'gather' fetches the gradients of other
-        tiles' output cells and computes those of all own input cells from them, which convolutions padded with zeros
-        can. 'auto' gathers where that is fewer bytes.
+        'scatter' sends the gradients of other tiles' input cells to their owners. 'gather' fetches the gradients of
+        other tiles' output cells and computes those of all own input cells from them, which is possible for zero-padded
+        convolutions. 'auto' gathers where that is fewer bytes.
     dtype : {'bfloat16', 'float16'}, optional
-        In which cells and gradients travel, rounded; default: in that of the model.
+        Dtype to which cells and gradients are rounded for messages. Default: that of the model.
     """
 
     exact = True

@@ -7,7 +7,7 @@ from .base import ExchangePolicy
 
 
 class HaloOneway(ExchangePolicy):
-    """Cells are sent, gradients of other tiles' cells are dropped: exact outputs, inexact gradients at the seams."""
+    """Halo exchange in fprop only: exact outputs; gradients of other tiles' cells are dropped."""
 
     formula = "forward H = n c (2 O (h + w) + 4 O²) numbers, backward 0"
 
@@ -16,7 +16,7 @@ class HaloOneway(ExchangePolicy):
         halo.exchange()
 
     def backward(self, halo: HaloExchange) -> None:
-        """Forget their gradients."""
+        """Drop their gradients."""
         halo.drop()
 
     def exchanges(self, direction: str) -> tuple[int, float, int]:

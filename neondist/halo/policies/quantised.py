@@ -14,13 +14,13 @@ from .base import ExchangePolicy
 
 
 class Quantised(ExchangePolicy):
-    """Cells and gradients travel as integers of few bits, with one scale for each message: its largest number.
+    """Halo exchange of quantised cells and gradients: integers of a few bits with one scale per message, its maximum.
 
     Parameters
     ----------
     bits : {16, 8}
     feedback : bool
-        What rounding took from a gradient is added to the next one (Seide et al. 2014).
+        Error feedback: the rounding error of a gradient is added to the next one (Seide et al. 2014).
     """
 
     remembers = ("rest",)
@@ -30,7 +30,7 @@ class Quantised(ExchangePolicy):
         self.bits, self.feedback, self.kind = bits, feedback, np.dtype(f"int{bits}")
 
     def forward(self, halo: HaloExchange) -> None:
-        """Send rounded cells or gradients, and keep what rounding took from gradients."""
+        """Send quantised cells or gradients, and keep the rounding error of gradients."""
         numbers, memory = [cells.ravel() for cells in halo.outgoing()], halo.memory
         xp = namespace(halo.array)
         if halo.training and "rest" in memory:

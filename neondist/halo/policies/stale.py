@@ -12,10 +12,10 @@ from .base import ExchangePolicy
 
 
 class Stale(ExchangePolicy):
-    """Uses the cells that left `steps` training steps ago; this step's travel meanwhile, so that nobody waits.
+    """Asynchronous halo exchange: uses the cells sent `steps` training steps ago, so no rank waits.
 
-    What arrives belongs to an earlier batch, which only helps where batches resemble each other. The first steps, and
-    evaluation, exchange and wait.
+    The cells received belong to an earlier batch, which only helps if batches are similar. The first steps and
+    evaluation exchange synchronously.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class Stale(ExchangePolicy):
         self.steps = steps
 
     def forward(self, halo: HaloExchange) -> None:
-        """Send this step's cells, and place those of an earlier one."""
+        """Send this step's cells, and use those of an earlier step."""
         if not halo.training:
             halo.exchange()
             return
@@ -43,11 +43,11 @@ class Stale(ExchangePolicy):
     backward = forward
 
     def remembered(self, halo: HaloExchange) -> list[Any]:
-        """Return the cells under way, of the earliest step first."""
+        """Return the cells in flight, earliest step first."""
         return [packed.outgoing for packed in halo.memory.get("travelling", ())]
 
     def remember(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
-        """Send them once more."""
+        """Resend the cells."""
         known = [*halo.memory.get("travelling", ())][: len(arrays)]
         halo.memory["travelling"] = deque(known + [halo.packed() for _ in arrays[len(known) :]])
         for packed, cells in zip(halo.memory["travelling"], arrays, strict=True):
@@ -55,5 +55,5 @@ class Stale(ExchangePolicy):
             packed.start()
 
     def exchanges(self, direction: str) -> tuple[int, float, int]:
-        """Return one; the first steps wait for another."""
+        """Return one exchange; the first steps need another one."""
         return 1, 1, 2

@@ -7,16 +7,16 @@ from .base import ExchangePolicy, Fill
 
 
 class Tower(ExchangePolicy):
-    """Nothing is sent: cells of other tiles are filled from the own ones, and gradients are those of that network.
+    """No exchange: halo cells are filled from the tile itself, with the gradients of that network.
 
-    Towers meet in the fully connected layers, or in the layer whose scheme says `merge: true`.
+    Towers are merged in the fully connected layers, or in a layer whose scheme has `merge: true`.
 
     Parameters
     ----------
     fill : {'zeros', 'reflect', 'replicate'}
-        What stands for the cells of other tiles; 'zeros' means whatever the layer is padded with.
+        Fill for the cells of other tiles; 'zeros' means the padding of the layer.
     merge : bool
-        In this layer the towers meet: it exchanges, exactly.
+        Merge the towers in this layer with an exact exchange.
     """
 
     formula = "0; H each way where merge is true"
@@ -25,7 +25,7 @@ class Tower(ExchangePolicy):
         self.fill, self.merge, self.exact = fill, merge, merge
 
     def forward(self, halo: HaloExchange) -> None:
-        """Fill the cells, in bprop the adjoint; exchange where the towers meet."""
+        """Fill the cells, in bprop the adjoint; exchange where towers are merged."""
         if self.merge:
             halo.exchange()
         else:
@@ -34,5 +34,5 @@ class Tower(ExchangePolicy):
     backward = forward
 
     def exchanges(self, direction: str) -> tuple[int, float, int]:
-        """Return none, or one where the towers meet."""
+        """Return none, or one where towers are merged."""
         return (1, 1, 1) if self.merge else (0, 0, 0)

@@ -40,13 +40,15 @@ def check(path: Path) -> None:
             if not title.startswith(TITLE):
                 raise DataError(f"{path}: is not a neondist checkpoint, or its header is damaged; name another file")
             if title != f"{TITLE} {FORMAT}":
-                raise DataError(f"{path}: is a '{title[:40]}', this neondist reads format {FORMAT}; or it is damaged")
+                raise DataError(
+                    f"{path}: is a '{title[:40]}', but this neondist reads format {FORMAT}; or it is damaged"
+                )
             if found != _header(*_measure(file)):
                 raise DataError(
                     f"{path}: damaged (its checksum is wrong); restore it from a copy, or name another file"
                 )
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file; name a checkpoint that a run has written") from None
+        raise DataError(f"{path}: no such file; name a checkpoint written by a run") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from None
 

@@ -1,4 +1,4 @@
-"""Which rank holds which part of a whole array."""
+"""Assignment of the parts of whole arrays to ranks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ DEPTH = 20  # groups inside of groups; a file of ours has the depth of layers' n
 
 @dataclass(frozen=True)
 class Facts:
-    """What a file holds, known on every rank.
+    """Facts about a file, known on every rank.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ def _look(group: Any, prefix: str, facts: Facts) -> None:
     import h5py
 
     if prefix.count("/") > DEPTH:
-        raise ValueError("its groups go too deep")
+        raise ValueError("its groups are nested too deeply")
     for name in group:
         full = prefix + name
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):

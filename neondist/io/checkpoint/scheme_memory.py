@@ -1,4 +1,4 @@
-"""What border schemes remember of earlier steps. Each rank has its own, so only the same grid can go on with it."""
+"""State of border schemes from earlier steps. It is local to each rank, so only the same grid can restore it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Exchanged: TypeAlias = Mapping[str, Sequence[GlobalArray]]
 
 @dataclass(frozen=True)
 class Memory:
-    """What all ranks remember, as it is written into a checkpoint.
+    """State of border schemes on all ranks, as written to a checkpoint.
 
     Attributes
     ----------
@@ -91,7 +91,10 @@ def remind(file: Opened, exchanged: Exchanged, owner: str, world: Transport) -> 
         told = plain_json(text, dict)
         before, layers = of_kind("'of'", told["of"], str), of_kind("'layers'", told["layers"], dict)
         if before != owner:
-            return f"border schemes forget earlier steps: the checkpoint is of {before}, this run has {owner}"
+            return (
+                f"border schemes discard the cells of earlier steps: the checkpoint is of {before}, this run has"
+                f" {owner}"
+            )
         pieces = []
         for name, ranks in layers.items():
             for entries in of_kind(name, ranks, list):
@@ -114,7 +117,7 @@ def remind(file: Opened, exchanged: Exchanged, owner: str, world: Transport) -> 
                 array = exchanged[name][at]
                 array.remember({key: [*map(array.backend.from_host, flat)] for key, flat in memory.items()})
     except (ShapeError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError, MemoryError) as problem:
-        error = DataError(f"{file.facts.path}: what border schemes remember does not fit the model ({problem})")
+        error = DataError(f"{file.facts.path}: the saved state of border schemes does not match the model ({problem})")
     agree(world, error)
     return ""
 

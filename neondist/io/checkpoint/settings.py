@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import ConfigError
 
 PAIRS = "pairs"
-"""The key under which a mapping is kept whose keys are no texts."""
+"""The key under which a mapping is kept whose keys are not strings."""
 
 
 def to_plain(name: str, value: Any) -> Any:
@@ -18,7 +18,7 @@ def to_plain(name: str, value: Any) -> Any:
     Raises
     ------
     ConfigError
-        It, or something in it, is no number, text, list or mapping; `name` says of what.
+        It, or something in it, is not a number, text, list or mapping; `name` says of what.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

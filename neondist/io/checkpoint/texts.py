@@ -1,4 +1,4 @@
-"""JSON that a checkpoint holds, which somebody may have made by hand."""
+"""JSON in checkpoints, which may have been crafted by hand."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def plain_json(text: str, kind: type[T]) -> T:
     try:
         found = json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
     return of_kind("it", found, kind)
 
 
 def of_kind(name: str, value: Any, kind: type[T]) -> T:
     """Return a value that has to be a dict, a list or a str; ValueError if it is not."""
     if type(value) is not kind:
-        raise ValueError(f"{name} is no {kind.__name__}")
+        raise ValueError(f"{name} is not of type {kind.__name__}")
     return value
 
 
 def whole(name: str, value: Any, least: int = 0) -> int:
     """Return a value that has to be a whole number from `least`; ValueError if it is none."""
     if type(value) is not int or not least <= value < LARGEST:
-        raise ValueError(f"{name} is no whole number from {least}")
+        raise ValueError(f"{name} is not an integer of at least {least}")
     return value

@@ -17,7 +17,7 @@ MOST = 3
 
 @dataclass(frozen=True)
 class Taken:
-    """What became of the arrays of a model and of a file, by '<layer name>/<parameter>'.
+    """Outcome of matching the arrays of a model with those of a file, by '<layer name>/<parameter>'.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Taken:
 
     def __str__(self) -> str:
         told = self.differences()
-        return f"{len(self.taken)} arrays taken{'; ' * bool(told)}{told}"
+        return f"{len(self.taken)} arrays loaded{'; ' * bool(told)}{told}"
 
     def differences(self, most: int | None = None) -> str:
         """Return the names that differ, of each kind so many at most."""

@@ -119,6 +119,6 @@ def _told(path: Path, error: Exception) -> Exception:
 
 def _message(path: Path, reason: str) -> str:
     return (
-        f"{path}: the checkpoint cannot be written ({reason}); the one before it is as it was; make room or check"
-        " permissions, then go on with --resume, or choose another folder with --output"
+        f"{path}: the checkpoint cannot be written ({reason}); the previous one is unchanged; free disk space or"
+        " check permissions, then continue with --resume, or choose another folder with --output"
     )

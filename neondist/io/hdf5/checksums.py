@@ -169,13 +169,13 @@ def _block_of(name: str, shape: tuple[int, ...], table: Any) -> tuple[int, ...]:
         raise ValueError(f"{name}: its checksums are damaged")
     found = tuple(int(n) for n in block)
     if table.dtype != np.uint32 or table.shape != tuple(ceil(n / b) for n, b in zip(shape, found, strict=True)):
-        raise ValueError(f"{name}: its checksums are of another array; write the file again")
+        raise ValueError(f"{name}: its checksums belong to another array; rewrite the file")
     return found
 
 
 def _compare(name: str, cells: np.ndarray, expected: int, sample: int) -> None:
     if checksum(cells) != expected:
-        raise ValueError(f"{name}: wrong checksum in sample {sample}: it is not as it was written")
+        raise ValueError(f"{name}: wrong checksum in sample {sample}: it has changed since it was written")
 
 
 def checksum(cells: np.ndarray) -> int:

@@ -40,7 +40,7 @@ def open_file(path: Path, refusal: str | None = None) -> Any:
     with faults(path):
         with open_regular(path) as file:
             if file.read(len(SIGNATURE)) != SIGNATURE and not h5py.is_hdf5(path):
-                refusal = refusal or f"not an HDF5 file; make one with: neondist data convert SOURCE --to {path}"
+                refusal = refusal or f"not an HDF5 file; create one with: neondist data convert SOURCE --to {path}"
                 raise DataError(f"{path}: {refusal}")
         try:
             return h5py.File(path, "r")
@@ -74,7 +74,7 @@ def faults(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
     except (OSError, KeyError, ValueError, RuntimeError, TypeError, AttributeError, OverflowError) as error:
         reason = " ".join(str(error).strip("'\"").split())
-        raise DataError(f"{path}: damaged, or another kind of file ({reason}); restore it from a good copy") from error
+        raise DataError(f"{path}: damaged, or of another file type ({reason}); restore it from a good copy") from error
 
 
 def find(file: Any, name: str) -> Any:
@@ -155,5 +155,5 @@ def get_text(attributes: Any, name: str) -> str:
 
 
 def plain(array: Any) -> bool:
-    """Tell whether the cells of a dataset (or of an attribute's id) are numbers: no text, references or records."""
+    """Return whether the cells of a dataset (or of an attribute's id) are numbers: no text, references or records."""
     return array.dtype.kind in "biuf"

@@ -117,7 +117,7 @@ class DeferredErrorFile:
 
 
 class _Sink:
-    """What h5py writes to instead of a new file, which keeps a failure to itself until it is asked for.
+    """File object for h5py that holds back a failure until it is asked for.
 
     libhdf5 cannot close a file that the disk has refused a part of: the file stays open, its room stays taken, and the
     process ends in a segmentation fault (libhdf5 2.0). So it is told that all is well, and nothing more is written.

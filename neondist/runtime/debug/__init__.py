@@ -1,4 +1,4 @@
-"""What `--debug-halo` does to the layers of a model.
+"""Effects of `--debug-halo` on the layers of a model.
 
 mark: a NaN that tells where it came from. shadow: what a layer is given instead of a buffer. guard: a layer's task that
 looks for mistakes. Messages are watched by comm.DebugTransport.

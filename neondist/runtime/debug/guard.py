@@ -71,14 +71,14 @@ class GuardedContext(StepContext):
             Whose cells have to be filled.
         """
         if not gathers:
-            what = "numbers of its view's gradient were never written, or computed from cells that are not its own"
+            what = "values of its view's gradient were never written, or computed from cells outside its view"
             self._check_cells(direction, array, given[-1], what)
             return self.named(direction, move, *given)
         if buffer is not None:
             mark_buffer(buffer)
         view = self.named(direction, move, *given)
-        remedy = f"; scheme {type(array.policy).__name__} has to fill every cell of other tiles"
-        self._check_cells(direction, array, view, "numbers of its view were never filled", remedy)
+        remedy = f"; scheme {type(array.policy).__name__} must fill every cell of other tiles"
+        self._check_cells(direction, array, view, "values of its view were never filled", remedy)
         return view
 
     def _check_cells(self, direction: str, array: GlobalArray, cells: Any, what: str, remedy: str = "") -> None:
@@ -116,7 +116,7 @@ class GuardedContext(StepContext):
         if found.any():
             raise self.problem(
                 direction,
-                f"{found.sum()} of its {what} were computed from cells beyond what it was given, or never written, the"
+                f"{found.sum()} of its {what} were computed from cells outside its view, or never written, the"
                 f" first at index {tuple(map(int, np.argwhere(found)[0]))}; its window may be too small",
             )
 
@@ -129,7 +129,7 @@ class GuardedTask(LayerTask):
     def compute(self, ctx: Any, view: Any) -> Any:
         """Call forward with a copy of the view."""
         y = self.layer.forward(ctx, self._shadow(ctx, view))
-        ctx.check_views("forward", "wrote into its view; work on a copy")
+        ctx.check_views("forward", "modified its view in place; work on a copy")
         ctx.check_marks("forward", "outputs", y)
         return y
 
@@ -139,12 +139,12 @@ class GuardedTask(LayerTask):
 
     def compute_back(self, ctx: Any, dy: Any) -> Any:
         """Call backward with a copy of dy."""
-        ctx.check_views("backward", "finds that its view has been written to since its forward; work on a copy")
+        ctx.check_views("backward", "found that its view was modified since its forward; work on a copy")
         given = Shadow(dy)
         dview = self.layer.backward(ctx, given.array)
         if given.changed:
-            raise ctx.problem("backward", "wrote into the gradient of its outputs; work on a copy")
-        ctx.check_views("backward", "wrote into its view; work on a copy")
+            raise ctx.problem("backward", "modified the gradient of its outputs in place; work on a copy")
+        ctx.check_views("backward", "modified its view in place; work on a copy")
         for name, gradient in self.layer.grads.items():
             ctx.check_marks("backward", f"gradients of '{name}'", gradient)
         if dview is not None:

@@ -43,7 +43,7 @@ class Shadow:
 
     @property
     def changed(self) -> bool:
-        """Whether somebody has written into the copy."""
+        """Whether the copy has been modified."""
         return fingerprint(self.array) != self.sum
 
 

@@ -1,4 +1,4 @@
-"""Where the seconds of a model's steps go: by layer and by kind of work."""
+"""Breakdown of the time of a model's steps by layer and by kind of work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = {"halo": "exchange", "wait": "wait"}
 
 
 class Clock(Observer):
-    """Charges time to the innermost piece of work that it is told of.
+    """Charges time to the innermost piece of work in progress.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class Clock(Observer):
         self._mark = 0.0
 
     def begin(self, what: str, name: str, direction: str, subject: object) -> None:
-        """Charge what comes to a row, or to the row at work."""
+        """Charge an amount to a row, or to the current row."""
         self._charge()
         row = _ROWS.get(what) or name or (self._stack[-1][0] if self._stack else REST)
         self._stack.append((row, _KINDS.get(what, direction or "forward")))

@@ -11,7 +11,7 @@ from ...layers import Layer
 
 
 class Account(NamedTuple):
-    """What messages are recorded under.
+    """Key under which messages are recorded.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Where in a step a number first was not finite."""
+"""Search for the first non-finite value in a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...observer import Observer
 from ...parallel import finite
 from ...precision import LossScaler
 
-REMEDY = "lower the learning rate, look at the data, or set nonfinite: skip"
+REMEDY = "lower the learning rate, check the data, or set nonfinite: skip"
 PATIENCE = 100
 """Steps in a row that may be skipped."""
 
@@ -57,7 +57,7 @@ class NonFiniteMonitor:
 
 
 class SchemeMemory:
-    """What border schemes remember before a step, to be put back where the step is skipped.
+    """State of border schemes before a step, restored if the step is skipped.
 
     Parameters
     ----------

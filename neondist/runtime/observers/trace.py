@@ -1,4 +1,4 @@
-"""What all ranks do and when, as a file for Perfetto or chrome://tracing."""
+"""Timeline of all ranks, as a file for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank is doing, in words."""
+"""Description of a rank's current activity."""
 
 from __future__ import annotations
 

@@ -33,34 +33,35 @@ def from_torch(
     model: type[Model] | None = None,
     **arguments: Any,
 ) -> Model:
-    """Return a model of neondist's layers that computes what a module does, with copies of its weights.
+    """Convert a PyTorch module to an equivalent model of neondist layers, with copies of its weights.
 
-    Numbers are the same but for rounding, in training and in evaluation, running statistics included; only dropout
-    draws others. The model has images (N, *spatial, C), as all of neondist's, where PyTorch has (N, C, *spatial).
-    The module stays as it is, and shares nothing with the model.
+    Results agree up to rounding in training and evaluation, including running statistics; only dropout draws different
+    random numbers. Images are (N, *spatial, C), as in all neondist models, instead of PyTorch's (N, C, *spatial). The
+    module is not modified and shares no memory with the model.
 
     Parameters
     ----------
     module : nn.Module
-        On the CPU, with one input and one output, all parameters trained, and all modules inside in one mode.
+        A module on the CPU with one input and one output, all parameters trainable, and all submodules in the same
+        mode.
     example_shape : (N, C, *spatial) or (N, C)
-        Of the whole batch and the whole image.
+        Global shape, of the whole batch and image.
     grid : ProcessGrid, optional
         Default: all ranks (distributed models), or this process alone (serial ones).
     model : class, optional
-        Default ConvnetDist, or MLPDist for vectors. Of a serial class, such as Convnet, layers are serial too.
+        Default: ConvnetDist, or MLPDist for vectors. A serial class, such as Convnet, has serial layers.
     **arguments
-        Of the class: cost, optimizer, seed, ... Default of dtype: the module's.
+        Arguments of the class: cost, optimizer, seed, ... Default of dtype: the module's.
 
     Returns
     -------
     Model
-        Built. Layers are named after the modules that they come from.
+        A built model; layers are named after the modules they come from.
 
     Raises
     ------
     UnsupportedOperator
-        No layer gives what an operator does; the message names it, the module and the user's file and line.
+        No layer corresponds to an operator; the message names it, the module and the user's file and line.
     """
     shape = tuple(example_shape)
     kind = model or (ConvnetDist if len(shape) > 2 else MLPDist)
@@ -92,13 +93,15 @@ def _networks(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[
     other = [name for name, inner in module.named_modules() if inner.training != module.training]
     if other:
         raise ConfigError(
-            f"module '{other[0]}' is in {'eval' if module.training else 'train'}() mode, but the whole is not; layers"
-            " have one mode: call train() or eval() of the whole"
+            f"module '{other[0]}' is in {'eval' if module.training else 'train'}() mode, but the whole module is"
+            " not; layers share one mode: call train() or eval() on the whole module"
         )
     tensors = [*module.parameters(), *module.buffers()]
     dtypes = {_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()} or {_name(default)}
     if dtypes not in ({"float32"}, {"float64"}):
-        raise ConfigError(f"the module is in {', '.join(sorted(dtypes))}; a model has float32 or float64, and no other")
+        raise ConfigError(
+            f"the module is in {', '.join(sorted(dtypes))}; a model has either float32 or float64 parameters"
+        )
     dtype = getattr(torch, *dtypes)
     numbers: dict[Any, int] = {}
     networks = {}
@@ -110,8 +113,8 @@ def _networks(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[
         before.restore()
     if networks[True][1].number != networks[False][1].number:
         raise ConfigError(
-            f"{type(module).__name__} computes other things in evaluation than in training, beside dropout and batch"
-            " normalisation; layers do not; neondist.torch.distribute takes modules as they are"
+            f"{type(module).__name__} computes something else in evaluation than in training, apart from dropout"
+            " and batch normalisation, which layers cannot; use neondist.torch.distribute, which takes any module"
         )
     return networks[True]
 
@@ -140,7 +143,9 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
     ]
     given = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
     if len(results) != 1 or len(given) != 1 or not isinstance(results[0], torch.fx.Node):
-        raise ConfigError(f"the module has {len(given)} inputs and {len(results)} outputs; a model has one of each")
+        raise ConfigError(
+            f"the module has {len(given)} inputs and {len(results)} outputs; a model has exactly one of each"
+        )
     changed = {  # what outlives the program, and the buffers that are to be that
         result: spec.target
         for spec, result in zip(signature.output_specs, output.args[0], strict=True)
@@ -172,9 +177,9 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
             net.refuse(f"it changes the buffer '{name}'", where(result))
     last = env[results[0]]
     if not isinstance(last, Value):
-        raise ConfigError("the module gives what is not computed from its input; no model does")
+        raise ConfigError("the module returns a value that is not computed from its input")
     if not last.ordered:
-        net.refuse(f"it gives the module's output {last.shape}, but a layer would give {last.ours} for each sample")
+        net.refuse(f"its output has shape {last.shape}, but a layer's would have {last.ours} for each sample")
     return net, last
 
 
@@ -193,7 +198,7 @@ def _made(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     bound = defaults | dict(zip(names, args, strict=False)) | kwargs
     first = bound.get("x", net.input)
     if not isinstance(first, Value):
-        return net.refuse("only what is computed from the input has a layer")
+        return net.refuse("only values computed from the input have a layer")
     try:
         return found.function(net, **bound)
     except (ConfigError, ShapeError) as error:

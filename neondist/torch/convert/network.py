@@ -26,7 +26,7 @@ class Tensor(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What a step gives.
+    """Result of a step.
 
     Attributes
     ----------
@@ -122,7 +122,7 @@ class Network:
         """Return what several values of the same extent come to."""
         for value in values:
             if not isinstance(value, Value):
-                self.refuse("only what is computed from the input has a layer")
+                self.refuse("only values computed from the input have a layer")
         ours = values[0].ours
         if kind is Concat:
             ours = (*ours[:-1], sum(value.ours[-1] for value in values))
@@ -141,16 +141,16 @@ class Network:
     def shape_of(self, weight: Any) -> Shape:
         """Return the shape of a parameter; refuse what is none."""
         if not isinstance(weight, Tensor) or weight.data is None:
-            return self.refuse("its weight is no parameter of the module")
+            return self.refuse("its weight is not a parameter of the module")
         return tuple(weight.data.shape)
 
-    def refuse(self, why: str = "it has no layer", where: Where | None = None) -> Any:
+    def refuse(self, why: str = "it has no corresponding layer", where: Where | None = None) -> Any:
         """Raise UnsupportedOperator."""
         raise UnsupportedOperator(
             where or self.where,
             why,
             cannot="become a layer",
-            remedy="neondist.torch.distribute takes modules as they are",
+            remedy="neondist.torch.distribute takes any module",
         )
 
     def nodes(self, last: Value) -> list[Node]:
@@ -174,7 +174,7 @@ class Network:
                 step = self.steps[at - 1]
                 if step.layer is not None:
                     if at in done:
-                        self.refuse("its result goes into branches that are not inside of one another", step.where)
+                        self.refuse("its result goes into branches that are not nested", step.where)
                     done.add(at)
                     found.append(step.layer)
                 elif step.join is not None:
@@ -188,9 +188,9 @@ class Network:
         shape = tuple(self.out.shape)
         ordered = ours == (*shape[2:], *shape[1:2])
         if not shape or shape[0] != self.batch or not (ordered or prod(shape[1:]) == prod(ours)):
-            self.refuse(f"it gives {shape}, but a layer would give {ours} for each sample")
+            self.refuse(f"its output has shape {shape}, but a layer's would have {ours} for each sample")
         if self.out.dtype != self.dtype:
-            self.refuse(f"it gives {self.out.dtype}, but the module's parameters are {self.dtype}")
+            self.refuse(f"its output is {self.out.dtype}, but the module's parameters are {self.dtype}")
         self.steps.append(step)
         return Value(len(self.steps), shape, ours, number)
 
@@ -204,9 +204,9 @@ class Network:
 
     def _take(self, name: str, tensor: Any, how: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
         if not isinstance(tensor, Tensor) or tensor.data is None:
-            return self.refuse(f"its {name.rpartition('/')[2]} is no parameter or buffer of the module")
+            return self.refuse(f"its {name.rpartition('/')[2]} is not a parameter or buffer of the module")
         if id(tensor.data) in self._used:
-            self.refuse(f"'{tensor.name}' is used twice, but layers share no parameters")
+            self.refuse(f"'{tensor.name}' is used twice, but layers cannot share parameters")
         if tensor.trained == name.endswith(STATE):
             say = "is trained" if tensor.trained else "is not trained (requires_grad=False)"
             self.refuse(f"'{tensor.name}' {say}, unlike the layer's {name.rpartition('/')[2]}")

@@ -14,7 +14,7 @@ from .network import Network, Value
 
 
 class Conversion(NamedTuple):
-    """What makes layers of an operator, the layers' names, and what it asks for."""
+    """Converter of an operator to layers: the layers' names, and the arguments it needs."""
 
     function: Callable[..., Any]
     layers: str
@@ -47,7 +47,7 @@ def _image(net: Network, x: Value, axes: int = 0) -> int:
     """Return the number of spatial axes; refuse what is regrouped, or no image of so many."""
     found = len(x.shape) - 2
     if not x.ordered or (axes and found != axes):
-        net.refuse(f"its input has the shape {x.shape}, but a layer wants an image (N, C, ...), or a vector")
+        net.refuse(f"its input has the shape {x.shape}, but a layer takes an image (N, C, ...) or a vector")
     return found
 
 
@@ -96,7 +96,7 @@ def transposed_convolution(
 def linear(net: Network, x: Value, weight: Any, bias: Any) -> Value:
     """Of a vector, or of a flattened image, whose rows change places."""
     if len(x.shape) != 2 or x.shape[0] != net.batch:
-        net.refuse(f"its input has the shape {x.shape}, but a layer wants vectors (N, features)")
+        net.refuse(f"its input has the shape {x.shape}, but a layer takes vectors (N, features)")
     out, *extent = net.shape_of(weight)[0], *x.ours[-1:], *x.ours[:-1]
 
     def rows(w: torch.Tensor) -> torch.Tensor:
@@ -123,9 +123,11 @@ def batch_norm(
     """With weight, bias and running statistics, which training uses up to date and evaluation as they are."""
     _image(net, x)
     if training != net.training:
-        net.refuse("the statistics are those of the batch in evaluation" if training else "they are kept in training")
+        net.refuse(
+            "evaluation uses the statistics of the batch" if training else "training uses the running statistics"
+        )
     if weight is None or bias is None:
-        net.refuse("it has no weight and bias (affine=False)")
+        net.refuse("it has neither weight nor bias (affine=False)")
     given = {"gamma": weight, "beta": bias, "mean": running_mean, "var": running_var}
     weights = {name: (tensor, None) for name, tensor in given.items()}
     y = net.add(layers.BatchNormLayer(momentum=momentum, eps=eps), x, weights)
@@ -155,7 +157,7 @@ def layer_norm(
 ) -> Value:
     """Of a whole sample; with weight and bias only of a vector."""
     if tuple(normalized_shape) != x.shape[1:] or (weight is not None and len(x.ours) > 1):
-        net.refuse(f"normalises {tuple(normalized_shape)} of {x.shape[1:]}, with a scale for each")
+        net.refuse(f"normalises {tuple(normalized_shape)} of {x.shape[1:]} with elementwise scales")
     return net.add(layers.GroupNormLayer(1, eps=eps, affine=weight is not None), x, _scales(net, weight, bias))
 
 
@@ -173,7 +175,7 @@ def instance_norm(
 
 def _scales(net: Network, weight: Any, bias: Any) -> dict[str, Any]:
     if (weight is None) != (bias is None):
-        net.refuse("it has a weight or a bias alone")
+        net.refuse("it has only one of weight and bias")
     return {} if weight is None else {"gamma": (weight, None), "beta": (bias, None)}
 
 
@@ -213,7 +215,7 @@ def avg_pool(
     windows, beyond = _windows(net, x, kernel_size, stride, padding)
     padded = any(before for before, _ in windows[2])
     if beyond and padded and count_include_pad:
-        net.refuse("ceil_mode counts padding, but not beyond it")
+        net.refuse("ceil_mode counts padding, but not the cells beyond it")
     return net.add(layers.AvgPoolingLayer(*windows, count_include_pad=count_include_pad and not beyond), x)
 
 
@@ -260,7 +262,7 @@ ACTIVATIONS: dict[str, type[layers.Activation]] = {
 def activation(net: Network, x: Value, dim: int | None = None, **_: Any) -> Value:
     """softmax over the channels."""
     if dim is not None and not (x.ordered and dim % len(x.shape) == 1):
-        net.refuse(f"dimension {dim} of {x.shape} is not that of the channels")
+        net.refuse(f"dimension {dim} of {x.shape} is not the channels")
     return net.add(layers.ActivationLayer(ACTIVATIONS[net.where.operator.removeprefix("aten.")]()), x)
 
 
@@ -268,7 +270,7 @@ def activation(net: Network, x: Value, dim: int | None = None, **_: Any) -> Valu
 def dropout(net: Network, x: Value, p: float, train: bool | None) -> tuple[Any, ...]:
     """In training alone; it draws other numbers than PyTorch, the same on every grid."""
     if not net.training:
-        net.refuse("it drops in evaluation too")
+        net.refuse("it also drops in evaluation")
     return net.add(layers.DropoutLayer(p), x, only_training=True) if p else x, None
 
 
@@ -302,7 +304,7 @@ def _factors(net: Network, x: Value, scales: Any) -> tuple[int, ...]:
     factors = tuple(m // cells for m, cells in zip(net.out.shape[2:], x.ours, strict=False))
     exact = tuple(net.out.shape[2:]) == tuple(cells * f for cells, f in zip(x.ours, factors, strict=False))
     if not exact or (scales is not None and _numbers(list(scales), n) != factors):
-        net.refuse(f"{x.ours[:-1]} to {tuple(net.out.shape[2:])} is no whole factor")
+        net.refuse(f"{x.ours[:-1]} to {tuple(net.out.shape[2:])} is not an integer factor")
     return factors
 
 
@@ -337,7 +339,7 @@ def crop(net: Network, x: Value, dim: int, start: int | None, end: int | None, s
 def add(net: Network, x: Value, other: Any, alpha: Any) -> Value:
     """Of values of the same shape."""
     if alpha != 1 or not isinstance(other, Value) or (x.shape, x.ours) != (other.shape, other.ours):
-        net.refuse("adds what is not of the same shape, or a constant")
+        net.refuse("adds a constant or a tensor of another shape")
     return net.join(layers.Sum, [x, other])
 
 
@@ -345,7 +347,7 @@ def add(net: Network, x: Value, other: Any, alpha: Any) -> Value:
 def cat(net: Network, tensors: Sequence[Any], dim: int) -> Value:
     """Along the channels."""
     if not all(isinstance(x, Value) and x.ordered for x in tensors) or dim % len(tensors[0].shape) != 1:
-        net.refuse(f"joins dimension {dim}, which is not that of the channels, or constants")
+        net.refuse(f"concatenates constants, or along dimension {dim}, which is not the channels")
     if len(tensors) == 1:
         return tensors[0]
     for n in range(len(tensors), 1, -1):  # DenseNets join again what was joined: then branches stay inside of others
@@ -361,7 +363,7 @@ _REGROUPS = "view reshape _unsafe_view flatten.using_ints squeeze squeeze.dim sq
 
 @becomes("none", *(name if "." in name else f"{name}.default" for name in _REGROUPS.split()))
 def regroup(net: Network, x: Value, **_: Any) -> Value:
-    """What comes out must be flattened for a linear layer, or have its old shape."""
+    """Flatten the result for a linear layer, or restore its shape."""
     return net.regrouped(x, net.out.shape)
 
 

@@ -21,21 +21,22 @@ Shape = tuple[int, ...]
 
 
 def to_torch(model: Model) -> nn.Module:
-    """Return a module of PyTorch that computes what a model does, with copies of its weights.
+    """Convert a model to an equivalent PyTorch module, with copies of its weights.
 
-    It takes (N, C, *spatial) and gives (N, C', *spatial') or (N, features), in training and in evaluation what the
-    model gives, running statistics included; only dropout draws other numbers. It shares nothing with the model, needs
-    no ranks, and `torch.onnx.export` takes it. A chain of layers is an nn.Sequential. Collective.
+    It maps (N, C, *spatial) to (N, C', *spatial') or (N, features), and agrees with the model in training and
+    evaluation, including running statistics; only dropout draws different random numbers. It shares no memory with the
+    model, runs in a single process, and can be exported with `torch.onnx.export`. A chain of layers becomes an
+    nn.Sequential. Collective.
 
     Parameters
     ----------
     model : Model
-        Built.
+        A built model.
 
     Raises
     ------
     ConfigError
-        A layer has no counterpart; the message names it.
+        If a layer has no counterpart in PyTorch; the message names it.
     """
     state = model.state()
     return module_of(model, model.input_shape, state)
@@ -61,7 +62,7 @@ class SumOf(nn.Module):
 
 
 class ConcatOf(SumOf):
-    """What branches give, side by side along the channels."""
+    """Concatenation of the results of branches along the channels."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return all channels."""
@@ -171,7 +172,7 @@ class _Maker:
         make, after = MODULES.get(kind.__name__), FUNCTIONS.get(type(activation).__name__)
         if make is None or after is None or len(shape) > 4:
             what = type(node if make is None else activation).__name__
-            raise ConfigError(f"layer '{node.name}': PyTorch has no module that gives what {what} does on {shape}")
+            raise ConfigError(f"layer '{node.name}': PyTorch has no module that computes what {what} does on {shape}")
         return [*make(node, shape, arrays), *after()]
 
 

@@ -1,9 +1,9 @@
-"""How operators are distributed; importing this package registers its rules.
+"""Rules for distributing operators; importing this package registers them.
 
-pointwise: one index each. window: a bounded neighbourhood. resample: values between cells. index: cells moved. pick: by
-the values of tensors. shape: dimensions regrouped. reduce: a few numbers of the whole. norm: normalisations. product:
-matrix products and attention. matrix: linear algebra. spectrum: Fourier transforms, complex numbers. create: tensors
-made of nothing. function: autograd.Functions of users. random: keyed by the global index. loss: costs.
+pointwise: elementwise operators. window: bounded neighbourhoods. resample: interpolation. index: moving cells. pick:
+indexing by tensor values. shape: reshaping. reduce: reductions. norm: normalisation. product: matrix products and
+attention. matrix: linear algebra. spectrum: Fourier transforms and complex numbers. create: tensor creation. function:
+users' autograd.Functions. random: random numbers keyed by the global index. loss: costs.
 """
 
 from . import (

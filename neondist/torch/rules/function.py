@@ -23,6 +23,6 @@ def user_function(lowering: Any, tensors: Sequence[Any], number: int) -> Any:
     cut = [at - len(layout) for at, dim in enumerate(layout) if axes_of([dim])]
     trained = function.pointwise([lowering.fake(value) for value in tensors], cut)
     if trained is None:
-        lowering.refuse("its forward and backward do not look at one index each")
+        lowering.refuse("its forward and backward do not read one index each")
     aligned = [lowering.aligned(value, layout, axes_of(layout)) for value in tensors]
     return lowering.trained(lowering.locals(function, aligned, outs, [layout for _ in outs]), trained)

@@ -166,7 +166,7 @@ def flip(lowering: Any, x: Any, dims: Sequence[int]) -> Any:
 def roll(lowering: Any, x: Any, shifts: Sequence[int], dims: Sequence[int]) -> Any:
     """Cells moved around the end."""
     if not dims:
-        lowering.refuse("rolls all dimensions as one")
+        lowering.refuse("rolls the flattened tensor")
     for shift, dim in zip(shifts, (d % len(x.shape) for d in dims), strict=True):
         n = x.shape[dim]
         if lowering.is_whole(x, dim):
@@ -208,7 +208,7 @@ def pad(lowering: Any, x: Any, pad: Any = None, mode: str | None = None, value: 
             x = slices(lowering, x, dim, max(0, -before), x.shape[dim] - max(0, -after))
             before, after = max(0, before), max(0, after)
             if max(before, after) > x.shape[dim]:
-                lowering.refuse("more cells than are left would go around, of which PyTorch 2.13 gives any")
+                lowering.refuse("it would wrap more cells than remain, where PyTorch 2.13 returns arbitrary values")
         if before or after:
             x = _padded(lowering, x, dim, before, after, mode, float(value or 0.0))
     return x
@@ -299,7 +299,7 @@ def index(lowering: Any, x: Any, indices: Sequence[Any]) -> Any:
     """By tensors that every rank has; the dimensions that they count are seen whole."""
     given = [(dim, lowering.gathered(value)) for dim, value in enumerate(indices) if value is not None]
     if any(value.dtype == torch.bool for _, value in given):
-        lowering.refuse("the shape of what a mask picks depends on values")
+        lowering.refuse("the shape of a selection by a mask depends on values")
     dims = [dim for dim, _ in given]
     x = lowering.gathered(x, dims)
     new = whole(torch.broadcast_shapes(*(value.shape for _, value in given)))

@@ -62,7 +62,7 @@ def _weights(lowering: Any, losses: Any, target: Any, weight: Any, ignored: int)
 def one_hot(lowering: Any, x: Any, num_classes: int = -1) -> Any:
     """Local: each class is a new last dimension."""
     if num_classes < 0:
-        lowering.refuse("the number of classes follows from the values; say num_classes")
+        lowering.refuse("the number of classes depends on the values; give num_classes")
     return lowering.local(lambda a: F.one_hot(a, num_classes), [x], (*x.layout, (Atom(num_classes),)), torch.int64)
 
 

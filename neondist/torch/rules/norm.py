@@ -28,7 +28,7 @@ def normalised(
         Of channels, for each sample; None: each channel, over all samples.
     """
     if not lowering.is_whole(x, 1):
-        lowering.refuse("the channels are cut")
+        lowering.refuse("the channels are partitioned")
     dims = [dim for dim in range(len(x.shape)) if dim != 1 and (dim or groups is None)]
     number = prod(x.shape[d] for d in dims) * (1 if groups is None else x.shape[1] // groups)
     batch = (Atom(x.shape[1]),) if groups is None else (*x.layout[0], Atom(groups))

@@ -52,7 +52,7 @@ def embedding(
 ) -> Any:  # fmt: skip
     """Local: the rows of a table that every rank has whole."""
     if scale_grad_by_freq:
-        lowering.refuse("gradients by how often a row is picked on all ranks")
+        lowering.refuse("gradients scaled by how often all ranks pick a row")
     rows = lowering.gathered(weight)
     padding = padding_idx if padding_idx >= 0 else None
     layout = (*indices.layout, *whole(weight.shape[1:]))
@@ -138,7 +138,7 @@ def _masked(lowering: Any, x: Any, given: dict[int, Any], values: Any, accumulat
     rest = len(x.shape) - dim - len(mask.shape)
     shape = [1] * (dim + rest + 1 - len(values.shape)) + list(values.shape)
     if others or shape[dim] != 1:
-        lowering.refuse("which cell gets which number depends on the values of a mask; torch.where chooses without")
+        lowering.refuse("the assignment of values to cells depends on the values of a mask; use torch.where")
     mask = lowering.reshape(mask, (*[1] * dim, *mask.shape, *[1] * rest))
     values = lowering.reshape(values, (*shape[:dim], *[1] * (len(x.shape) - dim - rest), *shape[dim + 1 :]))
     layout = lowering.common([value.layout for value in (x, mask, values)])
@@ -149,7 +149,7 @@ def _masked(lowering: Any, x: Any, given: dict[int, Any], values: Any, accumulat
 @rule("aten.masked_scatter.default")
 def masked_scatter(lowering: Any, **_: Any) -> Any:
     """Refused: which cell gets which number depends on the values of the mask."""
-    lowering.refuse("which cell gets which number depends on the values of the mask; torch.where chooses without")
+    lowering.refuse("the assignment of values to cells depends on the values of the mask; use torch.where")
 
 
 @rule("aten.searchsorted.Tensor", "aten.bucketize.Tensor")

@@ -38,7 +38,7 @@ def bilinear(lowering: Any, input1: Any, input2: Any, weight: Any, bias: Any = N
 
 @rule("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default")
 def distances(lowering: Any, x1: Any, x2: Any, **more: Any) -> Any:
-    """Redistribution: every rank sees all rows of the second; taken apart, the gradient of no distance is no number."""
+    """Redistribution: every rank sees all rows of the second; taken apart, the gradient of distance 0 is NaN."""
     one, two = lowering.gathered(x1, [-1]), lowering.gathered(x2, [-1])
     batch = lowering.common([one.layout[:-2], two.layout[:-2]]) if len(lowering.out.shape) > 2 else ()
     layout = (*batch, one.layout[-2], (Atom(two.shape[-2]),))
@@ -100,7 +100,7 @@ RING_BYTES = 2**24
 
 
 def _by_ring(lowering: Any, query: Any, key: Any, value: Any, mask: Any) -> bool:
-    """Tell whether keys and values go around a ring: where they are cut as queries are, and too large to gather."""
+    """Return whether keys and values go around a ring: where they are cut as queries are, and too large to gather."""
     around = axes_of(key.layout[-2:-1])
     alike = key.layout[:-2] == value.layout[:-2] == query.layout[:-2] and key.layout[-2] == value.layout[-2]
     if not around or not alike or axes_of(query.layout[-2:-1]) != around or (mask and mask.kind != "constant"):

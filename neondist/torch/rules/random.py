@@ -166,7 +166,7 @@ def recurrent(lowering: Any, dropout: float = 0.0, train: bool = False, num_laye
     if not lowering.mesh.axes:
         return lowering.alike()
     if train and dropout and num_layers > 1:
-        lowering.refuse("dropout between recurrent layers, which PyTorch 2.13 leaves out when it takes them apart")
+        lowering.refuse("dropout between recurrent layers, which PyTorch 2.13 drops when it decomposes them")
     values, apart = lowering.tensors(decomposition_table[lowering.target])
 
     def run(*tensors: torch.Tensor) -> Any:  # without gradients, float32 goes to an operator for inference alone

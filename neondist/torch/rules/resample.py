@@ -160,7 +160,9 @@ def upsample(
     dims, axes = spatial(lowering, x, n)
     smooth = "_aa" in name
     if smooth and lowering.out.shape[-1] == 1 and lowering.out.shape[-2] != x.shape[-2]:
-        lowering.refuse("antialias to one column gives all rows alike in PyTorch 2.13; give rows and columns in turn")
+        lowering.refuse(
+            "antialias to a single column returns identical rows in PyTorch 2.13; resize rows and columns separately"
+        )
     given = scale_factors or list((scales_d, scales_h, scales_w)[3 - n :])
     if scales is not None:
         given = [scales]
@@ -173,8 +175,8 @@ def upsample(
         elif smooth:
             scale = _scale(x.shape[dim], m, factor, align_corners)
             if m == x.shape[dim] and scale != 1:
-                lowering.refuse(f"PyTorch 2.13 leaves {m} cells as they are, but not their gradient, where it is given"
-                                f" the factor {factor}; give the size")  # fmt: skip
+                lowering.refuse(f"PyTorch 2.13 leaves {m} cells unchanged, but not their gradient, for the factor"
+                                f" {factor}; give the size instead")  # fmt: skip
             taps[dim] = smoothed(x.shape[dim], m, scale, dtype, "cubic" in name)
         else:
             kind = cubic if "cubic" in name else linear

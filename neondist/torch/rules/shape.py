@@ -24,7 +24,7 @@ def regrouped(lowering: Any, x: Any, **_: Any) -> Any:
 @rule("aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default", always=True)
 def as_strided(lowering: Any, **_: Any) -> Any:
     """Refused: it tells cells by their places in memory."""
-    why, remedy = "places in memory are others than in one process", "say which cells with view, unfold or an index"
+    why, remedy = "its memory layout differs from that in one process", "select cells with view, unfold or an index"
     raise UnsupportedOperator(lowering.where, why, remedy=remedy)
 
 

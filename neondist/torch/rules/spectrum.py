@@ -83,7 +83,7 @@ def short_time(
         return found if return_complex else torch.view_as_real(found)
 
     if align_to_window or x.dtype.is_complex:
-        lowering.refuse("frames of the window's length, or of complex numbers")
+        lowering.refuse("frames as long as the window, or complex input")
     return lowering.traced([x] if window is None else [x, window], run) or lowering.refuse()
 
 

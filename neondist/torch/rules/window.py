@@ -21,7 +21,7 @@ _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
 class Sliding(NamedTuple):
-    """How a window slides along one dimension."""
+    """Sliding of a window along one dimension."""
 
     kernel: int
     stride: int

@@ -26,17 +26,17 @@ def _number(value: object) -> float:
 
 
 class Best(Registered):
-    """Which epoch is the best, and for how long to wait for a better one.
+    """Selection of the best epoch, and early stopping.
 
     Parameters
     ----------
     number : str, optional
-        Its name in metrics.jsonl, such as validation_loss, test_error or validation_iou. Default: the loss of the
-        validation split, or of the test split where there is no other.
+        Name of the metric in metrics.jsonl, such as validation_loss, test_error or validation_iou. Default: the
+        validation loss, or the test loss if there is no validation split.
     patience : int, optional
-        The run ends after so many epochs without a better one; default: never.
+        Number of epochs without improvement after which the run stops. Default: never.
     min_change : float
-        By how much a better number is better, at least 0.
+        Minimum change that counts as an improvement, at least 0.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class Best(Registered):
         self.number, self.patience, self.min_change = number, patience, float(min_change)
 
     def check(self, metrics: Sequence[Metric]) -> None:
-        """Raise ConfigError if no record has the number."""
+        """Raise ConfigError if no record has the metric."""
         if self.number is not None and self.number not in (known := _numbers(metrics)):
-            raise ConfigError(f"number: '{self.number}' is in no record{suggest(self.number, known)}")
+            raise ConfigError(f"number: '{self.number}' is not in any record{suggest(self.number, known)}")
 
     def check_splits(self, splits: Sequence[str]) -> None:
-        """Raise ConfigError if the number is of a validation split that the data set does not have."""
+        """Raise ConfigError if the metric belongs to a validation split that the data set does not have."""
         if (self.number or "").startswith("validation_") and "validation" not in splits:
             error = ConfigError(
-                f"number: there is no '{self.number}', since the data set has no validation split; give the data set"
-                " validation: 0.1, or take a number of the test split"
+                f"number: no '{self.number}', because the data set has no validation split; give the data set"
+                " validation: 0.1, or choose a metric of the test split"
             )
             error.subject = self
             raise error.on_all_ranks()
 
     def epoch(self, history: Sequence[Record], metrics: Sequence[Metric]) -> int:
-        """Return the number of the best epoch, 0 if there is none; the first of equal ones."""
+        """Return the number of the best epoch (the first of equal ones), 0 if there is none."""
         name, sign = self.name(history), -1.0 if self.larger(metrics) else 1.0
         best, found = math.inf, 0
         for record in history:
@@ -70,21 +70,21 @@ class Best(Registered):
         return found
 
     def name(self, history: Sequence[Record]) -> str:
-        """Return the number's name."""
+        """Return the name of the metric."""
         return self.number or (f"{history[-1].selection}_loss" if history else "")
 
     def larger(self, metrics: Sequence[Metric]) -> bool:
-        """Tell whether a larger number is better."""
+        """Whether larger values are better."""
         return _numbers(metrics).get(self.number or "", False)
 
     def stalled(self, history: Sequence[Record], metrics: Sequence[Metric]) -> str:
-        """Return why a run with these records ends now; '' if it does not."""
+        """Return the reason for stopping a run with these records; '' to continue."""
         if self.patience is None or not history:
             return ""
         best, last = self.epoch(history, metrics), history[-1]["epoch"]
         if last - best < self.patience:
             return ""
-        return f"no better {self.name(history)} since epoch {best}: the run ends after epoch {last}"
+        return f"{self.name(history)} has not improved since epoch {best}: the run ends after epoch {last}"
 
 
 class KeepBest(Hook):

@@ -72,8 +72,8 @@ class Progress:
         """
         if run.model.seed not in (None, self.seed):
             raise DataError(
-                f"was written with seed {self.seed}, the experiment has {run.model.seed}, so it would go on with other"
-                f" random numbers; set seed: {self.seed}"
+                f"was written with seed {self.seed}, the experiment has {run.model.seed}, so it would continue with"
+                f" other random numbers; set seed: {self.seed}"
             )
         if self.seen:
             run.check_samples(self.samples)
@@ -97,10 +97,10 @@ class Progress:
         values = plain_json(text, dict)
         known = {one.name for one in fields(cls)}
         if not known - {"uncounted", "loss_scale"} <= set(values) <= known:
-            raise ValueError("its fields are others")
+            raise ValueError("its fields differ")
         totals = of_kind("'totals'", values["totals"], dict)
         if set(totals) != {one.name for one in fields(Totals)}:
-            raise ValueError("'totals' has other fields")
+            raise ValueError("'totals' has unexpected fields")
         for name in ("epoch", "step", "seen", "samples", "seed", "uncounted"):
             if name != "uncounted" or values.get(name) is not None:
                 whole(f"'{name}'", values[name])
@@ -110,24 +110,24 @@ class Progress:
             else:
                 whole(f"'totals.{name}'", value)
         if (values.get("uncounted") or 0) > values["step"]:
-            raise ValueError("'uncounted' is more than 'step'")
+            raise ValueError("'uncounted' exceeds 'step'")
         if values.get("loss_scale") is not None:
             LossScaler().load(of_kind("'loss_scale'", values["loss_scale"], dict))
         if values["seen"] > values["samples"]:
-            raise ValueError("'seen' is more than an epoch has")
+            raise ValueError("'seen' exceeds the samples of an epoch")
         history = [_record(record) for record in of_kind("'history'", values["history"], list)]
         return cls(**values | {"totals": Totals(**totals), "history": history})
 
 
 def _number(name: str, value: Any) -> None:
     if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"'{name}' is no finite number")
+        raise ValueError(f"'{name}' is not a finite number")
 
 
 def _record(record: Any) -> Record:
     """Return an epoch's record, after checking what the loop and its hooks read of it; a mean of nothing is NaN."""
     if not isinstance(record, dict) or "epoch" not in record:
-        raise ValueError("an epoch's record has other fields")
+        raise ValueError("an epoch's record has unexpected fields")
     for name, value in record.items():
         if name in ("epoch", "step", "bytes_sent", "bytes_summed"):
             whole(f"'{name}' of an epoch's record", value)
@@ -144,7 +144,7 @@ def _numbers(name: str, value: Any, depth: int = 0) -> None:
         for item in value.values() if type(value) is dict else value:
             _numbers(name, item, depth + 1)
     elif value is not None and type(value) not in (int, float):
-        raise ValueError(f"'{name}' of an epoch's record is no number")
+        raise ValueError(f"'{name}' of an epoch's record is not a number")
     elif type(value) is int and abs(value) >= LARGEST:
         raise ValueError(f"'{name}' of an epoch's record is too large")
 
@@ -154,7 +154,7 @@ KEYS = ("every_steps", "every_epochs", "every_minutes", "keep")
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """When checkpoints are written, beside the last one at the end of the run.
+    """Schedule of checkpoints, in addition to the final one.
 
     Attributes
     ----------
@@ -176,7 +176,7 @@ class CheckpointSchedule:
         """Return the schedule of the field `checkpoint` of an experiment; ConfigError if it cannot be used."""
         if not isinstance(fields, Mapping | None):
             raise ConfigError(
-                f"checkpoint: {fields!r} cannot be used; give a mapping such as {{every_steps: 500, keep: 3}}"
+                f"checkpoint: {fields!r} is invalid; expected a mapping such as {{every_steps: 500, keep: 3}}"
             )
         given = {key: value for key, value in (fields or {}).items() if value is not None}
         for key in given:
@@ -191,11 +191,11 @@ class CheckpointSchedule:
         return cls(every_minutes=minutes, **numbers)
 
     def after_step(self, step: int, before: int) -> bool:
-        """Tell whether one is due after so many steps; `before`: those when it was asked last, mostly one less."""
+        """Return whether one is due after so many steps; `before`: those when it was asked last, mostly one less."""
         return self.every_steps is not None and step // self.every_steps > before // self.every_steps
 
     def after_epoch(self, epoch: int) -> bool:
-        """Tell whether one is due after so many epochs."""
+        """Return whether one is due after so many epochs."""
         return self.every_epochs is not None and epoch % self.every_epochs == 0
 
 
@@ -324,7 +324,7 @@ def _progress(file: Opened) -> Progress:
         return Progress.from_json(file.facts.texts["position"])
     except (KeyError, ValueError) as problem:
         path = file.facts.path
-        raise DataError(f"{path}: does not say how far its run was ({problem}); name another file") from None
+        raise DataError(f"{path}: does not record the progress of its run ({problem}); name another file") from None
 
 
 def _pieces(run: TrainState) -> list[Piece]:
@@ -358,6 +358,6 @@ def _compare(
         there, here = (list(shapes[name]) if name in shapes else "nothing" for shapes in (found, wanted))
         if there != here:
             raise DataError(
-                f"{path}: is of another model: it has {there} for '{name}', the model has {here};"
-                f" resume with the experiment that wrote it, or {otherwise}"
+                f"{path}: belongs to another model: it has {there} for '{name}', but the model has {here}; resume"
+                f" with the experiment that wrote it, or {otherwise}"
             )

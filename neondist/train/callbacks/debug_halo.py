@@ -9,21 +9,21 @@ from .hook import Hook
 
 
 class DebugHalo(Hook):
-    """Find what layers and border schemes of your own do wrong; results stay the same, bit for bit.
+    """Detect errors in custom layers and border schemes, with bitwise identical results.
 
-    Cells of a view that have to be filled begin as NaN of a kind of its own. Layers get copies of their views, and of
-    the gradients of their outputs, with such NaN around. Messages leave and arrive with random delays, and must not
-    change on their way. A mistake ends the run with a HaloError that names layer, direction and step. Of a PyTorch
-    module what rules of your own give is compared with what they have said, and their arguments must not change.
+    Cells of a view to be filled are initialised with a special NaN. Layers receive copies of their views and output
+    gradients, surrounded by such NaN. Messages are sent and received with random delays, and must not change in
+    transit. An error stops the run with a HaloError that names layer, direction and step. For PyTorch modules the
+    results of custom rules are compared with their declarations, and their arguments must not be modified.
 
     Parameters
     ----------
     seed : int
-        Of the delays.
+        Seed of the delays.
 
     Examples
     --------
-    >>> nd.DebugHalo().guard(model)  # without a run                                     # doctest: +SKIP
+    >>> nd.DebugHalo().guard(model)  # outside a run                                     # doctest: +SKIP
     """
 
     joins_pretraining = True

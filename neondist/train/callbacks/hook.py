@@ -1,4 +1,4 @@
-"""Where code of your own can join a training run."""
+"""Interface for user code in a training run."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from ..state import TrainState
 
 
 class Hook:
-    """Override what you need. Every rank calls the same hooks in the same order; only `on_error` may be called alone.
+    """Base class of hooks. All ranks call the same hooks in the same order, except `on_error`.
 
-    A hook that communicates has to do so on every rank; one that prints or writes asks `run.first_rank`.
+    A hook that communicates must do so on every rank; one that prints or writes should check `run.first_rank`.
 
     Attributes
     ----------
     joins_pretraining : bool
-        Whether the runs that pretrain a stage call it too; there `run.model` is the stage's autoencoder.
+        Whether pretraining runs also call the hook; there `run.model` is the stage's autoencoder.
     """
 
     joins_pretraining = False
 
     def open(self) -> None:
-        """Nothing has been loaded. Called once, on every hook before any other call."""
+        """Called once before any other call, before anything is loaded."""
 
     def close(self) -> None:
-        """All is over, well or not, and all files are closed."""
+        """Called at the end, after success or failure, when all files are closed."""
 
     def before_run(self, run: TrainState) -> None:
-        """Model and data are ready, nothing has been trained."""
+        """Called before the first step, when model and data are ready."""
 
     def after_step(self, run: TrainState) -> None:
-        """One batch has been trained; `run.loss` is its mean loss."""
+        """Called after each batch; `run.loss` is its mean loss."""
 
     def after_epoch(self, run: TrainState) -> None:
-        """One epoch is complete; `run.history[-1]` is its record."""
+        """Called after each epoch; `run.history[-1]` is its record."""
 
     def on_stop(self, run: TrainState) -> None:
-        """The run ends here, before it is complete: `run.stop` says why. Called instead of `after_run`."""
+        """Called instead of `after_run` if the run stops before it is complete; `run.stop` has the reason."""
 
     def on_error(self, run: TrainState, error: BaseException) -> None:
-        """The run has failed, perhaps on this rank only: put things in order, do not communicate."""
+        """Called when the run has failed, possibly only on this rank: clean up without communicating."""
 
     def after_run(self, run: TrainState) -> None:
-        """All epochs are complete."""
+        """Called when all epochs are complete."""
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def written(folder: Path | None) -> list[tuple[str, int, int]]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process of this machine is stopped."""
+    """Return whether a process of this machine is stopped."""
     import psutil
 
     with suppress(psutil.Error, OSError):

@@ -40,7 +40,9 @@ class Logger(Registered, Hook):
         self.experiment = experiment
         self.place = self.folder or (None if folder is None else folder / self.name)
         if self.place is None:
-            raise ConfigError(f"{type(self).__name__}: folder: the run has none; give output, or a folder here")
+            raise ConfigError(
+                f"{type(self).__name__}: folder: the run has no output folder; give output, or a folder here"
+            )
 
     def check(self) -> None:
         """Raise MissingPackageError if the package is not there."""
@@ -91,7 +93,7 @@ class Logger(Registered, Hook):
 
 
 class TensorBoard(Logger):
-    """Event files that `tensorboard --logdir FOLDER` shows, by tensorboardX; by epoch, in a session by step.
+    """Logger of TensorBoard event files (tensorboardX), by epoch, in a session by step.
 
     Parameters
     ----------
@@ -103,11 +105,11 @@ class TensorBoard(Logger):
     writer: Any = None
 
     def begin(self, run: TrainState) -> None:
-        """Open a new event file; what an earlier one has of later epochs is not shown."""
+        """Open a new event file; later epochs of an earlier file are hidden."""
         self.writer = import_module(self.module).SummaryWriter(str(self.place), purge_step=0)
 
     def write(self, record: Record) -> None:
-        """Write all numbers."""
+        """Log all values."""
         for name, value in numbers(record):
             self.writer.add_scalar(name, value, record[self.axis])
         self.writer.flush()
@@ -123,21 +125,21 @@ STORE = "mlflow.db"
 
 
 class MLflow(Logger):
-    """A run in a local store of MLflow, which `mlflow ui --backend-store-uri sqlite:///FILE` shows.
+    """Logger to a local MLflow store, shown by `mlflow ui --backend-store-uri sqlite:///FILE`.
 
-    Its parameters are the experiment's fields.
+    The parameters of the MLflow run are the experiment's fields.
 
     Parameters
     ----------
     folder : path, optional
-        Of the store, mlflow.db. Default: 'mlflow' in the folder of the run.
+        Folder of the store, mlflow.db. Default: 'mlflow' in the folder of the run.
     """
 
     module, name = "mlflow", "mlflow"
     client: Any = None
 
     def begin(self, run: TrainState) -> None:
-        """Begin a new run, with the fields of the experiment as its parameters."""
+        """Start a new run, with the fields of the experiment as its parameters."""
         assert self.place is not None
         self.place.mkdir(parents=True, exist_ok=True)
         self.client = import_module(self.module).MlflowClient(tracking_uri=f"sqlite:///{self.place.resolve() / STORE}")
@@ -146,7 +148,7 @@ class MLflow(Logger):
             self.client.log_param(self.number, name[:250], value[:500])
 
     def write(self, record: Record) -> None:
-        """Write all numbers."""
+        """Log all values."""
         for name, value in numbers(record):
             self.client.log_metric(self.number, name, value, step=record[self.axis])
 

@@ -1,4 +1,4 @@
-"""What the person at the keyboard sees."""
+"""Output for the user at the terminal."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def headline(run: TrainState) -> str:
 
 
 def is_metric(name: str, value: Any) -> bool:
-    """Tell whether it is one number of a metric that was asked for."""
+    """Return whether it is one number of a metric that was asked for."""
     return name not in _KNOWN and type(value) is float and not math.isnan(value)
 
 

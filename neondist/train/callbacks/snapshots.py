@@ -96,7 +96,7 @@ class Snapshots(Hook):
                 self.on_disk = True
                 if run.first_rank:
                     why = str(error).partition(";")[0]
-                    say(f"no snapshots in memory, checkpoints on the disk instead, as often: {why}")
+                    say(f"no snapshots in memory, but checkpoints on disk at the same interval: {why}")
                     _log(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {why}")
         if self.on_disk:
             self.checkpoint.save(run)
@@ -128,7 +128,7 @@ def restore_newest(path: Path, run: TrainState, store: SnapshotStore | None) -> 
         try:
             restore(store.path(step), run, root)
         except DataError as problem:
-            run.notes.append(f"a snapshot cannot be used: {problem}")
+            run.notes.append(f"a snapshot is unusable: {problem}")
             continue
         _note_resume(path.parent, run, "a snapshot")
         return
@@ -140,7 +140,7 @@ def _note_resume(folder: Path, run: TrainState, source: str) -> None:
     if run.first_rank and (folder / GENERATIONS).exists():
         _log(folder, "resume", step=run.step, source=source)
     if source != "checkpoint.h5":
-        run.notes.append(f"goes on at step {run.step}, from {source}")
+        run.notes.append(f"continues at step {run.step}, from {source}")
 
 
 def _log(folder: Path, event: str, **fields: object) -> None:

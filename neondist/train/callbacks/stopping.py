@@ -31,7 +31,7 @@ class StopOnSignal(Hook):
 
     joins_pretraining = True
 
-    def __init__(self, signals: Signals | None = None, remedy: str = "--resume goes on from here") -> None:
+    def __init__(self, signals: Signals | None = None, remedy: str = "--resume continues from here") -> None:
         self.signals, self.own, self.remedy = signals or Signals(), signals is None, remedy
         self.run: TrainState | None = None
 
@@ -120,7 +120,7 @@ class TimeLimit(Hook):
         else:
             self.steps.append(took)
         if run.stop is None and run.model.sync.flags.ranks(Flag.TIME):
-            run.stop = Stop(f"the time limit of {self.seconds:g} s is near; --resume goes on from here")
+            run.stop = Stop(f"the time limit of {self.seconds:g} s is close; --resume continues from here")
         elif run.first_rank and self.last + self.needed(run) > self.end:
             run.model.sync.flags.mine[Flag.TIME] = 1
 

@@ -153,7 +153,7 @@ class Watchdog(Hook):
         doing, waits = ("", False) if (work := self.work) is None else (str(work), work.waits)
         lines = [f"{head}: {doing}" if doing else head]
         if not waits:
-            lines = [f"{lines[0]}, most recent call first:", calls(self.watched) or "  none: its thread is gone"]
+            lines = [f"{lines[0]}, most recent call first:", calls(self.watched) or "  none: its thread has ended"]
         lines += [
             f"rank {rank} of {self.size}: is stopped (process {pid}, by SIGSTOP, a debugger or a terminal)"
             for rank, pid in self.peers.items()

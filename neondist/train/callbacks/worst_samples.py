@@ -29,7 +29,7 @@ class WorstSamples(Hook):
     """Write the worst samples of `dataset.selection`, on rank 0, when all epochs are complete.
 
     There are none of other samples than images and volumes, of which the middle slice is shown, nor of a PyTorch loss
-    that is no mean over cells.
+    that is not a mean over cells.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int =
     -------
     dict
         'sample' and 'loss' (n,), 'image' (n, h, w, 1 or 3) in uint8, 'label' and 'said', each (n, h, w) or (n, ...).
-        Empty for samples that are no images or volumes, and for a PyTorch loss that is no mean over cells.
+        Empty for samples that are not images or volumes, and for a PyTorch loss that is not a mean over cells.
     """
     if len(model.whole.input.extent) not in (2, 3) or not len(split):
         return {}

@@ -77,9 +77,11 @@ def forecast(
     dataset, model, path, world = experiment.dataset, experiment.model, Path(checkpoint), grid.world
     with all_or_none(world):
         if not isinstance(dataset, ClimateFiles):
-            raise ConfigError(f"steps: is for forecasts of ClimateFiles, not of {type(dataset).__name__}; leave it out")
+            raise ConfigError(
+                f"steps: applies to forecasts with ClimateFiles, not with {type(dataset).__name__}; leave it out"
+            )
         if Path(target).suffix.lower() not in _SUFFIXES:
-            raise ConfigError(f"{target}: forecasts are written to NetCDF; give a name that ends with .nc")
+            raise ConfigError(f"{target}: forecasts are written to NetCDF; give a name ending in .nc")
         grid_shape_of(experiment, grid.size)
         series = dataset.open_series(str(source), "input", targets=False)
     with closing(series), opened(path, world) as file:
@@ -106,9 +108,8 @@ def forecast(
                 )
             if len(route.output_shape) < 3 or tuple(route.output_shape[:-1]) != series.extent:
                 raise ConfigError(
-                    f"model: has outputs of {list(route.output_shape)} for fields of {list(series.extent)}; let it"
-                    " keep the"
-                    " extent (padding: same)"
+                    f"model: has outputs of {list(route.output_shape)} for fields of {list(series.extent)}; make"
+                    " the network preserve the extent (padding: same)"
                 )
         take_weights(file, model)
         count = images.shape[0] if steps is None else steps
@@ -173,12 +174,12 @@ def require_closed(dataset: ClimateFiles, facts: FieldFacts, series: FieldSeries
         name = series.channels[at].name
         if name not in facts.outputs:
             raise ConfigError(
-                f"steps: '{name}' is an input and no output of the network, so no forecast can follow another; train it"
-                " with all variables as targets"
+                f"steps: '{name}' is an input but not an output of the network, so forecasts cannot be rolled out;"
+                " train it with all variables as targets"
             )
     if dataset.lead < 1 or (dataset.lead > 1 and dataset.steps > 1):
         raise ConfigError(
-            f"steps: images of {dataset.steps} times with a lead of {dataset.lead} cannot follow each other; train with"
+            f"steps: inputs of {dataset.steps} times with a lead of {dataset.lead} cannot be rolled out; train with"
             " lead: 1, or with steps: 1"
         )
 
@@ -219,7 +220,7 @@ def _rolled_out(route: InTiles, steps: int, facts: FieldFacts, count: int) -> It
 
 
 class ForecastPlace(TileSource):
-    """Where forecasts lie: the grid of a variable, at other times.
+    """Coordinates of forecasts: the grid of a variable, at other times.
 
     Parameters
     ----------
@@ -255,7 +256,7 @@ class ForecastPlace(TileSource):
         return kept, []
 
     def _read(self, cells: Cells) -> np.ndarray:
-        raise DataError(f"{self.path}: has no cells of forecasts")
+        raise DataError(f"{self.path}: has no forecast values")
 
 
 _CONVENTIONS = {"Conventions": np.bytes_(b"CF-1.8")}

@@ -186,7 +186,9 @@ class _Sums:
         for part in self.parts:
             if part.sums_for(shape):
                 if not isinstance(part, Dice):
-                    raise ConfigError(f"cost: {type(part).__name__} needs whole images; give more memory, or ranks")
+                    raise ConfigError(
+                        f"cost: {type(part).__name__} needs whole images; give more memory or use more ranks"
+                    )
                 self.tables[part] = np.zeros((samples, 2 * shape[-1]))
         for metric in self.metrics:
             if isinstance(metric, PerSample):

@@ -55,7 +55,7 @@ def network(
 
 @contextmanager
 def _extents_told(model: Any, images: Images) -> Iterator[None]:
-    """Where layers of a network do not go together for images of this extent, name the file, and extents that suit."""
+    """Raise an error that names the file and valid extents if layers do not match for images of this extent."""
     try:
         yield
     except ShapeError as error:
@@ -66,9 +66,8 @@ def _extents_told(model: Any, images: Images) -> Iterator[None]:
                 forward_plan(model, (*fits, channels), GridShape(), 1)
                 had, would = (" x ".join(map(str, of)) for of in (extents, fits))
                 raise DataError(
-                    f"{images.source.path}: {had} cells are not a valid input size of the network, {would} are: cut"
-                    " or pad images to"
-                    f" multiples of {step} ({error})"
+                    f"{images.source.path}: {had} cells are not a valid input size of the network, but {would} are:"
+                    f" crop or pad images to multiples of {step} ({error})"
                 ) from error
         raise
 
@@ -82,7 +81,7 @@ def normalisation(path: Path, texts: dict[str, str]) -> tuple[tuple[int, ...], l
         return shape, _channels(facts, "factor", shape), _channels(facts, "offset", shape), fill
     except (KeyError, ValueError) as problem:
         raise DataError(
-            f"{path}: has no information on how its images were normalised ({problem}); name another file"
+            f"{path}: does not record how its images were normalised ({problem}); name another file"
         ) from None
 
 
@@ -96,7 +95,7 @@ def _channels(facts: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[
 
 def _numbers(name: str, numbers: list[Any]) -> list[float]:
     if not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in numbers):
-        raise ValueError(f"'{name}' are no numbers")
+        raise ValueError(f"'{name}' are not numbers")
     return numbers
 
 

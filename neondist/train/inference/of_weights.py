@@ -65,7 +65,7 @@ class TrainedModule:
         from ...torch.feeding import expected_image
 
         if stride is not None and windows is None:
-            raise ConfigError("--stride: needs windows; give --windows CELLS, or leave it out")
+            raise ConfigError("--stride requires --windows CELLS; give it, or leave out --stride")
         if scale == 0 or 0 in std:
             raise ConfigError(f"--{'scale' if scale == 0 else 'std'}: must not be 0, since values are divided by it")
         self.name, self.weights, self.windows, self.stride = name, Path(weights), windows, stride or windows
@@ -75,7 +75,7 @@ class TrainedModule:
         try:
             module = self.model.module
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}; name a class, or a function, without arguments") from error
+            raise ConfigError(f"{name}: {error}; name a class or function without arguments") from error
         load_weights(module, self.weights)
         for parameter, value in module.named_parameters():
             if not value.isfinite().all():
@@ -107,8 +107,8 @@ class TrainedModule:
         for option in ("mean", "std"):
             if len(getattr(self, option)) not in (1, channels):
                 raise ConfigError(
-                    f"--{option}: {len(getattr(self, option))} numbers, and {source} has {channels} channels; give one,"
-                    " or one for each channel"
+                    f"--{option}: {len(getattr(self, option))} values, but {source} has {channels} channels; give"
+                    " one, or one per channel"
                 )
         std = np.asarray(self.std, np.float64)
         factor = np.broadcast_to(1 / (self.scale * std), (len(self.std),)).tolist()
@@ -150,7 +150,7 @@ class TrainedModule:
 
     @contextmanager
     def _channels_told(self, images: Images) -> Iterator[None]:
-        """Where the module fails for images of other channels than it takes, say so."""
+        """Raise an error about the channels if the module fails for images with other channels than it takes."""
         try:
             yield
         except ConfigError as error:
@@ -158,7 +158,7 @@ class TrainedModule:
             if self.channels in (None, there):
                 raise
             raise DataError(
-                f"{images.source.path}: has {there} channels, and the first convolution of {self.name} takes"
+                f"{images.source.path}: has {there} channels, but the first convolution of {self.name} takes"
                 f" {self.channels}; give images of {self.channels} channels, or another --factory"
             ) from error
 

@@ -87,7 +87,7 @@ def predict(
     if steps is not None or isinstance(experiment.dataset, ClimateFiles):
         if classes or probabilities or block is not None:
             raise ConfigError(
-                "predict: forecasts are written whole, as fields; leave out --classes, --probabilities and --block"
+                "predict: forecasts are written as whole fields; leave out --classes, --probabilities and --block"
             )
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
     opened = partial(network, experiment, checkpoint, source, grid, block)
@@ -272,7 +272,7 @@ def _sinks(
             if not done:
                 with closing(make(resume=False)) as sink:
                     if sink.lost and grid.rank == 0:
-                        say(f"note: {path} is without {', '.join(sink.lost)} of {source.path}")
+                        say(f"note: {path} does not include {', '.join(sink.lost)} of {source.path}")
             sink = stack.enter_context(closing(make(resume=True)))
             if done and not sink.resumed:
                 raise OutputError(

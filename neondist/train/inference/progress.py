@@ -62,7 +62,7 @@ class Progress:
             if self.first <= 0:
                 self.printed = None  # the line of the first part is the first again
             if before:
-                say(f"goes on: {before} of {parts} {self.unit}s were done before", self.file)
+                say(f"resuming: {before} of {parts} {self.unit}s were already done", self.file)
 
     def begin(self, doing: str) -> None:
         """Note what is computed now."""

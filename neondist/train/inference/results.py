@@ -1,4 +1,4 @@
-"""What is written of a network's outputs: as they are, as probabilities, or as classes."""
+"""Conversion of a network's outputs for writing: raw, as probabilities, or as classes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:
         raise ConfigError(f"{path}: JPEG is lossy and would change classes; choose .png")
     for kind in kinds:
         if kind != "raw" and channels < 2:
-            raise ConfigError(f"{kind}: the network has a single output channel and so no classes; write raw outputs")
+            raise ConfigError(f"{kind}: the network has a single output channel, hence no classes; write raw outputs")
 
 
 def channels_of(kind: str, channels: int) -> int:

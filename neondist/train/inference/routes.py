@@ -226,15 +226,17 @@ def choose(
     graph = alone.graph
     whole = next(not_in_blocks(graph), None)
     if block is not None and whole is not None:
-        raise ConfigError(f"block: layer '{whole[0]}' cannot go block by block ({whole[1]}); leave out --block")
+        raise ConfigError(
+            f"block: layer '{whole[0]}' cannot be computed block by block ({whole[1]}); leave out --block"
+        )
     if block is None:
         plan, batch = _halved(lambda batch: forward_plan(model, shape, grid.shape, batch), _needed, batch, grid, limit)
         if _needed(plan) > limit and whole is not None:
             if memory is None:
                 raise ConfigError(
-                    f"memory: layer '{whole[0]}' {whole[1]}, so that it cannot go block by block; whole, a rank needs"
-                    f" {words(_needed(plan))}, and has {words(limit)}; use more ranks, or give --memory, with which it"
-                    " goes strip by strip"
+                    f"memory: layer '{whole[0]}' {whole[1]}, so that it cannot be computed block by block; for a"
+                    f" whole image, a rank needs {words(_needed(plan))}, but has {words(limit)}; use more ranks, or"
+                    " give --memory, which computes it strip by strip"
                 )
             plan = model.plan(shape, grid.shape, batch)
         if whole is not None or _needed(plan) <= limit:
@@ -263,9 +265,9 @@ def _choose_module(
     )
     if block is None and plan.needed <= limit:
         return InTiles(model, images, batch, grid, plan)
-    needed = f"whole, a rank needs {words(plan.needed)}"
+    needed = f"for a whole image, a rank needs {words(plan.needed)}"
     if block is None:
-        remedy = f"{needed}, and has {words(limit)}; use more ranks, or give more --memory"
+        remedy = f"{needed}, but has {words(limit)}; use more ranks, or give more --memory"
     else:
         remedy = f"leave out --block: {needed}"
     traced, cache = model.in_blocks(shape, remedy), cache_of(images, limit)

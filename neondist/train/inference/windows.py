@@ -75,7 +75,7 @@ def check_windows(images: Images, window: int) -> None:
     if min(extents) < window:
         raise DataError(
             f"{images.source.path}: {' x '.join(map(str, extents))} cells are smaller than a window of {window};"
-            f" give --windows {min(extents)} at most, or a larger image"
+            f" give --windows of at most {min(extents)}, or a larger image"
         )
 
 
