@@ -311,7 +311,11 @@ class CupyKernels(Kernels):
     def _numbers(self, numbers: Sequence[Any], like: Any) -> list[Any]:
         """Return numbers of each channel, of groups, in one piece."""
         shape = len(numbers[0]), like.shape[-1]
-        return [self.xp.ascontiguousarray(self.xp.broadcast_to(each, shape), like.dtype) for each in numbers]
+        ready = [each.shape == shape and each.dtype == like.dtype and each.flags.c_contiguous for each in numbers]
+        return [
+            each if is_ready else self.xp.ascontiguousarray(self.xp.broadcast_to(each, shape), like.dtype)
+            for each, is_ready in zip(numbers, ready, strict=True)
+        ]
 
     def _cells(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int], str]:
         """Return the table of arrays of one shape, its axes, and the groups; and the type of places in them."""
