@@ -203,7 +203,7 @@ def test_the_best_grid_is_taken_and_the_turning_point_found(tmp_path):
     assert predict.error(rows, {1: rows[0]["seconds_per_step"], 4: rows[1]["seconds_per_step"] / 2}) == 0.5
     assert "| 4 | 1 × 2 × 2 |" in prediction_table(rows)
     assert "from 16 ranks on" in words(rows)[1]
-    assert "not known" in words(rows)[2]
+    assert "unknown" in words(rows)[2]
     rows[1]["measured_seconds"] = rows[1]["seconds_per_step"] / 2
     assert "mean error of the prediction: 100.0% (measured on 4 ranks)" in words(rows)
     assert "+100%" in prediction_table(rows)

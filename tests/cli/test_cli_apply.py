@@ -75,7 +75,7 @@ def test_predict_needs_no_data_set_and_tells_classes(folder):
 
 def test_init_from_says_what_was_taken(folder):
     words = "run", "toy.yaml", "--init-from", "runs/toy/checkpoint.h5", "--output", "second"
-    text = "weights from runs/toy/checkpoint.h5: 3 arrays taken; not in the file: fc1/bias"
+    text = "weights from runs/toy/checkpoint.h5: 3 arrays loaded; not in the file: fc1/bias"
     fewer = "run", "toy.yaml", "--output", "less", "--set", "model.layers.1.bias=false"
     succeed(folder, *fewer)
     out = succeed(folder, *words[:3], "less/checkpoint.h5", *words[4:])

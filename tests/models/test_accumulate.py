@@ -138,7 +138,7 @@ def test_where_a_micro_batch_is_not_finite():
 @pytest.mark.parametrize("scheme", [nd.Stale(), nd.Quantised(), nd.Every(2)], ids=lambda scheme: type(scheme).__name__)
 def test_schemes_with_memory_are_refused(scheme):
     with pytest.raises(
-        nd.ConfigError, match=r"accumulate: the scheme .* of layer 'conv1' keeps .* leave out accumulate"
+        nd.ConfigError, match=r"accumulate: the scheme .* of layer 'conv1' reuses .* leave out accumulate"
     ):
         nd.Convnet(layers(), scheme=scheme, accumulate=2)
     with pytest.raises(nd.ConfigError, match="accumulate"):

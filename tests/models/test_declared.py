@@ -72,8 +72,8 @@ def conv(scheme):
     [
         (conv(Twice()), "Twice has exchanged 2 times in one call forward, but its exchanges says 1 to 1"),
         (conv(Halves()), r"Halves sends messages of \[.*\] bytes forward, but its message_bytes says"),
-        (lambda: WiderDist(2, 3, padding=1), r"layer 'wider1' \(WiderDist\): its arrays send messages of .* numbers"),
-        (SumsDist, r"layer 'sums1' \(SumsDist\): reduces 6 numbers forward, but its reductions_for declares 3"),
+        (lambda: WiderDist(2, 3, padding=1), r"layer 'wider1' \(WiderDist\): its arrays send messages of .* elements"),
+        (SumsDist, r"layer 'sums1' \(SumsDist\): reduces 6 elements forward, but its reductions_for declares 3"),
     ],
     ids=["exchanges", "bytes", "arrays", "reductions"],
 )

@@ -234,7 +234,7 @@ def test_what_keeps_a_job_waiting_is_told_once(tmp_path, monkeypatch, capsys):
             assert all(steps.acquire(timeout=20) for _ in range(30))
     error = capsys.readouterr().err
     assert error.count("warning: servers can be neither saved nor restored: ") == error.count("\n") == 1
-    assert "has no folder for checkpoints; start it with --checkpoint-dir; it is tried again" in error
+    assert "has no checkpoint folder; start it with --checkpoint-dir; it is tried again" in error
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "mixed", "none", "optimizer", "model", "outside"])

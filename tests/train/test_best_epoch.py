@@ -34,7 +34,7 @@ def test_more_of_a_metric_is_better():
     assert best.epoch(history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == 2
     assert best.stalled(history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == ""
     told = best.stalled(history([0.1, 0.5, 0.4, 0.5], "validation_iou"), [nd.IoU()])
-    assert told == "no better validation_iou since epoch 2: the run ends after epoch 4"
+    assert told == "validation_iou has not improved since epoch 2: the run ends after epoch 4"
     assert nd.Best().stalled(history([1.0] * 99), []) == ""
 
 
@@ -53,7 +53,7 @@ def test_a_run_ends_and_stays_ended(tmp_path, capsys):
     losses = [record["test_loss"] for record in found]
     best = nd.Best("test_loss", min_change=0.05).epoch(found, [])
     assert len(found) == best + 2 < 9
-    assert f"no better test_loss since epoch {best}: the run ends after epoch {best + 2}" in capsys.readouterr().out
+    assert f"test_loss has not improved since epoch {best}: the run ends after epoch {best + 2}" in capsys.readouterr().out
     made = experiment()
     judged = evaluate_checkpoint(made, tmp_path / "checkpoint_best.h5", nd.ProcessGrid.serial())
     assert judged["loss"] == pytest.approx(losses[best - 1], rel=1e-12)
@@ -63,7 +63,7 @@ def test_a_run_ends_and_stays_ended(tmp_path, capsys):
 
 
 def test_what_cannot_be_is_named():
-    with pytest.raises(ConfigError, match="number: 'validation_f2' is in no record; did you mean 'validation_f1'"):
+    with pytest.raises(ConfigError, match="number: 'validation_f2' is not in any record; did you mean 'validation_f1'"):
         experiment(number="validation_f2").validate()
     with pytest.raises(ConfigError, match="patience: expected an integer of at least 1"):
         nd.Best(patience=0)
