@@ -51,6 +51,28 @@ with open_fork_server(lambda: None) as server:
 assert not psutil.Process().children()
 """
 
+LATE = """\
+import os, subprocess, sys, time
+import psutil
+import neondist.cli
+from neondist.launcher.fork_server import open_fork_server
+
+for goes_on in (True, False):
+    with open_fork_server(lambda: None, patience=0.2) as server:
+        [copy] = psutil.Process().children()
+        copy.suspend()
+        assert server.start(["check", "nothing.yaml"], os.environ, "late") is None
+        if goes_on:
+            copy.resume()
+            while copy.status() != psutil.STATUS_ZOMBIE:  # it has forked, and found that nobody asks any more
+                time.sleep(0.01)
+            [late] = [one for one in psutil.Process().children() if one != copy]
+            while late.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+        assert server.start(["check", "nothing.yaml"], os.environ, "another", subprocess.PIPE) is None
+    assert not psutil.Process().children()
+"""
+
 
 def start(how, **more):
     words = [sys.executable, "-c", SUPERVISOR, how]
@@ -74,6 +96,12 @@ def test_forked_processes_end_with_the_supervisor():
             assert all(map(gone, pids))
         finally:
             kill(pids)
+
+
+def test_a_process_that_is_forked_too_late_neither_runs_nor_is_taken_for_another():
+    """The copy is stopped while it is asked; then it goes on, or does not."""
+    process = subprocess.Popen([sys.executable, "-c", LATE], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert (finish(process, 120), process.returncode) == ((b"", b""), 0)
 
 
 def fails():
