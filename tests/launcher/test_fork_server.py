@@ -25,7 +25,7 @@ with open_fork_server(lambda: None) as server:
     [copy] = psutil.Process().children()
     assert gc.isenabled() and gc.get_freeze_count() > 10_000
     one = server.start(["check", "nothing.yaml"], {**os.environ, "HERE": "1"}, "check")
-    assert one.wait(60) == 2
+    assert one.wait() == 2
     service = server.start(["serve", "ps"], TOKEN, "serve ps", subprocess.PIPE)
     assert service.stdout.readline().startswith("PServer at 127.0.0.1:")
     process = psutil.Process(service.pid)
@@ -35,16 +35,16 @@ with open_fork_server(lambda: None) as server:
         service.wait(0.05)
     except subprocess.TimeoutExpired:
         service.terminate()
-    assert service.wait(60) == -signal.SIGTERM
+    assert service.wait() == -signal.SIGTERM
     silent = server.start(["check", "--help"], TOKEN, "silent", subprocess.DEVNULL)
-    assert silent.wait(60) == 0
+    assert silent.wait() == 0
     last = server.start(["serve", "ps"], TOKEN, "serve ps", subprocess.PIPE)
     last.stdout.readline()
     if sys.argv[1] == "end":
         copy.kill()
         assert server.start(["serve", "ps"], TOKEN, "serve ps", subprocess.PIPE) is None
         last.kill()
-        assert last.wait(60) == last.poll() == -signal.SIGKILL
+        assert last.wait() == last.poll() == -signal.SIGKILL
     else:
         print(last.pid, copy.pid, flush=True)
         signal.pause()
@@ -80,7 +80,7 @@ def start(how, **more):
 
 
 def test_forked_processes_are_children_with_their_own_environment_output_and_exit_code():
-    out, err = finish(start("end"), 120)
+    out, err = finish(start("end"))
     assert out == "written once, although it is in a buffer when the server is forked\n"
     assert "nothing.yaml: no such file" in err.splitlines()[0]
     assert len(err.splitlines()) == 1, err
@@ -101,7 +101,7 @@ def test_forked_processes_end_with_the_supervisor():
 def test_a_process_that_is_forked_too_late_neither_runs_nor_is_taken_for_another():
     """The copy is stopped while it is asked; then it goes on, or does not."""
     process = subprocess.Popen([sys.executable, "-c", LATE], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert (finish(process, 120), process.returncode) == ((b"", b""), 0)
+    assert (finish(process), process.returncode) == ((b"", b""), 0)
 
 
 def fails():
