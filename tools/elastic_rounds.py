@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -82,11 +83,18 @@ def _targets(job: int, kind: str) -> list[int]:
     if top := [one for one in found if one.name().startswith(name)]:
         return [one.pid for one in top]
     word = {"server": "ps", "master": "master"}.get(kind, "train")
-    top = [one for one in found if word in one.cmdline() and not one.name().startswith(FORKED)]
+    top = [one for one in found if word in _words(one) and not one.name().startswith(FORKED)]
     if kind != "rank":
         return [one.pid for one in top]
     inner = [rank for one in top for rank in one.children(recursive=True)]
-    return [one.pid for one in inner if "train" in one.cmdline() and "prterun" in one.parent().name()]
+    return [one.pid for one in inner if "train" in _words(one) and (up := one.parent()) and "prterun" in up.name()]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    """Return the words of a command; a zombie has none."""
+    with suppress(psutil.ZombieProcess):
+        return process.cmdline()
+    return []
 
 
 def disturb(job: subprocess.Popen[str], kind: str, rng: random.Random) -> int:

@@ -27,8 +27,9 @@ from ..signals import Signals
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MOST_BYTES = 1 << 20
+_GO = b"go"
 _PATIENCE = 60.0
-"""Seconds for a process to be forked."""
+"""Seconds for a process to be forked, and for the copy to end."""
 
 
 class Process(Protocol):
@@ -99,14 +100,20 @@ class ForkedProcess:
 class ForkServer:
     """This process's end of the copy, which ends with the connection.
 
+    Each request has a channel of its own, on which the new process tells its number, and runs once it is told to: one
+    that comes after its request was given up ends, and is never taken for that of another request.
+
     Parameters
     ----------
     connection : socket
+    patience : float
+        Seconds for a process to be forked. After that there are no more: the next ones would be as late.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        connection.settimeout(_PATIENCE)
+    def __init__(self, connection: socket.socket, patience: float = _PATIENCE) -> None:
+        self._connection, self._patience = connection, patience
+        self._given_up: socket.socket | None = None
+        connection.settimeout(patience)
 
     def start(
         self, words: Sequence[str], env: Mapping[str, str], name: str, output: int | None = None
@@ -131,25 +138,54 @@ class ForkServer:
             reading, writing = os.pipe()
         else:
             writing = os.open(os.devnull, os.O_WRONLY) if output == subprocess.DEVNULL else os.dup(1)
-        request = json.dumps({"words": list(words), "env": dict(env), "name": name}).encode()
         try:
-            socket.send_fds(self._connection, [request], [writing])
-            answer = self._connection.recv(64)
-        except OSError:  # it was killed
-            answer = b""
-        os.close(writing)
-        if answer:
-            return ForkedProcess(int(answer), None if reading is None else open(reading, encoding="utf-8"))
+            pid = self._ask(json.dumps({"words": list(words), "env": dict(env), "name": name}).encode(), writing)
+        finally:
+            os.close(writing)
+        if pid is not None:
+            return ForkedProcess(pid, None if reading is None else open(reading, encoding="utf-8"))
         if reading is not None:
             os.close(reading)
         return None
 
+    def reap(self) -> None:
+        """Once the copy has ended, wait for what it forked too late."""
+        if self._given_up is None:
+            return
+        with self._given_up as channel, suppress(TimeoutError):
+            if answer := channel.recv(64):
+                late = ForkedProcess(int(answer), None)
+                late.kill()  # it ends by itself, unless it is stopped
+                late.wait()
+
+    def _ask(self, request: bytes, output: int) -> int | None:
+        """Return the number of a new process, which is a child of this one now; None if there is none."""
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        channel.settimeout(self._patience)
+        answer = b""
+        try:
+            with theirs:
+                socket.send_fds(self._connection, [request], [output, theirs.fileno()])
+            answer = channel.recv(64)
+            if answer:
+                channel.send(_GO)
+        except TimeoutError:
+            self._connection.close()
+            channel.shutdown(socket.SHUT_WR)
+            self._given_up = channel
+        except OSError:  # the copy was killed, or what it has forked
+            pass
+        finally:
+            if channel is not self._given_up:
+                channel.close()
+        return int(answer) if answer else None
+
 
 @contextmanager
-def open_fork_server(load: Callable[[], object]) -> Iterator[ForkServer | None]:
+def open_fork_server(load: Callable[[], object], patience: float = _PATIENCE) -> Iterator[ForkServer | None]:
     """Let `load` import modules, and yield a server that has them; None where there can be none.
 
-    Open it while this process has neither run code of the user nor started threads.
+    Open it while this process has neither run code of the user nor started threads. `patience` is that of ForkServer.
     """
     if not _can_fork(load):
         yield None
@@ -163,11 +199,17 @@ def open_fork_server(load: Callable[[], object]) -> Iterator[ForkServer | None]:
         ours.close()
         _run(*_serve(theirs, supervisor))
     theirs.close()
+    forks, copy = ForkServer(ours, patience), ForkedProcess(server, None)
     try:
-        yield ForkServer(ours)
+        yield forks
     finally:
         ours.close()
-        os.waitpid(server, 0)
+        try:
+            copy.wait(patience)
+        except subprocess.TimeoutExpired:  # it is stopped
+            copy.kill()
+            copy.wait()
+        forks.reap()
 
 
 def load_permanently(load: Callable[[], object]) -> None:
@@ -205,30 +247,36 @@ def _serve(connection: socket.socket, supervisor: int) -> tuple[dict[str, Any], 
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     while True:
-        text, output = b"", list[int]()
+        text, passed = b"", list[int]()
         with suppress(OSError):
-            text, output, *_ = socket.recv_fds(connection, _MOST_BYTES, 1)
-        if not text or not output:
+            text, passed, *_ = socket.recv_fds(connection, _MOST_BYTES, 2)
+        if not text or len(passed) < 2:
             os._exit(0)
         between = os.fork()
         if not between:  # its child becomes one of the supervisor, which is to be its parent
             between = os.getpid()
             if os.fork():
                 os._exit(0)
-            _settle(connection, between, supervisor)
-            return json.loads(text), output[0]
+            connection.close()
+            _settle(passed[1], between, supervisor)
+            return json.loads(text), passed[0]
         os.waitpid(between, 0)
-        os.close(output[0])
+        for one in passed:
+            os.close(one)
 
 
-def _settle(connection: socket.socket, between: int, supervisor: int) -> None:
-    """Wait for the supervisor to be the parent, bind this process to it, and answer."""
+def _settle(channel: int, between: int, supervisor: int) -> None:
+    """Wait for the supervisor to be the parent, bind this process to it, answer; end if nobody waits for it."""
     while os.getppid() == between:
         time.sleep(0.001)
     end_with(supervisor)
     os.setsid()
-    connection.send(str(os.getpid()).encode())
-    connection.close()
+    told = b""
+    with socket.socket(fileno=channel) as made, suppress(OSError):
+        made.send(str(os.getpid()).encode())
+        told = made.recv(len(_GO))
+    if told != _GO:
+        os._exit(1)
 
 
 def _run(request: Mapping[str, Any], output: int) -> NoReturn:

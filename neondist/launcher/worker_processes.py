@@ -61,7 +61,8 @@ class WorkerProcesses:
         The machine of each worker at the beginning, and of one whose machine is gone.
     services : sequence of ServiceProcess
     lost : callable
-        Called with the number of a worker that has ended, before it is started again.
+        Called with the number of a worker that has ended, before it is started again; if it returns False, as where a
+        service did not answer, once more while there is no such worker, for others would wait for it.
     scaling : Scaling, optional
         The slots of an elastic job.
     progress : callable, optional
@@ -75,7 +76,7 @@ class WorkerProcesses:
         start: Callable[[int, str, bool], Process],
         nodes: JobNodes,
         services: Sequence[ServiceProcess],
-        lost: Callable[[int], object],
+        lost: Callable[[int], bool],
         scaling: Scaling | None = None,
         progress: Callable[[], TaskProgress | None] = lambda: None,
         note: Callable[..., object] = lambda event, **fields: None,
@@ -84,6 +85,7 @@ class WorkerProcesses:
         self._scaling, self._progress = scaling, progress
         self._losses: dict[int, int] = {}
         self._codes: dict[int, int] = {}
+        self._untold: set[int] = set()
         self._stopping = False
         self._workers: dict[int, _Worker] = {}
         for host in nodes.workers:
@@ -117,6 +119,7 @@ class WorkerProcesses:
                 code = worker.process.poll()
                 if code is not None and (failed := self._end(at, worker, code)) is not None:
                     return failed
+            self._untold = {at for at in self._untold - self._workers.keys() if not self._lost(at)}
             if not self._workers and (ended := self._end_of_all()) is not None:
                 return ended
             if self._scaling is not None and self._scaling.is_due():
@@ -151,7 +154,8 @@ class WorkerProcesses:
 
     def _end(self, at: int, worker: _Worker, code: int) -> int | None:
         """Take note of the end of a worker, which may be started again; return the exit code if it ends the job."""
-        self._lost(at)
+        if not self._lost(at):
+            self._untold.add(at)
         leaves = worker.deadline is not None and (code == STOPPED or _was_killed(code))
         if not leaves and not self._stopping and _was_killed(code):
             return self._restart(at, worker, code)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..console import say
-from ..errors import ConfigError, DataError, LaunchError, ServiceError
+from ..errors import ConfigError, DataError, LaunchError, ServiceError, ServiceUnavailableError
 from ..io.generation_log import GenerationLog
 from ..io.output import RECOVERY, clear, has_run
 from ..job import detect
@@ -240,14 +240,19 @@ def _run_job(
     return code
 
 
-def _lost(master: str, servers: Sequence[str], token: str, index: int) -> None:
-    """Give back the task of a worker, and let servers wait for it no longer."""
+def _lost(master: str, servers: Sequence[str], token: str, index: int) -> bool:
+    """Give back the task of a worker, and let servers wait for it no longer; False if some do not answer now."""
     from ..services.training import worker_name
 
-    worker = {"worker": worker_name(index)}
+    worker, heard = {"worker": worker_name(index)}, True
     for address, service, method in [(master, "Master", "lost"), *((one, "PServer", "leave") for one in servers)]:
-        with suppress(ServiceError):  # a master without tasks yet, or a service that is being restarted
+        try:
             _call(address, service, token, method, worker)
+        except ServiceUnavailableError:
+            heard = False
+        except ServiceError:  # a master without tasks yet
+            pass
+    return heard
 
 
 def _progress(master: str, token: str) -> TaskProgress | None:

@@ -72,7 +72,7 @@ _CLIENT = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # that an attempt may take; a loaded machine answers late
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 _ABSENT = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import EXPERIMENT, call, here, losses, mpirun_env, needs_mpirun, neondist, own, start, under_mpirun
-from processes import alive
+from processes import alive, finish
 
 from neondist.cli import main
 from neondist.cli.doctor import probe_mpi
@@ -115,8 +115,8 @@ def test_interrupting_ends_all_ranks(folder, number, code):
     process.send_signal(number)
     begin = time.perf_counter()
     process.stdout.close()
-    assert process.wait(60) == code
-    process.stderr.close()
+    finish(process, 60)
+    assert process.returncode == code
     pids = [int(path.name[3:]) for path in folder.glob("pid*")]
     assert len(pids) == 3
     while any(alive(pid) for pid in pids):
@@ -129,8 +129,8 @@ def read_one_line(words, folder, **env):
     process = start(words, folder, **env)
     assert process.stdout.readline()
     process.stdout.close()
-    said = process.stderr.read()
-    return process.wait(60), said
+    _, said = finish(process)
+    return process.returncode, said
 
 
 @pytest.mark.parametrize("ranks", [[], pytest.param(["-n", 2], marks=needs_mpirun)])

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from cli_runs import EXPERIMENT, here
+from processes import finish
 
 from neondist.cluster.submit import Submission
 from neondist.cluster.submit.slurm import ATTEMPTS, batch_script
@@ -49,13 +50,16 @@ def begin(folder, script, **env):
         **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4",
         "SLURM_JOB_NODELIST": "n[1-2]", **env,
     }  # fmt: skip
-    return subprocess.Popen(["bash"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen(["bash"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    job.stdin.write(script)
+    job.stdin.flush()
+    return job
 
 
 def test_workers_beside_servers_are_on_the_nodes_of_the_job(folder):
     script = script_of(folder, needs_servers=True)
     job = begin(folder, script)
-    out, _ = job.communicate(script)
+    out, _ = finish(job)
     words = ["-m", "neondist", "run", "a b.yaml", "-n", "4", "--output", "runs/a b", "--hosts-from", "hosts-7"]
     assert out.splitlines()[-1] == "".join(f"<{word}>" for word in [*words, "--resume", "auto"])
     assert (folder / "hosts-7").read_text() == "n1:2\nn2:2\n"
@@ -65,7 +69,7 @@ def test_workers_beside_servers_are_on_the_nodes_of_the_job(folder):
 def test_words_arrive_and_the_exit_code_comes_back(folder, code):
     script = script_of(folder, f"name={ODD}", modules=("x y.py",), elastic=(2, 4))
     job = begin(folder, script, CODE=str(code))
-    out, _ = job.communicate(script)
+    out, _ = finish(job)
     assert job.returncode == code
     words = ["-m", "neondist", "run", "a b.yaml", "--set", f"name={ODD}", "--import", "x y.py", "-n", "4",
              "--output", "runs/a b", "--restarts", "3", "--elastic", "2:4", "--resume", "auto"]  # fmt: skip
@@ -81,13 +85,13 @@ def test_a_signal_ends_the_run_with_a_checkpoint(folder, number, starts, requeue
     """What comes before the end of its time puts it back into the queue, and what Slurm ends it with does not."""
     script = script_of(folder, "wait=1")
     job = begin(folder, script, SLURM_RESTART_COUNT=str(starts))
-    job.stdin.write(script)
-    job.stdin.close()
     while not (folder / "ready").exists():
+        assert job.poll() is None, finish(job)
         time.sleep(0.01)
     job.send_signal(number)
-    assert job.wait(60) == 75
-    assert f"start {starts + 1}," in job.stdout.read()
+    out, _ = finish(job)
+    assert job.returncode == 75
+    assert f"start {starts + 1}," in out
     assert (folder / "requeued").exists() == bool(requeued)
     if requeued:
         assert (folder / "requeued").read_text() == requeued
@@ -98,7 +102,7 @@ def test_a_signal_before_the_run_listens(folder):
     (folder / "run").write_text("#!/bin/bash\nkill -USR1 $PPID; sleep 60\n")
     script = script_of(folder)
     job = begin(folder, script)
-    job.communicate(script)
+    finish(job)
     assert job.returncode == 75
     assert (folder / "requeued").read_text() == "requeue 7\n"
 

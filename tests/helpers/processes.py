@@ -19,6 +19,16 @@ def children(pid):
     return found
 
 
+def commands(pid):
+    """The words of the commands of all processes below `pid`, without zombies, which have none."""
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(child.cmdline())
+    return found
+
+
 def alive(pid):
     """Whether a process is there and no zombie."""
     try:

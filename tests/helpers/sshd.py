@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 from fake_nodes import missing
+from processes import commands
 
 from neondist.cluster.ssh_config import OWN
 
@@ -71,7 +72,7 @@ class Sshd:
         """Return the sessions of a node in which a command with this word runs."""
         found = []
         for session in psutil.Process(self.servers[node].pid).children():
-            if any(word in command for command in _commands(session)):
+            if any(word in command for command in commands(session.pid)):
                 found.append(session)
         return found
 
@@ -80,13 +81,6 @@ class Sshd:
         for one in self.servers.values():
             one.terminate()
             one.wait()
-
-
-def _commands(process):
-    try:
-        return [one.cmdline() for one in process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def other_environment(folder):

@@ -93,7 +93,9 @@ def test_losses_on_other_nodes(nodes, tmp_path):
     job.wait()
     wait(lambda: not nodes.pids("rank") and not nodes.pids("daemon"), nodes.processes)
     most = epochs() + 1
-    assert start("--set", f"epochs={most}").wait(120) == 0, log.read_text()
+    job = start("--set", f"epochs={most}")
+    finish(job, 120)
+    assert job.returncode == 0, log.read_text()
 
     def undisturbed(world):
         made = load_experiment(tmp_path / "toy.yaml", [f"epochs={most}"])

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from processes import finish
 
 from neondist.heartbeat import NONCE, SUPERVISOR, proof, receive, split_address
 from neondist.launcher import monitor as monitor_module
@@ -92,7 +93,8 @@ def test_a_killed_rank_is_lost_and_the_other_can_be_ended(monitor, ranks):
     assert monitor.loss.startswith(f"rank 1 of 2 on {os.uname().nodename} ended without a word")
     assert monitor.lost == 1
     monitor.end_ranks()
-    assert one.wait(60) == -signal.SIGKILL
+    finish(one, 60)
+    assert one.returncode == -signal.SIGKILL
 
 
 def test_a_rank_that_has_failed_is_none_that_is_lost(monitor, ranks):
@@ -112,7 +114,9 @@ def test_a_stopped_rank_loses_its_lease_and_is_ended(monitor, ranks):
     wait(lambda: monitor.loss)
     assert monitor.loss.startswith(f"rank 0 of 2 on {os.uname().nodename} has given no sign of life for 2.5 s")
     monitor.end_ranks()
-    assert [each.wait(60) for each in (one, other)] == [-signal.SIGKILL] * 2
+    for each in (one, other):
+        finish(each, 60)
+        assert each.returncode == -signal.SIGKILL
 
 
 def test_ranks_that_are_silent_at_about_the_same_time_are_lost_together(monkeypatch):

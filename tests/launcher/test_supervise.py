@@ -24,6 +24,12 @@ def start(*command, **more):
     return subprocess.Popen([sys.executable, "-c", PARENT, *command], stdout=subprocess.PIPE, text=True, **more)
 
 
+def code_of(process):
+    """Return the exit code of a process, as soon as it ends."""
+    finish(process, 60)
+    return process.returncode
+
+
 def trapping(**what):
     """Return a command that waits, and does for each signal what is told; a shell may lose one between two commands."""
     lines = ["import os, signal", *(f"signal.signal(signal.SIG{name}, lambda *_: {do})" for name, do in what.items())]
@@ -42,7 +48,7 @@ def gone(pid, seconds=60.0):
 @pytest.mark.parametrize(("text", "code"), [("exit 0", 0), ("exit 5", 5), ("kill -9 $$", 137)])
 @pytest.mark.long
 def test_exit_code(text, code):
-    assert start("sh", "-c", text).wait(60) == code
+    assert code_of(start("sh", "-c", text)) == code
 
 
 @pytest.mark.parametrize(
@@ -54,14 +60,14 @@ def test_signals_are_forwarded(number, code):
     process = start(*trapping(USR1="os._exit(3)", TERM="os._exit(4)", INT="os._exit(5)"))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    assert process.wait(60) == code
+    assert code_of(process) == code
 
 
 def test_a_job_that_ends_well_in_spite_of_a_signal_is_done():
     process = start(*trapping(TERM="os._exit(0)"))
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    assert code_of(process) == 0
 
 
 def test_asked_gently():
@@ -73,7 +79,7 @@ def test_asked_gently():
         process.send_signal(signal.SIGTERM)
         assert process.stdout.readline() == "gently\n"
     process.send_signal(signal.SIGUSR2)
-    assert process.wait(60) == 75
+    assert code_of(process) == 75
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")

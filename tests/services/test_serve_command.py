@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import numpy as np
-import psutil
 import pytest
 from cli_runs import call, needs_mpirun, neondist
+from processes import commands
 
 import neondist as nd
 from neondist.cli import main
@@ -103,5 +103,4 @@ def test_a_run_starts_workers_and_servers(tmp_path):
     assert {record["epoch"] for record in records} == {1}
     assert sum(record["step"] for record in records) == 6  # who takes a task first has it
     assert "staleness: 1" in (tmp_path / "out" / "strategy.yaml").read_text()
-    here = psutil.Process().children(recursive=True)
-    assert not [one for one in here if "serve" in one.cmdline()]
+    assert not [words for words in commands(os.getpid()) if "serve" in words]

@@ -167,6 +167,28 @@ def test_calls_go_on_with_a_server_that_is_started_again(echo):
             assert waiting.result().integer("n") == 2
 
 
+def forward(source, target):
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+
+
+def test_a_server_that_is_slow_to_take_a_connection_is_waited_for(host):
+    """The machine has accepted it, as where the process is stopped for a while, or others have its cores."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as slow,
+        ServiceClient(f"127.0.0.1:{slow.getsockname()[1]}", "Echo", TOKEN, patience=0) as client,
+        contextlib.ExitStack() as ends,
+    ):
+        reply = client.submit("echo", {"n": 1})
+        threading.Event().wait(0.3)
+        near = ends.enter_context(slow.accept()[0])
+        far = ends.enter_context(socket.create_connection(split_address(host.address)))
+        for pair in ((near, far), (far, near)):
+            threading.Thread(target=forward, args=pair, daemon=True).start()
+        assert reply.result().integer("n") == 1
+
+
 def test_a_token_is_a_secret():
     assert read_token({"NEONDIST_TOKEN": TOKEN}) == TOKEN
     for environ in ({}, {"NEONDIST_TOKEN": ""}, {"NEONDIST_TOKEN": "short"}, {"NEONDIST_TOKEN": "line\n" * 9}):

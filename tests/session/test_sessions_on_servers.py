@@ -9,6 +9,7 @@ import threading
 
 import numpy as np
 import pytest
+from processes import finish
 
 import neondist as nd
 from neondist.comm import ProcessGrid
@@ -169,5 +170,5 @@ def test_a_server_is_ended_by_a_signal():
     with subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout.readline().startswith("PServer at 127.0.0.1:")
         server.send_signal(signal.SIGTERM)
-        assert server.communicate(timeout=60) == ("", None)
+        assert finish(server, 60) == ("", None)
     assert server.returncode == 0
