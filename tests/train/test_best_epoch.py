@@ -53,7 +53,8 @@ def test_a_run_ends_and_stays_ended(tmp_path, capsys):
     losses = [record["test_loss"] for record in found]
     best = nd.Best("test_loss", min_change=0.05).epoch(found, [])
     assert len(found) == best + 2 < 9
-    assert f"test_loss has not improved since epoch {best}: the run ends after epoch {best + 2}" in capsys.readouterr().out
+    ended = f"test_loss has not improved since epoch {best}: the run ends after epoch {best + 2}"
+    assert ended in capsys.readouterr().out
     made = experiment()
     judged = evaluate_checkpoint(made, tmp_path / "checkpoint_best.h5", nd.ProcessGrid.serial())
     assert judged["loss"] == pytest.approx(losses[best - 1], rel=1e-12)
