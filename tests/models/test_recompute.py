@@ -78,7 +78,8 @@ def test_memory_is_that_of_a_section():
     "scheme", [nd.Stale(), nd.Quantised(feedback=True), nd.Every(2)], ids=lambda scheme: type(scheme).__name__
 )
 def test_schemes_with_memory_are_refused(scheme):
-    with pytest.raises(nd.ConfigError, match="recompute: the scheme .* of layer 'conv1' reuses .* leave out recompute"):
+    told = "recompute: the scheme .* of layer 'conv1' reuses .* leave out recompute"
+    with pytest.raises(nd.ConfigError, match=told):
         nd.Convnet([nd.ConvLayer(2, 3)], scheme=scheme, recompute=True)
 
 
