@@ -41,7 +41,8 @@ class ZarrSource(TileSource):
             if inside.strip("/") and not (path / inside.strip("/")).exists():
                 there = sorted(one.name for one in path.iterdir() if any((one / each).is_file() for each in METADATA))
                 raise DataError(f"{path}: has no array '{inside}'; it has {', '.join(there) or 'none'}")
-            found: Any = zarr.open(FolderStore(path, read_only=True), path=inside.strip("/"), mode="r")
+            store = FolderStore(path, read_only=True)
+            found: Any = zarr.open(store, path=inside.strip("/"), mode="r")
             image = Multiscale([""])
             if isinstance(found, zarr.Group):
                 found, image = _image(name, found, level)
@@ -54,6 +55,7 @@ class ZarrSource(TileSource):
             if not isinstance(array, zarr.Array):
                 raise DataError(f"{name}: level {level} is no array; restore it from a good copy")
             require_harmless(name, array)
+            store.expect(array)
             told, facts = axes, dict[str, Any]()
             self._packing, self._place = None, path / inside.strip("/") / at
             if names:
