@@ -22,6 +22,9 @@ from ..memory import words
 from ..registry import suggest
 from .base import BY_AXIS, TileSink, TileSource, agreed_on, refused
 
+PACKED, LOCK = ".packed", ".lock"
+"""after the name of a draft: what it is packed to, and what ranks lock that write to the same chunk"""
+_EXISTS = "has been created meanwhile; choose another name, or overwrite it (--overwrite)"
 _LONGEST, _MOST = 80, 40
 """letters of a name that a file gives, and such names, in a message"""
 
@@ -93,7 +96,8 @@ class DraftSink(TileSink):
             self._open = False
             self._detach()
             if not self._stays and (self.grid is None or self.grid.rank == 0):
-                self._forget()
+                with refused(self.path):
+                    self._forget()
 
     def _begin(self, like: TileSource | None, resume: bool) -> None:
         """Find the file of an earlier process, or make a new one."""
@@ -108,6 +112,10 @@ class DraftSink(TileSink):
                     raise OutputError(f"{self._part}: belongs to another array; remove it, or choose another name")
                 write_text(self._note, json.dumps(note | {"resumed": True}))
                 return
+        if not self.path.exists() and _replaced(self.path).exists():  # by a process that ended before it named its own
+            os.rename(_replaced(self.path), self.path)
+            if not self._overwrite:
+                raise OutputError(f"{self.path}: {_EXISTS}")
         self._forget()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -150,27 +158,68 @@ class DraftSink(TileSink):
             raise OutputError(f"{self.path}: needs {words(needed)}, but only {words(free)} are free; free disk space")
 
     def _forget(self) -> None:
-        for path in (self._note, self._part):
-            _remove(path)
+        _remove_beside(self.path)
 
     def _name(self) -> None:
         if self.path.exists() and not self._overwrite:
-            raise OutputError(
-                f"{self.path}: has been created meanwhile; choose another name, or overwrite it (--overwrite)"
-            )
-        part = self._finished()
-        old = self.path.with_name(self.path.name + ".replaced")
-        if self.path.is_dir():  # no folder is replaced by a rename
+            raise OutputError(f"{self.path}: {_EXISTS}")
+        part, old = self._finished(), _replaced(self.path)
+        who = os.stat(part)
+        write_text(self._note, json.dumps(json.loads(read_bytes(self._note)) | {"named": who.st_ino}))
+        moved = self.path.is_dir()  # no folder is replaced by a rename
+        if moved:
             _remove(old)
             os.rename(self.path, old)
-        give_name(part, self.path, os.stat(part))
+        try:
+            give_name(part, self.path, who)
+        except OSError:
+            if moved and not self.path.exists():
+                os.rename(old, self.path)
+            raise
         self._stays = True
-        for path in (self._note, self._part, old):
-            _remove(path)
+        _remove_beside(self.path)
 
     def _finished(self) -> Path:
         """Return the complete file under its temporary name."""
         return self._part
+
+
+def is_named(path: Path) -> bool:
+    """Whether the file of an unfinished job has its name already; removes what a process that ended then has left.
+
+    Of a job whose cells are all written: what else lies under the name is the file that is to be replaced.
+    """
+    part = partial(path)
+    note = part.with_name(part.name + ".json")
+    if not path.exists():
+        return False
+    if not note.exists():
+        return not part.exists()
+    with refused(path):
+        try:
+            named = json.loads(read_bytes(note))["named"]
+        except (ValueError, KeyError, TypeError):
+            return False
+        if named != os.stat(path).st_ino:
+            return False
+        _remove_beside(path)
+    return True
+
+
+def _replaced(path: Path) -> Path:
+    """Return where a folder lies that another one is to replace."""
+    return path.with_name(path.name + ".replaced")
+
+
+def _remove_beside(path: Path) -> None:
+    """Remove all that a sink makes beside its file; the note last, which tells a later process of the others."""
+    part = partial(path)
+    packed = part.with_name(part.name + PACKED)
+    for one in (_replaced(path), packed, partial(packed), part.with_name(part.name + LOCK), part):
+        _remove(one)
+    note = part.with_name(part.name + ".json")
+    for one in (partial(note), note):
+        _remove(one)
 
 
 def _remove(path: Path) -> None:

@@ -16,6 +16,7 @@ from ..io.files import replacing
 from ..io.regular_file import check_regular, open_regular
 from .axes import Cells
 from .base import TileSource, faults
+from .draft import PACKED
 from .ome import base_unit
 from .placed import PlacedSink, Placement
 
@@ -141,7 +142,7 @@ class NIfTISink(PlacedSink):
     def _finished(self) -> Path:
         if self.path.suffix.lower() != ".gz":
             return self._part
-        packed = self._part.with_name(self._part.name + ".packed")
+        packed = self._part.with_name(self._part.name + PACKED)
         with open_regular(self._part) as plain, replacing(packed) as file, gzip.GzipFile("", "wb", 6, file, 0) as into:
             shutil.copyfileobj(plain, into, 1 << 20)
         return packed

@@ -12,6 +12,7 @@ from ..io.files import replacing
 from .axes import Cells
 from .base import TileSource
 from .class_colours import class_colours
+from .draft import PACKED
 from .image_loader import Loader, pictures_in
 from .placed import PlacedSink, Placement
 from .table import open_source
@@ -124,7 +125,7 @@ class PictureSink(PlacedSink):
 
         cells = np.fromfile(self._part, self.dtype).reshape(self.shape)
         cells = cells.astype(np.uint8) * np.uint8(255) if self.dtype == np.bool_ else cells
-        packed = self._part.with_name(self._part.name + ".packed")
+        packed = self._part.with_name(self._part.name + PACKED)
         with replacing(packed) as file:
             kind = _PACKED[self.path.suffix.lower()]
             image = Image.fromarray(cells[..., 0] if self.shape[-1] == 1 else cells)

@@ -17,7 +17,7 @@ from .axes import Axes, Cells, guess, relative
 from .base import TileSource, agreed_on, faults, refused
 from .class_colours import class_colours
 from .conventions import Beside, letters, names_of
-from .draft import DraftSink
+from .draft import LOCK, DraftSink
 from .ome import Multiscale, multiscale, read_multiscale
 from .packing import OF_VALUES, Packing
 from .tiles import default_chunks
@@ -41,7 +41,8 @@ class ZarrSource(TileSource):
             if inside.strip("/") and not (path / inside.strip("/")).exists():
                 there = sorted(one.name for one in path.iterdir() if any((one / each).is_file() for each in METADATA))
                 raise DataError(f"{path}: has no array '{inside}'; it has {', '.join(there) or 'none'}")
-            found: Any = zarr.open(FolderStore(path, read_only=True), path=inside.strip("/"), mode="r")
+            store = FolderStore(path, read_only=True)
+            found: Any = zarr.open(store, path=inside.strip("/"), mode="r")
             image = Multiscale([""])
             if isinstance(found, zarr.Group):
                 found, image = _image(name, found, level)
@@ -54,6 +55,7 @@ class ZarrSource(TileSource):
             if not isinstance(array, zarr.Array):
                 raise DataError(f"{name}: level {level} is not an array; restore it from a good copy")
             require_harmless(name, array)
+            store.expect(array)
             told, facts = axes, dict[str, Any]()
             self._packing, self._place = None, path / inside.strip("/") / at
             if names:
@@ -197,14 +199,10 @@ class ZarrSink(DraftSink):
 
         self._levels = [zarr.open_array(str(self._part / name), mode="r+") for name in facts["levels"]]
         self._stored, self._nearest = Axes(facts["axes"]), facts["nearest"]
-        self._lock = os.open(str(self._part) + ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+        self._lock = os.open(str(self._part) + LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
 
     def _detach(self) -> None:
         os.close(self._lock)
-
-    def _forget(self) -> None:
-        super()._forget()
-        Path(str(self._part) + ".lock").unlink(missing_ok=True)
 
     def _finished(self) -> Path:
         """Return the folder, without chunks of which a killed process has written but a part, under names of zarr's."""
@@ -212,10 +210,6 @@ class ZarrSink(DraftSink):
             for path in self._part.rglob("*.partial"):
                 path.unlink()
         return self._part
-
-    def _name(self) -> None:
-        super()._name()
-        Path(str(self._part) + ".lock").unlink(missing_ok=True)
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:
         target, stored, whole = self._levels[0], self._stored.to_file(array), self._stored.to_stored(cells)

@@ -9,6 +9,8 @@ import neondist as nd
 
 zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
 
+from neondist.formats import zarr_store  # noqa: E402
+
 
 def cells(shape, dtype="uint8", seed=0):
     return (np.random.default_rng(seed).random(shape) * 200).astype(dtype)
@@ -198,3 +200,23 @@ def test_the_file_is_named_whose_axes_cannot_be_guessed(tmp_path):
         for name in ("a.zarr", "a.npy"):
             with pytest.raises(nd.ShapeError, match=rf"{name}: cannot interpret an array of shape .* as images"):
                 nd.open_source(tmp_path / name)
+
+
+@pytest.mark.parametrize("codec", ["zstd", "gzip", "zlib", "blosc", "lz4", "bz2", "lzma"])
+def test_a_chunk_that_unpacks_to_more_than_its_cells(tmp_path, monkeypatch, codec):
+    """Refused before it is unpacked whole; one that is as large as its cells is read."""
+    numcodecs = pytest.importorskip("numcodecs")
+    monkeypatch.setattr("neondist.formats.zarr_store._UNHARMFUL", 0)
+    how, found = numcodecs.get_codec({"id": codec}), tmp_path / "a.zarr"
+    array = zarr.create_array(
+        found, shape=(2, 90, 90), chunks=(1, 90, 90), dtype="u1", compressors=[how], zarr_format=2
+    )
+    array[:] = 7
+    (found / "1.0.0").write_bytes(how.encode(bytes(1 << 22)))
+    sizes, real = [], zarr_store.unpacked_size
+    monkeypatch.setattr(zarr_store, "unpacked_size", lambda *given: sizes.append(real(*given)) or sizes[-1])
+    with nd.open_source(found) as source:
+        assert (source.read([(0, 1), *((0, n) for n in source.shape[1:])]) == 7).all()
+        with pytest.raises(nd.DataError, match=r"a\.zarr.*: unpacks to more than .*; restore it from a good copy"):
+            source.read([(0, n) for n in source.shape])
+    assert max(sizes) > zarr_store._LEAST

@@ -16,6 +16,7 @@ from ...console import say
 from ...data import ClimateFiles
 from ...errors import ConfigError, DataError, OutputError
 from ...formats import TileSink, create_sink
+from ...formats.draft import is_named
 from ...geometry import split
 from ...io.files import make_folder
 from ...io.files import partial as unfinished
@@ -260,10 +261,16 @@ def _sinks(
     source, like, found = images.source, route.like(), {}
     axes = source.axes[: len(images.lead)] + source.axes[len(images.lead) : -1][: len(extent)] + "C"
     makes: list[Callable[..., TileSink]] = []
+    complete: list[str] = []  # where a process was ended between a file's name and the next, or the journal's end
+    if len(done) == route.parts:
+        with all_or_none(grid.world):
+            if grid.rank == 0:
+                complete = [kind for kind, path in paths.items() if is_named(path)]
+        complete = grid.world.bcast(complete)
     with _removed_on_failure(makes, route, grid, journal), ExitStack() as stack:
         for kind, path in paths.items():
-            if len(done) == route.parts and path.exists() and not unfinished(path).exists():
-                continue  # the process was ended between this file's name and the next
+            if kind in complete:
+                continue
             shape = (*images.lead, *extent, channels_of(kind, channels))
             given = shape, dtype_of(kind, channels, route.dtype), axes
             options = options_of(kind, channels, path)
