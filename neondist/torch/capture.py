@@ -19,7 +19,7 @@ from .between_passes import observed
 from .checks import check_module
 from .constants import known_values, remove_reads
 from .custom_gradients import recorded
-from .functional import is_simple, note_result
+from .functional import is_simple, keep_statistics, note_result
 from .graph import Value
 from .layout import Layout, Mesh, axes_of, whole
 from .lower import Lowering
@@ -70,15 +70,21 @@ def captured(
         stop_gradients(program, lambda node: where(node).source)
         specs = program.graph_signature.input_specs
         buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
-        program = program if is_simple(program.graph, buffers) else program.run_decompositions({})
+        program = program if is_simple(program.graph, buffers) else _without_writes(program)
         program.functions, program.reads, program.trained = functions, values.reads, values.trained
         return program
+
+
+def _without_writes(program: Any) -> Any:
+    """Return the program with no operator in place, and none that PyTorch only composes of others."""
+    keep_statistics(program.graph)
+    return program.run_decompositions({})
 
 
 def decomposed(program: Any, module: nn.Module, shapes: Shapes) -> Any:
     """Return what `captured` gave with no operator in place, and none that PyTorch only composes of others."""
     with tracing(type(module).__name__, shapes):
-        found = program.run_decompositions({})
+        found = _without_writes(program)
         found.functions, found.reads, found.trained = program.functions, program.reads, program.trained
         return found
 

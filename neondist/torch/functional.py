@@ -89,6 +89,31 @@ def writes_unseen(node: Any) -> bool:
     return len(written_arguments(target, node.args, node.kwargs)) > told
 
 
+def keep_statistics(graph: Any) -> None:
+    """Replace instance norms whose results nobody reads by what they write: running statistics.
+
+    PyTorch's functionalisation takes them for operators without effects, and drops them.
+    """
+    ops = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target is not ops.instance_norm.default or node.users or not (olds := written(node)):
+            continue
+        x, momentum = node.args[0], node.args[6]
+        with graph.inserting_before(node):
+            cells = graph.call_function(ops.detach.default, (x,))
+            axes = list(range(2, x.meta["val"].dim()))
+            moments = graph.call_function(ops.var_mean.correction, (cells, axes), {"correction": 1})
+            for old, at in zip(olds, (1, 0), strict=True):
+                each = graph.call_function(operator.getitem, (moments, at))
+                mean = graph.call_function(ops.mean.dim, (each, [0]))
+                kept, new = (
+                    graph.call_function(ops.mul.Tensor, (value, share))
+                    for value, share in ((old, 1 - momentum), (mean, momentum))
+                )
+                graph.call_function(ops.copy_.default, (old, graph.call_function(ops.add.Tensor, (kept, new))))
+        graph.erase_node(node)
+
+
 def note_result(env: dict[Any, Any], node: Any, found: Any) -> list[Any]:
     """Note in `env` what a node gives, also of what it writes into: that is read from there on; return the latter."""
     env[node] = found
