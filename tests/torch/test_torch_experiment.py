@@ -298,7 +298,10 @@ def test_tiles_that_overlap(folder, capsys):
 BAD = {
     "module": ("model.factory=os:system", r"factory: 'os:system': no module 'os' is imported; add --import os .*"),
     "factory": ("model.factory=nets:clasifier", r"factory: .* no function 'clasifier'; did you mean 'classifier'\?"),
-    "a tool": ("model.factory=nets:getenv", r"factory: 'nets:getenv': is of os; name a function .* defined in nets"),
+    "a tool": (
+        "model.factory=nets:getenv",
+        r"factory: 'nets:getenv': is defined in os; name a function defined in nets",
+    ),
     "no colon": ("model.factory=build", r"factory: expected a function \(MODULE:NAME\), got the text 'build'"),
     "no module": ("model=!TorchModel {factory: 'nets:number'}", r"factory: returned a int; .* a torch\.nn\.Module"),
     "width": ("model.arguments={widht: 3}", r"arguments: classifier has no argument 'widht'; did you mean 'width'\?"),
