@@ -90,13 +90,13 @@ def writes_unseen(node: Any) -> bool:
 
 
 def keep_statistics(graph: Any) -> None:
-    """Replace instance norms whose results nobody reads by what they write: running statistics.
+    """Let operators of their own write the running statistics of instance norms.
 
-    PyTorch's functionalisation takes them for operators without effects, and drops them.
+    PyTorch's functionalisation takes these for operators without effects, and drops them where nobody needs the result.
     """
     ops = torch.ops.aten
     for node in list(graph.nodes):
-        if node.target is not ops.instance_norm.default or node.users or not (olds := written(node)):
+        if node.target is not ops.instance_norm.default or not (olds := written(node)):
             continue
         x, momentum = node.args[0], node.args[6]
         with graph.inserting_before(node):
@@ -111,7 +111,7 @@ def keep_statistics(graph: Any) -> None:
                     for value, share in ((old, 1 - momentum), (mean, momentum))
                 )
                 graph.call_function(ops.copy_.default, (old, graph.call_function(ops.add.Tensor, (kept, new))))
-        graph.erase_node(node)
+        node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def note_result(env: dict[Any, Any], node: Any, found: Any) -> list[Any]:
