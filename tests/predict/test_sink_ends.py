@@ -96,6 +96,7 @@ def forked(folder, action, at=0, fault=None):
                 if len(calls) == at:
                     raise OSError(fault, os.strerror(fault))
 
+        sys.dont_write_bytecode = True  # of a module that is imported under a limit, every later run would read a part
         try:
             sys.addaudithook(count)
             action()
