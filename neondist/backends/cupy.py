@@ -235,8 +235,8 @@ class CupyKernels(Kernels):
         if not self._by_cells(x, y):
             super().normalise(x, how, y)
             return
-        rest, index = self._cells((x, x, y), len(how.mean))
-        given = x, *self._numbers(how[:3], x), y, *rest, int(how.clip)
+        table, rank, index = self._cells((x, x, y), len(how.mean))
+        given = x, *self._numbers(how[:3], x), y, table, rank, len(how.mean), int(how.clip)
         self._launch(NORMALISE, NUMBERS[str(x.dtype)], "normalise", x.size, *given, index=index)
 
     def normalise_back(self, x: Any, dy: Any, how: Normal, factors: Sequence[Any], dx: Any) -> None:
@@ -244,8 +244,9 @@ class CupyKernels(Kernels):
         if not self._by_cells(x, dy, dx):
             super().normalise_back(x, dy, how, factors, dx)
             return
-        rest, index = self._cells((x, dy, dx), len(how.mean))
-        given = x, dy, *self._numbers((*how[:3], *factors), x), dx, *rest, int(how.clip)
+        table, rank, index = self._cells((x, dy, dx), len(how.mean))
+        numbers = self._numbers((*how[:3], *factors), x)
+        given = x, dy, *numbers, dx, table, rank, len(how.mean), int(how.clip)
         self._launch(NORMALISE_BACK, NUMBERS[str(x.dtype)], "normalise_back", x.size, *given, index=index)
 
     def channel_sum(self, x: Any) -> Any:
@@ -262,28 +263,41 @@ class CupyKernels(Kernels):
             return super().moments(x, by_sample)
         count = prod(x.shape[1:-1] if by_sample else x.shape[:-1])
         mean = self._sums_of(SUMS, x, by_sample=by_sample, divisor=count)[0]
-        return mean, self._sums_of(SQUARES, x, Normal(mean, mean, mean), by_sample=by_sample)[0]
+        return mean, self._sums_of(SQUARES, x, [mean], by_sample=by_sample)[0]
 
     def normalise_sums(self, x: Any, dy: Any, how: Normal) -> tuple[Any, Any]:
         """Return the sums of dz and of dz * (x - mean) for each group."""
         if not self._by_cells(x, dy):
             return super().normalise_sums(x, dy, how)
-        first, second = self._sums_of(GRADIENTS, x, how, dy, len(how.mean) != 1)
+        numbers = self._numbers(how[:3], x)
+        first, second = self._sums_of(GRADIENTS, x, numbers, dy, len(how.mean) != 1, clip=how.clip)
         return first, second
 
     def _sums_of(
-        self, kind: int, x: Any, how: Normal | None = None, dy: Any = None, by_sample: bool = False, divisor: int = 1
+        self,
+        kind: int,
+        x: Any,
+        numbers: Sequence[Any] = (),
+        dy: Any = None,
+        by_sample: bool = False,
+        divisor: int = 1,
+        clip: bool = False,
     ) -> Any:
-        """Return sums (1 or 2, groups, C) by as many threads as there may be; the same every time."""
+        """Return sums (1 or 2, groups, C) by as many threads as there may be; the same every time.
+
+        Parameters
+        ----------
+        kind : SUMS, SQUARES or GRADIENTS
+        numbers : mean, scale and shift, contiguous, in so far as the kind needs them
+        """
         groups, each = len(x) if by_sample else 1, 1 if dy is None else 2
-        (table, rank, _), index = self._cells((x, x if dy is None else dy), groups)
+        arrays = x, x if dy is None else dy
+        table, rank, index = self._cells(arrays, groups)
         width, number = groups * x.shape[-1], NUMBERS[str(x.dtype)]
         lanes = max(1, min(x.size, _LANES) // width)
         sums = self.xp.empty((each, lanes, width), "f8")
-        given = x, x if dy is None else dy, *((x, x, x) if how is None else self._numbers(how[:3], x)), sums, table
-        clip = int(how is not None and how.clip)
-        total = lanes * width
-        self._launch(CELL_SUMS, number, "cell_sums", total, *given, rank, groups, lanes, kind, clip, index=index)
+        given = *arrays, *(*numbers, x, x, x)[:3], sums, table, rank, groups, lanes, kind, int(clip)
+        self._launch(CELL_SUMS, number, "cell_sums", lanes * width, *given, index=index)
         if lanes > _FOLDED:
             folded = self.xp.empty((each, _FOLDED, width), "f8")
             self._launch(FOLD_SUMS, number, "fold_sums", folded.size, sums, folded, lanes, _FOLDED, width, index=index)
@@ -296,7 +310,7 @@ class CupyKernels(Kernels):
         """Return float32 numbers rounded to the nearest of a precision: for bfloat16 in one launch."""
         if precision.name != "bfloat16" or str(x.dtype) != "float32" or not x.size:
             return super().round_operand(x, precision)
-        y, ((table, rank, _), index) = self.xp.empty(x.shape, x.dtype), self._cells((x,), 1)
+        y, (table, rank, index) = self.xp.empty(x.shape, x.dtype), self._cells((x,), 1)
         self._launch(ROUND_BFLOAT16, "float", "round_bfloat16", x.size, x, y, table, rank, index=index)
         return y
 
@@ -317,11 +331,11 @@ class CupyKernels(Kernels):
             for each, is_ready in zip(numbers, ready, strict=True)
         ]
 
-    def _cells(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int], str]:
-        """Return the table of arrays of one shape, its axes, and the groups; and the type of places in them."""
+    def _cells(self, arrays: Sequence[Any], groups: int) -> tuple[Any, int, str]:
+        """Return the table of arrays of one shape, the number of its axes, and its type in C."""
         numbers = cell_table(arrays[0].shape, list(map(_steps, arrays)), groups > 1)
         table, index = self._places(numbers, *arrays)
-        return (table, len(numbers) // (1 + len(arrays)), groups), index
+        return table, len(numbers) // (1 + len(arrays)), index
 
     def _places(self, table: tuple[int, ...], *arrays: Any) -> tuple[Any, str]:
         """Return a table on the device, and its type in C, in which places in these arrays can be told."""

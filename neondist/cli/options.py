@@ -45,6 +45,16 @@ def ranks(one: argparse.ArgumentParser, text: str = RANKS) -> None:
     )
 
 
+def rounds(one: argparse.ArgumentParser, timed: str, steps: int) -> None:
+    """Add --rounds and --steps of a benchmark; `timed`: its sides and a verb, for the help text."""
+    one.add_argument(
+        "--rounds", type=positive, default=3, metavar="R", help=f"rounds in which {timed} timed (default 3)"
+    )
+    one.add_argument(
+        "--steps", type=positive, default=steps, metavar="K", help=f"steps timed in each round (default {steps})"
+    )
+
+
 def virtual(one: argparse.ArgumentParser, many: bool = False) -> None:
     """Add --virtual; `many`: one number after the other."""
     one.add_argument(

@@ -64,7 +64,7 @@ class DraftSink(TileSink):
         self._overwrite, self._stays, self._open = overwrite, resume, False
         self._kept = dict[str, set[str]]()
         self._part = partial(path)
-        self._note = self._part.with_name(self._part.name + ".json")
+        self._note = _note_of(path)
         with agreed_on(grid), refused(path):
             if grid is None or grid.rank == 0:
                 self._begin(like, resume)
@@ -189,12 +189,11 @@ def is_named(path: Path) -> bool:
 
     Of a job whose cells are all written: what else lies under the name is the file that is to be replaced.
     """
-    part = partial(path)
-    note = part.with_name(part.name + ".json")
+    note = _note_of(path)
     if not path.exists():
         return False
     if not note.exists():
-        return not part.exists()
+        return not partial(path).exists()
     with refused(path):
         try:
             named = json.loads(read_bytes(note))["named"]
@@ -204,6 +203,12 @@ def is_named(path: Path) -> bool:
             return False
         _remove_beside(path)
     return True
+
+
+def _note_of(path: Path) -> Path:
+    """Return where it is noted what was asked for."""
+    part = partial(path)
+    return part.with_name(part.name + ".json")
 
 
 def _replaced(path: Path) -> Path:
@@ -217,7 +222,7 @@ def _remove_beside(path: Path) -> None:
     packed = part.with_name(part.name + PACKED)
     for one in (_replaced(path), packed, partial(packed), part.with_name(part.name + LOCK), part):
         _remove(one)
-    note = part.with_name(part.name + ".json")
+    note = _note_of(path)
     for one in (partial(note), note):
         _remove(one)
 

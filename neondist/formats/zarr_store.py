@@ -17,7 +17,7 @@ from ..io.regular_file import check_regular
 from ..memory import require_room, words
 
 _FACTOR, _LEAST = 16, 1 << 20
-"""how many times its cells, and bytes, a chunk may unpack to: filters store other types"""
+"""limit of an unpacked chunk, as a multiple of its cells and in bytes: filters store other types"""
 _MOST_PACKED, _UNHARMFUL = 1032, 1 << 28
 """deflate cannot pack more bytes into one; bytes that a chunk of it may come to without being unpacked twice"""
 _STREAMS: dict[str, Callable[[], Any]] = {
@@ -72,7 +72,7 @@ class FolderStore(LocalStore):
     def _bounded(self, key: str, found: Any) -> Any:
         """Return the content of a file; DataError if it is a chunk that unpacks to more than it may."""
         if found is not None and self.packed and not key.endswith((".json", ".zarray", ".zgroup", ".zattrs")):
-            size = unpacked_size(self.packed, found.as_numpy_array().tobytes(), self.most)
+            size = unpacked_size(self.packed, memoryview(found.as_numpy_array()), self.most)
             if size > self.most:
                 raise DataError(
                     f"{self.root / key}: unpacks to more than {words(self.most)}, and its cells are fewer; restore it"
@@ -81,8 +81,8 @@ class FolderStore(LocalStore):
         return found
 
 
-def unpacked_size(packed: str, raw: bytes, most: int) -> int:
-    """Return the bytes that a chunk unpacks to, as its header tells, or unpacked up to one more than the most."""
+def unpacked_size(packed: str, raw: bytes | memoryview, most: int) -> int:
+    """Return the size of an unpacked chunk: from its header, or by unpacking it up to one byte more than `most`."""
     if packed == "blosc":
         return int.from_bytes(raw[4:8], "little")
     if packed == "lz4":

@@ -100,8 +100,8 @@ class ForkedProcess:
 class ForkServer:
     """This process's end of the copy, which ends with the connection.
 
-    Each request has a channel of its own, on which the new process tells its number, and runs once it is told to: one
-    that comes after its request was given up ends, and is never taken for that of another request.
+    Each request has a channel of its own: the new process sends its pid, and waits for permission to run. One that
+    appears after its request was given up exits, and is never taken for that of another request.
 
     Parameters
     ----------
@@ -266,7 +266,7 @@ def _serve(connection: socket.socket, supervisor: int) -> tuple[dict[str, Any], 
 
 
 def _settle(channel: int, between: int, supervisor: int) -> None:
-    """Wait for the supervisor to be the parent, bind this process to it, answer; end if nobody waits for it."""
+    """Wait for the supervisor to be the parent, bind this process to it, answer; exit if the request was given up."""
     while os.getppid() == between:
         time.sleep(0.001)
     end_with(supervisor)

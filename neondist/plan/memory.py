@@ -148,7 +148,7 @@ def plan_memory(
     saves = [step.saves_input and at not in restored for at, step in enumerate(steps)]
 
     def own(value: int) -> bool:
-        """Return whether the memory in which a value's gradient comes is nobody else's."""
+        """Return whether a value's gradient arrives in memory that nothing else uses."""
         readers = graph.readers[value]
         if len(readers) != 1:
             return bool(readers)
@@ -157,7 +157,7 @@ def plan_memory(
 
     @cache
     def begins(value: int) -> bool:
-        """Whether the first gradient of a value with several readers may take the others: nobody else reads it."""
+        """Whether the first gradient of a value with several readers may take the others: nothing else reads it."""
         *_, before, first = sorted(graph.readers[value])
         step = steps[first]
         others = [v for v in step.inputs if v != value]

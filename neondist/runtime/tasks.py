@@ -37,7 +37,7 @@ class Task(ABC):
         return self.behind if run.steps > self.at + 1 else None
 
     def cleared(self, run: SectionPass) -> bool:
-        """Return whether nobody looks at what it gave on the way back, because a pooling behind it does enough."""
+        """Return whether its backward pass does not read its output, because a pooling behind it does enough."""
         return self.cleared_by is not None and run.steps > self.cleared_by
 
     def gives(self, run: SectionPass) -> int:

@@ -37,7 +37,7 @@ KEEP = 2
 """Checkpoints that stay."""
 PREFIX = "checkpoint-"
 _FAILURES = 10
-"""In a row, after which the reason is told."""
+"""Consecutive failures after which the reason is printed."""
 _PATIENCE = 2.0
 """Seconds that gradients wait for one that only some servers have; later the checkpoint is tried again."""
 

@@ -377,10 +377,8 @@ class _StreamHandler(grpc.RpcMethodHandler):
         try:
             reply = encode(self._method(decode(requests, self._limit)))
         except ProtocolError as error:
-            code, text = (
-                grpc.StatusCode.FAILED_PRECONDITION,
-                (f"{error}; install the same version of neondist everywhere"),
-            )
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            text = f"{error}; install the same version of neondist everywhere"
         except MessageError as error:
             text = f"invalid request: {error}"
         except ServiceUnavailableError as error:

@@ -92,7 +92,7 @@ def writes_unseen(node: Any) -> bool:
 def keep_statistics(graph: Any) -> None:
     """Let operators of their own write the running statistics of instance norms.
 
-    PyTorch's functionalisation takes these for operators without effects, and drops them where nobody needs the result.
+    PyTorch's functionalisation takes these for operators without effects, and drops them where the result is unused.
     """
     ops = torch.ops.aten
     for node in list(graph.nodes):

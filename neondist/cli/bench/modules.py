@@ -53,16 +53,7 @@ def add(benches: Any) -> None:
         help="input shape (default: from the first convolution, 1,C,224,224 or 1,C,64,64,64)",
     )  # fmt: skip
     one.add_argument("--compile", action="store_true", help="ndt.distribute(..., compile=True) on the ranks")
-    one.add_argument(
-        "--rounds",
-        type=options.positive,
-        default=3,
-        metavar="R",
-        help="rounds in which both sides are timed (default 3)",
-    )
-    one.add_argument(
-        "--steps", type=options.positive, default=3, metavar="K", help="steps timed in each round (default 3)"
-    )
+    options.rounds(one, "both sides are", steps=3)
     for kind in "json", "markdown":
         one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
     one.add_argument(

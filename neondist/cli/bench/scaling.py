@@ -32,16 +32,7 @@ def add(benches: Any) -> None:
         "--ranks", dest="counts", type=options.counts, default=[1, 2, 4], metavar="1,2,4", help="rank counts"
     )
     one.add_argument("--weak", action="store_true", help="weak scaling: the batch grows with the number of ranks")
-    one.add_argument(
-        "--steps", type=options.positive, default=10, metavar="K", help="steps timed in each round (default 10)"
-    )
-    one.add_argument(
-        "--rounds",
-        type=options.positive,
-        default=3,
-        metavar="R",
-        help="rounds in which each rank count is timed (default 3)",
-    )
+    options.rounds(one, "each rank count is", steps=10)
     one.add_argument(
         "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-scaling)"
     )
@@ -57,7 +48,7 @@ def add(benches: Any) -> None:
         type=options.path,
         default="machine.yaml",
         metavar="FILE",
-        help="output folder (default machine.yaml)",
+        help="output file (default machine.yaml)",
     )
     one.set_defaults(command=calibrate)
 

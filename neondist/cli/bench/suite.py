@@ -34,16 +34,7 @@ def add(benches: Any) -> None:
         help=f"{NAMES}, any FILE.yaml, or main and others: the first six, and the rest (default both)",
     )  # fmt: skip
     options.ranks(one, "ranks that share this machine's cores (default: one per core)")
-    one.add_argument(
-        "--rounds",
-        type=options.positive,
-        default=3,
-        metavar="R",
-        help="rounds in which both sides are timed (default 3)",
-    )
-    one.add_argument(
-        "--steps", type=options.positive, default=5, metavar="K", help="steps timed in each round (default 5)"
-    )
+    options.rounds(one, "both sides are", steps=5)
     one.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="as in run")
     for kind in "json", "markdown", "plot":
         one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
