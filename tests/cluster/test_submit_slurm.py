@@ -1,6 +1,7 @@
 """The batch script of `neondist submit --slurm`: as bash runs it, and in a queue where there is a Slurm."""
 
 import os
+import shlex
 import re
 import shutil
 import signal
@@ -97,10 +98,19 @@ def test_a_signal_ends_the_run_with_a_checkpoint(folder, number, starts, requeue
         assert (folder / "requeued").read_text() == requeued
 
 
-def test_a_signal_before_the_run_listens(folder):
-    """It dies of the signal; the job goes back into the queue nevertheless."""
-    (folder / "run").write_text("#!/bin/bash\nkill -USR1 $PPID; sleep 60\n")
-    script = script_of(folder)
+@pytest.mark.parametrize("moment", ["", "restarts=$", "    $run", "    run=$"])
+def test_a_signal_before_the_run_listens(folder, moment):
+    """It dies of the signal, or does not start; the job goes back into the queue nevertheless.
+
+    Parameters
+    ----------
+    moment : what of the script follows upon the signal; '': the run sends it
+    """
+    script, run = script_of(folder), shlex.quote(str(folder / "run"))
+    (folder / "run").write_text(f"#!/bin/bash\n{'' if moment else 'kill -USR1 $PPID; '}exec sleep 60\n")
+    if moment:
+        before, after = script.split(line := f"\n{moment.replace('$run', run)}")
+        script = f"{before}\nkill -USR1 $$\n{line}{after}"
     job = begin(folder, script)
     finish(job)
     assert job.returncode == 75
