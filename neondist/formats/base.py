@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -81,7 +82,7 @@ class TileSource(ABC):
         named: bool = True,
     ) -> None:
         self.path, self.levels, self.metadata, self.bytes_read = str(path), levels, metadata or {}, 0
-        self.named = named
+        self.named, self._reading = named, Lock()
         if len(axes) != len(shape):
             raise ConfigError(
                 f"{path}: axes '{axes}' for an array of shape {list(shape)}; give one letter per"
@@ -104,7 +105,7 @@ class TileSource(ABC):
             )
 
     def read(self, box: BoxLike) -> np.ndarray:
-        """Return the cells of a box, a new array with channels last.
+        """Return the cells of a box, a new array with channels last; threads take turns.
 
         Parameters
         ----------
@@ -123,7 +124,7 @@ class TileSource(ABC):
         if 0 in shape:
             return np.empty(shape, self.dtype)
         require_room(prod(shape) * self.dtype.itemsize, f"{self.path}: a box of {list(shape)}", "read smaller ones")
-        with faults(self.path):
+        with faults(self.path), self._reading:  # a file has one position
             if self.cache is None or self.chunks is None:
                 return self._decoded(cells)
             return self._through(self.cache, cells, self.chunks)

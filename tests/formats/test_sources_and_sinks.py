@@ -1,5 +1,7 @@
 """Boxes of files, and files made box by box by any number of ranks."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -66,6 +68,26 @@ def test_ranks_write_a_file_and_boxes_of_it_are_read(tmp_path, suffix, axes, ran
         np.testing.assert_array_equal(source.read(nd.Box.of(array.shape)), array)
         slices = [slice(1, 3), *[slice(None)] * (array.ndim - 1)]
         np.testing.assert_array_equal(source.read(slices), array[1:3])
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_threads_share_a_source(tmp_path, suffix):
+    array, path = cells("YXC"), tmp_path / f"out{suffix}"
+    write(path, array, "YXC")
+
+    def read(source, seed):
+        draw = np.random.default_rng(seed)
+        for _ in range(60):
+            box = [tuple(sorted(map(int, draw.choice(n + 1, 2, replace=False)))) for n in array.shape[:2]] + [(0, 3)]
+            np.testing.assert_array_equal(source.read(box), cut(array, box))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with nd.open_source(path, axes="YXC" if suffix == ".npy" else None) as source, ThreadPoolExecutor(4) as pool:
+            list(pool.map(read, [source] * 4, range(4)))
+    finally:
+        sys.setswitchinterval(before)
 
 
 @pytest.mark.parametrize("suffix", [*SUFFIXES, ".ome.tif"])

@@ -60,6 +60,18 @@ def test_what_a_lost_worker_has_pushed_is_applied_once(steps):
     assert [what for what, _ in seen].count("duplicate") == (done[-1:] == ["pushed"])
 
 
+def test_a_minibatch_whose_gradient_was_refused_is_handed_out_again():
+    with Servers(1, minibatches_per_task=PER_TASK) as job:
+        worker = Worker(job, "a", arrays(0))
+        seen = []
+        for what, numbers in worker.steps(0):
+            if what != "push":
+                seen.append(tuple(numbers))
+                worker.tasks.refused = len(seen) == 1  # as a server would, of older values
+        assert len(seen) == 7
+        assert seen[0] in seen[1:]
+
+
 def test_workers_must_train_on_the_same():
     master = Master()
     with pytest.raises(nd.ConfigError, match="report_training_params first"):

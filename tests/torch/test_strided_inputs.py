@@ -137,7 +137,25 @@ def check_all(seed):
         case = drawn(rng)
         print(number, case, flush=True)
         check(*case)
+    check_autocast()
     check_layers()
+
+
+def check_autocast():
+    """In autocast, where no compiled kernels are, such shapes are not sent either."""
+    for kind, extents in (("Conv2d", (8, 6)), ("Conv3d", (6, 6, 6))):
+        module = getattr(torch.nn, kind)(8, 16, 1, stride=2)
+        x = MEMORY["movedim"](torch.ones, (2, 8, *extents))
+
+        def body(world, module=module, x=x):
+            with nd.ProcessGrid(world, rows=2) as grid, torch.autocast("cpu", torch.bfloat16):
+                model = ndt.distribute(module, x.shape, grid)
+                with OneCell() as mode:
+                    model(model.scatter(x).requires_grad_()).float().sum().backward()
+                return mode.found
+
+        with captured_once():
+            assert loopback.run(2, body) == [[], []]
 
 
 def check_layers():
