@@ -1,8 +1,8 @@
 """The batch script of `neondist submit --slurm`: as bash runs it, and in a queue where there is a Slurm."""
 
 import os
-import shlex
 import re
+import shlex
 import shutil
 import signal
 import subprocess

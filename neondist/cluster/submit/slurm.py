@@ -24,7 +24,7 @@ cd -- {folder} || exit 2
 # USR1 comes {lead} s before the time is over, TERM with preemption and scancel: the run writes a checkpoint and ends
 run='' signals=0 over=0
 stop() {{ # twice: between a process and its program a signal is lost
-    signals=$((signals + 1)); run=${{run:-${{!-}}}}
+    signals=$((signals + 1))
     if [ "$run" ]; then kill -USR1 "$run"; (sleep 1; kill -USR1 "$run") > /dev/null 2>&1 & fi
 }}
 trap 'over=1; stop' USR1
@@ -36,7 +36,7 @@ echo "job $SLURM_JOB_ID, start $((restarts + 1)), $SLURM_NTASKS ranks on $SLURM_
 if [ "$signals" -eq 0 ]; then
     {command} \\
         -n "$SLURM_NTASKS" {options} --resume auto &
-    run=${{run:-$!}}
+    run=$!
     if [ "$signals" -gt 0 ]; then stop; fi
     wait "$run"; code=$?
 fi
