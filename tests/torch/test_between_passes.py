@@ -30,7 +30,17 @@ class Keeping(nn.Module):
         self.function, self.conv = function, nn.Conv2d(3, 3, 3, padding=1)
         self.count, self.cache, self.seen, self.named, self.counter = 0, None, [], {}, Counter()
         self.array, self.tensor = np.zeros(2), torch.tensor(0.0)
-        self.register_buffer("mean", torch.zeros(3, 1, 1))
+        self.register_buffer(
+            "mean",
+            torch.full(
+                (
+                    3,
+                    1,
+                    1,
+                ),
+                0.5,
+            ),
+        )
         self.register_buffer("empty", None)
 
     def forward(self, x):
