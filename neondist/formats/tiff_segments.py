@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from copy import copy
 from math import prod
 from pathlib import Path
@@ -49,11 +48,8 @@ class Segments:
         if key.compression in _BYTES:
             bits = key.bitspersample if isinstance(key.bitspersample, int) else 8 * key.dtype.itemsize
             self._size = depth * self.chunk[2] * -(-width * key.shaped[4] * bits // 8)
-            self._plain = copy(key)  # the same page with what its segments unpack to
-            self._plain.compression, self._plain.fillorder = 1, 1
-            for cached in ("hash", "decode"):
-                with suppress(AttributeError):
-                    delattr(self._plain, cached)
+            self._plain = copy(key)  # the same page with what its segments unpack to, which tifffile tells by its hash
+            self._plain.compression, self._plain.fillorder, self._plain.hash = 1, 1, hash((key.hash, "unpacked"))
 
     def check(self) -> None:
         """Raise DataError if tifffile cannot unpack the segments."""
