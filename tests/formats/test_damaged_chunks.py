@@ -105,6 +105,31 @@ def test_coordinates_of_damaged_chunks(tmp_path):
         source.beside()
 
 
+@pytest.mark.parametrize("chunks", [None, (16, 16)])
+@pytest.mark.parametrize("fill", [False, True])
+def test_cells_that_were_never_written(tmp_path, fill, chunks):
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    if not fill:
+        properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    if chunks:
+        properties.set_chunk(chunks)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        space = h5py.h5s.create_simple(CELLS.shape)
+        array = h5py.Dataset(h5py.h5d.create(file.id, b"t", h5py.h5t.NATIVE_INT32, space, properties))
+        if chunks:
+            array[:16] = CELLS[:16]
+    zeros = [(16, 32), (0, 50), (0, 1)]
+    with nd.open_source(tmp_path / "a.h5") as source:
+        if chunks:
+            np.testing.assert_array_equal(source.read([(0, 16), (0, 50), (0, 1)])[..., 0], CELLS[:16])
+        if fill:
+            assert not source.read(zeros).any()
+        else:
+            told = r"a\.h5: .*\(t: .*was never written, and it has no fill value"
+            with pytest.raises(nd.DataError, match=told):
+                source.read(zeros)
+
+
 def test_a_filter_that_is_not_installed(tmp_path):
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_chunk((16, 16))

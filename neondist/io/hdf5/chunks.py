@@ -1,7 +1,8 @@
 """Packed chunks, looked at before HDF5 unpacks them: it neither bounds their size nor compares it with the array's.
 
 Of a chunk that unpacks to less, HDF5 reads what lies behind it in memory, and of one that unpacks to more the
-beginning; it dies of a checksum that is not there, and makes room for all that a filter returns.
+beginning; it dies of a checksum that is not there, and makes room for all that a filter returns. Where nothing was
+written and there is no fill value, it leaves memory as it was.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ _SUM, _SCALE_HEADER = 4, 21  # bytes
 _UNHARMFUL = 1 << 28
 """bytes that unpacking may take where checksums tell afterwards what is wrong"""
 _MARGIN = 64  # bytes by which a filter may lengthen cells
+
+
+_NEVER_WRITTEN = "was never written, and it has no fill value"
 
 
 class ChunkCheck:
@@ -51,13 +55,16 @@ class ChunkCheck:
         self._filters = [(int(code), tuple(values)) for code, _, values, _ in filters]
         self._seen = set[tuple[int, ...]]()
         _require_filters(array, name, filters)
-        if self._filters:
+        self._unfilled = _is_unfilled(properties)
+        if array.chunks:
             self._size = prod(array.chunks) * array.id.get_type().get_size()
             self._end = os.stat(array.file.filename).st_size if os.path.isfile(array.file.filename) else None
 
     def check(self, cells: Sequence[slice] = ()) -> None:
-        """Raise ValueError if a chunk of these cells, or of all, does not unpack to what a chunk of the array has."""
-        if not self._filters:
+        """Raise ValueError if a chunk of these cells, or of all, does not have as many cells as it should."""
+        if self._unfilled and not self._array.chunks and not self._array.id.get_storage_size():
+            raise ValueError(f"{self._name}: {_NEVER_WRITTEN}")
+        if not self._array.chunks or not (self._filters or self._unfilled):
             return
         cells = [*cells, *(slice(0, n) for n in self._array.shape[len(cells) :])]
         along = [range(cut.start // c, ceil(cut.stop / c)) for cut, c in zip(cells, self._array.chunks, strict=True)]
@@ -69,9 +76,13 @@ class ChunkCheck:
     def _check(self, at: tuple[int, ...]) -> None:
         found = self._array.id.get_chunk_info_by_coord(at)
         if found.byte_offset is None:
-            return  # nothing was written there
+            if self._unfilled:
+                raise self._wrong(at, _NEVER_WRITTEN)
+            return
         if self._end is not None and found.byte_offset + found.size > self._end:
             raise self._wrong(at, "lies beyond the end of the file")
+        if not self._filters:
+            return
         codes = [code for number, (code, _) in enumerate(self._filters) if not found.filter_mask >> number & 1]
         if _FLETCHER32 in codes and found.size <= _SUM:
             raise self._wrong(at, "is shorter than its checksum")
@@ -106,6 +117,14 @@ class ChunkCheck:
 
     def _wrong(self, at: tuple[int, ...], what: str) -> ValueError:
         return ValueError(f"{self._name}: its chunk at {list(at)} {what}")
+
+
+def _is_unfilled(properties: Any) -> bool:
+    """Return whether HDF5 leaves alone the memory for cells that were never written."""
+    from h5py import h5d
+
+    time, undefined = properties.get_fill_time(), properties.fill_value_defined() == h5d.FILL_VALUE_UNDEFINED
+    return time == h5d.FILL_TIME_NEVER or (time == h5d.FILL_TIME_IFSET and undefined)
 
 
 def _require_filters(array: Any, name: str, filters: Sequence[Any]) -> None:
