@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import neondist as nd
-from neondist.io.hdf5 import chunks
+from neondist.io.hdf5 import ChecksumTable, chunks
 
 h5py = pytest.importorskip("h5py", reason="HDF5 needs h5py")
 CELLS = np.random.default_rng(0).integers(0, 50, (40, 50)).astype("i4")
@@ -103,6 +103,18 @@ def test_coordinates_of_damaged_chunks(tmp_path):
     told = r"a\.nc: .*lat: its chunk at \[0\] unpacks to 40 instead of 256"
     with nd.open_source(tmp_path / "a.nc") as source, pytest.raises(nd.DataError, match=told):
         source.beside()
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_chunk_shorter_than_its_checksum(tmp_path, size):
+    """libhdf5 dies of it, also where checksums of ours would tell afterwards what is wrong."""
+    packed_hdf5(tmp_path / "a.h5", FILTERS["Fletcher-32"], bytes(size))
+    table = ChecksumTable(CELLS.shape, (16, 16))
+    for first in (0, 16, 32):
+        table.add(CELLS[first : first + 16], first)
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        table.write(file, "t")
+    assert "(t: its chunk at [16, 16] is shorter than its checksum)" in look(f"{tmp_path}/a.h5:t")
 
 
 @pytest.mark.parametrize("chunks", [None, (16, 16)])
