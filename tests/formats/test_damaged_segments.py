@@ -109,6 +109,22 @@ def test_a_jpeg_that_ends_early(tmp_path, planar):
         assert look(path, expected) == "right"
 
 
+@pytest.mark.parametrize("packing", ["CCITTFAX4", "CCITTFAX3", "CCITTRLE"])
+def test_a_fax_that_ends_early(tmp_path, packing):
+    rasterio = pytest.importorskip("rasterio", reason="made by rasterio")
+    path, array = tmp_path / "a.tif", (np.random.default_rng(0).random((40, 64)) > 0.5).astype("u1")
+    facts = {"driver": "GTiff", "height": 40, "width": 64, "count": 1, "dtype": "uint8", "nbits": 1, "blockysize": 16}
+    with rasterio.open(path, "w", compress=packing, **facts) as file:
+        file.write(array[None])
+    assert look(path, array) == "right"
+    with tifffile.TiffFile(path) as file:
+        sizes = list(file.pages[0].databytecounts)
+    for part in (0.1, 0.5, 0.9):
+        with tifffile.TiffFile(path, mode="r+b") as file:
+            file.pages[0].tags[279].overwrite([sizes[0], int(sizes[1] * part), *sizes[2:]])
+        assert "strip or tile 1 ends early" in look(path, array)
+
+
 @pytest.mark.parametrize("packing", ["zlib", "lzw"])
 def test_bits_in_the_other_order(tmp_path, packing):
     path, cells, other = tmp_path / "a.tif", CELLS[:16, :16], struct.pack("<HHI", 65123, 3, 1)
