@@ -13,7 +13,7 @@ from ..errors import DataError
 
 _JPEG, _WHOLE_JPEG, _LERC, _LERC_PARAMETERS = (6, 7, 34892, 33007), (7, 33007), 34887, 50674
 _BYTES = (5, 8, 32946, 32773, 34925, 34926, 50000)  # LZW, deflate, PackBits, LZMA and Zstandard
-_FAX = (2, 3, 4)
+_FILLED_UP = (2, 3, 4, 22610, 34934)  # fax and JPEG XR, whose decoders make up what is missing
 _MARGIN = 3  # bytes that a segment may be filled up with
 _BEGIN, _END, _RESERVED = b"\xff\xd8", b"\xff\xd9", b"\x55\xaa" * 64
 
@@ -71,7 +71,7 @@ class Segments:
         if key.compression in _BYTES:
             return self._plain.decode(self._unpacked(data, index), index)
         tile, corner, extents = key.decode(data, index)
-        if key.compression in _FAX and not np.array_equal(tile, key.decode(data + _RESERVED, index)[0]):
+        if key.compression in _FILLED_UP and not np.array_equal(tile, key.decode(data + _RESERVED, index)[0]):
             raise self._wrong(index, "ends early")
         return self._fitting(tile, index), corner, extents
 

@@ -15,7 +15,7 @@ LAYOUTS = {"tiles": {"tile": (16, 16)}, "strips": {"rowsperstrip": 16}}
 KINDS = {
     "zlib": (CELLS, {}), "lzw": (CELLS, {}), "packbits": (SMOOTH, {}), "zstd": (CELLS, {}), "lzma": (CELLS, {}),
     "zlib, predicted": (CELLS, {"predictor": True}), "lerc": (CELLS, {}), "jpeg2000": (CELLS, {}),
-    "png": (CELLS, {}), "jpegxl": (CELLS, {}),
+    "png": (CELLS, {}), "jpegxl": (CELLS, {}), "jpegxr": (CELLS, {}),
     "webp": (np.stack([SMOOTH] * 3, -1), {"compressionargs": {"lossless": True}}),
 }  # fmt: skip
 
