@@ -37,7 +37,7 @@ class HDF5Source(TileSource):
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         self._file, self._state = open_file(path, self.refusal), state(path)
-        self._checked: CheckedArray | None = None
+        self._whole: CheckedArray | None = None
         try:
             with faults(path):
                 self._name = self._called(inside.strip("/")) or self._choose(path)
@@ -91,8 +91,10 @@ class HDF5Source(TileSource):
         path, (first, *tile) = Path(self._file.filename), cells
         out = np.empty([cut.stop - cut.start for cut in cells], self._array.dtype)
         with faults(path):
-            if self._checked is None or self._checked.tile != tuple(tile):
-                self._checked = CheckedArray(self._file, self._name, tuple(tile))
+            if self._whole is None:
+                self._whole = self._checked = CheckedArray(self._file, self._name)
+            if self._checked.tile != tuple(tile):
+                self._checked = self._whole.part(tuple(tile))
             self._checked.read(first.start, out)
         if state(path) != self._state:
             raise DataError(f"{self.path}: has changed since it was opened; run the command again")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import ConfigError, DataError
-from ..io.hdf5 import arrays_in, faults, find, get_text, plain
+from ..io.hdf5 import arrays_in, faults, find, get_text, plain, read_array
 from ..io.regular_file import open_regular
 from .axes import Cells
 from .base import TileSource
@@ -191,7 +191,7 @@ class NetCDFSource(HDF5Source):
         if plain(found) and "" not in dimensions and found.nbytes <= LARGEST:
             attributes = _attributes(found, f"{name}:", lost)
             unread = [one for one, value in _texts(found).items() if value is None and one not in _OWN]
-            return Beside(name, dimensions, found[()], attributes, tuple(unread))
+            return Beside(name, dimensions, read_array(found, name), attributes, tuple(unread))
         lost.append(name)
         return Beside(name, dimensions, None, {})
 

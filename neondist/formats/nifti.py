@@ -17,7 +17,7 @@ from ..io.regular_file import check_regular, open_regular
 from .axes import Cells
 from .base import TileSource, faults
 from .draft import PACKED
-from .ome import base_unit
+from .ome import base_unit, is_extent
 from .placed import PlacedSink, Placement
 
 _AXES = "XYZTC"  # as nibabel has them, the first fastest
@@ -116,9 +116,9 @@ class NIfTISink(PlacedSink):
 
     def _calibrate(self, header: Any, like: TileSource | None, axes: list[str]) -> None:
         """Write what is known of the image into a header: extents of cells, units, the affine, times."""
-        units = {} if like is None else like.metadata.get("units", {})
+        units, sizes = ({} if like is None else like.metadata.get(name, {}) for name in ("units", "scale"))
         for among, base, standard in (("XYZ", "m", "micrometer"), ("T", "s", "second")):
-            of = "".join(axis for axis in among if axis in axes)
+            of = "".join(axis for axis in among if axis in axes and is_extent(axis, sizes.get(axis, 1.0)))
             scale, named = self._keep(like, "scale", of), {units.get(axis, "") for axis in of}
             measures = {axis: base_unit(units.get(axis, "")) or ("", 1.0) for axis in of}
             unit = named.pop() if len(named) == 1 else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf, isnan, prod
+from math import inf, isfinite, isnan, prod
 from typing import Any
 from xml.etree import ElementTree
 
@@ -54,6 +54,11 @@ def base_unit(name: str) -> tuple[str, float] | None:
     return _UNITS[_SYMBOLS[name]][1:] if name in _SYMBOLS else None
 
 
+def is_extent(axis: str, size: float) -> bool:
+    """Return whether a number is the extent of a cell, as formats that know no direction have it; of times 0 may be."""
+    return size > 0 or (axis == "T" and size == 0)
+
+
 def facts_of_xml(text: str | None, number: int) -> dict[str, Any]:
     """Return the metadata of an image of a file: its scale and units, and by name what else its OME-XML tells."""
     try:
@@ -70,7 +75,7 @@ def facts_of_xml(text: str | None, number: int) -> dict[str, Any]:
                 facts[_tag(one)] = (one.text or "").strip()
         for pixels in (one for one in images[number] if _tag(one) == "Pixels"):
             for axis, name in _SIZES.items():
-                if (size := _number(pixels.get(name))) is not None:
+                if (size := _number(pixels.get(name))) is not None and isfinite(size):
                     scale[axis] = size
                     unit = unit_name(pixels.get(name + "Unit", "s" if axis == "T" else "µm"))
                     units |= {axis: unit} if unit != _NO_UNIT else {}
@@ -91,12 +96,17 @@ def planes_of(attributes: Mapping[str, str]) -> float:
 
 
 def sizes_for_xml(scale: Mapping[str, float], units: Mapping[str, str]) -> dict[str, Any]:
-    """Return the extents of cells that OME-XML can hold, by its names; those of axes in other units are not there."""
+    """Return the extents of cells that OME-XML can hold, positive and in its units, by its names."""
     found: dict[str, Any] = {}
     for axis, name in _SIZES.items():
         unit = _SYMBOLS.get(units[axis]) if axis in units else None if axis == "T" else _NO_UNIT
         measures = "m" if axis != "T" else "s"
-        if axis in scale and unit and (unit == _NO_UNIT or _UNITS[unit][1] == measures):
+        if (
+            axis in scale
+            and is_extent(axis, scale[axis])
+            and unit
+            and (unit == _NO_UNIT or _UNITS[unit][1] == measures)
+        ):
             found |= {name: scale[axis], name + "Unit": unit}
     return found
 
@@ -163,7 +173,7 @@ def read_multiscale(image: Mapping[str, Any], level: int, others: Mapping[str, A
     for step in [*steps, *image.get("coordinateTransformations", [])]:
         kind = str(step.get("type"))
         values = [_number(value) for value in step.get(kind) or []] if kind in ("scale", "translation") else []
-        found = [value for value in values if value is not None]
+        found = [value for value in values if value is not None and isfinite(value)]
         if kind == "scale" and len(found) == len(names):
             scale = [a * b for a, b in zip(scale, found, strict=True)]
             translation = [a * b for a, b in zip(translation, found, strict=True)]

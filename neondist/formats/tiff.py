@@ -19,10 +19,10 @@ from .axes import Cells
 from .base import LARGEST_CHUNK, TileSource, faults
 from .ome import axes_in, planes_of, sizes_for_xml
 from .placed import PlacedSink, Placement, read_placed
+from .tiff_segments import Segments
 from .tiff_tags import GEOREFERENCE, check_colours, check_pages, check_side_file, facts_as_told, facts_of, nodata_of
 from .tiles import default_chunks
 
-_JPEG, _LERC, _LERC_PARAMETERS = (6, 7, 34892, 33007), 34887, 50674
 _NAMES = {"I": "Z", "Q": "Z", "R": "N"}
 """tifffile's letters for pages whose meaning the file does not tell, which `neondist data convert` takes for depth"""
 _ORIENTATION, _FROM_BELOW, _FROM_THE_RIGHT, _ON_ITS_SIDE = 274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8)
@@ -65,6 +65,7 @@ class TIFFSource(TileSource):
         self._key: Any = key
         check_colours(path, key)
         self._pages: list[Any] = list(series)
+        self._segments = Segments(path, key, series.dtype)
         check_pages(path, key, self._pages)
         leading: list[int] = []
         names = ["C" if key.shaped[0] > 1 else "", "Z" if key.shaped[1] > 1 else "", "Y", "X"]
@@ -82,7 +83,7 @@ class TIFFSource(TileSource):
             raise DataError(f"{path}: has {len(self._pages)} pages for an image of shape {list(series.shape)}")
         self._leading = leading
         shape = (*leading, *(key.shaped[axis] for axis in self._within))
-        chunks: tuple[int, ...] | None = (*(1 for _ in leading), *(_chunk(key)[axis] for axis in self._within))
+        chunks: tuple[int, ...] | None = (*(1 for _ in leading), *(self._segments.chunk[axis] for axis in self._within))
         missing = nodata_of(path, levels[0].keyframe) if series.dtype.kind in "fiu" else None
         self._missing = missing if series.dtype.kind == "f" else None
         self._fill = _fill(missing, series.dtype)
@@ -90,7 +91,7 @@ class TIFFSource(TileSource):
         if self._place is not None:
             chunks = None
         else:
-            _check_packing(path, key)
+            self._segments.check()
         lying, turned = outer + inner, key.tags[_ORIENTATION].value if _ORIENTATION in key.tags else 1
         told = list(axes or lying)
         if turned in _ON_ITS_SIDE and len(told) == len(lying):
@@ -176,9 +177,8 @@ class TIFFSource(TileSource):
         out = np.full([cut.stop - cut.start for cut in box], self._fill, self.dtype)
         if page is None:
             return out
-        chunk = _chunk(key)
+        chunk = self._segments.chunk
         counts = [ceil(n / c) for n, c in zip(key.shaped, chunk, strict=True)]
-        of_jpeg = {"jpegtables": page.jpegtables, "jpegheader": key.jpegheader} if key.compression in _JPEG else {}
         for at in product(*(range(cut.start // c, ceil(cut.stop / c)) for cut, c in zip(box, chunk, strict=True))):
             index = int(np.ravel_multi_index(at, counts))
             offset, size = page.dataoffsets[index], page.databytecounts[index]
@@ -190,7 +190,7 @@ class TIFFSource(TileSource):
             data = file.read(size)
             if len(data) != size:
                 raise DataError(f"{self.path}: ends early; restore it from a good copy")
-            tile, corner, extents = self._decode(data, index, of_jpeg)
+            tile, corner, extents = self._segments.decode(data, index, page)
             if tile is None:
                 continue
             there, here = [], []
@@ -200,38 +200,6 @@ class TIFFSource(TileSource):
                 here.append(slice(start - lo, stop - lo))
             out[tuple(there)] = tile[None][tuple(here)]
         return out
-
-    def _decode(self, data: bytes, index: int, of_jpeg: dict[str, Any]) -> tuple[Any, Any, Any]:
-        """Return the cells of a tile, where they begin, and how many of them belong to the image."""
-        key = self._key
-        if key.compression == _LERC and self.dtype.kind == "f":
-            return self._decode_lerc(data, index)
-        if not of_jpeg or key.planarconfig == 1:
-            found: tuple[Any, Any, Any] = key.decode(data, index, **of_jpeg)
-            return found
-        import imagecodecs  # tifffile takes each plane of colours for one with three channels
-
-        _, corner, extents = key.decode(None, index)
-        tile = imagecodecs.jpeg_decode(
-            data, bitspersample=key.bitspersample, tables=of_jpeg["jpegtables"], header=of_jpeg["jpegheader"]
-        )
-        return tile[None, ..., None], corner, extents
-
-    def _decode_lerc(self, data: bytes, index: int) -> tuple[Any, Any, Any]:
-        """Return the cells of a tile in which LERC itself notes those without a value, which tifffile gives as 0."""
-        import imagecodecs
-
-        key = self._key
-        tile, corner, extents = key.decode(data, index)
-        second = key.tags[_LERC_PARAMETERS].value[1] if _LERC_PARAMETERS in key.tags else 0
-        packed = (bytes, imagecodecs.zlib_decode, imagecodecs.zstd_decode)[second](data)
-        cells, valid = imagecodecs.lerc_decode(packed, masks=True)
-        if valid is not None and not valid.all():
-            if valid.ndim == 3:  # samples come one after the other where each has its own
-                valid, cells = (np.moveaxis(one, 0, -1) for one in (valid, cells))
-            cells = np.where(valid.reshape(*valid.shape[:2], -1), cells.reshape(*cells.shape[:2], -1), np.nan)
-            tile = cells.astype(tile.dtype).reshape(tile.shape)
-        return tile, corner, extents
 
 
 class TIFFSink(PlacedSink):
@@ -301,14 +269,6 @@ def _masks(images: Any, number: int) -> list[int]:
     return [] if of.subfiletype & _MASK else found
 
 
-def _check_packing(path: Path, key: Any) -> None:
-    """Refuse cells that tifffile cannot unpack; DataError."""
-    try:
-        key.decode(None, 0)
-    except ValueError as error:
-        raise DataError(f"{path}: uses an unsupported compression ({error}); rewrite it with deflate") from error
-
-
 def _fill(missing: float | None, dtype: np.dtype) -> Any:
     """Return what GDAL reads where nothing was written: nodata, rounded to whole numbers in range."""
     if dtype.kind == "f":
@@ -327,14 +287,6 @@ def _near(cells: np.ndarray, missing: float) -> np.ndarray:
         number, values = kind(missing), cells.astype(kind, copy=False)
         tolerance = 2 * kind(np.finfo(np.float32).eps) * np.abs(values + number)
         return np.asarray((values == number) | (np.abs(values - number) < tolerance))
-
-
-def _chunk(key: Any) -> tuple[int, ...]:
-    """Return what is decoded at once of a page, on tifffile's five axes."""
-    depth, length, width = 1, key.rowsperstrip, key.imagewidth
-    if key.is_tiled:
-        depth, length, width = key.tiledepth, key.tilelength, key.tilewidth
-    return (1, depth, min(length, key.shaped[2]), width, key.shaped[4])
 
 
 def check_ome(path: Path, ome: str | None) -> None:

@@ -102,8 +102,10 @@ def _in_scope(place: Path, name: str) -> Any:
         if not any((folder / each).is_file() for each in METADATA):
             return None
         if (folder / name).is_dir() and any((folder / name / each).is_file() for each in METADATA):
-            found = zarr.open(FolderStore(folder / name, read_only=True), mode="r")
+            store = FolderStore(folder / name, read_only=True)
+            found = zarr.open(store, mode="r")
             if isinstance(found, zarr.Array):
+                store.expect(found)
                 return found
     return None
 

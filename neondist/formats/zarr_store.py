@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import bz2
-import lzma
-import zlib
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Iterable
 from contextlib import suppress
 from math import prod
 from typing import Any
 
+import numpy as np
 from zarr.storage import LocalStore
 
 from ..errors import DataError
-from ..io.regular_file import check_regular
+from ..io.packed_size import MOST_PACKED, unpacked_size
+from ..io.regular_file import open_regular
 from ..memory import require_room, words
 
 _FACTOR, _LEAST = 16, 1 << 20
 """limit of an unpacked chunk, as a multiple of its cells and in bytes: filters store other types"""
-_MOST_PACKED, _UNHARMFUL = 1032, 1 << 28
-"""deflate cannot pack more bytes into one; bytes that a chunk of it may come to without being unpacked twice"""
-_STREAMS: dict[str, Callable[[], Any]] = {
-    "gzip": lambda: zlib.decompressobj(47), "zlib": lambda: zlib.decompressobj(47),
-    "bz2": bz2.BZ2Decompressor, "lzma": lzma.LZMADecompressor,
-}  # fmt: skip
+_UNHARMFUL = 1 << 28
+"""bytes that a chunk of deflate may come to without being unpacked twice"""
+_DOCUMENTS = (".json", ".zarray", ".zgroup", ".zattrs")
+_NOTHING = 2**64 - 1  # in the index of a shard: a chunk that was never written
+_OUTSIDE = "has an index that points outside of it"
 
 
 class FolderStore(LocalStore):
@@ -32,28 +31,32 @@ class FolderStore(LocalStore):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self.packed, self.most = "", 0
+        self.shard: ShardIndex | None = None
 
     def expect(self, array: Any) -> None:
-        """Refuse from now on chunks that unpack to much more than those of an array."""
+        """Refuse from now on chunks that are empty, or unpack to much more than those of an array."""
         metadata = array.metadata
-        names = (
-            [str(one.to_dict()["name"]).removeprefix("numcodecs.") for one in metadata.codecs]
-            if metadata.zarr_format == 3
-            else []
-        )
-        names += [str(metadata.compressor.codec_id)] if not names and metadata.compressor is not None else []
+        codecs = list(metadata.codecs) if metadata.zarr_format == 3 else []
+        if shards := [one for one in codecs if hasattr(one, "index_codecs")]:
+            codecs = list(shards[0].codecs)
+            counts = [n // c for n, c in zip(array.shards, shards[0].chunk_shape, strict=True)]
+            self.shard = ShardIndex(shards[0], prod(counts))
+        names = [str(one.to_dict()["name"]).removeprefix("numcodecs.") for one in codecs]
+        if metadata.zarr_format == 2 and metadata.compressor is not None:
+            names = [str(metadata.compressor.codec_id)]
         self.packed = next((name for name in reversed(names) if name != "crc32c"), "")
         self.most = _FACTOR * prod(array.chunks) * array.dtype.itemsize + _LEAST
 
     def get_sync(self, key: str, **options: Any) -> Any:
         """Return the bytes of a file, or None if it is not there."""
-        self._check(key, options.get("byte_range"))
-        return self._bounded(key, super().get_sync(key, **options))
+        byte_range = options.get("byte_range")
+        self._check(key, byte_range)
+        return self._bounded(key, super().get_sync(key, **options), byte_range)
 
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
         """Return the bytes of a file, or None if it is not there."""
         self._check(key, byte_range)
-        return self._bounded(key, await super().get(key, prototype, byte_range))
+        return self._bounded(key, await super().get(key, prototype, byte_range), byte_range)
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
         """Return some bytes of files."""
@@ -65,36 +68,81 @@ class FolderStore(LocalStore):
     def _check(self, key: str, byte_range: Any) -> None:
         path = self.root / key
         with suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            check_regular(path, self.root)
+            with open_regular(path, self.root) as file:
+                size = os.fstat(file.fileno()).st_size
             if byte_range is None:
-                require_room(path.stat().st_size, str(path), "restore it from a good copy, or write smaller chunks")
+                require_room(size, str(path), "restore it from a good copy, or write smaller chunks")
+            if not size and self.most and not key.endswith(_DOCUMENTS):
+                raise self._damaged(key, "is empty")
 
-    def _bounded(self, key: str, found: Any) -> Any:
-        """Return the content of a file; DataError if it is a chunk that unpacks to more than it may."""
-        if found is not None and self.packed and not key.endswith((".json", ".zarray", ".zgroup", ".zattrs")):
-            size = unpacked_size(self.packed, memoryview(found.as_numpy_array()), self.most)
-            if size > self.most:
-                raise DataError(
-                    f"{self.root / key}: unpacks to more than {words(self.most)}, and its cells are fewer; restore it"
-                    " from a good copy"
-                )
+    def _bounded(self, key: str, found: Any, byte_range: Any) -> Any:
+        """Return the content of a file; DataError if it has a chunk that ends early or unpacks to more than it may."""
+        if found is None or not self.most or key.endswith(_DOCUMENTS):
+            return found
+        raw = memoryview(found.as_numpy_array())
+        pieces = [raw]
+        if self.shard is not None:
+            of_index = byte_range is not None and (
+                not hasattr(byte_range, "end") or (byte_range.start == 0 and self.shard.at_start)
+            )
+            if byte_range is None or of_index:
+                entries = self.shard.entries(raw)
+                if (entries >> np.uint64(62)).any():
+                    raise self._damaged(key, _OUTSIDE)
+                if (entries[1:, 0] < entries[:-1].sum(axis=1)).any():
+                    raise self._damaged(key, "has an index in which chunks overlap")
+                if of_index:
+                    return found
+                if (entries.sum(axis=1) > len(raw)).any() or not entries[:, 1].all():
+                    raise self._damaged(key, _OUTSIDE)
+                pieces = [raw[start : start + length] for start, length in entries.tolist()]
+            elif not 0 < byte_range.end - byte_range.start == len(raw):
+                raise self._damaged(key, _OUTSIDE)
+        for piece in pieces:
+            if self._unpacked_size(piece) > self.most:
+                raise self._damaged(key, f"unpacks to more than {words(self.most)}, and its cells are fewer")
         return found
 
+    def _unpacked_size(self, raw: memoryview) -> int:
+        harmless = self.packed in ("gzip", "zlib") and MOST_PACKED * len(raw) <= max(self.most, _UNHARMFUL)
+        return 0 if harmless else unpacked_size(self.packed, raw, self.most) or 0
 
-def unpacked_size(packed: str, raw: bytes | memoryview, most: int) -> int:
-    """Return the size of an unpacked chunk: from its header, or by unpacking it up to one byte more than `most`."""
-    if packed == "blosc":
-        return int.from_bytes(raw[4:8], "little")
-    if packed == "lz4":
-        return int.from_bytes(raw[:4], "little")
-    if packed == "zstd" and len(raw) > 5:
-        flags = raw[4]
-        start = 5 + (not flags & 32) + (0, 1, 2, 4)[flags & 3]
-        count = (1 if flags & 32 else 0, 2, 4, 8)[flags >> 6]
-        return int.from_bytes(raw[start : start + count], "little")
-    if packed not in _STREAMS or (packed in ("gzip", "zlib") and _MOST_PACKED * len(raw) <= max(most, _UNHARMFUL)):
-        return 0
-    try:
-        return len(_STREAMS[packed]().decompress(raw, most + 1))
-    except (zlib.error, OSError, ValueError, lzma.LZMAError):
-        return 0  # the reader tells what is wrong
+    def _damaged(self, key: str, what: str) -> DataError:
+        return DataError(f"{self.root / key}: {what}; restore it from a good copy")
+
+
+class ShardIndex:
+    """Index of the chunks in a shard, as far as its own codecs are the usual ones.
+
+    Parameters
+    ----------
+    codec : zarr.codecs.ShardingCodec
+    count : int
+        How many chunks a shard has.
+
+    Attributes
+    ----------
+    at_start : bool
+        Whether it lies before the chunks.
+    """
+
+    def __init__(self, codec: Any, count: int) -> None:
+        told = [one.to_dict() for one in codec.index_codecs]
+        self.at_start = codec.index_location.value == "start"
+        self._count, self._sums = count, sum(4 for one in told if one["name"] == "crc32c")
+        self._usual = {one["name"] for one in told} <= {"bytes", "crc32c"}
+        big = any(one.get("configuration", {}).get("endian") == "big" for one in told)
+        self._dtype = ">u8" if big else "<u8"
+
+    def entries(self, raw: memoryview) -> np.ndarray:
+        """Return the start and the length of each chunk, in the order of the file: (n, 2), of an index or a shard.
+
+        None where the index is another one or incomplete, of which zarr tells.
+        """
+        size = 16 * self._count
+        start = 0 if self.at_start else len(raw) - size - self._sums
+        if not self._usual or start < 0 or size > len(raw):
+            return np.empty((0, 2), np.uint64)
+        pairs = np.frombuffer(raw[start : start + size], self._dtype).reshape(-1, 2)
+        pairs = pairs[(pairs != _NOTHING).any(axis=1)]
+        return pairs[np.argsort(pairs[:, 0], kind="stable")].astype(np.uint64)

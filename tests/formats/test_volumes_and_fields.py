@@ -161,3 +161,39 @@ def test_odd_headers_are_one_message(tmp_path, capfd):
         with pytest.raises(nd.DataError, match=match):
             nd.open_source(tmp_path / "a.nii")
     assert capfd.readouterr() == ("", "")  # nibabel would print what it notes
+
+
+@pytest.mark.parametrize("size", [-0.5, 0.0, "NaN", float("inf")])
+def test_scales_that_are_no_extents(tmp_path, size):
+    """A format that cannot hold a scale names it as lost, and writes no other number."""
+    zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
+    image = {
+        "axes": [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"],
+        "datasets": [
+            {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [2.0, size, 0.5]}]},
+        ],
+    }
+    group = zarr.open_group(str(tmp_path / "a.ome.zarr"), mode="w", zarr_format=2)
+    group.create_array("0", data=np.ones((4, 5, 6), "u1"))
+    group.attrs["multiscales"] = [image]
+    with nd.open_source(tmp_path / "a.ome.zarr") as source:
+        for name in ("o.ome.zarr", "o.ome.tif", "o.nii"):
+            with nd.create_sink(tmp_path / name, source.shape, "u1", source.axes, like=source) as sink:
+                sink.commit()
+            with nd.open_source(tmp_path / name) as made:
+                found = made.metadata["scale"].get("Y", 1.0)
+            if isinstance(size, float) and size <= 0:
+                assert found == (size if name == "o.ome.zarr" else 1.0)
+                assert sink.lost == ([] if name == "o.ome.zarr" else ["scale of Y", "units of Y"])
+            else:
+                assert sink.lost == ["transform 'scale'"]
+                assert found == 1.0
+    nibabel = pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
+    series = nibabel.Nifti1Image(np.ones((4, 5, 6, 2), "i2"), np.eye(4))
+    series.header["pixdim"][4] = 0  # not known
+    nibabel.save(series, tmp_path / "a.nii")
+    with nd.open_source(tmp_path / "a.nii") as source:
+        with nd.create_sink(tmp_path / "b.nii", source.shape, "i2", source.axes, like=source) as sink:
+            sink.commit()
+        assert sink.lost == []
+    assert nibabel.load(tmp_path / "b.nii").header["pixdim"][4] == 0

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from .chunks import ChunkCheck
 from .reader import find
 
 GROUP = "checksums"
@@ -70,6 +71,7 @@ class CheckedArray:
         self.name, self.shape, self.dtype = name, self.array.shape, self.array.dtype
         table = find(file, f"{GROUP}/{name}")
         self.block = () if table is None else _block_of(name, self.shape, table)
+        self._chunks = ChunkCheck(self.array, name, summed=table is not None)
         self._cut(tile, table, (0,) * (len(self.shape) - 1))
 
     def part(self, tile: Slices) -> CheckedArray:
@@ -99,10 +101,10 @@ class CheckedArray:
             A block is not as it was written.
         """
         if self._sums is None:
-            self.array.read_direct(out, (slice(first, first + len(out)), *self.tile))
+            self._read_direct(out, (slice(first, first + len(out)), *self.tile))
             return
         if self._wide == self.tile and self.block[0] == 1 and len(out) * out[0].nbytes <= _ROOM:  # nothing beside it
-            self.array.read_direct(out, (slice(first, first + len(out)), *self.tile))
+            self._read_direct(out, (slice(first, first + len(out)), *self.tile))
             for sample, cells in enumerate(out, start=first):
                 for place, cut in self._blocks:
                     _compare(self.name, cells[cut], self._sums[(sample, *place)], sample)
@@ -110,11 +112,18 @@ class CheckedArray:
         for samples, rows in self._portions(first, first + len(out)):
             self._read_portion(samples, rows, first, out)
 
+    def _read_direct(self, out: np.ndarray, cells: Slices) -> None:
+        self._chunks.check(cells)
+        try:
+            self.array.read_direct(out, cells)
+        except OSError as error:
+            raise ValueError(f"{self.name}: {error}") from error
+
     def _read_portion(self, samples: slice, rows: slice, first: int, out: np.ndarray) -> None:
         """Read whole blocks, compare them, and keep of them what is asked for."""
         wide = (rows, *self._wide[1:])
         cells = np.empty((samples.stop - samples.start, *(w.stop - w.start for w in wide)), self.dtype)
-        self.array.read_direct(cells, (samples, *wide))
+        self._read_direct(cells, (samples, *wide))
         starts = (samples.start, rows.start - self._wide[0].start)
         for place, cut in _blocks(cells.shape, self.block):
             there = (place[0] + starts[0] // self.block[0], place[1] + starts[1] // self.block[1], *place[2:])
@@ -144,23 +153,34 @@ def read_whole(file: Any, name: str) -> np.ndarray:
     array = find(file, name)
     if array is None:
         raise KeyError(f"has no array '{name}'")
-    cells, table = np.asarray(array[()]), find(file, f"{GROUP}/{name}")
+    table = find(file, f"{GROUP}/{name}")
+    cells = read_array(array, name, table is not None)
     if table is not None:
-        sums = table[()]
+        sums = read_array(table, f"{GROUP}/{name}")
         for place, cut in _blocks(cells.shape, _block_of(name, array.shape, table)):
             _compare(name, cells[cut], sums[place], cut[0].start)
     return cells
+
+
+def read_array(array: Any, name: str, summed: bool = False) -> np.ndarray:
+    """Return an array whose packed chunks have been looked at; ValueError and DataError as of `ChunkCheck`."""
+    ChunkCheck(array, name, summed).check()
+    return np.asarray(array[()])
 
 
 def probe(file: Any, name: str) -> int:
     """Return a hash of an array that tells it from others at little cost: of some checksums, or else of some cells."""
     table = find(file, f"{GROUP}/{name}")
     if table is not None:
+        ChunkCheck(table, f"{GROUP}/{name}").check()
         return checksum(table[:: 1 + table.size // _MOST_SUMS])
     array = find(file, name)
     middle = tuple(slice(n // 2, n // 2 + 1) for n in array.shape[1:-1]) + (slice(None),) * (array.ndim > 1)
     places = range(0, array.shape[0], max(1, array.shape[0] // _PROBES))
-    return checksum(np.concatenate([array[(slice(n, n + 1), *middle)].ravel() for n in places]))
+    cuts, chunks = [(slice(n, n + 1), *middle) for n in places], ChunkCheck(array, name)
+    for cut in cuts:
+        chunks.check([slice(*one.indices(n)) for one, n in zip(cut, array.shape, strict=False)])
+    return checksum(np.concatenate([array[cut].ravel() for cut in cuts]))
 
 
 def _block_of(name: str, shape: tuple[int, ...], table: Any) -> tuple[int, ...]:
