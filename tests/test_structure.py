@@ -251,6 +251,8 @@ def trees(rule):
         # they look for what changes in users' modules
         # while a module is captured, of PyTorch's metaclass: what applies a Function is compiled, and tells nobody
         and not (rule == "replaces no methods" and path == "torch/custom_gradients.py")
+        # PyTorch's l1_loss leaves its weight out of what it tells those that override it
+        and not (rule == "looks at no stack frames" and path == "torch/rules/loss.py")
         and not (rule == "no dictionaries of objects" and path in ("torch/module_state.py", "torch/watch.py"))
     }
 

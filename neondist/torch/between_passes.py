@@ -88,6 +88,7 @@ class Snapshot:
         reach = Reach(module, set())
         self.asks_for_gradients = reach.asks_for_gradients
         self.iterators, self._generators = reach.iterators, reach.generators
+        self._caches = {cache: cache.cache_info().misses for cache in reach.caches}
         self._before = [(holder, holder.read()) for holder in reach.holders if holder.restored]
         self._arrays = [(path, array, array.copy()) for path, array in reach.arrays.items()]
 
@@ -132,6 +133,13 @@ class Snapshot:
             holder.restore(before)
         for _, array, values in self._arrays:
             np.copyto(array, values)
+
+    def clear_caches(self) -> None:
+        """Clear caches of functions that keep results of a pass, tensors without memory."""
+        for cache, misses in self._caches.items():
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+                self._caches[cache] = 0
 
     def drawn(self) -> int:
         """Return a number for the states of the generators that the module holds."""
@@ -185,6 +193,7 @@ def observed(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[bool
             yield before.asks_for_gradients
         finally:
             before.restore()
+            before.clear_caches()
     try:
         for kind, name, side in {**held[0], **held[-1]} if held else ():
             then, now = (each.get((kind, name, side), []) for each in (held[0], held[-1]))
@@ -196,6 +205,7 @@ def observed(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[bool
             _check_draws(module, inputs, before)
     finally:
         before.restore()
+        before.clear_caches()
 
 
 def _held(module: nn.Module) -> dict[tuple[str, str, bool], Any]:

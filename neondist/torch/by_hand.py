@@ -219,7 +219,9 @@ class _Hand:
         except UserError as problem:
             error = problem
         facts = {CALL: "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
-        check_alike(self.wires.grid.world, facts | {"global_shape": extent}, error)
+        samples = x.shape[0] if self.wires.grid.replicas == 1 else "any number"  # replicas may have others
+        facts |= {"its number of samples": samples, "its number of channels": x.shape[1], "global_shape": extent}
+        check_alike(self.wires.grid.world, facts, error)
 
     def _asked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         mesh, world = self.wires.mesh, self.wires.grid.world

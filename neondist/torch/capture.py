@@ -19,6 +19,7 @@ from .between_passes import observed
 from .checks import check_module
 from .constants import known_values, remove_reads
 from .custom_gradients import recorded
+from .errors import NotRecorded
 from .functional import is_simple, keep_statistics, note_result
 from .graph import Value
 from .layout import Layout, Mesh, axes_of, whole
@@ -67,12 +68,37 @@ def captured(
         with observed(module, inputs) as asks, no_graph(), torch.set_grad_enabled(gradients or not asks):
             program: Any = torch.export.export(module, inputs, strict=False)
         remove_reads(program)
+        tied = _join_names(program)
         stop_gradients(program, lambda node: where(node).source)
         specs = program.graph_signature.input_specs
         buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
-        program = program if is_simple(program.graph, buffers) else _without_writes(program)
+        if not is_simple(program.graph, buffers):
+            try:
+                program = _without_writes(program)
+            except AssertionError:
+                if not tied:
+                    raise
+                raise NotRecorded(
+                    f"the forward writes into a part of the buffer {tied[0]}, which has several names, or reads it"
+                    " by one that it had before; keep one name"
+                ) from None
         program.functions, program.reads, program.trained = functions, values.reads, values.trained
         return program
+
+
+def _join_names(program: Any) -> list[str]:
+    """Let a buffer with several names be read and written by the first; return the others."""
+    first: dict[int, Any] = {}
+    found: list[str] = []
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.BUFFER:
+            tensor = program.state_dict.get(spec.target, program.constants.get(spec.target))
+            node = nodes[spec.arg.name]
+            if (other := first.setdefault(id(tensor), node)) is not node:
+                node.replace_all_uses_with(other)
+                found.append(spec.target)
+    return found
 
 
 def _without_writes(program: Any) -> Any:

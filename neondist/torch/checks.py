@@ -105,10 +105,15 @@ class BackwardCheck:
 
     The gradient of a model's output is right where `model.loss` has sent all of it. What else arrives there is taken
     for that of this rank's part of a sum over the ranks, which the mean over a tile is not.
+
+    Parameters
+    ----------
+    facts : mapping
+        To compare whenever a backward pass begins.
     """
 
-    def __init__(self, grid: ProcessGrid) -> None:
-        self._grid = grid
+    def __init__(self, grid: ProcessGrid, facts: Mapping[str, Any]) -> None:
+        self._grid, self._facts = grid, facts
         self._task, self._warned, self._losses = -1, False, 0
         self._outputs = WeakIdKeyDictionary()
         # what losses have sent in this pass: to an output itself, by its id; and to tensors made of outputs
@@ -137,7 +142,7 @@ class BackwardCheck:
         return alias
 
     def _begun(self, call: str) -> None:
-        self._grid.check(call)
+        self._grid.check(call, self._facts)
         task = torch._C._current_graph_task_id()
         if self._task != task:
             self._task = task

@@ -15,6 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .errors import NotRecorded
 from .functional import REGION, memory_of, written_arguments
 
 LARGEST = 2**18
@@ -74,6 +75,7 @@ class KnownValues(TorchDispatchMode):
         self.reads = Reads(set(), [])
         self.trained: list[torch.Tensor] = []
         self._known: Any = WeakIdKeyDictionary()
+        self._outside: Any = WeakIdKeyDictionary()  # views of real tensors
 
     def note(self, fakes: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
         """Take note of the buffers: fake tensors, and their values."""
@@ -110,12 +112,19 @@ class KnownValues(TorchDispatchMode):
             for tensor in tensors:
                 self.read(tensor)
             return _computed(func, leaves, spec, known)
+        writes = [w for w in pytree.tree_leaves(written_arguments(func, args, kwargs)) if isinstance(w, torch.Tensor)]
+        if any(map(self._is_outside, writes)):  # before it does: a pass would not
+            raise NotRecorded(
+                "the forward writes into a tensor that is not a buffer of the module, or reaches a buffer by another"
+                " name; register it as a buffer, and write into that"
+            )
         found = func(*args, **kwargs)
         outs = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        if func.is_view and any(map(self._is_outside, tensors)):
+            self._outside.update(dict.fromkeys(outs))
         is_known = is_known and all(_is_small(out) for out in outs)
         values = _attempt(func, leaves, spec, known) if is_known else None
-        writes = pytree.tree_leaves(written_arguments(func, args, kwargs))
-        memories = [memory_of(tensor) for tensor in writes if isinstance(tensor, torch.Tensor)]
+        memories = [memory_of(tensor) for tensor in writes]
         touched = [each for each in list(self._known) if memory_of(each) in memories] if memories else []
         if values is None:
             for tensor in touched:
@@ -133,6 +142,10 @@ class KnownValues(TorchDispatchMode):
             if all(out is not tensor for tensor in tensors):
                 self._known[out] = _Known(value, set(sources), dict(others))
         return found
+
+    def _is_outside(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor outlives the capture, and is neither a parameter nor a buffer."""
+        return type(tensor) in _REAL or tensor in self._outside
 
     def _of(self, tensor: Any, literal: bool = False, blank: bool = False) -> _Known | None:
         """Return what is known of a tensor.

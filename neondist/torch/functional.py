@@ -40,7 +40,7 @@ def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
     names: dict[int, list[Any]] = {}
     for node in nodes:
         for tensor in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and (node.users or node.op != "placeholder"):
                 names.setdefault(memory_of(tensor), []).append(node)
     twins: dict[Any, Any] = {}
     for node in called:

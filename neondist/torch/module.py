@@ -98,8 +98,10 @@ class DistributedModule(nn.Module):
         self.step = 0
         self._versions: tuple[int, ...] = ()
         self._deferred: dict[int, list[torch.Tensor] | None] = {}
-        self.backward_check = BackwardCheck(grid)
         grid.check("distribute")
+        number = grid.kept[DistributedModule] = grid.kept.get(DistributedModule, 0) + 1
+        self._name = f"number {number} of those on this grid"  # all ranks distribute them in one order
+        self.backward_check = BackwardCheck(grid, {"the model": self._name})
         with all_or_none(grid.world):
             check_module(module)
             self._watch = Watch(module)
@@ -267,7 +269,7 @@ class DistributedModule(nn.Module):
         """Return the whole tensor, given this rank's tile of an output, an input or its gradient; collective."""
         tensors, tree = pytree.tree_flatten(tile)
         tiles = [each for each in tensors if isinstance(each, torch.Tensor)]
-        facts = {"tensors that the model did not return": self.tiling.unknown(tiles)}
+        facts = {"the model": self._name, "tensors that the model did not return": self.tiling.unknown(tiles)}
         self.grid.check("gather", facts | {f"the dtype of tensor {at}": each.dtype for at, each in enumerate(tiles)})
         layouts = self.tiling.layouts_of(tiles, self._outputs)
         waiting = iter(layouts)
@@ -294,7 +296,7 @@ class DistributedModule(nn.Module):
         tensors = [leaves[i] for i in at]
         unknown = self.tiling.unknown(tensors)
         if unknown:  # of which all ranks say how they are cut
-            self.grid.check("loss", {"tensors that the model did not return": unknown})
+            self.grid.check("loss", {"the model": self._name, "tensors that the model did not return": unknown})
         layouts = self.tiling.layouts_of(tensors, self._outputs, outputs)
         error, digest = None, ""
         try:
@@ -303,8 +305,9 @@ class DistributedModule(nn.Module):
             error = problem
         if self.grid.size > 1 or error:
             name = getattr(criterion, "__qualname__", type(criterion).__name__)
-            facts = {"the criterion": f"{name} ({digest})", "torch.is_grad_enabled()": torch.is_grad_enabled()}
-            self.grid.check("loss", facts | gradients_of("tensor", tensors), error)
+            facts = {"the model": self._name, "the criterion": f"{name} ({digest})"}
+            gradients = {"torch.is_grad_enabled()": torch.is_grad_enabled(), **gradients_of("tensor", tensors)}
+            self.grid.check("loss", facts | gradients, error)
         if self.grid.size == 1 and inner.plan.key is None:
             loss = criterion(output, target)
             self._criteria.note_plain(criterion, output, target)
@@ -416,6 +419,7 @@ class DistributedModule(nn.Module):
         """Return on what it depends which messages there are, forward and backward."""
         trained = [name for name, p in parameters.items() if p.requires_grad]
         return {
+            "the model": self._name,
             "the mode": "train()" if self.training else "eval()",
             "what the module computes": prepared.digest,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),

@@ -42,6 +42,7 @@ OF_GRADIENTS = frozenset(("is_grad_enabled", "is_inference_mode_enabled", "requi
 """Names of what tells whether PyTorch computes gradients."""
 _BY_COMPUTED_NAME = frozenset(("getattr", "vars", "__dict__", "attrgetter", "__getattribute__", "eval", "exec"))
 
+_CACHE = type(lru_cache(int))
 _IN_C: Any = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
 
@@ -81,6 +82,8 @@ class Reach:
     arrays : dict of path to NumPy array
     generators, iterators : dict of path to object
         What gives another value each time.
+    caches : list of functions
+        Those of functools that keep what they have returned.
     """
 
     def __init__(self, root: Any, names: set[str], excluded: Collection[str] = frozenset()) -> None:
@@ -96,6 +99,7 @@ class Reach:
             self.arrays: dict[str, np.ndarray] = {}
             self.generators: dict[str, Any] = {}
             self.iterators: dict[str, Any] = {}
+            self.caches: list[Any] = []
             self._seen: dict[int, str] = {}
             self._alive: list[Any] = []
             self._globals: dict[int, tuple[dict[str, Any], str, dict[str, None]]] = {}
@@ -240,6 +244,8 @@ class Reach:
         origin = (kind.__module__ or "").partition(".")[0]
         if origin in ("builtins", "itertools") and hasattr(value, "__next__"):
             self.iterators[path] = value
+        if isinstance(value, _CACHE):
+            self.caches.append(value)
         if kind.__module__ == "random" or isinstance(value, (np.random.Generator, np.random.RandomState)):
             self.generators[path] = value
         of_torch = kind.__module__.startswith(("torch.optim", "torch.distributions"))

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from .layout import Layout, shape_of, whole
 from .module import DistributedModule
 from .once import once_differentiable
+from .rules.loss import hidden_weight
 from .tiling import Tiling
 
 LOSSES = frozenset(
@@ -77,6 +78,8 @@ class TiledOutput(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is F.l1_loss and (weight := hidden_weight()) is not None:
+            kwargs["weight"] = weight
         if func in LOSSES and (loss := _loss_on_tiles(func, *args, **kwargs)) is not None:
             return loss
         return func(*_whole(args), **_whole(kwargs))

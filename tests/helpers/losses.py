@@ -110,6 +110,7 @@ def _differences(r):
     yield f"mse_loss, weight, {r}", lambda y, t, k: F.mse_loss(y, t, reduction=r, weight=share(t))
     yield f"mse_loss of one channel, {r}", lambda y, t, k: F.mse_loss(y, t[:, :1], reduction=r)
     yield f"l1_loss, {r}", lambda y, t, k: F.l1_loss(y, t, reduction=r)
+    yield f"l1_loss, weight, {r}", lambda y, t, k: F.l1_loss(y, t, reduction=r, weight=share(t))
     yield f"smooth_l1_loss, {r}", lambda y, t, k: F.smooth_l1_loss(y, t, reduction=r, beta=0.5)
     yield f"smooth_l1_loss, beta 0, {r}", lambda y, t, k: F.smooth_l1_loss(y, t, reduction=r, beta=0.0)
     yield f"huber_loss, {r}", lambda y, t, k: F.huber_loss(y, t, reduction=r, delta=0.4)

@@ -1,6 +1,7 @@
 """What a forward keeps for the next one, and computes without gradients: noticed, and left as it was."""
 
 import copy
+import functools
 import random
 
 import numpy as np
@@ -264,9 +265,22 @@ def logging_at_times(self, x):
     return x * 2
 
 
+@functools.cache
+def columns(extent):
+    return torch.arange(extent) / extent
+
+
+def with_a_function_of_functools(self, x):
+    """Caches for both, of which one is cleared together with what the other changes."""
+    self.cache = columns(x.shape[-1]) if self.cache is None else self.cache
+    return x * columns(x.shape[-2])[:, None] * self.cache
+
+
 @pytest.mark.parametrize(
-    "function", [counting, with_a_cache, with_a_key, looked_at, running_mean, summed_up, logging_at_times]
-)
+    "function",
+    [counting, with_a_cache, with_a_key, looked_at, running_mean, summed_up, logging_at_times,
+     with_a_function_of_functools],
+)  # fmt: skip
 @pytest.mark.long
 def test_what_is_harmless(function):
     module = Keeping(function)
@@ -274,6 +288,7 @@ def test_what_is_harmless(function):
     with nd.ProcessGrid.serial() as grid:
         ndt.distribute(module, IMAGES, grid)
     assert (module.count, module.cache, module.seen, module.named, module.counter.calls) == (0, None, [], {}, 0)
+    assert type(columns(IMAGES[-1])) is torch.Tensor
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])

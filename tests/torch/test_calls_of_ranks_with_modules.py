@@ -86,6 +86,38 @@ def test_all_pairs_of_calls():
     assert not refused_pairs(begin, CALLS)
 
 
+OF_TWO = {
+    "forward": lambda one: one.model(one.tile), "gather": lambda one: one.model.gather(one.y),
+    "loss": lambda one: one.model.loss(F.mse_loss, one.y, one.tile),
+    "backward of a loss": lambda one: one.loss.backward(retain_graph=True),
+    "backward of an output": lambda one: one.y.sum().backward(retain_graph=True),
+}  # fmt: skip
+OF_TILES = {"samples": lambda x: x[:1], "channels": lambda x: x.repeat(1, 2, 1, 1)}
+
+
+@pytest.mark.parametrize("name", OF_TWO)
+def test_calls_of_another_model(name):
+    def body(world):
+        first = begin(world)
+        model = ndt.distribute(net(), SHAPE, first.grid)
+        y = model(first.tile)
+        second = SimpleNamespace(model=model, tile=first.tile, y=y, loss=model.loss(F.mse_loss, y, first.tile))
+        OF_TWO[name](second if world.rank else first)
+
+    with pytest.raises(nd.ConfigError, match="rank 1: the model is number 2 of those on this grid, but number 1 of"):
+        nd.loopback.run(2, body)
+
+
+@pytest.mark.parametrize("name", OF_TILES)
+def test_tiles_of_other_shapes_by_hand(name):
+    def body(world):
+        x = torch.ones(2, 1, 6, 3)
+        ndt.halo(OF_TILES[name](x) if world.rank else x, WINDOW, nd.ProcessGrid(world, cols=2))
+
+    with pytest.raises(nd.ConfigError, match=f"rank 1: its number of {name} is"):
+        nd.loopback.run(2, body)
+
+
 def test_a_rank_that_leaves():
     check_leaving(begin, CALLS)
 

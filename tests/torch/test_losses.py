@@ -95,6 +95,11 @@ def test_classes_beyond_the_weights_may_be_ignored(holes):
     assert_equal(beyond, *PLACES[1], holes)
 
 
+def test_the_weight_of_l1_loss():
+    """PyTorch tells it nobody that overrides its functions."""
+    assert_equal([name for name in TABLE if "l1_loss, weight" in name and "images" in name], *PLACES[0], "some")
+
+
 def test_a_negative_variance_gives_no_number():
     from neondist.torch.rules.loss import gaussian_nll
 

@@ -343,7 +343,26 @@ class Failing(Shared):
         return self.how(super().forward(x))
 
 
+@functools.lru_cache
+def columns(extent):
+    return torch.arange(extent) * 2.0
+
+
+class Hiding(Shared):
+    """Has a norm and a tensor that are not registered, a view of a buffer, and a function with a cache."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.of = {"norm": [nn.BatchNorm2d(2)], "tensor": [torch.ones(1)], "view": self.mean[:1]}[name]
+
+    def forward(self, x):
+        y = super().forward(x) * columns(x.shape[-1])
+        return self.of[0](y) if callable(self.of[0]) else y * self.of[0].add_(1)
+
+
 MODULES = {
+    "hidden norm": lambda: Hiding("norm"), "hidden tensor": lambda: Hiding("tensor"),
+    "view of a buffer": lambda: Hiding("view"),
     "shared": Shared, "recurrent": Recurrent, "parametrised": parametrised,
     "value": lambda: Failing(lambda y: y if y.sum() > 0 else -y),
     "count": lambda: Failing(lambda y: y[: int(y.sum())]),
@@ -408,6 +427,7 @@ def test_a_module_is_left_as_it_was(name, capfd):
         except nd.UserError as error:
             assert "rank" not in str(error) or ranks > 1  # noqa: PT017
         assert state(module)[0] == before, (ranks, run)
+    assert type(columns(SHAPE[-1])) is torch.Tensor
     assert torch.equal(torch.get_rng_state(), drawn)
     assert capfd.readouterr() == ("", "")
     assert not log.disabled

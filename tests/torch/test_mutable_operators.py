@@ -7,7 +7,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch_runs import check  # noqa: E402
 
+from neondist import ProcessGrid  # noqa: E402
 from neondist.errors import UserError  # noqa: E402
+from neondist.torch import distribute  # noqa: E402
 from neondist.torch.functional import RUNNING, written_arguments  # noqa: E402
 
 _OTHER = "cudnn", "miopen", "gather_stats", "backward", "no_update.out"  # of other devices, or of other dtypes
@@ -120,6 +122,27 @@ def test_writes_on_tiles(name):
         check(Writing(WRITES[name]), (2, 4, 4, 6), grids=((1, 1, 2),))
     except UserError:
         assert name in REFUSED
+
+
+class Tied(nn.Module):
+    """Two norms with one running mean."""
+
+    def __init__(self, writes=False):
+        super().__init__()
+        self.norms, self.writes = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3)), writes
+        self.norms[2].running_mean = self.norms[0].running_mean
+
+    def forward(self, x):
+        y = self.norms(x)
+        if self.writes:
+            self.norms[2].running_mean[0] += 1
+        return y + self.norms[0].running_mean[:, None, None]
+
+
+def test_a_buffer_with_two_names():
+    check(Tied(), (2, 3, 8, 9), grids=((1, 1, 2), (2, 1, 1)))
+    with ProcessGrid.serial() as grid, pytest.raises(UserError, match="running_mean, which has several names"):
+        distribute(Tied(writes=True), (2, 3, 8, 9), grid)
 
 
 class Unread(nn.Module):
