@@ -4,8 +4,8 @@ python tools/gpu_report.py [--page FILE] [--seconds 540] [--networks resnet,unet
 
 Whether training is the same on 1, 2 and 4 ranks that share the GPU, of layers and of a PyTorch module; steps of
 networks of `neondist bench suite`, of layers and of the same PyTorch module distributed, against PyTorch, eager and
-compiled; the exchange of a halo against a copy of its bytes on the device; and memory. What does not fit into the time
-is reported as not run.
+compiled; the exchange of a halo against a copy of its bytes on the device; and the memory of later steps. What does not
+fit into the time is reported as not run.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -33,6 +32,8 @@ RANKS, PRECISIONS = (1, 2, 4), ("float32", "tf32", "bfloat16")
 ORDER = ("resnet", "unet", "vgg", "mnist", "plain", "wide")
 """the networks whose figures matter most come first"""
 HALO = (8, 256, 256, 64)
+WARM = 5
+"""steps before one is timed: kernels are compiled and chosen, and graphs are captured"""
 
 
 class Card(NamedTuple):
@@ -188,9 +189,7 @@ def _ours(case: Any, x: np.ndarray, precision: str, card: Card, rounds: int) -> 
     model.build(case.shape, case.batch, nd.ProcessGrid.serial())
     labels = np.random.default_rng(1).integers(0, case.classes, (case.batch, *model.output_shape[:-1]))
     tile, found = model.scatter(x), Found()
-    with _peak(card) as peak:
-        found["ours"] = seconds_of(lambda: model.train_batch(tile, labels), rounds)
-    found["our memory"] = peak[0]
+    found["ours"], found["our memory"] = _timed(lambda: model.train_batch(tile, labels), rounds, card)
     return found, model.state(), list(model.gradients()), labels
 
 
@@ -209,12 +208,10 @@ def _theirs(case: Any, x: np.ndarray, network: Any, precision: str, card: Card, 
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=precision == "tf32"), lower:
-            with _peak(card) as peak:
-                found["eager"] = seconds_of(twin.step, rounds)
-            found["eager memory"] = peak[0]
-            found["module"] = seconds_of(_distributed(twin), rounds)
+            found["eager"], found["eager memory"] = _timed(twin.step, rounds, card)
+            found["module"], _ = _timed(_distributed(twin), rounds, card)
             if compiles:
-                found["compiled"] = twin.compile() or seconds_of(twin.step, rounds)
+                found["compiled"] = twin.compile() or _timed(twin.step, rounds, card)[0]
     finally:
         torch.set_float32_matmul_precision(before)
     return found
@@ -239,18 +236,20 @@ def _distributed(twin: Any) -> Any:
     return step
 
 
-@contextmanager
-def _peak(card: Card) -> Iterator[list[float]]:
-    """Give a list that has, after the block, the most bytes of the GPU in it: CuPy's and PyTorch's are of one pool."""
+def _timed(step: Any, rounds: int, card: Card) -> tuple[float, float]:
+    """Return the seconds of a step, after the first ones, and the bytes of the GPU that are taken for such steps.
+
+    They are those that PyTorch's pool holds, which CuPy's are of: also what graphs keep for themselves.
+    """
     import torch
 
-    found, cuda = [0.0], torch.cuda if card.torch_device == "cuda" else None
-    if cuda is not None:
-        cuda.empty_cache()
-        cuda.reset_peak_memory_stats()
-    yield found
-    if cuda is not None:
-        found[0] = float(cuda.max_memory_allocated())
+    for _ in range(WARM):
+        step()
+    if card.torch_device != "cuda":
+        return seconds_of(step, rounds), 0.0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return seconds_of(step, rounds), float(torch.cuda.max_memory_reserved())
 
 
 # The page.

@@ -14,7 +14,7 @@ from ..errors import ConfigError, ShapeError
 from ..precision import ComputePrecision
 from ..registry import suggest
 from ..registry.arguments import checked
-from . import cupy
+from . import gpus
 from .host import HostKernels
 from .kernels import Kernels
 
@@ -127,14 +127,14 @@ def check_backend(name: str | Backend) -> Callable[[int], int | None]:
     """
     if name == "cupy" or (name == "auto" and _preferred() == "cupy"):
         _check_cupy()
-        return cupy.most_room
+        return gpus.most_room
     return get_backend(name).kernels.room
 
 
 def _preferred() -> str:
     """Return the name of the backend that `auto` takes."""
     host = "torch" if importlib.util.find_spec("torch") else "numpy"
-    return host if cupy.find_problem() else "cupy"
+    return host if gpus.find_problem() else "cupy"
 
 
 def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
@@ -177,21 +177,21 @@ def _torch() -> Backend:
 
 
 def _cupy_availability() -> Availability:
-    problem = cupy.find_problem()
-    return Availability("cupy", not problem, problem or cupy.describe())
+    problem = gpus.find_problem()
+    return Availability("cupy", not problem, problem or gpus.describe())
 
 
 def _check_cupy() -> None:
-    if problem := cupy.find_problem():
+    if problem := gpus.find_problem():
         raise ConfigError(f"backend 'cupy': {problem}, or use backend 'numpy'")
 
 
 def _cupy() -> Backend:
     _check_cupy()
-    from . import cupy_torch
+    from . import cupy, cupy_torch
 
     table = cupy_torch.CudaTorchKernels if cupy_torch.usable() else cupy.CupyKernels
-    return Backend("cupy", table(cupy.load()))
+    return Backend("cupy", table(gpus.load()))
 
 
 _MAKERS: dict[str, Callable[[], Backend]] = {

@@ -134,6 +134,38 @@ class CellKernels:
         own = (x - self._by_cell(how.mean, x.ndim)) * along + offset
         self.xp.add(self._before_clip(x, dy, how) * through, own, out=dx)
 
+    def norm_numbers(self, mean: Any, var: Any, learned: tuple[Any, Any], eps: float) -> tuple[Any, Any, Any, Any]:
+        """Return mean, scale and shift of each channel, and the scale before it was learned, all (C,).
+
+        Parameters
+        ----------
+        learned : pair of array (C,)
+            A factor and a summand.
+        """
+        root = 1 / self.xp.sqrt(var + var.dtype.type(eps))
+        return mean, learned[0] * root, learned[1].copy(), root
+
+    def batch_numbers(
+        self, moments: Any, running: tuple[Any, Any], learned: tuple[Any, Any], momentum: float, eps: float
+    ) -> tuple[Any, Any, Any, Any]:
+        """Return the `norm_numbers` of a batch, and take it into the running mean and the running variance.
+
+        Parameters
+        ----------
+        moments : array (1 + 2 C,)
+            The count of cells, means, and sums of squared differences from them.
+        """
+        count, (mean, squares) = moments[0], moments[1:].reshape(2, -1)
+        for kept, new in zip(running, (mean, squares / self.xp.maximum(count - 1, 1)), strict=True):
+            kept += momentum * (new - kept)
+        return self.norm_numbers(mean.copy(), squares / count, learned, eps)
+
+    def batch_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
+        """Return what `normalise_back` takes, (C,) each, given the gradients of gamma and beta (2 C,) and the count."""
+        along, offset = (sums / count).reshape(2, -1)
+        through = gamma * root
+        return through, -through * root * along, -through * offset
+
     def _before_clip(self, x: Any, dy: Any, how: Normal) -> Any:
         if not how.clip:
             return dy

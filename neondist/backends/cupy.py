@@ -1,115 +1,50 @@
-"""CuPy: whether it can be used, the GPU of this rank, and kernels over its arrays."""
+"""Kernels over CuPy's arrays."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
 
-from ..job import local_rank
 from ..precision import FLOAT32, ComputePrecision
-from ..version import installed_distributions
 from .cells import Normal
 from .device_kernels import (
     ADD_BOXES,
+    BATCH_FACTORS,
+    BATCH_NUMBERS,
     CELL_SUMS,
     COPY_EACH,
     DEPTHWISE,
     DEPTHWISE_BACK,
     FOLD_SUMS,
     GRADIENTS,
+    LAST_MOMENTS,
     LAST_SUMS,
     MAX_POOL,
     MAX_POOL_BACK,
+    MOMENTS,
     NORMALISE,
     NORMALISE_BACK,
     NUMBERS,
     ROUND_BFLOAT16,
-    SQUARES,
     SUMS,
     WORDS,
-    box_table,
-    cell_table,
-    copy_table,
-    depthwise_table,
-    pool_table,
     typed,
 )
-from .kernels import Kernels
+from .device_tables import box_table, cell_table, copy_table, depthwise_table, pool_table
+from .kernels import Graph, Kernels
 from .narrow import NarrowProducts
 from .windows import Sides, cropped, out_extent
 
 Ints = Sequence[int]
 
-_INSTALL = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
-_INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
-"""Codes of the CUDA runtime; the first also where no driver is installed."""
 _THREADS, _BLOCKS = 256, 4096
 """of a launch, at most"""
 _TABLES = 1024
 """in the cache, at most"""
-_LANES, _FOLDED = 1 << 18, 64
-"""partial sums of a reduction, and how many of them are added up one after the other at the end"""
-
-
-def find_problem() -> str:
-    """Return why CuPy cannot be used here, with the remedy; '' if it can."""
-    if importlib.util.find_spec("cupy") is None:
-        return f"not installed; {_INSTALL}"
-    packages = installed_distributions("cupy")
-    if len(packages) > 1:
-        return f"{' and '.join(packages)} are installed together, and break each other; uninstall all but one of them"
-    try:
-        cupy = importlib.import_module("cupy")
-    except Exception as error:  # a broken installation fails in many ways
-        return f"cannot be imported: {type(error).__name__}: {error}"
-    runtime = cupy.cuda.runtime
-    try:
-        count = runtime.getDeviceCount()
-    except runtime.CUDARuntimeError as error:
-        if error.status == _INSUFFICIENT_DRIVER:
-            driver, needed = (_cuda_version(ask()) for ask in (runtime.driverGetVersion, runtime.runtimeGetVersion))
-            if not driver:
-                return f"there is no NVIDIA driver; install one for CUDA {needed} or later"
-            there = f"the NVIDIA driver supports CUDA {driver} at most, and this CuPy needs {needed}"
-            return f"{there}; install a newer driver, or a CuPy for an older CUDA"
-        if error.status != _NO_DEVICE:
-            return f"the CUDA runtime fails: {error}; see whether nvidia-smi works"
-        count = 0
-    return "" if count else "no GPU is visible; see nvidia-smi, and the variable CUDA_VISIBLE_DEVICES"
-
-
-def describe() -> str:
-    """Return the versions and devices, of a CuPy that can be used."""
-    cupy = importlib.import_module("cupy")
-    runtime, names = cupy.cuda.runtime, []
-    for device in range(runtime.getDeviceCount()):
-        properties = runtime.getDeviceProperties(device)
-        names.append(f"{properties['name'].decode()} ({properties['totalGlobalMem'] / 2**30:.0f} GiB)")
-    cuda, driver = _cuda_version(runtime.runtimeGetVersion()), _cuda_version(runtime.driverGetVersion())
-    return f"CuPy {cupy.__version__}, CUDA {cuda}, driver for CUDA {driver}: {', '.join(names)}"
-
-
-def most_room(ranks: int) -> int:
-    """Return the bytes of the smallest GPU that each of so many ranks on this machine could have; starts none."""
-    runtime = importlib.import_module("cupy").cuda.runtime
-    count = runtime.getDeviceCount()
-    least = min(runtime.getDeviceProperties(device)["totalGlobalMem"] for device in range(count))
-    return int(least) // -(-ranks // count)
-
-
-def load() -> Any:
-    """Return CuPy, which can be used, on this rank's GPU.
-
-    The machine's GPUs go round by local rank, so that several ranks may share one.
-    """
-    cupy = importlib.import_module("cupy")
-    cupy.cuda.Device(local_rank(os.environ) % cupy.cuda.runtime.getDeviceCount()).use()
-    return cupy
+_LANES, _FOLDED, _LAST = 1 << 18, 32, 64
+"""partial sums of a reduction, and how many of them are added up one after the other, at the end so many at most"""
 
 
 class CupyKernels(Kernels):
@@ -133,7 +68,8 @@ class CupyKernels(Kernels):
         super().__init__(cupy)
         self.precision = precision
         self._compiled: dict[tuple[str, str, str], Any] = {}
-        self._table = lru_cache(_TABLES)(self._on_device)
+        self._tables = lru_cache(_TABLES)(self._on_device)
+        self._kept: list[list[Any]] = []  # of launches that are being captured, the tables
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision; without PyTorch's kernels TF32 is float32."""
@@ -261,9 +197,8 @@ class CupyKernels(Kernels):
         """Return means and sums of squared differences from them."""
         if not self._by_cells(x):
             return super().moments(x, by_sample)
-        count = prod(x.shape[1:-1] if by_sample else x.shape[:-1])
-        mean = self._sums_of(SUMS, x, by_sample=by_sample, divisor=count)[0]
-        return mean, self._sums_of(SQUARES, x, [mean], by_sample=by_sample)[0]
+        mean, squares = self._sums_of(MOMENTS, x, by_sample=by_sample)
+        return mean, squares
 
     def normalise_sums(self, x: Any, dy: Any, how: Normal) -> tuple[Any, Any]:
         """Return the sums of dz and of dz * (x - mean) for each group."""
@@ -273,6 +208,26 @@ class CupyKernels(Kernels):
         first, second = self._sums_of(GRADIENTS, x, numbers, dy, len(how.mean) != 1, clip=how.clip)
         return first, second
 
+    def batch_numbers(
+        self, moments: Any, running: tuple[Any, Any], learned: tuple[Any, Any], momentum: float, eps: float
+    ) -> tuple[Any, Any, Any, Any]:
+        """Return the `norm_numbers` of a batch, and take it into the running mean and variance, in one launch."""
+        if not self._by_cells(moments, *running, *learned):
+            return super().batch_numbers(moments, running, learned, momentum, eps)
+        found, how = self.xp.empty((4, len(learned[0])), moments.dtype), map(self.xp.float64, (momentum, eps))
+        given = moments, *running, *learned, found, *how
+        self._launch(BATCH_NUMBERS, NUMBERS[str(moments.dtype)], "batch_numbers", found[0].size, *given)
+        return found[0], found[1], found[2], found[3]
+
+    def batch_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
+        """Return the factors of `normalise_back`, in one launch."""
+        if not self._by_cells(sums, count, gamma, root):
+            return super().batch_factors(sums, count, gamma, root)
+        found = self.xp.empty((3, len(gamma)), sums.dtype)
+        given = sums, count, gamma, root, found
+        self._launch(BATCH_FACTORS, NUMBERS[str(sums.dtype)], "batch_factors", found[0].size, *given)
+        return found[0], found[1], found[2]
+
     def _sums_of(
         self,
         kind: int,
@@ -280,17 +235,16 @@ class CupyKernels(Kernels):
         numbers: Sequence[Any] = (),
         dy: Any = None,
         by_sample: bool = False,
-        divisor: int = 1,
         clip: bool = False,
     ) -> Any:
         """Return sums (1 or 2, groups, C) by as many threads as there may be; the same every time.
 
         Parameters
         ----------
-        kind : SUMS, SQUARES or GRADIENTS
+        kind : SUMS, MOMENTS or GRADIENTS
         numbers : mean, scale and shift, contiguous, in so far as the kind needs them
         """
-        groups, each = len(x) if by_sample else 1, 1 if dy is None else 2
+        groups, each = len(x) if by_sample else 1, 1 if kind == SUMS else 2
         arrays = x, x if dy is None else dy
         table, rank, index = self._cells(arrays, groups)
         width, number = groups * x.shape[-1], NUMBERS[str(x.dtype)]
@@ -298,12 +252,17 @@ class CupyKernels(Kernels):
         sums = self.xp.empty((each, lanes, width), "f8")
         given = *arrays, *(*numbers, x, x, x)[:3], sums, table, rank, groups, lanes, kind, int(clip)
         self._launch(CELL_SUMS, number, "cell_sums", lanes * width, *given, index=index)
-        if lanes > _FOLDED:
-            folded = self.xp.empty((each, _FOLDED, width), "f8")
-            self._launch(FOLD_SUMS, number, "fold_sums", folded.size, sums, folded, lanes, _FOLDED, width, index=index)
-            sums, lanes = folded, _FOLDED
+        while lanes > _LAST:
+            into = -(-lanes // _FOLDED)
+            folded = self.xp.empty((each, into, width), "f8")
+            self._launch(FOLD_SUMS, number, "fold_sums", folded.size, sums, folded, lanes, into, width, index=index)
+            sums, lanes = folded, into
         found = self.xp.empty((each, groups, x.shape[-1]), x.dtype)
-        self._launch(LAST_SUMS, number, "last_sums", found.size, sums, found, lanes, divisor, width, index=index)
+        if kind == MOMENTS:
+            given = sums, x, found, table, rank, lanes, x.size // width
+            self._launch(LAST_MOMENTS, number, "last_moments", width, *given, index=index)
+        else:
+            self._launch(LAST_SUMS, number, "last_sums", found.size, sums, found, lanes, width, index=index)
         return found
 
     def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
@@ -352,8 +311,27 @@ class CupyKernels(Kernels):
         arguments = [self.xp.int64(one) if isinstance(one, int) else one for one in (*given, total)]
         kernel((min(-(-total // _THREADS), _BLOCKS),), (_THREADS,), tuple(arguments))
 
-    def _on_device(self, table: tuple[int, ...], index: str = "long long") -> Any:
-        """Return a table there; the exchanges of every step need the same ones."""
+    def capture(self, function: Callable[[], Any], after: Graph | None = None) -> tuple[Any, Graph]:
+        """Return what a function returns, and a graph of its launches, which has what they read from the host."""
+        self._kept.append([])
+        try:
+            found, launches = self._captured(function, after)
+        finally:
+            kept = self._kept.pop()
+        return found, Graph(launches, kept)
+
+    def _captured(self, function: Callable[[], Any], after: Graph | None) -> tuple[Any, Any]:
+        """Return what a function returns, and what has `replay`."""
+        raise NotImplementedError
+
+    def _table(self, table: tuple[int, ...], index: str = "long long") -> Any:
+        """Return a table on the device; the launches of every step need the same ones."""
+        found = self._tables(table, index)
+        for kept in self._kept:
+            kept.append(found)
+        return found
+
+    def _on_device(self, table: tuple[int, ...], index: str) -> Any:
         return self.xp.array(table, self.xp.int32 if index == "int" else self.xp.int64)
 
     def room(self, ranks: int) -> int | None:
@@ -373,11 +351,6 @@ class CupyKernels(Kernels):
 def _steps(array: Any) -> list[int]:
     """Return an array's strides, in numbers."""
     return [stride // array.itemsize for stride in array.strides]
-
-
-def _cuda_version(number: int) -> str:
-    """Return a version of CUDA, 12090 in its own numbers, as '12.9'; '' for 0."""
-    return f"{number // 1000}.{number % 1000 // 10}" if number else ""
 
 
 class NarrowCupyKernels(NarrowProducts, CupyKernels):

@@ -6,11 +6,12 @@ Both compute in the default stream of this rank's GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from ..precision import FLOAT32, ComputePrecision
 from .cupy import CupyKernels
-from .kernels import Kernels
+from .kernels import Graph, Kernels
 from .torch import NarrowTorchTable, TorchTable
 
 Ints = Sequence[int]
@@ -23,13 +24,17 @@ class CupyTorchKernels(TorchTable, CupyKernels):
     its gradient adds up in an order of its own every time.
     """
 
-    small, many = 0, 1 << 62  # matrix products go to cuBLAS either way
+    small = 0
     max_pool, max_pool_backward = CupyKernels.max_pool, CupyKernels.max_pool_backward
     max_pool_back_into = CupyKernels.max_pool_back_into
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision; TF32 needs a GPU."""
         return NarrowCupyTorchKernels(self.xp, precision) if precision.narrow else self
+
+    def matmul(self, a: Any, b: Any) -> Any:
+        """Return the product of two matrices, or stacks of them: CuPy's call of cuBLAS cannot be captured."""
+        return super().matmul(a, b) if self.torch is None else self.torch.matmul(a, b)
 
     def _arranged(self, x: Any, weights: Any) -> Any:
         return weights
@@ -61,7 +66,7 @@ class CudaTorchKernels(CupyTorchKernels):
         With tf32 convolutions have such operands.
     """
 
-    tf32 = True
+    tf32 = captures = True
 
     def __init__(self, cupy: Any, precision: ComputePrecision = FLOAT32) -> None:
         import torch
@@ -85,6 +90,14 @@ class CudaTorchKernels(CupyTorchKernels):
         self.close()
         kind = NarrowCudaTorchKernels if precision.narrow else CudaTorchKernels
         return kind(self.xp, precision)
+
+    def _captured(self, function: Callable[[], Any], after: Graph | None) -> tuple[Any, Any]:
+        """Return what a function returns, and PyTorch's graph, which has a part of the pool for itself."""
+        graph, pool = self._cuda.CUDAGraph(), None if after is None else after.launches.pool()
+        with ExitStack() as during:
+            during.enter_context(self._cuda.graph(graph, pool, capture_error_mode="relaxed"))  # of this thread alone
+            during.enter_context(self.xp.cuda.ExternalStream(self._cuda.current_stream().cuda_stream))
+            return function(), graph
 
     def room(self, ranks: int) -> int | None:
         """Return the bytes of its GPU that each of so many ranks on this machine may still take."""

@@ -1,4 +1,4 @@
-"""Kernels of a GPU as text in CUDA C, which CuPy compiles at first use, and the tables of numbers that they read.
+"""Kernels of a GPU as text in CUDA C, which CuPy compiles at first use.
 
 T is the type of the numbers, and INDEX that of counts and places, for which 32 bits are several times faster: see
 `typed`. Threads go through the numbers of a launch in steps of the whole grid.
@@ -6,11 +6,6 @@ T is the type of the numbers, and INDEX that of counts and places, for which 32 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-from math import prod
-
-Ints = Sequence[int]
 NUMBERS = {"float32": "float", "float64": "double"}
 """with which kernels compute"""
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
@@ -247,21 +242,24 @@ KERNEL void cell_sums(const T *x, const T *dy, const T *mean, const T *scale, co
                 at += here * table[rank + axis];
                 from += here * table[2 * rank + axis];
             }
-            const T apart = kind ? x[at] - mean[of] : x[at];
             if (kind == 2) {
-                const T dz = clip && !(apart * scale[of] + shift[of] > 0) ? 0 : dy[from];
+                const T apart = x[at] - mean[of], dz = clip && !(apart * scale[of] + shift[of] > 0) ? 0 : dy[from];
                 first += dz;
                 second += (double)dz * apart;
-            } else first += kind ? (double)apart * apart : apart;
+            } else if (kind) {
+                const double apart = (double)x[at] - x[channel * table[2 * rank - 1] + group * table[rank]];
+                first += apart;
+                second += apart * apart;
+            } else first += x[at];
         }
         sums[i] = first;
-        if (kind == 2) sums[(INDEX)total + i] = second;
+        if (kind) sums[(INDEX)total + i] = second;
     }
 }
 """
-"""Sums of each channel of all samples, or of each, over every so many cells: SUMS of x, SQUARES of x - mean, or
-GRADIENTS dz and dz * (x - mean); the table: shape, strides of x and dy"""
-SUMS, SQUARES, GRADIENTS = range(3)
+"""Sums of each channel of all samples, or of each, over every so many cells: SUMS of x, MOMENTS x - first and its
+square, first being the first cell's, or GRADIENTS dz and dz * (x - mean); the table: shape, strides of x and dy"""
+SUMS, MOMENTS, GRADIENTS = range(3)
 
 FOLD_SUMS = """
 KERNEL void fold_sums(const double *sums, double *folded, long long lanes, long long into, long long width,
@@ -277,16 +275,62 @@ KERNEL void fold_sums(const double *sums, double *folded, long long lanes, long 
 """Sums (.., lanes, width) into fewer lanes"""
 
 LAST_SUMS = """
-KERNEL void last_sums(const double *sums, T *found, long long lanes, long long divisor, long long width,
-                      long long total) {
+KERNEL void last_sums(const double *sums, T *found, long long lanes, long long width, long long total) {
     for EACH(i, total) {
         double sum = 0;
         for (INDEX lane = 0; lane < lanes; lane++) sum += sums[(i / width * lanes + lane) * width + i % width];
-        found[i] = (T)(sum / divisor);
+        found[i] = (T)sum;
     }
 }
 """
-"""Sums (.., lanes, width) over all lanes, divided by a number"""
+"""Sums (.., lanes, width) over all lanes"""
+
+LAST_MOMENTS = """
+KERNEL void last_moments(const double *sums, const T *x, T *found, const INDEX *table, long long rank,
+                         long long lanes, long long cells, long long total) {
+    for EACH(i, total) {
+        const INDEX channels = table[rank - 1], place = i / channels * table[rank] + i % channels * table[2 * rank - 1];
+        double first = 0, second = 0;
+        for (INDEX lane = 0; lane < lanes; lane++) {
+            first += sums[lane * (INDEX)total + i];
+            second += sums[((INDEX)lanes + lane) * (INDEX)total + i];
+        }
+        const double squares = second - first * first / cells;
+        found[i] = (T)(x[place] + first / cells);
+        found[(INDEX)total + i] = (T)(squares < 0 ? 0 : squares);
+    }
+}
+"""
+"""Means, and sums of squared differences from them, of the MOMENTS (2, lanes, width) of so many cells"""
+
+BATCH_NUMBERS = """
+KERNEL void batch_numbers(const T *moments, T *mean, T *var, const T *gamma, const T *beta, T *found, double momentum,
+                          double eps, long long total) {
+    for EACH(i, total) {
+        const T count = moments[0], squares = moments[1 + total + i], unbiased = count - 1 > 1 ? count - 1 : 1;
+        const T root = 1 / sqrt(squares / count + (T)eps);
+        mean[i] += (T)momentum * (moments[1 + i] - mean[i]);
+        var[i] += (T)momentum * (squares / unbiased - var[i]);
+        found[i] = moments[1 + i];
+        found[total + i] = gamma[i] * root;
+        found[2 * total + i] = beta[i];
+        found[3 * total + i] = root;
+    }
+}
+"""
+"""Mean, scale, shift and root (4, C) of moments (1 + 2 C), which go into the running mean and variance"""
+
+BATCH_FACTORS = """
+KERNEL void batch_factors(const T *sums, const T *count, const T *gamma, const T *root, T *found, long long total) {
+    for EACH(i, total) {
+        const T through = gamma[i] * root[i];
+        found[i] = through;
+        found[total + i] = -through * root[i] * (sums[i] / *count);
+        found[2 * total + i] = -through * (sums[total + i] / *count);
+    }
+}
+"""
+"""Factors (3, C) of the gradient through the statistics of a batch, of the sums (2, C) of those of gamma and beta"""
 
 ROUND_BFLOAT16 = """
 KERNEL void round_bfloat16(const unsigned int *x, unsigned int *y, const INDEX *table, long long rank,
@@ -308,71 +352,3 @@ KERNEL void round_bfloat16(const unsigned int *x, unsigned int *y, const INDEX *
 def typed(source: str, number: str, index: str = "long long") -> str:
     """Return the text of a kernel for numbers, and for counts, of types of C."""
     return f"typedef {number} T;\ntypedef {index} INDEX;\n#define AXES {AXES}\n{_PREFIX}{source}"
-
-
-def copy_table(
-    ends: Sequence[tuple[int, int]], shapes: Sequence[Ints], strides: Sequence[tuple[Ints, Ints]], rank: int
-) -> tuple[int, ...]:
-    """Return what `copy_each` reads.
-
-    Parameters
-    ----------
-    ends : addresses of each pair of arrays
-    shapes : of each pair, not empty
-    strides : of both, in numbers
-    rank : of the largest shape
-    """
-    found: list[int] = []
-    for done, pair, shape, both in zip(accumulate(map(prod, shapes)), ends, shapes, strides, strict=True):
-        found += [done, *pair, *(1,) * (rank - len(shape)), *shape]
-        for steps in both:
-            found += [*(0,) * (rank - len(shape)), *steps]
-    return tuple(found)
-
-
-def box_table(strides: Ints, parts: Sequence[int], starts: Sequence[Ints], shapes: Sequence[Ints]) -> tuple[int, ...]:
-    """Return what `add_boxes` reads, of boxes that are not empty.
-
-    Parameters
-    ----------
-    strides : of the array, in numbers
-    parts : the address of each box's numbers, in a row
-    starts, shapes : where each box is in the array
-    """
-    found = [*strides]
-    for done, part, start, shape in zip(accumulate(map(prod, shapes)), parts, starts, shapes, strict=True):
-        found += [done, part, *start, *shape]
-    return tuple(found)
-
-
-def pool_table(extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: int, strides: Ints) -> tuple[int, ...]:
-    """Return what `max_pool` and `max_pool_back` read, of up to three spatial axes.
-
-    Parameters
-    ----------
-    strides : of x, in numbers
-    """
-    more = 3 - len(extent)
-    one, zero = (1,) * more, (0,) * more
-    found = (*one, *extent, *one, *out, *one, *kernel, *one, *stride, channels)
-    return (*found, strides[0], *zero, *strides[1:])
-
-
-def cell_table(shape: Ints, strides: Sequence[Ints], by_sample: bool = False) -> tuple[int, ...]:
-    """Return a shape and the strides of arrays of it, in numbers, of as few axes as these need: a division for each.
-
-    The last axis stays, and with `by_sample` the first.
-    """
-    first, kept = int(by_sample), [(n, *steps) for n, *steps in zip(shape, *strides, strict=True)]
-    found = kept[:first]
-    for n, *steps in kept[first:-1]:
-        if len(found) > first and found[-1][1:] == tuple(n * step for step in steps):
-            found[-1] = (n * found[-1][0], *steps)
-        elif n != 1:
-            found.append((n, *steps))
-    return tuple(number for column in zip(*found, kept[-1], strict=True) for number in column)
-
-
-def depthwise_table(pool: tuple[int, ...], dilation: Ints, channels: int) -> tuple[int, ...]:
-    """Return what `depthwise` and `depthwise_back` read, given what a pooling of such windows reads."""
-    return (*pool, *(1,) * (3 - len(dilation)), *dilation, channels)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,23 @@ from .pool import Pooling
 from .windows import Sides, StripAccumulator, clear_between, clear_sides, cropped, every, strips
 
 Ints = Sequence[int]
+
+
+class Graph(NamedTuple):
+    """Launches that a device starts again all at once.
+
+    Attributes
+    ----------
+    launches : the library's graph
+    kept : arrays that they read, which nobody else may keep
+    """
+
+    launches: Any
+    kept: Sequence[Any]
+
+    def replay(self) -> None:
+        """Start them, in the order of what the device computes."""
+        self.launches.replay()
 
 
 class Kernels(CellKernels, Convolution, Pooling):
@@ -41,6 +58,8 @@ class Kernels(CellKernels, Convolution, Pooling):
     tf32: bool = False
     #: What is raised where there is no memory for an array
     memory_errors: tuple[type[Exception], ...] = (MemoryError,)
+    #: Whether launches can be captured, and started again all at once
+    captures = False
 
     def __init__(self, xp: Any = np) -> None:
         self.xp = xp
@@ -83,6 +102,19 @@ class Kernels(CellKernels, Convolution, Pooling):
 
     def give_back_freed(self, above: int) -> None:
         """Return cached memory to the system, if this process holds more bytes than a limit."""
+
+    def capture(self, function: Callable[[], Any], after: Graph | None = None) -> tuple[Any, Graph]:
+        """Return what a function returns, and a graph of its launches, of which none is done before `replay`.
+
+        What the function reads stays where it is as long as the graph is there; numbers of the host are those of now.
+        What makes the host wait, or reads an array of the host, raises an exception.
+
+        Parameters
+        ----------
+        after : Graph, optional
+            Is always replayed before this one, and shares its memory.
+        """
+        raise NotImplementedError
 
     def conv_into(
         self,

@@ -63,6 +63,6 @@ def kernels(weights: Any) -> torch.Tensor:
     return moved.contiguous(memory_format=FORMATS[moved.ndim])
 
 
-def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def matmul(a: Any, b: Any) -> Any:
     """Return the product of matrices, or of stacks of them."""
-    return torch.matmul(tensor(a), tensor(b)).numpy()
+    return array_like(a, torch.matmul(tensor(a), tensor(b)))

@@ -111,6 +111,8 @@ class LayerDescription(Node):
     splits_outputs = False
     #: whether cells inside of the image differ in what is done with them
     by_place = False
+    #: whether what is computed depends on the number of the step
+    by_step = False
 
     def window_for(self, input_shape: Shape) -> Window | None:
         """Return the window for inputs of this shape."""

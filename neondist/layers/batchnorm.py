@@ -65,17 +65,15 @@ class BatchNormLayer(NormLayer):
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the normalised cells."""
-        mean, var = ctx.state["mean"], ctx.state["var"]
+        learned = ctx.params["gamma"], ctx.params["beta"]
         if ctx.training:
-            count, (mean, squares) = ctx.reduced[0], ctx.reduced[1:].reshape(2, -1)
-            var = squares / count
-            for name, new in (("mean", mean), ("var", squares / ctx.xp.maximum(count - 1, 1))):
-                ctx.state[name] += self.momentum * (new - ctx.state[name])
-            ctx.save(count=count)
-        scale = 1 / ctx.xp.sqrt(var + view.dtype.type(self.eps))
-        ctx.save(scale=scale)
-        numbers = mean.copy(), ctx.params["gamma"] * scale, ctx.params["beta"].copy()
-        return self.normalised(ctx, view, *(each[None] for each in numbers))
+            ctx.save(count=ctx.reduced[0])
+            running = ctx.state["mean"], ctx.state["var"]
+            numbers = self.kernels.batch_numbers(ctx.reduced, running, learned, self.momentum, self.eps)
+        else:
+            numbers = self.kernels.norm_numbers(ctx.state["mean"].copy(), ctx.state["var"], learned, self.eps)
+        ctx.save(scale=numbers[3])
+        return self.normalised(ctx, view, *(each[None] for each in numbers[:3]))
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradients of gamma and beta; return both in one array, of this rank's cells."""
@@ -88,11 +86,10 @@ class BatchNormLayer(NormLayer):
         """Return the gradient through the statistics."""
         if not ctx.needs_input_gradient:
             return None
-        through = (ctx.params["gamma"] * ctx.scale)[None]
         if ctx.reduced is None:
-            return self.gradient(ctx, dy, through, None)
-        along, offset = (ctx.reduced / ctx.count).reshape(2, 1, -1)
-        return self.gradient(ctx, dy, through, (-through * ctx.scale * along, -through * offset))
+            return self.gradient(ctx, dy, (ctx.params["gamma"] * ctx.scale)[None], None)
+        through, *statistics = self.kernels.batch_factors(ctx.reduced, ctx.count, ctx.params["gamma"], ctx.scale)
+        return self.gradient(ctx, dy, through[None], [each[None] for each in statistics])
 
 
 class BatchNormLayerDist(Dist, BatchNormLayer):

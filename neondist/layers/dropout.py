@@ -18,6 +18,7 @@ class DropoutLayer(Layer):
 
     saves_input = saves_output = False
     saves_beside = (1, 0)
+    by_step = True
 
     def __init__(self, rate: Share = 0.5, *, name: str | None = None) -> None:
         super().__init__(name=name)

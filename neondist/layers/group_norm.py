@@ -102,7 +102,11 @@ class SampleNormLayer(NormLayer):
 
     def _by_channel(self, numbers: Any) -> Any:
         """Return each channel's number (n, C), given those of the groups (n, groups)."""
-        return namespace(numbers).repeat(numbers, self.input_shape[-1] // numbers.shape[-1], axis=1)
+        (samples, groups), channels = numbers.shape, self.input_shape[-1]
+        if groups == channels:
+            return numbers
+        each = namespace(numbers).broadcast_to(numbers[..., None], (samples, groups, channels // groups))
+        return each.reshape(samples, channels)
 
 
 class GroupNormLayer(SampleNormLayer):

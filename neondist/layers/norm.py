@@ -37,10 +37,11 @@ class NormLayer(Layer):
 
         That is, given (a, b), a * (view - mean) + b in cells that count for them; None: nothing.
         """
-        x, dx, alone = ctx.view, ctx.out, (through, *ctx.xp.zeros((2, *through.shape), dy.dtype))
+        x, dx = ctx.view, ctx.out
         own = [ctx.owned(each) for each in (x, dy, dx)]
         if statistics is None or own[0].size < x.size:  # a segment has cells of other tiles too
             own[0] = own[0].copy()  # dx may be the view's memory
+            alone = through, *ctx.xp.zeros((2, *through.shape), dy.dtype)
             self.kernels.normalise_back(x, dy, ctx.how, alone, dx)
         if statistics is not None:
             self.kernels.normalise_back(own[0], own[1], ctx.how, (through, *statistics), own[2])

@@ -12,6 +12,7 @@ from ..costs.mean import parts_of, terms_of, weights_of
 from ..halo import Phase
 from ..parallel import finite
 from ..plan import micro_batches
+from ..runtime import Pass, PassGraphs
 from ..runtime.observers.nonfinite import SchemeMemory, locate
 from .passes import images_for
 from .trainable import Trainable
@@ -114,23 +115,40 @@ class ModelStep(LayerStep):
     """A step of what `model.trained` is."""
 
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
-        """Go forward and back, in micro-batches, and add up the gradients."""
-        model, trained, context = self.model, self.model.trained, self.model.context
-        x, observers = images_for(model, x), context.grid.observers
+        """Go forward and back, and add up the gradients."""
+        model, context = self.model, self.model.context
+        x = images_for(model, x)
         model.input.check_tile("x", x)
-        first, local = context.grid.sample_range(batch)[0], model.local_targets(targets, batch)
-        scales, value = self._scales(local, batch), 0.0
+        local = model.local_targets(targets, batch)
+        scales, graphs = self._scales(local, batch), self._graphs(x)
         self.parameters.begin_gradients()
+        if graphs is None:
+            value = self._in_rounds(x, local, batch, scales)
+        else:
+            value, dy = self._cost_of(graphs.forward(x), local, scales)
+            graphs.backward(dy)
+            self.parameters.settled()
+        with context.grid.observers.during("cost"):
+            value = context.backend.xp.asarray(value, np.float64).reshape(1)
+            loss = model.output.total(value, replicas=True)
+        self.parameters.sync.note(finite(loss))
+        model.trained.sum_gradients(for_update=True, scale=self.loss_scale)
+        return self.parameters.hear(loss)
+
+    def _in_rounds(self, x: Any, targets: Any, batch: int, scales: list[float]) -> Any:
+        """Return this rank's share of the mean cost, and fill in its shares of the gradients, in micro-batches."""
+        model, trained = self.model, self.model.trained
+        first, value = model.context.grid.sample_range(batch)[0], 0.0
         parts = micro_batches(len(x), model.accumulate)
         rounds = [parts] if model.executor.over_batch else [[part] for part in parts]
         for batches in rounds:
             phases = [Phase(True, model.step, first + lo) for lo, _ in batches]
             runs = model.executor.forward_together([x[lo:hi] for lo, hi in batches], phases)
             try:
-                with observers.during("cost"):
+                with model.context.grid.observers.during("cost"):
                     dys = []
                     for run, (lo, hi) in zip(runs, batches, strict=True):
-                        found, dy = self._cost_of(run.output, local[lo:hi], scales)
+                        found, dy = self._cost_of(run.output, targets[lo:hi], scales)
                         value += found
                         dys.append(dy)
                 last = batches is rounds[-1] and not trained.first
@@ -139,12 +157,24 @@ class ModelStep(LayerStep):
             finally:
                 for run in runs:
                     run.close()
-        with observers.during("cost"):
-            value = context.backend.xp.asarray(value, np.float64).reshape(1)
-            loss = model.output.total(value, replicas=True)
-        self.parameters.sync.note(finite(loss))
-        trained.sum_gradients(for_update=True, scale=self.loss_scale)
-        return self.parameters.hear(loss)
+        return value
+
+    def _graphs(self, x: Any) -> PassGraphs | None:
+        """Return the graphs of the passes of a step with such images; None: it is an ordinary one."""
+        model, parameters = self.model, self.parameters
+        executor, first = model.executor, model.trained.first
+        if len(micro_batches(len(x), model.accumulate)) > 1:
+            return None
+
+        def forward(x: Any) -> Pass:
+            return executor.forward(x, Phase(True, model.step, 0))
+
+        def backward(run: Pass, dy: Any) -> None:
+            parameters.begin_gradients()
+            executor.backward_together([run], [dy], first, close=False)
+            parameters.settle()
+
+        return executor.graphs(len(x), first, lambda: PassGraphs(model.context.backend.kernels, forward, backward, x))
 
     def update(self) -> None:
         """Let the optimiser change the values."""

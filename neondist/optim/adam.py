@@ -7,7 +7,7 @@ from typing import Any
 from ..namespace import namespace
 from ..registry.ranges import NotNegative, Positive, Share
 from .base import Optimizer, move_mean
-from .flat import BLOCK, FlatLayout
+from .flat import FlatLayout, blocks
 
 
 class Adam(Optimizer):
@@ -145,8 +145,7 @@ class LAMB(Adam):
         trust = xp.where(both, sizes / xp.where(both, lengths, 1.0), 1.0)
         factors = (rate * trust).astype(params.dtype)
         for at, (start, stop) in enumerate(layout.spans):
-            for first in range(start, stop, BLOCK):
-                block = slice(first, min(first + BLOCK, stop))
+            for block in blocks(params, start, stop):
                 grads[block] *= factors[at]
                 params[block] -= grads[block]
 

@@ -13,7 +13,7 @@ from ..namespace import namespace
 from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import NotNegative, Positive, Share
-from .flat import BLOCK, FlatLayout
+from .flat import FlatLayout, block_size
 from .schedule import Schedule
 
 AVERAGE = "average"
@@ -136,8 +136,8 @@ class Optimizer(Scheduled, Registered, ABC):
         if self.clip_norm is not None:
             norm = xp.sqrt(layout.square_norms(grads).sum())
             self._scale(grads, layout, xp.minimum(self.clip_norm / (norm + 1e-6), 1.0))
-        scratch = xp.empty(min(BLOCK, params.size), params.dtype)
-        for block, decays in layout.blocks(self.decay_all or not self.weight_decay):
+        scratch = xp.empty(min(block_size(params), params.size), params.dtype)
+        for block, decays in layout.blocks(params, self.decay_all or not self.weight_decay):
             p, g = params[block], grads[block]
             room = scratch[: p.size]
             decays = decays and self.weight_decay > 0
@@ -192,12 +192,12 @@ class Optimizer(Scheduled, Registered, ABC):
 
     def _scale(self, array: Any, layout: FlatLayout, factor: Any) -> None:
         factor = factor.astype(array.dtype)
-        for block, _ in layout.blocks(alike=True):
+        for block, _ in layout.blocks(array, alike=True):
             array[block] *= factor
 
     def _average(self, params: Any, average: Any, scratch: Any, step: int, layout: FlatLayout) -> None:
         keep = self.ema if step else 0.0
-        for block, _ in layout.blocks(alike=True):
+        for block, _ in layout.blocks(params, alike=True):
             move_mean(average[block], params[block], keep or 0.0, scratch[: params[block].size])
 
 

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..namespace import namespace
 
 BLOCK = 1 << 15  # cells per block: parameters, gradients, slots and scratch of one block stay in the cache
+WIDE = 1 << 24  # on a device, where a launch takes as long as many cells
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,14 @@ class FlatLayout:
         """Return the layout of a single parameter of so many elements, on one rank."""
         return cls(((0, size),), (True,), 1)
 
-    def blocks(self, alike: bool) -> Iterator[tuple[slice, bool]]:
-        """Yield where the parameters are, a block at a time, and whether weight decay applies; `alike`: to all."""
+    def blocks(self, array: Any, alike: bool) -> Iterator[tuple[slice, bool]]:
+        """Yield where the parameters are in an array, a block at a time, and whether weight decay applies.
+
+        Parameters
+        ----------
+        alike : bool
+            Whether it applies to all.
+        """
         runs: list[list[Any]] = []
         for (start, stop), decays in zip(self.spans, self.decays, strict=True):
             if runs and runs[-1][1:] == [start, alike or decays]:
@@ -46,8 +55,8 @@ class FlatLayout:
             else:
                 runs.append([start, stop, alike or decays])
         for start, stop, decays in runs:
-            for at in range(start, stop, BLOCK):
-                yield slice(at, min(at + BLOCK, stop)), decays
+            for block in blocks(array, start, stop):
+                yield block, decays
 
     def square_norms(self, array: Any) -> Any:
         """Return the sum of the squares of each parameter, over all its parts, in float64; collective."""
@@ -61,7 +70,19 @@ class FlatLayout:
 def _squares(array: Any) -> Any:
     xp = namespace(array)
     found = xp.zeros((), "f8")
-    for at in range(0, array.size, BLOCK):
-        block = array[at : at + BLOCK]
+    for at in blocks(array, 0, array.size):
+        block = array[at]
         found = found + (block * block).sum(dtype="f8")
     return found
+
+
+def blocks(array: Any, start: int, stop: int) -> Iterator[slice]:
+    """Yield the blocks of a part of an array."""
+    cells = block_size(array)
+    for at in range(start, stop, cells):
+        yield slice(at, min(at + cells, stop))
+
+
+def block_size(array: Any) -> int:
+    """Return how many cells of an array a block has."""
+    return BLOCK if isinstance(array, np.ndarray) else WIDE

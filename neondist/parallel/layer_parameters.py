@@ -21,7 +21,8 @@ class Views(dict[str, Any]):
 
     def __setitem__(self, name: str, values: Any) -> None:
         array, values = self._fitting(name, values)
-        array[...] = values
+        if values is not array:  # as it is after params[name] += values
+            array[...] = values
 
     def _fitting(self, name: str, values: Any) -> tuple[Any, Any]:
         """Return the array of a name and values of its shape, of the same kind; otherwise KeyError or ShapeError."""
@@ -118,10 +119,19 @@ class LayerParameters(Parameters):
         for span in self._spans[str(layer.name)]:
             self.sync.ready(span)
 
-    def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
-        """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas."""
+    def settle(self) -> None:
+        """Make zero the gradients that nothing was assigned to."""
         for layer in self.layers.values():
             layer.grads.settle()
+
+    def settled(self) -> None:
+        """Take note that a device has all gradients, though nothing was assigned to them here."""
+        for layer in self.layers.values():
+            layer.grads.stale.clear()
+
+    def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
+        """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas."""
+        self.settle()
         super().sum_gradients(for_update, scale)
 
     def arrays(self) -> list[tuple[ParameterShard, Any]]:

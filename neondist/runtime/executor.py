@@ -10,8 +10,10 @@ from ..halo import Phase
 from ..layers import Context, Layer
 from ..memory import most_held
 from ..plan import Graph, Plan
+from ..registry import Registered
 from .arena import Blocks
 from .layer_task import LayerTask
+from .replay import PassGraphs, Replays
 from .section import Section
 from .stream import Streamed, StreamPass
 from .strips import Strips
@@ -87,10 +89,25 @@ class Executor:
             self.sections.append(Section(planned, context, context.grid.tile, self.blocks, strips, layer_task))
         #: whether a step of training needs all samples at once somewhere: then micro-batches have to go together
         self.over_batch = any(section.over_batch for section in self.sections)
+        self.replays = Replays(context.backend.kernels, self._parts())
 
     def with_tasks(self, layer_task: Callable[[int, Graph, Layer], LayerTask]) -> Executor:
         """Return one of the same plan in which something else runs a layer's step."""
-        return Executor(self.compiled, self.context, self.blocks.samples, layer_task)
+        found = Executor(self.compiled, self.context, self.blocks.samples, layer_task)
+        found.replays.usable = False  # what looks for mistakes looks in every step
+        return found
+
+    def graphs(self, samples: int, first: int, make: Callable[[], PassGraphs]) -> PassGraphs | None:
+        """Return the graphs of passes of so many samples that go back to a node; None: such passes are ordinary.
+
+        They are where nothing but launches happens in a pass: on one rank, which nobody observes, with all of a
+        network's arrays in memory, whose block is the same every time.
+        """
+        grid, plan = self.context.grid, self.compiled
+        roomy = len(self.sections) == 1 and plan.training.memory is None and not plan.sections[0].segments
+        if grid.size > 1 or grid.observers or not roomy or len(self.blocks.free) < self.blocks.made:
+            return None
+        return self.replays.of((samples, first), make)
 
     def forward(self, x: Any, phase: Phase, nodes: int | None = None) -> Pass:
         """Return a new pass for this rank's tile of the input, through the first so many nodes (default: all)."""
@@ -168,6 +185,17 @@ class Executor:
             yield run
         finally:
             run.close()
+
+    def _parts(self) -> Iterator[Registered]:
+        """Yield what has code that passes run, and that a user may have written."""
+        for planned in self.compiled:
+            layer = planned.layer
+            yield from (layer, *(array.policy for array in layer.arrays))
+            if layer.activation is not None:
+                yield layer.activation
+        for step in self.graph.steps:
+            if step.join is not None:
+                yield step.join
 
 
 def _close(runs: Sequence[Any]) -> None:

@@ -121,9 +121,9 @@ class LayerTask(Task):
             else:
                 y = self._copied(ctx, y)
             ctx.output = y = ctx.activation.fprop(y)
-        elif y is not ctx.offered and layer.kernels.xp.may_share_memory(y, view):
+        elif y is not ctx.offered and view is not None and layer.kernels.xp.may_share_memory(y, view):
             y = self._copied(ctx, y)
-        if not layer.saves_input:
+        if view is not None and not layer.saves_input:  # a strip has none where sums alone are needed
             ctx.shield(view)
         elif ctx.whole_view is not None:
             ctx.shield(view, but=view)

@@ -11,7 +11,7 @@ import pytest
 from device import CudaDevice, Device, cupy_like
 
 import neondist as nd
-from neondist.backends import cupy
+from neondist.backends import cupy, gpus
 from neondist.backends.cupy_torch import torch_allocator
 from neondist.memory import out_of_memory, words
 from neondist.namespace import namespace
@@ -78,7 +78,7 @@ def test_it_is_described(gpu):
 )
 def test_no_gpu(gpu, options, message):
     gpu(**options)
-    assert cupy.find_problem().startswith(message)
+    assert gpus.find_problem().startswith(message)
     assert not {one.name: one for one in nd.available()}["cupy"].usable
 
 
@@ -86,7 +86,7 @@ def test_mistakes_name_the_line_and_the_remedy(monkeypatch, tmp_path, capsys):
     from neondist.cli import main
 
     (tmp_path / "one.yaml").write_text(YAML)
-    monkeypatch.setattr(cupy.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpus.importlib.util, "find_spec", lambda name: None)
     assert main(["check", str(tmp_path / "one.yaml")]) == 2
     said = capsys.readouterr().err
     assert "one.yaml:6: backend" in said
@@ -98,11 +98,11 @@ def test_installations_that_do_not_work(gpu, monkeypatch):
     gpu()
     monkeypatch.setattr(metadata, "version", {"cupy-cuda11x": "13.1", "cupy-cuda12x": "14.2"}.__getitem__)
     monkeypatch.setattr(metadata, "PackageNotFoundError", KeyError)
-    assert cupy.find_problem().startswith("cupy-cuda12x and cupy-cuda11x are installed together")
+    assert gpus.find_problem().startswith("cupy-cuda12x and cupy-cuda11x are installed together")
     monkeypatch.undo()
     gpu()
-    monkeypatch.setattr(cupy.importlib, "import_module", lambda name: 1 / 0)
-    assert cupy.find_problem() == "cannot be imported: ZeroDivisionError: division by zero"
+    monkeypatch.setattr(gpus.importlib, "import_module", lambda name: 1 / 0)
+    assert gpus.find_problem() == "cannot be imported: ZeroDivisionError: division by zero"
 
 
 def learner(**more):

@@ -176,6 +176,12 @@ def test_training_waits_once_a_step(rule, more):
     check(everything, optimizer=OPTIMIZERS[rule], **more)
 
 
+def test_training_in_strips_of_the_image():
+    """The last layer needs nothing but sums of a strip, and has no view."""
+    layers = [nd.ConvLayer(4, 3, padding=1), nd.MaxPoolingLayer(2), nd.GlobalAvgPoolingLayer(), nd.FCLayer(CLASSES)]
+    check(lambda: layers, memory="1GiB", strips=1)
+
+
 def test_training_by_torch():
     pytest.importorskip("torch")
     check(everything, table=CupyTorchKernels)

@@ -12,12 +12,14 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from device_graph import not_now
 from device_runtime import Cuda, CudaDevice, CudaError, Pool
 from device_twin import RawKernel, compiler
 
 from neondist.backends import Backend, Kernels
-from neondist.backends.cupy import CupyKernels, find_problem, load
+from neondist.backends.cupy import CupyKernels
 from neondist.backends.cupy_torch import CudaTorchKernels, CupyTorchKernels
+from neondist.backends.gpus import find_problem, load
 
 ON_GPU = "NEONDIST_GPU" in os.environ
 """whether tests that need no strict device run on a GPU: `make test-gpu`"""
@@ -53,13 +55,24 @@ class Device:
     """
 
     def __init__(self, most=1 << 34, table=CupyKernels):
-        self.synchronisations = self.launches = self.used = 0
-        self.most = most
+        self._synchronisations = self.launches = self.used = 0
+        self.most, self.capturing = most, None
         self.xp = Namespace(self, np)
         self.xp.cuda = Cuda(self)
         self.xp.get_default_memory_pool = Pool
         self.xp.RawKernel = partial(RawKernel, self)
         self.backend = Backend("strict", table(self.xp) if compiler() else Kernels(self.xp))
+
+    @property
+    def synchronisations(self):
+        """How often the host waited for values; never while launches are captured."""
+        return self._synchronisations
+
+    @synchronisations.setter
+    def synchronisations(self, count):
+        if count > self._synchronisations:
+            not_now(self, "D2H")
+        self._synchronisations = count
 
     def wrapped(self, value):
         """Return a result as the device's."""
@@ -137,7 +150,10 @@ def run(device, function, args, kwargs):
     if lacking := kwargs.keys() & _LACKING_ARGUMENTS:
         raise TypeError(f"{function.__name__} has no argument {', '.join(lacking)} on a device")
     device.synchronisations += function.__name__ in _WAITING
-    found = function(*map(inner, args), **{name: inner(value) for name, value in kwargs.items()})
+    if function is np.may_share_memory:  # CuPy's ends the process
+        assert all(isinstance(argument, DeviceArray) for argument in args)
+    call = function, [inner(value) for value in args], {name: inner(value) for name, value in kwargs.items()}
+    found = call[0](*call[1], **call[2]) if device.capturing is None else device.capturing.called(*call)
     for argument in args:
         if isinstance(argument, DeviceArray) and argument.inner is found:  # it was as it should be
             return argument
@@ -179,14 +195,22 @@ class DeviceArray:
         index = inner(index)
         chosen = index if isinstance(index, tuple) else (index,)
         self.device.synchronisations += any(getattr(part, "dtype", np.dtype(int)).kind == "b" for part in chosen)
-        found = self.inner[index]
-        if isinstance(found, np.generic):  # a view, as of a device
-            found = self.inner[(*chosen, ...)]
-        return DeviceArray(self.device, found)
+        if isinstance(self.inner[index], np.generic):  # a view, as of a device
+            index = (*chosen, ...)
+        if self.device.capturing is not None:
+            return DeviceArray(self.device, self.device.capturing.called(self.inner.__getitem__, [index], {}))
+        return DeviceArray(self.device, self.inner[index])
 
     def __setitem__(self, index, value):
         self.device.launches += 1
-        self.inner[inner(index)] = inner(value)
+        self._change(self.inner.__setitem__, inner(index), inner(value))
+
+    def _change(self, function, *args):
+        """Let a function change the memory, now or whenever it is replayed."""
+        if self.device.capturing is None:
+            return function(*args)
+        self.device.capturing.each.append(lambda: function(*args))
+        return self.inner
 
     @property
     def data(self):
@@ -199,7 +223,8 @@ class DeviceArray:
         return {**self.inner.__array_interface__, "version": 3}
 
     def __dlpack__(self, **how):
-        """Give it to PyTorch, which has it on the CPU."""
+        """Give it to PyTorch, which has it on the CPU, and whose launches nobody captures."""
+        assert self.device.capturing is None
         return self.inner.__dlpack__(**how)
 
     def __dlpack_device__(self):
@@ -250,7 +275,7 @@ def _method(name):
 def _in_place(name):
     def call(self, other):
         self.device.launches += 1
-        self.inner = getattr(self.inner, name)(inner(other))
+        self.inner = self._change(getattr(self.inner, name), inner(other))
         return self
 
     return call
@@ -307,6 +332,10 @@ class Namespace:
 
     def array(self, values, dtype=None, order="K"):
         """Return a new array, also of the host's values."""
+        capturing = self._device.capturing
+        if capturing is not None and isinstance(values, DeviceArray):
+            return DeviceArray(self._device, capturing.called(np.array, [values.inner, dtype], {"order": order}))
+        not_now(self._device, "H2D")
         memory = values if isinstance(values, np.ndarray) else inner(values)
         return DeviceArray(self._device, self._device.allocated(np.array(memory, dtype, order=order)))
 

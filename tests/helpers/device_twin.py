@@ -63,6 +63,12 @@ class RawKernel:
         self.device.launches += 1
         assert 1 <= grid[0] <= 2**31 - 1
         assert 1 <= block[0] <= 1024
+        if self.device.capturing is None:
+            self._run(arguments)
+        else:
+            self.device.capturing.each.append(lambda: self._run(arguments))
+
+    def _run(self, arguments):
         given = [_as_c(argument) for argument in arguments]
         places = {name: Place.in_dll(self.library, name) for name in ("gridDim", "blockDim", "blockIdx", "threadIdx")}
         with self.lock:

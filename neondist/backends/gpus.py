@@ -1,0 +1,76 @@
+"""The GPUs of this machine by CuPy: whether they can be used, and which is this rank's."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+from ..job import local_rank
+from ..version import installed_distributions
+
+_INSTALL = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"
+_INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
+"""Codes of the CUDA runtime; the first also where no driver is installed."""
+
+
+def find_problem() -> str:
+    """Return why CuPy cannot be used here, with the remedy; '' if it can."""
+    if importlib.util.find_spec("cupy") is None:
+        return f"not installed; {_INSTALL}"
+    packages = installed_distributions("cupy")
+    if len(packages) > 1:
+        return f"{' and '.join(packages)} are installed together, and break each other; uninstall all but one of them"
+    try:
+        cupy = importlib.import_module("cupy")
+    except Exception as error:  # a broken installation fails in many ways
+        return f"cannot be imported: {type(error).__name__}: {error}"
+    runtime = cupy.cuda.runtime
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        if error.status == _INSUFFICIENT_DRIVER:
+            driver, needed = (_cuda_version(ask()) for ask in (runtime.driverGetVersion, runtime.runtimeGetVersion))
+            if not driver:
+                return f"there is no NVIDIA driver; install one for CUDA {needed} or later"
+            there = f"the NVIDIA driver supports CUDA {driver} at most, and this CuPy needs {needed}"
+            return f"{there}; install a newer driver, or a CuPy for an older CUDA"
+        if error.status != _NO_DEVICE:
+            return f"the CUDA runtime fails: {error}; see whether nvidia-smi works"
+        count = 0
+    return "" if count else "no GPU is visible; see nvidia-smi, and the variable CUDA_VISIBLE_DEVICES"
+
+
+def describe() -> str:
+    """Return the versions and devices, of a CuPy that can be used."""
+    cupy = importlib.import_module("cupy")
+    runtime, names = cupy.cuda.runtime, []
+    for device in range(runtime.getDeviceCount()):
+        properties = runtime.getDeviceProperties(device)
+        names.append(f"{properties['name'].decode()} ({properties['totalGlobalMem'] / 2**30:.0f} GiB)")
+    cuda, driver = _cuda_version(runtime.runtimeGetVersion()), _cuda_version(runtime.driverGetVersion())
+    return f"CuPy {cupy.__version__}, CUDA {cuda}, driver for CUDA {driver}: {', '.join(names)}"
+
+
+def most_room(ranks: int) -> int:
+    """Return the bytes of the smallest GPU that each of so many ranks on this machine could have; starts none."""
+    runtime = importlib.import_module("cupy").cuda.runtime
+    count = runtime.getDeviceCount()
+    least = min(runtime.getDeviceProperties(device)["totalGlobalMem"] for device in range(count))
+    return int(least) // -(-ranks // count)
+
+
+def load() -> Any:
+    """Return CuPy, which can be used, on this rank's GPU.
+
+    The machine's GPUs go round by local rank, so that several ranks may share one.
+    """
+    cupy = importlib.import_module("cupy")
+    cupy.cuda.Device(local_rank(os.environ) % cupy.cuda.runtime.getDeviceCount()).use()
+    return cupy
+
+
+def _cuda_version(number: int) -> str:
+    """Return a version of CUDA, 12090 in its own numbers, as '12.9'; '' for 0."""
+    return f"{number // 1000}.{number % 1000 // 10}" if number else ""
