@@ -50,7 +50,7 @@ def save_weights(
         On every rank: OutputError if the file cannot be written; ConfigError if an entry is not a tensor.
     """
     world = _world(model)
-    check_alike(world, {CALL: "save_weights", "optimizer": optimizer is not None})
+    check_alike(world, {CALL: "save_weights", "path": path, "optimizer": optimizer is not None})
     with all_or_none(world):
         tensors = kept_tensors(model, optimizer)
         if world.rank == 0:
@@ -80,7 +80,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
         On every rank, with the model unchanged: the file is missing or damaged, or names or shapes differ.
     """
     world, path = _world(model), Path(path)
-    check_alike(world, {CALL: "load_weights", "optimizer": optimizer is not None})
+    check_alike(world, {CALL: "load_weights", "path": path, "optimizer": optimizer is not None})
     with ExitStack() as stack:
         file, found = None, None
         with all_or_none(world):

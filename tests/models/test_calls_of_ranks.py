@@ -70,6 +70,37 @@ def test_a_rank_that_leaves():
     check_leaving(begin, CALLS)
 
 
+FILES = {"the checkpoint": 0, "the source": 1, "the target": 2, "the labels": 2}
+OF_FILES = {
+    "predict": (nd.train.predict, ["the checkpoint", "the source", "the target"]),
+    "evaluate": (nd.train.evaluate_files, ["the checkpoint", "the source", "the labels"]),
+}
+
+
+@pytest.mark.parametrize(("call", "what"), [(call, what) for call in OF_FILES for what in OF_FILES[call][1]])
+def test_other_files_on_a_rank(call, what):
+    def body(world):
+        s, files = begin(world), ["a.h5", "b.npy", "c.npy"]
+        files[FILES[what]] = f"{world.rank}.npy"
+        OF_FILES[call][0](s.experiment, *files, s.grid)
+
+    with pytest.raises(nd.ConfigError, match=f"rank 1: {what} is 1.npy, but 0.npy on rank 0"):
+        nd.loopback.run(2, body)
+
+
+@pytest.mark.parametrize(("what", "values"), [("output", ["a", "b"]), ("resume", [False, "auto"])])
+def test_another_run_on_a_rank(what, values, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def body(world):
+        s = begin(world)
+        s.experiment.run(s.grid, **{"output": "a"} | {what: values[world.rank]})
+
+    with pytest.raises(nd.ConfigError, match=f"rank 1: {what} is {values[1]}, but {values[0]} on rank 0"):
+        nd.loopback.run(2, body)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("what", ["images", "targets"])
 def test_other_arrays_on_a_rank(what):
     def body(world):

@@ -164,6 +164,7 @@ def of_a_large_tensor(s, wrong):
 
 DIFFERENT = {
     "the criterion is closing_over": of_a_large_tensor,
+    "path is 1": lambda s, wrong: ndt.save_weights(s.model, f"{wrong:.0f}.safetensors"),
     "the argument lr is": lambda s, wrong: ndt.DistributedOptimizer(s.model, torch.optim.SGD, lr=0.1 + wrong),
 }
 

@@ -68,6 +68,8 @@ def evaluate_files(
         As `predict`; ConfigError for a cost that needs whole images where they go in blocks.
     """
     grid = experiment.open_grid() if grid is None else grid
+    facts = {"the checkpoint": checkpoint, "the source": source, "the labels": labels, "block": block}
+    grid.check("evaluate images", facts)
     beyond = max((metric.beyond for metric in experiment.metrics if isinstance(metric, PerSample)), default=0)
     opened = network(experiment, checkpoint, source, grid, block, None, beyond)
     return _measured(opened, experiment.model, experiment.metrics, labels, grid, samples)
@@ -100,6 +102,7 @@ def evaluate_module(
         As `evaluate_files`.
     """
     grid = ProcessGrid() if grid is None else grid
+    grid.check("evaluate images", {"the source": source, "the labels": labels, "block": block})
     opened = trained.opened(source, grid, block, None)
     return _measured(opened, trained.model, all_metrics(None), labels, grid, samples)
 
@@ -113,7 +116,6 @@ def _measured(
     samples: dict[str, np.ndarray] | None,
 ) -> dict[str, Any]:
     """Return the cost and the metrics on the route that `opened` yields; collective."""
-    grid.check("evaluate images")
     with first_rank_progress(grid.rank, sys.stderr) as progress, opened as (route, images, _):
         with all_or_none(grid.world):
             for metric in metrics:

@@ -91,6 +91,8 @@ def predict(
                 "predict: forecasts are written as whole fields; leave out --classes, --probabilities and --block"
             )
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
+    facts = {"the checkpoint": checkpoint, "the source": source, "the target": target, "block": block}
+    grid.check("predict", facts | {"overwrite": overwrite})
     opened = partial(network, experiment, checkpoint, source, grid, block)
     return _written(opened, Path(target), grid, kinds_of(raw, probabilities, classes), overwrite)
 
@@ -121,6 +123,7 @@ def predict_module(
         As `predict`.
     """
     grid = ProcessGrid() if grid is None else grid
+    grid.check("predict", {"the source": source, "the target": target, "block": block, "overwrite": overwrite})
     opened = partial(trained.opened, source, grid, block)
     return _written(opened, Path(target), grid, kinds_of(raw, probabilities, classes), overwrite)
 
@@ -133,7 +136,6 @@ def _written(
     overwrite: bool,
 ) -> tuple[int, ...]:
     """Write the outputs on the route that `opened` yields; the shape, collective."""
-    grid.check("predict")
     with (
         first_rank_progress(grid.rank) as progress,
         _journal(target, grid) as (journal, before),
