@@ -222,7 +222,7 @@ def _check_static(lowering: Lowering) -> None:
         if isinstance(out, torch.SymInt) or (isinstance(out, torch.Tensor) and not _is_static(out)):
             here = lowering.where
             raise ConfigError(
-                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)}: the shape of its result depends"
+                f"{here.place}{here.operator}{_inside(here)}: the shape of its result depends"
                 " on the values of tensors; a module's computation may depend on their shapes, but not on their"
                 " values"
             )
@@ -260,7 +260,7 @@ def _given(
         if isinstance(constant, FakeTensor):
             here = where(next(iter(node.users), node))
             raise ConfigError(
-                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)} receives a tensor that PyTorch"
+                f"{here.place}{here.operator}{_inside(here)} receives a tensor that PyTorch"
                 " could not trace, such as the .data of another; use .detach() instead"
             )
         # a parameter that was read from a list or a dictionary
@@ -275,7 +275,7 @@ def _given(
         if trained is None:
             here = where(next(iter(node.users), node))
             raise ConfigError(
-                f"{here.source or 'unknown place'}: {here.operator}{_inside(here)} receives a tensor that requires"
+                f"{here.place}{here.operator}{_inside(here)} receives a tensor that requires"
                 " grad but is not a parameter of the module; register it as an nn.Parameter of a module"
             )
         value = lowering.input(whole(fake.shape), fake.dtype, "parameter")

@@ -16,14 +16,17 @@ from ..errors import ConfigError
 from .alike import digest_of
 from .capture import captured, lowered
 from .constants import Reads
+from .errors import UnsupportedOperator, defined_at
 from .layout import Layout, shape_of
 from .plan import TorchPlan
 from .run import Runner
+from .tracing import user_frames
 from .watch import State, Watch
 from .wires import Wires
 
 REMEMBERED = 16
 """So many criteria are remembered, and of each so many states and shapes."""
+_REMEDY = "write the criterion with other operators, or define a rule with neondist.torch.rule"
 
 
 @dataclass
@@ -101,7 +104,11 @@ class Criteria:
             shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
             program = captured(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
             closed: dict[str, torch.Tensor] = {}
-            plan, tree = lowered(program, self.wires.mesh, self.wires.grid.rank, layouts, trained=closed)
+            _name_places(program, criterion)
+            try:
+                plan, tree = lowered(program, self.wires.mesh, self.wires.grid.rank, layouts, trained=closed)
+            except UnsupportedOperator as error:
+                raise UnsupportedOperator(error, error.why, remedy=_REMEDY) from error
             check_number(plan, tree)
             buffers, others = program.reads
             names = {name.removeprefix("criterion.") for name in buffers}
@@ -110,6 +117,17 @@ class Criteria:
                 del runners[next(iter(runners))]
             runners[before, inputs] = Runner(self.wires, plan), digest_of(plan, program), closed
         return runners[before, inputs]
+
+
+def _name_places(program: Any, criterion: Any) -> None:
+    """Let errors name where a function is defined: of functions PyTorch notes no lines."""
+    called = criterion.func if isinstance(criterion, functools.partial) else criterion
+    of_class = getattr(type(called), "forward", type(called).__call__)
+    file, _, line = (defined_at(called) or defined_at(of_class)).rpartition(":")
+    frame = f'File "{file}", line {line}, in criterion'
+    for node in program.graph.nodes if user_frames(frame) else ():
+        if not user_frames(node.meta.get("stack_trace") or ""):
+            node.meta["stack_trace"] = frame
 
 
 def _of(output: torch.Tensor, target: torch.Tensor) -> tuple[Any, ...]:

@@ -29,7 +29,8 @@ class UnsupportedOperator(UserError):
             " every rank; or define a rule with neondist.torch.rule"
         )
         super().__init__(
-            f"{self.source or 'unknown place'}: {self.operator}"
+            (f"{self.source}: " if self.source else "")
+            + self.operator
             + (f" in module '{self.module}'" if self.module else "")
             + f" cannot {cannot}{': ' + why if why else ', it has no rule'}; {remedy}"
         )

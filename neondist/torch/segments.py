@@ -318,7 +318,7 @@ class Search:
                 here = noted.call.where
                 norms = ", or sum the statistics of norms over tiles in it: 'overlap_tile(statistics=global)'"
                 raise ConfigError(
-                    f"{here.source or 'unknown place'}: scheme: '{scheme_text(policy)}' exchanges nothing, but"
+                    f"{here.place}scheme: '{scheme_text(policy)}' exchanges nothing, but"
                     f" {here.operator} in module '{here.module}' depends on cells of other tiles that cannot be"
                     " computed from the image around a tile; give other modules another scheme, as in"
                     " {'': 'halo', 'encoder': 'overlap_tile'}" + norms * (policy.statistics is None)

@@ -263,3 +263,8 @@ class Where:
     def name(self) -> str:
         """The module's path and the operator."""
         return f"{self.module}:{self.operator}" if self.module else self.operator
+
+    @property
+    def place(self) -> str:
+        """The beginning of a message: file and line, if they are known."""
+        return f"{self.source}: " if self.source else ""

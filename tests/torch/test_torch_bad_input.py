@@ -1,5 +1,6 @@
 """What users get wrong with distributed torch modules: one message, on all ranks, and nobody waits for ever."""
 
+import functools
 import subprocess
 import sys
 
@@ -362,7 +363,19 @@ def test_whole_tensors_of_the_wrong_shape():
                 model.scatter_target(torch.zeros(shape))
 
 
+class Drawn:
+    def __call__(self, y, t):
+        return torch.histc(y, bins=4).mean()
+
+    method = __call__
+
+
+NO_RULE = "test_torch_bad_input.py:{}: aten.histc.default cannot be distributed, it has no rule; write the criterion"
+LINE = Drawn.__call__.__code__.co_firstlineno
 CRITERIA = {
+    "no rule, object": (Drawn(), NO_RULE.format(LINE)),
+    "no rule, method": (Drawn().method, NO_RULE.format(LINE)),
+    "no rule, partial": (functools.partial(Drawn.method, None), NO_RULE.format(LINE)),
     "of cells": (nn.CrossEntropyLoss(reduction="none"), "returned a tensor of shape (2, 11, 9), such as one value"),
     "of cells, own": (lambda y, t: (y - t[:, None]) ** 2, "criterion: returned a tensor of shape (2, 3, 11, 9)"),
     "two": (lambda y, t: (y.mean(), y.sum()), "criterion: must return one tensor"),
