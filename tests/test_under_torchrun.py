@@ -34,6 +34,7 @@ def on_ranks(ranks, *arguments, **environment):
     return started([sys.executable, HELPERS / "torch_ranks.py", str(ranks), *map(str, arguments)], **environment)
 
 
+@pytest.mark.long
 def test_under_torchrun():
     hidden = {
         "NEONDIST_MPI_TEST": "torch",

@@ -55,6 +55,7 @@ def test_files_that_lie_there_are_not_imported(folder, monkeypatch):
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_every_number_of_ranks_prints_the_same_losses(folder):
     outs = [here(folder, "run", "toy.yaml")[1], call(neondist("run", "toy.yaml", "-n", 3, "--overwrite"), folder)[1]]
     joined = call(under_mpirun(2, "run", "toy.yaml", "--overwrite"), folder, **mpirun_env())[1]

@@ -126,6 +126,7 @@ def test_a_script_that_is_lost_begins_again(folder):
 
 @pytest.mark.skipif(bool(without_sshd()), reason=without_sshd())
 @needs_mpirun
+@pytest.mark.long
 def test_sshd_on_two_ports_with_two_virtual_environments(folder, tmp_path):
     # MPI's library is found by a variable of that node
     other, servers = other_environment(tmp_path), Sshd(tmp_path, "nodeB", "nodeC")

@@ -24,6 +24,7 @@ def tool():
     return module
 
 
+@pytest.mark.long
 def test_a_report_in_miniature(tool, monkeypatch, tmp_path):
     halos, modules = partial(tool.halos, shape=(2, 8, 8, 3), steps=1), partial(tool.modules, device="cpu")
     jobs = {"losses": tool.losses, "modules": modules, "halos": halos}
