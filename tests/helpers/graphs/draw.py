@@ -93,7 +93,7 @@ def conv(d: Draw, shape: Shape) -> dict[str, Any]:
     given |= {"stride": d.axes(ndim, 1, 3)} if d.maybe(0.4) else {}
     given |= {"dilation": d.axes(ndim, 1, 3)} if d.maybe(0.3) else {}
     given |= {"groups": groups} if groups > 1 else {}
-    return given | _bias(d) | _activation(d)
+    return given | _bias(d) | _activation(d, given["out_channels"])
 
 
 def deconv(d: Draw, shape: Shape) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def deconv(d: Draw, shape: Shape) -> dict[str, Any]:
     given |= {"padding": d.sides(ndim, 0, 3)} if d.maybe(0.7) else {}
     given |= {"dilation": d.axes(ndim, 1, 2)} if d.maybe(0.3) else {}
     given |= {"groups": groups} if groups > 1 else {}
-    return given | _bias(d) | _activation(d)
+    return given | _bias(d) | _activation(d, given["out_channels"])
 
 
 def pooling(d: Draw, shape: Shape) -> dict[str, Any]:
@@ -142,7 +142,11 @@ def local_filtering(d: Draw, shape: Shape) -> dict[str, Any]:
     given |= {"stride": d.axes(ndim, 1, 2)} if d.maybe(0.4) else {}
     given |= {"padding": d.sides(ndim, 0, 2)} if d.maybe() else {}
     given |= {"bias": True} if d.maybe() else {}
-    return given | ({"shared": d.pick([True, d.axes(ndim, 1, 3)])} if d.maybe(0.3) else {}) | _activation(d)
+    return (
+        given
+        | ({"shared": d.pick([True, d.axes(ndim, 1, 3)])} if d.maybe(0.3) else {})
+        | _activation(d, given["out_channels"])
+    )
 
 
 def lcn(d: Draw, shape: Shape) -> dict[str, Any]:
@@ -174,7 +178,8 @@ def instance_norm(d: Draw, shape: Shape) -> dict[str, Any]:
 
 
 def fc(d: Draw, shape: Shape) -> dict[str, Any]:
-    return {"out_features": d.int(1, 4)} | _bias(d) | _activation(d)
+    given = {"out_features": d.int(1, 4)}
+    return given | _bias(d) | _activation(d, given["out_features"])
 
 
 def nothing(d: Draw, shape: Shape) -> dict[str, Any]:
@@ -183,7 +188,7 @@ def nothing(d: Draw, shape: Shape) -> dict[str, Any]:
 
 VECTORS: dict[str, Callable[[Draw, Shape], dict[str, Any]]] = {
     "FC": fc, "BatchNorm": batch_norm, "GroupNorm": group_norm, "LRN": lrn,
-    "Activation": lambda d, shape: {"activation": d.pick(ACTIVATIONS)},
+    "Activation": lambda d, shape: {"activation": _drawn_activation(d, shape[-1])},
     "Dropout": lambda d, shape: {"rate": d.pick([0.0, 0.3, 0.6])},
 }  # fmt: skip
 IMAGES = VECTORS | {
@@ -361,5 +366,12 @@ def _bias(d: Draw) -> dict[str, Any]:
     return {"bias": False} if d.maybe(0.2) else {}
 
 
-def _activation(d: Draw) -> dict[str, Any]:
-    return {"activation": d.pick(ACTIVATIONS)} if d.maybe() else {}
+def _activation(d: Draw, channels: int) -> dict[str, Any]:
+    return {"activation": _drawn_activation(d, channels)} if d.maybe() else {}
+
+
+def _drawn_activation(d: Draw, channels: int) -> str:
+    found: str = d.pick(ACTIVATIONS)
+    return (
+        "Logistic" if found == "Softmax" and channels == 1 else found
+    )  # all ones, and a norm gives but rounding errors
