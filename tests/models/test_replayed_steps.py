@@ -83,7 +83,9 @@ def test_replayed_steps_are_ordinary_ones():
 SGD = nd.SGD(0.1, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
 
 
-@pytest.mark.parametrize("more", [{"optimizer": SGD, "cost": nd.MSE()}, {"sync": "bucketed"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{"optimizer": SGD, "cost": nd.MSE()}, {"sync": "bucketed"}], ids=lambda more: " and ".join(more)
+)
 def test_whatever_the_cost_and_the_update(more):
     ordinary, replayed, _ = compared(small, **more)
     assert replayed[-1] < ordinary[-1]
