@@ -12,14 +12,12 @@ import numpy as np
 from zarr.storage import LocalStore
 
 from ..errors import DataError
-from ..io.packed_size import MOST_PACKED, unpacked_size
+from ..io.packed_size import deflate_fits, unpacked_size
 from ..io.regular_file import open_regular
 from ..memory import require_room, words
 
 _FACTOR, _LEAST = 16, 1 << 20
 """limit of an unpacked chunk, as a multiple of its cells and in bytes: filters store other types"""
-_UNHARMFUL = 1 << 28
-"""bytes that a chunk of deflate may come to without being unpacked twice"""
 _DOCUMENTS = (".json", ".zarray", ".zgroup", ".zattrs")
 _NOTHING = 2**64 - 1  # in the index of a shard: a chunk that was never written
 _OUTSIDE = "has an index that points outside of it"
@@ -104,8 +102,9 @@ class FolderStore(LocalStore):
         return found
 
     def _unpacked_size(self, raw: memoryview) -> int:
-        harmless = self.packed in ("gzip", "zlib") and MOST_PACKED * len(raw) <= max(self.most, _UNHARMFUL)
-        return 0 if harmless else unpacked_size(self.packed, raw, self.most) or 0
+        if self.packed in ("gzip", "zlib") and deflate_fits(len(raw), self.most):
+            return 0  # not unpacked twice
+        return unpacked_size(self.packed, raw, self.most) or 0
 
     def _damaged(self, key: str, what: str) -> DataError:
         return DataError(f"{self.root / key}: {what}; restore it from a good copy")

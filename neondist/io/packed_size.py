@@ -9,8 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-MOST_PACKED = 1032
+_MOST_PACKED = 1032
 """bytes that deflate packs into one, at most"""
+_UNHARMFUL = 1 << 28
+"""bytes that unpacking may take, whatever the cells"""
 _STREAMS: dict[str, Callable[[], Any]] = {
     "gzip": lambda: zlib.decompressobj(47), "zlib": lambda: zlib.decompressobj(47),
     "bz2": bz2.BZ2Decompressor, "lzma": lzma.LZMADecompressor,
@@ -37,6 +39,11 @@ def unpacked_size(codec: str, raw: bytes | memoryview, most: int) -> int | None:
         return _KINDS[codec](raw, most) if codec in _KINDS else None
     except (zlib.error, OSError, ValueError, EOFError, lzma.LZMAError, IndexError):
         return 0
+
+
+def deflate_fits(size: int, most: int) -> bool:
+    """Return whether so many bytes of deflate cannot unpack to more than `most`, or to what does harm."""
+    return _MOST_PACKED * size <= max(most, _UNHARMFUL)
 
 
 def _of_streams(make: Callable[[], Any], raw: bytes | memoryview, most: int) -> int:

@@ -206,7 +206,7 @@ def test_the_file_is_named_whose_axes_cannot_be_guessed(tmp_path):
 def test_a_chunk_that_unpacks_to_more_than_its_cells(tmp_path, monkeypatch, codec):
     """Refused before it is unpacked whole; one that is as large as its cells is read."""
     numcodecs = pytest.importorskip("numcodecs")
-    monkeypatch.setattr("neondist.formats.zarr_store._UNHARMFUL", 0)
+    monkeypatch.setattr("neondist.io.packed_size._UNHARMFUL", 0)
     how, found = numcodecs.get_codec({"id": codec}), tmp_path / "a.zarr"
     array = zarr.create_array(
         found, shape=(2, 90, 90), chunks=(1, 90, 90), dtype="u1", compressors=[how], zarr_format=2

@@ -16,15 +16,13 @@ from math import ceil, prod
 from typing import Any
 
 from ...errors import DataError
-from ..packed_size import MOST_PACKED, unpacked_size
+from ..packed_size import deflate_fits, unpacked_size
 
 _DEFLATE, _SHUFFLE, _FLETCHER32, _SZIP, _SCALEOFFSET, _LZF, _BLOSC, _BZIP2, _LZ4, _ZSTD = (
     *(1, 2, 3, 4, 6),
     *(32000, 32001, 307, 32004, 32015),
 )
 _SUM, _SCALE_HEADER = 4, 21  # bytes
-_UNHARMFUL = 1 << 28
-"""bytes that unpacking may take where checksums tell afterwards what is wrong"""
 _MARGIN = 64  # bytes by which a filter may lengthen cells
 
 
@@ -86,8 +84,8 @@ class ChunkCheck:
         codes = [code for number, (code, _) in enumerate(self._filters) if not found.filter_mask >> number & 1]
         if _FLETCHER32 in codes and found.size <= _SUM:
             raise self._wrong(at, "is shorter than its checksum")
-        if self._summed and (_DEFLATE not in codes or MOST_PACKED * found.size <= max(_UNHARMFUL, self._size)):
-            return
+        if self._summed and (_DEFLATE not in codes or deflate_fits(found.size, self._size)):
+            return  # checksums tell afterwards what is wrong
         mask, raw = self._array.id.read_direct_chunk(at)
         try:
             size = self._unpacked_size(raw, mask)
