@@ -126,12 +126,13 @@ def _measured(
                 found = _whole(route, metrics, images, targets, samples)
             else:
                 with all_or_none(grid.world):
-                    sums = _Sums(model, metrics, route, _Targets(targets, Box.of(targets.shape[1:-1])), grid)
+                    tiles = _Targets(targets, Box.of(targets.shape[1:-1]))
+                    sums = _Sums(model, metrics, route, tiles, grid, pictures=samples is not None)
                 if progress is not None:
                     progress.expect(route.parts)
                 through(route, range(route.parts), grid, sums, progress)
                 found = sums.result()
-                if samples is not None:
+                if samples is not None and sums.thumbnail is not None:
                     samples |= sums.thumbnail.result(found["loss"])
     return told_of(images.shape[0], found)
 
@@ -178,8 +179,9 @@ class _Sums:
     """Adds up, block by block, what the cost and the metrics say; of some, sums of each sample over all its blocks."""
 
     def __init__(
-        self, model: TrainableModel, metrics: Sequence[Metric], route: InBlocks, targets: _Targets, grid: ProcessGrid
-    ) -> None:
+        self, model: TrainableModel, metrics: Sequence[Metric], route: InBlocks, targets: _Targets, grid: ProcessGrid,
+        pictures: bool,
+    ) -> None:  # fmt: skip
         self.cost, self.metrics = model.cost_of_cells(), metrics
         self.route, self.targets = route, targets
         self.parts: list[Any] = [part for _, part in parts_of(self.cost)]
@@ -197,7 +199,7 @@ class _Sums:
                 self.tables[metric] = np.zeros((samples, 2))
         outputs = Outputs(grid, shape, lambda sums, replicas: _total(grid, sums))
         self.meters = {metric: metric.meter(outputs) for metric in self.metrics if metric not in self.tables}
-        self.thumbnail = _Thumbnail(route, targets.images, grid)
+        self.thumbnail = _Thumbnail(route, targets.images, grid) if pictures else None  # it reads images once more
         self.sums = np.zeros(len(self.parts) + len(weighted(self.cost)))
         # of no samples, so that every rank has all sums
         self._add(range(0), np.zeros((0, *shape), route.dtype), targets.of(np.zeros((0, *targets.shape[1:]))))
@@ -208,7 +210,7 @@ class _Sums:
             samples, box = self.route.place(part)
             targets = self.targets.of(self.targets.images.raw(samples, box.slices))
             self._add(samples, y, targets)
-            if 0 in samples:
+            if self.thumbnail is not None and 0 in samples:
                 self.thumbnail.add(box, y[0], targets[0])
 
     def done(self, part: int) -> None:
