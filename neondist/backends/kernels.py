@@ -30,7 +30,7 @@ class Graph(NamedTuple):
     Attributes
     ----------
     launches : the library's graph
-    kept : arrays that they read, which nobody else may keep
+    kept : arrays that they read, kept alive for as long as the graph
     """
 
     launches: Any

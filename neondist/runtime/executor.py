@@ -100,8 +100,8 @@ class Executor:
     def graphs(self, samples: int, first: int, make: Callable[[], PassGraphs]) -> PassGraphs | None:
         """Return the graphs of passes of so many samples that go back to a node; None: such passes are ordinary.
 
-        They are where nothing but launches happens in a pass: on one rank, which nobody observes, with all of a
-        network's arrays in memory, whose block is the same every time.
+        Graphs are used where a pass consists of launches alone: on one rank without observers, with all arrays of the
+        network in memory, in the same block every time.
         """
         grid, plan = self.context.grid, self.compiled
         roomy = len(self.sections) == 1 and plan.training.memory is None and not plan.sections[0].segments

@@ -59,13 +59,13 @@ class Replays:
     ----------
     parts : iterable of Registered
         What has code that a pass runs: layers, activations, border schemes. Where a user wrote it, or the step's number
-        counts, a pass is what it is: nobody knows that the launches of the next one are the same.
+        matters, no graphs are used: the launches of the next pass may be others.
     """
 
     def __init__(self, kernels: Kernels, parts: Iterable[Registered]) -> None:
         each = list({id(part): part for part in parts}.values())
         self.usable = kernels.captures and all(map(_same_every_step, each))
-        #: numbers and words, which somebody may set between steps
+        #: numbers and strings, which may be assigned between steps
         self._settings = [(part, name) for part in each for name in part.arguments() if _is_plain(part, name)]
         self._found: OrderedDict[Hashable, int | PassGraphs] = OrderedDict()
 

@@ -91,11 +91,11 @@ def _join_names(program: Any) -> list[str]:
     first: dict[int, Any] = {}
     found: list[str] = []
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    tensors = {**program.constants, **program.state_dict}
     for spec in program.graph_signature.input_specs:
         if spec.kind == InputKind.BUFFER:
-            tensor = program.state_dict.get(spec.target, program.constants.get(spec.target))
             node = nodes[spec.arg.name]
-            if (other := first.setdefault(id(tensor), node)) is not node:
+            if (other := first.setdefault(id(tensors[spec.target]), node)) is not node:
                 node.replace_all_uses_with(other)
                 found.append(spec.target)
     return found
