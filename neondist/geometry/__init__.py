@@ -12,7 +12,7 @@ from .plan import HaloPlan, Kinds, Level, Piece, RepartitionPlan, TransferPlan, 
 from .regions import Overlapping, hulls, looked_at, sources
 from .split import Partition, factorisations, split
 from .upsampling import Upsampling
-from .window import Window, same_padding
+from .window import Window, narrowed, same_padding
 
 __all__ = [
     "Box",
@@ -35,6 +35,7 @@ __all__ = [
     "halo_volume",
     "hulls",
     "looked_at",
+    "narrowed",
     "same_padding",
     "sources",
     "sources_within",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .box import Box
 from .split import Partition, split
-from .window import Window
+from .window import Window, narrowed
 
 
 @dataclass(frozen=True, init=False)
@@ -38,10 +38,18 @@ class GradientWindow(Window):
         """Return the output cells of the window that look at the input cells `out`."""
         lo, hi = [], []
         window = self.window
-        for a, b, s, (p, _), span in zip(out.lo, out.hi, window.stride, window.padding, window.span, strict=True):
+        slides = zip(window.kernel, window.stride, window.padding, window.dilation, window.span, strict=True)
+        for (a, b), (k, s, (p, _), d, span) in zip(out.axes(), slides, strict=True):
             first = -((span - 1 - a - p) // s)
+            last = max(first, (b - 1 + p) // s + 1) if b > a else first
+            if d > 1:
+
+                def looks(o: int, lo: int = a + p, hi: int = b + p, s: int = s, d: int = d, k: int = k) -> bool:
+                    return any(lo <= o * s + d * at < hi for at in range(k))
+
+                first, last = narrowed(first, last, looks)
             lo.append(first)
-            hi.append(max(first, (b - 1 + p) // s + 1) if b > a else first)
+            hi.append(last)
         return Box(tuple(lo), tuple(hi))
 
     def pace(self, axis: int) -> tuple[int, int]:

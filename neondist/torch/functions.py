@@ -140,6 +140,8 @@ class Moments(NamedTuple):
     axes : the axes of the mesh along which there are more of them
     own : slices of the spatial dimensions, or None
         What of them counts on this rank, where it has some of other ranks' too.
+    idle : bool
+        Whether this rank's replica has no samples: the one that it has fills in for shapes alone.
     """
 
     groups: int | None
@@ -147,6 +149,7 @@ class Moments(NamedTuple):
     eps: float
     axes: frozenset[int]
     own: tuple[slice, ...] | None = None
+    idle: bool = False
 
     def counted(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what of rows counts on this rank."""
@@ -177,6 +180,9 @@ class Normalise(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: Any, bias: Any, wires: Wires, name: str, moments: Moments
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return x (N, C, ...) normalised, and the mean and variance of each group."""
+        ctx.full = x.shape
+        if moments.idle:
+            x = x[:0]
         samples, channels = x.shape[:2]
         rows = moments.rows(x)
         mine = moments.counted(rows)
@@ -190,7 +196,7 @@ class Normalise(torch.autograd.Function):
         ctx.how = wires, name, moments
         ctx.mark_non_differentiable(mean, variance)
         y = y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)  # no view: a ReLU may write over it
-        return y, mean, variance
+        return y.new_zeros(ctx.full) if moments.idle else y, mean, variance
 
     @staticmethod
     @once_differentiable
@@ -198,7 +204,8 @@ class Normalise(torch.autograd.Function):
         """Return the gradients of x, and of the weight and the bias, in so far as this rank has a part in them."""
         (x, weight, mean, variance), (wires, name, moments) = ctx.saved_tensors, ctx.how
         channels, asked = x.shape[1], ctx.needs_input_grad
-        rows, dy = moments.rows(x), moments.rows(gradients[0].contiguous(memory_format=format_of(x)))
+        dy = gradients[0][:0] if moments.idle else gradients[0]
+        rows, dy = moments.rows(x), moments.rows(dy.contiguous(memory_format=format_of(x)))
         each, var = moments.of_rows(mean, channels), moments.of_rows(variance, channels)
         scale, std = (
             torch.ones_like(each) if weight is None else _repeated(weight, each),
@@ -223,7 +230,7 @@ class Normalise(torch.autograd.Function):
             else:
                 dx = (dy * slope).to(x.dtype)
                 moments.counted(dx).add_(moved)
-            dx = dx.view(x.shape)
+            dx = dx.new_zeros(ctx.full) if moments.idle else dx.view(x.shape)
         if len(dscale) != channels:  # those of each sample, of which there may be none
             dscale, dshift = (dv.view(len(dv) // channels, channels).sum(0) for dv in (dscale, dshift))
         return dx, *(dv if wanted else None for dv, wanted in zip((dscale, dshift), asked[1:3], strict=True)), *_NONE

@@ -57,7 +57,8 @@ class FusedLowering(OfProgram):
         self._program: dict[int, Value] = {}  # values of the program that segments read or give
         self.in_parts = any(segment.rows for segment in segments)
         self._segments = segments
-        self._own: dict[int, tuple[slice, ...]] = {}  # of what norms are given: the cells that count on this rank
+        # of what norms are given: the samples and the cells that count on this rank
+        self._own: dict[int, tuple[Range, tuple[slice, ...]]] = {}
         self._wanted = {segment.first: self._wanted_by(segment) for segment in segments}
         self.overlaps = [self._wanted_around(image) for image in images]
         self._waiting = iter(self.overlaps)
@@ -137,7 +138,10 @@ class FusedLowering(OfProgram):
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
         """Return x normalised, of which other ranks may have cells, too."""
-        return super().normalise(x, weight, bias, moments._replace(own=self._own.get(x.id)), groups)
+        if x.id in self._own:
+            (first, last), own = self._own[x.id]
+            moments = moments._replace(own=own, idle=first == last)
+        return super().normalise(x, weight, bias, moments, groups)
 
     def _run(self, segment: OperatorSegment) -> None:
         self.where = segment.noted[segment.first].call.where
@@ -231,7 +235,7 @@ class FusedLowering(OfProgram):
         block = env[of.id]
         starts = (0 if atom.bounds is None else atom.bounds[0] for (atom,) in block.layout)
         x = replace(there[block.id], layout_or_none=layout)
-        self._own[x.id] = tuple(slice(lo - at, hi - at) for (lo, hi), at in zip(own, starts, strict=True))[2:]
+        self._own[x.id] = own[0], tuple(slice(lo - at, hi - at) for (lo, hi), at in zip(own, starts, strict=True))[2:]
         self.out, self.draws = call.out, call.draws
 
         def here(leaf: Any) -> Any:

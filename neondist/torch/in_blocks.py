@@ -151,6 +151,11 @@ class BlockLowering(Lowering):
         self.statistics: dict[int, Statistics] = {}  # by the number of the call that normalises by them
 
     @property
+    def parts_of_gradients(self) -> bool:
+        """Whether cells may be in several blocks of one pass, each of which gives a part of their gradients."""
+        return self.asked is not None
+
+    @property
     def takes_norms(self) -> bool:
         """Whether one more norm may have statistics that blocks are given."""
         return False

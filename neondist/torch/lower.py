@@ -99,6 +99,11 @@ class Lowering(Builder):
             return self.alike()
         return self.refuse("each rank would draw its own random numbers" if random else "")
 
+    @property
+    def parts_of_gradients(self) -> bool:
+        """Whether the gradient of a value may come in parts, which are added up further back."""
+        return False
+
     def alike(self) -> Any:
         """Return what the operator at hand gives, which every rank computes from all of its arguments."""
         values, run = self.tensors()

@@ -23,6 +23,7 @@ from .criteria import Criteria, owner_of
 from .execution import Execution
 from .graph import autocast
 from .layout import Layout, shape_of
+from .norm_gradients import RightNorms, has_norm_of_one
 from .plan import TorchPlan
 from .run import Runner
 from .tiling import Tiling
@@ -46,6 +47,8 @@ class _Prepared:
         How targets of these shapes are cut.
     overlaps : sequence of Wanted
         What ranks are given of inputs, where that is more than their tiles.
+    norm_of_one : bool
+        Whether a norm is of one sample, whose gradients need care.
     """
 
     runner: Runner
@@ -55,6 +58,7 @@ class _Prepared:
     in_parts: bool
     dtypes: list[torch.dtype]
     overlaps: Sequence[Wanted]
+    norm_of_one: bool
     changes: bool = True
     targets: dict[tuple[int, ...], Layout] = field(default_factory=dict)
 
@@ -149,7 +153,8 @@ class DistributedModule(nn.Module):
 
     def _alone(self, tiles: Sequence[torch.Tensor], state: Any, prepared: _Prepared) -> Any:
         """Return what the module itself gives; what it changes of its own in a forward is no change of its steps."""
-        outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
+        with RightNorms() if prepared.norm_of_one and torch.is_grad_enabled() else nullcontext():
+            outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
         if prepared.changes:
             if self._watch.key() != state:
                 self._runners[self._shapes, self._watch.settled(state)] = prepared
@@ -375,9 +380,8 @@ class DistributedModule(nn.Module):
                 plan.compile(self._compiler)
             in_parts = lowering is not None and lowering.in_parts
             overlaps = lowering.overlaps if lowering is not None else ()
-            prepared = _Prepared(
-                Runner(self.wires, plan, self._deferred), tree, layouts, digest, in_parts, dtypes, overlaps
-            )
+            runner, one = Runner(self.wires, plan, self._deferred), has_norm_of_one(plan)
+            prepared = _Prepared(runner, tree, layouts, digest, in_parts, dtypes, overlaps, one)
             before = self._watch.settled(before, program.reads)
             if len(self._runners) >= REMEMBERED:
                 del self._runners[next(iter(self._runners))]

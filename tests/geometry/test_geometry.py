@@ -145,6 +145,19 @@ def test_nearest_upsampling_is_not_pointwise_although_each_cell_sees_one():
     assert not GradientWindow(Window(3), (5, 4)).pointwise
 
 
+@given(*(st.integers(1, 4),) * 3, st.integers(0, 6), st.integers(0, 12), st.integers(1, 5))
+def test_outputs_that_look_at_cells(kernel, stride, dilation, padding, lo, length):
+    """Exactly from the first to the last one that does, where dilated windows jump over some."""
+    window = GradientWindow(Window(kernel, stride=stride, padding=padding, dilation=dilation, ndim=1), (40,))
+    looking = [
+        o
+        for o in range(-20, 40)
+        if any(lo <= o * stride - padding + dilation * at < lo + length for at in range(kernel))
+    ]
+    found = window.needs(Box((lo,), (lo + length,)))
+    assert (found.lo[0], found.hi[0]) == (looking[0], looking[-1] + 1) if looking else found.lo == found.hi
+
+
 @pytest.mark.parametrize("extent", [(7, 8), (6, 5), (1, 2)])
 @pytest.mark.parametrize("stride", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("kernel", [(3, 3), (2, 4)])

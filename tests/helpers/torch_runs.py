@@ -12,6 +12,7 @@ import torch
 from device import ON_GPU
 from idle_cells import idle_cells
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from turns import in_turn as in_turn  # for the tests here
 
 from neondist import ProcessGrid
@@ -228,6 +229,11 @@ def difference(found, expected):
     return worst, where
 
 
+def _address(value):
+    real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.numel()
+    return value.data_ptr() if real else None
+
+
 @contextmanager
 def captured_once(programs=None):
     """Let virtual ranks share what torch.export finds: their modules are copies of one.
@@ -248,8 +254,9 @@ def captured_once(programs=None):
             if key in programs:
                 return programs[key]
             program = real(module, shapes, *what, **more)
-            others = program.reads.others
-            if not any(value is other for value in vars(module).values() for other in others):  # this module's alone
+            # this module's own tensors are not shared: others change theirs at other moments
+            live = {_address(t) for t in (*program.reads.others, *program.constants.values())} - {None}
+            if not any(_address(value) in live for value in vars(module).values()):
                 programs[key] = program
         return program
 

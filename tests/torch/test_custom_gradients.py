@@ -179,6 +179,26 @@ def test_what_is_refused(name):
     assert all(word in message for word in (".py:", *words)), message
 
 
+class Squashed(torch.autograd.Function):
+    """Its backward is not linear: parts of a gradient give something else than their sum."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (3 * dy).tanh() + 0.1
+
+
+@pytest.mark.parametrize("how", [{"scheme": "deep_halo(layers=3)"}, {"strips": 2}], ids=str)
+def test_a_backward_that_is_not_linear_is_in_no_segment(how):
+    """There, cells that several ranks compute give each a part of a gradient."""
+    convs = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)]
+    module = nn.Sequential(convs[0], Function(Squashed.apply), *convs[1:])
+    check(module, IMAGES, grids=[(1, 3, 1), (1, 2, 2), (2, 2, 1)], **how)
+
+
 def test_a_function_that_is_computed_whole():
     module = nn.Sequential(nn.Conv2d(3, 3, 3), Function(Centred.apply), nn.Conv2d(3, 2, 1))
     check(module, IMAGES, grids=[(1, 1, 2), (2, 2, 1)], gather_at=["1"])

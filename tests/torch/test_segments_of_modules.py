@@ -85,6 +85,22 @@ def test_the_numbers_of_one_process(name, way):
     check(make(), shape, grids=grids, **how)
 
 
+NORMS = {
+    "batch": nn.BatchNorm2d(3), "groups": nn.GroupNorm(3, 3), "instance": nn.InstanceNorm2d(3, affine=True),
+    "running": nn.InstanceNorm2d(3, track_running_stats=True), "none": nn.Identity(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["deep_halo(layers=3)", "overlap_tile(statistics=global)"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_replica_without_samples(norm, scheme):
+    """A sample that fills in for those that it has not is part of no statistics, and has no gradient."""
+    if norm == "running" and "overlap" in scheme:
+        pytest.skip("running statistics of instance norms of other replicas are no part of a segment")
+    convs = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)]
+    check(nn.Sequential(convs[0], NORMS[norm], nn.SELU(), *convs[1:]), (2, 3, 9, 8), grids=[(3, 2, 1)], scheme=scheme)
+
+
 def test_a_norm_of_which_the_statistics_alone_are_read():
     class Unread(nn.Module):
         def __init__(self):

@@ -17,6 +17,8 @@ def user_function(lowering: Any, tensors: Sequence[Any], number: int) -> Any:
     """Local, if forward and backward of an autograd.Function look at one index each."""
     function, here, outs = lowering.functions[number], lowering.where, lowering.out
     lowering.where = Where(function.name, here.module, here.source)
+    if lowering.parts_of_gradients:
+        lowering.refuse("its backward may not be linear, and would receive parts of a gradient instead of their sum")
     if not axes_of_values(tensors):
         return lowering.locals(function, tensors, outs)
     layout = lowering.common([value.layout for value in tensors])

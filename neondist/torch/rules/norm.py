@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from ..functions import Moments
 from ..layout import Atom, axes_of
+from ..norm_gradients import pass_contiguous
 from ..registry import rule
 from ..wires import format_of
 from .reduce import moments, total
@@ -114,8 +115,7 @@ def fixed(
 
     def run(a: torch.Tensor, m: Any, v: Any, w: Any, b: Any) -> torch.Tensor:
         y = F.batch_norm(a, m, v, w, b, False, 0.0, eps)
-        if y.requires_grad:  # PyTorch's gradient of one sample is wrong if that of y lies otherwise in memory
-            y.register_hook(lambda dy: dy.contiguous(memory_format=format_of(a)))
+        pass_contiguous(y, format_of(a))
         return y
 
     return lowering.local(run, args, x.layout), None, None
@@ -129,7 +129,7 @@ def instance_norm(
     """Reduction: moments of each channel of each sample; their means over samples, if there are running statistics."""
     if not use_input_stats:
         return fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)[0]
-    if not x.axes and running_mean is None:
+    if not x.axes and running_mean is None and x.shape[0] > 1:  # PyTorch's gradients of one sample may be wrong
         return lowering.alike()
     x = lowering.gathered(x, [1])
     y, mean, variance, number = normalised(lowering, x, x.shape[1], weight, bias, eps)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ...geometry import narrowed
 from .. import volumes
 from ..convolution import conv as convolved
 from ..layout import Atom, Layout, axes_of, local_shape, replaced
@@ -32,6 +33,30 @@ class Sliding(NamedTuple):
         """Return the cells, those outside of the image too, that the results [lo, hi) look at."""
         first = lo * self.stride - self.padding
         return first, first + (hi - lo - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
+
+    def inside(self, lo: int, hi: int, n: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return which of n cells the results [lo, hi) look at, from the first to the last, and how many are around."""
+        (a, b), around = clipped(*self.sees(lo, hi), n)
+
+        def looks_at(cell: int) -> bool:
+            starts = (cell + self.padding - self.dilation * at for at in range(self.kernel))
+            return any(start % self.stride == 0 and lo <= start // self.stride < hi for start in starts)
+
+        first, last = narrowed(a, b, looks_at)
+        if first == last:
+            return (0, 0), (0, around[0] + b - a + around[1])
+        return (first, last), (around[0] + first - a, around[1] + b - last)
+
+    def reached(self, lo: int, hi: int, n: int) -> tuple[int, int]:
+        """Return which of n cells reach the results [lo, hi) where the window is transposed, from first to last."""
+        lo, hi, step = lo + self.padding, hi + self.padding, self.stride
+        (a, b), _ = clipped(-((self.dilation * (self.kernel - 1) - lo) // step), (hi - 1) // step + 1, n)
+
+        def reaches(cell: int) -> bool:
+            return any(lo <= cell * step + self.dilation * at < hi for at in range(self.kernel))
+
+        found = narrowed(a, b, reaches)
+        return found if found[0] < found[1] else (0, 0)
 
 
 def spatial_rank(lowering: Any) -> int:
@@ -71,7 +96,7 @@ def windows_of(
             left.append(slide.padding)
             continue
         left.append(0)
-        seen = [clipped(*(slide.sees(lo, hi) if hi > lo else (0, 0)), n) for lo, hi in out.ranges]
+        seen = [slide.inside(lo, hi, n) if hi > lo else ((0, 0), (0, 0)) for lo, hi in out.ranges]
         wants[dim], pads[dim] = (axis, [(inside,) for inside, _ in seen]), [around for _, around in seen]
     return lowering.view(x, wants, None, pads, fill, window=True), left, atoms
 
@@ -195,22 +220,19 @@ def _reaching(
     Then the padding to take away along dimensions that are not cut, the results' atoms, and what to keep along others.
     """
     wants, left, atoms, crops = {}, [], [], list[_Crop]()
-    for at, ((k, s, p, d), extent) in enumerate(zip(sliding, extents, strict=True), start=-len(sliding)):
+    for at, (slide, extent) in enumerate(zip(sliding, extents, strict=True), start=-len(sliding)):
         dim = len(x.shape) + at
         axis = lowering.cut(x, dim)
         out = lowering.mesh.atom(extent, axis)
         atoms.append(out)
-        left.append(p if axis is None else 0)
+        left.append(slide.padding if axis is None else 0)
         if axis is None:
             continue
-        ranges = []
-        for lo, hi in out.ranges:
-            inside, _ = clipped(-(-(lo + p - d * (k - 1)) // s), (hi - 1 + p) // s + 1, x.shape[dim])
-            ranges.append((inside if lo < hi else (0, 0),))
+        ranges = [(slide.reached(lo, hi, x.shape[dim]) if lo < hi else (0, 0),) for lo, hi in out.ranges]
         wants[dim] = axis, ranges
         (here,) = ranges[lowering.place[axis]]
         lo, hi = out.range(lowering.place)
-        crops.append((at, lo - (here[0] * s - p), hi - lo, here[0] < here[1]))
+        crops.append((at, lo - (here[0] * slide.stride - slide.padding), hi - lo, here[0] < here[1]))
     return lowering.view(x, wants, window=True), left, atoms, crops
 
 
