@@ -146,6 +146,7 @@ def test_nearest_upsampling_is_not_pointwise_although_each_cell_sees_one():
 
 
 @given(*(st.integers(1, 4),) * 3, st.integers(0, 6), st.integers(0, 12), st.integers(1, 5))
+@example(2, 2, 2, 0, 1, 1)
 def test_outputs_that_look_at_cells(kernel, stride, dilation, padding, lo, length):
     """Exactly from the first to the last one that does, where dilated windows jump over some."""
     window = GradientWindow(Window(kernel, stride=stride, padding=padding, dilation=dilation, ndim=1), (40,))

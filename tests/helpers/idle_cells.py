@@ -18,8 +18,8 @@ def idle_cells(model, tiles):
 class _Sentinel(Runner):
     """A runner that writes other numbers over the first and the last line of what windows see.
 
-    A view is a range along each axis, from the first cell that windows see to the last: of some between dilated
-    windows see nothing.
+    A view is a range along each axis, from the first cell that windows span to the last: of some between, and of some
+    at the border of the image, dilated windows see nothing.
     """
 
     def __init__(self, *what):
@@ -35,7 +35,7 @@ class _Sentinel(Runner):
         return super()._run(step, tensors)
 
     def _look(self, step, tensors, at, view):
-        padded = {dim: before for dim, before, _ in view.pads}
+        padded = {dim: ends for dim, *ends in view.pads}
         pieces = [piece for arriving in self.channels[id(view)].arriving.values() for piece in arriving]
         result = step.run(*tensors)
 
@@ -46,8 +46,8 @@ class _Sentinel(Runner):
         if is_idle(whole := tensors[at].clone(), whole):  # dilated windows may see no cell of a small image
             return
         for k, want in enumerate(self.channels[id(view)].transfer.wants):
-            last, before = want.extent(self.wires.place) - 1, padded.get(want.dim, 0)
-            for line in {0, last}:
+            last, (before, after) = want.extent(self.wires.place) - 1, padded.get(want.dim, (0, 0))
+            for line in {*([] if before else [0]), *([] if after else [last])}:
                 if not any(piece.target[k][0] <= line < piece.target[k][1] for piece in pieces):
                     continue
                 other = tensors[at].clone()

@@ -34,19 +34,6 @@ class Sliding(NamedTuple):
         first = lo * self.stride - self.padding
         return first, first + (hi - lo - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
 
-    def inside(self, lo: int, hi: int, n: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return which of n cells the results [lo, hi) look at, from the first to the last, and how many are around."""
-        (a, b), around = clipped(*self.sees(lo, hi), n)
-
-        def looks_at(cell: int) -> bool:
-            starts = (cell + self.padding - self.dilation * at for at in range(self.kernel))
-            return any(start % self.stride == 0 and lo <= start // self.stride < hi for start in starts)
-
-        first, last = narrowed(a, b, looks_at)
-        if first == last:
-            return (0, 0), (0, around[0] + b - a + around[1])
-        return (first, last), (around[0] + first - a, around[1] + b - last)
-
     def reached(self, lo: int, hi: int, n: int) -> tuple[int, int]:
         """Return which of n cells reach the results [lo, hi) where the window is transposed, from first to last."""
         lo, hi, step = lo + self.padding, hi + self.padding, self.stride
@@ -96,7 +83,7 @@ def windows_of(
             left.append(slide.padding)
             continue
         left.append(0)
-        seen = [slide.inside(lo, hi, n) if hi > lo else ((0, 0), (0, 0)) for lo, hi in out.ranges]
+        seen = [clipped(*(slide.sees(lo, hi) if hi > lo else (0, 0)), n) for lo, hi in out.ranges]
         wants[dim], pads[dim] = (axis, [(inside,) for inside, _ in seen]), [around for _, around in seen]
     return lowering.view(x, wants, None, pads, fill, window=True), left, atoms
 
