@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from ..comm import ProcessGrid, agree
+from ..comm.facts import described
 from ..errors import ConfigError, DataError, NotReadyError, UserError
 from ..formats.fields import Fields
 from ..geometry import Overlapping
@@ -125,7 +126,9 @@ class Dataset(Registered, ABC):
         ConfigError
             If an augmentation does not apply to images of this shape.
         """
-        grid.check("open")
+        how = [described(transform, transform.arguments()) for transform in augment]
+        what = described(self, self.arguments())
+        grid.check("open", {"the data set": what, "the augmentation": how, "its seed": seed if augment else None})
         error: Exception | None = None
         try:
             if not checked:

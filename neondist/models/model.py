@@ -28,6 +28,7 @@ from ..registry.ranges import Count, Index, integer, shape_of
 from ..runtime import Executor
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
+from .facts import checksum_of_weights, facts_of
 from .layer_model import LayerModel
 from .passes import ModelPass, images_for
 from .scope import class_in_scope
@@ -153,6 +154,7 @@ class Model(LayerModel):
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.parameters: LayerParameters | None = None
         self.pending: dict[str, Any] | None = None
+        self._uncompared = set[str]()  # over ranks: the model, the weights that were given
         self.last_pass: ModelPass | None = None
         self._name_layers()
         self.scheme = as_scheme(scheme)
@@ -281,6 +283,7 @@ class Model(LayerModel):
         samples = largest_of(micro_batches(self.input.local_shape[0], self.accumulate))
         self.executor = Executor(plan, context, samples)
         self.slots = self.parameters.new_slots(self.optimizer)
+        self._uncompared = {"model"}
         if self.pending is not None:
             self.load_state(self.pending)
 
@@ -309,7 +312,7 @@ class Model(LayerModel):
         x = images_for(self, x, copy=True)
         batch = self._samples(x, batch_size)
         self.input.check_tile("x", x)
-        self.grid.check("forward", {"training": training, "batch_size": batch})
+        self._check_call("forward", {"training": training, "batch_size": batch})
         run = self.executor.forward(x, Phase(training, self.step, self.grid.sample_range(batch)[0]))
         return ModelPass(self.executor, run, parameters, (self.input, self.output))
 
@@ -381,7 +384,7 @@ class Model(LayerModel):
         batch = self._samples(x, batch_size)
         if are_whole(targets, self.output, batch) and (batch > 1 or self.grid.replicas == 1):  # or it may be a part
             self.grid.note_whole("the targets passed to train_batch", to_host(targets))
-        self.grid.check("train_batch", {"batch_size": batch})
+        self._check_call("train_batch", {"batch_size": batch})
         return ModelStep(self).run(x, targets, batch)
 
     def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, list[float]]:
@@ -411,12 +414,22 @@ class Model(LayerModel):
         """Return the part of the whole batch's targets that belongs to this rank's outputs."""
         return local_targets(targets, self.output, batch_size, self.input)
 
+    def _check_call(self, call: str, facts: dict[str, Any]) -> None:
+        """Compare a call over the ranks, and with it a new model, and weights that it was given."""
+        if self._uncompared and self.grid.size > 1:
+            if "weights" in self._uncompared:
+                facts["the checksum of the weights"] = f"{checksum_of_weights(self.built):08x}"
+            if "model" in self._uncompared:
+                facts |= {f"the {name}": said for name, said in facts_of(self, self.compiled).items()}
+        self.grid.check(call, facts)
+        self._uncompared.clear()
+
     # Values to keep.
 
     def state(self) -> dict[str, Any]:
         """Return copies of all whole arrays by '<layer name>/<parameter>', equal on every grid; collective."""
         arrays = self.built.arrays()
-        self.grid.check("state")
+        self._check_call("state", {})
         return gather(arrays)
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -425,18 +438,19 @@ class Model(LayerModel):
             self.pending = {name: np.copy(array) for name, array in state.items()}
         else:
             self.parameters.version += 1
+            self._uncompared.add("weights")
             load(self.parameters.arrays(), state, "state")
 
     def gradients(self) -> dict[str, Any]:
         """Return copies of all whole gradients by '<layer name>/<parameter>', summed over all ranks; collective."""
         gradients = self.built.gradients()
-        self.grid.check("gradients")
+        self._check_call("gradients", {})
         return gather(gradients)
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return copies of the optimiser's whole arrays by '<layer name>/<parameter>/<slot>'; collective."""
         slots = self.built.slots(self.slots)
-        self.grid.check("optimizer_state")
+        self._check_call("optimizer_state", {})
         return gather(slots)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+from ..comm.facts import text_of
 from ..errors import PlanError, ShapeError
 from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Partition, Piece, Window
 from ..halo import GlobalArray, Halo
@@ -154,7 +155,8 @@ class LayerPlan:
         """Return what all ranks must agree on."""
         cells = "\n".join(map(repr, (self.tiles, self.views, self.halo_cells)))
         cut = hashlib.sha256(cells.encode()).hexdigest()[:8]
-        return f"'{self.name}': {self.cls} {self.input_shape} -> {self.output_shape}, {self.window}, tiles {cut}"
+        shapes = f"{self.input_shape} -> {self.output_shape}, {self.window}, tiles {cut}"
+        return f"'{self.name}': {self.cls} {shapes}, {text_of(self.layer.arguments())}"
 
     def check_arrays(self, arrays: Sequence[GlobalArray], tile: int) -> None:
         """Raise PlanError if the arrays of the built layer would send other cells than the plan says."""

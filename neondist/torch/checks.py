@@ -6,6 +6,7 @@ import difflib
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -130,7 +131,8 @@ class BackwardCheck:
         """Compare when the backward pass of a loss begins."""
         if self._grid.size > 1 and loss.requires_grad:
             self._losses += 1
-            loss.register_hook(lambda _, number=self._losses: self._begun(f"backward of loss {number}"))
+            call = f"backward of loss {self._losses}"
+            loss.register_hook(lambda gradient: self._begun(call, {"its factor": f"{gradient.item():.5g}"}))
 
     def from_loss(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor for a loss to read, of which it is noted what the loss sends back."""
@@ -141,8 +143,8 @@ class BackwardCheck:
         alias.register_hook(lambda gradient: self._send(gradient, key))
         return alias
 
-    def _begun(self, call: str) -> None:
-        self._grid.check(call, self._facts)
+    def _begun(self, call: str, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._grid.check(call, {**self._facts, **facts})
         task = torch._C._current_graph_task_id()
         if self._task != task:
             self._task = task

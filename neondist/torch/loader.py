@@ -78,7 +78,8 @@ class Loader:
                 part = next(parts)
             except Exception as problem:
                 error = problem
-            self.grid.check("loader", {"the epoch": epoch, "the batch": number, "its samples": batch}, error)
+            facts = {"the epoch": epoch, "the number of batches": len(batches), "the batch": number}
+            self.grid.check("loader", facts | {"its samples": batch}, error)
             if part is not None:
                 yield self._marked(part, len(batch), samples.stop - samples.start)
 

@@ -16,7 +16,7 @@ from ..comm import ProcessGrid
 from ..comm.agree import all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..halo import Phase
-from .alike import bits_of, digest_of, versions
+from .alike import bits_of, check_drift, digest_of, versions
 from .capture import captured, device_of
 from .checks import BackwardCheck, check_module, check_parameters, check_tensor, checksum_of, gradients_of
 from .criteria import Criteria, owner_of
@@ -142,6 +142,8 @@ class DistributedModule(nn.Module):
             error = problem
         if not self.grid.check("forward", facts, error, moved):
             self._check_weights({})
+        if self.training and self.step > 0 and self.step & (self.step - 1) == 0:  # a power of two
+            check_drift(self.grid.world, parameters, self.step)
         self.wires.phase = Phase(self.training, self.step)
         found = prepared.runner(tiles, parameters, buffers)
         self.step += self.training

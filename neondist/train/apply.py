@@ -65,6 +65,8 @@ def evaluate_checkpoint(
     if split is not None:
         choice("split", split, SPLITS)
     with opened_for_evaluation(experiment, grid, split) as (model, dataset):
+        facts = {"the checkpoint": checkpoint, "split": split, "pictures": pictures is not None}
+        model.grid.check("evaluate_checkpoint", facts)
         if split is None:
             split = "test" if "test" in dataset.splits else "validation"
         with opened(Path(checkpoint), model.grid.world) as file:

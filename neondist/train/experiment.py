@@ -270,7 +270,8 @@ class FitExperiment(Registered):
         grid = self.open_grid() if grid is None else grid
         folder = None if output is None else Path(output)
         hooks = [ProgressBar()] if hooks is None else list(hooks)
-        grid.check("run", {"output": output, "resume": resume, "overwrite": overwrite, "init_from": init_from})
+        facts = {"output": output, "resume": resume, "overwrite": overwrite, "init_from": init_from}
+        grid.check("run", facts | {"snapshot": snapshot})
         with opened(hooks):
             room = least_room(grid.world, get_backend(self.model.backend).kernels.room)
             with all_or_none(grid.world):  # all that can be wrong is found before a file of an earlier run is touched

@@ -61,7 +61,9 @@ def fit(
     hooks = list(hooks)
     if getattr(model, "grid", None) is None:
         raise ConfigError(f"{type(model).__name__} is not built yet; call model.build(input_shape, batch_size) first")
-    model.grid.check("fit", {"epochs": epochs, "batch_size": batch_size, "epoch": epoch})
+    names = None if metrics is None else [metric.name for metric in metrics]
+    facts = {"epochs": epochs, "batch_size": batch_size, "epoch": epoch, "seed": seed, "metrics": names}
+    model.grid.check("fit", facts)
     with opened(hooks):
         train_loop(run, hooks, metrics, seed)
     return run.history

@@ -1,5 +1,6 @@
 """Every collective call of models and arrays is compared before it waits for other ranks."""
 
+from inspect import signature
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,25 +71,39 @@ def test_a_rank_that_leaves():
     check_leaving(begin, CALLS)
 
 
-FILES = {"the checkpoint": 0, "the source": 1, "the target": 2, "the labels": 2}
+PLACES = {"experiment": None, "checkpoint": "a.h5", "source": "b.npy", "target": "c.npy", "labels": "c.npy"}
+READ = dict.fromkeys(("checkpoint", "source"), ("0.npy", "1.npy")) | {"block": (None, 4)}
 OF_FILES = {
-    "predict": (nd.train.predict, ["the checkpoint", "the source", "the target"]),
-    "evaluate": (nd.train.evaluate_files, ["the checkpoint", "the source", "the labels"]),
-}
+    nd.train.predict: READ | {"target": ("0.npy", "1.npy"), "overwrite": (False, True), "classes": (False, True),
+                              "probabilities": (False, True), "steps": (None, 2)},
+    nd.train.evaluate_files: READ | {"labels": ("0.npy", "1.npy"), "samples": (None, {})},
+    nd.train.evaluate_checkpoint: {"checkpoint": ("0.npy", "1.npy"), "split": (None, "train"), "pictures": (None, {})},
+}  # fmt: skip
+SAID = {"classes": "outputs", "probabilities": "outputs", "steps": "outputs"}
 
 
-@pytest.mark.parametrize(("call", "what"), [(call, what) for call in OF_FILES for what in OF_FILES[call][1]])
-def test_other_files_on_a_rank(call, what):
+@pytest.mark.parametrize(
+    ("call", "what"), [(call, what) for call, cases in OF_FILES.items() for what in cases],
+    ids=lambda of: getattr(of, "__name__", of),
+)  # fmt: skip
+def test_other_arguments_on_a_rank(call, what):
     def body(world):
-        s, files = begin(world), ["a.h5", "b.npy", "c.npy"]
-        files[FILES[what]] = f"{world.rank}.npy"
-        OF_FILES[call][0](s.experiment, *files, s.grid)
+        s = begin(world)
+        given = {name: value for name, value in PLACES.items() if name in signature(call).parameters}
+        call(**given | {"experiment": s.experiment, "grid": s.grid, what: OF_FILES[call][what][world.rank]})
 
-    with pytest.raises(nd.ConfigError, match=f"rank 1: {what} is 1.npy, but 0.npy on rank 0"):
-        nd.loopback.run(2, body)
+    with pytest.raises(nd.ConfigError, match=f"rank 1: (the )?{SAID.get(what, what)} is .*on rank 0"):
+        nd.loopback.run(2, body, timeout=30.0)
 
 
-@pytest.mark.parametrize(("what", "values"), [("output", ["a", "b"]), ("resume", [False, "auto"])])
+def test_every_argument_of_calls_on_files_is_in_the_table():
+    for call, cases in OF_FILES.items():
+        assert signature(call).parameters.keys() - {"experiment", "grid", "raw"} == cases.keys()  # raw is the default
+
+
+@pytest.mark.parametrize(
+    ("what", "values"), [("output", ["a", "b"]), ("resume", [False, "auto"]), ("snapshot", [None, 3])]
+)
 def test_another_run_on_a_rank(what, values, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -99,6 +114,57 @@ def test_another_run_on_a_rank(what, values, tmp_path, monkeypatch):
     with pytest.raises(nd.ConfigError, match=f"rank 1: {what} is {values[1]}, but {values[0]} on rank 0"):
         nd.loopback.run(2, body)
     assert not list(tmp_path.iterdir())
+
+
+def trained(world, layers=None, given=0.0, cost=None, input_shape=(6, 6, 1), rate=0.1, **how):
+    """Train one that is so."""
+    grid = nd.ProcessGrid(world)
+    model = nd.ConvnetDist(layers or [nd.FCLayerDist(2)], cost=cost, optimizer=nd.SGD(learning_rate=rate), **how)
+    model.build(input_shape, 2, grid)
+    state = model.state()
+    if given:
+        model.load_state({name: array + given * world.rank for name, array in state.items()})
+    x = np.resize(IMAGES, (2, *input_shape))
+    model.train_batch(model.scatter(x), LABELS)
+
+
+def fitted(world, **how):
+    s = begin(world)
+    s.dataset.open(s.grid)
+    nd.fit(s.model, s.dataset, **{"batch_size": 2} | how)
+
+
+def opened(world, augment=(), **how):
+    data = nd.Synthetic(**{"shape": [6, 6, 1], "classes": 2, "train": 4, "test": 2} | how)
+    data.open(nd.ProcessGrid(world), augment=augment)
+
+
+def of_dropout(share):
+    return [nd.DropoutLayerDist(share), nd.FCLayerDist(2)]
+
+
+OTHERS = {
+    "the optimizer is SGD learning_rate: 1.5": (trained, "rate", [0.1, 1.5]),
+    "the seed is 2": (trained, "seed", [1, 2]),
+    "the dtype is float64": (trained, "dtype", ["float32", "float64"]),
+    "the cost is SumSquared": (trained, "cost", [None, nd.SumSquared()]),
+    "the 'fc1' is FCLayerDist": (trained, "input_shape", [(6, 6, 1), (6, 6, 2)]),
+    "the 'dropout1' is .*0.5": (trained, "layers", [of_dropout(0.25), of_dropout(0.5)]),
+    "the checksum of the weights is": (trained, "given", [1.0, 1.0]),
+    "epochs is 2": (fitted, "epochs", [1, 2]),
+    "seed is 2": (fitted, "seed", [1, 2]),
+    r"metrics is \[\]": (fitted, "metrics", [None, []]),
+    "the data set is Synthetic .*seed: 1": (opened, "seed", [0, 1]),
+    r"the augmentation is \[": (opened, "augment", [(), [nd.Flip()]]),
+}
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_another_model_or_data_set_on_a_rank(said):
+    call, what, values = OTHERS[said]
+
+    with pytest.raises(nd.ConfigError, match=f"rank 1: {said}.*on rank 0"):
+        nd.loopback.run(2, lambda world: call(world, **{what: values[world.rank]}), timeout=30.0)
 
 
 @pytest.mark.parametrize("what", ["images", "targets"])

@@ -162,7 +162,34 @@ def of_a_large_tensor(s, wrong):
     s.model.loss(closing_over(weight), s.y, s.tile)
 
 
+def updated(s, wrong, make):
+    """Train for a few steps with the optimiser that a rank makes."""
+    optimizer = make(s.model, wrong)
+    for _ in range(3):
+        s.model.loss(F.mse_loss, s.model(s.tile), s.tile).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_another_rate(model, wrong):
+    optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, lr=0.1)
+    optimizer.param_groups[0]["lr"] += wrong
+    return optimizer
+
+
+def with_other_weights(model, wrong):
+    model(model.scatter(IMAGE))
+    model.load_state_dict({name: value + wrong for name, value in model.state_dict().items()})
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+SUM = r"after \d steps the sum of '0.weight' is"
 DIFFERENT = {
+    f"{SUM} .*but": lambda s, wrong: updated(s, wrong, lambda m, w: torch.optim.SGD(m.parameters(), 0.1 + w)),
+    f"{SUM} -?[0-9]": lambda s, wrong: updated(s, wrong, with_another_rate),
+    f"{SUM} [0-9.]+, but": lambda s, wrong: updated(s, wrong, with_other_weights),
+    "its factor is 2": lambda s, wrong: (s.model.loss(F.mse_loss, s.y, s.tile) * (1 + wrong)).backward(),
+    "the number of batches is 2": lambda s, wrong: list(ndt.loader([IMAGE[0]] * int(1 + wrong), 1, grid=s.grid)),
     "the criterion is closing_over": of_a_large_tensor,
     "path is 1": lambda s, wrong: ndt.save_weights(s.model, f"{wrong:.0f}.safetensors"),
     "the argument lr is": lambda s, wrong: ndt.DistributedOptimizer(s.model, torch.optim.SGD, lr=0.1 + wrong),

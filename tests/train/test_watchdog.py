@@ -179,7 +179,7 @@ DIFFERENCES = {
     ),
     "scheme": (
         {"model": lambda layers, **more: ConvnetDist(layers, scheme="tower", **more)},
-        "rank 0 has 'conv1': scheme halo, but rank 2 has 'conv1': scheme tower",
+        "rank 0 has scheme of 'conv1': halo, but rank 2 has scheme of 'conv1': tower",
     ),
     "samples": (
         {"dataset": lambda: Synthetic((13, 11, 2), classes=4, train=44, test=13)},

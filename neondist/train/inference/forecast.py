@@ -73,7 +73,8 @@ def forecast(
         forecasts cannot be inputs.
     """
     grid = experiment.open_grid() if grid is None else grid
-    grid.check("predict", {"the checkpoint": checkpoint, "the source": source, "the target": target, "steps": steps})
+    given = {"the checkpoint": checkpoint, "the source": source, "the target": target, "steps": steps}
+    grid.check("predict", given | {"overwrite": overwrite})
     dataset, model, path, world = experiment.dataset, experiment.model, Path(checkpoint), grid.world
     with all_or_none(world):
         if not isinstance(dataset, ClimateFiles):

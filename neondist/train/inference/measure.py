@@ -69,7 +69,7 @@ def evaluate_files(
     """
     grid = experiment.open_grid() if grid is None else grid
     facts = {"the checkpoint": checkpoint, "the source": source, "the labels": labels, "block": block}
-    grid.check("evaluate images", facts)
+    grid.check("evaluate images", facts | {"samples": samples is not None})
     beyond = max((metric.beyond for metric in experiment.metrics if isinstance(metric, PerSample)), default=0)
     opened = network(experiment, checkpoint, source, grid, block, None, beyond)
     return _measured(opened, experiment.model, experiment.metrics, labels, grid, samples)
@@ -102,7 +102,8 @@ def evaluate_module(
         As `evaluate_files`.
     """
     grid = ProcessGrid() if grid is None else grid
-    grid.check("evaluate images", {"the source": source, "the labels": labels, "block": block})
+    facts = {"the source": source, "the labels": labels, "block": block, "samples": samples is not None}
+    grid.check("evaluate images", facts)
     opened = trained.opened(source, grid, block, None)
     return _measured(opened, trained.model, all_metrics(None), labels, grid, samples)
 

@@ -91,10 +91,10 @@ def predict(
                 "predict: forecasts are written as whole fields; leave out --classes, --probabilities and --block"
             )
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
-    facts = {"the checkpoint": checkpoint, "the source": source, "the target": target, "block": block}
-    grid.check("predict", facts | {"overwrite": overwrite})
+    kinds, place = kinds_of(raw, probabilities, classes), {"the checkpoint": checkpoint, "the source": source}
+    grid.check("predict", place | _facts(target, kinds, block, overwrite))
     opened = partial(network, experiment, checkpoint, source, grid, block)
-    return _written(opened, Path(target), grid, kinds_of(raw, probabilities, classes), overwrite)
+    return _written(opened, Path(target), grid, kinds, overwrite)
 
 
 def predict_module(
@@ -123,9 +123,15 @@ def predict_module(
         As `predict`.
     """
     grid = ProcessGrid() if grid is None else grid
-    grid.check("predict", {"the source": source, "the target": target, "block": block, "overwrite": overwrite})
+    kinds = kinds_of(raw, probabilities, classes)
+    grid.check("predict", {"the source": source} | _facts(target, kinds, block, overwrite))
     opened = partial(trained.opened, source, grid, block)
-    return _written(opened, Path(target), grid, kinds_of(raw, probabilities, classes), overwrite)
+    return _written(opened, Path(target), grid, kinds, overwrite)
+
+
+def _facts(target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool) -> dict[str, Any]:
+    """Return what all ranks say alike of what is written."""
+    return {"the target": target, "the outputs": kinds, "block": block, "overwrite": overwrite}
 
 
 def _written(

@@ -1,0 +1,36 @@
+"""What ranks must have alike, as text that is the same wherever they say it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+
+from .agree import checksum_of
+
+_FEW = 10  # numbers that are told one by one
+
+
+def text_of(arguments: Mapping[str, object]) -> str:
+    """Return arguments as text: without paths, since data may lie elsewhere on each machine; objects by their class."""
+    kept = {k: v for k, v in arguments.items() if not (k.endswith("path") or isinstance(v, os.PathLike))}
+    return ", ".join(f"{name}: {_text(value)}" for name, value in kept.items())
+
+
+def described(thing: object, arguments: Mapping[str, object]) -> str:
+    """Return the class of an object, and its arguments."""
+    return f"{type(thing).__name__} {text_of(arguments)}".rstrip()
+
+
+def _text(value: object) -> str:
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{text_of(value)}}}"
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        array = np.asarray(value)
+        return _text(array.tolist()) if array.size < _FEW else f"{array.shape} of hash {checksum_of(array):08x}"
+    return type(value).__name__
