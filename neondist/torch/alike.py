@@ -13,7 +13,7 @@ from ..comm import Transport
 from ..errors import ConfigError
 
 DRIFT = 1e-4
-"""By so much of the sum of a tensor's absolute values ranks may differ: processors of several kinds round otherwise."""
+"""By so much, relative to absolute values, sums over weights may differ: processors round in several ways."""
 
 
 def digest_of(plan: Any, program: Any) -> str:
@@ -40,22 +40,26 @@ def versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
 def check_drift(world: Transport, parameters: Mapping[str, torch.Tensor], step: int) -> None:
     """Raise ConfigError on all ranks if they have come to have different weights; collective.
 
-    Sums over each tensor are compared. Gradients are those of all ranks: what differs is how each rank has updated.
+    One number is compared, made of sums over each tensor. Gradients are those of all ranks: what differs is how each
+    rank has updated.
     """
     tensors = {name: p.detach() for name, p in parameters.items() if p.is_floating_point() and not p.is_meta}
     if world.size == 1 or not tensors:
         return
     sums = [torch.stack([p.sum(dtype=torch.float64), p.abs().sum(dtype=torch.float64)]) for p in tensors.values()]
-    mine = torch.stack(sums).cpu().numpy()
-    ends = np.concatenate([mine, -mine]).reshape(-1)
+    totals, sizes = torch.stack([pair.cpu() for pair in sums]).numpy().T
+    sizes = np.maximum(sizes, np.finfo(float).tiny)
+    factors = 1 + np.sqrt(np.arange(1, len(sizes) + 1)) % 1  # so that two tensors do not make up for each other
+    number = factors @ (totals / sizes + np.log(sizes))
+    ends = np.array([number, -number])
     world.allreduce(ends, "max")
-    largest, smallest = ends.reshape(2, -1, 2) * [[[1.0]], [[-1.0]]]
-    apart = (largest - smallest > DRIFT * np.abs(largest[:, 1:])).any(1)
-    if apart.any():
+    if ends.sum() > DRIFT:
+        every = np.array(world.allgather(totals.tolist()))
+        apart = np.abs(every - every[0]).max(0) / sizes
         at = int(apart.argmax())
-        every = world.allgather(float(mine[at, 0]))
-        rank = max(range(world.size), key=lambda other: abs(every[other] - every[0]))
+        rank = int(np.abs(every[:, at] - every[0, at]).argmax())
         raise ConfigError(
-            f"rank {rank}: after {step} steps the sum of {list(tensors)[at]!r} is {every[rank]:.6g}, but {every[0]:.6g}"
-            " on rank 0; update the weights alike on all ranks, with the same optimiser settings and state_dict"
+            f"rank {rank}: after {step} steps the sum of {list(tensors)[at]!r} is {every[rank, at]:.6g}, but"
+            f" {every[0, at]:.6g} on rank 0; update the weights alike on all ranks, with the same optimiser settings"
+            " and state_dict"
         ).on_all_ranks()

@@ -6,6 +6,7 @@ import difflib
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -131,8 +132,7 @@ class BackwardCheck:
         """Compare when the backward pass of a loss begins."""
         if self._grid.size > 1 and loss.requires_grad:
             self._losses += 1
-            call = f"backward of loss {self._losses}"
-            loss.register_hook(lambda gradient: self._begun(call, {"its factor": f"{gradient.item():.5g}"}))
+            loss.register_hook(partial(self._loss_begun, f"backward of loss {self._losses}"))
 
     def from_loss(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor for a loss to read, of which it is noted what the loss sends back."""
@@ -142,6 +142,10 @@ class BackwardCheck:
         alias = tensor.view_as(tensor)
         alias.register_hook(lambda gradient: self._send(gradient, key))
         return alias
+
+    def _loss_begun(self, call: str, gradient: torch.Tensor) -> None:
+        on_host = gradient.device.type == "cpu"  # a GPU would have to finish its work first
+        self._begun(call, {"its factor": f"{gradient.item():.5g}"} if on_host else {})
 
     def _begun(self, call: str, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._grid.check(call, {**self._facts, **facts})

@@ -183,7 +183,7 @@ def with_other_weights(model, wrong):
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
-SUM = r"after \d steps the sum of '0.weight' is"
+SUM = r"after \d steps the sum of '0.(weight|bias)' is"
 DIFFERENT = {
     f"{SUM} .*but": lambda s, wrong: updated(s, wrong, lambda m, w: torch.optim.SGD(m.parameters(), 0.1 + w)),
     f"{SUM} -?[0-9]": lambda s, wrong: updated(s, wrong, with_another_rate),
