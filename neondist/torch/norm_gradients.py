@@ -16,7 +16,7 @@ _NAMES = re.compile("(batch|instance)_norm")
 
 
 def pass_contiguous(y: torch.Tensor, format: torch.memory_format = torch.contiguous_format) -> None:
-    """Let the gradient of a norm's result have a memory format; wrong in PyTorch 2.8 to 2.14 if it has another.
+    """Let the gradient of a norm's result have a memory format; as PyTorch 2.13 needs it to be right.
 
     Gradients of one sample are taken for channels-last ones, or not, by strides that do not tell.
     """
