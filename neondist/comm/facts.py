@@ -1,4 +1,4 @@
-"""What ranks must have alike, as text that is the same wherever they say it."""
+"""Text of arguments, equal on all ranks that have equal ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from .agree import checksum_of
 
-_FEW = 10  # numbers that are told one by one
+_FEW = 10  # numbers that are written one by one
 
 
 def text_of(arguments: Mapping[str, object]) -> str:

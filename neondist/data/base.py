@@ -112,7 +112,7 @@ class Dataset(Registered, ABC):
         ----------
         grid : ProcessGrid
         checked : bool
-            Whether `check` has already been called on every rank.
+            Whether `check` has already been called on every rank, and the arguments been compared.
         augment : sequence of Transform
             Random augmentations of the images of `train` and their label maps, redrawn in every `train.epoch`. Memory
             holds the cells from which a tile may be taken.
@@ -126,9 +126,12 @@ class Dataset(Registered, ABC):
         ConfigError
             If an augmentation does not apply to images of this shape.
         """
-        how = [described(transform, transform.arguments()) for transform in augment]
-        what = described(self, self.arguments())
-        grid.check("open", {"the data set": what, "the augmentation": how, "its seed": seed if augment else None})
+        facts = dict[str, object]()
+        if not checked:
+            facts["the data set"] = described(self, self.arguments())
+            facts["the augmentation"] = [described(transform, transform.arguments()) for transform in augment]
+            facts["its seed"] = seed if augment else None
+        grid.check("open", facts)
         error: Exception | None = None
         try:
             if not checked:

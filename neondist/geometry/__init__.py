@@ -6,13 +6,13 @@ no distributed test can pass.
 """
 
 from .box import Box
-from .gradient_window import GradientWindow, halo_volume
+from .gradient_window import GradientWindow, halo_volume, looking_at
 from .grid_shape import GridShape, StripGrid, grid_shape
 from .plan import HaloPlan, Kinds, Level, Piece, RepartitionPlan, TransferPlan, fold, sources_within
 from .regions import Overlapping, hulls, looked_at, sources
 from .split import Partition, factorisations, split
 from .upsampling import Upsampling
-from .window import Window, narrowed, same_padding
+from .window import Window, same_padding
 
 __all__ = [
     "Box",
@@ -35,7 +35,7 @@ __all__ = [
     "halo_volume",
     "hulls",
     "looked_at",
-    "narrowed",
+    "looking_at",
     "same_padding",
     "sources",
     "sources_within",

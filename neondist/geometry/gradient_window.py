@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .box import Box
 from .split import Partition, split
-from .window import Window, narrowed
+from .window import Window
 
 
 @dataclass(frozen=True, init=False)
@@ -38,16 +38,9 @@ class GradientWindow(Window):
         """Return the output cells of the window that look at the input cells `out`."""
         lo, hi = [], []
         window = self.window
-        slides = zip(window.kernel, window.stride, window.padding, window.dilation, window.span, strict=True)
-        for (a, b), (k, s, (p, _), d, span) in zip(out.axes(), slides, strict=True):
-            first = -((span - 1 - a - p) // s)
-            last = max(first, (b - 1 + p) // s + 1) if b > a else first
-            if d > 1:
-
-                def looks(o: int, lo: int = a + p, hi: int = b + p, s: int = s, d: int = d, k: int = k) -> bool:
-                    return any(lo <= o * s + d * at < hi for at in range(k))
-
-                first, last = narrowed(first, last, looks)
+        slides = zip(window.kernel, window.stride, window.padding, window.dilation, strict=True)
+        for (a, b), (k, s, (p, _), d) in zip(out.axes(), slides, strict=True):
+            first, last = looking_at(a, b, k, s, p, d)
             lo.append(first)
             hi.append(last)
         return Box(tuple(lo), tuple(hi))
@@ -62,6 +55,32 @@ class GradientWindow(Window):
 
     def check(self, extent: Sequence[int]) -> None:
         """Accept every extent that the window has."""
+
+
+def looking_at(
+    lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int, outputs: int | None = None
+) -> tuple[int, int]:
+    """Return the outputs of a window on one axis that look at the cells [lo, hi), from the first to the last.
+
+    Parameters
+    ----------
+    outputs : int, optional
+        Number of the outputs. Default: those before the first and after the last count too.
+    """
+    start, stop = lo + padding, hi + padding
+    first = -((dilation * (kernel - 1) - start) // stride)
+    last = (stop - 1) // stride + 1 if lo < hi else first
+    if outputs is not None:
+        first, last = max(first, 0), min(last, outputs)
+
+    def looks(output: int) -> bool:
+        return any(start <= output * stride + dilation * at < stop for at in range(kernel))
+
+    while first < last and not looks(first):  # dilated windows may jump over the cells
+        first += 1
+    while first < last and not looks(last - 1):
+        last -= 1
+    return first, max(first, last)
 
 
 def halo_volume(partition: Partition, window: Window) -> int:

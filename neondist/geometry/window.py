@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from numbers import Integral
@@ -167,18 +167,6 @@ def same_padding(
         for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True)
     ]
     return tuple((t // 2, t - t // 2) for t in total)
-
-
-def narrowed(lo: int, hi: int, used: Callable[[int], bool]) -> tuple[int, int]:
-    """Return [lo, hi) from the first cell that is used to the last; empty, if none is.
-
-    At its ends dilated windows may jump over some.
-    """
-    while lo < hi and not used(lo):
-        lo += 1
-    while lo < hi and not used(hi - 1):
-        hi -= 1
-    return lo, hi
 
 
 def _several(value: Any) -> TypeGuard[Sequence[Any]]:

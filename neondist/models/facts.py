@@ -1,4 +1,4 @@
-"""What all ranks must have alike in a model."""
+"""Facts of a model that are compared over the ranks."""
 
 from __future__ import annotations
 

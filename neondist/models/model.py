@@ -414,16 +414,6 @@ class Model(LayerModel):
         """Return the part of the whole batch's targets that belongs to this rank's outputs."""
         return local_targets(targets, self.output, batch_size, self.input)
 
-    def _check_call(self, call: str, facts: dict[str, Any]) -> None:
-        """Compare a call over the ranks, and with it a new model, and weights that it was given."""
-        if self._uncompared and self.grid.size > 1:
-            if "weights" in self._uncompared:
-                facts["the checksum of the weights"] = f"{checksum_of_weights(self.built):08x}"
-            if "model" in self._uncompared:
-                facts |= {f"the {name}": said for name, said in facts_of(self, self.compiled).items()}
-        self.grid.check(call, facts)
-        self._uncompared.clear()
-
     # Values to keep.
 
     def state(self) -> dict[str, Any]:
@@ -494,6 +484,16 @@ class Model(LayerModel):
                     f"layer '{layer.name}' ({type(layer).__name__}) is {kind}, but {type(self).__name__} is not;"
                     " use the layer's twin, or nd.distribute"
                 )
+
+    def _check_call(self, call: str, facts: dict[str, Any]) -> None:
+        """Compare a call over the ranks, and with it a new model, and weights that it was given."""
+        if self._uncompared and self.grid.size > 1:
+            if "weights" in self._uncompared:
+                facts["the checksum of the weights"] = f"{checksum_of_weights(self.built):08x}"
+            if "model" in self._uncompared:
+                facts |= {f"the {name}": said for name, said in facts_of(self, self.compiled).items()}
+        self.grid.check(call, facts)
+        self._uncompared.clear()
 
     def _samples(self, x: Any, batch_size: int | None) -> int:
         """Return the number of samples over all replicas, and check that this rank's share of them came."""

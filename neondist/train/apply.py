@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -64,9 +65,8 @@ def evaluate_checkpoint(
     """
     if split is not None:
         choice("split", split, SPLITS)
-    with opened_for_evaluation(experiment, grid, split) as (model, dataset):
-        facts = {"the checkpoint": checkpoint, "split": split, "pictures": pictures is not None}
-        model.grid.check("evaluate_checkpoint", facts)
+    facts = {"the checkpoint": checkpoint, "pictures": pictures is not None}
+    with opened_for_evaluation(experiment, grid, split, facts) as (model, dataset):
         if split is None:
             split = "test" if "test" in dataset.splits else "validation"
         with opened(Path(checkpoint), model.grid.world) as file:
@@ -85,12 +85,21 @@ def evaluate_checkpoint(
 
 @contextmanager
 def opened_for_evaluation(
-    experiment: FitExperiment, grid: ProcessGrid | None = None, split: str | None = None
+    experiment: FitExperiment,
+    grid: ProcessGrid | None = None,
+    split: str | None = None,
+    facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[tuple[TrainableModel, Dataset]]:
-    """Open an experiment's data and build its model, without its weights; collective, and raises what `run` does."""
+    """Open an experiment's data and build its model, without its weights; collective, and raises what `run` does.
+
+    Parameters
+    ----------
+    facts : dict of str to object
+        Other arguments that all ranks must have in common.
+    """
     grid = experiment.open_grid() if grid is None else grid
     model, dataset = experiment.model, experiment.dataset
-    grid.check("evaluate")
+    grid.check("evaluate", {"split": split, **facts})
     with all_or_none(grid.world):
         plan = validate(experiment, grid.size, grid.shape)
         lines = outline(experiment, plan)

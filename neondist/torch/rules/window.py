@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...geometry import narrowed
+from ...geometry import looking_at
 from .. import volumes
 from ..convolution import conv as convolved
 from ..layout import Atom, Layout, axes_of, local_shape, replaced
@@ -36,13 +36,7 @@ class Sliding(NamedTuple):
 
     def reached(self, lo: int, hi: int, n: int) -> tuple[int, int]:
         """Return which of n cells reach the results [lo, hi) where the window is transposed, from first to last."""
-        lo, hi, step = lo + self.padding, hi + self.padding, self.stride
-        (a, b), _ = clipped(-((self.dilation * (self.kernel - 1) - lo) // step), (hi - 1) // step + 1, n)
-
-        def reaches(cell: int) -> bool:
-            return any(lo <= cell * step + self.dilation * at < hi for at in range(self.kernel))
-
-        found = narrowed(a, b, reaches)
+        found = looking_at(lo, hi, *self, n)
         return found if found[0] < found[1] else (0, 0)
 
 

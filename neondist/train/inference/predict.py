@@ -91,8 +91,8 @@ def predict(
                 "predict: forecasts are written as whole fields; leave out --classes, --probabilities and --block"
             )
         return forecast(experiment, checkpoint, source, target, grid, steps, overwrite)
-    kinds, place = kinds_of(raw, probabilities, classes), {"the checkpoint": checkpoint, "the source": source}
-    grid.check("predict", place | _facts(target, kinds, block, overwrite))
+    kinds, read = kinds_of(raw, probabilities, classes), {"the checkpoint": checkpoint, "the source": source}
+    grid.check("predict", read | _facts(target, kinds, block, overwrite))
     opened = partial(network, experiment, checkpoint, source, grid, block)
     return _written(opened, Path(target), grid, kinds, overwrite)
 
@@ -130,7 +130,7 @@ def predict_module(
 
 
 def _facts(target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool) -> dict[str, Any]:
-    """Return what all ranks say alike of what is written."""
+    """Return the facts of the output to compare over the ranks."""
     return {"the target": target, "the outputs": kinds, "block": block, "overwrite": overwrite}
 
 
