@@ -38,7 +38,7 @@ losses: .venv/test
 zoo: .venv/test
 	OMP_NUM_THREADS=1 NEONDIST_ZOO=all NEONDIST_CASES=all $(BIN)/python -m pytest -n 0 tests/torch/test_zoo.py tests/torch/test_volumes_of_modules.py
 
-# half an hour: all tests; of the long ones and of their cases `make test` runs a quarter, by NEONDIST_SEED
+# half an hour: all tests; of the long ones and of their cases `make test` runs a sixth, by NEONDIST_SEED
 all-cases: .venv/test
 	OMP_NUM_THREADS=1 NEONDIST_CASES=all $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

@@ -17,7 +17,7 @@ CHOSEN = {
     2: (18, f"{SMALL} or collectives or redistribution or graphs or backends or error"),
     3: (4, "collectives or redistribution or watched or error"),
     4: (32, ""),
-    6: (7, "views or everything or grids"),
+    6: (7, "views or grids or everything and invariance"),
 }
 """by number of ranks, how many tests at least, and which: all of four, with rows and columns; of others what differs"""
 WITH_TORCH = 2

@@ -90,6 +90,7 @@ def wait_for(condition, seconds=120):
         time.sleep(0.001)
 
 
+@pytest.mark.long
 def test_killed_at_any_moment(folder):
     rng = random.Random(6)
     checkpoint = folder / "out" / "checkpoint.h5"

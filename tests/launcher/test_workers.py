@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from cli_runs import call, neondist
 
 from neondist.cli import main
@@ -52,6 +53,7 @@ class Fails(nd.Activation):
 """
 
 
+@pytest.mark.long
 def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path, capsys):
     (tmp_path / "job.yaml").write_text(EXPERIMENT)
     (tmp_path / "fails.py").write_text(FAILS)

@@ -135,6 +135,7 @@ def lay(folder, files):
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("suffix", KINDS)
+@pytest.mark.long
 def test_ends_before_every_call(tmp_path, suffix, overwrite):
     pytest.importorskip(PACKAGES.get(suffix, "numpy"))
     x = np.random.default_rng(0).random(SHAPE, "float32")
