@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..comm import all_or_none
 from ..errors import ConfigError
 from ..geometry import split
 from ..io.checkpoint.sync_state import GROUP as SYNCHRONISATION
-from ..parallel import Flag, SyncState
+from ..parallel import Flag, ParameterShard, SyncState
 from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
 from .module import DistributedModule
@@ -77,6 +77,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         self.grid, self.strategy, self._order = grid, planned.strategy, list(tensors)
         self.optimizer = made.made(self.parameters.updated[name] for name in self._order)
+        self._overflow: torch.Tensor | None = None
+        if self.parameters.owned_names:
+            # GradScaler looks at the gradients that a rank owns, perhaps at none, and has to skip on all ranks or none
+            self._overflow = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
+            self.optimizer.param_groups[-1]["params"].append(self._overflow)
         self._fixed = False
         super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
         self._fixed = True
@@ -104,6 +109,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.grid.check("DistributedOptimizer.step")
         with self.parameters.updating():
             self.optimizer.step()
+        if self._overflow is not None:
+            self.optimizer.state.pop(self._overflow, None)
+            self._overflow.grad = None
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -137,18 +145,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self.grid.check("DistributedOptimizer.state_dict")
         state: dict[int, dict[str, Any]] = {at: {} for at in range(len(self._order))}
-        for shard, array in self.parameters.slots_kept_by(self.optimizer):
+        for shard, array in self.slots():
             name, _, slot = shard.name.rpartition("/")
             state[self._order.index(name)][slot] = torch.from_numpy(shard.gather(array))
         groups = self.optimizer.state_dict()["param_groups"]
+        if self._overflow is not None:
+            groups[-1]["params"].pop()
         found = {"state": {at: slots for at, slots in state.items() if slots}, "param_groups": groups}
         sync = {one.name: self._of_all(one) for one in self.parameters.compressed.state()}
         return found | ({SYNCHRONISATION: sync} if sync else {})
 
+    def slots(self, names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
+        """Return what the optimiser keeps of this rank's parts, made now if it is among `names`, 'PARAMETER/SLOT'."""
+        if self._overflow is not None:
+            self._overflow.grad = None  # a step that makes slots is none for it
+        begin_slots(self.parameters.updated, self.optimizer, names)
+        return self.parameters.slots_kept_by(self.optimizer)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict` saved on any number of ranks and with any strategy, or in one process."""
         parameters, saved = self.parameters, {self._order[at]: slots for at, slots in state_dict["state"].items()}
-        begin_slots(parameters.updated, self.optimizer, (f"{name}/{slot}" for name in saved for slot in saved[name]))
+        self.slots(f"{name}/{slot}" for name in saved for slot in saved[name])
         state = {}
         for name, slots in saved.items():
             (shard, share), mine = parameters.shards[name], parameters.updated[name]
@@ -159,7 +176,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 else value
                 for slot, value in slots.items()
             }
-        self.optimizer.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
+        groups = [{**group, "params": [*group["params"]]} for group in state_dict["param_groups"]]
+        if self._overflow is not None:
+            groups[-1]["params"].append(sum(len(group["params"]) for group in groups))
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
         for one in self.parameters.compressed.state():
             self._restore(one, state_dict.get(SYNCHRONISATION, {}).get(one.name))
@@ -219,10 +239,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.parameters.sum_gradients(for_update=True)
         if self._sums is not None:
             self.parameters.grads += self._sums
-        overflow = self.parameters.sync.header[Flag.NON_FINITE]  # on some rank
+        if self._overflow is not None:
+            found = self.parameters.sync.header[Flag.NON_FINITE]  # on some rank
+            self._overflow.grad = torch.full_like(self._overflow, torch.inf if found else 0)
         for name, (_, share) in self.parameters.shards.items():
             if share is not None:
                 self.parameters.tensors[name].grad = None
-                part = self.parameters.updated[name].grad
-                if overflow and part is not None:  # GradScaler, which looks at what a rank owns, has to skip on all
-                    part.fill_(torch.inf)

@@ -103,9 +103,7 @@ class ModuleScript(ScriptModel):
         names = [name.removeprefix(f"{MODULE}/") for name in slots]
         found: list[tuple[ParameterShard, Any]] = []
         if isinstance(self.optimizer, DistributedOptimizer):
-            parameters = self.optimizer.parameters
-            begin_slots(parameters.updated, self.optimizer.optimizer, names)
-            found = parameters.slots_kept_by(self.optimizer.optimizer)
+            found = self.optimizer.slots(names)
         elif self.optimizer is not None:
             tensors = dict(self.module.named_parameters())
             begin_slots(tensors, self.optimizer, names)

@@ -176,9 +176,9 @@ def test_tf32_is_switched_on_for_a_pass():
         assert [each.allow_tf32 for each in switches] == before
 
 
-@pytest.mark.parametrize("strategy", ["AllReduce", "ShardedOptimizer"])
+@pytest.mark.parametrize("strategy", ["AllReduce", "ShardedOptimizer", "PS", "PartitionedPS"])
 def test_gradscaler_skips_on_all_ranks(strategy):
-    """In a loop of one's own, though each rank looks at the gradients that it owns."""
+    """In a loop of one's own, though each rank looks at the gradients that it owns: at none, under PS."""
     labels = torch.tensor([0, 1, 2, 3])
 
     def body(transport):
