@@ -15,9 +15,9 @@ from .io.files import write_text
 from .io.regular_file import read_bytes
 
 SPEED = 2e10
-"""floating point operations per second of a rank, where nobody says"""
+"""default floating point operations per second of a rank"""
 SAMPLES = 32
-"""of a replica in a step, where nobody says"""
+"""default number of samples of a replica in a step"""
 _REMEDY = "docs/predicting.md has two examples"
 
 

@@ -18,7 +18,7 @@ from .job import detect
 
 _CONTROL = Path("/sys/fs/cgroup")
 _FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-_SURELY_FITS = 1 << 26  # bytes for which nobody needs to ask the machine
+_SURELY_FITS = 1 << 26  # bytes that fit without asking the machine
 
 
 def require_room(needed: int, what: str, remedy: str, free: Callable[[], int | None] | None = None) -> None:

@@ -39,7 +39,7 @@ class Observer:
 
 
 class Observers:
-    """All that watch one grid's ranks; at first nobody does, and the cost is one `if`."""
+    """Observers of one grid's ranks; without any, the cost is one `if`."""
 
     def __init__(self) -> None:
         self.watching: tuple[Observer, ...] = ()

@@ -121,7 +121,7 @@ class LossScaler:
             self.scale, self.good = min(2 * self.scale, LARGEST), 0
 
     def begin_epoch(self) -> None:
-        """Count skipped steps anew."""
+        """Reset the count of skipped steps."""
         self.skipped = 0
 
     def state(self) -> dict[str, float]:

@@ -78,7 +78,7 @@ class Signals:
             signal.signal(*self._before.popitem())
 
     def give_up(self) -> None:
-        """Let SIGTERM and SIGUSR1 end the process, as those do that nobody hears, and one that came already."""
+        """Restore the default action of SIGTERM and SIGUSR1, also for a signal that has already arrived."""
         numbers = [number for number in self._before if number != signal.SIGINT]
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)

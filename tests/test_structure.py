@@ -37,7 +37,7 @@ DEFINED = WORDS | {"position", "seen", "same", "carry", "copies", "ahead", "bord
 """no module, class or function; the rest of a program may well use such words"""
 PHRASES = re.compile(
     r"travels? home|\bcouriers?\b|\bbooked\b|said is above|defect of neondist|goes with --|words of the script"
-    r"|cannot be used; give|has to return|\beager's"
+    r"|cannot be used; give|has to return|\beager's|\b[Nn]obody\b|\banew\b"
 )
 
 
@@ -301,6 +301,7 @@ BAD = {
         "def courier(self): pass",
         "array.border.scheme",
         "'it travels home'",
+        "'waits for nobody'",
         "def same(a, b): pass",
         "class Entry: pass",
         "spread = 1",

@@ -224,7 +224,7 @@ def _by_layer(model: TrainableModel, grid: ProcessGrid, train: Any, count: int) 
     for account, number in (model.ledger() - before).items():
         if account.kind in HALOS:
             moved[plan.row_of(account.layer)] += number * account.nbytes
-    told = {row for row, _ in seconds}  # on one rank, nobody tells of a module's steps: the module itself runs
+    told = {row for row, _ in seconds}  # on one rank a module's steps are not observed: the module itself runs
     rows = list(dict.fromkeys([*(name for name in names if name in told), *(row for row, _ in seconds)]))
     mine = {(row, kind): seconds[row, kind] / count for row in rows for kind in KINDS}
     all_ranks = grid.world.allgather((mine, moved))

@@ -25,15 +25,15 @@ from .complete import complete
 __all__ = ["main"]
 
 _NO_OUTPUT = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO
-"""What a pipe that nobody reads from, or a full disk, says to a print."""
+"""Errors of a print to a closed pipe or a full disk."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 done, 2 the input is wrong, 75 stopped with a checkpoint, 130 interrupted, 141 nobody reads on. Anything else is a
-    defect: its traceback, and exit code 1. Without `argv`, the process is the command: it takes the words from there,
-    and hears signals until it has ended.
+    0 done, 2 invalid input, 75 stopped with a checkpoint, 130 interrupted, 141 the output was closed. Anything else is
+    a defect: its traceback, and exit code 1. Without `argv`, the process is the command: it reads sys.argv, and handles
+    signals until it ends.
     """
     if argv is not None:
         signals = Signals().listen()

@@ -154,7 +154,7 @@ class HostPool:
         self._failed: dict[str, float] = {}
 
     def refresh(self) -> None:
-        """Read the list anew."""
+        """Reread the list."""
         try:
             self.listed, self.error = self._read(), ""
         except ConfigError as error:

@@ -18,7 +18,7 @@ class Effects:
 
     An exception that nothing catches prints its traceback and ends the job on all ranks, instead of leaving the others
     to wait for ever; and so does the end of the program on some ranks, while others are in another call. Ranks on one
-    machine share its cores, if nobody has set the number of threads.
+    machine share its cores, unless the number of threads is set.
 
     Attributes
     ----------

@@ -70,7 +70,7 @@ class _World:
             raise self._nothing_comes(sender, rank)
 
     def end(self, rank: int) -> None:
-        """Take note that a rank has ended; nobody waits for it any more."""
+        """Record that a rank has ended, and release those that wait for it."""
         with self.turns.lock:
             self._ended.add(rank)
             for box in [box for box, sender in self._waiting.items() if sender == rank]:
@@ -130,7 +130,7 @@ class LoopbackTransport(Transport):
         return pickle.loads(self._take(peer))
 
     def _put(self, peer: int, value: Any) -> None:
-        """Put a value that nobody changes into the mailbox of `peer`."""
+        """Put a value that is not modified later into the mailbox of `peer`."""
         self.world.put(self.group.box(self.rank, peer), value)
 
     def _take(self, peer: int) -> Any:

@@ -116,7 +116,7 @@ class MPITransport(Transport):
         return self._proven
 
     def share_cores(self) -> Callable[[], None]:
-        """Let a script's ranks on one machine share its cores, if nobody has said how many threads they shall use."""
+        """Let a script's ranks on one machine share its cores, unless the number of threads is set."""
         job = detect(os.environ)
         if job is None or not job.local_size:
             return super().share_cores()
@@ -150,7 +150,7 @@ class MPITransport(Transport):
         return self.closed or bool(self.mpi.Is_finalized()) or not self.comm
 
     def close(self) -> None:
-        """Free the communicator, if it is a part that nobody else has open; collective."""
+        """Free the communicator, if it is a part without other users; collective."""
         if not self.closed:
             super().close()
             if self.part is not None:

@@ -31,7 +31,7 @@ class Redistribution:
         self.plan = RepartitionPlan.of(source, target, rank)
 
     def forward(self, array: Any) -> Any:
-        """Return this rank's target box of the array, given its source box; cells that nobody holds are 0; collective.
+        """Return this rank's target box of the array, given its source box; cells without an owner are 0; collective.
 
         What several ranks hold comes from one of them.
         """

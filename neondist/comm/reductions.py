@@ -18,7 +18,7 @@ GROUPS = ("world", "tiles", "replicas")
 
 
 def group_of(tiled: bool, replicas: bool) -> str | None:
-    """Return the group whose ranks add up what each counted in its own cells; None: nobody has more.
+    """Return the group whose ranks add up what each counted in its own cells; None: no other rank has any.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class Reductions:
     recorded : Counter of (direction, group, bytes)
         How often an array of so many bytes was reduced; groups of one rank send nothing, and are left out.
     moved : Counter of (direction, group, peer, bytes)
-        How often so many bytes of an array that is cut anew were sent to a rank of the group.
+        How often so many bytes of a redistributed array were sent to a rank of the group.
     """
 
     def __init__(self, grid: ProcessGrid) -> None:
@@ -157,6 +157,6 @@ class Reductions:
 
     @property
     def bytes_reduced(self) -> int:
-        """Bytes of all arrays that this rank has given into reductions, or sent to cut an array anew."""
+        """Bytes of all arrays that this rank has given into reductions, or sent to redistribute an array."""
         moved = sum(count * nbytes for (*_, nbytes), count in self.moved.items())
         return moved + sum(count * nbytes for (_, _, nbytes), count in self.recorded.items())

@@ -149,7 +149,7 @@ class Request(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the array holds the sum; until then nobody may touch it."""
+        """Return when the array holds the sum; until then it must not be accessed."""
 
 
 class Done(Request):
@@ -218,7 +218,7 @@ class Transport(ABC):
         self.closed = True
 
     def share_cores(self) -> Callable[[], None]:
-        """Let ranks on one machine share its cores, if nobody has set the threads; return what takes that back."""
+        """Let ranks on one machine share its cores unless threads are set by the user; return a function to undo it."""
         return lambda: None
 
     @abstractmethod
@@ -254,7 +254,7 @@ class Transport(ABC):
         Returns
         -------
         list of np.ndarray
-            Contiguous, and nobody else's.
+            Contiguous, and not shared.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ Total: TypeAlias = Callable[[Any], Any]
 
 
 def alone(array: Any) -> Any:
-    """Return the array: the total where nobody shares the samples."""
+    """Return the array: the total if no other rank shares the samples."""
     return array
 
 

@@ -1,7 +1,7 @@
 """This rank's part of a data set in one HDF5 file, rebuilt whenever it may be out of date.
 
 A cache is only ever a copy: it is used if its fingerprint (sources, tile, grid, format) and its checksums are right,
-and made again otherwise. It is written beside its final name and renamed, so that nobody ever sees half of one.
+and made again otherwise. It is written beside its final name and renamed, so that a partial one is never visible.
 """
 
 from __future__ import annotations

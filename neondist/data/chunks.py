@@ -9,7 +9,7 @@ from ..geometry import split
 
 _LEAST, _MOST = 1 << 14, 1 << 20  # bytes of a chunk: below, its own cost counts; above, a tile's border does
 _PIECES = 256  # chunks of an image between these bounds
-_SMALL = 1 << 16  # bytes of an image that nobody cuts into rows of tiles
+_SMALL = 1 << 16  # bytes of an image too small to be cut into rows of tiles
 _EXCESS = {2: 1.09, 4: 1.2}  # what so many tiles along one axis may read in all; 2 x 2 tiles then read 1.19
 
 

@@ -28,7 +28,7 @@ class ChunkCache:
         return found
 
     def put(self, key: Hashable, chunk: np.ndarray) -> None:
-        """Keep a chunk instead of those that nobody has used for longest."""
+        """Keep a chunk instead of the least recently used ones."""
         self._chunks[key] = chunk
         self._held += chunk.nbytes
         while self._held > self.nbytes:

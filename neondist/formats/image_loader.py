@@ -132,7 +132,7 @@ class Loader:
             return found | ({"EXIF": exif} if exif else {})
 
     def _mode_of(self, path: Path, image: Any) -> str:
-        """Return what an image is kept as, where nobody asks for another mode."""
+        """Return the mode in which an image is kept by default."""
         mode = image.mode
         wanted = _WITH_ALPHA.get(mode, mode) if image.has_transparency_data else {"1": "L", "P": "RGB"}.get(mode, mode)
         if wanted not in _KEPT:

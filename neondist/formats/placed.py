@@ -1,7 +1,7 @@
 """Sinks whose cells lie in the file as they are, so that any rank, thread or later process writes its own in place.
 
-A library makes the file, of full length and with nothing in it; where its blocks lie is noted beside it. Then nobody
-needs the library any more: a box is written by pwrite, which waits for no other rank, and whatever was written before a
+A library makes the file, of full length and empty; the offsets of its blocks are noted beside it. From then on the
+library is not needed: a box is written by pwrite, which waits for no other rank, and whatever was written before a
 process was killed is there.
 """
 

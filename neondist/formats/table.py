@@ -31,8 +31,8 @@ class Format:
     name : as people call it
     suffixes : of its files, lower case, with the dot
     source, sink : callable, or 'MODULE:NAME' that is imported when it is needed, or None
-        source(path, inside, level, axes) returns a TileSource; `inside` names the array in the file, '' if nobody did,
-        and `axes` are its axes as they lie in the file, None if nobody said. sink(path, shape, dtype, axes, chunks)
+        source(path, inside, level, axes) returns a TileSource; `inside` names the array in the file, '' if not given,
+        and `axes` are its axes as they lie in the file, None if not given. sink(path, shape, dtype, axes, chunks)
         returns a TileSink; like, overwrite, resume, grid and options of the format come by name.
     package : the library it needs, or ''
     """

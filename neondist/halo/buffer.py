@@ -106,7 +106,7 @@ class HaloBuffer:
             part[...] = self.cells[index]
 
     def restored(self, slot: Any, place: Any, write: Callable[[Any], None]) -> Any:
-        """Return the view anew, in other memory: `write` fills in the tile, `keep_border` had its `place`."""
+        """Rebuild the view in other memory: `write` fills in the tile, `keep_border` had its `place`."""
         cells = self._new(slot)
         for index, part in self._border(place):
             cells[index] = part

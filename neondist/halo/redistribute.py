@@ -1,4 +1,4 @@
-"""Activations that are there already, cut anew: for another grid, or whole."""
+"""Redistribution of existing activations: to another grid, or to whole arrays."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class GenerationLog:
     folder : Path
         Of the run.
     resumed : bool
-        The log of the run that goes on is continued; else it begins anew.
+        The log of a resumed run is continued; otherwise it is rewritten.
 
     Attributes
     ----------

@@ -63,7 +63,7 @@ class Lock:
     def release(self) -> None:
         """Let others have the folder."""
         with suppress(OSError):
-            self.path.unlink()  # before the lock is gone, so that nobody else's file is removed
+            self.path.unlink()  # before the lock is released, so that no other process's file is removed
         with suppress(OSError):
             os.close(self._descriptor)
 

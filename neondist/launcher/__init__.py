@@ -5,7 +5,7 @@
 ranks: where a command's ranks come from: an MPI job, mpirun, threads of this process, or this process alone.
 launch: mpirun with the same command; what its ranks are told. mpirun: which one, and its options. pinning: their cores.
 supervise: signals go to mpirun, its exit code comes back. filter_mpirun: its output, less its own messages.
-parent_watch: nobody outlives the process that has started it. cleanup: nor do files; `comm.segments`: in the ranks.
+parent_watch: no process outlives its parent. cleanup: nor do files; `comm.segments`: in the ranks.
 members: the hosts of a job, and how many ranks. generations: after a loss, or a change of hosts, the job goes on.
 restarts: from which checkpoint. snapshots: until when nodes keep theirs.
 fork_server: processes of a job with servers that have no imports left to do.

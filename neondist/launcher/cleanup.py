@@ -1,7 +1,7 @@
 """A job's files go with it, even if mpirun or this process is killed: Open MPI's.
 
 mpirun removes its session files and the ranks' shared memory in the end, unless it is killed. So both get folders of
-their own, and a process that nobody knows waits at a pipe until this process and mpirun are gone, and removes them.
+their own, and an unrelated process waits at a pipe until this process and mpirun are gone, and removes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .mpirun import Mpirun
 SHARED_MEMORY = Path("/dev/shm")
 USERS = "NEONDIST_TMPDIR"
 """What the user has for TMPDIR, for the ranks."""
-# without a word, something was killed: a rank that starts MPI may make the folders anew before it ends too
+# without a word, something was killed: a rank that starts MPI may recreate the folders before it ends, too
 _REMOVE = 'read word; rm -rf -- "$@"; [ "$word" ] && exit; for i in 1 2 3 4 5 6; do sleep 1; rm -rf -- "$@"; done'
 
 

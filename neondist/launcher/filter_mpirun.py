@@ -111,7 +111,7 @@ class Filter:
 
 
 def _write(target: int, data: bytes) -> None:
-    """Write all; where nobody reads on, or the disk is full, nothing: the job must not wait, or end, for that."""
+    """Write all; nothing if the reader is gone or the disk is full: the job must not wait, or end, for that."""
     with suppress(OSError):
         while data:
             data = data[os.write(target, data) :]

@@ -1,4 +1,4 @@
-"""Nobody outlives the process that has started it: mpirun goes with `neondist run -n N`, a rank with mpirun.
+"""No process outlives its parent: mpirun ends with `neondist run -n N`, a rank with mpirun.
 
 MPI would let a rank compute on until it talks to another one.
 """

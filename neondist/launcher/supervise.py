@@ -82,7 +82,7 @@ def supervise(
             env=dict(env),
             pass_fds=inherited,
             stdin=subprocess.DEVNULL,
-            stdout=None if os.isatty(1) else subprocess.PIPE,  # mpirun ends the job where nobody reads on
+            stdout=None if os.isatty(1) else subprocess.PIPE,  # mpirun ends the job if its output is closed
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches it once, through us
             preexec_fn=end_child_with_us(),

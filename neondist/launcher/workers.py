@@ -53,7 +53,7 @@ def _load() -> None:
 
 
 def open_forks(arguments: argparse.Namespace) -> AbstractContextManager[ForkServer | None]:
-    """Return what forks the processes of a job whose model is one of PyTorch; it yields None if they are started anew.
+    """Return a context of the fork server of a job with a PyTorch model; it yields None if processes are not forked.
 
     Open it before the model is loaded. In any `neondist` command it lets modules be imported that the model needs.
     """

@@ -89,7 +89,7 @@ class LayerDescription(Node):
     layout : type
         How it has vectors: Replicate, whole on each rank of a replica, or Shard, each rank its range of the features.
         With Shard it gets such a range, and what its `forward` makes of a whole sum, feature by feature, it makes of a
-        range. A class with a `forward` of its own says anew what it gives.
+        range. A class with its own `forward` declares its outputs again.
     """
 
     scheme: ExchangePolicy | None

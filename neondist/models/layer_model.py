@@ -54,7 +54,7 @@ class LayerModel(TrainableModel):
 
     @property
     def bytes_summed(self) -> int:
-        """Bytes that this rank has given into sums over ranks, or sent so that vectors are cut anew, since `build`."""
+        """Bytes that this rank has given into sums over ranks, or sent to redistribute vectors, since `build`."""
         return sum(reductions.bytes_reduced for _, reductions in self._reductions())
 
     def ledger(self) -> Ledger:

@@ -39,7 +39,7 @@ class Trainable(Protocol):
     momentum : float or None
         Of the next step; None: the optimiser's own.
     num_initial_epochs : int
-        Epochs after which the optimiser begins anew.
+        Epochs after which the optimiser is reset.
     stages : sequence
         A model's stages, or the stage alone.
     """
@@ -225,7 +225,7 @@ class TrainableModel(Registered, Trainable, ABC):
         """Return this rank's tile of the output for its tile of the images."""
 
     def trial_batch(self, dataset: Dataset) -> tuple[Any, Any]:
-        """Return images and labels of this rank, for steps that nobody but a clock looks at; the model is built."""
+        """Return images and labels of this rank, for steps that are only timed; the model is built."""
         dataset.open(self.grid)
         lo, hi = self.grid.sample_range(self.batch_size)
         numbers = np.arange(lo, hi) % len(dataset.train)
@@ -288,7 +288,7 @@ class TrainableModel(Registered, Trainable, ABC):
     @property
     @abstractmethod
     def bytes_summed(self) -> int:
-        """Given into sums, or sent so that vectors are cut anew."""
+        """Bytes given into sums, or sent to redistribute vectors."""
 
     @abstractmethod
     def ledger(self) -> Ledger:

@@ -65,7 +65,7 @@ class GradientSync(ABC):
         self.good: Any = True
 
     def begin(self) -> None:
-        """Take note that a step fills the gradients anew."""
+        """Record that a step overwrites the gradients."""
         self.good = True
 
     def note(self, good: Any) -> None:
@@ -92,7 +92,7 @@ class GradientSync(ABC):
         self.header[Flag.NON_FINITE] += xp.logical_not(self.good)
 
     def _check_own(self) -> None:
-        """Take note of the gradients of this tile's own parameters, which nobody else sees."""
+        """Record the gradients of this tile's own parameters, which no other rank has."""
         if self.shared < len(self.grads):
             self.note(finite(self.grads[self.shared :]))
 

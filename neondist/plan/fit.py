@@ -75,7 +75,7 @@ def compile_plan(
 
 
 def _idle(chain: Sequential, graph: Graph) -> int:
-    """Return how many first nodes have nothing to train: nobody needs a gradient of what they give."""
+    """Return how many first nodes have nothing to train: the gradients of their outputs are not needed."""
     for at, step in enumerate(graph.steps):
         if step.layer is not None:
             with _named(chain, step.layer):

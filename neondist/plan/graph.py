@@ -134,7 +134,7 @@ class Graph:
         return step.layer is not None and step.layer.layout is Shard and len(self.shapes[step.inputs[0]]) == 1
 
     def redistributions(self, step: Step, needed: bool = True) -> list[Cut]:
-        """Return how vectors are cut anew for a step, forward and backward.
+        """Return how vectors are redistributed for a step, forward and backward.
 
         Parameters
         ----------

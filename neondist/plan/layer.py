@@ -89,7 +89,7 @@ class LayerPlan:
     gradient : bool
         Whether the gradient of its input is needed in training: not that of the images.
     redistributions : list of Cut
-        How vectors are cut anew for it; what becomes cut sums is not reduced beside.
+        How vectors are redistributed for it; sums that become partitioned are not reduced as well.
 
     Attributes
     ----------

@@ -202,7 +202,7 @@ class Plan(Sequence[LayerPlan]):
         return {name: count for name, count in found.items() if count}
 
     def redistributed(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
-        """Return the bytes that a rank sends in a training step so that vectors are cut anew, by layer.
+        """Return the bytes that a rank sends in a training step to redistribute vectors, by layer.
 
         Under 'gradients': gradients that it sends to their owners, and values that it owns and sends to all.
         """

@@ -264,7 +264,7 @@ class Stream:
         # it counts own cells, whether anybody reads them
         counted = {step.output for at, step in enumerate(graph.steps) if {at, graph.absorbed.get(at)} & counts}
         found = trace(graph, outputs, self._needed, {value: own[value] for value in counted})
-        return [hulls(found[0], own[0]), *found[1:]]  # what nobody looks at is somebody's too
+        return [hulls(found[0], own[0]), *found[1:]]  # cells outside of all windows have an owner, too
 
     def _needed(self, layer: Layer, outputs: Partition, value: int) -> Partition:
         shape = self.graph.shapes[value]

@@ -33,7 +33,7 @@ class Blocks:
     made : int
         How many there are.
     free : list of int
-        The numbers of those that nobody uses.
+        The numbers of the unused ones.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Blocks:
         self.length = max(self.length, length)
 
     def take(self) -> int:
-        """Return the lowest number that nobody uses: most passes use the same memory."""
+        """Return the lowest unused number: most passes use the same memory."""
         if self.most is not None:
             self.backend.kernels.give_back_freed(self.most)
         if self.free:
@@ -65,7 +65,7 @@ class Blocks:
         return self.made - 1
 
     def give_back(self, number: int) -> None:
-        """Take note that nobody uses it any more."""
+        """Mark it as unused."""
         self.free.append(number)
 
     def block(self, number: int, samples: int, length: int) -> Any:

@@ -155,7 +155,7 @@ class Executor:
         Parameters
         ----------
         wanted : bool
-            False: nobody needs the gradient of the input.
+            False: the gradient of the input is not needed.
         done : callable, optional
             Is called for each layer when its gradients are complete.
         close : bool

@@ -111,7 +111,7 @@ class LayerTask(Task):
         return self._settled(ctx, view, y)
 
     def _settled(self, ctx: StepContext, view: Any, y: Any) -> Any:
-        """Return the outputs, activated, in memory that nobody uses before they have been read."""
+        """Return the outputs, activated, in memory that stays reserved until they have been read."""
         layer = self.layer
         if y is not ctx.offered and ctx.offered is not None:
             ctx.shield(ctx.offered)  # what a parent's method saved there, whoever reads y may get it there

@@ -67,7 +67,7 @@ class Section:
         return any(task.over_batch for task in self.tasks)
 
     def workspace(self) -> Workspace:
-        """Return memory for a pass that nobody uses."""
+        """Return unused memory for a pass."""
         number = self.blocks.take()
         if number not in self.workspaces:
             arena = Arena(self.plan, self.blocks, number)
@@ -153,7 +153,7 @@ class Section:
         first : int
             Go back no further than to the node of this number, whose input then stands for the section's.
         wanted : bool
-            False: nobody needs the gradient of the input.
+            False: the gradient of the input is not needed.
         done : callable, optional
             Is called for each layer when its gradients are complete.
         """

@@ -149,7 +149,7 @@ class Streamed:
     ) -> list[Any]:
         """Return the gradient of the input of each pass, given that of its output; fill in the layers' grads.
 
-        All strips are taken forward again, and back to the next layer that reduces; and from the image anew for the
+        All strips are taken forward again, and back to the next layer that reduces; and again from the image for the
         next one. Of strips whose gradients are kept on the way, what is above them is done.
         """
         with self.context.grid.observers.during("layer", self.name, "backward"):

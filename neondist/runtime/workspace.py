@@ -53,7 +53,7 @@ class Workspace:
             self.view(at, samples).keep_border(self._border(at, samples))
 
     def restored(self, at: int, value: int, samples: int, write: Callable[[Any], None]) -> Any:
-        """Return the view of a step anew, where it is wanted on the way back; `write` fills in the tile."""
+        """Rebuild the view of a step for the backward pass; `write` fills in the tile."""
         slot = self.plan.restored[at]
         if at in self.plan.borders:
             return self.view(at, samples).restored(ArenaSlot(self.arena, slot), self._border(at, samples), write)

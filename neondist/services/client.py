@@ -242,11 +242,11 @@ class ParameterClient:
             pass
 
     def leave(self) -> None:
-        """Let nobody wait for this worker any longer."""
+        """Release those that wait for this worker."""
         self._all(lambda at: self._servers[at].call("leave", {"worker": self.worker}))
 
     def lose(self, worker: str) -> None:
-        """Let nobody wait for another worker, which is lost."""
+        """Release those that wait for another worker, which is lost."""
         self._all(lambda at: self._servers[at].call("leave", {"worker": worker}))
 
     def left(self) -> int:

@@ -142,7 +142,7 @@ class Database:
         self._base.execute(change, (applied, deadline, task_id))
 
     def split(self, piece: Piece, ranges: Sequence[tuple[int, int]]) -> None:
-        """Hand out ranges of a task anew, under other ids; without ranges it is done."""
+        """Reissue ranges of a task, under other ids; without ranges it is done."""
         self._base.execute(
             "UPDATE tasks SET state = ?, worker = NULL WHERE id = ?", ("parted" if ranges else "done", piece.id)
         )

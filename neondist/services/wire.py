@@ -195,8 +195,8 @@ class ServiceClient:
     timeout : float
         Seconds that a call may take.
     patience : float
-        Seconds for which calls are tried again where nobody answers, as while a server is started again. Methods must
-        bear that a request arrives twice.
+        Seconds for which unanswered calls are retried, as while a server restarts. Methods must accept that a
+        request arrives twice.
     limit : int
         Largest size of a reply's arrays in bytes.
     """
@@ -230,7 +230,7 @@ class ServiceClient:
         ServiceError
             The service refuses the call, or is of another version.
         ServiceUnavailableError
-            Nobody answers within `patience` or `timeout`.
+            No answer within `patience` or `timeout`.
         """
         message, timeout = Message(fields or {}, arrays or {}), self.timeout if timeout is None else timeout
         given_up, pause = time.monotonic() + self.patience, 0.02
@@ -319,7 +319,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _check_free(address: str) -> str:
-    """Return the host of an address on which nobody listens."""
+    """Return the host of an address without a listener."""
     host, port = split_address(address)
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]

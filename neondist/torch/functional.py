@@ -24,7 +24,7 @@ _PURE = "backward", "functional", "no_training", "no_update"
 def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
     """Return whether all that is written into may be replaced by what is written, from there on.
 
-    That is so if nobody reads the same memory by another name later, and only buffers outlive the program. PyTorch does
+    This holds if no alias of the memory is read later, and only buffers outlive the program. PyTorch does
     it for all others, but traces the whole module once more. Operators in place have their functional twins noted.
 
     Parameters

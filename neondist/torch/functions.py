@@ -43,7 +43,7 @@ class View(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float, owns_gradient: bool
     ) -> torch.Tensor:
-        """Return the view of this rank; `owns_gradient`: nobody else will have the memory of its gradient."""
+        """Return the view of this rank; `owns_gradient`: the memory of its gradient is not shared."""
         ctx.channel, ctx.how = channel, (tensor.shape, pads, owns_gradient)
         announce(ctx)
         with channel.during("forward"):

@@ -27,12 +27,12 @@ FRESH = {
 }  # fmt: skip
 """Operators that need not their results to go back, and give them in memory of their own."""
 IN_PLACE: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}
-"""Operators that may write their results over what they were given, if nobody else needs that."""
+"""Operators that may overwrite their inputs with their results, if these are not needed elsewhere."""
 OWN_GRADIENT = {
     "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.conv1d.padding", "aten.conv2d.padding",
     "aten.conv3d.padding",
 }  # fmt: skip
-"""Operators that give the gradient of what they see in memory that nobody else has."""
+"""Operators whose input gradient is in memory that is not shared."""
 SAME = ("spread", "counted")
 """Kinds of steps that give their input as it is, and do something to its gradient."""
 Pads = tuple[tuple[int, int, int], ...]
@@ -115,7 +115,7 @@ class Step:
     scheme : ExchangePolicy or None
         How cells of other tiles come; None: exactly.
     owns_gradient : bool
-        Of a view: whether the gradient of its output is in memory that nobody else has.
+        Of a view: whether the gradient of its output is in memory that is not shared.
     """
 
     kind: str
@@ -168,7 +168,7 @@ class TorchGraph:
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        """Drop steps whose values nobody reads, and find when each value can be freed."""
+        """Drop steps whose values are never read, and find when each value can be freed."""
         wanted = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated.values())
         kept: list[Step] = []
         for step in reversed(self.steps):
@@ -236,7 +236,7 @@ class TorchGraph:
         return at < len(self.steps) and self.steps[at].op in IN_PLACE
 
     def _save_memory(self) -> None:
-        """Let steps, and gradients of views, write over what nobody else reads."""
+        """Let steps, and gradients of views, overwrite values without other readers."""
         readers = Counter(value for step in self.steps for value in step.inputs)
         owned = {step.inputs[0] for step in self.steps if step.op in OWN_GRADIENT and step.inputs}
         fresh = {step.outputs[0] for step in self.steps if step.op in FRESH and step.kind in ("local", "norm")}

@@ -28,7 +28,7 @@ def guarded(
     """
     before = [tensor.detach().clone() for tensor in tensors]
     found = run(step, tensors)
-    if step.run not in IN_PLACE.values():  # those write where nobody else reads
+    if step.run not in IN_PLACE.values():  # those write to memory without other readers
         for at, (tensor, copy) in enumerate(zip(tensors, before, strict=True)):
             if not _is_alike(tensor.detach(), copy):
                 raise _problem(

@@ -166,7 +166,7 @@ class Lowering(Builder):
         return env[arg]
 
     def random_key(self) -> tuple[Value, int]:
-        """Return the value of a number that is drawn anew for each pass, and another one for each call.
+        """Return the value of a number that is drawn for each pass, and another one for each call.
 
         Both are the same on every rank of every grid, whatever steps a plan has.
         """

@@ -82,7 +82,7 @@ class ScopeScript(ModuleScript):
 
 
 def _living(kind: type) -> list[Any]:
-    """Return the objects of a class that there are: optimisers and schedulers tell nobody that they are made."""
+    """Return the living objects of a class: optimisers and schedulers are not registered when they are created."""
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 

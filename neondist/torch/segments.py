@@ -298,7 +298,7 @@ class Search:
                     building = None
         several = (each for each in found if max(each.depth.values()) > (self.strips is None and not each.wide))
         segments = map(self._segment, several)
-        made = [segment for segment in segments if segment.outputs]  # others compute what nobody reads
+        made = [segment for segment in segments if segment.outputs]  # others compute values that are never read
         self._check_wide(made)
         return made
 
@@ -359,7 +359,7 @@ class Search:
         ]
         cut = [value for value in outputs if is_box(self.values[value].layout, self.probe.mesh.axes)]
         ends = [building.known[value] for value in cut]
-        for call in building.calls:  # of a norm whose results nobody reads, its statistics may be read
+        for call in building.calls:  # the statistics of a norm may be read though its results are not
             if call.number in building.statistics:
                 ends += [building.statistics[call.number].x, building.values[ids_of(call.found)[0]]]
         inputs = [value.id for _, value in building.given]

@@ -284,7 +284,7 @@ class Channel:
         return tensor
 
     def _start(self, direction: str, tensor: torch.Tensor) -> _Buffers | None:
-        """Send what others want of a tensor, or have shown of it; return what to wait with; None: nobody sends."""
+        """Send what others want of a tensor, or have shown of it; return a handle to wait on; None: no rank sends."""
         if self.silent:
             return None
         sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in self._moved)

@@ -59,7 +59,7 @@ def begin(
 
 
 def _nothing_yet(world: Transport, folder: Path, resume: bool | str) -> bool:
-    """Return whether a run that resumes begins anew; collective."""
+    """Return whether a run that resumes starts over; collective."""
     new = False
     with all_or_none(world):
         if world.rank == 0:

@@ -35,7 +35,7 @@ def _number(text: str) -> Plain:
     if digits.lstrip("+-") in (".inf", ".nan"):
         return float(digits.replace(".", ""))
     if ":" in digits:
-        return text  # YAML 1.1 reads 1:30 as ninety; nobody means that
+        return text  # YAML 1.1 reads 1:30 as ninety, which is never meant
     for convert in (int, lambda word: int(word, 0), float):
         try:
             return convert(digits)

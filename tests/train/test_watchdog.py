@@ -73,7 +73,7 @@ def test_asleep_in_fprop():
             f"rank {rank} of 3: no progress for 1 s (--stall-timeout), step 3: forward pass of layer"
         )
     assert "layer 'two': waits in its halo exchange for rank 1" in told[0]
-    assert "layer 'sleeps': waits for nobody, most recent call first:\n" in told[1]
+    assert "layer 'sleeps': waits for no other rank, most recent call first:\n" in told[1]
     assert re.search(r'test_watchdog.py", line \d+ in forward$', told[1], re.M)
     assert "call first" not in told[0] + told[2]
     assert "layer 'two': waits in its halo exchange for rank" in told[2]
@@ -81,7 +81,7 @@ def test_asleep_in_fprop():
 
 def test_asleep_in_bprop():
     told = reports("bprop")
-    assert "step 3: backward pass of layer 'sleeps': waits for nobody, most" in told[1]
+    assert "step 3: backward pass of layer 'sleeps': waits for no other rank, most" in told[1]
     assert re.search(r'test_watchdog.py", line \d+ in backward$', told[1], re.M)
     assert re.search(
         "step 3: (backward pass of layer 'one': waits in|sum of gradients: waits in a sum over all 3)", told[0]

@@ -118,7 +118,7 @@ def _checks(world: Transport, cores: int) -> list[tuple[str, int]]:
 
 
 def _link(times: dict[int, float]) -> Link:
-    """Return the line through the times of messages; relative errors count, or nobody would see the latency."""
+    """Return the line through the times of messages; relative errors count, or the latency would be lost."""
     taken = np.array(list(times.values()))
     matrix = np.array([[1.0, size] for size in times]) / taken[:, None]
     (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(taken)), rcond=None)

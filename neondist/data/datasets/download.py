@@ -1,7 +1,7 @@
 """The four MNIST files from their public mirror: resumed where a transfer stopped, checked, renamed when whole.
 
-Not by pooch, which begins anew after an interruption, knows checksums only of files as they are packed (mirrors pack
-anew), and brings six packages for these four files.
+Not by pooch, which starts over after an interruption, verifies checksums only of compressed files (mirrors compress
+again), and brings six packages for these four files.
 """
 
 from __future__ import annotations

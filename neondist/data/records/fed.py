@@ -126,7 +126,7 @@ class _Part:
 
     def __getitem__(self, indices: Any) -> np.ndarray:
         found = self._samples.of(np.arange(len(self))[indices])[self._which]
-        assert found is not None  # in prediction nobody asks for labels
+        assert found is not None  # prediction needs no labels
         return found[(slice(None), *self._tile)]
 
 

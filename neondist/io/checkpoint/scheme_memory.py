@@ -77,7 +77,7 @@ def memory_of(exchanged: Exchanged, owner: str, world: Transport) -> Memory:
 def remind(file: Opened, exchanged: Exchanged, owner: str, world: Transport) -> str:
     """Let schemes go on with what a checkpoint says that they remembered; collective.
 
-    Returns what to tell the user: nothing, or that they begin anew because the file's `owner` is another.
+    Returns a message for the user: nothing, or that they are reset because the file's `owner` is another.
 
     Raises
     ------

@@ -29,7 +29,7 @@ class NewFile:
     path : Path
         Its folder is made if missing.
     private : bool
-        Whether nobody else may read or write the file.
+        Whether other processes are denied access to the file.
 
     Attributes
     ----------

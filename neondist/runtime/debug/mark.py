@@ -1,4 +1,4 @@
-"""A NaN of its own kind for cells that nobody has filled: arithmetic hands it on, so it tells where it came from."""
+"""A distinctive NaN for uninitialised cells: arithmetic propagates it, so its origin can be reported."""
 
 from __future__ import annotations
 

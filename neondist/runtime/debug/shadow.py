@@ -48,7 +48,7 @@ class Shadow:
 
 
 def shadow_of(array: Any, before: Shadow | None) -> Shadow:
-    """Return a shadow of the array; `before`, which nobody needs any more, is used again where it fits."""
+    """Return a shadow of the array; `before`, which is no longer needed, is reused where it fits."""
     if before is None or before.like != _layout(array):
         return Shadow(array)
     before.fill(array)

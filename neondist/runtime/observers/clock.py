@@ -43,7 +43,7 @@ class Clock(Observer):
         self._stack.pop()
 
     def value(self, layer: Any, name: str, array: object) -> None:
-        """The gradient of a module's step has come: from here on autograd is at its way back, of which nobody tells."""
+        """The gradient of a module's step has arrived: from here on autograd runs backward, which reports no events."""
         if name == GRADIENT and self._stack:
             self._charge()
             self._stack[-1] = str(layer.name), "backward"

@@ -45,11 +45,11 @@ class Whereabouts(Observer):
         place, doing, before = "", "", ""
         for what, name, direction, subject in [*self._at_work]:
             if what == "layer":
-                place, doing = f"{direction} pass of layer '{name}': ", "waits for nobody"
+                place, doing = f"{direction} pass of layer '{name}': ", "waits for no other rank"
             elif what == "wait":
                 doing = self._waiting(subject, before)
             else:
-                place, doing = _WORK.get(what, place), doing or "waits for nobody"
+                place, doing = _WORK.get(what, place), doing or "waits for no other rank"
             before = what
         return place + doing
 
@@ -70,7 +70,7 @@ class Whereabouts(Observer):
 def calls(thread: int) -> str:
     """Return the innermost calls of a thread, a line for each, as faulthandler writes them; '' if it is gone."""
     inlet, outlet = os.pipe()
-    os.set_blocking(outlet, False)  # a pipe that is full takes no more, but nobody waits, nor needs a disk
+    os.set_blocking(outlet, False)  # a full pipe drops the write: no waiting, and no disk
     try:
         faulthandler.dump_traceback(outlet)
         text = os.read(inlet, 1 << 20).decode(errors="replace")

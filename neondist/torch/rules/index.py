@@ -51,7 +51,7 @@ def ranged(
 
 @rule("aten.slice.Tensor")
 def slices(lowering: Any, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    """Cells of a slice, cut anew."""
+    """Cells of a slice, redistributed."""
     dim %= len(x.shape)
     picked = range(x.shape[dim])[slice(start, end, step)]
     if len(picked) == x.shape[dim]:
@@ -88,7 +88,7 @@ def select(lowering: Any, x: Any, dim: int, index: int) -> Any:
 
 @rule("aten.narrow.default")
 def narrow(lowering: Any, x: Any, dim: int, start: int, length: int) -> Any:
-    """Cells of a slice, cut anew."""
+    """Cells of a slice, redistributed."""
     return slices(lowering, x, dim, start, start + length)
 
 
@@ -239,7 +239,7 @@ def _padded(lowering: Any, x: Any, dim: int, before: int, after: int, mode: str,
 
 @rule("aten.cat.default")
 def cat(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
-    """One after the other; along a cut dimension, cut anew."""
+    """Concatenation; redistributed along a partitioned dimension."""
     tensors = [t for t in tensors if not (len(t.shape) == 1 and t.shape[0] == 0)]
     dim %= len(tensors[0].shape)
     tensors = [t for t in tensors if t.shape[dim]] or tensors[:1]

@@ -101,7 +101,7 @@ def expand(lowering: Any, x: Any, size: Any, implicit: bool = False) -> Any:
 
 @rule("aten.repeat.default")
 def repeat(lowering: Any, x: Any, repeats: Sequence[int]) -> Any:
-    """Cells again and again; along a cut dimension, cut anew."""
+    """Repeated cells; redistributed along a partitioned dimension."""
     old = ((Atom(1),),) * (len(repeats) - len(x.shape)) + x.layout
     shape = lowering.out.shape
     here = [times if whole else 1 for times, whole in zip(repeats, (not axes_of([dim]) for dim in old), strict=True)]

@@ -22,7 +22,7 @@ class LedgerLog(Hook):
     """Write, on rank 0, one JSON object per line for each epoch, pass, kind, layer, direction, sender and receiver.
 
     Fields: epoch, rank, pass ('training' or 'evaluation'), kind, layer, direction ('forward' or 'backward'), peer,
-    messages, bytes. A 'halo' goes to the rank `peer`, as does a 'redistribution', a part of a vector that is cut anew.
+    messages, bytes. A 'halo' goes to the rank `peer`, as does a 'redistribution', a part of a redistributed vector.
     A 'sum' is made with a group of ranks, `peer` is 'world' (all), 'tiles' (of one replica) or 'replicas' (the same
     tile in all replicas), and its bytes are those of the array that the rank gives, once: how a library passes it on is
     its own affair (a ring of P ranks sends 2 (P - 1) / P of them). Sums of the whole model have the layers 'gradients'
@@ -38,7 +38,7 @@ class LedgerLog(Hook):
         self.trained: Ledger = Counter()
 
     def before_run(self, run: TrainState) -> None:
-        """Begin the file anew, with the lines of the epochs that the run continues from."""
+        """Rewrite the file with the lines of the epochs that the run continues from."""
         self.before = self.trained = run.model.whole.ledger()
         with all_or_none(run.grid.world):
             if run.first_rank:

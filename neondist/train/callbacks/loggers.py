@@ -81,7 +81,7 @@ class Logger(Registered, Hook):
 
     @abstractmethod
     def begin(self, run: TrainState) -> None:
-        """Open the files anew."""
+        """Reopen the files."""
 
     @abstractmethod
     def write(self, record: Record) -> None:

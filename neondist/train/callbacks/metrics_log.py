@@ -22,7 +22,7 @@ class MetricsLog(Hook):
         self.path = path
 
     def before_run(self, run: TrainState) -> None:
-        """Begin the file anew, with the epochs that the run continues from: an unfinished line must not stay."""
+        """Rewrite the file with the epochs that the run continues from: an unfinished line must not stay."""
         with all_or_none(run.grid.world):
             if run.first_rank:
                 write_text(self.path, "".join(map(line, run.history)))

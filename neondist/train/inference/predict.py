@@ -74,7 +74,7 @@ def predict(
         Cells along each axis that a block of the output has, fewer where memory is not enough. Default: whole images,
         or 2048 cells where these do not fit.
     overwrite : bool
-        Replace a file that is there, and begin anew where something else was begun.
+        Replace an existing file, and start over where another output was begun.
     steps : int, optional
         Of a network that was trained on ClimateFiles: so many forecasts one after the other; see `forecast`.
 

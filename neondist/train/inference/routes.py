@@ -23,7 +23,7 @@ from ...runtime.blocks import Blockwise
 from .images import Images
 
 BLOCK = {1: 1 << 18, 2: 2048, 3: 256}
-"""cells along each axis of a block that nobody has asked for, by the number of axes"""
+"""default number of cells along each axis of a block, by the number of axes"""
 CACHE = 1 << 28
 """bytes of decoded chunks that a rank keeps at most, beside its blocks"""
 
