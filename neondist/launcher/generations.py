@@ -164,22 +164,22 @@ class _Run:
             return ""
         text = f"; {members.spares} of {self.roster.spares} spare slots"
         if before and not members.spares:
-            smaller = "makes the run smaller" if self.roster.elastic else "lets the run wait for hosts"
-            text += f": all are used up, and the loss of another {smaller}"
+            smaller = "shrinks the run" if self.roster.elastic else "suspends the run until hosts are available"
+            text += f": none left; the next loss {smaller}"
         return text
 
     def source(self) -> str:
         """Return from where the next generation goes on, and let it do so."""
         if self.experiment is None:
-            return "the script begins again"
+            return "restarting the script"
         found = self.checkpoints()
         # those that are gone, and where the run does not resume those from before, were of the run that it replaces
         if found.items() - self.before.items() or (found and self.resumes):
             self.resumes = True
             name = restarts.make_whole(self.arguments.folder).name
             self.words = restarts.resuming_words(self.words)
-            return f"goes on from {name}" + ("" if self.arguments.snapshot == 0 else " or a newer snapshot")
-        return "goes on as it began"
+            return f"resuming from {name}" + ("" if self.arguments.snapshot == 0 else " or a newer snapshot")
+        return "starting over"
 
     def checkpoints(self) -> dict[Path, tuple[int, int]]:
         """Return the checkpoints of the run; none of a script."""
@@ -196,10 +196,10 @@ class _Run:
     def give_up(self) -> int:
         """Say why there is no further generation."""
         if self.heard:
-            say(f"stopped while waiting for hosts: {self.heard[0]} came; --resume goes on")
+            say(f"stopped while waiting for hosts: received {self.heard[0]}; continue with --resume")
             return STOPPED
         say(
-            f"error: gives up after {self.limit:g} s: {describe_shortage(self.roster)}; start it again"
+            f"error: gave up after {self.limit:g} s: {describe_shortage(self.roster)}; start it again"
             f"{'' if self.experiment is None else ' with --resume'} once there are hosts, or lower --elastic or -n",
             sys.stderr,
         )

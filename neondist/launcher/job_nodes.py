@@ -105,7 +105,7 @@ class NodeLostError(LaunchError):
     """
 
     def __init__(self, node: str) -> None:
-        super().__init__(f"{node} cannot be reached; go on with --resume auto on the other machines")
+        super().__init__(f"{node} cannot be reached; continue with --resume auto on the other machines")
         self.node = node
 
 

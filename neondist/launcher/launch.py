@@ -30,7 +30,7 @@ PER_CORE = 16
 """Ranks that may share a core: more than anybody tries a cut with, and fewer than make a machine stand still."""
 EACH = 64 << 20
 """Bytes of a rank that has loaded its libraries and nothing else."""
-FORCE = "--force starts them all the same"
+FORCE = "--force starts them anyway"
 _HANDED_ON = (
     SUPERVISOR, LAUNCHED, STARTED, GENERATION, KEEPERS, *threads.VARIABLES, "TTY_COMPATIBLE", "TERM", "COLUMNS", "LINES"
 )  # fmt: skip
@@ -59,7 +59,7 @@ def launch(
     """
     mpirun, ranks = ready(os.environ), arguments.ranks
     if arguments.stops and heard:
-        say(f"stopped before the ranks were started: {heard[0]} came; start the same command again")
+        say(f"stopped before the ranks were started: received {heard[0]}; start the same command again")
     with placed(arguments, mpirun, ranks) as placement:
         env = environment(mpirun, ranks, os.environ, pins=placement is None) | {**(more or {})}
         if arguments.begun is not None:
@@ -81,7 +81,11 @@ def launch(
 def show_loss(ending: Ending, arguments: argparse.Namespace) -> int:
     """Say what the job has lost, if it has lost anything; return its exit code."""
     if ending.loss:
-        goes_on = "go on with --resume, or let --restarts K do so" if arguments.stops else "start the command again"
+        goes_on = (
+            "continue with --resume, or set --restarts K to restart automatically"
+            if arguments.stops
+            else "start the command again"
+        )
         say(f"error: {ending.loss}; {goes_on}", sys.stderr)
     return ending.code
 

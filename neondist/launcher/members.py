@@ -316,7 +316,7 @@ def wait_for_members(
             return None
         if int(waited / 30) > last:
             last = int(waited / 30)
-            tell(f"waiting for hosts: {describe_shortage(roster)}; gives up in {limit - waited:.0f} s")
+            tell(f"waiting for hosts: {describe_shortage(roster)}; giving up in {limit - waited:.0f} s")
         sleep(POLL)
 
 

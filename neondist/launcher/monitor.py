@@ -17,7 +17,7 @@ from ..heartbeat import BEAT, NONCE, PATIENCE, PROOF, SUPERVISOR, proof
 
 LEASE = 15.0
 """seconds without a heartbeat after which a rank is lost"""
-ENDED = "ended without a word: it was killed, crashed, or called os._exit"
+ENDED = "exited without reporting an error: killed, crashed, or os._exit was called"
 LOOPBACK = "127.0.0.1"
 _TICK = 0.5
 _LONGEST = 512
@@ -80,7 +80,7 @@ class Monitor:
     loss : str
         The same in words, '' while there is none.
     silent : tuple of int
-        Ranks that have given no sign of life, that one among them, and may be there still.
+        Ranks without a heartbeat, including that one; they may still be running.
     ending : float or None
         time.monotonic() when a rank has failed, or the last one ended.
     """
@@ -208,11 +208,8 @@ class Monitor:
         self.silent = tuple(sorted(one.member.rank for one in connections if one.member is not None))
         names = [self.describe(rank) for rank in self.silent[:_NAMED]]
         names += [f"{len(self.silent) - _NAMED} more"] if len(self.silent) > _NAMED else []
-        what = ("has", "it is", "its node") if len(names) == 1 else ("have", "they are", "their nodes")
-        self.loss = (
-            f"{', '.join(names)} {what[0]} given no sign of life for {self.lease:g} s: {what[1]} stopped, or"
-            f" {what[2]} unreachable"
-        )
+        what = "node" if len(names) == 1 else "nodes"
+        self.loss = f"no heartbeat from {', '.join(names)} for {self.lease:g} s: stopped, or {what} unreachable"
 
     def _is_quiet(self, connection: _Connection) -> bool:
         """Whether a rank has missed several heartbeats, though its lease may not be over."""

@@ -220,7 +220,7 @@ def _patient(job: Job, watchdog: Watchdog | None, place: str) -> AbstractContext
     return _limited(
         watchdog.timeout,
         f"rank {job.rank} of {job.size}: no progress for {watchdog.timeout:g} s (--stall-timeout): waits in {place} for"
-        " a rank that does not come to it",
+        " a rank that has not reached it",
     )
 
 

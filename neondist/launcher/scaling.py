@@ -101,7 +101,7 @@ class Scaling:
                 return None
             if int(waited / _REPORT) > last:
                 last = int(waited / _REPORT)
-                report(f"waiting for slots: {self.describe()}; gives up in {limit - waited:.0f} s")
+                report(f"waiting for slots: {self.describe()}; giving up in {limit - waited:.0f} s")
             sleep(INTERVAL)
         return None
 
@@ -143,7 +143,7 @@ class Scaling:
         remedy = "start it again later, or lower --num-workers"
         if cooling := self._cooling():
             remedy = f"correct the list, or the error shown by `ssh {next(iter(cooling))}`"
-        say(f"error: gives up after {self.limit:g} s: {self.describe()}; {remedy}", sys.stderr)
+        say(f"error: gave up after {self.limit:g} s: {self.describe()}; {remedy}", sys.stderr)
 
     def describe(self) -> str:
         """Return in words who uses the slots, and which hosts are left out."""

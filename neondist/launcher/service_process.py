@@ -72,7 +72,7 @@ class ServiceProcess:
         if code == UNREACHABLE and not self._node.answers():
             raise NodeLostError(self._node.name)
         if self.restarts == MOST_RESTARTS:
-            raise LaunchError(f"{self.name} was killed {MOST_RESTARTS + 1} times; go on with --resume auto")
+            raise LaunchError(f"{self.name} was killed {MOST_RESTARTS + 1} times; continue with --resume auto")
         self.restarts += 1
         cause = cause_of(code, self._node.name)
         say(f"{self.name} was killed ({cause}); restarted", sys.stderr)

@@ -42,7 +42,7 @@ class Ending:
     nodes : tuple of str
         The nodes whose daemons were lost.
     silent : tuple of int
-        The ranks that have given no sign of life.
+        The ranks without a heartbeat.
     changed : bool
         Whether it was stopped, with a checkpoint, because `change` has asked for that.
     """

@@ -173,7 +173,7 @@ def _wait_for_slots(arguments: argparse.Namespace, scaling: Scaling, log: Genera
         log.add("slots", workers=len(found), waited=round(time.monotonic() - began, 3))
         return found
     if heard:
-        say(f"stopped while waiting for slots: {heard[0]} came; start the command again")
+        say(f"stopped while waiting for slots: received {heard[0]}; start the command again")
         return STOPPED
     scaling.give_up()
     return 1
@@ -236,7 +236,7 @@ def _run_job(
         text = workers.insist(lambda: _check(master.address, addresses, token))
         say(f"applied: {text}; {workers.restarted}")
     elif code == STOPPED and not workers.insist(lambda: _save(master.address, token)):
-        say("servers had not applied the same gradients; --resume goes on from their last checkpoint", sys.stderr)
+        say("servers had not applied the same gradients; continue from their last checkpoint with --resume", sys.stderr)
     return code
 
 

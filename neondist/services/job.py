@@ -17,7 +17,7 @@ from .wire import Method, Service
 FIRST_WAIT = 3600.0
 """Seconds that a server waits for the first worker."""
 LEASE = 120.0
-"""Seconds without a word after which a worker is lost."""
+"""Seconds without a heartbeat after which a worker is lost."""
 
 
 class JobService(Service):

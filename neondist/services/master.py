@@ -16,7 +16,7 @@ from .queue import WAIT, TaskQueue
 from .wire import Method, Service
 
 LEASE = 60.0
-"""Seconds that a worker keeps its task without a sign of life; the death of a process is known at once."""
+"""Seconds that a worker keeps its task without a heartbeat; the death of a process is detected at once."""
 _FACTS = "records", "batch_size", "epochs", "seed"
 _TRAINING, _WITHOUT_UPDATE, _SERVERS = "training", "without update", "servers"
 """Names of what is noted in the queue: what workers train on, minibatches without an update, and the servers' state."""

@@ -94,7 +94,7 @@ class TrainingRole:
                 begins = self.servers is None or self.writes  # others have the servers' values, and shards of their own
                 if begins and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
                     restore(folder / CHECKPOINT, state, otherwise="give another checkpoint_dir")
-                    state.notes.append(f"goes on from step {state.step} of {folder / CHECKPOINT}")
+                    state.notes.append(f"resuming from step {state.step} of {folder / CHECKPOINT}")
                 if self.writes:
                     self.hooks += [Checkpoint(folder / CHECKPOINT, self.schedule), CompletionMark(folder / COMPLETE)]
             self._call(lambda hook: hook.before_run(state))

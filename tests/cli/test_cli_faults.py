@@ -103,5 +103,5 @@ def test_a_rank_that_is_stopped_in_code_of_the_users(folder):
 def test_a_rank_that_leaves_without_a_word(folder):
     """Its exit code is 0."""
     assert re.search(
-        r"^error: rank 1 of 2 on \S+ ended without a word: ", job_with(folder, "os._exit(0)", expected=137)
+        r"^error: rank 1 of 2 on \S+ exited without reporting an error: ", job_with(folder, "os._exit(0)", expected=137)
     )

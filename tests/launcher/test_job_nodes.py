@@ -258,7 +258,7 @@ def test_workers_of_a_lost_machine_are_divided(monkeypatch):
     nodes.drop("a")
     assert nodes.workers == ["b", "b", "c", "c", "b"]
     nodes.drop("b")
-    with pytest.raises(NodeLostError, match="c cannot be reached; go on with --resume auto"):
+    with pytest.raises(NodeLostError, match="c cannot be reached; continue with --resume auto"):
         nodes.drop("c")
 
 

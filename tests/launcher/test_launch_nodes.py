@@ -117,7 +117,7 @@ def test_a_script_that_is_lost_begins_again(folder):
     )
     code, out, err = call(neondist("launch", "nodes.yaml", "--restarts", 1, "dies.py"), folder)
     assert code == 0, err
-    assert "; the script begins again, on 1 ranks" in out
+    assert "; restarting the script, on 1 ranks" in out
     assert [line for line in out.splitlines() if line in ("generation 1", "generation 2")] == [
         "generation 1",
         "generation 2",

@@ -90,7 +90,7 @@ def test_a_killed_rank_is_lost_and_the_other_can_be_ended(monitor, ranks):
     one, other = (ranks.start(rank) for rank in (0, 1))
     other.send_signal(signal.SIGKILL)
     wait(lambda: monitor.loss)
-    assert monitor.loss.startswith(f"rank 1 of 2 on {os.uname().nodename} ended without a word")
+    assert monitor.loss.startswith(f"rank 1 of 2 on {os.uname().nodename} exited without reporting an error")
     assert monitor.lost == 1
     monitor.end_ranks()
     finish(one, 60)
@@ -112,7 +112,7 @@ def test_a_stopped_rank_loses_its_lease_and_is_ended(monitor, ranks):
     one, other = (ranks.start(rank) for rank in (0, 1))
     one.send_signal(signal.SIGSTOP)
     wait(lambda: monitor.loss)
-    assert monitor.loss.startswith(f"rank 0 of 2 on {os.uname().nodename} has given no sign of life for 2.5 s")
+    assert monitor.loss.startswith(f"no heartbeat from rank 0 of 2 on {os.uname().nodename} for 2.5 s")
     monitor.end_ranks()
     for each in (one, other):
         finish(each, 60)
@@ -131,7 +131,7 @@ def test_ranks_that_are_silent_at_about_the_same_time_are_lost_together(monkeypa
                     one.sendall(b"\n")
             time.sleep(0.01)
         assert monitor.silent == (0, 1)
-        assert monitor.loss.startswith("rank 0 of 3 on node0, rank 1 of 3 on node1 have given no sign of life for 1 s")
+        assert monitor.loss.startswith("no heartbeat from rank 0 of 3 on node0, rank 1 of 3 on node1 for 1 s")
 
 
 def connected(monitor):

@@ -72,7 +72,7 @@ def test_a_rank_is_killed_and_the_newest_checkpoint_is_spoilt(folder):
     assert code == 0, err
     told = [line for line in out.splitlines() if line.startswith("restart ")]
     assert len(told) == 1
-    assert re.match(r"restart 1 of 3: rank 1 of 2 on \S+ .*; goes on from checkpoint-0000000", told[0])
+    assert re.match(r"restart 1 of 3: rank 1 of 2 on \S+ .*; resuming from checkpoint-0000000", told[0])
     assert told[0].endswith("on 1 ranks")
     assert "Traceback" not in err
     (folder / "die2").unlink()

@@ -39,9 +39,9 @@ def test_two_at_once_are_replaced_in_one_restart(folder, capsys):
     assert [one["spares"] for one in starts] == [2, 0, 0]
     out = capsys.readouterr().out
     assert "generation 1: 3 ranks on a:1, b:1, c:1; 2 of 2 spare slots\n" in out
-    assert "restart 1 of 2: a, c lost; a, c are left out for 60 s; goes on as it began, on 3 ranks\n" in out
-    assert out.count("used up") == 1
-    assert "0 of 2 spare slots: all are used up, and the loss of another makes the run smaller\n" in out
+    assert "restart 1 of 2: a, c lost; a, c are left out for 60 s; starting over, on 3 ranks\n" in out
+    assert out.count("none left") == 1
+    assert "0 of 2 spare slots: none left; the next loss shrinks the run\n" in out
 
 
 def test_hosts_that_are_added_become_spares_first(folder):
@@ -57,7 +57,7 @@ def test_a_run_of_fixed_size(folder, capsys):
     script.hosts("a:2 b:2 c:2")
     assert script.run("--spares", "2") == 0
     assert script.started == [{"a": 2, "b": 2}, {"a": 2, "c": 2}]
-    assert "all are used up, and the loss of another lets the run wait for hosts" in capsys.readouterr().out
+    assert "none left; the next loss suspends the run until hosts are available" in capsys.readouterr().out
 
 
 @settings(max_examples=40, deadline=None)

@@ -171,4 +171,4 @@ def test_a_launcher_that_ends_well_without_its_ranks_has_lost_them():
     with Monitor(2) as monitor:
         ending = supervising.supervise(["true"], os.environ, monitor=monitor)
     assert ending.code == 137
-    assert ending.loss.startswith("rank 0 of 2 ended without a word")
+    assert ending.loss.startswith("rank 0 of 2 exited without reporting an error")

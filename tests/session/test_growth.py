@@ -90,7 +90,7 @@ def test_a_script_follows_its_hosts(folder):
         last = len(steps()) + 3
         subprocess.run(neondist(*words, last), cwd=folder, env=env, stdout=file, stderr=file, timeout=150, check=True)
     text = log.read_text()
-    assert "hosts changed: localhost added; the script begins again, on 2 ranks" in text
+    assert "hosts changed: localhost added; restarting the script, on 2 ranks" in text
     assert text.count("stopped at step") == 2
     assert text.count("after the session") == 1
     assert [int(one[0]) for one in steps()] == list(range(1, last + 1))
@@ -180,7 +180,7 @@ def test_a_supervisor_ends_a_session_and_its_script(tmp_path, words_sent, own, c
         steps(tmp_path, *([nd.train.StopOnSignal()] if own else []), at=3)
     assert end.value.code == 75
     assert words_sent() == ["listens", "ignores"]
-    assert "stopped at step 4: SIGUSR1 came" in capsys.readouterr().out
+    assert "stopped at step 4: received SIGUSR1" in capsys.readouterr().out
 
 
 def test_a_signal_between_two_sessions_ends_the_next_one(tmp_path, words_sent):

@@ -43,7 +43,7 @@ def stops(ranks, hooks, **fields):
 def test_all_ranks_stop_one_step_after_one_was_told(ranks, grid):
     step, code, reason = stops(ranks, lambda: [Tell(ranks - 1, 2), StopOnSignal()], grid=grid)
     assert (step, code) == (3, 75)
-    assert reason == "SIGUSR1 came; --resume continues from here"
+    assert reason == "received SIGUSR1; --resume continues from here"
 
 
 @pytest.mark.parametrize(("pretrain", "step"), [(1, 0), (0, 3)])
@@ -81,7 +81,7 @@ def test_a_signal_to_this_process():
 
     made = experiment(2)
     result = made.run(hooks=[Kill(), StopOnSignal()])
-    assert (made.model.step, result.stop.reason) == (3, "SIGTERM came; --resume continues from here")
+    assert (made.model.step, result.stop.reason) == (3, "received SIGTERM; --resume continues from here")
     assert signal.getsignal(signal.SIGTERM) == before
 
 

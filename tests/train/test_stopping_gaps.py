@@ -46,7 +46,7 @@ def test_heard_before_the_first_step(tmp_path):
         return result.stop, made.model.step
 
     for stop, step in loopback.run(3, lambda transport: body(transport, True)):
-        assert (stop.code, stop.reason, step) == (75, "SIGUSR1 came; --resume continues from here", 0)
+        assert (stop.code, stop.reason, step) == (75, "received SIGUSR1; --resume continues from here", 0)
     assert loopback.run(3, lambda transport: body(transport, False, resume=True)) == [(None, 5)] * 3
 
 

@@ -51,13 +51,13 @@ class StopOnSignal(Hook):
         self.signals.join(self._tell)
         heard = [name for names in run.grid.world.allgather(tuple(self.signals.heard)) for name in names]
         if heard and run.stop is None and run.epoch < run.epochs:
-            run.stop = Stop(f"{heard[0]} came; {self.remedy}")
+            run.stop = Stop(f"received {heard[0]}; {self.remedy}")
 
     def after_step(self, run: TrainState) -> None:
         """Stop, if a rank has heard a signal."""
         for name, flag in SIGNALS.items():
             if run.stop is None and run.model.sync.flags.ranks(flag):
-                run.stop = Stop(f"{name} came; {self.remedy}")
+                run.stop = Stop(f"received {name}; {self.remedy}")
 
     def after_run(self, run: TrainState) -> None:
         """Leave those who are told."""
