@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LEGEND = """\
-tile: output cells of a rank; view: input cells that it looks at, with padding
-halo: cells of the view that other ranks own, per sample; the most of any rank
-sent: halo bytes of a training step, both ways; by the busiest rank, and by all
-memory: view and its gradient, parameters, optimiser of the fullest rank; a layer
-writes its outputs into the next one's view"""
+tile: output cells of a rank; view: input cells that they depend on, with padding
+halo: cells of the view owned by other ranks, per sample; maximum over ranks
+sent: halo bytes per training step, forward and backward; maximum and sum over ranks
+memory: view, its gradient, parameters and optimiser state on the fullest rank;
+a layer writes its outputs into the view of the next one"""
 KEPT_HEAD = "on a rank"
-KEPT = f"\n{KEPT_HEAD}: parameters of the fullest rank, where each keeps those of its own tile"
+KEPT = f"\n{KEPT_HEAD}: parameters on the fullest rank; each rank keeps those of its own tile"
 
 
 @dataclass(frozen=True)
