@@ -20,7 +20,7 @@ from .errors import UnsupportedOperator, defined_at
 from .layout import Layout, shape_of
 from .plan import TorchPlan
 from .run import Runner
-from .tracing import user_frames
+from .tracing import ordinary_tensors, user_frames
 from .watch import State, Watch
 from .wires import Wires
 
@@ -106,7 +106,8 @@ class Criteria:
             closed: dict[str, torch.Tensor] = {}
             _name_places(program, criterion)
             try:
-                plan, tree = lowered(program, self.wires.mesh, self.wires.grid.rank, layouts, trained=closed)
+                with ordinary_tensors():
+                    plan, tree = lowered(program, self.wires.mesh, self.wires.grid.rank, layouts, trained=closed)
             except UnsupportedOperator as error:
                 raise UnsupportedOperator(error, error.why, remedy=_REMEDY) from error
             check_number(plan, tree)

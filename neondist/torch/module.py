@@ -27,6 +27,7 @@ from .norm_gradients import RightNorms, has_norm_of_one
 from .plan import TorchPlan
 from .run import Runner
 from .tiling import Tiling
+from .tracing import ordinary_tensors
 from .transfer import Wanted
 from .watch import Watch
 from .wires import Wires
@@ -364,7 +365,7 @@ class DistributedModule(nn.Module):
 
     def _prepared(self) -> tuple[Any, _Prepared]:
         """Return the state that the module is in, and what runs in it."""
-        with self._captured_within():
+        with self._captured_within(), ordinary_tensors():
             return self._prepared_as_made()
 
     def _prepared_as_made(self) -> tuple[Any, _Prepared]:

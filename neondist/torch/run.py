@@ -15,6 +15,7 @@ from .guard import guarded
 from .plan import TorchPlan
 from .ring import Around, RingChannel
 from .schemes import SchemeChannel
+from .tracing import ordinary_tensors
 from .traffic import kind_of
 from .wires import Channel, Wires
 
@@ -58,6 +59,15 @@ class Runner:
         buffers: Mapping[str, torch.Tensor],
     ) -> list[Any]:
         """Return the outputs of a pass; buffers that it changes are changed."""
+        with ordinary_tensors():
+            return self._pass(inputs, parameters, buffers)
+
+    def _pass(
+        self,
+        inputs: Sequence[torch.Tensor],
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> list[Any]:
         plan = self.plan
         env: dict[int, torch.Tensor] = dict(zip(plan.inputs, inputs, strict=True))
         for name, value in plan.buffers.items():  # backward may need what a buffer was before

@@ -39,6 +39,16 @@ def tracing(what: str, shapes: Shapes) -> Iterator[None]:
 
 
 @contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Create tensors that any later pass may use: those of inference_mode allow neither gradients nor writes."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Let PyTorch neither warn, nor write about what an error will say."""
     known = logging.root.manager.loggerDict

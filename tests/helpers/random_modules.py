@@ -298,7 +298,8 @@ def _outcome(drawn: Drawn, grid: tuple, expected: dict) -> str:
     try:
         every = distributed(
             module, drawn.inputs(), expected["gradients"], (replicas, rows, cols), planes=planes, timeout=30.0,
-            change=(type(module).change, after["gradients"]) if after else None, cells=True, **drawn.options(),
+            change=(type(module).change, after["gradients"]) if after else None, cells=True,
+            inference=random.Random(f"inference {drawn.label}").random() < 0.2, **drawn.options(),
         )  # fmt: skip
     except UserError as error:
         return _refused(drawn, grid, error)

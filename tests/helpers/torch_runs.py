@@ -113,18 +113,23 @@ def distributed(module, inputs, gradients, grid, **more):
         As of `serial`, and the gradients of the second pass.
     cells : bool
         Whether to look for cells that come from other ranks and are not needed: their steps are under 'idle'.
+    inference : bool
+        Whether a pass under inference_mode comes first.
     """
     import neondist.torch as ndt
 
     replicas, rows, cols = grid
     planes, running = more.pop("planes", 1), {key: more.pop(key) for key in ("timeout", "at_once") if key in more}
     (change, gradients_after), cells = more.pop("change", None) or (None, None), more.pop("cells", False)
+    inference = more.pop("inference", False)
 
     def body(world):
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols, planes=planes) as ranks, _default_device():
             mine = copy.deepcopy(module).to(DEVICE)
             shapes = [tuple(x.shape) for x in inputs]
             model = ndt.distribute(mine, shapes if len(shapes) > 1 else shapes[0], ranks, dtype=inputs[0].dtype, **more)
+            if inference:
+                _inference_pass(model, inputs)
             found = _distributed_pass(model, inputs, gradients)
             if change is not None:
                 model.wires.ledger.clear()
@@ -136,6 +141,17 @@ def distributed(module, inputs, gradients, grid, **more):
             return found
 
     return loopback.run(replicas * rows * cols * planes, body, **running)
+
+
+def _inference_pass(model, inputs):
+    """Run a pass that leaves nothing: buffers, the number of steps and counts of messages are as before."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.module.buffers()]
+    with torch.inference_mode():
+        model(*(model.scatter(x.to(DEVICE), at) for at, x in enumerate(inputs)))
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    model.step = 0
+    model.wires.ledger.clear()
 
 
 def _distributed_pass(model, inputs, gradients):

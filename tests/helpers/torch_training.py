@@ -232,9 +232,14 @@ def with_scaler(start):
 
 
 def modes(start):
-    """Training, evaluation without gradients, training."""
+    """Evaluation under inference_mode, and steps of that mode; training, evaluation without gradients, training."""
     model = start(made(Net), IMAGES)
     optimizer, found = torch.optim.Adam(model.parameters(), 0.02), {}
+    model.eval()
+    with torch.inference_mode():
+        found["first"] = model.gather(model(model.scatter(drawn(*IMAGES)))).clone()
+    model.loss(F.cross_entropy, model(model.scatter(drawn(*IMAGES))), model.scatter_target(labels(*CELLS))).backward()
+    optimizer.step()
     for epoch in range(2):
         model.train()
         x, target = model.scatter(drawn(*IMAGES, step=epoch)), model.scatter_target(labels(*CELLS, step=epoch))
