@@ -12,6 +12,7 @@ from parameter_servers import SHAPES, Servers, arrays
 import neondist as nd
 from neondist.errors import ServiceError
 from neondist.services.checkpoint import export_checkpoint
+from neondist.services.job_status import JobStatus
 from neondist.services.master import Master
 from neondist.services.message import Message
 from neondist.services.placement import TableSpec
@@ -203,6 +204,20 @@ def test_another_master_hands_out_what_one_server_lacks(tmp_path, monkeypatch):
             second.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
             recovery.step()
             assert second.finished
+
+
+def test_the_written_state_of_a_job_is_that_of_its_end(tmp_path, monkeypatch):
+    """Though the last one was written a moment ago."""
+    with Servers(2, tmp_path) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
+        client, recovery = begin(job, master, tmp_path)
+        recovery.step()
+        monkeypatch.setattr("neondist.services.recovery.REPORT", 3600.0)
+        assert not JobStatus.read(tmp_path).ended
+        task = master.get_task(Message({"worker": "0"}))
+        client.push(gradients(0), credit=Credit(0, 0, 0))
+        master.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
+        recovery.step()
+        assert JobStatus.read(tmp_path).ended
 
 
 def test_a_stopped_job_keeps_the_checkpoint_before_a_gradient_of_one_server(tmp_path, monkeypatch):
