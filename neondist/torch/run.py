@@ -52,6 +52,7 @@ class Runner:
         self._segments = plan.segments() if plan.recompute else []
         self._calls = {id(step): self._call_of(step) for step in plan.steps}
 
+    @ordinary_tensors()
     def __call__(
         self,
         inputs: Sequence[torch.Tensor],
@@ -59,15 +60,6 @@ class Runner:
         buffers: Mapping[str, torch.Tensor],
     ) -> list[Any]:
         """Return the outputs of a pass; buffers that it changes are changed."""
-        with ordinary_tensors():
-            return self._pass(inputs, parameters, buffers)
-
-    def _pass(
-        self,
-        inputs: Sequence[torch.Tensor],
-        parameters: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
-    ) -> list[Any]:
         plan = self.plan
         env: dict[int, torch.Tensor] = dict(zip(plan.inputs, inputs, strict=True))
         for name, value in plan.buffers.items():  # backward may need what a buffer was before
