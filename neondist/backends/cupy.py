@@ -98,8 +98,8 @@ class CupyKernels(Kernels):
         if str(array.dtype) not in NUMBERS or any(part.dtype != array.dtype for _, part in pairs):
             super().add_boxes(array, boxes, parts)
             return
-        starts, shapes = [[cut.start for cut in box] for box, _ in pairs], [part.shape for _, part in pairs]
-        table = box_table(_steps(array), [part.data.ptr for _, part in pairs], starts, shapes)
+        shapes = [part.shape for _, part in pairs]
+        table = box_table(_steps(array), [part.data.ptr for _, part in pairs], [box for box, _ in pairs], shapes)
         given = array, self._table(table), len(pairs)
         self._launch(ADD_BOXES, NUMBERS[str(array.dtype)], "add_boxes", sum(map(prod, shapes)), *given, array.ndim)
 

@@ -44,14 +44,14 @@ KERNEL void copy_each(const long long *table, long long rank, long long total) {
 
 ADD_BOXES = """
 KERNEL void add_boxes(T *array, const long long *table, long long boxes, long long rank, long long total) {
-    const long long *strides = table, *rows = table + rank, width = 2 + 2 * rank;
+    const long long *strides = table, *rows = table + rank, width = 2 + 3 * rank;
     for EACH(i, total) {
         long long cell[AXES], box = 0, rest = i, place = 0;
         while (rows[box * width] <= i) box++;
         if (box) rest -= rows[(box - 1) * width];
         for (long long axis = rank - 1; axis >= 0; axis--) {
-            const long long n = rows[box * width + 2 + rank + axis];
-            cell[axis] = rows[box * width + 2 + axis] + rest % n;
+            const long long *row = rows + box * width + 2 + axis, n = row[rank];
+            cell[axis] = row[0] + rest % n * row[2 * rank];
             rest /= n;
             place += cell[axis] * strides[axis];
         }
@@ -61,9 +61,10 @@ KERNEL void add_boxes(T *array, const long long *table, long long boxes, long lo
             const long long *row = rows + other * width;
             long long inside = 1, at = 0;
             for (long long axis = 0; axis < rank; axis++) {
-                const long long n = row[2 + rank + axis], step = cell[axis] - row[2 + axis];
-                inside &= step >= 0 && step < n;
-                at = at * n + step;
+                const long long n = row[2 + rank + axis], step = row[2 + 2 * rank + axis];
+                const long long off = cell[axis] - row[2 + axis];
+                inside &= off >= 0 && off % step == 0 && off / step < n;
+                at = at * n + off / step;
             }
             if (inside) {
                 mine = other >= box;
@@ -76,7 +77,7 @@ KERNEL void add_boxes(T *array, const long long *table, long long boxes, long lo
 """
 """Boxes, which may overlap, to cells of an array: the first box that has a cell adds all, in their order.
 
-The table: strides of the array; rows: numbers up to here, address of the box's numbers, first cell, shape
+The table: strides of the array; rows: numbers up to here, address of the box's numbers, first cell, shape, steps
 """
 
 MAX_POOL = """

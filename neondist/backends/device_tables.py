@@ -29,18 +29,20 @@ def copy_table(
     return tuple(found)
 
 
-def box_table(strides: Ints, parts: Sequence[int], starts: Sequence[Ints], shapes: Sequence[Ints]) -> tuple[int, ...]:
+def box_table(
+    strides: Ints, parts: Sequence[int], boxes: Sequence[Sequence[slice]], shapes: Sequence[Ints]
+) -> tuple[int, ...]:
     """Return what `add_boxes` reads, of boxes that are not empty.
 
     Parameters
     ----------
     strides : of the array, in numbers
     parts : the address of each box's numbers, in a row
-    starts, shapes : where each box is in the array
+    boxes, shapes : where each box is in the array; with steps, or without
     """
     found = [*strides]
-    for done, part, start, shape in zip(accumulate(map(prod, shapes)), parts, starts, shapes, strict=True):
-        found += [done, part, *start, *shape]
+    for done, part, box, shape in zip(accumulate(map(prod, shapes)), parts, boxes, shapes, strict=True):
+        found += [done, part, *(cut.start for cut in box), *shape, *(cut.step or 1 for cut in box)]
     return tuple(found)
 
 

@@ -296,8 +296,8 @@ class _MPIExchange(Exchange):
         from mpi4py.util.dtlib import from_numpy_dtype
 
         array, cells, starts = message.array, message.cells, [s.start for s in message.box]
-        cell = from_numpy_dtype(array.dtype)
-        if max(array.shape, default=0) <= self.transport.most:
+        cell, whole = from_numpy_dtype(array.dtype), all(s.step in (None, 1) for s in message.box)
+        if whole and max(array.shape, default=0) <= self.transport.most:
             self.types.append(cell.Create_subarray(array.shape, cells.shape, starts).Commit())
         else:
             offset = sum(start * stride for start, stride in zip(starts, array.strides, strict=True))

@@ -1,13 +1,14 @@
 """Integer geometry of tiles, windows and halos; it imports neither MPI nor arrays.
 
 box: a half-open box of cells. split: balanced partitions. window: what a layer looks at. gradient_window: what
-looks at a cell. plan: who sends which cells to whom. regions: tiles that overlap. If the tests of this package fail,
-no distributed test can pass.
+looks at a cell. lattice: cells at equal distances, at which such windows look. plan: who sends which cells to whom.
+regions: tiles that overlap. If the tests of this package fail, no distributed test can pass.
 """
 
 from .box import Box
 from .gradient_window import GradientWindow, halo_volume, looking_at
 from .grid_shape import GridShape, StripGrid, grid_shape
+from .lattice import Cells, Lattice, cells_of, moved, seeing, seen_by, slice_of, within
 from .plan import HaloPlan, Kinds, Level, Piece, RepartitionPlan, TransferPlan, fold, sources_within
 from .regions import Overlapping, hulls, looked_at, sources
 from .split import Partition, factorisations, split
@@ -16,10 +17,12 @@ from .window import Window, same_padding
 
 __all__ = [
     "Box",
+    "Cells",
     "GradientWindow",
     "GridShape",
     "HaloPlan",
     "Kinds",
+    "Lattice",
     "Level",
     "Overlapping",
     "Partition",
@@ -29,6 +32,7 @@ __all__ = [
     "TransferPlan",
     "Upsampling",
     "Window",
+    "cells_of",
     "factorisations",
     "fold",
     "grid_shape",
@@ -36,8 +40,13 @@ __all__ = [
     "hulls",
     "looked_at",
     "looking_at",
+    "moved",
     "same_padding",
+    "seeing",
+    "seen_by",
+    "slice_of",
     "sources",
     "sources_within",
     "split",
+    "within",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .box import Box
+from .lattice import Cells, seeing, within
 from .split import Partition, split
 from .window import Window
 
@@ -45,6 +46,14 @@ class GradientWindow(Window):
             hi.append(last)
         return Box(tuple(lo), tuple(hi))
 
+    def seen(self, lo: int, hi: int) -> Cells:
+        """Return the outputs, of a window of one axis, that look at the input cells [lo, hi)."""
+        window = self.window
+        (kernel,), (stride,), ((before, _),), (dilation,) = (
+            window.kernel, window.stride, window.padding, window.dilation
+        )  # fmt: skip
+        return seeing(lo, hi, kernel, stride, before, dilation)
+
     def pace(self, axis: int) -> tuple[int, int]:
         """Return the inverse of the window's."""
         return 1, self.window.stride[axis]
@@ -67,20 +76,13 @@ def looking_at(
     outputs : int, optional
         Number of the outputs. Default: those before the first and after the last count too.
     """
-    start, stop = lo + padding, hi + padding
-    first = -((dilation * (kernel - 1) - start) // stride)
-    last = (stop - 1) // stride + 1 if lo < hi else first
+    found = seeing(lo, hi, kernel, stride, padding, dilation)
     if outputs is not None:
-        first, last = max(first, 0), min(last, outputs)
-
-    def looks(output: int) -> bool:
-        return any(start <= output * stride + dilation * at < stop for at in range(kernel))
-
-    while first < last and not looks(first):  # dilated windows may jump over the cells
-        first += 1
-    while first < last and not looks(last - 1):
-        last -= 1
-    return first, max(first, last)
+        found = tuple(within(found, 0, outputs))
+    if found:
+        return found[0].start, found[-1].stop
+    first = -((dilation * (kernel - 1) - lo - padding) // stride)
+    return (first,) * 2 if outputs is None else (min(max(first, 0), outputs),) * 2
 
 
 def halo_volume(partition: Partition, window: Window) -> int:
@@ -93,13 +95,8 @@ def halo_volume(partition: Partition, window: Window) -> int:
     for axis, (n, out, parts) in enumerate(zip(partition.extent, outputs, partition.parts, strict=True)):
         alone, needs, keeps = window.along(axis), 0, 0
         for part in range(parts):
-            (lo, hi), (start, stop) = next(alone.needs(_range(out, parts, part)).axes()), split(n, parts, part)
-            needs += max(0, min(hi, n) - max(lo, 0))
-            keeps += max(0, min(hi, stop) - max(lo, start))
+            seen = alone.seen(*split(out, parts, part))
+            needs += sum(map(len, within(seen, 0, n)))
+            keeps += sum(map(len, within(seen, *split(n, parts, part))))
         needed, kept = needed * needs, kept * keeps
     return needed - kept
-
-
-def _range(n: int, parts: int, part: int) -> Box:
-    lo, hi = split(n, parts, part)
-    return Box((lo,), (hi,))

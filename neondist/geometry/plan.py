@@ -15,6 +15,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .box import Box
+from .lattice import Cells, Lattice, cells_of, moved, within
 from .split import Partition
 from .window import Window
 
@@ -23,14 +24,14 @@ Level: TypeAlias = Literal["messages", "extents", "all"]
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of cells that one tile owns and another (or the same) needs.
+    """Cells that one tile owns and another (or the same) needs.
 
     `source` is in image coordinates; `target` is where the needer keeps it, which differs only where the image wraps.
     """
 
     peer: int
-    source: Box
-    target: Box
+    source: Lattice
+    target: Lattice
 
 
 class TransferPlan:
@@ -59,6 +60,9 @@ class HaloPlan(TransferPlan):
 
     `need` extends outside the image by the padding; `buffer` is the bounding box of the tile's array: owned cells,
     needed cells, and the sources of padding. Pieces are computed on first access.
+
+    Of the cells in `need` that other tiles own, those arrive that a window looks at: not those that lie between the
+    cells of a dilated window, or between windows whose stride exceeds their kernel. They hold the window's fill value.
     """
 
     own: Box
@@ -70,11 +74,24 @@ class HaloPlan(TransferPlan):
     pieces: Callable[[], tuple[Sequence[Piece], Sequence[Piece], Sequence[Piece]]] = field(repr=False, compare=False)
     #: whether tiles overlap: what a tile needs beside its own has no owner then, or is outside of the image
     overlaps: bool = False
+    #: along each axis, the cells at which the tile looks; None: at all of `need`
+    looks: tuple[Cells, ...] | None = None
 
     @property
     def trivial(self) -> bool:
         """Whether the view is the tile itself."""
         return self.need == self.own and not self.receives and not self.sends
+
+    @property
+    def unset(self) -> list[Box]:
+        """Parts of the buffer that hold the window's fill value until cells arrive: `outside`, and what has gaps."""
+        return self.buffer.outside(self.own) if self.gaps else self.outside
+
+    @property
+    def gaps(self) -> bool:
+        """Whether there are cells in `need` at which the tile does not look."""
+        looks = self.looks
+        return looks is not None and self.need.size != prod(sum(map(len, cells)) for cells in looks)
 
     @property
     def outside(self) -> list[Box]:
@@ -133,8 +150,8 @@ class HaloPlan(TransferPlan):
             others = ([piece for piece in found if piece.peer != tile] for found in (needed, shown))
             return *others, [piece for piece in needed if piece.peer == tile]  # type: ignore[return-value]
 
-        buffer = need.hull(own).hull(folded)
-        return cls(own, need, buffer, partition.extent, window, pieces, partition.overlaps)
+        buffer, looks = need.hull(own).hull(folded), tuple(axis.seen[at] for axis, at in places)
+        return cls(own, need, buffer, partition.extent, window, pieces, partition.overlaps, looks)
 
     @classmethod
     @lru_cache(maxsize=512)
@@ -200,7 +217,7 @@ class RepartitionPlan(TransferPlan):
             return needer if source[needer] == box else owners[box][needer % len(owners[box])]
 
         def pieces(pairs: Iterable[tuple[int, Box]]) -> list[Piece]:
-            return [Piece(peer, cut, cut) for peer, cut in pairs if not cut.empty]
+            return [Piece(peer, *[Lattice.of(cut)] * 2) for peer, cut in pairs if not cut.empty]
 
         own, need = source[rank], target[rank]
         received = pieces((giver(box, rank), box.intersect(need)) for box in owners)
@@ -222,23 +239,22 @@ def _output(partition: Partition, window: Window) -> Partition:
 
 @dataclass(frozen=True)
 class _AxisPiece:
-    """One axis of a piece: the part at the other end, and [lo, hi) where the owner and where the needer keeps it."""
+    """One axis of a piece: the part at the other end, the owner's cells, and how far off the needer keeps them."""
 
     part: int
-    lo: int
-    hi: int
+    cells: range
     offset: int
 
 
 class _Axis:
-    """One axis of a halo: tiles are a product of ranges, so every piece is a product of axis pieces."""
+    """One axis of a halo: what tiles see is a product of axes, so every piece is a product of axis pieces."""
 
     def __init__(self, partition: Partition, window: Window, axis: int, outputs: Partition) -> None:
         self.partition, self.axis, self.mode = partition, axis, window.modes[axis]
         self.n, self.parts = partition.extent[axis], partition.parts[axis]
         needs, step = needs_along(outputs, window, axis), window.stride[axis]
-        # own cells behind the last that it sees, for that is often all of a tile; none that others would send beside it
-        if window.kernel[axis] == 1 < step and self._alone(window, outputs):
+        self.seen = seen_along(outputs, window, axis)
+        if window.kernel[axis] == 1 < step:  # own cells behind the last that it sees, for that is often all of a tile
             for part, (lo, hi) in enumerate(needs):
                 first, last = partition.range(axis, part)
                 if lo < hi and first < hi <= last:
@@ -249,30 +265,36 @@ class _Axis:
                 needs[part] = (min(max(lo, first), last),) * 2
         self.needs = needs
 
-    def _alone(self, window: Window, outputs: Partition) -> bool:
-        """Return whether no part sees cells that it does not own along other axes."""
-        for axis in range(len(self.partition.extent)):
-            for part, (lo, hi) in enumerate(needs_along(outputs, window, axis) if axis != self.axis else ()):
-                first, last = self.partition.range(axis, part)
-                if lo < hi and not first <= lo <= hi <= last:
-                    return False
-        return True
+    def gaps(self, part: int) -> bool:
+        """Return whether the part's view has cells at which it does not look."""
+        lo, hi = self.needs[part]
+        return hi - lo != sum(map(len, self.seen[part]))
 
     def sources(self, part: int) -> tuple[int, int]:
         """Return the range of cells, inside the image or (wrap) modulo it, that the part needs from owners."""
         return sources_within(*self.needs[part], self.n, self.mode)
 
     def pieces(self, part: int) -> list[_AxisPiece]:
-        """Return what `part` needs, by owner."""
+        """Return what `part` looks at, by owner."""
         lo, hi = self.sources(part)
         if lo >= hi:
             return []
         turns = range(lo // self.n, -(-hi // self.n)) if self.mode == "wrap" else range(1)
         return [
-            _AxisPiece(owner, a, b, turn * self.n)
+            _AxisPiece(owner, cells, turn * self.n)
             for turn in turns
             for owner, a, b in self.partition.owners(self.axis, lo - turn * self.n, hi - turn * self.n)
+            for cells in within([moved(cells, -turn * self.n) for cells in self._shown(part)], a, b)
         ]
+
+    def _shown(self, part: int) -> Cells:
+        """Return the cells at which `part` looks; inside the image, or (wrap) modulo it."""
+        seen = self.seen[part]
+        if self.mode in ("zeros", "wrap"):
+            return seen
+        if not self.gaps(part):
+            return (range(*sources_within(seen[0].start, seen[0].stop, self.n, self.mode)),)
+        return cells_of(sorted({i if 0 <= i < self.n else fold(i, self.n, self.mode) for cells in seen for i in cells}))
 
     def pieces_from(self, owner: int) -> list[_AxisPiece]:
         """Return what any part needs of `owner`, by needer."""
@@ -287,7 +309,7 @@ class _Axis:
         return [] if self.partition.overlaps else [self.pieces(part), self.pieces_from(part)]
 
     def _messages(self, part: int) -> Hashable:
-        return tuple(tuple((p.part == part, p.hi - p.lo) for p in found) for found in self._pieces(part))
+        return tuple(tuple((p.part == part, len(p.cells)) for p in found) for found in self._pieces(part))
 
     def _extents(self, part: int) -> Hashable:
         own, need, seen = self.partition.range(self.axis, part), self.needs[part], self.sources(part)
@@ -298,7 +320,7 @@ class _Axis:
     def _kind(self, part: int) -> Hashable:
         first, last = self.partition.range(self.axis, part)
         ends = (end - first for pair in (self.needs[part], self.sources(part)) for end in pair)
-        pieces = (tuple((p.part - part, p.lo - first, p.hi - first) for p in found) for found in self._pieces(part))
+        pieces = (tuple((p.part - part, moved(p.cells, -first)) for p in found) for found in self._pieces(part))
         return (last - first, *ends, *pieces)
 
     @cached_property
@@ -306,7 +328,7 @@ class _Axis:
         found = defaultdict(list)
         for part in range(self.parts):
             for p in self.pieces(part):
-                found[p.part].append(_AxisPiece(part, p.lo, p.hi, p.offset))
+                found[p.part].append(_AxisPiece(part, p.cells, p.offset))
         return found
 
 
@@ -320,6 +342,15 @@ def needs_along(outputs: Partition, window: Window, axis: int) -> list[tuple[int
         return ranges
     alone = window.along(axis)
     return [next(alone.needs(Box((lo,), (hi,))).axes()) for lo, hi in ranges]
+
+
+def seen_along(outputs: Partition, window: Window, axis: int) -> list[Cells]:
+    """Return the cells of an axis, those outside of the image too, at which the windows of each part's outputs look."""
+    ranges = [outputs.range(axis, part) for part in range(outputs.parts[axis])]
+    if window.pointwise:
+        return [(range(lo, hi),) for lo, hi in ranges]
+    alone = window.along(axis)
+    return [alone.seen(lo, hi) for lo, hi in ranges]
 
 
 def sources_within(lo: int, hi: int, n: int, mode: str) -> tuple[int, int]:
@@ -342,7 +373,7 @@ def _combine(partition: Partition, axes: list[list[_AxisPiece]], by_needer: bool
         peer = 0
         for parts, p in zip(partition.parts, combination, strict=True):
             peer = peer * parts + p.part
-        source = Box(tuple(p.lo for p in combination), tuple(p.hi for p in combination))
+        source = Lattice(tuple(p.cells for p in combination))
         pieces.append(Piece(peer, source, source.shift([p.offset for p in combination])))
     return sorted(pieces, key=lambda piece: piece.peer) if by_needer else pieces
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .box import Box
+from .lattice import Cells
 from .window import Window
 
 
@@ -40,6 +41,11 @@ class Upsampling(Window):
             for axis, (lo, n, at) in enumerate(zip(out.lo, out.shape, first, strict=True))
         ]
         return Box(tuple(first), tuple(last))
+
+    def seen(self, lo: int, hi: int) -> Cells:
+        """Return the input cells, of a window of one axis, at which the output cells [lo, hi) look."""
+        ((first, last),) = self.needs(Box((lo,), (hi,))).axes()
+        return (range(first, last),)
 
     def cell(self, axis: int, o: int) -> int:
         """Return the first input cell that output cell o looks at."""

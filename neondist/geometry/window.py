@@ -12,6 +12,7 @@ from ..errors import ConfigError, ShapeError
 from ..registry import suggest
 from ..registry.arguments import checked
 from .box import Box
+from .lattice import Cells, seen_by
 
 MODES = ("zeros", "reflect", "replicate", "wrap")
 
@@ -127,6 +128,11 @@ class Window:
             for start, n, s, span in zip(lo, out.shape, self.stride, self.span, strict=True)
         ]
         return Box(tuple(lo), tuple(hi))
+
+    def seen(self, lo: int, hi: int) -> Cells:
+        """Return the input cells, outside the image too, at which outputs [lo, hi) look; of a window of one axis."""
+        (kernel,), (stride,), ((before, _),), (dilation,) = self.kernel, self.stride, self.padding, self.dilation
+        return seen_by(lo, hi, kernel, stride, before, dilation)
 
     def pace(self, axis: int) -> tuple[int, int]:
         """Return integers a and b such that moving by b outputs moves the window by a input cells."""

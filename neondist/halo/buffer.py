@@ -9,7 +9,7 @@ import numpy as np
 
 from ..backends import Backend
 from ..comm import Exchange, Message, ProcessGrid
-from ..geometry import Box, HaloPlan
+from ..geometry import Box, HaloPlan, Lattice
 from .exchange import WHOLE, HaloExchange, Phase
 from .padding import fold_back, fold_in
 from .policies.base import ExchangePolicy
@@ -53,7 +53,7 @@ class HaloBuffer:
         self.dview: Any = None  # made at the first bprop: evaluation needs none
         self.own, self.need = self.index(plan.own), self.index(plan.need)
         self.tile, self.view = self.cells[self.own], self.cells[self.need]
-        self.outside = [self.cells[self.index(box)] for box in plan.outside]
+        self.outside = [self.cells[self.index(box)] for box in plan.unset]
         self.fill_outside()
         self.shared = slots[0] is not None
         # own cells are in place already; what wraps around is needed a second time
@@ -90,13 +90,13 @@ class HaloBuffer:
             self.gradient[source] += self.gradient[target]
         return self.dtile
 
-    def index(self, box: Box) -> tuple[slice, ...]:
-        """Return where a box of the image lies in the buffer."""
-        spatial = box.relative_to(self.plan.buffer).slices
+    def index(self, cells: Box | Lattice) -> tuple[slice, ...]:
+        """Return where cells of the image lie in the buffer."""
+        spatial = cells.relative_to(self.plan.buffer).slices
         return (slice(0, self.samples), *spatial, slice(0, self.owner.channels))
 
     def fill_outside(self) -> None:
-        """Put the window's constant into the cells outside the image."""
+        """Put the window's constant into the cells outside the image, and at which no output looks."""
         for cells in self.outside:
             cells.fill(self.plan.window.fill)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..backends import Kernels
 from ..comm import Exchange, Message
-from ..geometry import Box, HaloPlan
+from ..geometry import Box, HaloPlan, Lattice
 from ..namespace import namespace
 from .padding import fill_locally, return_locally
 
@@ -45,8 +45,8 @@ class Buffer(Protocol):
     cells: Any
     gradient: Any
 
-    def index(self, box: Box) -> tuple[slice, ...]:
-        """Return where a box of the image lies in it."""
+    def index(self, cells: Box | Lattice) -> tuple[slice, ...]:
+        """Return where cells of the image lie in it."""
 
     def planned(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
         """Return an exchange of messages, which the array's record has from now on."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from math import isinf
 from typing import Any
 
-from ..geometry import Box, HaloPlan, fold
+from ..geometry import Box, HaloPlan, Lattice, fold
 from ..namespace import namespace
 
-Index = Callable[[Box], tuple[slice, ...]]
-"""Where a box of the image lies in an array of the buffer."""
+Index = Callable[[Box | Lattice], tuple[slice, ...]]
+"""Where cells of the image lies in an array of the buffer."""
 
 
 def fold_in(buffer: Any, plan: HaloPlan) -> None:
@@ -78,11 +78,11 @@ def return_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> No
         gradient[index(own)] += cells
 
 
-def _sources(target: Box, own: Box, mode: str) -> list[list[int]]:
+def _sources(target: Lattice, own: Box, mode: str) -> list[list[int]]:
     """Return, for every axis, which of the tile's cells those of `target` are copies of."""
     return [
-        [mirror(cell - start, stop - start, mode) for cell in range(lo, hi)]
-        for (lo, hi), (start, stop) in zip(target.axes(), own.axes(), strict=True)
+        [mirror(cell - start, stop - start, mode) for cell in cells]
+        for cells, (start, stop) in zip(target.ranges, own.axes(), strict=True)
     ]
 
 

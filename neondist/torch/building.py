@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
+from ..geometry import Cells
 from .graph import Pads, Value
 from .layout import (
     Atom,
@@ -23,6 +24,8 @@ from .transfer import Range, Transfer, Want
 
 Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
 """For a dimension: an axis of the mesh, and for each of its parts the ranges that it wants to see."""
+Looks = Mapping[int, Sequence[Cells]]
+"""For a dimension: what of its range each part looks at; of one that is not cut, what all do."""
 
 
 class Builder(StepList):
@@ -36,6 +39,7 @@ class Builder(StepList):
         pads: Mapping[int, Sequence[tuple[int, int]]] | None = None,
         fill: float = 0.0,
         window: bool = False,
+        looks: Looks | None = None,
     ) -> Value:
         """Return what each rank wants to see of a value; gradients of what several saw are added.
 
@@ -50,6 +54,8 @@ class Builder(StepList):
             Indices of value `fill` around what is seen.
         window : bool
             Whether windows slide over it, so that a border scheme may stand for the exact exchange.
+        looks : dict of dimension to cells for each part
+            Of dimensions along which there is something between that does not have to travel.
         """
         inside = self._inside(value, wants, context)
         lost = axes_of(value.layout) - inside  # along which all compute alike from now on
@@ -68,7 +74,7 @@ class Builder(StepList):
         source = self.enter(value, inside)
         if not wanted:
             return source
-        transfer = Transfer(self.mesh, wanted)
+        transfer = Transfer(self.mesh, self._looking(value, wanted, looks or {}))
         shape = list(transfer.shape(source.local, self.rank))
         for dim, before, after in here:
             shape[dim] += before + after
@@ -77,6 +83,15 @@ class Builder(StepList):
         inner = all(want.axis == want.source.axis and want.axis and want.dim > 1 for want in wanted)
         self.steps[-1].window = window and inner and not transfer.silent
         return found
+
+    def _looking(self, value: Value, wanted: Sequence[Want], looks: Looks) -> tuple[Want, ...]:
+        """Return wants of what is looked at, along dimensions that are not cut too, of which then less travels."""
+        found = {want.dim: want for want in wanted}
+        for dim, parts in looks.items():
+            atom = self.atom(value, dim)
+            want = found.get(dim, Want(dim, atom, atom.axis, tuple((own,) for own in atom.ranges)))
+            found[dim] = want._replace(looks=tuple(parts))
+        return tuple(want for _, want in sorted(found.items()))
 
     def _inside(self, value: Value, wants: Ranges, context: Iterable[int] | None) -> frozenset[int]:
         """Return the axes that cut what is computed from a view, which `view` is asked for."""

@@ -12,12 +12,12 @@ import torch
 from ..backends import Backend, get_backend
 from ..comm import Exchange, ProcessGrid
 from ..errors import ConfigError, HaloError
-from ..geometry import Box, HaloPlan, Piece, Window
+from ..geometry import Box, HaloPlan, Lattice, Piece, Window, moved
 from ..halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
 from ..halo.buffer import HaloBuffer
 from ..observer import During
 from ..registry import suggest
-from ..runtime.debug import mark_buffer, marked
+from ..runtime.debug import mark_buffer, unfilled
 from .graph import Step
 from .transfer import Piece as Indices
 from .transfer import Range
@@ -60,7 +60,7 @@ class SchemeChannel:
         if self.wires.guarded:
             mark_buffer(buffer)
         seen = buffer.forward(_channels_last(tensor), self.wires.phase)
-        if self.wires.guarded and (missing := marked(seen)).any():
+        if self.wires.guarded and (missing := unfilled(seen, owner.plan)).any():
             raise HaloError(
                 f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} values of its view were never"
                 f" filled; scheme {type(self.policy).__name__} must fill every cell of other tiles"
@@ -114,12 +114,12 @@ class SchemeChannel:
             (need[axis],) = want.of(place)
 
         def piece(indices: Indices, owner: int) -> Piece:
-            ranges, there = list(own), transfer.mesh.place(owner)
-            for (axis, want), (lo, hi) in zip(wants.items(), indices.source, strict=True):
+            there = transfer.mesh.place(owner)
+            cells = [range(lo, hi) for lo, hi in own]
+            for (axis, want), part in zip(wants.items(), indices.source, strict=True):
                 start, _ = want.source.range(there)
-                ranges[axis] = (start + lo, start + hi)
-            box = _box(ranges)
-            return Piece(indices.peer - first, box, box)
+                cells[axis] = moved(part, start)
+            return Piece(indices.peer - first, *[Lattice(tuple(cells))] * 2)
 
         every = transfer.receives(grid.rank)
         receives = [piece(p, p.peer) for p in every if p.peer != grid.rank]
@@ -132,6 +132,9 @@ class SchemeChannel:
             buffer=_box(own) if _box(need).empty else _box(need).hull(_box(own)),
             extent=tuple(n for _, n in whole),
             window=Window(1, padding=0, fill=fill, ndim=len(extent)),
+            looks=tuple(
+                wants[axis].looks_of(place) if axis in wants else (range(lo, hi),) for axis, (lo, hi) in enumerate(need)
+            ),
         )
 
     def _record(self, owner: _Owner) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..geometry import Cells, moved, within
 from .layout import Atom, Mesh, Shape
 
 Range = tuple[int, int]
@@ -49,16 +50,19 @@ class Want(NamedTuple):
         None: all ranks want the same, `ranges[0]`.
     ranges : for each part, its ranges [lo, hi)
         Inside of the tensor; the same index may be wanted more than once.
+    looks : for each part, what of its one range it looks at; None: all
+        Nothing else travels. What is between has a place in the view, and any value.
     """
 
     dim: int
     source: Atom
     axis: int | None
     ranges: tuple[tuple[Range, ...], ...]
+    looks: tuple[Cells, ...] | None = None
 
     def of(self, place: Sequence[int]) -> tuple[Range, ...]:
         """Return what the rank at a place wants."""
-        return self.ranges[0 if self.axis is None else place[self.axis]]
+        return self.ranges[self._part(place)]
 
     def extent(self, place: Sequence[int]) -> int:
         """Return how many indices that is."""
@@ -72,16 +76,35 @@ class Want(NamedTuple):
             for ranges, (lo, hi) in zip(self.ranges, self.source.ranges, strict=True)
         )
 
-    def pieces(self, place: Sequence[int]) -> Iterator[tuple[int, Range, Range]]:
-        """Yield (owner's part, range in the owner's tensor, range in the view) of what the rank at a place wants."""
+    def pieces(self, place: Sequence[int], between: bool = False) -> Iterator[tuple[int, range, range]]:
+        """Yield (owner's part, indices in its tensor, indices in the view) of what the rank at a place wants.
+
+        Parameters
+        ----------
+        between : bool
+            Whether that includes what the rank does not look at.
+        """
         at, bounds = 0, self.source.bounds or (0, self.source.extent)
         for lo, hi in self.of(place):
             for part in range(bisect_right(bounds, lo) - 1, bisect_left(bounds, hi)) if lo < hi else ():
                 first, last = bounds[part : part + 2]
-                a, b = max(lo, first), min(hi, last)
-                if a < b:
-                    yield part, (a - first, b - first), (at + a - lo, at + b - lo)
+                looks = [range(lo, hi)] if between or self.looks is None else self.looks[self._part(place)]
+                for cells in within(looks, max(lo, first), min(hi, last)):
+                    yield part, moved(cells, -first), moved(cells, at - lo)
             at += hi - lo
+
+    def looks_of(self, place: Sequence[int]) -> Cells:
+        """Return at what of its one range the rank at a place looks."""
+        if self.looks is not None:
+            return self.looks[self._part(place)]
+        return tuple(range(lo, hi) for lo, hi in self.of(place))
+
+    def has(self, place: Sequence[int], part: int) -> bool:
+        """Return whether the rank at a place has a part of the dimension."""
+        return self.source.axis is None or part == place[self.source.axis]
+
+    def _part(self, place: Sequence[int]) -> int:
+        return 0 if self.axis is None else place[self.axis]
 
     @property
     def axes(self) -> frozenset[int]:
@@ -93,6 +116,8 @@ class Want(NamedTuple):
 
         That is of the parts of the only axis that it depends on; nothing here takes their number squared.
         """
+        if self.looks is not None:
+            return self._counts_of_looks(parts)
         ranges = self.ranges if self.axis is not None else self.ranges * parts
         seen = np.array([sum(hi - lo for lo, hi in one) for one in ranges])
         if self.source.bounds is None:
@@ -105,6 +130,19 @@ class Want(NamedTuple):
             for one, (first, last) in zip(ranges, self.source.ranges, strict=True)
         ]
         return shown, seen, np.array(own)
+
+    def _counts_of_looks(self, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        shown, seen, own = np.zeros((3, parts), int)
+        axes, place = self.axes, [0] * (1 + max(self.axes, default=0))
+        for part in range(parts):
+            for axis in axes:
+                place[axis] = part
+            for owner, cells, _ in self.pieces(place):
+                owner = part if self.source.axis is None else owner
+                shown[owner] += len(cells)
+                seen[part] += len(cells)
+                own[part] += len(cells) * (owner == part)
+        return shown, seen, own
 
 
 def _above(points: np.ndarray, bounds: np.ndarray) -> np.ndarray:
@@ -119,13 +157,17 @@ class Piece(NamedTuple):
     """Indices that one rank has and another (or the same) wants, along the dimensions of `wants`, in their order."""
 
     peer: int
-    source: tuple[Range, ...]
-    target: tuple[Range, ...]
+    source: tuple[range, ...]
+    target: tuple[range, ...]
 
     @property
     def cells(self) -> int:
         """The number of indices, those of other dimensions not counted."""
-        return prod(hi - lo for lo, hi in self.source)
+        return prod(map(len, self.source))
+
+
+def _piece(peer: int, pieces: Sequence[tuple[int, range, range]]) -> Piece:
+    return Piece(peer, tuple(source for _, source, _ in pieces), tuple(target for *_, target in pieces))
 
 
 @dataclass(frozen=True)
@@ -143,7 +185,7 @@ class Transfer:
     wants: tuple[Want, ...]
 
     def receives(self, rank: int) -> list[Piece]:
-        """Return what a rank wants, by who has it; its own included."""
+        """Return what a rank wants, by who has it; its own included, of which it also has what it does not look at."""
         place = self.mesh.place(rank)
         found = []
         for pieces in product(*(list(want.pieces(place)) for want in self.wants)):
@@ -151,9 +193,17 @@ class Transfer:
             for want, (part, _, _) in zip(self.wants, pieces, strict=True):
                 if want.source.axis is not None:
                     owner[want.source.axis] = part
-            source, target = tuple(p[1] for p in pieces), tuple(p[2] for p in pieces)
-            found.append(Piece(self.mesh.rank(owner), source, target))
+            if tuple(owner) != tuple(place) or not self.gaps:
+                found.append(_piece(self.mesh.rank(owner), pieces))
+        if self.gaps:
+            own = ([p for p in want.pieces(place, between=True) if want.has(place, p[0])] for want in self.wants)
+            found += [_piece(rank, pieces) for pieces in product(*own)]
         return found
+
+    @property
+    def gaps(self) -> bool:
+        """Whether there is anything in views at which nobody looks."""
+        return any(want.looks is not None for want in self.wants)
 
     def sends(self, rank: int) -> list[Piece]:
         """Return what others want of a rank."""
@@ -166,8 +216,7 @@ class Transfer:
                 if want.source.axis is not None:
                     needer[want.source.axis] = part
             if tuple(needer) != place:
-                source, target = tuple(p[1] for p in pieces), tuple(p[2] for p in pieces)
-                found.append(Piece(self.mesh.rank(needer), source, target))
+                found.append(_piece(self.mesh.rank(needer), pieces))
         return sorted(found, key=lambda piece: piece.peer)
 
     @cached_property
@@ -197,11 +246,11 @@ class Transfer:
         return place[next(iter(want.axes))] if want.axes else 0
 
     @cached_property
-    def _shown(self) -> list[tuple[Want, dict[int, list[tuple[int, Range, Range]]]]]:
+    def _shown(self) -> list[tuple[Want, dict[int, list[tuple[int, range, range]]]]]:
         """For each want, what each part shows to which others."""
         found = []
         for want in self.wants:
-            shown: dict[int, list[tuple[int, Range, Range]]] = {}
+            shown: dict[int, list[tuple[int, range, range]]] = {}
             place = [0] * len(self.mesh.parts)
             for part in range(self.mesh.parts[next(iter(want.axes))]) if want.axes else (0,):
                 for axis in want.axes:

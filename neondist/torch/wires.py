@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from ..comm import DebugTransport, Message, ProcessGrid, Transport
+from ..geometry import slice_of
 from ..halo.exchange import WHOLE
 from ..observer import During
 from ..runtime.observers.ledger import Account, Ledger
 from .graph import GRADIENTS, WIDER
 from .layout import Mesh
-from .transfer import Piece, Range, Transfer
+from .transfer import Piece, Transfer
 
 _AS_INTEGERS = {torch.bfloat16: torch.int16}  # what NumPy has no type for travels as bits
 
@@ -232,12 +233,24 @@ class Channel:
                 if length:
                     view.narrow(dim, start, length).fill_(fill)
             view = view.narrow(dim, before, view.shape[dim] - before - after)
+        for around in self._around(view):
+            around.fill_(fill)
         buffers = self._start("forward", tensor)
         for piece in self.own:
             self._at(view, piece.target).copy_(self._at(tensor, piece.source))
         for piece, cells in buffers.finish() if buffers else ():
             self._at(view, piece.target).copy_(cells)
         return found
+
+    def _around(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the parts of a view around what this rank has itself, where there is what it does not look at."""
+        if not self.transfer.gaps:
+            return
+        own = [piece.target for piece in self.own]
+        for at, want in enumerate(self.transfer.wants):
+            lo, hi = (own[0][at].start, own[0][at].stop) if own else (0, 0)
+            yield view.narrow(want.dim, 0, lo)
+            yield view.narrow(want.dim, hi, view.shape[want.dim] - hi)
 
     def empty_view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
         """Return room for what `view` returns."""
@@ -278,10 +291,11 @@ class Channel:
             self._at(found, piece.source).add_(cells)
         return found
 
-    def _at(self, tensor: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
-        for want, (lo, hi) in zip(self.transfer.wants, ranges, strict=True):
-            tensor = tensor.narrow(want.dim, lo, hi - lo)
-        return tensor
+    def _at(self, tensor: torch.Tensor, indices: Sequence[range]) -> torch.Tensor:
+        where = [slice(None)] * tensor.dim()
+        for want, cells in zip(self.transfer.wants, indices, strict=True):
+            where[want.dim] = slice_of(cells)
+        return tensor[tuple(where)]
 
     def _start(self, direction: str, tensor: torch.Tensor) -> _Buffers | None:
         """Send what others want of a tensor, or have shown of it; return a handle to wait on; None: no rank sends."""
@@ -320,15 +334,13 @@ class _Buffers:
                 shapes = []
                 for piece in parts:
                     shape = list(like.shape)
-                    for want, (lo, hi) in zip(
-                        channel.transfer.wants, piece.source if has else piece.target, strict=True
-                    ):
-                        shape[want.dim] = hi - lo
+                    for want, cells in zip(channel.transfer.wants, piece.source if has else piece.target, strict=True):
+                        shape[want.dim] = len(cells)
                     shapes.append(shape)
                 sizes = list(map(prod, shapes))
                 flats[peer] = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
-                cells = zip(flats[peer].split(sizes), shapes, strict=True)
-                places += zip(parts, (flat.view(shape) for flat, shape in cells), strict=True)
+                flat = zip(flats[peer].split(sizes), shapes, strict=True)
+                places += zip(parts, (part.view(shape) for part, shape in flat), strict=True)
             return flats, places
 
         out, back = (channel.leaving, channel.arriving) if forward else (channel.arriving, channel.leaving)

@@ -1,6 +1,7 @@
 """Pure geometry; if these fail, no distributed test can pass."""
 
 from fractions import Fraction
+from itertools import product
 from math import floor
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from drawn import windows
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from support import expected_view, slides
+from support import expected_view, looked_at, slides
 
 from neondist.errors import ConfigError, GridError, ShapeError
 from neondist.geometry import (
@@ -20,10 +21,13 @@ from neondist.geometry import (
     RepartitionPlan,
     Upsampling,
     Window,
+    cells_of,
     fold,
     grid_shape,
+    halo_volume,
     same_padding,
     split,
+    within,
 )
 
 parts_3d = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
@@ -50,7 +54,7 @@ boxes = st.tuples(*[st.integers(-5, 5)] * 4).map(lambda v: Box((v[0], v[1]), (v[
 
 
 def cells(box):
-    return {(i, j) for i in range(box.lo[0], box.hi[0]) for j in range(box.lo[1], box.hi[1])}
+    return set(product(*(range(lo, hi) for lo, hi in box.axes())))
 
 
 @given(boxes, boxes)
@@ -86,12 +90,17 @@ def test_plans_deliver_every_needed_cell_once(drawn, parts):
     plans = [HaloPlan.of(partition, window, tile) for tile in range(partition.tiles)]
     outputs = Partition(window.output_extent(extent), partition.parts, partition.copies)
     for tile, plan in enumerate(plans):
-        if window.mode == "zeros":  # nothing travels but what the windows span
-            spanned = window.needs(outputs.box(tile)).intersect(Box.of(extent))
-            assert all(piece.source.intersect(spanned) == piece.source for piece in plan.receives)
+        seen = looked_at(window, outputs.box(tile))
+        axes = zip(seen, extent, window.modes, strict=True)
+        shown = [{shows(i, n, mode) for i in axis} - {None} for axis, n, mode in axes]
+        needed, own = set(product(*shown)), cells(plan.own)
+        arriving = [cell for piece in plan.receives for cell in product(*piece.source.ranges)]
+        if "wrap" not in window.modes:  # where an image wraps, a cell may come twice
+            assert len(arriving) == len(set(arriving))
+        assert set(arriving) == needed - own  # and nothing else travels
         buffer = np.full(plan.buffer.shape, window.fill)
         for piece in (*plan.receives, *plan.local):
-            assert piece.source.intersect(plans[piece.peer].own) == piece.source
+            assert set(product(*piece.source.ranges)) <= cells(plans[piece.peer].own)
             at = piece.target.relative_to(plan.buffer).slices
             buffer[at] = image[(0, *piece.source.slices, 0)]
         for peer, other in enumerate(plans):
@@ -100,8 +109,16 @@ def test_plans_deliver_every_needed_cell_once(drawn, parts):
         if set(window.modes) <= {"zeros", "wrap"}:
             need = plan.need.relative_to(plan.buffer).slices
             expected = expected_view(image, window, plan.need)[0, ..., 0]
-            np.testing.assert_array_equal(buffer[need], expected)
+            looked = np.ix_(*([i - lo for i in axis] for axis, lo in zip(seen, plan.need.lo, strict=True)))
+            np.testing.assert_array_equal(buffer[need][looked], expected[looked])
     assert sum(p.sent_cells for p in plans) == sum(p.halo_volume for p in plans)
+    if window.mode == "zeros":
+        assert halo_volume(partition, window) == sum(p.halo_volume for p in plans)
+
+
+def shows(i, n, mode):
+    """The cell of an axis of n that cell i shows; None: a constant."""
+    return i if 0 <= i < n else None if mode == "zeros" else fold(i, n, mode)
 
 
 @given(st.tuples(st.integers(0, 9), st.integers(0, 9)), parts_3d, parts_3d, st.integers(1, 3))
@@ -112,7 +129,7 @@ def test_repartition_moves_every_cell_to_its_new_owner(extent, before, after, sp
     old, new = old + [nothing] * (ranks - len(old)), new + [nothing] * (ranks - len(new))
     plans = [RepartitionPlan.of(old, new, rank) for rank in range(ranks)]
     for rank, plan in enumerate(plans):
-        arrived = [c for p in (*plan.receives, *plan.local) for c in sorted(cells(p.source))]
+        arrived = [cell for p in (*plan.receives, *plan.local) for cell in product(*p.source.ranges)]
         assert sorted(arrived) == sorted(cells(new[rank]))
         for piece in plan.receives:
             assert piece.source in [p.source for p in plans[piece.peer].sends if p.peer == rank]
@@ -145,18 +162,41 @@ def test_nearest_upsampling_is_not_pointwise_although_each_cell_sees_one():
     assert not GradientWindow(Window(3), (5, 4)).pointwise
 
 
-@given(*(st.integers(1, 4),) * 3, st.integers(0, 6), st.integers(0, 12), st.integers(1, 5))
+@given(*(st.integers(1, 5),) * 3, st.integers(0, 6), st.integers(0, 12), st.integers(0, 5))
 @example(2, 2, 2, 0, 1, 1)
-def test_outputs_that_look_at_cells(kernel, stride, dilation, padding, lo, length):
-    """Exactly from the first to the last one that does, where dilated windows jump over some."""
-    window = GradientWindow(Window(kernel, stride=stride, padding=padding, dilation=dilation, ndim=1), (40,))
-    looking = [
-        o
-        for o in range(-20, 40)
-        if any(lo <= o * stride - padding + dilation * at < lo + length for at in range(kernel))
-    ]
-    found = window.needs(Box((lo,), (lo + length,)))
+@example(3, 2, 2, 0, 3, 1)
+def test_cells_that_outputs_look_at_and_outputs_that_look_at_cells(kernel, stride, dilation, padding, lo, length):
+    """Exactly those, where strides are above kernels and dilated windows jump over some."""
+    of, hi = Window(kernel, stride=stride, padding=padding, dilation=dilation, ndim=1), lo + length
+    sight = {o: [o * stride - padding + dilation * at for at in range(kernel)] for o in range(-30, 40)}
+    looking = [o for o, cells in sight.items() if any(lo <= cell < hi for cell in cells)]
+    window = GradientWindow(of, (40,))
+    assert listed(window.seen(lo, hi)) == looking
+    assert listed(of.seen(lo, hi)) == sorted({cell for o in range(lo, hi) for cell in sight[o]})
+    found = window.needs(Box((lo,), (hi,)))
     assert (found.lo[0], found.hi[0]) == (looking[0], looking[-1] + 1) if looking else found.lo == found.hi
+
+
+def listed(ranges):
+    """What is in disjoint ranges."""
+    found = [cell for cells in ranges for cell in cells]
+    assert len(found) == len(set(found))
+    return sorted(found)
+
+
+@given(st.sets(st.integers(-20, 40)), st.integers(-25, 40), st.integers(0, 20))
+def test_ranges_of_cells_and_what_of_them_is_within_others(chosen, lo, length):
+    ranges = cells_of(sorted(chosen))
+    assert listed(ranges) == sorted(chosen)
+    assert listed(within(ranges, lo, lo + length)) == sorted(i for i in chosen if lo <= i < lo + length)
+
+
+@pytest.mark.parametrize(
+    ("cells", "ranges"),
+    [(range(0, 999, 3), 1), (range(5, 99), 1), ([i for i in range(60) if i % 3], 2), ([0, 1, 10, 11, 20, 21], 2)],
+)
+def test_ranges_are_few(cells, ranges):
+    assert len(cells_of([*cells])) == ranges
 
 
 @pytest.mark.parametrize("extent", [(7, 8), (6, 5), (1, 2)])

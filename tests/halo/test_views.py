@@ -97,15 +97,18 @@ def drop(keep):
 
 
 def is_corner(plan, piece):
-    return all(piece.source.hi[a] <= plan.own.lo[a] or piece.source.lo[a] >= plan.own.hi[a] for a in range(2))
+    return all(
+        piece.source.ranges[a].stop <= plan.own.lo[a] or piece.source.ranges[a].start >= plan.own.hi[a]
+        for a in range(2)
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "keep"),
     [
         ("the corner", lambda plan, piece: not is_corner(plan, piece)),
-        ("the side before", lambda plan, piece: piece.source.lo[0] >= plan.own.lo[0]),
-        ("the side after", lambda plan, piece: piece.source.hi[1] <= plan.own.hi[1]),
+        ("the side before", lambda plan, piece: piece.source.ranges[0].start >= plan.own.lo[0]),
+        ("the side after", lambda plan, piece: piece.source.ranges[1].stop <= plan.own.hi[1]),
     ],
 )
 def test_a_missing_part_of_the_halo_is_noticed(monkeypatch, name, keep):

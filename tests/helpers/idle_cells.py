@@ -16,26 +16,32 @@ def idle_cells(model, tiles):
 
 
 class _Sentinel(Runner):
-    """A runner that writes other numbers over the first and the last line of what windows see.
-
-    A view is a range along each axis, from the first cell that windows span to the last: of some between, and of some
-    at the border of the image, dilated windows see nothing.
-    """
+    """A runner that writes other numbers over lines of what windows see, of which cells have come from others."""
 
     def __init__(self, *what):
         super().__init__(*what)
-        self.idle, self._views = [], {}
+        self._views, self._idle = {}, {}
+
+    @property
+    def idle(self):
+        """Lines that no step needs of those that read the view, as text."""
+        return [
+            f"line {line} along dimension {dim}, for {name}"
+            for name, *each in self._idle.values()
+            for dim, line in sorted(set.intersection(*each))
+        ]
 
     def _run(self, step, tensors):
         for at, value in enumerate(step.inputs):
             if value in self._views and step.kind == "local" and tensors[at].numel():
-                self._look(step, tensors, at, self._views[value])
+                found = set(self._lines(step, tensors, at, self._views[value]))
+                self._idle[value] = (step.name, *self._idle.get(value, ())[1:], found)
         if step.kind == "view" and step.window and step.scheme is None:
             self._views[step.outputs[0]] = step
         return super()._run(step, tensors)
 
-    def _look(self, step, tensors, at, view):
-        padded = {dim: ends for dim, *ends in view.pads}
+    def _lines(self, step, tensors, at, view):
+        before = {dim: first for dim, first, _ in view.pads}
         pieces = [piece for arriving in self.channels[id(view)].arriving.values() for piece in arriving]
         result = step.run(*tensors)
 
@@ -43,16 +49,13 @@ class _Sentinel(Runner):
             given = [*tensors[:at], other, *tensors[at + 1 :]]
             return not any(_differ(step.run(*given), result) for _ in map(cells.fill_, FILLS))
 
-        if is_idle(whole := tensors[at].clone(), whole):  # dilated windows may see no cell of a small image
-            return
-        for k, want in enumerate(self.channels[id(view)].transfer.wants):
-            last, (before, after) = want.extent(self.wires.place) - 1, padded.get(want.dim, (0, 0))
-            for line in {*([] if before else [0]), *([] if after else [last])}:
-                if not any(piece.target[k][0] <= line < piece.target[k][1] for piece in pieces):
-                    continue
+        wants = {want.dim: k for k, want in enumerate(self.channels[id(view)].transfer.wants)}
+        for dim in range(2, tensors[at].dim()) if pieces else ():
+            every = range(tensors[at].shape[dim])  # of what is not cut
+            for line in {line for piece in pieces for line in (piece.target[wants[dim]] if dim in wants else every)}:
                 other = tensors[at].clone()
-                if is_idle(other.select(want.dim, line + before), other):
-                    self.idle.append(f"line {line} of {last + 1} along dimension {want.dim}, for {step.name}")
+                if is_idle(other.select(dim, line + before.get(dim, 0)), other):
+                    yield dim, line
 
 
 def _differ(found, result):

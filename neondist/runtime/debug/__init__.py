@@ -5,6 +5,6 @@ looks for mistakes. Messages are watched by comm.DebugTransport.
 """
 
 from .guard import guarded, mark_buffer
-from .mark import marked
+from .mark import unfilled
 
-__all__ = ["guarded", "mark_buffer", "marked"]
+__all__ = ["guarded", "mark_buffer", "unfilled"]

@@ -13,7 +13,7 @@ from ...errors import HaloError
 from ...halo import GlobalArray
 from ...layers import Layer, StepContext
 from .. import Executor, LayerTask
-from .mark import mark, marked
+from .mark import mark, marked, unfilled
 from .shadow import Shadow
 
 
@@ -72,18 +72,17 @@ class GuardedContext(StepContext):
         """
         if not gathers:
             what = "values of its view's gradient were never written, or computed from cells outside its view"
-            self._check_cells(direction, array, given[-1], what)
+            self._check_cells(direction, array, marked(given[-1]), what)
             return self.named(direction, move, *given)
         if buffer is not None:
             mark_buffer(buffer)
         view = self.named(direction, move, *given)
         remedy = f"; scheme {type(array.policy).__name__} must fill every cell of other tiles"
-        self._check_cells(direction, array, view, "values of its view were never filled", remedy)
+        self._check_cells(direction, array, unfilled(view, array.plan), "values of its view were never filled", remedy)
         return view
 
-    def _check_cells(self, direction: str, array: GlobalArray, cells: Any, what: str, remedy: str = "") -> None:
-        """Raise HaloError if cells of a view, or of the gradient of one, hold marks."""
-        missing = marked(cells)
+    def _check_cells(self, direction: str, array: GlobalArray, missing: Any, what: str, remedy: str = "") -> None:
+        """Raise HaloError if cells of a view, or of the gradient of one, are missing."""
         if missing.any():
             first = np.argwhere(missing)[0][1:-1]
             cell = tuple(int(lo + at) for lo, at in zip(array.need.lo, first, strict=True))
@@ -164,8 +163,12 @@ class GuardedTask(LayerTask):
 
 
 def mark_buffer(buffer: Any) -> None:
-    """Mark what has to be filled: all cells but the own ones, which may lie there already, and constant padding."""
+    """Mark all cells but the own ones, which may lie there already, and constant padding.
+
+    The others have to be filled, or no output looks at them.
+    """
     tile = buffer.tile.copy()
     mark(buffer.cells)
+    buffer.outside = [buffer.cells[buffer.index(box)] for box in buffer.plan.outside]  # no gaps, from now on
     buffer.fill_outside()  # once for all
     buffer.tile[...] = tile

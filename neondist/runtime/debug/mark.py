@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ...geometry import HaloPlan
+
 _PAYLOAD = 0x2B5EED  # at most 22 bits, so that it is the same in float32 and float64
 _BITS: dict[int, tuple[Any, int]] = {
     4: (np.uint32, 0x7FC00000 | _PAYLOAD),
@@ -33,3 +35,15 @@ def marked(array: Any) -> Any:
 def fingerprint(array: Any) -> int:
     """Return a checksum of an array's cells, NaNs and all."""
     return zlib.crc32(array.tobytes())
+
+
+def unfilled(view: Any, plan: HaloPlan) -> Any:
+    """Return which cells of a view hold the mark, of those at which an output looks."""
+    missing = marked(view)
+    if plan.gaps and plan.looks is not None:
+        looks = zip(plan.looks, plan.need.lo, strict=True)
+        axes = [[cell - first for part in cells for cell in part] for cells, first in looks]
+        seen = np.zeros(missing.shape, bool)
+        seen[np.ix_(range(len(view)), *axes, range(view.shape[-1]))] = True
+        missing &= seen
+    return missing

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...geometry import looking_at
+from ...geometry import Cells, looking_at, seeing, seen_by, within
 from .. import volumes
 from ..convolution import conv as convolved
 from ..layout import Atom, Layout, axes_of, local_shape, replaced
 from ..registry import rule
-from ..transfer import clipped
+from ..transfer import Range, clipped
 
 Ints = Sequence[int]
 _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: volumes.conv_transpose3d}
@@ -34,10 +34,23 @@ class Sliding(NamedTuple):
         first = lo * self.stride - self.padding
         return first, first + (hi - lo - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
 
+    def looks_at(self, lo: int, hi: int, n: int) -> Cells:
+        """Return at which of n cells the results [lo, hi) look."""
+        return tuple(within(seen_by(lo, hi, *self), 0, n))
+
+    def reaching(self, lo: int, hi: int, n: int) -> Cells:
+        """Return which of n cells reach the results [lo, hi) where the window is transposed."""
+        return tuple(within(seeing(lo, hi, *self), 0, n))
+
     def reached(self, lo: int, hi: int, n: int) -> tuple[int, int]:
-        """Return which of n cells reach the results [lo, hi) where the window is transposed, from first to last."""
+        """Return the range around those: from the first to the last."""
         found = looking_at(lo, hi, *self, n)
         return found if found[0] < found[1] else (0, 0)
+
+
+def idle(looks: Sequence[Cells], ranges: Sequence[Range]) -> bool:
+    """Return whether there are cells of any part's range at which it does not look."""
+    return any(sum(map(len, cells)) != hi - lo for cells, (lo, hi) in zip(looks, ranges, strict=True))
 
 
 def spatial_rank(lowering: Any) -> int:
@@ -68,18 +81,21 @@ def windows_of(
     first = len(x.shape) - len(sliding)
     for dim in range(first, len(x.shape)):
         x = lowering.single(x, dim)
-    wants, pads, left, atoms = {}, {}, [], []
+    wants, pads, looks, left, atoms = {}, {}, {}, [], []
     for dim, (slide, extent) in enumerate(zip(sliding, extents, strict=True), start=first):
         axis, n = lowering.cut(x, dim), x.shape[dim]
         out = lowering.mesh.atom(extent, axis)
         atoms.append(out)
+        shown = [slide.looks_at(lo, hi, n) for lo, hi in out.ranges]
+        seen = [clipped(*(slide.sees(lo, hi) if hi > lo else (0, 0)), n) for lo, hi in out.ranges]
+        if idle(shown, [inside for inside, _ in seen] if axis is not None else [(0, n)]):
+            looks[dim] = shown
         if axis is None and not every:
             left.append(slide.padding)
             continue
         left.append(0)
-        seen = [clipped(*(slide.sees(lo, hi) if hi > lo else (0, 0)), n) for lo, hi in out.ranges]
         wants[dim], pads[dim] = (axis, [(inside,) for inside, _ in seen]), [around for _, around in seen]
-    return lowering.view(x, wants, None, pads, fill, window=True), left, atoms
+    return lowering.view(x, wants, None, pads, fill, window=True, looks=looks), left, atoms
 
 
 def images(x: Any, channels: int, atoms: Sequence[Atom]) -> Layout:
@@ -200,21 +216,25 @@ def _reaching(
 
     Then the padding to take away along dimensions that are not cut, the results' atoms, and what to keep along others.
     """
-    wants, left, atoms, crops = {}, [], [], list[_Crop]()
+    wants, looks, left, atoms, crops = {}, {}, [], [], list[_Crop]()
     for at, (slide, extent) in enumerate(zip(sliding, extents, strict=True), start=-len(sliding)):
         dim = len(x.shape) + at
         axis = lowering.cut(x, dim)
         out = lowering.mesh.atom(extent, axis)
         atoms.append(out)
+        n = x.shape[dim]
+        shown = [slide.reaching(lo, hi, n) for lo, hi in out.ranges]
+        ranges = [slide.reached(lo, hi, n) if lo < hi else (0, 0) for lo, hi in out.ranges]
+        if idle(shown, ranges if axis is not None else [(0, n)]):
+            looks[dim] = shown
         left.append(slide.padding if axis is None else 0)
         if axis is None:
             continue
-        ranges = [(slide.reached(lo, hi, x.shape[dim]) if lo < hi else (0, 0),) for lo, hi in out.ranges]
-        wants[dim] = axis, ranges
-        (here,) = ranges[lowering.place[axis]]
+        wants[dim] = axis, [(each,) for each in ranges]
+        here = ranges[lowering.place[axis]]
         lo, hi = out.range(lowering.place)
         crops.append((at, lo - (here[0] * slide.stride - slide.padding), hi - lo, here[0] < here[1]))
-    return lowering.view(x, wants, window=True), left, atoms, crops
+    return lowering.view(x, wants, window=True, looks=looks), left, atoms, crops
 
 
 def _cropped(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
@@ -389,6 +409,8 @@ def unfold(lowering: Any, x: Any, dimension: int, size: int, step: int) -> Any:
     out = lowering.mesh.atom(lowering.out.shape[dim], axis)
     slide = Sliding(size, step, 0, 1)
     ranges = [((lo, hi) if b > a else (0, 0),) for a, b in out.ranges for lo, hi in [slide.sees(a, b)]]
-    view = lowering.view(x, {dim: (axis, ranges)} if axis is not None else {})
+    shown = [slide.looks_at(lo, hi, x.shape[dim]) for lo, hi in out.ranges]
+    looks = {dim: shown} if idle(shown, [each for (each,) in ranges]) else {}
+    view = lowering.view(x, {dim: (axis, ranges)} if axis is not None else {}, looks=looks)
     layout = (*replaced(x.layout, dim, out), (Atom(size),))
     return lowering.local(lambda a: a.unfold(dim, size, step).clone(), [view], layout)

@@ -5,6 +5,11 @@ from .registry import divisor, each, image, step
 # Windows.
 
 
+def dilations(pen, n):
+    """Often none; some are wider than a tile."""
+    return each(n, lambda: pen.one(1, 1, 1, 1, 2, 2, 3, 5))
+
+
 @step(5)
 @image
 def conv(pen, x, t, n):
@@ -16,7 +21,7 @@ def conv(pen, x, t, n):
     padding = repr("same") if same else each(n, lambda: pen.int(0, 3))
     kernel = each(n, lambda: pen.int(1, 4)) if pen.chance() else 3
     layer = pen.made(
-        f"nn.Conv{n}d({t.shape[1]}, {out}, {kernel}, {stride}, {padding}, {each(n, lambda: pen.int(1, 2))}, {groups},"
+        f"nn.Conv{n}d({t.shape[1]}, {out}, {kernel}, {stride}, {padding}, {dilations(pen, n)}, {groups},"
         f" {pen.chance()}, {mode!r})"
     )
     return f"{layer}({x})"
@@ -34,7 +39,7 @@ def conv_function(pen, x, t, n):
 @image
 def conv_transpose(pen, x, t, n):
     groups = divisor(pen, t.shape[1]) if pen.chance(0.3) else 1
-    stride, dilation = each(n, lambda: pen.int(1, 3)), each(n, lambda: pen.int(1, 2))
+    stride, dilation = each(n, lambda: pen.int(1, 3)), dilations(pen, n)
     extra = tuple(pen.int(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True))
     padding = each(n, lambda: pen.int(0, 2))
     layer = pen.made(
@@ -50,7 +55,7 @@ def max_pool(pen, x, t, n):
     kernel = each(n, lambda: pen.int(1, 4))
     padding = tuple(pen.int(0, k // 2) for k in kernel)
     stride = None if pen.chance(0.3) else each(n, lambda: pen.int(1, 3))
-    dilation = 1 if pen.chance(0.7) else each(n, lambda: pen.int(1, 2))
+    dilation = 1 if pen.chance(0.7) else dilations(pen, n)
     return f"F.max_pool{n}d({x}, {kernel}, {stride}, {padding}, {dilation}, {pen.chance()})"
 
 

@@ -1,0 +1,114 @@
+"""Lattices: cells at equal distances along every axis; what windows with strides or dilation look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from .box import Box
+
+Cells = tuple[range, ...]
+"""Cells of one axis, as disjoint ranges with steps, by their first cells."""
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """The cells whose coordinate on every axis a is one of ranges[a]; steps are positive."""
+
+    ranges: tuple[range, ...]
+
+    @classmethod
+    def of(cls, box: Box) -> Lattice:
+        """Return all cells of a box."""
+        return cls(tuple(range(lo, lo + n) for lo, n in zip(box.lo, box.shape, strict=True)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of cells along every axis."""
+        return tuple(map(len, self.ranges))
+
+    @property
+    def size(self) -> int:
+        """Number of cells."""
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The cells as an index into an array that starts at cell 0."""
+        return tuple(slice_of(cells) for cells in self.ranges)
+
+    def shift(self, offset: Sequence[int]) -> Lattice:
+        """Return the cells moved by `offset`."""
+        return Lattice(tuple(moved(cells, by) for cells, by in zip(self.ranges, offset, strict=True)))
+
+    def relative_to(self, origin: Box) -> Lattice:
+        """Return the cells in the coordinates of an array whose first cell is origin.lo."""
+        return self.shift([-lo for lo in origin.lo])
+
+
+def slice_of(cells: range) -> slice:
+    """Return a range as an index; a step is given only where there is one."""
+    return slice(cells.start, cells.stop, cells.step) if cells.step > 1 else slice(cells.start, cells.stop)
+
+
+def moved(cells: range, by: int) -> range:
+    """Return a range moved by so many cells."""
+    return range(cells.start + by, cells.stop + by, cells.step)
+
+
+def within(cells: Iterable[range], lo: int, hi: int) -> Iterator[range]:
+    """Yield what of ranges is in [lo, hi), without the empty ones."""
+    for each in cells:
+        step = each.step
+        first = each.start + max(0, -((each.start - lo) // step)) * step
+        found = range(first, min(each.stop, hi), step)
+        if found:
+            yield found
+
+
+def cells_of(indices: Sequence[int]) -> Cells:
+    """Return the fewest ranges of a simple search that have exactly these indices, sorted and different."""
+    starts = [at for at, i in enumerate(indices) if not at or indices[at - 1] != i - 1]
+    runs = [(indices[a], b - a) for a, b in pairwise([*starts, len(indices)])]
+    found: list[range] = []
+    first = 0
+    while first < len(runs):
+        start, length = runs[first]
+        last, step = first, runs[first + 1][0] - start if first + 1 < len(runs) else 0
+        while last + 1 < len(runs) and runs[last + 1] == (runs[last][0] + step, length):
+            last += 1
+        if last + 1 - first > length:  # one range for each cell of a run
+            found += [range(start + i, runs[last][0] + i + 1, step if last > first else 1) for i in range(length)]
+        else:
+            last = first
+            found.append(range(start, start + length))
+        first = last + 1
+    return tuple(found)
+
+
+def seen_by(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:
+    """Return the cells of an axis, those outside of the image too, that the outputs [lo, hi) of a window look at."""
+    if lo >= hi:
+        return ()
+    first, steps = lo * stride - padding, (hi - lo - 1) * stride
+    if (dilation == 1 and kernel >= stride) or (dilation <= hi - lo and stride == 1):
+        return (range(first, first + steps + dilation * (kernel - 1) + 1),)
+    if kernel == 1:
+        return (range(first, first + steps + 1, stride),)
+    taps = (range(at, at + steps + 1, stride) for at in range(first, first + dilation * (kernel - 1) + 1, dilation))
+    return cells_of(sorted({cell for tap in taps for cell in tap}))
+
+
+def seeing(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:
+    """Return the outputs of a window, those before the first and after the last too, that look at cells [lo, hi)."""
+    found: list[range] = []
+    for tap in reversed(range(kernel)) if lo < hi else ():
+        at = padding - dilation * tap
+        first, stop = -(-(lo + at) // stride), (hi - 1 + at) // stride + 1
+        if found and first <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(stop, found[-1].stop))
+        elif first < stop:
+            found.append(range(first, stop))
+    return tuple(found)
