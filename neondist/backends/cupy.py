@@ -171,19 +171,19 @@ class CupyKernels(Kernels):
         if not self._by_cells(x, y):
             super().normalise(x, how, y)
             return
-        table, rank, index = self._cells((x, x, y), len(how.mean))
-        given = x, *self._numbers(how[:3], x), y, table, rank, len(how.mean), int(how.clip)
-        self._launch(NORMALISE, NUMBERS[str(x.dtype)], "normalise", x.size, *given, index=index)
+        numbers, (shares, threads, index) = self._numbers(how[:3], x), self._shares((x, y), len(how.mean))
+        given = x, *numbers, y, *shares, int(how.clip)
+        self._launch(NORMALISE, NUMBERS[str(x.dtype)], "normalise", threads, *given, index=index)
 
     def normalise_back(self, x: Any, dy: Any, how: Normal, factors: Sequence[Any], dx: Any) -> None:
         """Write a * dz + b * (x - mean) + c into dx, in one launch."""
         if not self._by_cells(x, dy, dx):
             super().normalise_back(x, dy, how, factors, dx)
             return
-        table, rank, index = self._cells((x, dy, dx), len(how.mean))
         numbers = self._numbers((*how[:3], *factors), x)
-        given = x, dy, *numbers, dx, table, rank, len(how.mean), int(how.clip)
-        self._launch(NORMALISE_BACK, NUMBERS[str(x.dtype)], "normalise_back", x.size, *given, index=index)
+        shares, threads, index = self._shares((x, dy, dx), len(how.mean))
+        given = x, dy, *numbers, dx, *shares, int(how.clip)
+        self._launch(NORMALISE_BACK, NUMBERS[str(x.dtype)], "normalise_back", threads, *given, index=index)
 
     def channel_sum(self, x: Any) -> Any:
         """Return the sum over everything but the channels, (C,)."""
@@ -246,12 +246,11 @@ class CupyKernels(Kernels):
         """
         groups, each = len(x) if by_sample else 1, 1 if kind == SUMS else 2
         arrays = x, x if dy is None else dy
-        table, rank, index = self._cells(arrays, groups)
-        width, number = groups * x.shape[-1], NUMBERS[str(x.dtype)]
-        lanes = max(1, min(x.size, _LANES) // width)
+        shares, threads, index = self._shares(arrays, groups)
+        (table, rank, _, lanes), width, number = shares, groups * x.shape[-1], NUMBERS[str(x.dtype)]
         sums = self.xp.empty((each, lanes, width), "f8")
-        given = *arrays, *(*numbers, x, x, x)[:3], sums, table, rank, groups, lanes, kind, int(clip)
-        self._launch(CELL_SUMS, number, "cell_sums", lanes * width, *given, index=index)
+        given = *arrays, *(*numbers, x, x, x)[:3], sums, *shares, kind, int(clip)
+        self._launch(CELL_SUMS, number, "cell_sums", threads, *given, index=index)
         while lanes > _LAST:
             into = -(-lanes // _FOLDED)
             folded = self.xp.empty((each, into, width), "f8")
@@ -269,8 +268,9 @@ class CupyKernels(Kernels):
         """Return float32 numbers rounded to the nearest of a precision: for bfloat16 in one launch."""
         if precision.name != "bfloat16" or str(x.dtype) != "float32" or not x.size:
             return super().round_operand(x, precision)
-        y, (table, rank, index) = self.xp.empty(x.shape, x.dtype), self._cells((x,), 1)
-        self._launch(ROUND_BFLOAT16, "float", "round_bfloat16", x.size, x, y, table, rank, index=index)
+        y = self.xp.empty(x.shape, x.dtype)
+        shares, threads, index = self._shares((x, y), 1)
+        self._launch(ROUND_BFLOAT16, "float", "round_bfloat16", threads, x, y, *shares, index=index)
         return y
 
     def _windows(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
@@ -290,11 +290,17 @@ class CupyKernels(Kernels):
             for each, is_ready in zip(numbers, ready, strict=True)
         ]
 
-    def _cells(self, arrays: Sequence[Any], groups: int) -> tuple[Any, int, str]:
-        """Return the table of arrays of one shape, the number of its axes, and its type in C."""
-        numbers = cell_table(arrays[0].shape, list(map(_steps, arrays)), groups > 1)
-        table, index = self._places(numbers, *arrays)
-        return table, len(numbers) // (1 + len(arrays)), index
+    def _shares(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int, int], int, str]:
+        """Return the shares of threads in the cells of arrays of one shape.
+
+        They are the table, its number of axes, of groups and of lanes; the threads; and the type of the table in C.
+        """
+        numbers, width = (
+            cell_table(arrays[0].shape, list(map(_steps, arrays)), groups > 1),
+            groups * arrays[0].shape[-1],
+        )
+        (table, index), lanes = self._places(numbers, *arrays), max(1, min(arrays[0].size, _LANES) // width)
+        return (table, len(numbers) // (1 + len(arrays)), groups, lanes), lanes * width, index
 
     def _places(self, table: tuple[int, ...], *arrays: Any) -> tuple[Any, str]:
         """Return a table on the device, and its type in C, in which places in these arrays can be told."""

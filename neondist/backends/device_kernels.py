@@ -189,76 +189,98 @@ KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const INDEX *ta
 """
 """The gradient of x (N, *extent, C_in); the same table"""
 
-_AT = """
-        INDEX rest = i, at[3] = {0, 0, 0}, channel = 0, group = 0;
-        for (INDEX axis = rank - 1; axis >= 0; axis--) {
-            const INDEX cell = rest % table[axis];
-            rest /= table[axis];
-            for (int array = 0; array < 3; array++) at[array] += cell * table[(array + 1) * rank + axis];
-            if (axis == rank - 1) channel = cell;
-            group = cell;
-        }
-        const INDEX of = (groups > 1 ? group : 0) * table[rank - 1] + channel;
+_SHARES = """
+    const INDEX first = groups > 1, channels = table[rank - 1], width = (INDEX)groups * channels;
+    const INDEX inner = rank - 2 >= first ? table[rank - 2] : 1;
+    INDEX cells = inner;
+    for (INDEX axis = first; axis < rank - 2; axis++) cells *= table[axis];
+    const INDEX each = (cells + (INDEX)lanes - 1) / (INDEX)lanes;
+"""
+"""A thread has some cells, one after the other, of one channel (of one sample): few divisions, and numbers once.
+
+Arrays may be the same: a thread reads a cell before it writes it, and no other thread does either.
 """
 
-NORMALISE = f"""
-KERNEL void normalise(const T *x, const T *mean, const T *scale, const T *shift, T *y, const INDEX *table,
-                      long long rank, long long groups, long long clip, long long total) {{
-    for EACH(i, total) {{{_AT}
-        const T z = (x[at[0]] - mean[of]) * scale[of] + shift[of];
-        y[at[2]] = clip && z <= 0 ? 0 : z;
+
+def _by_shares(kernel: str, numbers: str, arrays: int, body: str, after: str = "") -> str:
+    """Return a kernel that does something for each cell, which is at[a] in each of so many arrays."""
+    return f"""
+KERNEL void {kernel} {{{_SHARES}
+    for EACH(i, total) {{
+        const INDEX of = i % width, begin = i / width * each, end = begin + each < cells ? begin + each : cells;
+        {numbers}
+        for (INDEX cell = begin, run = 0; cell < end; cell += run) {{
+            const INDEX place = cell % inner;
+            INDEX at[{arrays}], step[{arrays}], rest = cell / inner;
+            for (int array = 0; array < {arrays}; array++) {{
+                const INDEX *strides = table + (array + 1) * rank;
+                step[array] = rank > 1 ? strides[rank - 2] : 0;
+                at[array] = of % channels * strides[rank - 1] + place * step[array];
+                if (groups > 1) at[array] += of / channels * strides[0];
+            }}
+            for (INDEX axis = rank - 3; axis >= first; axis--) {{
+                const INDEX there = rest % table[axis];
+                rest /= table[axis];
+                for (int array = 0; array < {arrays}; array++) at[array] += there * table[(array + 1) * rank + axis];
+            }}
+            run = inner - place < end - cell ? inner - place : end - cell;
+            for (INDEX k = 0; k < run; k++) {{
+                {body}
+                for (int array = 0; array < {arrays}; array++) at[array] += step[array];
+            }}
+        }}
+        {after}
     }}
 }}
 """
-"""(x - mean) * scale + shift, of each channel of all samples, or of each; the table: shape, strides of three arrays"""
 
-NORMALISE_BACK = f"""
-KERNEL void normalise_back(const T *x, const T *dy, const T *mean, const T *scale, const T *shift, const T *through,
-                           const T *along, const T *offset, T *dx, const INDEX *table, long long rank,
-                           long long groups, long long clip, long long total) {{
-    for EACH(i, total) {{{_AT}
-        const T from = x[at[0]] - mean[of];
-        const T dz = clip && !(from * scale[of] + shift[of] > 0) ? 0 : dy[at[1]];
-        dx[at[2]] = dz * through[of] + (from * along[of] + offset[of]);
-    }}
-}}
-"""
-"""through * dz + along * (x - mean) + offset, dz being the gradient before it was clipped; the same table"""
 
-CELL_SUMS = """
-KERNEL void cell_sums(const T *x, const T *dy, const T *mean, const T *scale, const T *shift, double *sums,
+NORMALISE = _by_shares(
+    """normalise(const T *__restrict__ x, const T *mean, const T *scale, const T *shift, T *__restrict__ y,
+                      const INDEX *table, long long rank, long long groups, long long lanes, long long clip,
+                      long long total)""",
+    "const T centre = mean[of], factor = scale[of], more = shift[of];",
+    2,
+    """const T z = (x[at[0]] - centre) * factor + more;
+                y[at[1]] = clip && z <= 0 ? 0 : z;""",
+)
+"""(x - mean) * scale + shift, of each channel of all samples, or of each; the table: shape, strides of x and y"""
+
+NORMALISE_BACK = _by_shares(
+    """normalise_back(const T *__restrict__ x, const T *__restrict__ dy, const T *mean, const T *scale, const T *shift,
+                           const T *through, const T *along, const T *offset, T *__restrict__ dx,
+                           const INDEX *table, long long rank,
+                           long long groups, long long lanes, long long clip, long long total)""",
+    """const T centre = mean[of], factor = scale[of], more = shift[of];
+        const T a = through[of], b = along[of], c = offset[of];""",
+    3,
+    """const T from = x[at[0]] - centre, dz = clip && !(from * factor + more > 0) ? 0 : dy[at[1]];
+                dx[at[2]] = dz * a + (from * b + c);""",
+)
+"""through * dz + along * (x - mean) + offset, dz being the gradient before it was clipped; the table: shape, strides of
+x, dy and dx"""
+
+CELL_SUMS = _by_shares(
+    """cell_sums(const T *x, const T *dy, const T *mean, const T *scale, const T *shift, double *sums,
                       const INDEX *table, long long rank, long long groups, long long lanes, long long kind,
-                      long long clip, long long total) {
-    const INDEX channels = table[rank - 1], width = (INDEX)groups * channels;
-    INDEX cells = 1;
-    for (INDEX axis = groups > 1; axis < rank - 1; axis++) cells *= table[axis];
-    for EACH(i, total) {
-        const INDEX of = i % width, channel = of % channels, group = of / channels;
-        double first = 0, second = 0;
-        for (INDEX cell = i / width; cell < cells; cell += (INDEX)lanes) {
-            INDEX rest = cell, at = channel * table[2 * rank - 1], from = channel * table[3 * rank - 1];
-            for (INDEX axis = rank - 2; axis >= 0; axis--) {
-                const INDEX n = table[axis], here = axis || groups == 1 ? rest % n : group;
-                rest /= n;
-                at += here * table[rank + axis];
-                from += here * table[2 * rank + axis];
-            }
-            if (kind == 2) {
-                const T apart = x[at] - mean[of], dz = clip && !(apart * scale[of] + shift[of] > 0) ? 0 : dy[from];
-                first += dz;
-                second += (double)dz * apart;
-            } else if (kind) {
-                const double apart = (double)x[at] - x[channel * table[2 * rank - 1] + group * table[rank]];
-                first += apart;
-                second += apart * apart;
-            } else first += x[at];
-        }
-        sums[i] = first;
-        if (kind) sums[(INDEX)total + i] = second;
-    }
-}
-"""
-"""Sums of each channel of all samples, or of each, over every so many cells: SUMS of x, MOMENTS x - first and its
+                      long long clip, long long total)""",
+    """const T centre = kind == 2 ? mean[of] : 0, factor = kind == 2 ? scale[of] : 0, more = kind == 2 ? shift[of] : 0;
+        const double origin = x[of % channels * table[2 * rank - 1] + (groups > 1 ? of / channels * table[rank] : 0)];
+        double one = 0, two = 0;""",
+    2,
+    """if (kind == 2) {
+                    const T from = x[at[0]] - centre, dz = clip && !(from * factor + more > 0) ? 0 : dy[at[1]];
+                    one += dz;
+                    two += (double)dz * from;
+                } else if (kind) {
+                    const double from = (double)x[at[0]] - origin;
+                    one += from;
+                    two += from * from;
+                } else one += x[at[0]];""",
+    """sums[i] = one;
+        if (kind) sums[(INDEX)total + i] = two;""",
+)
+"""Sums of each channel of all samples, or of each, over the cells of each lane: SUMS of x, MOMENTS x - first and its
 square, first being the first cell's, or GRADIENTS dz and dz * (x - mean); the table: shape, strides of x and dy"""
 SUMS, MOMENTS, GRADIENTS = range(3)
 
@@ -333,21 +355,16 @@ KERNEL void batch_factors(const T *sums, const T *count, const T *gamma, const T
 """
 """Factors (3, C) of the gradient through the statistics of a batch, of the sums (2, C) of those of gamma and beta"""
 
-ROUND_BFLOAT16 = """
-KERNEL void round_bfloat16(const unsigned int *x, unsigned int *y, const INDEX *table, long long rank,
-                           long long total) {
-    for EACH(i, total) {
-        INDEX rest = i, at = 0;
-        for (INDEX axis = rank - 1; axis >= 0; axis--) {
-            at += rest % table[axis] * table[rank + axis];
-            rest /= table[axis];
-        }
-        const unsigned int bits = x[at];
-        y[i] = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : (bits + (bits >> 16 & 1) + 0x7fff) & 0xffff0000u;
-    }
-}
-"""
-"""The bits of float32 numbers, of any strides, rounded to the nearest of bfloat16; the table: shape, strides of x"""
+ROUND_BFLOAT16 = _by_shares(
+    """round_bfloat16(const unsigned int *x, unsigned int *y, const INDEX *table, long long rank,
+                           long long groups, long long lanes, long long total)""",
+    "",
+    2,
+    """const unsigned int bits = x[at[0]];
+                y[at[1]] = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u
+                    : (bits + (bits >> 16 & 1) + 0x7fff) & 0xffff0000u;""",
+)
+"""The bits of float32 numbers, rounded to the nearest of bfloat16; the table: shape, strides of x and y"""
 
 
 def typed(source: str, number: str, index: str = "long long") -> str:
