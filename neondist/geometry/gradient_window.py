@@ -46,7 +46,7 @@ class GradientWindow(Window):
             hi.append(last)
         return Box(tuple(lo), tuple(hi))
 
-    def seen(self, lo: int, hi: int) -> Cells:
+    def looks_at(self, lo: int, hi: int) -> Cells:
         """Return the outputs, of a window of one axis, that look at the input cells [lo, hi)."""
         window = self.window
         (kernel,), (stride,), ((before, _),), (dilation,) = (
@@ -95,7 +95,7 @@ def halo_volume(partition: Partition, window: Window) -> int:
     for axis, (n, out, parts) in enumerate(zip(partition.extent, outputs, partition.parts, strict=True)):
         alone, needs, keeps = window.along(axis), 0, 0
         for part in range(parts):
-            seen = alone.seen(*split(out, parts, part))
+            seen = alone.looks_at(*split(out, parts, part))
             needs += sum(map(len, within(seen, 0, n)))
             keeps += sum(map(len, within(seen, *split(n, parts, part))))
         needed, kept = needed * needs, kept * keeps

@@ -350,7 +350,7 @@ def seen_along(outputs: Partition, window: Window, axis: int) -> list[Cells]:
     if window.pointwise:
         return [(range(lo, hi),) for lo, hi in ranges]
     alone = window.along(axis)
-    return [alone.seen(lo, hi) for lo, hi in ranges]
+    return [alone.looks_at(lo, hi) for lo, hi in ranges]
 
 
 def sources_within(lo: int, hi: int, n: int, mode: str) -> tuple[int, int]:

@@ -42,7 +42,7 @@ class Upsampling(Window):
         ]
         return Box(tuple(first), tuple(last))
 
-    def seen(self, lo: int, hi: int) -> Cells:
+    def looks_at(self, lo: int, hi: int) -> Cells:
         """Return the input cells, of a window of one axis, at which the output cells [lo, hi) look."""
         ((first, last),) = self.needs(Box((lo,), (hi,))).axes()
         return (range(first, last),)

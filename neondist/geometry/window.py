@@ -129,7 +129,7 @@ class Window:
         ]
         return Box(tuple(lo), tuple(hi))
 
-    def seen(self, lo: int, hi: int) -> Cells:
+    def looks_at(self, lo: int, hi: int) -> Cells:
         """Return the input cells, outside the image too, at which outputs [lo, hi) look; of a window of one axis."""
         (kernel,), (stride,), ((before, _),), (dilation,) = self.kernel, self.stride, self.padding, self.dilation
         return seen_by(lo, hi, kernel, stride, before, dilation)

@@ -202,7 +202,7 @@ class Transfer:
 
     @property
     def gaps(self) -> bool:
-        """Whether there is anything in views at which nobody looks."""
+        """Whether there is anything in views at which no rank looks."""
         return any(want.looks is not None for want in self.wants)
 
     def sends(self, rank: int) -> list[Piece]:

@@ -171,8 +171,8 @@ def test_cells_that_outputs_look_at_and_outputs_that_look_at_cells(kernel, strid
     sight = {o: [o * stride - padding + dilation * at for at in range(kernel)] for o in range(-30, 40)}
     looking = [o for o, cells in sight.items() if any(lo <= cell < hi for cell in cells)]
     window = GradientWindow(of, (40,))
-    assert listed(window.seen(lo, hi)) == looking
-    assert listed(of.seen(lo, hi)) == sorted({cell for o in range(lo, hi) for cell in sight[o]})
+    assert listed(window.looks_at(lo, hi)) == looking
+    assert listed(of.looks_at(lo, hi)) == sorted({cell for o in range(lo, hi) for cell in sight[o]})
     found = window.needs(Box((lo,), (hi,)))
     assert (found.lo[0], found.hi[0]) == (looking[0], looking[-1] + 1) if looking else found.lo == found.hi
 
