@@ -43,7 +43,7 @@ def draw() -> Picture:
         )
         _crop(picture, f"view{rank}", x, y, (columns[0], rows[0], len(columns), len(rows)), FILLS[rank])
         for piece in plan.receives:
-            (top, left), (height, width) = (cells.start for cells in piece.target.ranges), piece.target.shape
+            (top, left), (height, width) = piece.target.hull.lo, piece.target.shape
             picture.rect(x + left, y + top, width, height, LINES[piece.peer], opacity=0.45)
         _frame(picture, x, y, own, LINES[rank], 3)
         words = x + own.lo[1] + own.shape[1] / 2, y + (own.lo[0] - 8 if rank < 2 else own.hi[0] + 18)

@@ -19,7 +19,7 @@ def draw() -> Picture:
     for rank, box in enumerate(partition.boxes()):
         _cells(picture, box, FILLS[rank])
     for piece in plan.receives:
-        _frame(picture, piece.target, LINES[piece.peer], 2.2, fill=LINES[piece.peer], opacity=0.28)
+        _frame(picture, piece.target.hull, LINES[piece.peer], 2.2, fill=LINES[piece.peer], opacity=0.28)
     for row in range(plan.need.lo[0], 0):
         for col in range(plan.need.lo[1], plan.need.hi[1]):
             x, y = _at((row, col))

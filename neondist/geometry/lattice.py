@@ -39,6 +39,12 @@ class Lattice:
         """The cells as an index into an array that starts at cell 0."""
         return tuple(slice_of(cells) for cells in self.ranges)
 
+    @property
+    def hull(self) -> Box:
+        """The smallest box around the cells."""
+        ends = [(cells[0], cells[-1] + 1) if cells else (cells.start,) * 2 for cells in self.ranges]
+        return Box(tuple(lo for lo, _ in ends), tuple(hi for _, hi in ends))
+
     def shift(self, offset: Sequence[int]) -> Lattice:
         """Return the cells moved by `offset`."""
         return Lattice(tuple(moved(cells, by) for cells, by in zip(self.ranges, offset, strict=True)))
