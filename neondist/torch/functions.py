@@ -59,21 +59,20 @@ class View(torch.autograd.Function):
 
 
 class Again(torch.autograd.Function):
-    """Results of a segment that is recomputed in the backward pass, on all ranks, whatever its steps save there."""
+    """Result of a segment that is recomputed in the backward pass, on all ranks, whatever its steps save there."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> Any:
-        """Return the tensors."""
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor."""
         announce(ctx)
-        return tuple(torch.ops.aten._unsafe_view(t, t.shape) for t in tensors)  # no views: others may write into them
+        return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # no view: others may write into it
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradients as they are."""
+        """Return the gradient as it is."""
         recompute(ctx)
-        return gradients
+        return gradients[0]
 
 
 class Gather(torch.autograd.Function):

@@ -108,10 +108,8 @@ class Runner:
         env = dict(zip(segment.inputs, tensors, strict=True))
         self._run_steps(segment.steps, env)
         found = [env[value] for value in segment.outputs]
-        trained = {at: tensor for at, tensor in enumerate(found) if tensor.requires_grad}
-        if trained:
-            trained = dict(zip(trained, Again.apply(*trained.values()), strict=True))
-        return [trained.get(at, tensor) for at, tensor in enumerate(found)]
+        # each alone: what has no gradient, as where others detach it, sends none
+        return [Again.apply(tensor) if tensor.requires_grad else tensor for tensor in found]
 
     def _drawn(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a number of PyTorch's generator on rank 0, which a checkpoint that runs again finds again.

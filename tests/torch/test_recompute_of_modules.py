@@ -119,3 +119,19 @@ def test_a_users_checkpoint_sends_in_the_same_order_on_all_ranks(grid):
     for plain, again in loopback.run(replicas * rows * cols, body):
         for a, b in zip(plain, again, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+class Detached(nn.Module):
+    """What comes of the first segment has a gradient in one place, and none in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 4, stride=2, groups=4, bias=False)
+
+    def forward(self, x):
+        y = self.conv(nn.functional.pad(x, [0, 2]))
+        return nn.functional.smooth_l1_loss(y, y.flip(0).detach(), reduction="sum")
+
+
+def test_what_is_detached_sends_no_gradient():
+    check(Detached(), (2, 4, 5), grids=[(2, 1, 2)], recompute=True)
