@@ -6,7 +6,7 @@ regions: tiles that overlap. If the tests of this package fail, no distributed t
 """
 
 from .box import Box
-from .gradient_window import GradientWindow, halo_volume, looking_at
+from .gradient_window import GradientWindow, halo_volume
 from .grid_shape import GridShape, StripGrid, grid_shape
 from .lattice import Cells, Lattice, cells_of, moved, seeing, seen_by, slice_of, within
 from .plan import HaloPlan, Kinds, Level, Piece, RepartitionPlan, TransferPlan, fold, sources_within
@@ -39,7 +39,6 @@ __all__ = [
     "halo_volume",
     "hulls",
     "looked_at",
-    "looking_at",
     "moved",
     "same_padding",
     "seeing",

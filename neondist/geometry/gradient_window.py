@@ -36,14 +36,12 @@ class GradientWindow(Window):
         return self.extent[axis]
 
     def needs(self, out: Box) -> Box:
-        """Return the output cells of the window that look at the input cells `out`."""
+        """Return the output cells of the window that look at the input cells `out`, from the first to the last."""
         lo, hi = [], []
-        window = self.window
-        slides = zip(window.kernel, window.stride, window.padding, window.dilation, strict=True)
-        for (a, b), (k, s, (p, _), d) in zip(out.axes(), slides, strict=True):
-            first, last = looking_at(a, b, k, s, p, d)
-            lo.append(first)
-            hi.append(last)
+        for axis, ends in enumerate(out.axes()):
+            found = self.along(axis).looks_at(*ends)
+            lo.append(found[0].start if found else 0)
+            hi.append(found[-1].stop if found else 0)
         return Box(tuple(lo), tuple(hi))
 
     def looks_at(self, lo: int, hi: int) -> Cells:
@@ -64,25 +62,6 @@ class GradientWindow(Window):
 
     def check(self, extent: Sequence[int]) -> None:
         """Accept every extent that the window has."""
-
-
-def looking_at(
-    lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int, outputs: int | None = None
-) -> tuple[int, int]:
-    """Return the outputs of a window on one axis that look at the cells [lo, hi), from the first to the last.
-
-    Parameters
-    ----------
-    outputs : int, optional
-        Number of the outputs. Default: those before the first and after the last count too.
-    """
-    found = seeing(lo, hi, kernel, stride, padding, dilation)
-    if outputs is not None:
-        found = tuple(within(found, 0, outputs))
-    if found:
-        return found[0].start, found[-1].stop
-    first = -((dilation * (kernel - 1) - lo - padding) // stride)
-    return (first,) * 2 if outputs is None else (min(max(first, 0), outputs),) * 2
 
 
 def halo_volume(partition: Partition, window: Window) -> int:

@@ -55,7 +55,7 @@ class Builder(StepList):
         window : bool
             Whether windows slide over it, so that a border scheme may stand for the exact exchange.
         looks : dict of dimension to cells for each part
-            Of dimensions along which there is something between that does not have to travel.
+            The indices that are used; others between them do not have to travel.
         """
         inside = self._inside(value, wants, context)
         lost = axes_of(value.layout) - inside  # along which all compute alike from now on
@@ -85,12 +85,13 @@ class Builder(StepList):
         return found
 
     def _looking(self, value: Value, wanted: Sequence[Want], looks: Looks) -> tuple[Want, ...]:
-        """Return wants of what is looked at, along dimensions that are not cut too, of which then less travels."""
+        """Return wants of what is looked at where that is less, along dimensions that are not cut too."""
         found = {want.dim: want for want in wanted}
         for dim, parts in looks.items():
             atom = self.atom(value, dim)
             want = found.get(dim, Want(dim, atom, atom.axis, tuple((own,) for own in atom.ranges)))
-            found[dim] = want._replace(looks=tuple(parts))
+            if any(sum(map(len, cells)) != hi - lo for cells, ((lo, hi),) in zip(parts, want.ranges, strict=True)):
+                found[dim] = want._replace(looks=tuple(parts))
         return tuple(want for _, want in sorted(found.items()))
 
     def _inside(self, value: Value, wants: Ranges, context: Iterable[int] | None) -> frozenset[int]:

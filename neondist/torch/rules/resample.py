@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ...geometry import Cells, cells_of
 from ..layout import Atom, axes_of, replaced
 from ..registry import rule
-from .window import idle, spatial_rank
+from .window import spatial_rank
 
 
 class Taps(NamedTuple):
@@ -40,9 +40,7 @@ def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int,
         ranges = [(tap.hull(lo, hi),) for lo, hi in out.ranges]
         starts[dim] = ranges[0 if out.axis is None else lowering.place[out.axis]][0][0]
         wants[dim] = out.axis, ranges
-        shown = [tap.looks_at(lo, hi) for lo, hi in out.ranges]
-        if idle(shown, [each for (each,) in ranges]):
-            looks[dim] = shown
+        looks[dim] = [tap.looks_at(lo, hi) for lo, hi in out.ranges]
     context = x.axes | {atom.axis for atom in atoms.values() if atom.axis is not None}
     found = lowering.view(x, wants, context, window=True, looks=looks)
     plans = []

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...geometry import Cells, looking_at, seeing, seen_by, within
+from ...geometry import Cells, seeing, seen_by, within
 from .. import volumes
 from ..convolution import conv as convolved
 from ..layout import Atom, Layout, axes_of, local_shape, replaced
 from ..registry import rule
-from ..transfer import Range, clipped
+from ..transfer import clipped
 
 Ints = Sequence[int]
 _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: volumes.conv_transpose3d}
@@ -44,13 +44,8 @@ class Sliding(NamedTuple):
 
     def reached(self, lo: int, hi: int, n: int) -> tuple[int, int]:
         """Return the range around those: from the first to the last."""
-        found = looking_at(lo, hi, *self, n)
-        return found if found[0] < found[1] else (0, 0)
-
-
-def idle(looks: Sequence[Cells], ranges: Sequence[Range]) -> bool:
-    """Return whether there are cells of any part's range at which it does not look."""
-    return any(sum(map(len, cells)) != hi - lo for cells, (lo, hi) in zip(looks, ranges, strict=True))
+        found = self.reaching(lo, hi, n)
+        return (found[0].start, found[-1].stop) if found else (0, 0)
 
 
 def spatial_rank(lowering: Any) -> int:
@@ -86,14 +81,12 @@ def windows_of(
         axis, n = lowering.cut(x, dim), x.shape[dim]
         out = lowering.mesh.atom(extent, axis)
         atoms.append(out)
-        shown = [slide.looks_at(lo, hi, n) for lo, hi in out.ranges]
-        seen = [clipped(*(slide.sees(lo, hi) if hi > lo else (0, 0)), n) for lo, hi in out.ranges]
-        if idle(shown, [inside for inside, _ in seen] if axis is not None else [(0, n)]):
-            looks[dim] = shown
+        looks[dim] = [slide.looks_at(lo, hi, n) for lo, hi in out.ranges]
         if axis is None and not every:
             left.append(slide.padding)
             continue
         left.append(0)
+        seen = [clipped(*(slide.sees(lo, hi) if hi > lo else (0, 0)), n) for lo, hi in out.ranges]
         wants[dim], pads[dim] = (axis, [(inside,) for inside, _ in seen]), [around for _, around in seen]
     return lowering.view(x, wants, None, pads, fill, window=True, looks=looks), left, atoms
 
@@ -222,16 +215,13 @@ def _reaching(
         axis = lowering.cut(x, dim)
         out = lowering.mesh.atom(extent, axis)
         atoms.append(out)
-        n = x.shape[dim]
-        shown = [slide.reaching(lo, hi, n) for lo, hi in out.ranges]
-        ranges = [slide.reached(lo, hi, n) if lo < hi else (0, 0) for lo, hi in out.ranges]
-        if idle(shown, ranges if axis is not None else [(0, n)]):
-            looks[dim] = shown
+        looks[dim] = [slide.reaching(lo, hi, x.shape[dim]) for lo, hi in out.ranges]
         left.append(slide.padding if axis is None else 0)
         if axis is None:
             continue
-        wants[dim] = axis, [(each,) for each in ranges]
-        here = ranges[lowering.place[axis]]
+        ranges = [(slide.reached(lo, hi, x.shape[dim]) if lo < hi else (0, 0),) for lo, hi in out.ranges]
+        wants[dim] = axis, ranges
+        (here,) = ranges[lowering.place[axis]]
         lo, hi = out.range(lowering.place)
         crops.append((at, lo - (here[0] * slide.stride - slide.padding), hi - lo, here[0] < here[1]))
     return lowering.view(x, wants, window=True, looks=looks), left, atoms, crops
@@ -409,8 +399,7 @@ def unfold(lowering: Any, x: Any, dimension: int, size: int, step: int) -> Any:
     out = lowering.mesh.atom(lowering.out.shape[dim], axis)
     slide = Sliding(size, step, 0, 1)
     ranges = [((lo, hi) if b > a else (0, 0),) for a, b in out.ranges for lo, hi in [slide.sees(a, b)]]
-    shown = [slide.looks_at(lo, hi, x.shape[dim]) for lo, hi in out.ranges]
-    looks = {dim: shown} if idle(shown, [each for (each,) in ranges]) else {}
+    looks = {dim: [slide.looks_at(lo, hi, x.shape[dim]) for lo, hi in out.ranges]}
     view = lowering.view(x, {dim: (axis, ranges)} if axis is not None else {}, looks=looks)
     layout = (*replaced(x.layout, dim, out), (Atom(size),))
     return lowering.local(lambda a: a.unfold(dim, size, step).clone(), [view], layout)
