@@ -1,14 +1,14 @@
 """Integer geometry of tiles, windows and halos; it imports neither MPI nor arrays.
 
 box: a half-open box of cells. split: balanced partitions. window: what a layer looks at. gradient_window: what
-looks at a cell. lattice: cells at equal distances, at which such windows look. plan: who sends which cells to whom.
+looks at a cell. lattice: cells at equal distances, which such windows use. plan: who sends which cells to whom.
 regions: tiles that overlap. If the tests of this package fail, no distributed test can pass.
 """
 
 from .box import Box
 from .gradient_window import GradientWindow, halo_volume
 from .grid_shape import GridShape, StripGrid, grid_shape
-from .lattice import Cells, Lattice, cells_of, moved, seeing, seen_by, slice_of, within
+from .lattice import Cells, Lattice, as_ranges, cells_used_by, clip_ranges, outputs_using, shift_range, to_slice
 from .plan import HaloPlan, Kinds, Level, Piece, RepartitionPlan, TransferPlan, fold, sources_within
 from .regions import Overlapping, hulls, looked_at, sources
 from .split import Partition, factorisations, split
@@ -32,20 +32,20 @@ __all__ = [
     "TransferPlan",
     "Upsampling",
     "Window",
-    "cells_of",
+    "as_ranges",
+    "cells_used_by",
+    "clip_ranges",
     "factorisations",
     "fold",
     "grid_shape",
     "halo_volume",
     "hulls",
     "looked_at",
-    "moved",
+    "outputs_using",
     "same_padding",
-    "seeing",
-    "seen_by",
-    "slice_of",
+    "shift_range",
     "sources",
     "sources_within",
     "split",
-    "within",
+    "to_slice",
 ]

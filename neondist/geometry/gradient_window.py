@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .box import Box
-from .lattice import Cells, seeing, within
+from .lattice import Cells, clip_ranges, outputs_using
 from .split import Partition, split
 from .window import Window
 
@@ -39,18 +39,18 @@ class GradientWindow(Window):
         """Return the output cells of the window that look at the input cells `out`, from the first to the last."""
         lo, hi = [], []
         for axis, ends in enumerate(out.axes()):
-            found = self.along(axis).looks_at(*ends)
+            found = self.along(axis).used_cells(*ends)
             lo.append(found[0].start if found else 0)
             hi.append(found[-1].stop if found else 0)
         return Box(tuple(lo), tuple(hi))
 
-    def looks_at(self, lo: int, hi: int) -> Cells:
-        """Return the outputs, of a window of one axis, that look at the input cells [lo, hi)."""
+    def used_cells(self, lo: int, hi: int) -> Cells:
+        """Return the outputs of a window of one axis that are computed from the input cells [lo, hi)."""
         window = self.window
         (kernel,), (stride,), ((before, _),), (dilation,) = (
             window.kernel, window.stride, window.padding, window.dilation
         )  # fmt: skip
-        return seeing(lo, hi, kernel, stride, before, dilation)
+        return outputs_using(lo, hi, kernel, stride, before, dilation)
 
     def pace(self, axis: int) -> tuple[int, int]:
         """Return the inverse of the window's."""
@@ -74,8 +74,8 @@ def halo_volume(partition: Partition, window: Window) -> int:
     for axis, (n, out, parts) in enumerate(zip(partition.extent, outputs, partition.parts, strict=True)):
         alone, needs, keeps = window.along(axis), 0, 0
         for part in range(parts):
-            seen = alone.looks_at(*split(out, parts, part))
-            needs += sum(map(len, within(seen, 0, n)))
-            keeps += sum(map(len, within(seen, *split(n, parts, part))))
+            seen = alone.used_cells(*split(out, parts, part))
+            needs += sum(map(len, clip_ranges(seen, 0, n)))
+            keeps += sum(map(len, clip_ranges(seen, *split(n, parts, part))))
         needed, kept = needed * needs, kept * keeps
     return needed - kept

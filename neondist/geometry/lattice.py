@@ -1,4 +1,4 @@
-"""Lattices: cells at equal distances along every axis; what windows with strides or dilation look at."""
+"""Lattices: cells at equal distances along every axis, as windows with strides or dilation use them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Lattice:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The cells as an index into an array that starts at cell 0."""
-        return tuple(slice_of(cells) for cells in self.ranges)
+        return tuple(to_slice(cells) for cells in self.ranges)
 
     @property
     def hull(self) -> Box:
@@ -47,25 +47,25 @@ class Lattice:
 
     def shift(self, offset: Sequence[int]) -> Lattice:
         """Return the cells moved by `offset`."""
-        return Lattice(tuple(moved(cells, by) for cells, by in zip(self.ranges, offset, strict=True)))
+        return Lattice(tuple(shift_range(cells, by) for cells, by in zip(self.ranges, offset, strict=True)))
 
     def relative_to(self, origin: Box) -> Lattice:
         """Return the cells in the coordinates of an array whose first cell is origin.lo."""
         return self.shift([-lo for lo in origin.lo])
 
 
-def slice_of(cells: range) -> slice:
+def to_slice(cells: range) -> slice:
     """Return a range as an index; a step is given only where there is one."""
     return slice(cells.start, cells.stop, cells.step) if cells.step > 1 else slice(cells.start, cells.stop)
 
 
-def moved(cells: range, by: int) -> range:
+def shift_range(cells: range, by: int) -> range:
     """Return a range moved by so many cells."""
     return range(cells.start + by, cells.stop + by, cells.step)
 
 
-def within(cells: Iterable[range], lo: int, hi: int) -> Iterator[range]:
-    """Yield what of ranges is in [lo, hi), without the empty ones."""
+def clip_ranges(cells: Iterable[range], lo: int, hi: int) -> Iterator[range]:
+    """Yield the parts of ranges in [lo, hi) that are not empty."""
     for each in cells:
         step = each.step
         first = each.start + max(0, -((each.start - lo) // step)) * step
@@ -74,8 +74,8 @@ def within(cells: Iterable[range], lo: int, hi: int) -> Iterator[range]:
             yield found
 
 
-def cells_of(indices: Sequence[int]) -> Cells:
-    """Return the fewest ranges of a simple search that have exactly these indices, sorted and different."""
+def as_ranges(indices: Sequence[int]) -> Cells:
+    """Return ranges, few where the indices are regular, of exactly these indices, which are sorted and distinct."""
     starts = [at for at, i in enumerate(indices) if not at or indices[at - 1] != i - 1]
     runs = [(indices[a], b - a) for a, b in pairwise([*starts, len(indices)])]
     found: list[range] = []
@@ -94,8 +94,8 @@ def cells_of(indices: Sequence[int]) -> Cells:
     return tuple(found)
 
 
-def seen_by(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:
-    """Return the cells of an axis, those outside of the image too, that the outputs [lo, hi) of a window look at."""
+def cells_used_by(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:
+    """Return the cells of an axis, inside the image or not, that the outputs [lo, hi) of a window are computed from."""
     if lo >= hi:
         return ()
     first, steps = lo * stride - padding, (hi - lo - 1) * stride
@@ -104,11 +104,11 @@ def seen_by(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: 
     if kernel == 1:
         return (range(first, first + steps + 1, stride),)
     taps = (range(at, at + steps + 1, stride) for at in range(first, first + dilation * (kernel - 1) + 1, dilation))
-    return cells_of(sorted({cell for tap in taps for cell in tap}))
+    return as_ranges(sorted({cell for tap in taps for cell in tap}))
 
 
-def seeing(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:
-    """Return the outputs of a window, those before the first and after the last too, that look at cells [lo, hi)."""
+def outputs_using(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:
+    """Return the outputs of a window, beyond the first and the last too, that are computed from the cells [lo, hi)."""
     found: list[range] = []
     for tap in reversed(range(kernel)) if lo < hi else ():
         at = padding - dilation * tap

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .box import Box
-from .lattice import Cells, Lattice, cells_of, moved, within
+from .lattice import Cells, Lattice, as_ranges, clip_ranges, shift_range
 from .split import Partition
 from .window import Window
 
@@ -61,8 +61,8 @@ class HaloPlan(TransferPlan):
     `need` extends outside the image by the padding; `buffer` is the bounding box of the tile's array: owned cells,
     needed cells, and the sources of padding. Pieces are computed on first access.
 
-    Of the cells in `need` that other tiles own, those arrive that a window looks at: not those that lie between the
-    cells of a dilated window, or between windows whose stride exceeds their kernel. They hold the window's fill value.
+    Of the cells in `need` that other tiles own, only those are received that an output is computed from: not those
+    between the taps of a dilated window, or between windows whose stride exceeds their kernel. They hold the fill.
     """
 
     own: Box
@@ -74,8 +74,8 @@ class HaloPlan(TransferPlan):
     pieces: Callable[[], tuple[Sequence[Piece], Sequence[Piece], Sequence[Piece]]] = field(repr=False, compare=False)
     #: whether tiles overlap: what a tile needs beside its own has no owner then, or is outside of the image
     overlaps: bool = False
-    #: along each axis, the cells at which the tile looks; None: at all of `need`
-    looks: tuple[Cells, ...] | None = None
+    #: along each axis, the cells that outputs of the tile are computed from; None: all of `need`
+    used: tuple[Cells, ...] | None = None
 
     @property
     def trivial(self) -> bool:
@@ -83,15 +83,15 @@ class HaloPlan(TransferPlan):
         return self.need == self.own and not self.receives and not self.sends
 
     @property
-    def unset(self) -> list[Box]:
-        """Parts of the buffer that hold the window's fill value until cells arrive: `outside`, and what has gaps."""
-        return self.buffer.outside(self.own) if self.gaps else self.outside
+    def prefilled(self) -> list[Box]:
+        """Parts of the buffer to set to the fill value before cells arrive: `outside`, or all around the own cells."""
+        return self.buffer.outside(self.own) if self.has_unused else self.outside
 
     @property
-    def gaps(self) -> bool:
-        """Whether there are cells in `need` at which the tile does not look."""
-        looks = self.looks
-        return looks is not None and self.need.size != prod(sum(map(len, cells)) for cells in looks)
+    def has_unused(self) -> bool:
+        """Whether `need` has cells that no output of the tile is computed from."""
+        used = self.used
+        return used is not None and self.need.size != prod(sum(map(len, cells)) for cells in used)
 
     @property
     def outside(self) -> list[Box]:
@@ -150,8 +150,8 @@ class HaloPlan(TransferPlan):
             others = ([piece for piece in found if piece.peer != tile] for found in (needed, shown))
             return *others, [piece for piece in needed if piece.peer == tile]  # type: ignore[return-value]
 
-        buffer, looks = need.hull(own).hull(folded), tuple(axis.seen[at] for axis, at in places)
-        return cls(own, need, buffer, partition.extent, window, pieces, partition.overlaps, looks)
+        buffer, used = need.hull(own).hull(folded), tuple(axis.used[at] for axis, at in places)
+        return cls(own, need, buffer, partition.extent, window, pieces, partition.overlaps, used)
 
     @classmethod
     @lru_cache(maxsize=512)
@@ -253,7 +253,7 @@ class _Axis:
         self.partition, self.axis, self.mode = partition, axis, window.modes[axis]
         self.n, self.parts = partition.extent[axis], partition.parts[axis]
         needs, step = needs_along(outputs, window, axis), window.stride[axis]
-        self.seen = seen_along(outputs, window, axis)
+        self.used = used_along(outputs, window, axis)
         if window.kernel[axis] == 1 < step:  # own cells behind the last that it sees, for that is often all of a tile
             for part, (lo, hi) in enumerate(needs):
                 first, last = partition.range(axis, part)
@@ -265,17 +265,17 @@ class _Axis:
                 needs[part] = (min(max(lo, first), last),) * 2
         self.needs = needs
 
-    def gaps(self, part: int) -> bool:
-        """Return whether the part's view has cells at which it does not look."""
+    def has_unused(self, part: int) -> bool:
+        """Return whether the part's view has cells that none of its outputs is computed from."""
         lo, hi = self.needs[part]
-        return hi - lo != sum(map(len, self.seen[part]))
+        return hi - lo != sum(map(len, self.used[part]))
 
     def sources(self, part: int) -> tuple[int, int]:
         """Return the range of cells, inside the image or (wrap) modulo it, that the part needs from owners."""
         return sources_within(*self.needs[part], self.n, self.mode)
 
     def pieces(self, part: int) -> list[_AxisPiece]:
-        """Return what `part` looks at, by owner."""
+        """Return the cells that outputs of `part` are computed from, by owner."""
         lo, hi = self.sources(part)
         if lo >= hi:
             return []
@@ -284,17 +284,19 @@ class _Axis:
             _AxisPiece(owner, cells, turn * self.n)
             for turn in turns
             for owner, a, b in self.partition.owners(self.axis, lo - turn * self.n, hi - turn * self.n)
-            for cells in within([moved(cells, -turn * self.n) for cells in self._shown(part)], a, b)
+            for cells in clip_ranges([shift_range(cells, -turn * self.n) for cells in self._used_inside(part)], a, b)
         ]
 
-    def _shown(self, part: int) -> Cells:
-        """Return the cells at which `part` looks; inside the image, or (wrap) modulo it."""
-        seen = self.seen[part]
+    def _used_inside(self, part: int) -> Cells:
+        """Return the cells inside the image, or (wrap) modulo it, that outputs of `part` are computed from."""
+        seen = self.used[part]
         if self.mode in ("zeros", "wrap"):
             return seen
-        if not self.gaps(part):
+        if not self.has_unused(part):
             return (range(*sources_within(seen[0].start, seen[0].stop, self.n, self.mode)),)
-        return cells_of(sorted({i if 0 <= i < self.n else fold(i, self.n, self.mode) for cells in seen for i in cells}))
+        return as_ranges(
+            sorted({i if 0 <= i < self.n else fold(i, self.n, self.mode) for cells in seen for i in cells})
+        )
 
     def pieces_from(self, owner: int) -> list[_AxisPiece]:
         """Return what any part needs of `owner`, by needer."""
@@ -320,7 +322,7 @@ class _Axis:
     def _kind(self, part: int) -> Hashable:
         first, last = self.partition.range(self.axis, part)
         ends = (end - first for pair in (self.needs[part], self.sources(part)) for end in pair)
-        pieces = (tuple((p.part - part, moved(p.cells, -first)) for p in found) for found in self._pieces(part))
+        pieces = (tuple((p.part - part, shift_range(p.cells, -first)) for p in found) for found in self._pieces(part))
         return (last - first, *ends, *pieces)
 
     @cached_property
@@ -344,13 +346,13 @@ def needs_along(outputs: Partition, window: Window, axis: int) -> list[tuple[int
     return [next(alone.needs(Box((lo,), (hi,))).axes()) for lo, hi in ranges]
 
 
-def seen_along(outputs: Partition, window: Window, axis: int) -> list[Cells]:
-    """Return the cells of an axis, those outside of the image too, at which the windows of each part's outputs look."""
+def used_along(outputs: Partition, window: Window, axis: int) -> list[Cells]:
+    """Return the cells of an axis, inside the image or not, that the outputs of each part are computed from."""
     ranges = [outputs.range(axis, part) for part in range(outputs.parts[axis])]
     if window.pointwise:
         return [(range(lo, hi),) for lo, hi in ranges]
     alone = window.along(axis)
-    return [alone.looks_at(lo, hi) for lo, hi in ranges]
+    return [alone.used_cells(lo, hi) for lo, hi in ranges]
 
 
 def sources_within(lo: int, hi: int, n: int, mode: str) -> tuple[int, int]:

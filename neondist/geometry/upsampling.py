@@ -42,8 +42,8 @@ class Upsampling(Window):
         ]
         return Box(tuple(first), tuple(last))
 
-    def looks_at(self, lo: int, hi: int) -> Cells:
-        """Return the input cells, of a window of one axis, at which the output cells [lo, hi) look."""
+    def used_cells(self, lo: int, hi: int) -> Cells:
+        """Return the input cells that the output cells [lo, hi) of a window of one axis are computed from."""
         ((first, last),) = self.needs(Box((lo,), (hi,))).axes()
         return (range(first, last),)
 

@@ -12,7 +12,7 @@ from ..errors import ConfigError, ShapeError
 from ..registry import suggest
 from ..registry.arguments import checked
 from .box import Box
-from .lattice import Cells, seen_by
+from .lattice import Cells, cells_used_by
 
 MODES = ("zeros", "reflect", "replicate", "wrap")
 
@@ -129,10 +129,10 @@ class Window:
         ]
         return Box(tuple(lo), tuple(hi))
 
-    def looks_at(self, lo: int, hi: int) -> Cells:
-        """Return the input cells, outside the image too, at which outputs [lo, hi) look; of a window of one axis."""
+    def used_cells(self, lo: int, hi: int) -> Cells:
+        """Return the cells, inside the image or not, from which a window of one axis computes outputs [lo, hi)."""
         (kernel,), (stride,), ((before, _),), (dilation,) = self.kernel, self.stride, self.padding, self.dilation
-        return seen_by(lo, hi, kernel, stride, before, dilation)
+        return cells_used_by(lo, hi, kernel, stride, before, dilation)
 
     def pace(self, axis: int) -> tuple[int, int]:
         """Return integers a and b such that moving by b outputs moves the window by a input cells."""

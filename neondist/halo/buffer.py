@@ -53,7 +53,7 @@ class HaloBuffer:
         self.dview: Any = None  # made at the first bprop: evaluation needs none
         self.own, self.need = self.index(plan.own), self.index(plan.need)
         self.tile, self.view = self.cells[self.own], self.cells[self.need]
-        self.outside = [self.cells[self.index(box)] for box in plan.unset]
+        self.outside = [self.cells[self.index(box)] for box in plan.prefilled]
         self.fill_outside()
         self.shared = slots[0] is not None
         # own cells are in place already; what wraps around is needed a second time
@@ -96,7 +96,7 @@ class HaloBuffer:
         return (slice(0, self.samples), *spatial, slice(0, self.owner.channels))
 
     def fill_outside(self) -> None:
-        """Put the window's constant into the cells outside the image, and at which no output looks."""
+        """Set cells outside the image, and cells that may not be received, to the window's fill value."""
         for cells in self.outside:
             cells.fill(self.plan.window.fill)
 

@@ -24,8 +24,8 @@ from .transfer import Range, Transfer, Want
 
 Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
 """For a dimension: an axis of the mesh, and for each of its parts the ranges that it wants to see."""
-Looks = Mapping[int, Sequence[Cells]]
-"""For a dimension: what of its range each part looks at; of one that is not cut, what all do."""
+UsedIndices = Mapping[int, Sequence[Cells]]
+"""For a dimension: the indices that each part uses; for one that is not cut, those that all ranks use."""
 
 
 class Builder(StepList):
@@ -39,7 +39,7 @@ class Builder(StepList):
         pads: Mapping[int, Sequence[tuple[int, int]]] | None = None,
         fill: float = 0.0,
         window: bool = False,
-        looks: Looks | None = None,
+        used: UsedIndices | None = None,
     ) -> Value:
         """Return what each rank wants to see of a value; gradients of what several saw are added.
 
@@ -54,8 +54,8 @@ class Builder(StepList):
             Indices of value `fill` around what is seen.
         window : bool
             Whether windows slide over it, so that a border scheme may stand for the exact exchange.
-        looks : dict of dimension to cells for each part
-            The indices that are used; others between them do not have to travel.
+        used : dict of dimension to cells for each part
+            The indices that results are computed from; others are not sent.
         """
         inside = self._inside(value, wants, context)
         lost = axes_of(value.layout) - inside  # along which all compute alike from now on
@@ -74,7 +74,7 @@ class Builder(StepList):
         source = self.enter(value, inside)
         if not wanted:
             return source
-        transfer = Transfer(self.mesh, self._looking(value, wanted, looks or {}))
+        transfer = Transfer(self.mesh, self._narrowed(value, wanted, used or {}))
         shape = list(transfer.shape(source.local, self.rank))
         for dim, before, after in here:
             shape[dim] += before + after
@@ -84,14 +84,14 @@ class Builder(StepList):
         self.steps[-1].window = window and inner and not transfer.silent
         return found
 
-    def _looking(self, value: Value, wanted: Sequence[Want], looks: Looks) -> tuple[Want, ...]:
-        """Return wants of what is looked at where that is less, along dimensions that are not cut too."""
+    def _narrowed(self, value: Value, wanted: Sequence[Want], used: UsedIndices) -> tuple[Want, ...]:
+        """Return the wants, restricted to indices that are used, along dimensions that are not cut too."""
         found = {want.dim: want for want in wanted}
-        for dim, parts in looks.items():
+        for dim, parts in used.items():
             atom = self.atom(value, dim)
             want = found.get(dim, Want(dim, atom, atom.axis, tuple((own,) for own in atom.ranges)))
             if any(sum(map(len, cells)) != hi - lo for cells, ((lo, hi),) in zip(parts, want.ranges, strict=True)):
-                found[dim] = want._replace(looks=tuple(parts))
+                found[dim] = want._replace(used=tuple(parts))
         return tuple(want for _, want in sorted(found.items()))
 
     def _inside(self, value: Value, wants: Ranges, context: Iterable[int] | None) -> frozenset[int]:

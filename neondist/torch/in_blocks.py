@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from .building import Looks, Ranges
+from .building import Ranges, UsedIndices
 from .errors import UnsupportedOperator
 from .functions import Moments
 from .graph import Value
@@ -188,7 +188,7 @@ class BlockLowering(Lowering):
         pads: Mapping[int, Sequence[tuple[int, int]]] | None = None,
         fill: float = 0.0,
         window: bool = False,
-        looks: Looks | None = None,
+        used: UsedIndices | None = None,
     ) -> Value:
         """Return what a block wants to see of a value, which it therefore needs."""
         inside = self._inside(value, wants, context)

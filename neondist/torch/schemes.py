@@ -12,7 +12,7 @@ import torch
 from ..backends import Backend, get_backend
 from ..comm import Exchange, ProcessGrid
 from ..errors import ConfigError, HaloError
-from ..geometry import Box, HaloPlan, Lattice, Piece, Window, moved
+from ..geometry import Box, HaloPlan, Lattice, Piece, Window, shift_range
 from ..halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
 from ..halo.buffer import HaloBuffer
 from ..observer import During
@@ -118,7 +118,7 @@ class SchemeChannel:
             cells = [range(lo, hi) for lo, hi in own]
             for (axis, want), part in zip(wants.items(), indices.source, strict=True):
                 start, _ = want.source.range(there)
-                cells[axis] = moved(part, start)
+                cells[axis] = shift_range(part, start)
             return Piece(indices.peer - first, *[Lattice(tuple(cells))] * 2)
 
         every = transfer.receives(grid.rank)
@@ -132,8 +132,8 @@ class SchemeChannel:
             buffer=_box(own) if _box(need).empty else _box(need).hull(_box(own)),
             extent=tuple(n for _, n in whole),
             window=Window(1, padding=0, fill=fill, ndim=len(extent)),
-            looks=tuple(
-                wants[axis].looks_of(place) if axis in wants else (range(lo, hi),) for axis, (lo, hi) in enumerate(need)
+            used=tuple(
+                wants[axis].used_at(place) if axis in wants else (range(lo, hi),) for axis, (lo, hi) in enumerate(need)
             ),
         )
 

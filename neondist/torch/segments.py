@@ -89,7 +89,7 @@ def _is_window(step: Step) -> bool:
     """Return whether ranks see cells around their own, a range along each axis that cuts an image."""
     assert step.transfer is not None
     return all(
-        (want.axis is not None or want.looks is not None)
+        (want.axis is not None or want.used is not None)
         and want.axis == want.source.axis
         and want.dim > 1
         and all(len(r) == 1 for r in want.ranges)

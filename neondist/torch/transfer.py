@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..geometry import Cells, moved, within
+from ..geometry import Cells, clip_ranges, shift_range
 from .layout import Atom, Mesh, Shape
 
 Range = tuple[int, int]
@@ -50,15 +50,15 @@ class Want(NamedTuple):
         None: all ranks want the same, `ranges[0]`.
     ranges : for each part, its ranges [lo, hi)
         Inside of the tensor; the same index may be wanted more than once.
-    looks : for each part, what of its one range it looks at; None: all
-        Nothing else travels. What is between has a place in the view, and any value.
+    used : for each part, the indices in its one range that results are computed from; None: all
+        Others are not sent; they have a place in the view, and any value.
     """
 
     dim: int
     source: Atom
     axis: int | None
     ranges: tuple[tuple[Range, ...], ...]
-    looks: tuple[Cells, ...] | None = None
+    used: tuple[Cells, ...] | None = None
 
     def of(self, place: Sequence[int]) -> tuple[Range, ...]:
         """Return what the rank at a place wants."""
@@ -76,30 +76,30 @@ class Want(NamedTuple):
             for ranges, (lo, hi) in zip(self.ranges, self.source.ranges, strict=True)
         )
 
-    def pieces(self, place: Sequence[int], between: bool = False) -> Iterator[tuple[int, range, range]]:
+    def pieces(self, place: Sequence[int], include_unused: bool = False) -> Iterator[tuple[int, range, range]]:
         """Yield (owner's part, indices in its tensor, indices in the view) of what the rank at a place wants.
 
         Parameters
         ----------
-        between : bool
-            Whether that includes what the rank does not look at.
+        include_unused : bool
+            Whether to include indices that the rank does not use.
         """
         at, bounds = 0, self.source.bounds or (0, self.source.extent)
         for lo, hi in self.of(place):
             for part in range(bisect_right(bounds, lo) - 1, bisect_left(bounds, hi)) if lo < hi else ():
                 first, last = bounds[part : part + 2]
-                looks = [range(lo, hi)] if between or self.looks is None else self.looks[self._part(place)]
-                for cells in within(looks, max(lo, first), min(hi, last)):
-                    yield part, moved(cells, -first), moved(cells, at - lo)
+                used = [range(lo, hi)] if include_unused or self.used is None else self.used[self._part(place)]
+                for cells in clip_ranges(used, max(lo, first), min(hi, last)):
+                    yield part, shift_range(cells, -first), shift_range(cells, at - lo)
             at += hi - lo
 
-    def looks_of(self, place: Sequence[int]) -> Cells:
-        """Return at what of its one range the rank at a place looks."""
-        if self.looks is not None:
-            return self.looks[self._part(place)]
+    def used_at(self, place: Sequence[int]) -> Cells:
+        """Return the indices that the rank at a place uses."""
+        if self.used is not None:
+            return self.used[self._part(place)]
         return tuple(range(lo, hi) for lo, hi in self.of(place))
 
-    def has(self, place: Sequence[int], part: int) -> bool:
+    def owns(self, place: Sequence[int], part: int) -> bool:
         """Return whether the rank at a place has a part of the dimension."""
         return self.source.axis is None or part == place[self.source.axis]
 
@@ -116,8 +116,8 @@ class Want(NamedTuple):
 
         That is of the parts of the only axis that it depends on; nothing here takes their number squared.
         """
-        if self.looks is not None:
-            return self._counts_of_looks(parts)
+        if self.used is not None:
+            return self._counts_of_used(parts)
         ranges = self.ranges if self.axis is not None else self.ranges * parts
         seen = np.array([sum(hi - lo for lo, hi in one) for one in ranges])
         if self.source.bounds is None:
@@ -131,7 +131,7 @@ class Want(NamedTuple):
         ]
         return shown, seen, np.array(own)
 
-    def _counts_of_looks(self, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _counts_of_used(self, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         shown, seen, own = np.zeros((3, parts), int)
         axes, place = self.axes, [0] * (1 + max(self.axes, default=0))
         for part in range(parts):
@@ -185,7 +185,7 @@ class Transfer:
     wants: tuple[Want, ...]
 
     def receives(self, rank: int) -> list[Piece]:
-        """Return what a rank wants, by who has it; its own included, of which it also has what it does not look at."""
+        """Return the pieces that a rank wants, by owner; of its own, indices that it does not use are included."""
         place = self.mesh.place(rank)
         found = []
         for pieces in product(*(list(want.pieces(place)) for want in self.wants)):
@@ -193,17 +193,19 @@ class Transfer:
             for want, (part, _, _) in zip(self.wants, pieces, strict=True):
                 if want.source.axis is not None:
                     owner[want.source.axis] = part
-            if tuple(owner) != tuple(place) or not self.gaps:
+            if tuple(owner) != tuple(place) or not self.has_unused:
                 found.append(_piece(self.mesh.rank(owner), pieces))
-        if self.gaps:
-            own = ([p for p in want.pieces(place, between=True) if want.has(place, p[0])] for want in self.wants)
+        if self.has_unused:
+            own = (
+                [p for p in want.pieces(place, include_unused=True) if want.owns(place, p[0])] for want in self.wants
+            )
             found += [_piece(rank, pieces) for pieces in product(*own)]
         return found
 
     @property
-    def gaps(self) -> bool:
-        """Whether there is anything in views at which no rank looks."""
-        return any(want.looks is not None for want in self.wants)
+    def has_unused(self) -> bool:
+        """Whether views may have indices that are not used, and not sent."""
+        return any(want.used is not None for want in self.wants)
 
     def sends(self, rank: int) -> list[Piece]:
         """Return what others want of a rank."""

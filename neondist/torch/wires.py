@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..comm import DebugTransport, Message, ProcessGrid, Transport
-from ..geometry import slice_of
+from ..geometry import to_slice
 from ..halo.exchange import WHOLE
 from ..observer import During
 from ..runtime.observers.ledger import Account, Ledger
@@ -233,8 +233,8 @@ class Channel:
                 if length:
                     view.narrow(dim, start, length).fill_(fill)
             view = view.narrow(dim, before, view.shape[dim] - before - after)
-        for around in self._around(view):
-            around.fill_(fill)
+        for margin in self._margins(view):
+            margin.fill_(fill)
         buffers = self._start("forward", tensor)
         for piece in self.own:
             self._at(view, piece.target).copy_(self._at(tensor, piece.source))
@@ -242,9 +242,9 @@ class Channel:
             self._at(view, piece.target).copy_(cells)
         return found
 
-    def _around(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the parts of a view around what this rank has itself, where there is what it does not look at."""
-        if not self.transfer.gaps:
+    def _margins(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the parts of a view around the own one, if they may have indices that are not received."""
+        if not self.transfer.has_unused:
             return
         own = [piece.target for piece in self.own]
         for at, want in enumerate(self.transfer.wants):
@@ -294,7 +294,7 @@ class Channel:
     def _at(self, tensor: torch.Tensor, indices: Sequence[range]) -> torch.Tensor:
         where = [slice(None)] * tensor.dim()
         for want, cells in zip(self.transfer.wants, indices, strict=True):
-            where[want.dim] = slice_of(cells)
+            where[want.dim] = to_slice(cells)
         return tensor[tuple(where)]
 
     def _start(self, direction: str, tensor: torch.Tensor) -> _Buffers | None:

@@ -21,13 +21,13 @@ from neondist.geometry import (
     RepartitionPlan,
     Upsampling,
     Window,
-    cells_of,
+    as_ranges,
+    clip_ranges,
     fold,
     grid_shape,
     halo_volume,
     same_padding,
     split,
-    within,
 )
 
 parts_3d = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
@@ -171,8 +171,8 @@ def test_cells_that_outputs_look_at_and_outputs_that_look_at_cells(kernel, strid
     sight = {o: [o * stride - padding + dilation * at for at in range(kernel)] for o in range(-30, 40)}
     looking = [o for o, cells in sight.items() if any(lo <= cell < hi for cell in cells)]
     window = GradientWindow(of, (40,))
-    assert listed(window.looks_at(lo, hi)) == looking
-    assert listed(of.looks_at(lo, hi)) == sorted({cell for o in range(lo, hi) for cell in sight[o]})
+    assert listed(window.used_cells(lo, hi)) == looking
+    assert listed(of.used_cells(lo, hi)) == sorted({cell for o in range(lo, hi) for cell in sight[o]})
     found = window.needs(Box((lo,), (hi,)))
     assert (found.lo[0], found.hi[0]) == (looking[0], looking[-1] + 1) if looking else found.lo == found.hi
 
@@ -186,9 +186,9 @@ def listed(ranges):
 
 @given(st.sets(st.integers(-20, 40)), st.integers(-25, 40), st.integers(0, 20))
 def test_ranges_of_cells_and_what_of_them_is_within_others(chosen, lo, length):
-    ranges = cells_of(sorted(chosen))
+    ranges = as_ranges(sorted(chosen))
     assert listed(ranges) == sorted(chosen)
-    assert listed(within(ranges, lo, lo + length)) == sorted(i for i in chosen if lo <= i < lo + length)
+    assert listed(clip_ranges(ranges, lo, lo + length)) == sorted(i for i in chosen if lo <= i < lo + length)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_ranges_of_cells_and_what_of_them_is_within_others(chosen, lo, length):
     [(range(0, 999, 3), 1), (range(5, 99), 1), ([i for i in range(60) if i % 3], 2), ([0, 1, 10, 11, 20, 21], 2)],
 )
 def test_ranges_are_few(cells, ranges):
-    assert len(cells_of([*cells])) == ranges
+    assert len(as_ranges([*cells])) == ranges
 
 
 @pytest.mark.parametrize("extent", [(7, 8), (6, 5), (1, 2)])

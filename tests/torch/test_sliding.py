@@ -32,7 +32,7 @@ def test_cells_that_windows_look_at(slide, lo, length):
     offsets = [slide.dilation * at - slide.padding for at in range(slide.kernel)]
     looked = {out * slide.stride + offset for out in range(lo, lo + length) for offset in offsets}
     assert slide.sees(lo, lo + length) == ends(looked)
-    assert listed(slide.looks_at(lo, lo + length, 12)) == sorted(cell for cell in looked if 0 <= cell < 12)
+    assert listed(slide.used_cells(lo, lo + length, 12)) == sorted(cell for cell in looked if 0 <= cell < 12)
 
 
 @given(SLIDINGS, st.integers(0, 12), st.integers(1, 5), st.integers(0, 12))
@@ -40,7 +40,7 @@ def test_cells_that_reach_results_of_transposed_windows(slide, lo, length, n):
     offsets = [slide.dilation * at - slide.padding for at in range(slide.kernel)]
     reaching = {cell for cell in range(n) if any(lo <= cell * slide.stride + o < lo + length for o in offsets)}
     assert slide.reached(lo, lo + length, n) == ends(reaching)
-    assert listed(slide.reaching(lo, lo + length, n)) == sorted(reaching)
+    assert listed(slide.contributing(lo, lo + length, n)) == sorted(reaching)
 
 
 def listed(ranges):

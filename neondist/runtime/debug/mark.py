@@ -38,11 +38,11 @@ def fingerprint(array: Any) -> int:
 
 
 def unfilled(view: Any, plan: HaloPlan) -> Any:
-    """Return which cells of a view hold the mark, of those at which an output looks."""
+    """Return which cells of a view hold the mark, among those that outputs are computed from."""
     missing = marked(view)
-    if plan.gaps and plan.looks is not None:
-        looks = zip(plan.looks, plan.need.lo, strict=True)
-        axes = [[cell - first for part in cells for cell in part] for cells, first in looks]
+    if plan.has_unused and plan.used is not None:
+        parts = zip(plan.used, plan.need.lo, strict=True)
+        axes = [[cell - first for part in cells for cell in part] for cells, first in parts]
         seen = np.zeros(missing.shape, bool)
         seen[np.ix_(range(len(view)), *axes, range(view.shape[-1]))] = True
         missing &= seen

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...geometry import Cells, cells_of
+from ...geometry import Cells, as_ranges
 from ..layout import Atom, axes_of, replaced
 from ..registry import rule
 from .window import spatial_rank
@@ -25,24 +25,24 @@ class Taps(NamedTuple):
         cells = self.cells[lo:hi]
         return (int(cells.min()), int(cells.max()) + 1) if lo < hi else (0, 0)
 
-    def looks_at(self, lo: int, hi: int) -> Cells:
-        """Return those cells."""
+    def used_cells(self, lo: int, hi: int) -> Cells:
+        """Return the cells that some results are made of."""
         first, last = self.hull(lo, hi)
         cells = self.cells[lo:hi].unique()
-        return (range(first, last),) if len(cells) == last - first else cells_of(cells.tolist())
+        return (range(first, last),) if len(cells) == last - first else as_ranges(cells.tolist())
 
 
 def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int, int], axes: dict[int, Any]) -> Any:
     """Return x resampled along dimensions; those of `axes` are cut in the results."""
-    wants, looks, starts, atoms = {}, {}, {}, {}
+    wants, used, starts, atoms = {}, {}, {}, {}
     for dim, tap in taps.items():
         out = atoms[dim] = lowering.mesh.atom(extents[dim], axes[dim])
         ranges = [(tap.hull(lo, hi),) for lo, hi in out.ranges]
         starts[dim] = ranges[0 if out.axis is None else lowering.place[out.axis]][0][0]
         wants[dim] = out.axis, ranges
-        looks[dim] = [tap.looks_at(lo, hi) for lo, hi in out.ranges]
+        used[dim] = [tap.used_cells(lo, hi) for lo, hi in out.ranges]
     context = x.axes | {atom.axis for atom in atoms.values() if atom.axis is not None}
-    found = lowering.view(x, wants, context, window=True, looks=looks)
+    found = lowering.view(x, wants, context, window=True, used=used)
     plans = []
     for dim, tap in taps.items():
         lo, hi = atoms[dim].range(lowering.place)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...geometry import Cells, seeing, seen_by, within
+from ...geometry import Cells, cells_used_by, clip_ranges, outputs_using
 from .. import volumes
 from ..convolution import conv as convolved
 from ..layout import Atom, Layout, axes_of, local_shape, replaced
@@ -34,17 +34,17 @@ class Sliding(NamedTuple):
         first = lo * self.stride - self.padding
         return first, first + (hi - lo - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
 
-    def looks_at(self, lo: int, hi: int, n: int) -> Cells:
-        """Return at which of n cells the results [lo, hi) look."""
-        return tuple(within(seen_by(lo, hi, *self), 0, n))
+    def used_cells(self, lo: int, hi: int, n: int) -> Cells:
+        """Return which of n cells the results [lo, hi) are computed from."""
+        return tuple(clip_ranges(cells_used_by(lo, hi, *self), 0, n))
 
-    def reaching(self, lo: int, hi: int, n: int) -> Cells:
-        """Return which of n cells reach the results [lo, hi) where the window is transposed."""
-        return tuple(within(seeing(lo, hi, *self), 0, n))
+    def contributing(self, lo: int, hi: int, n: int) -> Cells:
+        """Return which of n cells contribute to the results [lo, hi) of the transposed window."""
+        return tuple(clip_ranges(outputs_using(lo, hi, *self), 0, n))
 
     def reached(self, lo: int, hi: int, n: int) -> tuple[int, int]:
         """Return the range around those: from the first to the last."""
-        found = self.reaching(lo, hi, n)
+        found = self.contributing(lo, hi, n)
         return (found[0].start, found[-1].stop) if found else (0, 0)
 
 
@@ -76,19 +76,19 @@ def windows_of(
     first = len(x.shape) - len(sliding)
     for dim in range(first, len(x.shape)):
         x = lowering.single(x, dim)
-    wants, pads, looks, left, atoms = {}, {}, {}, [], []
+    wants, pads, used, left, atoms = {}, {}, {}, [], []
     for dim, (slide, extent) in enumerate(zip(sliding, extents, strict=True), start=first):
         axis, n = lowering.cut(x, dim), x.shape[dim]
         out = lowering.mesh.atom(extent, axis)
         atoms.append(out)
-        looks[dim] = [slide.looks_at(lo, hi, n) for lo, hi in out.ranges]
+        used[dim] = [slide.used_cells(lo, hi, n) for lo, hi in out.ranges]
         if axis is None and not every:
             left.append(slide.padding)
             continue
         left.append(0)
         seen = [clipped(*(slide.sees(lo, hi) if hi > lo else (0, 0)), n) for lo, hi in out.ranges]
         wants[dim], pads[dim] = (axis, [(inside,) for inside, _ in seen]), [around for _, around in seen]
-    return lowering.view(x, wants, None, pads, fill, window=True, looks=looks), left, atoms
+    return lowering.view(x, wants, None, pads, fill, window=True, used=used), left, atoms
 
 
 def images(x: Any, channels: int, atoms: Sequence[Atom]) -> Layout:
@@ -209,13 +209,13 @@ def _reaching(
 
     Then the padding to take away along dimensions that are not cut, the results' atoms, and what to keep along others.
     """
-    wants, looks, left, atoms, crops = {}, {}, [], [], list[_Crop]()
+    wants, used, left, atoms, crops = {}, {}, [], [], list[_Crop]()
     for at, (slide, extent) in enumerate(zip(sliding, extents, strict=True), start=-len(sliding)):
         dim = len(x.shape) + at
         axis = lowering.cut(x, dim)
         out = lowering.mesh.atom(extent, axis)
         atoms.append(out)
-        looks[dim] = [slide.reaching(lo, hi, x.shape[dim]) for lo, hi in out.ranges]
+        used[dim] = [slide.contributing(lo, hi, x.shape[dim]) for lo, hi in out.ranges]
         left.append(slide.padding if axis is None else 0)
         if axis is None:
             continue
@@ -224,7 +224,7 @@ def _reaching(
         (here,) = ranges[lowering.place[axis]]
         lo, hi = out.range(lowering.place)
         crops.append((at, lo - (here[0] * slide.stride - slide.padding), hi - lo, here[0] < here[1]))
-    return lowering.view(x, wants, window=True, looks=looks), left, atoms, crops
+    return lowering.view(x, wants, window=True, used=used), left, atoms, crops
 
 
 def _cropped(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
@@ -399,7 +399,7 @@ def unfold(lowering: Any, x: Any, dimension: int, size: int, step: int) -> Any:
     out = lowering.mesh.atom(lowering.out.shape[dim], axis)
     slide = Sliding(size, step, 0, 1)
     ranges = [((lo, hi) if b > a else (0, 0),) for a, b in out.ranges for lo, hi in [slide.sees(a, b)]]
-    looks = {dim: [slide.looks_at(lo, hi, x.shape[dim]) for lo, hi in out.ranges]}
-    view = lowering.view(x, {dim: (axis, ranges)} if axis is not None else {}, looks=looks)
+    used = {dim: [slide.used_cells(lo, hi, x.shape[dim]) for lo, hi in out.ranges]}
+    view = lowering.view(x, {dim: (axis, ranges)} if axis is not None else {}, used=used)
     layout = (*replaced(x.layout, dim, out), (Atom(size),))
     return lowering.local(lambda a: a.unfold(dim, size, step).clone(), [view], layout)
