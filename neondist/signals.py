@@ -31,7 +31,7 @@ class Signals:
 
     Attributes
     ----------
-    heard : list of str
+    received : list of str
         Names of the signals that came, the first one first.
     listeners : list of callable
         Called with the name of each signal that comes, in the middle of whatever goes on.
@@ -44,7 +44,7 @@ class Signals:
 
     def __init__(self, whole_process: bool = False) -> None:
         self.whole_process = whole_process
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.listeners: list[Callable[[str], None]] = []
         self.interrupted = self.cleans_up = self._lost = False
         self._before: dict[int, Any] = {}
@@ -55,21 +55,21 @@ class Signals:
             names = [*STOPPING, "SIGINT"] if self.whole_process else STOPPING
             for number in filter(None, (getattr(signal, name, None) for name in names)):  # not all on every system
                 if signal.getsignal(number) != signal.SIG_IGN:
-                    handler = self._interrupt if number == signal.SIGINT else self.hear
+                    handler = self._interrupt if number == signal.SIGINT else self.handle
                     self._before[number] = signal.signal(number, handler)
         return self
 
-    def hear(self, number: int, frame: FrameType | None = None) -> None:
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
         """Take note of a signal."""
         name = signal.Signals(number).name
-        self.heard.append(name)
+        self.received.append(name)
         for listener in list(self.listeners):
             listener(name)
 
     def join(self, listener: Callable[[str], None]) -> None:
         """Tell a listener what was heard, and what will be."""
         self.listeners.append(listener)  # first, so that no signal comes in between
-        for name in list(self.heard):
+        for name in list(self.received):
             listener(name)
 
     def restore(self) -> None:
@@ -83,7 +83,7 @@ class Signals:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
             del self._before[number]
-        for name in self.heard:
+        for name in self.received:
             os.kill(os.getpid(), getattr(signal, name))
 
     def end(self) -> None:
@@ -136,10 +136,12 @@ def listen_in_command() -> None:
 
 def listening() -> Signals | None:
     """Return what this process listens with since its start, if it does."""
-    return next((found for name in (*STOPPING, "SIGINT") if (found := hearer(name)) and found.whole_process), None)
+    return next(
+        (found for name in (*STOPPING, "SIGINT") if (found := active_handler(name)) and found.whole_process), None
+    )
 
 
-def hearer(name: str) -> Signals | None:
+def active_handler(name: str) -> Signals | None:
     """Return what hears a signal in this process, if a Signals does."""
     found = getattr(signal.getsignal(getattr(signal, name, signal.SIGINT)), "__self__", None)
     return found if isinstance(found, Signals) else None

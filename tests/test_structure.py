@@ -30,6 +30,8 @@ keeps_view input_place Taker writes_early Entry kept_values Part Trouble trouble
 together Rival rival Solo solo solo_grid SoloTransport Alone rank_alone limits spread
 Ahead seal SturdyFile Gatherer gatherer rectify rectify_back rectifier
 orphan quiet leftovers swept attend guards
+Wires Parcels Letter OfProgram of_program said_with hear hearer hear_requests
+thinnest _paces sparing no_recompute by_place
 """
 WORDS = set(OLD.split())
 """no identifier of any kind"""

@@ -225,7 +225,7 @@ def _try(
             code = one.process.poll()
             if arguments.prune:
                 one.report(best)
-            if arguments.signals.heard or stopped:
+            if arguments.signals.received or stopped:
                 one.end()
             if code is None:
                 continue
@@ -233,7 +233,7 @@ def _try(
             number = one.trial.number
             if one.pruned:
                 result = study.tell(number, state=TrialState.PRUNED)
-            elif arguments.signals.heard or code in (STOPPED, INTERRUPTED):
+            elif arguments.signals.received or code in (STOPPED, INTERRUPTED):
                 stopped = code if code == INTERRUPTED else STOPPED
                 say(f"stopped in trial {number}; repeat the command to continue")
                 continue

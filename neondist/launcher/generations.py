@@ -69,7 +69,7 @@ class _Run:
     ) -> None:
         self.arguments, self.experiment, self.log = arguments, experiment, log
         self.keepers, self.start, self.sleep = keepers, start, sleep
-        self.heard: list[str] = arguments.signals.heard
+        self.received: list[str] = arguments.signals.received
         self.roster = Roster(arguments, make_fit_check(experiment))
         self.words, self.begun, self.limit = list(arguments.words), time.time(), arguments.wait or WAIT
         self.generation = self.restarts = 0
@@ -84,7 +84,9 @@ class _Run:
     def go(self) -> int:
         """Return the exit code of the last generation."""
         while True:
-            members = wait_for_members(self.roster, self.limit, lambda: bool(self.heard), self.report_wait, self.sleep)
+            members = wait_for_members(
+                self.roster, self.limit, lambda: bool(self.received), self.report_wait, self.sleep
+            )
             if members is None:
                 return self.give_up()
             self.generation += 1
@@ -98,7 +100,7 @@ class _Run:
                 self.report_wait(str(error))
                 continue
             self.counted = False
-            if ending.loss and not self.heard and self.may_restart:
+            if ending.loss and not self.received and self.may_restart:
                 self.go_on_after_loss(members, ending)
             elif ending.changed:
                 self.go_on_after_change(members)
@@ -126,7 +128,7 @@ class _Run:
         self.roster.hold(members)
         more = {GENERATION: str(self.generation), **self.keepers.environment}
         with Watcher(self.roster, members) as watcher:
-            return self.start(arguments, self.heard, more, watcher.change)
+            return self.start(arguments, self.received, more, watcher.change)
 
     def go_on_after_loss(self, members: Members, ending: Ending) -> None:
         """Say what was lost, and from where the next generation goes on."""
@@ -195,8 +197,8 @@ class _Run:
 
     def give_up(self) -> int:
         """Say why there is no further generation."""
-        if self.heard:
-            say(f"stopped while waiting for hosts: received {self.heard[0]}; continue with --resume")
+        if self.received:
+            say(f"stopped while waiting for hosts: received {self.received[0]}; continue with --resume")
             return STOPPED
         say(
             f"error: gave up after {self.limit:g} s: {describe_shortage(self.roster)}; start it again"

@@ -42,7 +42,7 @@ _HOST_FILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile
 
 def launch(
     arguments: argparse.Namespace,
-    heard: Sequence[str] = (),
+    received: Sequence[str] = (),
     more: Mapping[str, str] | None = None,
     change: Callable[[], bool] | None = None,
 ) -> Ending:
@@ -50,7 +50,7 @@ def launch(
 
     Parameters
     ----------
-    heard : sequence of str
+    received : sequence of str
         Names of signals that came before.
     more : mapping, optional
         Further variables for the ranks.
@@ -58,8 +58,8 @@ def launch(
         As of `supervise`.
     """
     mpirun, ranks = ready(os.environ), arguments.ranks
-    if arguments.stops and heard:
-        say(f"stopped before the ranks were started: received {heard[0]}; start the same command again")
+    if arguments.stops and received:
+        say(f"stopped before the ranks were started: received {received[0]}; start the same command again")
     with placed(arguments, mpirun, ranks) as placement:
         env = environment(mpirun, ranks, os.environ, pins=placement is None) | {**(more or {})}
         if arguments.begun is not None:
@@ -73,7 +73,7 @@ def launch(
             else:
                 command = placement.command(mpirun, rank_words(arguments), names, os.environ)
                 env = placement.environment(env)
-            ending = supervise(command, env, job.held, arguments.stops, monitor, heard, change)
+            ending = supervise(command, env, job.held, arguments.stops, monitor, received, change)
             job.orderly = ending.code < 128
     return ending
 

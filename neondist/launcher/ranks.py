@@ -82,7 +82,7 @@ def on_ranks(
             return code
         if arguments.restarts is not None or arguments.source is not None:
             return run_generations(arguments, prepared)
-        return show_loss(launch(arguments, arguments.signals.heard), arguments)
+        return show_loss(launch(arguments, arguments.signals.received), arguments)
     if arguments.watched:
         arguments.watchdog = new_watchdog(arguments, job)
         arguments.watchdog.open()

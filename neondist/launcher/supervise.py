@@ -60,20 +60,20 @@ def supervise(
     inherited: Sequence[int] = (),
     gently: bool = False,
     monitor: Monitor | None = None,
-    heard: Sequence[str] = (),
+    received: Sequence[str] = (),
     change: Callable[[], bool] | None = None,
 ) -> Ending:
     """Run a command to its end; the exit code is 128 + n if signal n ended it, and above 128 after a loss.
 
     It inherits the file descriptors `inherited`. Where ranks listen, SIGTERM is passed on as SIGUSR1, which asks them
     to stop: after a SIGTERM mpirun would kill them within seconds, in the middle of a checkpoint. With `gently`, both
-    wait until the ranks that the monitor knows listen: others would be killed. `heard` are names of signals that came
-    before. Once `change` returns true, ranks that listen are asked to stop as well.
+    wait until the ranks that the monitor knows listen: others would be killed. `received` names earlier signals. Once
+    `change` returns true, ranks that listen are asked to stop as well.
     """
     job, changing = _Job(gently), False
     before = _handle(job.forward)  # before the start, so that no signal ends this process and leaves the other
     try:
-        for name in heard:
+        for name in received:
             job.forward(getattr(signal, name))
         if job.asked:
             return Ending(STOPPED)

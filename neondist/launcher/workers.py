@@ -161,19 +161,19 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
 
 def _wait_for_slots(arguments: argparse.Namespace, scaling: Scaling, log: GenerationLog) -> list[str] | int:
     """Return the hosts of the first workers, or the exit code of a job for which there were no slots."""
-    heard = arguments.signals.heard
+    received = arguments.signals.received
 
     def report(text: str) -> None:
         log.add("wait", what=text)
         say(text, sys.stderr)
 
     began = time.monotonic()
-    found = scaling.wait_for_minimum(lambda: bool(heard), report)
+    found = scaling.wait_for_minimum(lambda: bool(received), report)
     if found is not None:
         log.add("slots", workers=len(found), waited=round(time.monotonic() - began, 3))
         return found
-    if heard:
-        say(f"stopped while waiting for slots: received {heard[0]}; start the command again")
+    if received:
+        say(f"stopped while waiting for slots: received {received[0]}; start the command again")
         return STOPPED
     scaling.give_up()
     return 1
@@ -244,15 +244,15 @@ def _lost(master: str, servers: Sequence[str], token: str, index: int) -> bool:
     """Give back the task of a worker, and let servers wait for it no longer; False if some do not answer now."""
     from ..services.training import worker_name
 
-    worker, heard = {"worker": worker_name(index)}, True
+    worker, received = {"worker": worker_name(index)}, True
     for address, service, method in [(master, "Master", "lost"), *((one, "PServer", "leave") for one in servers)]:
         try:
             _call(address, service, token, method, worker)
         except ServiceUnavailableError:
-            heard = False
+            received = False
         except ServiceError:  # a master without tasks yet
             pass
-    return heard
+    return received
 
 
 def _progress(master: str, token: str) -> TaskProgress | None:

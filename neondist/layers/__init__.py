@@ -16,7 +16,7 @@ from .functions import Activation, Identity, Logistic, RectLin, ReLU, Softmax, T
 from .global_avg_pooling import GlobalAvgPoolingLayer, GlobalAvgPoolingLayerDist
 from .group_norm import GroupNormLayer, GroupNormLayerDist, InstanceNormLayer, InstanceNormLayerDist
 from .l2_pooling import L2PoolingLayer, L2PoolingLayerDist
-from .layout import Parameter, Replicate, Shard, Tiled, said_with
+from .layout import Parameter, Replicate, Shard, Tiled, declared_with
 from .lcn import LCNLayer, LCNLayerDist
 from .linear import FCLayer, FCLayerDist
 from .local import LocalFilteringLayer, LocalFilteringLayerDist
@@ -85,5 +85,5 @@ __all__ = [
     "Tiled",
     "UpsampleLayer",
     "UpsampleLayerDist",
-    "said_with",
+    "declared_with",
 ]

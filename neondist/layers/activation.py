@@ -7,7 +7,7 @@ from typing import Any
 from .base import Dist, Layer
 from .context import StepContext
 from .functions import Activation
-from .layout import said_with
+from .layout import declared_with
 
 
 class ActivationLayer(Layer):
@@ -24,7 +24,7 @@ class ActivationLayer(Layer):
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return a copy activated in place, or the activation of the view without modifying it."""
         y = ctx.out
-        if said_with(self.activation, "clips", "fprop"):
+        if declared_with(self.activation, "clips", "fprop"):
             ctx.activate(view, y)
             ctx.save(y=None if ctx.cleared else y)
         else:

@@ -19,7 +19,7 @@ from ..halo import ExchangePolicy, GlobalArray, PaddedArray, as_scheme
 from ..registry import Distributed, Registered, dist_class, serial_class
 from .context import Context, StepContext
 from .functions import Activation
-from .layout import Parameter, Replicate, Shape, Shard, said_with
+from .layout import Parameter, Replicate, Shape, Shard, declared_with
 from .reduction import Reduction
 
 
@@ -100,7 +100,7 @@ class LayerDescription(Node):
     reverse_halos = False
     layout: type[Replicate] = Replicate
     #: why the layer cannot compute cells of other tiles, if it cannot
-    no_recompute = ""
+    recompute_blocker = ""
     #: whether it sums over the whole image; such a layer takes its sums over `ctx.owned` cells
     sums_image = False
     #: whether, in strips and blocks, its view is what `reach_for` says, and no halo of its own travels
@@ -110,7 +110,7 @@ class LayerDescription(Node):
     #: whether it does
     splits_outputs = False
     #: whether cells inside of the image differ in what is done with them
-    by_place = False
+    position_dependent = False
     #: whether what is computed depends on the number of the step
     by_step = False
 
@@ -124,7 +124,7 @@ class LayerDescription(Node):
 
     def reach_for(self, input_shape: Shape) -> Window | None:
         """Return the window of all that an output depends on, alike for every cell; None: there is no such window."""
-        return None if self.no_recompute else self.window_for(input_shape) or Window.of_one(len(input_shape) - 1)
+        return None if self.recompute_blocker else self.window_for(input_shape) or Window.of_one(len(input_shape) - 1)
 
     def channels_for(self, input_shape: Shape) -> int:
         """Return the number of output channels."""
@@ -354,9 +354,9 @@ class Layer(LayerDescription):
 
     def can_absorb(self, activation: Activation) -> bool:
         """Whether the layer can fuse this activation of the following layer into its own pass over memory."""
-        said = [said_with(self, "absorbs", method) for method in ("forward", "backward")]
+        said = [declared_with(self, "absorbs", method) for method in ("forward", "backward")]
         fits = said == [self.absorbs] * 2 and self.activation is None and self.absorbs
-        return bool(fits and said_with(activation, self.absorbs, "fprop"))
+        return bool(fits and declared_with(activation, self.absorbs, "fprop"))
 
     @property
     def bytes_sent(self) -> int:
@@ -366,8 +366,8 @@ class Layer(LayerDescription):
     @property
     def gives_shards(self) -> bool:
         """Whether its vector result may stay partitioned over the ranks of the tiles."""
-        each = self.activation is None or said_with(self.activation, "elementwise", "fprop")
-        return bool(each) and said_with(self, "layout", "forward") is Shard
+        each = self.activation is None or declared_with(self.activation, "elementwise", "fprop")
+        return bool(each) and declared_with(self, "layout", "forward") is Shard
 
     @property
     def keeps_output(self) -> bool:

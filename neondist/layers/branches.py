@@ -12,7 +12,7 @@ from ..errors import ConfigError, ShapeError
 from .base import Node, Shape
 from .containers import Container
 from .functions import Activation
-from .layout import said_with
+from .layout import declared_with
 
 
 class Branches(Container):
@@ -67,7 +67,7 @@ class Sum(Branches):
 
     def can_absorb(self, activation: Activation) -> bool:
         """Return whether it is max(z, 0)."""
-        return bool(said_with(self, "clips", "combine") and said_with(activation, "clips", "fprop"))
+        return bool(declared_with(self, "clips", "combine") and declared_with(activation, "clips", "fprop"))
 
     clips = True
 

@@ -43,7 +43,7 @@ class DeconvLayer(Layer):
     saves_output = False
     in_place = True
     saves_beside = (0, 0)
-    no_recompute = "its windows slide over the output"
+    recompute_blocker = "its windows slide over the output"
 
     def __init__(
         self,

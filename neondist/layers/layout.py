@@ -132,7 +132,7 @@ class Parameter:
         return prod(self.layout.shape_on(self.shape, grid, tile))
 
 
-def said_with(thing: Any, name: str, method: str) -> Any:
+def declared_with(thing: Any, name: str, method: str) -> Any:
     """Return what the class says of itself that has the method; what it inherits was said of another method."""
     found = next(vars(cls) for cls in type(thing).__mro__ if method in vars(cls))
     return found.get(name)

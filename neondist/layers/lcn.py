@@ -52,7 +52,7 @@ class LCNLayer(Layer):
 
     saves_input = saves_output = False
     saves_beside = (0, 1)
-    no_recompute = "its two stages exchange means"
+    recompute_blocker = "its two stages exchange means"
     sees_reach = True
 
     def __init__(

@@ -68,9 +68,9 @@ class LocalFilteringLayer(Layer):
         self.bias, self.activation, self.weights_init = bias, activation, weights_init or FanInUniform()
         if not isinstance(shared, bool) and any(b < 1 for b in ([shared] if isinstance(shared, int) else shared)):
             raise ConfigError(f"shared {shared}: needs true, false, or blocks of at least 1 cell")
-        self.shared, self.by_place = shared, shared is not True or bias
+        self.shared, self.position_dependent = shared, shared is not True or bias
         if bias or shared is False:
-            self.no_recompute = "each tile keeps the weights of its own outputs alone"
+            self.recompute_blocker = "each tile keeps the weights of its own outputs alone"
 
     def window_for(self, input_shape: Shape) -> Window:
         """Return the window."""

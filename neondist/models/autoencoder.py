@@ -172,8 +172,8 @@ class StageStep(LayerStep):
         numbers = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.mine)])
         numbers[1 + Flag.NON_FINITE] = xp.logical_not(finite(stage.layer.grads["weights"]))
         cost = to_host(stage.output.reductions.allreduce("world", numbers))
-        flags.heard[...] = cost[1:]
-        return float(cost[0] / batch), bool(np.isfinite(cost[0])) and not flags.heard[Flag.NON_FINITE]
+        flags.reduced[...] = cost[1:]
+        return float(cost[0] / batch), bool(np.isfinite(cost[0])) and not flags.reduced[Flag.NON_FINITE]
 
     def update(self) -> None:
         """Let the optimiser change the weights."""

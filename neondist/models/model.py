@@ -15,7 +15,7 @@ from ..errors import ConfigError, GridError, PassError, ShapeError
 from ..formats.fields import Fields
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, halo_in, scheme_text
-from ..layers import Context, Node, Sequential, said_with
+from ..layers import Context, Node, Sequential, declared_with
 from ..memory import PROCESS, as_bytes, share_of
 from ..namespace import to_host
 from ..optim import SGD, Optimizer
@@ -222,7 +222,7 @@ class Model(LayerModel):
             alternate(self.layers, tuple(input_shape))
         self.precision.check(self.dtype)
         for layer in self.leaves:
-            rounds = said_with(layer, "rounds_view", "forward")
+            rounds = declared_with(layer, "rounds_view", "forward")
             layer.scheme = halo_in(layer.scheme, self.precision if rounds else FLOAT32)
         memory = None if self.memory is None else share_of(self.memory, grid.size)
         how = self.accumulate, self.recompute, self.strips, memory

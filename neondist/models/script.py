@@ -20,8 +20,8 @@ class FlagSync:
 
     def tell(self) -> None:
         """Add up the flags of all ranks; collective."""
-        self.flags.heard[:] = self.flags.mine
-        self.grid.world.allreduce(self.flags.heard)
+        self.flags.reduced[:] = self.flags.mine
+        self.grid.world.allreduce(self.flags.reduced)
 
 
 class ScriptModel:

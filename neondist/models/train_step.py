@@ -133,7 +133,7 @@ class ModelStep(LayerStep):
             loss = model.output.total(value, replicas=True)
         self.parameters.sync.note(finite(loss))
         model.trained.sum_gradients(for_update=True, scale=self.loss_scale)
-        return self.parameters.hear(loss)
+        return self.parameters.read_flags(loss)
 
     def _in_rounds(self, x: Any, targets: Any, batch: int, scales: list[float]) -> Any:
         """Return this rank's share of the mean cost, and fill in its shares of the gradients, in micro-batches."""

@@ -30,13 +30,13 @@ class ControlFlags:
     ----------
     mine : array (HEADER,)
         1 where this rank has the flag; it stays until it is set to 0. A signal handler may set it.
-    heard : array (HEADER,)
+    reduced : array (HEADER,)
         Sums over all ranks, as of the last training step.
     """
 
     def __init__(self) -> None:
-        self.mine, self.heard = np.zeros(HEADER), np.zeros(HEADER)
+        self.mine, self.reduced = np.zeros(HEADER), np.zeros(HEADER)
 
     def ranks(self, flag: Flag) -> int:
         """Return how many ranks had the flag in the last step."""
-        return int(self.heard[flag])
+        return int(self.reduced[flag])

@@ -207,16 +207,16 @@ class Parameters:
             sums[namespace(sums).asarray(cut)] = 0
         return self.reductions.allreduce("world", sums)
 
-    def hear(self, loss: Any) -> tuple[float, bool]:
+    def read_flags(self, loss: Any) -> tuple[float, bool]:
         """Return a step's loss (1,), and whether it and all gradients are finite, the same on every rank.
 
-        The flags are heard. All this comes in one copy: the only time that a step waits for the device.
+        The flags of all ranks are read. All this comes in one copy: the only time that a step waits for the device.
         """
         xp, sync = namespace(self.grads), self.sync
         good = finite(self.grads[: self.shared]).reshape(1)
         told = to_host(xp.concatenate([sync.header, good, loss]))
-        sync.flags.heard[...] = told[:HEADER]
-        return float(told[-1]), bool(told[HEADER]) and not sync.flags.heard[Flag.NON_FINITE]
+        sync.flags.reduced[...] = told[:HEADER]
+        return float(told[-1]), bool(told[HEADER]) and not sync.flags.reduced[Flag.NON_FINITE]
 
     def slots(self, flat: dict[str, Any]) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's flat slots as arrays by '<layer name>/<parameter>/<slot>'."""

@@ -128,17 +128,17 @@ class BlockPlan:
         return self.cells[value].box(number).size * self.graph.shapes[value][-1]
 
     @cached_property
-    def _paces(self) -> list[list[Ratio | None]]:
+    def _scale_factors(self) -> list[list[Ratio | None]]:
         return paces(self.graph)
 
     @cached_property
     def _kinds(self) -> list[list[int]]:
         """The kind of each block along each axis."""
         found = []
-        by_place = any(step.layer is not None and step.layer.by_place for step in self.graph.steps)
-        for axis, ratios in enumerate(self._paces):
+        position_dependent = any(step.layer is not None and step.layer.position_dependent for step in self.graph.steps)
+        for axis, ratios in enumerate(self._scale_factors):
             known: dict[tuple[object, ...], int] = {}
-            alike = not by_place and None not in ratios and self.size[axis] % _period(ratios) == 0
+            alike = not position_dependent and None not in ratios and self.size[axis] % _period(ratios) == 0
             parts = range(self.cells[0].parts[axis])
             ranges = [self._ranges(axis, part, ratios) if alike else (part,) for part in parts]
             found.append([known.setdefault(each, len(known)) for each in ranges])
@@ -212,7 +212,7 @@ def not_in_blocks(graph: Graph) -> Iterator[tuple[str, str]]:
         elif any(not one.over_batch for one in layer.reductions_for(shape)):
             yield str(layer.name), "sums over the whole image"
         elif layer.reach_for(shape) is None:
-            yield str(layer.name), layer.no_recompute
+            yield str(layer.name), layer.recompute_blocker
         elif window is not None and window.wraps:
             yield str(layer.name), "its image wraps around"
 

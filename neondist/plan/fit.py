@@ -196,14 +196,14 @@ def _filled(plan: Plan, stream: Stream, limit: int, most: float, alone: bool) ->
         if left < 0:
             break
         saved = samples * max(stream.keeping(strips).saved(tile, itemsize) for tile in tiles)
-        sparing = _share(strips, saved, left)
-        add(stream.keeping(sparing))
-        left -= saved * sparing // strips
+        checkpointed_strips = _share(strips, saved, left)
+        add(stream.keeping(checkpointed_strips))
+        left -= saved * checkpointed_strips // strips
         for largest in sorted(set(cuts.values())):
             few = tuple(sorted(nodes for nodes, size in cuts.items() if size <= largest))
             cutting = strips
             while cutting:  # less than in proportion, because they keep cells around theirs
-                cut = stream.keeping(sparing, few, cutting)
+                cut = stream.keeping(checkpointed_strips, few, cutting)
                 kept = samples * itemsize * max(cut.kept(tile) for tile in tiles)
                 if kept <= left:
                     add(cut)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..errors import ShapeError, UserError
 from ..geometry import split
-from ..layers import Branches, Layer, Node, Shard, said_with
+from ..layers import Branches, Layer, Node, Shard, declared_with
 
 Shape = tuple[int, ...]
 
@@ -95,7 +95,12 @@ class Graph:
     def _absorbed(self, at: int) -> bool:
         layer, before = self.steps[at].layer, self.steps[at - 1]
         alone = self.readers[before.output] == [at] and len(self.shapes[before.output]) > 1
-        if layer is None or not alone or not layer.only_activates or not said_with(layer, "only_activates", "forward"):
+        if (
+            layer is None
+            or not alone
+            or not layer.only_activates
+            or not declared_with(layer, "only_activates", "forward")
+        ):
             return False
         by = before.layer or before.join
         return by is not None and layer.activation is not None and by.can_absorb(layer.activation)
@@ -108,8 +113,8 @@ class Graph:
         by, activation = self.absorbed.get(at - 1, at - 1), before.layer.activation
         maker = self.steps[by].layer
         keeps = maker is None or (maker.saves_activated and not maker.saves_output)
-        clips = activation and all(said_with(activation, "clips", method) for method in ("fprop", "bprop"))
-        said = all(said_with(layer, "clears", method) for method in ("forward", "backward"))
+        clips = activation and all(declared_with(activation, "clips", method) for method in ("fprop", "bprop"))
+        said = all(declared_with(layer, "clears", method) for method in ("forward", "backward"))
         exact = layer.scheme is None or (layer.scheme.exact and layer.scheme.gradients == "scatter")
         return (by, at) if keeps and clips and said and exact else None
 
@@ -120,8 +125,8 @@ class Graph:
         saving = [reader for reader in self.readers[value] if self.steps[reader].saves_input]
         if layer is None or maker is None or saving != [at] or self.looked_at(value):
             return None
-        saves_it_alone = layer.saves_beside == (0, 0) == said_with(layer, "saves_beside", "forward")
-        return by if saves_it_alone and maker.restores and said_with(maker, "restores", "forward") else None
+        saves_it_alone = layer.saves_beside == (0, 0) == declared_with(layer, "saves_beside", "forward")
+        return by if saves_it_alone and maker.restores and declared_with(maker, "restores", "forward") else None
 
     def _stays_cut(self, step: Step) -> bool:
         readers = self.readers[step.output]

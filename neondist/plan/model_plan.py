@@ -81,7 +81,7 @@ class ModelPlan(Protocol):
         """The first layer with a window, if it sees the image at its full extent."""
 
     @property
-    def thinnest(self) -> int:
+    def min_extent(self) -> int:
         """The fewest cells along an axis of what is cut into tiles; 1 if nothing is."""
 
     @property

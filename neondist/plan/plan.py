@@ -128,7 +128,7 @@ class Plan(Sequence[LayerPlan]):
         return None
 
     @property
-    def thinnest(self) -> int:
+    def min_extent(self) -> int:
         """The fewest cells along an axis, of the last two, of what a layer is given; 1 if that is not an image."""
         images = [plan.input_shape for plan in self]
         found = min((n for shape in images if len(shape) > 2 for n in shape[-3:-1]), default=1)

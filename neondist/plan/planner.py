@@ -85,7 +85,7 @@ def gather_seconds(figures: Figures, placed: InSegment, grid: GridShape) -> floa
 def can_follow(layer: Layer, input_shape: Shape) -> bool:
     """Return whether a layer can compute cells of other tiles."""
     window = layer.window_for(input_shape)
-    return not layer.no_recompute and (window is None or not window.wraps)
+    return not layer.recompute_blocker and (window is None or not window.wraps)
 
 
 def _twice(figures: Figures, placed: InSegment, grid: GridShape) -> float:

@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal
 
 from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Overlapping, Partition, Window, looked_at, sources
-from ..layers import Activation, Shard, said_with
+from ..layers import Activation, Shard, declared_with
 from .graph import Graph, Step
 from .layer import LayerPlan
 from .memory import MemoryPlan, plan_memory
@@ -73,7 +73,7 @@ class PlannedSection:
             view is not None
             and step.layer is not None
             and step.layer.in_place
-            and said_with(step.layer, "in_place", "backward")
+            and declared_with(step.layer, "in_place", "backward")
             and view.need == view.buffer
             for view, step in zip(views, self.graph.steps, strict=True)
         ]
@@ -253,7 +253,7 @@ def _can_go(plan: LayerPlan) -> bool:
     halos = [] if plan.window is None else [(shape, plan.window)]
     return (
         len(plan.output_shape) > 1
-        and not layer.no_recompute
+        and not layer.recompute_blocker
         and not layer.reductions_for(shape)
         and not layer.state_for(shape)
         and not plan.reverse

@@ -148,8 +148,8 @@ def regions_of(segment: Links, grid: GridShape, wide: bool | None = None) -> Fou
         if place or wide:
             _check(layer, segment, window)
             inputs = sources(outputs, window, shape[:-1], grid.partition(shape[:-1]))
-        elif layer.no_recompute:
-            raise _refused(layer, f"computes cells of other tiles, but this layer cannot: {layer.no_recompute}")
+        elif layer.recompute_blocker:
+            raise _refused(layer, f"computes cells of other tiles, but this layer cannot: {layer.recompute_blocker}")
         found[id(layer)] = inputs, outputs
         outputs = inputs or outputs
     return found
@@ -157,7 +157,7 @@ def regions_of(segment: Links, grid: GridShape, wide: bool | None = None) -> Fou
 
 def _check(layer: Layer, segment: Links, window: Window) -> None:
     """Raise ConfigError if a layer of a segment cannot compute cells of other tiles."""
-    why = layer.no_recompute or ("its image wraps around" if window.wraps else "")
+    why = layer.recompute_blocker or ("its image wraps around" if window.wraps else "")
     if why:
         raise _refused(layer, f"computes cells of other tiles, but this layer cannot: {why}")
     if layer.sums_image and any(fusion.reads_wide and fusion.statistics is None for fusion in _fusions(segment)):

@@ -10,7 +10,7 @@ from math import prod
 from operator import ge
 
 from ..geometry import Box, GridShape, Kinds, Overlapping, Partition, StripGrid, hulls
-from ..layers import Layer, said_with
+from ..layers import Layer, declared_with
 from .classes import cells_kinds, of_strips
 from .graph import Graph, Step
 from .planner import PASSES, operations
@@ -40,7 +40,7 @@ class Stream:
         Of these nodes alone.
     nodes : int
     grid : StripGrid
-    sparing : int
+    checkpointed_strips : int
         Of how many strips of a tile, the last ones, something is kept that spares a part of their second way forward.
     cuts : tuple of int
         After how many nodes gradients are kept; ascending.
@@ -55,21 +55,21 @@ class Stream:
     graph: Graph
     nodes: int
     grid: StripGrid
-    sparing: int = 0
+    checkpointed_strips: int = 0
     cuts: tuple[int, ...] = ()
     wide: Partition | None = None
     cutting: int | None = None
     known: list[Partition] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, graph: Graph, nodes: int, grid: GridShape, strips: int, sparing: int = 0) -> Stream:
+    def of(cls, graph: Graph, nodes: int, grid: GridShape, strips: int, checkpointed_strips: int = 0) -> Stream:
         """Return that of so many nodes of a network, in so many strips of each tile."""
         cut = StripGrid(grid.replicas, grid.rows, grid.cols, grid.planes, strips)
-        return cls(graph.part(0, nodes), nodes, cut, min(strips, sparing))
+        return cls(graph.part(0, nodes), nodes, cut, min(strips, checkpointed_strips))
 
-    def keeping(self, sparing: int, cuts: tuple[int, ...] = (), cutting: int | None = None) -> Stream:
+    def keeping(self, checkpointed_strips: int, cuts: tuple[int, ...] = (), cutting: int | None = None) -> Stream:
         """Return the same strips, of so many of which something is kept."""
-        return replace(self, sparing=sparing, cuts=cuts, cutting=cutting, known=self.cells)
+        return replace(self, checkpointed_strips=checkpointed_strips, cuts=cuts, cutting=cutting, known=self.cells)
 
     def in_strips(self, strips: int) -> Stream:
         """Return the same in so many strips of each tile, of which nothing is kept."""
@@ -105,7 +105,7 @@ class Stream:
 
     def _work_back(self, sweeps: Sequence[int]) -> float:
         """Return the multiplications of a sample, where all strips go back so."""
-        spared = self.sparing / self.grid.strips
+        spared = self.checkpointed_strips / self.grid.strips
         return self._times(
             [
                 (1 if at in self.recomputed else 1 - spared) * len(sweeps)
@@ -226,7 +226,7 @@ class Stream:
         ends = steps[-1].layer if len(graph.shapes[graph.output]) < 2 else None
         if ends is not None:
             found.add(len(steps) - 1)
-            if ends.saves_input or not said_with(ends, "sums_alone", "forward"):
+            if ends.saves_input or not declared_with(ends, "sums_alone", "forward"):
                 wanted += steps[-1].inputs
         wanted += [value for at in found if at < len(steps) - 1 or ends is None for value in steps[at].inputs]
         made = {step.output: at for at, step in enumerate(steps)}
@@ -248,9 +248,9 @@ class Stream:
             sum(
                 cells.box(at).size * channels * (few + numbers * itemsize) for cells, channels, (few, numbers) in beside
             )
-            for at in self.strips(tile)[-self.sparing :]
+            for at in self.strips(tile)[-self.checkpointed_strips :]
         ]
-        return sum(each) if self.sparing else 0
+        return sum(each) if self.checkpointed_strips else 0
 
     @cached_property
     def cells(self) -> list[Partition]:
@@ -398,4 +398,4 @@ def work_of(graph: Graph, stream: Stream | None) -> float:
 
 def _leaves(step: Step) -> bool:
     """Return whether it is known what a step saves."""
-    return step.layer is None or said_with(step.layer, "saves_beside", "forward") is not None
+    return step.layer is None or declared_with(step.layer, "saves_beside", "forward") is not None

@@ -10,7 +10,7 @@ from ..comm import Redistribution
 from ..errors import PlanError
 from ..geometry import Box
 from ..halo import GlobalArray
-from ..layers import Layer, Reduction, Shard, StepContext, said_with
+from ..layers import Layer, Reduction, Shard, StepContext, declared_with
 from ..plan import Graph
 from .reduce import combine, joined
 from .tasks import Task
@@ -39,7 +39,7 @@ class LayerTask(Task):
         #: whose partial results are computed where what they come to is known, for what the layer saves
         methods = {"forward": "reduce", "backward": "reduce_backward"}
         self._reduces_again = {
-            direction: said_with(layer, "reduce_saves", methods[direction]) is not False
+            direction: declared_with(layer, "reduce_saves", methods[direction]) is not False
             for direction in self.reductions
         }
         self.observers = layer.context.grid.observers

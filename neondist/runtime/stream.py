@@ -57,7 +57,7 @@ class StreamPass:
             self.last = None
 
 
-class _Going(NamedTuple):
+class _BackwardGroup(NamedTuple):
     """Strips that go back together: of which part of a stream, and the gradients of its output for each pass."""
 
     part: Streamed
@@ -96,7 +96,7 @@ class Streamed:
         }
         self.numbers, self.steps = planned.strips(tile), len(graph.steps)
         self._cut = planned.cut_strips(tile)
-        self._keeps = self.numbers[max(0, len(self.numbers) - planned.sparing) :]
+        self._keeps = self.numbers[max(0, len(self.numbers) - planned.checkpointed_strips) :]
         blocks.provide(planned.length(tile))
         self._sections: dict[int, Section] = {}
         self._now = -1
@@ -153,7 +153,7 @@ class Streamed:
         next one. Of strips whose gradients are kept on the way, what is above them is done.
         """
         with self.context.grid.observers.during("layer", self.name, "backward"):
-            ways, before = [_Going(self, self.numbers, dys)], self.steps
+            ways, before = [_BackwardGroup(self, self.numbers, dys)], self.steps
             for at in reversed(self.planned.reducing("backward")):
                 parts: list[list[Any]] = [[] for _ in runs]
                 found = [way.part._reduce_backward(runs, way, at, before, wanted, parts) for way in ways]
@@ -198,8 +198,14 @@ class Streamed:
             run.output = self._section(self.numbers[-1]).tasks[at].computed(ctx, view)  # type: ignore[attr-defined]
 
     def _reduce_backward(
-        self, runs: Sequence[StreamPass], going: _Going, at: int, before: int, wanted: bool, parts: list[list[Any]]
-    ) -> list[_Going]:
+        self,
+        runs: Sequence[StreamPass],
+        going: _BackwardGroup,
+        at: int,
+        before: int,
+        wanted: bool,
+        parts: list[list[Any]],
+    ) -> list[_BackwardGroup]:
         """Take strips back to a step's `reduce_backward`, and append their partial results; return what goes on.
 
         Where this comes to a cut, strips' gradients of a value are kept, added.
@@ -210,7 +216,7 @@ class Streamed:
         else:
             kept = [below.zeros(run.samples) for run in runs]
             rest = [number for number in going.numbers if number not in self._cut]
-            after = [_Going(below, below.numbers, kept)]
+            after = [_BackwardGroup(below, below.numbers, kept)]
         for number, run, found, dy, total in self._backward_order(going.numbers, runs, parts, going.dys, kept):
             section, inner = self._again(number, run, before)
             keep = None if below is None or number in rest else (below.last, partial(self._add, number, below, total))
@@ -231,7 +237,7 @@ class Streamed:
         cells = self.planned.cells[below.planned.graph.output].box(number)
         total[(slice(None), *cells.relative_to(below._own).slices)] += dy  # type: ignore[arg-type]
 
-    def _to_image(self, runs: Sequence[StreamPass], going: _Going, before: int, dxs: Sequence[Any]) -> None:
+    def _to_image(self, runs: Sequence[StreamPass], going: _BackwardGroup, before: int, dxs: Sequence[Any]) -> None:
         """Take strips back to the image; what they share of it is added."""
         for number, run, dx, dy in self._backward_order(going.numbers, runs, dxs, going.dys):
             section, inner = self._again(number, run, before)
@@ -281,7 +287,9 @@ class Streamed:
         section, inner = self._section(number), run.last
         if number != self.numbers[-1] or inner is None:
             inner = self._open(section, run, self.steps)
-            left = run.left.get(number) if self.planned.sparing else None  # below a cut strips have other cells
+            left = (
+                run.left.get(number) if self.planned.checkpointed_strips else None
+            )  # below a cut strips have other cells
             section.run(inner, self._seen(run.x, number), left)
         run.last = None
         inner.done_back = before

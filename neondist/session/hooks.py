@@ -59,7 +59,7 @@ class StopAtTimeHook(Hook):
 
     def after_step(self, run: TrainState) -> None:
         """Stop if a rank requested it; request a stop if the time is over."""
-        run.hear_requests()
+        run.read_requests()
         if run.stop is None and self.clock() - self.begun >= self.seconds:
             run.request_stop(f"{self.seconds:g} s are over")
 

@@ -87,7 +87,7 @@ class SessionState(TrainState):
         """Ask, on this rank or on several, that the session ends on all ranks after the step under way."""
         self.requested = self.requested or reason
 
-    def hear_requests(self) -> None:
+    def read_requests(self) -> None:
         """Leave it to `agree`."""
 
     def agree(self) -> None:

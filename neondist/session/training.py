@@ -17,7 +17,7 @@ from ..data import Dataset
 from ..heartbeat import descriptor, send
 from ..io.output import CHECKPOINT, COMPLETE, held
 from ..models import ScriptModel
-from ..signals import STOPPED, Signals, hearer
+from ..signals import STOPPED, Signals, active_handler
 from ..train import Hook, StopOnSignal
 from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
 from ..train.callbacks.completion import CompletionMark
@@ -113,8 +113,8 @@ class TrainingRole:
         """
         if self.servers is not None or descriptor(os.environ) is None:
             return
-        signals = hearer("SIGUSR1") or Signals().listen()
-        if hearer("SIGUSR1") is signals:  # not in a thread
+        signals = active_handler("SIGUSR1") or Signals().listen()
+        if active_handler("SIGUSR1") is signals:  # not in a thread
             self.hooks.append(StopOnSignal(signals, REMEDY))
             self.supervised = True
             send(os.environ, "listens")

@@ -2,11 +2,11 @@
 
 layout: how a tensor lies on the ranks. transfer: which indices travel. capture: from a module to a graph of operators.
 lower: from the graph to a plan, by the rules of rules/, which are written with building and steps. plan, run: the plan,
-and what runs it; traffic, costs: what that takes. wires, functions: tensors over a transport, and autograd through it.
-distributing: what users call; module: what they get; alike, checks, criteria: its parts. in_blocks: the rules run
+and what runs it; traffic, costs: what that takes. mesh_comm, functions: tensors over a transport, and autograd.
+distributing: what users call; module: what they get; consistency, checks, criteria: its parts. in_blocks: the rules run
 backwards, for a block. blocks: a module block by block of its output, without messages; trunk, blocked: a training step
 so, up to what sees the whole image. segments, choosing, fused: windows that go together. execution: which of these a
-module has. weights: files of them. by_hand: views and sums for code of one's own. transport: torch.distributed.
+module has. weights: files of them. functional: halos and sums for custom code. transport: torch.distributed.
 convert: modules as models of our layers, and back. by_name, factory, feeding, judging, module_plan, experiment: a
 module in an experiment.
 """
@@ -26,13 +26,13 @@ if _remedy and numbers(torch.__version__) < TORCH[0]:
     raise MissingPackageError(_remedy)
 try:
     from . import rules
-    from .by_hand import halo, reduce
     from .by_name import TorchLoss, TorchOptimizer
     from .convert import from_torch, to_torch
     from .distributed_optimizer import DistributedOptimizer
     from .distributing import distribute
     from .errors import UnsupportedOperator
     from .experiment import TorchModel
+    from .functional import halo, reduce
     from .loader import loader
     from .module import DistributedModule
     from .registry import rule

@@ -16,11 +16,11 @@ from .functions import Moments
 from .graph import has_gradients
 from .in_blocks import Ranged, Traced, part_of_block
 from .layout import Shape
+from .mesh_comm import MeshComm
 from .once import once_differentiable
 from .plan import TorchPlan
 from .run import Runner
 from .transfer import Range
-from .wires import Wires
 
 
 class _Block(NamedTuple):
@@ -44,7 +44,7 @@ class Blocks:
     def __init__(self, traced: Traced, here: Ranged, parts: Sequence[int], first: Sequence[Sequence[int]]) -> None:
         self.traced, self.here, self.parts, self.first = traced, here, parts, first
         self.names = *traced.parameters, *traced.buffers
-        self.wires = Wires(ProcessGrid.serial(), len(traced.shape) - 2)
+        self.wires = MeshComm(ProcessGrid.serial(), len(traced.shape) - 2)
 
     def __call__(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return this rank's tiles of the outputs, given what they need of the inputs, parameters and buffers."""

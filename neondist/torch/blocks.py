@@ -16,9 +16,9 @@ from .capture import lowered
 from .graph import Value
 from .in_blocks import BlockLowering, Ranged, Traced, part_of_block
 from .layout import Shape, axes_of
+from .mesh_comm import MeshComm
 from .plan import TorchPlan
 from .run import Runner
-from .wires import Wires
 
 
 class TracedImage(Traced):
@@ -77,7 +77,7 @@ class ModuleBlocks:
     def __init__(self, traced: TracedImage, size: Sequence[int], beyond: int = 0) -> None:
         self.traced, self.size = traced, tuple(size)
         self.cells = cut_into(traced.extent, self.size, beyond)
-        self._wires = Wires(ProcessGrid.serial(), len(self.size))
+        self._wires = MeshComm(ProcessGrid.serial(), len(self.size))
 
     def __len__(self) -> int:
         return self.cells.tiles

@@ -15,16 +15,16 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
 from ..halo import ExchangePolicy
-from .between_passes import observed
 from .checks import check_module
 from .constants import known_values, remove_reads
 from .custom_gradients import recorded
 from .errors import NotRecorded
-from .functional import is_simple, keep_statistics, note_result
+from .functionalize import is_simple, keep_statistics, note_result
 from .graph import Value
 from .layout import Layout, Mesh, axes_of, whole
 from .lower import Lowering
 from .no_grad import stop_gradients
+from .persistent_state import observed
 from .plan import TorchPlan
 from .schemes import put_into
 from .steps import Where

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm import ProcessGrid
 from ..comm.agree import ROW, ROWS
 from ..errors import ConfigError, ShapeError
-from .alike import bits_of
+from .consistency import bits_of
 from .plan import TorchPlan
 
 

@@ -14,7 +14,7 @@ from ..plan.planner import PASSES, best_cuts
 from .blocked import at_least_one
 from .graph import Value
 from .in_blocks import Ranged, ids_of
-from .of_program import laid, ranges_at
+from .program_lowering import laid, ranges_at
 from .schemes import policy_of
 from .segments import Noted, OperatorSegment, Search
 from .transfer import Range, Transfer, Want

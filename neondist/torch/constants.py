@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .errors import NotRecorded
-from .functional import REGION, memory_of, written_arguments
+from .functionalize import REGION, memory_of, written_arguments
 
 LARGEST = 2**18
 """Elements of a tensor whose values are computed; no code reads numbers one by one from larger ones."""

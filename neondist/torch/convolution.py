@@ -22,8 +22,8 @@ from ..backends.rows import VECTOR
 from ..backends.windows import out_extent
 from . import volumes, winograd
 from .graph import is_eager_float
+from .mesh_comm import CHANNELS_LAST, format_of
 from .once import once_differentiable
-from .wires import CHANNELS_LAST, format_of
 
 Ints = Sequence[int]
 _PYTORCH: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d, 3: volumes.conv3d}

@@ -13,16 +13,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
-from .alike import digest_of
 from .capture import captured, lowered
+from .consistency import digest_of
 from .constants import Reads
 from .errors import UnsupportedOperator, defined_at
 from .layout import Layout, shape_of
+from .mesh_comm import MeshComm
 from .plan import TorchPlan
 from .run import Runner
 from .tracing import ordinary_tensors, user_frames
 from .watch import State, Watch
-from .wires import Wires
 
 REMEMBERED = 16
 """So many criteria are remembered, and of each so many states and shapes."""
@@ -50,7 +50,7 @@ class _Known:
 class Criteria:
     """The criteria that a module was given, captured for the shapes of their arguments."""
 
-    def __init__(self, wires: Wires) -> None:
+    def __init__(self, wires: MeshComm) -> None:
         self.wires = wires
         self._known: dict[Hashable, _Known] = {}
 

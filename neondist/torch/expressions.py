@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .alike import bits_of
+from .consistency import bits_of
 from .constants import is_shape_only, known_values
 
 

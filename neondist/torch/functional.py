@@ -1,156 +1,337 @@
-"""Mutated arguments of operators in a captured graph, and whether reading results instead is equivalent."""
+"""For code that cuts images by hand: what a window sees of a tile, and sums over tiles, as operators of PyTorch.
+
+Arguments of an operator are tensors and numbers: a grid goes into it as its handle, a window as its numbers.
+"""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+from torch.library import custom_op
 
-REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
-"""Calls a part of a program with or without gradients."""
-RUNNING = "running_mean", "running_var"
-"""Statistics that operators write into in training, though their schemas do not tell."""
-_WITH_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
-"""Whose rules return the statistics after the result."""
-_DECOMPOSED = "aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index"
-"""With such writes, which their rules or decompositions give as results."""
-_TRAINING = "training", "train", "use_input_stats"
-_PURE = "backward", "functional", "no_training", "no_update"
+from ..comm import ProcessGrid
+from ..comm.agree import CALL, agree, check_alike
+from ..errors import ConfigError, GridError, ShapeError, UserError
+from ..geometry import Window, fold
+from .functions import announce, recompute
+from .layout import local_shape, shape_of
+from .mesh_comm import Channel, MeshComm, format_of
+from .transfer import Range, Transfer, Want, clipped
+
+_HOW = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, float fill, str mode, int[] extent"
 
 
-def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
-    """Return whether all that is written into may be replaced by what is written, from there on.
+def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the view of a window on a tiled image: this rank's tile plus its halo.
 
-    This holds if no alias of the memory is read later, and only buffers outlive the program. PyTorch does
-    it for all others, but traces the whole module once more. Operators in place have their functional twins noted.
+    Each view has the cells needed for this rank's part of the window's output, which is split evenly too: a convolution
+    without padding over the views yields the tiles of the output. Padding is filled in. Backward sums the gradient of a
+    cell over all ranks whose views contain it. Collective over all ranks, forward and backward.
+
+    It is implemented as the custom operator `torch.ops.neondist.halo`, whose shapes and gradient torch.compile knows:
+    with `global_shape` it compiles into a single graph.
 
     Parameters
     ----------
-    buffers : of str
-        Names of the graph's inputs that are buffers.
+    x : torch.Tensor (N, C, *spatial)
+        This rank's tile, `image[..., *grid.tile_box(extent).slices]`, of its replica's part of the batch.
+    window : Window
+        With one axis per spatial axis of x.
+    grid : ProcessGrid
+    global_shape : sequence of int, optional
+        Global shape (N, C, *spatial). Default: determined with a small message in each call.
+
+    Returns
+    -------
+    torch.Tensor (N, C, *spatial)
+        This rank's view.
+
+    Raises
+    ------
+    ShapeError
+        On all ranks, if the tiles are not an even split of one image.
     """
-    nodes = list(graph.nodes)
-    called = [node for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
-    if not all(isinstance(node.target, torch._ops.OpOverload) for node in called):  # such as torch.vmap's
-        return False
-    at = {node: place for place, node in enumerate(nodes)}
-    names: dict[int, list[Any]] = {}
-    for node in nodes:
-        for tensor in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(tensor, torch.Tensor) and (node.users or node.op != "placeholder"):
-                names.setdefault(memory_of(tensor), []).append(node)
-    twins: dict[Any, Any] = {}
-    for node in called:
-        if written(node):
-            twins[node] = node.target if node.target in _WITH_STATISTICS else _twin(node)
-        for old in written(node):
-            if not isinstance(old, torch.fx.Node) or twins[node] is None:
-                return False
-            first, *others = found = names[memory_of(old.meta["val"])]
-            before = (name for name in found if at[name] < at[node] and name is not old)
-            if any(at[user] > at[node] for name in before for user in name.users):
-                return False
-            is_buffer = old is first and old.name in buffers and all(map(written, others))
-            if first.op != "call_function" and not is_buffer:
-                return False
-    for node, twin in twins.items():
-        node.meta = node.meta | {"twin": twin}  # PyTorch lets nodes that it adds share one dictionary with others
-    return True
-
-
-def written(node: Any) -> list[Any]:
-    """Return what an operator writes into, in the order of its arguments."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    return [leaf for arg in written_arguments(node.target, node.args, node.kwargs) for leaf in pytree.tree_leaves(arg)]
-
-
-def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that an operator writes into: tensors, or lists of them."""
-    arguments = target._schema.arguments
-    names = [arg.name for arg in arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    told = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
-    if set(RUNNING) <= set(names) - set(told) and not any(word in target._schema.name for word in _PURE):
-        trains = all(given.get(name, True) for name in names if name in _TRAINING)
-        told += [name for name in RUNNING if trains and given.get(name) is not None]
-    return [given.get(name) for name in told]
-
-
-def writes_unseen(node: Any) -> bool:
-    """Return whether an operator writes into statistics in a way that PyTorch's functionalisation does not know."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.name in _DECOMPOSED:
-        return False
-    told = sum(bool(arg.alias_info and arg.alias_info.is_write) for arg in target._schema.arguments)
-    return len(written_arguments(target, node.args, node.kwargs)) > told
-
-
-def keep_statistics(graph: Any) -> None:
-    """Let operators of their own write the running statistics of instance norms.
-
-    PyTorch's functionalisation takes these for operators without effects, and drops them where the result is unused.
-    """
-    ops = torch.ops.aten
-    for node in list(graph.nodes):
-        if node.target is not ops.instance_norm.default or not (olds := written(node)):
-            continue
-        x, momentum = node.args[0], node.args[6]
-        with graph.inserting_before(node):
-            cells = graph.call_function(ops.detach.default, (x,))
-            axes = list(range(2, x.meta["val"].dim()))
-            moments = graph.call_function(ops.var_mean.correction, (cells, axes), {"correction": 1})
-            for old, at in zip(olds, (1, 0), strict=True):
-                each = graph.call_function(operator.getitem, (moments, at))
-                mean = graph.call_function(ops.mean.dim, (each, [0]))
-                kept, new = (
-                    graph.call_function(ops.mul.Tensor, (value, share))
-                    for value, share in ((old, 1 - momentum), (mean, momentum))
-                )
-                graph.call_function(ops.copy_.default, (old, graph.call_function(ops.add.Tensor, (kept, new))))
-        node.args = (*node.args[:3], None, None, *node.args[5:])
-
-
-def note_result(env: dict[Any, Any], node: Any, found: Any) -> list[Any]:
-    """Note in `env` what a node gives, also of what it writes into: that is read from there on; return the latter."""
-    env[node] = found
-    if olds := written(node):
-        env[node], *news = found if type(found) is tuple else [found] * (1 + len(olds))
-        env.update(zip(olds, news, strict=True))
-    return olds
-
-
-def _twin(node: Any) -> Any:
-    """Return the operator that gives what one in place writes into its first argument; None: there is none."""
-    schema = node.target._schema
-    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
-    if packet is None or written(node) != list(node.args[:1]):
-        return None
-    overloads = [getattr(packet, name) for name in packet.overloads()]
-    # the first is called otherwise in some, such as dropout
-    found = next((f for f in overloads if not f._schema.is_mutable and _takes(f) == _takes(node.target)), None)
-    if found is None:
-        return None
-    args, kwargs = pytree.tree_map(
-        lambda arg: arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
-    )
-    with torch.no_grad():
-        made, old = found(*args, **kwargs), node.meta["val"]
-    return found if (made.shape, made.dtype) == (old.shape, old.dtype) else None
-
-
-def _takes(operator: Any) -> tuple[list[str], list[str]]:
-    """Return the types of an operator's arguments, and the names of all but the first."""
-    arguments = operator._schema.arguments
-    return [str(arg.type) for arg in arguments], [arg.name for arg in arguments[1:]]
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """Return a number that is the same for tensors in the same memory."""
+    _check_grid(grid)
     try:
-        return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:  # inside of torch.vmap
-        return id(tensor)
+        _check(x, window, global_shape)
+    except UserError as error:
+        check_alike(grid.world, {}, error)
+    ask = _extent_outside_graph if torch.compiler.is_compiling() else _extent_of
+    extent = ask(x, window, grid) if global_shape is None else tuple(global_shape)[2:]
+    padding = tuple(chain.from_iterable(window.padding))
+    how = window.kernel, window.stride, padding, window.dilation, window.fill, ",".join(window.modes)
+    return torch.ops.neondist.halo(x, grid.handle, *how, extent)
+
+
+def _extent_of(x: torch.Tensor, window: Window, grid: ProcessGrid) -> tuple[int, ...]:
+    return _hand(grid, window.ndim).extent_of(x, window)
+
+
+# torch.compiler.disable as a decorator would import the compiler, 2 s, with neondist.torch
+_extent_outside_graph = torch._disable_dynamo(_extent_of)
+
+
+def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") -> torch.Tensor:
+    """Return the elementwise sum or maximum over ranks, on every rank (an allreduce); collective.
+
+    As in `halo`, the loss is taken to be the sum of the values on which the ranks call `backward`. So call `backward`
+    on this rank's share of the loss, not on a sum known to all ranks, which would count once per rank.
+
+    It is implemented as the custom operator `torch.ops.neondist.reduce`, whose shapes and gradient torch.compile knows.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        With the same shape on all ranks.
+    op : 'sum' or 'max'
+        The gradient of a maximum is divided equally among all elements that attain it.
+    grid : ProcessGrid
+    group : 'tiles', 'replicas' or 'world'
+        The ranks of one replica, the ranks with the same tile, or all ranks.
+
+    Returns
+    -------
+    torch.Tensor
+        With the shape of x.
+    """
+    if op not in ("sum", "max"):
+        raise ConfigError(f"op: {op!r} is unknown; choose 'sum' or 'max'")
+    if group not in ("tiles", "replicas", "world"):
+        raise ConfigError(f"group: {group!r} is unknown; choose 'tiles', 'replicas' or 'world'")
+    _check_grid(grid)
+    if not isinstance(x, torch.Tensor):
+        check_alike(grid.world, {}, ShapeError(f"x: expected a torch.Tensor, got {type(x).__name__}"))
+    return torch.ops.neondist.reduce(x, op, grid.handle, group)
+
+
+@custom_op("neondist::halo", mutates_args=(), schema=f"(Tensor x, {_HOW}) -> Tensor")
+def _halo(x: torch.Tensor, grid: int, *how: Any) -> torch.Tensor:
+    hand, window, extent = _opened(grid, how)
+    hand.check(x, window, extent)
+    view = hand.view(window, extent)
+    with view.channel.during("forward"):
+        return view.channel.view(x, view.pads, window.fill)
+
+
+@custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_HOW}) -> Tensor")
+def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *how: Any) -> torch.Tensor:
+    hand, window, extent = _opened(grid, how)
+    check_alike(hand.wires.grid.world, {CALL: "backward of halo", "window": window, "global_shape": extent})
+    view = hand.view(window, extent)
+    with view.channel.during("backward"):
+        return view.channel.adjoint(gradient, shape, view.pads)
+
+
+@_halo.register_fake
+def _(x: torch.Tensor, grid: int, *how: Any) -> torch.Tensor:
+    hand, window, extent = _opened(grid, how)
+    hand.check_tile(x, window, extent)
+    view = hand.view(window, extent)
+    return view.channel.empty_view(x, view.pads)
+
+
+@_halo_adjoint.register_fake
+def _(gradient: torch.Tensor, shape: list[int], grid: int, *how: Any) -> torch.Tensor:
+    return torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=format_of(gradient))
+
+
+def _keep_halo(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    x, *ctx.how = inputs
+    ctx.shape = x.shape
+    announce(ctx)
+
+
+def _halo_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    recompute(ctx)
+    return torch.ops.neondist.halo_adjoint(gradient, ctx.shape, *ctx.how), *[None] * len(ctx.how)
+
+
+_halo.register_autograd(_halo_backward, setup_context=_keep_halo)
+
+
+@custom_op("neondist::reduce", mutates_args=(), schema="(Tensor x, str op, int grid, str group) -> Tensor")
+def _reduce(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
+    hand = _hand(ProcessGrid.of(grid), 2)
+    facts = {CALL: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
+    check_alike(hand.wires.grid.world, facts | {"x.requires_grad": x.requires_grad})
+    every = hand.wires.mesh.axes
+    axes = {"tiles": every - {0}, "replicas": every & {0}, "world": every}[group]
+    return hand.wires.reduce("reduce", "forward", x, axes, op)
+
+
+@_reduce.register_fake
+def _(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_reduced(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    x, ctx.op, *ctx.where = inputs
+    if ctx.op == "max":
+        ctx.save_for_backward(x, output)
+    else:
+        announce(ctx)
+
+
+def _reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    saved = recompute(ctx)
+    gradient = torch.ops.neondist.reduce(gradient, "sum", *ctx.where)
+    if ctx.op == "max":
+        x, found = saved
+        here = (x == found).to(gradient.dtype)
+        gradient = gradient * here / torch.ops.neondist.reduce(here, "sum", *ctx.where).clamp(min=1)
+    return gradient, None, None, None
+
+
+_reduce.register_autograd(_reduce_backward, setup_context=_keep_reduced)
+
+
+class _View(NamedTuple):
+    channel: Channel
+    pads: tuple[tuple[int, int, int], ...]
+
+
+class _Hand:
+    """State of a grid for images of a number of axes: communicators, planned messages, and known extents."""
+
+    def __init__(self, grid: ProcessGrid, spatial: int) -> None:
+        self.wires = MeshComm(grid, spatial)
+        self._views: dict[tuple[Window, tuple[int, ...]], _View] = {}
+        self._extents: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def extent_of(self, x: torch.Tensor, window: Window) -> tuple[int, ...]:
+        """Return the extent of the whole image, which the ranks ask each other; collective."""
+        shape = tuple(x.shape)
+        known = self._extents.get(shape)
+        # a rank may have seen its tile's shape before and others not: whether all know the same is found out here
+        facts = {CALL: "halo", "window": window, "global_shape": None}
+        if not check_alike(self.wires.grid.world, facts, versions=(-1,) if known is None else known) or known is None:
+            known = self._extents[shape] = self._asked(shape)
+        return known
+
+    def check(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
+        """Raise on all ranks if any cannot have a view, or wants another one than others; collective."""
+        error = None
+        try:
+            self.check_tile(x, window, extent)
+        except UserError as problem:
+            error = problem
+        facts = {CALL: "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
+        samples = x.shape[0] if self.wires.grid.replicas == 1 else "any number"  # replicas may have others
+        facts |= {"its number of samples": samples, "its number of channels": x.shape[1], "global_shape": extent}
+        check_alike(self.wires.grid.world, facts, error)
+
+    def _asked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        mesh, world = self.wires.mesh, self.wires.grid.world
+        shapes = world.allgather(shape)
+        lines = range(1, mesh.spatial + 1)
+        extent = tuple(
+            sum(
+                shapes[mesh.rank([at if line == axis else 0 for line in range(len(mesh.parts))])][axis + 1]
+                for at in range(mesh.parts[axis])
+            )
+            for axis in lines
+        )
+        error = None
+        try:
+            self._check_shape(shape, extent)
+        except ShapeError as problem:
+            error = problem
+        agree(world, error)
+        return extent
+
+    def check_tile(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
+        """Raise ShapeError if x is not this rank's tile of an image of this extent, or the image too small."""
+        self._check_shape(tuple(x.shape), extent)
+        window.check(extent)
+
+    def _check_shape(self, shape: tuple[int, ...], extent: tuple[int, ...]) -> None:
+        mesh = self.wires.mesh
+        layout = tuple((mesh.atom(n, axis + 1),) for axis, n in enumerate(extent))
+        expected = local_shape(layout, self.wires.place)
+        if shape[2:] != expected:
+            raise ShapeError(
+                f"rank {self.wires.grid.rank}: a tile of {shape_of(layout)} cells has {expected} of them, as"
+                f" grid.tile_box says, but x has {shape[2:]}"
+            )
+
+    def view(self, window: Window, extent: tuple[int, ...]) -> _View:
+        """Return the messages for a window over an image, planned once."""
+        key = window, extent
+        if key not in self._views:
+            self._views[key] = self._planned(window, extent)
+        return self._views[key]
+
+    def _planned(self, window: Window, extent: tuple[int, ...]) -> _View:
+        mesh, wants, pads = self.wires.mesh, [], []
+        for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
+            own = mesh.atom(n, axis + 1)
+            seen = [_seen(window, axis, n, lo, hi) for lo, hi in mesh.atom(out, axis + 1).ranges]
+            wants.append(Want(axis + 2, own, own.axis, tuple(ranges for ranges, _ in seen)))
+            _, (before, after) = seen[0 if own.axis is None else self.wires.place[own.axis]]
+            pads.append((axis + 2, before, after))
+        around = {dim for dim, before, after in pads if before or after}
+        transfer = Transfer(mesh, tuple(want for want in wants if want.dim in around or not want.own))
+        return _View(Channel(self.wires, "halo", transfer, "halo"), tuple(pad for pad in pads if pad[0] in around))
+
+
+def _seen(window: Window, axis: int, n: int, lo: int, hi: int) -> tuple[tuple[Range, ...], tuple[int, int]]:
+    """Return the ranges that outputs [lo, hi) see of an axis of n cells, and how many there are before and after."""
+    if lo >= hi:
+        return (), (0, 0)
+    start = lo * window.stride[axis] - window.padding[axis][0]
+    end = (hi - 1) * window.stride[axis] - window.padding[axis][0] + window.span[axis]
+    mode = window.modes[axis]
+    if mode == "zeros":
+        inside, around = clipped(start, end, n)
+        return (inside,), around
+    return tuple(_runs(fold(i, n, mode) for i in range(start, end))), (0, 0)
+
+
+def _runs(indices: Iterator[int]) -> Iterator[Range]:
+    """Yield ranges of indices that follow each other."""
+    start = end = None
+    for i in indices:
+        if i != end:
+            if start is not None and end is not None:
+                yield start, end
+            start = i
+        end = i + 1
+    if start is not None and end is not None:
+        yield start, end
+
+
+def _hand(grid: ProcessGrid, spatial: int) -> _Hand:
+    key = _Hand, spatial
+    if key not in grid.kept:
+        grid.kept[key] = _Hand(grid, spatial)
+    return grid.kept[key]
+
+
+def _opened(grid: int, how: Sequence[Any]) -> tuple[_Hand, Window, tuple[int, ...]]:
+    """Return what the numbers say that an operator was given."""
+    kernel, stride, padding, dilation, fill, mode, extent = how
+    sides = tuple(zip(padding[::2], padding[1::2], strict=True))
+    window = Window(tuple(kernel), tuple(stride), sides, tuple(dilation), fill=fill, mode=mode.split(","))
+    return _hand(ProcessGrid.of(grid), window.ndim), window, tuple(extent)
+
+
+def _check_grid(grid: Any) -> None:
+    if not isinstance(grid, ProcessGrid):
+        raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
+    if grid.closed:
+        raise GridError("grid: is closed; use halo and reduce inside its `with` block")
+
+
+def _check(x: Any, window: Any, global_shape: Any) -> None:
+    if not isinstance(window, Window):
+        raise ConfigError(f"window: expected an nd.Window, got {window!r}")
+    if not isinstance(x, torch.Tensor):
+        raise ShapeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    expected = f"(N, C, *spatial) of {window.ndim + 2} numbers"
+    if x.dim() != window.ndim + 2:
+        raise ShapeError(f"x: a window of {window.ndim} axes needs the shape {expected}, got {tuple(x.shape)}")
+    if global_shape is not None and len(global_shape) != x.dim():
+        raise ShapeError(f"global_shape: expected {expected}, got {len(global_shape)}")

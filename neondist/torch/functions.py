@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .graph import GRADIENTS
+from .mesh_comm import Channel, MeshComm, format_of
 from .once import once_differentiable
-from .wires import Channel, Wires, format_of
 
 _NOTHING = torch.empty(0)
 
@@ -96,7 +96,7 @@ class Sum(torch.autograd.Function):
     """The sum over axes of the mesh; each rank's gradient is whole."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, wires: Wires, name: str, axes: frozenset[int]) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, wires: MeshComm, name: str, axes: frozenset[int]) -> torch.Tensor:
         """Return the sum."""
         return wires.reduce(name, "forward", tensor, axes)
 
@@ -111,7 +111,7 @@ class Spread(torch.autograd.Function):
     """The same values, for what each rank computes of its own; the gradient is added up over axes of the mesh."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, wires: Wires, name: str, axes: frozenset[int]) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, wires: MeshComm, name: str, axes: frozenset[int]) -> torch.Tensor:
         """Return the values."""
         ctx.how = wires, name, axes
         announce(ctx)
@@ -176,7 +176,7 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, wires: Wires, name: str, moments: Moments
+        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, wires: MeshComm, name: str, moments: Moments
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return x (N, C, ...) normalised, and the mean and variance of each group."""
         ctx.full = x.shape
@@ -253,7 +253,7 @@ def _local_moments(rows: torch.Tensor, moments: Moments, samples: int) -> tuple[
 
 
 def _merged(
-    mean: torch.Tensor, variance: torch.Tensor, share: float, wires: Wires, name: str, axes: frozenset[int]
+    mean: torch.Tensor, variance: torch.Tensor, share: float, wires: MeshComm, name: str, axes: frozenset[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and variance of all numbers, given those of this rank's, and what share of all they are."""
     dtype = mean.dtype
@@ -319,7 +319,7 @@ class Parameters(torch.autograd.Function):
     """All parameters of a pass; their gradients are added up over all ranks, in one message of each dtype."""
 
     @staticmethod
-    def forward(ctx: Any, wires: Wires, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, wires: MeshComm, *tensors: torch.Tensor) -> Any:
         """Return the parameters."""
         ctx.wires = wires
         announce(ctx)

@@ -22,7 +22,7 @@ from .functions import Moments
 from .graph import IN_PLACE, Step, Value
 from .in_blocks import BlockLowering, Call, Ranged, ids_of, paired, part_of_block
 from .layout import Layout, Mesh, axes_of, local_shape
-from .of_program import OfProgram, joined, laid, ranges_at
+from .program_lowering import ProgramLowering, joined, laid, ranges_at
 from .run import run_local
 from .segments import KEY, OperatorSegment, Search, Strips
 from .steps import Where
@@ -30,13 +30,13 @@ from .transfer import Range, Wanted, at_place
 
 
 @dataclass(frozen=True)
-class _Later:
+class _Deferred:
     """Stands for a value of the program that a segment has still to give."""
 
     value: int
 
 
-class FusedLowering(OfProgram):
+class FusedLowering(ProgramLowering):
     """Lowers a module of which segments go together.
 
     Parameters
@@ -75,11 +75,11 @@ class FusedLowering(OfProgram):
     def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
         """Return what an argument stands for, what segments have given included."""
         return pytree.tree_map(
-            lambda leaf: self._program.get(leaf.value, leaf) if isinstance(leaf, _Later) else leaf,
+            lambda leaf: self._program.get(leaf.value, leaf) if isinstance(leaf, _Deferred) else leaf,
             super().read(env, arg),
         )
 
-    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives, or what stands for it until the last one of its segment is there."""
         segment = self._by_number.get(self.number)
         if segment is None:
@@ -89,7 +89,7 @@ class FusedLowering(OfProgram):
         self._program.update((old, new) for old, new in given if isinstance(new, Value))
         if self.number == max(segment.noted):
             self._run(segment)
-        return pytree.tree_map(lambda leaf: _Later(leaf.id) if isinstance(leaf, Value) else leaf, noted.call.found)
+        return pytree.tree_map(lambda leaf: _Deferred(leaf.id) if isinstance(leaf, Value) else leaf, noted.call.found)
 
     def image(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
         """Return what is given of an input of the module, with cells around the tile if segments want that."""

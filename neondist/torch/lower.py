@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from .building import Builder
-from .functional import is_simple, written
+from .functionalize import is_simple, written
 from .graph import Value, axes_of_values
 from .layout import Mesh, axes_of, whole
 from .registry import POINTWISE, RULES, TRACING

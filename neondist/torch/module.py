@@ -16,13 +16,14 @@ from ..comm import ProcessGrid
 from ..comm.agree import all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..halo import Phase
-from .alike import bits_of, check_drift, digest_of, versions
 from .capture import captured, device_of
 from .checks import BackwardCheck, check_module, check_parameters, check_tensor, checksum_of, gradients_of
+from .consistency import bits_of, check_drift, digest_of, versions
 from .criteria import Criteria, owner_of
 from .execution import Execution
 from .graph import autocast
 from .layout import Layout, shape_of
+from .mesh_comm import MeshComm
 from .norm_gradients import RightNorms, has_norm_of_one
 from .plan import TorchPlan
 from .run import Runner
@@ -30,7 +31,6 @@ from .tiling import Tiling
 from .tracing import ordinary_tensors
 from .transfer import Wanted
 from .watch import Watch
-from .wires import Wires
 
 REMEMBERED = 64
 """So many states of a module are remembered."""
@@ -111,7 +111,7 @@ class DistributedModule(nn.Module):
             check_module(module)
             self._watch = Watch(module)
             self.execution = Execution.of(module, **how)
-            self.wires = Wires(grid, len(shapes[0]) - 2 if spatial is None else spatial)
+            self.wires = MeshComm(grid, len(shapes[0]) - 2 if spatial is None else spatial)
             self.tiling, self._criteria = Tiling(self.wires, self._shapes), Criteria(self.wires)
             self._runner()
         self.wires.connect(device_of(module))

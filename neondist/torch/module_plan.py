@@ -142,7 +142,7 @@ class ModulePlan:
         """None: a module has no layers whose views could be drawn."""
 
     @property
-    def thinnest(self) -> int:
+    def min_extent(self) -> int:
         """The fewest cells along an axis of what is cut into tiles; 1 if nothing is."""
         atoms = [atom for value in self.steps.values for dim in value.layout_or_none or () for atom in dim]
         return min((atom.extent for atom in atoms if atom.axis), default=1)

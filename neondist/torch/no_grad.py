@@ -10,7 +10,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from .errors import NotRecorded
-from .functional import REGION, memory_of, writes_unseen, written
+from .functionalize import REGION, memory_of, writes_unseen, written
 
 
 def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:

@@ -16,8 +16,8 @@ import torch
 from ..observer import During
 from .graph import WIDER, Step
 from .layout import Dim, Mesh, axes_of, indices, local_atoms
+from .mesh_comm import MeshComm, StagedExchange
 from .once import once_differentiable
-from .wires import Parcels, Wires
 
 _OPS = torch.ops.aten
 SCORES = 2**20
@@ -61,7 +61,7 @@ class Ring(NamedTuple):
 class RingChannel:
     """The messages around one ring, planned once, through two flat buffers of this rank that take turns."""
 
-    def __init__(self, wires: Wires, step: Step) -> None:
+    def __init__(self, wires: MeshComm, step: Step) -> None:
         self.wires, self.name, self.ring = wires, step.name, step.key
         rank, mesh = wires.grid.rank, wires.mesh
         self.ranks = self.ring.ranks(rank)
@@ -69,7 +69,7 @@ class RingChannel:
         self.rows = torch.tensor(indices(self.ring.queries, wires.place))
         self.columns = [torch.tensor(indices(self.ring.keys, mesh.place(one))) for one in self.ranks]
         self.group, self.first = wires.group_of(axes_of([self.ring.keys]))
-        self._planned: dict[Any, tuple[list[torch.Tensor], list[Parcels]]] = {}
+        self._planned: dict[Any, tuple[list[torch.Tensor], list[StagedExchange]]] = {}
 
     def during(self, direction: str) -> During:
         """Return a block that observers are told of."""
@@ -113,7 +113,7 @@ class RingChannel:
             found.masked_fill_(self.rows.to(q.device)[:, None] < columns, -torch.inf)
         return found
 
-    def _plan(self, numbers: int, back: bool, like: torch.Tensor) -> tuple[list[torch.Tensor], list[Parcels]]:
+    def _plan(self, numbers: int, back: bool, like: torch.Tensor) -> tuple[list[torch.Tensor], list[StagedExchange]]:
         """Return two buffers and the exchanges between them, given how many numbers there are for each key."""
         count, sizes = len(self.ranks), [numbers * len(columns) for columns in self.columns]
         flats, exchanges = [torch.empty(max(sizes), dtype=like.dtype, device=like.device) for _ in range(2)], []

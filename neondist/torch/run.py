@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from .functions import Again, Counted, Gather, Normalise, Noted, Nothing, Parameters, Spread, Sum, View
 from .graph import Segment, Step, Value, autocast, has_gradients
 from .guard import guarded
+from .mesh_comm import Channel, MeshComm
 from .plan import TorchPlan
 from .ring import Around, RingChannel
 from .schemes import SchemeChannel
 from .tracing import ordinary_tensors
 from .traffic import kind_of
-from .wires import Channel, Wires
 
 Deferred = Mapping[int, list[torch.Tensor] | None]
 
@@ -35,7 +35,7 @@ class Runner:
     """
 
     def __init__(
-        self, wires: Wires, plan: TorchPlan, deferred: Mapping[int, list[torch.Tensor] | None] | None = None
+        self, wires: MeshComm, plan: TorchPlan, deferred: Mapping[int, list[torch.Tensor] | None] | None = None
     ) -> None:
         self.wires, self.plan, self.deferred = wires, plan, {} if deferred is None else deferred
         self.channels = {

@@ -19,9 +19,9 @@ from ..observer import During
 from ..registry import suggest
 from ..runtime.debug import mark_buffer, unfilled
 from .graph import Step
+from .mesh_comm import MeshComm
 from .transfer import Piece as Indices
 from .transfer import Range
-from .wires import Wires
 
 Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
 """A scheme, or those of some modules by their path; '' is the whole."""
@@ -47,7 +47,7 @@ class _Owner:
 class SchemeChannel:
     """Counterpart of `Channel` for border schemes: cells and gradients are exchanged as the scheme prescribes."""
 
-    def __init__(self, wires: Wires, step: Step) -> None:
+    def __init__(self, wires: MeshComm, step: Step) -> None:
         assert step.transfer is not None
         assert step.scheme is not None
         self.wires, self.grid, self.name, self.transfer = wires, wires.grid, step.name, step.transfer

@@ -90,7 +90,7 @@ class ModuleScript(ScriptModel):
         if self.divided is None:
             super().count()
         else:
-            self.sync.flags.heard[:] = self.sync.header
+            self.sync.flags.reduced[:] = self.sync.header
             self.step += 1
 
     @property

@@ -17,8 +17,8 @@ from .errors import UnsupportedOperator
 from .graph import Step, Value
 from .in_blocks import BlockLowering, Call, Traced, ids_of, paired
 from .layout import Layout, Mesh, axes_of, cut, is_box, shape_of
-from .of_program import OfProgram
 from .plan import TorchPlan
+from .program_lowering import ProgramLowering
 from .schemes import policy_of
 
 Strips: TypeAlias = int | Literal["auto"] | None
@@ -42,7 +42,7 @@ class Noted(NamedTuple):
         return ids_of((self.call.args, self.call.kwargs))
 
 
-class _Probe(OfProgram):
+class _Probe(ProgramLowering):
     """Lowers a module as ever, and takes note of its operators.
 
     Attributes
@@ -55,7 +55,7 @@ class _Probe(OfProgram):
         super().__init__(mesh, rank)
         self.noted, self.kept = list[Noted](), set[int]()
 
-    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives by its rule."""
         start, about = len(self.steps), (target, args, kwargs, self.where, self.out, self.draws)
         found = self.ruled(target, args, kwargs)

@@ -11,11 +11,11 @@ import torch
 from ..errors import ShapeError
 from .building import Builder
 from .layout import Layout, axes_of, cut, local_shape, shape_of, whole
+from .mesh_comm import MeshComm
 from .plan import TorchPlan
 from .run import Runner
 from .steps import Where
 from .transfer import Wanted, at_place
-from .wires import Wires
 
 
 def mark(tensor: torch.Tensor, layout: Layout) -> None:
@@ -28,7 +28,7 @@ class Tiling:
 
     Parameters
     ----------
-    wires : Wires
+    wires : MeshComm
     shapes : sequence of tuple
         The global shapes of the inputs.
 
@@ -37,7 +37,7 @@ class Tiling:
     inputs : list of Layout
     """
 
-    def __init__(self, wires: Wires, shapes: Iterable[Sequence[int]]) -> None:
+    def __init__(self, wires: MeshComm, shapes: Iterable[Sequence[int]]) -> None:
         self.wires = wires
         self.resize(shapes)
         # how tensors that went out of here are cut, by their id as long as they live

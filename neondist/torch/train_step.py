@@ -56,7 +56,7 @@ class ModuleStep(TrainStep):
             parameters.sync.note(self.finite)
             (loss * self.loss_scale).backward()
         parameters.sum_gradients(for_update=True, scale=self.loss_scale)
-        return parameters.hear(loss.detach().numpy().reshape(1))
+        return parameters.read_flags(loss.detach().numpy().reshape(1))
 
     def locate(self, x: Any, targets: Any, batch: int) -> str:
         """Return the first gradient that is not finite on a rank; collective."""

@@ -33,7 +33,7 @@ DIRECT = ("cpu:gloo", "cuda:nccl")
 """Devices whose tensors a backend sends itself; gloo has cuda as well, but no messages of its tensors."""
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
-Letter = tuple[int, torch.Tensor]
+PeerTensor = tuple[int, torch.Tensor]
 """the rank at the other end, and bytes"""
 
 
@@ -280,7 +280,7 @@ class TorchTransport(Transport):
         sys.stderr.flush()
         os._exit(code)
 
-    def post(self, sends: Iterable[Letter], receives: Iterable[Letter], kind: int) -> Request:
+    def post(self, sends: Iterable[PeerTensor], receives: Iterable[PeerTensor], kind: int) -> Request:
         """Start sends and receives; messages of the same kind between two ranks match in the order listed."""
         group, tag = self.group, self._tags[kind]
         with self.remote_errors():
@@ -295,7 +295,7 @@ class TorchTransport(Transport):
             # together: nccl runs what is posted apart one after the other, and two ranks would wait for each other
             return _Works(self, dist.batch_isend_irecv(ops) if ops else [])
 
-    def swap(self, sends: Iterable[Letter], receives: Iterable[Letter]) -> None:
+    def swap(self, sends: Iterable[PeerTensor], receives: Iterable[PeerTensor]) -> None:
         """Send and receive what a collective needs."""
         self.post(sends, receives, COLLECTIVES).wait()
 

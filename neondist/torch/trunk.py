@@ -26,18 +26,18 @@ from .functions import Moments
 from .graph import IN_PLACE, Value
 from .in_blocks import BlockLowering, Statistics, Traced, ids_of
 from .layout import Layout, Mesh, axes_of, is_box, shape_of, whole
-from .of_program import OfProgram, laid, ranges_at
 from .plan import TorchPlan
+from .program_lowering import ProgramLowering, laid, ranges_at
 from .steps import Where
 
 
-class _Beyond:
+class _OutsideTrunk:
     """Stands for a value of the head while the trunk is looked for; after that, for one inside of the trunk."""
 
     id = -1
 
 
-BEYOND = _Beyond()
+BEYOND = _OutsideTrunk()
 COPIES = 4
 """of weights: they, their gradients, and what an optimiser remembers"""
 KEY = ""
@@ -55,14 +55,14 @@ class _Noted(NamedTuple):
     live: list[Statistics]
 
 
-class _Search(OfProgram, BlockLowering):
+class _Search(ProgramLowering, BlockLowering):
     """Lowers for blocks what can be."""
 
     def __init__(self, spatial: int, live: int) -> None:
         super().__init__(spatial, axes=frozenset(range(spatial + 1)))
         self.noted, self.kept, self.live = list[_Noted](), set[int](), live
 
-    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives, or that it is beyond the trunk."""
         leaves, why, before = pytree.tree_leaves((args, kwargs)), None, len(self.statistics)
         found: Any = BEYOND
@@ -147,7 +147,7 @@ class Trunk(Traced):
         self.sweeps = [Traced(search, plan, shape, [norm.x]) for norm in self.norms.values()]
 
 
-class HeadLowering(OfProgram):
+class HeadLowering(ProgramLowering):
     """Lowers a module whose trunk is one step, which goes block by block.
 
     Parameters
@@ -176,7 +176,7 @@ class HeadLowering(OfProgram):
             found += f" up to {self.trunk.why.operator} in module '{self.trunk.why.module}'"
         return found
 
-    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives, or what the trunk gives instead of it."""
         if not self._known:
             self._run_trunk()

@@ -168,7 +168,7 @@ class TrainState:
         """Whether this rank was asked to stop, which all ranks hear in the next step, if there is one."""
         return bool(self.model.sync.flags.mine[[Flag.SIGTERM, Flag.SIGUSR1, Flag.TIME, Flag.STOP]].any())
 
-    def hear_requests(self) -> None:
+    def read_requests(self) -> None:
         """Stop, if a rank asked for it in the step that is over."""
         if self.stop is None and self.model.sync.flags.ranks(Flag.STOP):
             self.stop = Stop("requested by a rank", code=0)

@@ -72,7 +72,7 @@ def test_a_restart_goes_on_from_what_the_job_itself_has_written(tmp_path):
     lay(tmp_path, {"checkpoint.h5": "old", "checkpoint-00000003.h5": "old"})
     started = []
 
-    def launch(arguments, heard, more, change):
+    def launch(arguments, received, more, change):
         started.append(arguments.words)
         Path(tmp_path, "checkpoint-00000003.h5").unlink(missing_ok=True)  # killed while it removes the earlier run
         return Ending(137, "rank 1 was lost") if len(started) == 1 else Ending(0)

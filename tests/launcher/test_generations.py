@@ -41,7 +41,7 @@ class Script:
         (self.folder / "hosts.new").write_text(text.replace(" ", "\n") + "\n")
         (self.folder / "hosts.new").replace(self.folder / "hosts")  # a list that is read is a whole one
 
-    def start(self, arguments, heard, more, change):
+    def start(self, arguments, received, more, change):
         assert more["NEONDIST_GENERATION"] == str(arguments.generation) == str(len(self.started) + 1)
         self.started.append(dict(arguments.hosts))
         act = self.acts.pop(0)

@@ -171,7 +171,7 @@ def test_what_is_kept_spares_work(ranks):
         for found in loopback.run(ranks, job):
             assert worst(found, whole) < 1e-10
         strips = plan.stream.grid.strips
-        plans[memory] = plan.stream.sparing / strips, len(plan.stream.cut_strips(0)) / strips
+        plans[memory] = plan.stream.checkpointed_strips / strips, len(plan.stream.cut_strips(0)) / strips
     assert [*plans.values()][::3] == [(1, 1), (0, 0)] or ranks > 3
     assert sorted(plans.values(), reverse=True) == [*plans.values()]
     assert any(0 < cut < 1 for _, cut in plans.values()) or ranks > 3

@@ -15,7 +15,7 @@ from processes import finish
 import neondist as nd
 from neondist.cli import run as run_command
 from neondist.heartbeat import CONNECTION
-from neondist.signals import hearer
+from neondist.signals import active_handler
 
 MODEL = """
 import neondist as nd
@@ -194,11 +194,11 @@ def test_a_signal_between_two_sessions_ends_the_next_one(tmp_path, words_sent):
 def test_a_session_that_keeps_nothing_is_not_interrupted(words_sent):
     """Nor is one whose process has no supervisor."""
     assert steps(None) == [1, 2, 3, 4, 5]
-    assert hearer("SIGUSR1") is None
+    assert active_handler("SIGUSR1") is None
     with pytest.raises(BlockingIOError):
         words_sent()
 
 
 def test_a_session_without_a_supervisor_hears_no_signals(tmp_path):
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
-    assert hearer("SIGUSR1") is None
+    assert active_handler("SIGUSR1") is None

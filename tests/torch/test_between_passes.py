@@ -14,7 +14,7 @@ from torch_runs import Function, check  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
-from neondist.torch import between_passes  # noqa: E402
+from neondist.torch import persistent_state  # noqa: E402
 
 IMAGES, GRIDS = (2, 3, 9, 7), ((1, 1, 2), (1, 3, 1), (2, 1, 2))
 
@@ -378,6 +378,6 @@ def doubled(x):
 
 def test_functions_that_pytorch_wraps_while_it_traces_are_no_changes(monkeypatch):
     """As those of torchvision's windows: two passes to compare would be a quarter of the time of capturing."""
-    monkeypatch.setattr(between_passes, "_check_next_pass", lambda *_: pytest.fail("compares two passes"))
+    monkeypatch.setattr(persistent_state, "_check_next_pass", lambda *_: pytest.fail("compares two passes"))
     with nd.ProcessGrid.serial() as grid:
         ndt.distribute(Function(lambda x, conv: doubled(conv(x)), nn.Conv2d(3, 3, 3)), IMAGES, grid)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from neondist.torch import convolution
-from neondist.torch.wires import CHANNELS_LAST, format_of
+from neondist.torch.mesh_comm import CHANNELS_LAST, format_of
 
 CASES = {
     "3 x 3": ((2, 16, 13, 12), (24, 16, 3, 3), 1, 1, 1),

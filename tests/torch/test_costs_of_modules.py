@@ -168,7 +168,7 @@ def test_thousands_of_ranks_are_planned_at_once():
     inner = 4 * 2 * (2 * (4 * 10 + 4)) * 4  # bytes: samples, channels, cells around a tile, each seen by another
     assert plan.all_costs.traffic["halo", "0:aten.conv2d.default", "forward"].max() * 2 == inner
     assert total.sent_most == 5 * inner // 2  # the images have no gradient
-    assert plan.thinnest == 640
+    assert plan.min_extent == 640
 
 
 def test_modules_inside_of_one_another_are_told_together():

@@ -40,7 +40,7 @@ def test_heard_before_the_first_step(tmp_path):
     def body(transport, hears, **more):
         signals = Signals()
         if hears and transport.rank == 1:
-            signals.hear(signal.SIGUSR1)
+            signals.handle(signal.SIGUSR1)
         made = experiment(1)
         result = made.run(made.open_grid(transport), output=tmp_path, hooks=[StopOnSignal(signals)], **more)
         return result.stop, made.model.step
@@ -55,7 +55,7 @@ def test_heard_before_the_first_step(tmp_path):
 def test_between_stages(tmp_path, call, stage, there):
     """After the first stage, and after the last one."""
     signals = Signals()
-    hooks = [At(call, stage, lambda: signals.hear(signal.SIGTERM)), StopOnSignal(signals)]
+    hooks = [At(call, stage, lambda: signals.handle(signal.SIGTERM)), StopOnSignal(signals)]
     made = experiment(1, **gb())
     result = made.run(output=tmp_path, hooks=hooks)
     assert (result.stop.code, made.model.step) == (75, 0)
@@ -84,5 +84,5 @@ def test_more_signals_while_the_files_are_written(tmp_path):
 def test_a_run_that_is_complete_is_not_stopped(tmp_path):
     experiment(1).run(output=tmp_path, hooks=[])
     signals = Signals()
-    signals.hear(signal.SIGTERM)
+    signals.handle(signal.SIGTERM)
     assert experiment(1).run(output=tmp_path, hooks=[StopOnSignal(signals)], resume=True).stop is None

@@ -57,9 +57,9 @@ def grids(count: int, experiment: Any) -> list[GridShape]:
     if {"rows", "cols"} & given.keys():
         return [default]
     plan = experiment.model.plan(experiment.dataset.sample_shape, default, experiment.batch_size)
-    shapes, thinnest = [default], plan.thinnest
+    shapes, min_extent = [default], plan.min_extent
     for rows, cols in factorisations(default.rows * default.cols, 2):
-        if 1 in (rows, cols) and max(rows, cols) <= thinnest:  # tiles without a cell are of no use
+        if 1 in (rows, cols) and max(rows, cols) <= min_extent:  # tiles without a cell are of no use
             shapes.append(GridShape(default.replicas, rows, cols, default.planes))
     if "replicas" not in given:
         many = [n for n in range(2, min(count, experiment.batch_size) + 1) if count % (n * default.planes) == 0]

@@ -16,10 +16,10 @@ from ...comm import ProcessGrid
 from ...comm.agree import all_or_none, check_alike
 from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
-from ..between_passes import Snapshot
 from ..capture import captured, decomposed, where
 from ..errors import UnsupportedOperator
-from ..functional import note_result, written
+from ..functionalize import note_result, written
+from ..persistent_state import Snapshot
 from ..steps import Where
 from .network import Network, Tensor, Value
 from .operators import OPERATORS

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from ..functions import Moments
 from ..layout import Atom, axes_of
+from ..mesh_comm import format_of
 from ..norm_gradients import pass_contiguous
 from ..registry import rule
-from ..wires import format_of
 from .reduce import moments, total
 
 

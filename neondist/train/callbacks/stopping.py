@@ -46,15 +46,15 @@ class StopOnSignal(Hook):
             self.signals.restore()
 
     def before_run(self, run: TrainState) -> None:
-        """Join those who are told; stop before the first step, if a rank has heard a signal."""
+        """Join those who are told; stop before the first step, if a rank has received a signal."""
         self.run, self.signals.cleans_up = run, True
         self.signals.join(self._tell)
-        heard = [name for names in run.grid.world.allgather(tuple(self.signals.heard)) for name in names]
-        if heard and run.stop is None and run.epoch < run.epochs:
-            run.stop = Stop(f"received {heard[0]}; {self.remedy}")
+        received = [name for names in run.grid.world.allgather(tuple(self.signals.received)) for name in names]
+        if received and run.stop is None and run.epoch < run.epochs:
+            run.stop = Stop(f"received {received[0]}; {self.remedy}")
 
     def after_step(self, run: TrainState) -> None:
-        """Stop, if a rank has heard a signal."""
+        """Stop, if a rank has received a signal."""
         for name, flag in SIGNALS.items():
             if run.stop is None and run.model.sync.flags.ranks(flag):
                 run.stop = Stop(f"received {name}; {self.remedy}")

@@ -24,7 +24,7 @@ from .transfer import Piece, Transfer
 _AS_INTEGERS = {torch.bfloat16: torch.int16}  # what NumPy has no type for travels as bits
 
 
-class Wires:
+class MeshComm:
     """The communicators of a grid, by the axes of its mesh, and a record of what has crossed them.
 
     Attributes
@@ -106,9 +106,9 @@ class Wires:
         """Return where tensors of a device lie on their way: there, if the transport takes them, else on the host."""
         return device if device.type in self.grid.world.tensors else torch.device("cpu")
 
-    def parcels(self, group: Transport, out: Flats, back: Flats, first: int) -> Parcels:
+    def parcels(self, group: Transport, out: Flats, back: Flats, first: int) -> StagedExchange:
         """Return the exchange of flat tensors with the ranks that they are for, or from; `first` as of `group_of`."""
-        return Parcels(self, group, out, back, first)
+        return StagedExchange(self, group, out, back, first)
 
     def group_of(self, axes: Collection[int | None]) -> tuple[Transport, int]:
         """Return what messages along axes go through, and the rank of its first; collective nowhere."""
@@ -150,7 +150,7 @@ Flats = dict[int, torch.Tensor]
 """A flat tensor for each rank of the world."""
 
 
-class Parcels:
+class StagedExchange:
     """Flat tensors that travel, through the host where the transport does not take those of their device.
 
     Attributes
@@ -158,7 +158,7 @@ class Parcels:
     exchange : Exchange
     """
 
-    def __init__(self, wires: Wires, group: Transport, out: Flats, back: Flats, first: int) -> None:
+    def __init__(self, wires: MeshComm, group: Transport, out: Flats, back: Flats, first: int) -> None:
         def carried(flats: Flats, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Message]:
             found = {}
             for peer, flat in flats.items():
@@ -202,7 +202,7 @@ class Channel:
     kind : 'halo' or 'redistribution'
     """
 
-    def __init__(self, wires: Wires, name: str, transfer: Transfer, kind: str) -> None:
+    def __init__(self, wires: MeshComm, name: str, transfer: Transfer, kind: str) -> None:
         self.wires, self.name, self.transfer, self.kind = wires, name, transfer, kind
         rank = wires.grid.rank
         pieces = transfer.receives(rank)

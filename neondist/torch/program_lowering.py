@@ -16,7 +16,7 @@ from .lower import Lowering
 from .transfer import Range, Wanted, at_place, hull
 
 
-class OfProgram(Lowering):
+class ProgramLowering(Lowering):
     """Knows the operators of the program, of which some go together, from those that rules call.
 
     Attributes
@@ -43,7 +43,7 @@ class OfProgram(Lowering):
         if self.ruling:
             return self.ruled(target, args, kwargs)
         self.number += 1
-        return self.of_program(target, args, kwargs)
+        return self.lower_program_call(target, args, kwargs)
 
     def ruled(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator gives by its rule."""
@@ -54,7 +54,7 @@ class OfProgram(Lowering):
             self.ruling = before
 
     @abstractmethod
-    def of_program(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what an operator of the program gives."""
 
     def wide(self, inputs: Sequence[Value], wanted: Sequence[Wanted]) -> tuple[list[Value], list[list[int]]]:
