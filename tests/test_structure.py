@@ -1,4 +1,4 @@
-"""What the code never does, over all of neondist/, read from its syntax trees."""
+"""Rules for the code of neondist/, checked on its syntax trees."""
 
 import ast
 import graphlib
@@ -267,6 +267,17 @@ def test_never(rule):
 def test_no_module_has_a_name_of_the_first_edition():
     names = {part.strip("_") for path in all_trees() for part in Path(path).with_suffix("").parts}
     assert names & DEFINED == set()
+
+
+QUESTION = re.compile(r"(What|Which|Where|When|How|Who|That|Whether)\b")
+
+
+def test_docstrings_of_modules_and_classes_begin_with_a_noun():
+    repository = Path(__file__).parents[1]
+    for folder in ("neondist", "tests", "tools", "examples", "docs/drawings"):
+        for path, tree in trees_of(repository / folder).items():
+            for node in (tree, *nodes(tree, ast.ClassDef)):
+                assert not QUESTION.match(ast.get_docstring(node) or ""), f"{folder}/{path}:{getattr(node, 'name', 1)}"
 
 
 def test_arrays_are_computed_with_by_their_own_namespace():

@@ -37,7 +37,7 @@ WARM = 5
 
 
 class Card(NamedTuple):
-    """What is measured: a GPU, or what stands in for one in tests.
+    """Device to measure: a GPU, or its replacement in tests.
 
     Attributes
     ----------

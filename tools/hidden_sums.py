@@ -1,4 +1,4 @@
-"""How much of the time of gradient sums does sending them in buckets hide, on a link of a given bandwidth?
+"""Share of the time of gradient sums that buckets hide, on a link of a given bandwidth.
 
 One process trains one replica of two; its transport takes as long as the link would, without using a core. Sums of one
 message at the end of a step (`sync: allreduce`) and of buckets (`sync: bucketed`) take turns with a link without delay.

@@ -1,4 +1,4 @@
-"""What happens in a pass: what layers compute, and what the executor does between them."""
+"""A pass: computations of layers, and the work of the executor between them."""
 
 from svg import FILLS, GREY, INK, LINES, Picture
 

@@ -1,4 +1,4 @@
-"""What each tile needs when the stride is out of phase with the tiles."""
+"""Cells that each tile needs when the stride is out of phase with the tiles."""
 
 from svg import FILLS, GREY, INK, LINES, Picture
 

@@ -1,4 +1,4 @@
-"""Whether the MPI library takes the addresses of a GPU's memory: what it says, and a message that proves it."""
+"""Support of the MPI library for addresses of a GPU's memory: as it reports it, and as a message proves it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _REMOVE = 'read word; rm -rf -- "$@"; [ "$word" ] && exit; for i in 1 2 3 4 5 6;
 
 @dataclass
 class JobFolders:
-    """What mpirun needs, so that its files are removed.
+    """Folders and arguments for mpirun, so that its files are removed.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Where a command's ranks come from: an MPI job, mpirun, threads of this process, or this process alone."""
+"""Sources of a command's ranks: an MPI job, mpirun, threads of this process, or this process alone."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Blocks:
 
 
 class Sums(Blocks):
-    """Of each block of what a norm is of, the means of groups, and the sums of squares about them.
+    """Means of groups, and sums of squares about them, for each block of the input of a norm.
 
     (blocks, 2, N, groups), zeros for other samples, or (blocks, 2, 1, C).
     """

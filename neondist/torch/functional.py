@@ -1,4 +1,4 @@
-"""For code that cuts images by hand: what a window sees of a tile, and sums over tiles, as operators of PyTorch.
+"""Halo views of tiles and sums over tiles, as operators of PyTorch, for code that cuts images itself.
 
 Arguments of an operator are tensors and numbers: a grid goes into it as its handle, a window as its numbers.
 """

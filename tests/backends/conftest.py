@@ -1,4 +1,4 @@
-"""What tests of compiled kernels share."""
+"""Fixtures for tests of compiled kernels."""
 
 import pytest
 

@@ -46,7 +46,7 @@ TIMES = {"ranks": [2.0, 3.0, 4.0], "one": [4.0, 4.0, 4.0], "eager": [9.0, 9.0, 9
 
 
 class Measured:
-    """What sides would take, without taking it."""
+    """Times of sides, without measuring them."""
 
     def __init__(self):
         self.turns = []

@@ -1,4 +1,4 @@
-"""How many steps the optimiser has counted, where some were skipped, or the optimiser began anew: a resume keeps it."""
+"""Steps counted by the optimiser, where some were skipped, or the optimiser started over: a resume keeps it."""
 
 import json
 

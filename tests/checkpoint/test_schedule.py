@@ -1,4 +1,4 @@
-"""When checkpoints are written."""
+"""Times at which checkpoints are written."""
 
 import pytest
 from checkpoint_toys import experiment

@@ -1,4 +1,4 @@
-"""What a run begins with: another's weights, or an earlier run's position, or nothing yet."""
+"""Initial state of a run: another's weights, or an earlier run's position, or nothing yet."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What grids of several MPI ranks change in their process: one owner, until the last is closed."""
+"""Effects of grids of several MPI ranks on their process: one owner, until the last is closed."""
 
 import sys
 

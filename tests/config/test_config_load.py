@@ -1,4 +1,4 @@
-"""What a good file becomes."""
+"""Loading of valid files."""
 
 import pytest
 from config_toys import ToyConv, ToyConvDist, ToyExperiment, ToyModel, ToyModelDist, ToyRelu, ToySGD, ToyWide, load

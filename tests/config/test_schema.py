@@ -1,4 +1,4 @@
-"""What editors and shells are told of experiment files: the schema, `neondist init`, and what follows --set."""
+"""Help for editors and shells with experiment files: the schema, `neondist init`, and what follows --set."""
 
 import json
 from functools import cache

@@ -1,4 +1,4 @@
-"""What HDF5 itself does not find: zeros where there were cells, files that are shorter by now, and links."""
+"""Damage that HDF5 itself does not find: zeros where there were cells, files that are shorter by now, and links."""
 
 import os
 import zlib

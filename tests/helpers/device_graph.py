@@ -9,7 +9,7 @@ _IN_PLACE = {"copyto", "fill"}
 
 
 class Launches:
-    """What the device starts again, in its order, on the same memory.
+    """Launches that the device repeats in their order, on the same memory.
 
     Parameters
     ----------

@@ -22,7 +22,7 @@ GRID, BLOCK = 2, 3
 
 
 class Place(ctypes.Structure):
-    """What CUDA tells a thread of its place."""
+    """Position of a thread or a block, as in CUDA."""
 
     _fields_ = [(axis, ctypes.c_int) for axis in "xyz"]
 

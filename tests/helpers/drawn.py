@@ -1,4 +1,4 @@
-"""What hypothesis draws for several tests."""
+"""Hypothesis strategies that several tests share."""
 
 from hypothesis import strategies as st
 from support import PAD_MODE

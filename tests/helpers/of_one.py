@@ -1,4 +1,4 @@
-"""What one process computes, computed by one rank for all, who would else do it on the same few cores."""
+"""References of one process, computed by one rank for all, which would otherwise share the same few cores."""
 
 from mpi4py import MPI
 

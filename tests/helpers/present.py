@@ -1,4 +1,4 @@
-"""What is here: the backends, for tests that run on all of them, and mpirun."""
+"""Backends that are installed, for tests that run on all of them, and mpirun."""
 
 from __future__ import annotations
 

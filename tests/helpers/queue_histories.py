@@ -9,7 +9,7 @@ import neondist as nd
 
 @dataclass
 class Weights:
-    """How often each record has changed the weights, and the minibatches that did, which change together."""
+    """Counts of how often each record has changed the weights, and the minibatches that did."""
 
     counts: dict = field(default_factory=dict)
     credits: set = field(default_factory=set)

@@ -104,7 +104,7 @@ class Drawn:
 
 
 class Pen:
-    """What steps draw with: numbers, and the module that is being written."""
+    """Random numbers for steps, and the module that is being written."""
 
     def __init__(self, rng: random.Random, spatial: int) -> None:
         self.rng, self.spatial = rng, spatial

@@ -1,4 +1,4 @@
-"""What one process computes of the models of the zoo: the reference for what is distributed."""
+"""References for the models of the zoo, computed by one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one process computes of one model in train mode: what `distribute` has to compute on any grid.
+    """Results of one model in train mode in one process, which `distribute` has to reproduce on any grid.
 
     Attributes
     ----------

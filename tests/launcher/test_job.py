@@ -1,4 +1,4 @@
-"""What the environment tells about the MPI job."""
+"""Facts about the MPI job from the environment."""
 
 import pytest
 

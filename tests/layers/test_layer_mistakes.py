@@ -1,4 +1,4 @@
-"""What the layers of issue B say of mistakes, with the layer's name in front."""
+"""Error messages of layers, which begin with the layer's name."""
 
 import numpy as np
 import pytest

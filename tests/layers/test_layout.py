@@ -1,4 +1,4 @@
-"""Where the ranks' parts of parameters lie."""
+"""Positions of the ranks' parts of parameters."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What is sent is what is planned, message by message; who sends anything else is named."""
+"""Messages equal the plan, one by one; a layer that sends anything else is named."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a model promises beside its numbers, and what it says of mistakes."""
+"""Guarantees of a model other than its numbers, and its error messages."""
 
 import numpy as np
 import pytest

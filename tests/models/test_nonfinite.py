@@ -1,4 +1,4 @@
-"""What is not finite is found, named alike on all ranks, and changes nothing."""
+"""Values that are not finite are found, named alike on all ranks, and change nothing."""
 
 import copy
 

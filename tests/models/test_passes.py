@@ -1,4 +1,4 @@
-"""What goes into a pass and comes out of it is the caller's, and bprop goes back through the right fprop or raises."""
+"""Inputs and outputs of a pass belong to the caller, and bprop goes back through the right fprop or raises."""
 
 import numpy as np
 import pytest

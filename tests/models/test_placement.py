@@ -1,4 +1,4 @@
-"""What a rank keeps of a fully connected layer's weights, and what it gives into sums."""
+"""Weights of a fully connected layer that a rank keeps, and its part of sums."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a normalisation gives is made again on the way back instead of being kept, and changes no number."""
+"""Outputs of normalisations are recomputed in the backward pass instead of being kept, which changes no number."""
 
 from itertools import count
 

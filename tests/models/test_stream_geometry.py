@@ -1,4 +1,4 @@
-"""Which cells the strips of a streamed image read."""
+"""Cells that the strips of a streamed image read."""
 
 from hypothesis import given, reject
 from hypothesis import strategies as st

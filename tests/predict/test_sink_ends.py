@@ -61,7 +61,7 @@ class Parts:
 
 
 class Network:
-    """What `predict_module` takes for a trained one."""
+    """Stand-in for a trained network in `predict_module`."""
 
     @contextmanager
     def opened(self, source, grid, block, before):

@@ -1,4 +1,4 @@
-"""What is sent is what the formula says, for every scheme, layer and grid."""
+"""Bytes sent equal the formula, for every scheme, layer and grid."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What is summed over ranks, or cut anew, is what the formula says, for every layer that sums, cost and grid."""
+"""Bytes of sums and redistributions equal the formula, for every layer that sums, cost and grid."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What each scheme puts into the cells of other tiles, and what returns."""
+"""Cells of other tiles under each scheme, and their gradients."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""What cannot be distributed is refused, with file and line, on every rank."""
+"""Scripts that cannot be distributed are refused with file and line, on every rank."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a step on a large image is compared with, on one that fits."""
+"""References of steps on large images, on one that fits."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""What a forward keeps for the next one, and computes without gradients: noticed, and left as it was."""
+"""State that a forward keeps for the next one, and values without gradients: noticed, and left as they were."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""What a rank computes between messages may be compiled."""
+"""Compilation of the computations of a rank between messages."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What steps of modules cost on all ranks at once is what each rank's plan says, and what `check` prints."""
+"""Costs of steps of modules on all ranks at once equal those of each rank's plan, and those that `check` prints."""
 
 from collections import Counter
 

@@ -45,7 +45,7 @@ class Reversed(torch.autograd.Function):
 
 
 class Bounded(torch.autograd.Function):
-    """Of two tensors, with a second result that has no gradient."""
+    """Function of two tensors, with a second result that has no gradient."""
 
     @staticmethod
     def forward(ctx, x, bound):
@@ -61,7 +61,7 @@ class Bounded(torch.autograd.Function):
 
 
 class MeanGradient(torch.autograd.Function):
-    """Of one index each, but for a number that a tile does not know."""
+    """Function of one index each, except for a number that a tile does not know."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""What random modules have found, and cases thought out by hand: on virtual ranks, against one process, in float64."""
+"""Cases that random modules have found, and others written by hand: virtual ranks against one process, in float64."""
 
 import pytest
 
@@ -191,7 +191,7 @@ def test_a_result_without_a_rule_is_refused_where_it_is_read():
 
 
 class Inner(nn.Module):
-    """What is computed whole stands between what is not."""
+    """Operators computed whole between others that are not."""
 
     def __init__(self):
         super().__init__()

@@ -41,7 +41,7 @@ def classes():
 
 
 class Player:
-    """What a script does, in one process, or on ranks of a grid."""
+    """Script of random calls, in one process, or on ranks of a grid."""
 
     def __init__(self, grid=None):
         self.grid, self.x = grid, torch.randn(SHAPE, dtype=torch.float64)

@@ -122,7 +122,7 @@ def test_a_users_checkpoint_sends_in_the_same_order_on_all_ranks(grid):
 
 
 class Detached(nn.Module):
-    """What comes of the first segment has a gradient in one place, and none in another."""
+    """Output of the first segment that has a gradient for one reader, and none for another."""
 
     def __init__(self):
         super().__init__()

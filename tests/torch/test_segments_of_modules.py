@@ -146,7 +146,7 @@ def test_windows_of_a_segment_share_an_exchange():
 
 
 class Encoder(nn.Module):
-    """What sees the whole image comes after the windows, and the image goes into two of them."""
+    """Windows before an operator on the whole image, two of which read the image."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What users get wrong with distributed torch modules: one message, on all ranks, and nobody waits for ever."""
+"""Invalid use of distributed modules: one message, on all ranks, and no rank that waits for ever."""
 
 import functools
 import subprocess

@@ -1,4 +1,4 @@
-"""What passes send is what their plans say, by step, kind and direction."""
+"""Bytes that passes send equal those of their plans, by step, kind and direction."""
 
 import copy
 from collections import Counter

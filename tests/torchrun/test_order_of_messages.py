@@ -1,4 +1,4 @@
-"""What NCCL asks for and gloo does not, of the tensors that modules send: there are no tags.
+"""Order of the messages of modules, which NCCL requires and gloo does not: there are no tags.
 
 Batches of messages go one after the other on each rank, match the other's in their order, and wait for all in them.
 """

@@ -1,4 +1,4 @@
-"""What comes first and last in a model may be a container, or nothing: bytes and classes are those of the model."""
+"""Models that begin or end with a container, or nothing: bytes and classes are those of the model."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What other programs show of a run: TensorBoard, MLflow, and a page of its own."""
+"""Displays of a run: TensorBoard, MLflow, and a page of its own."""
 
 import re
 from html.parser import HTMLParser
@@ -97,7 +97,7 @@ def test_what_is_missing_is_named(monkeypatch):
 
 
 class Page(HTMLParser):
-    """Which tags are open, and what is asked of other places."""
+    """Parser that keeps open tags and requests to other hosts."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an experiment with pretraining writes, and how it stops and resumes."""
+"""Output, stop and resumption of experiments with pretraining."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a run writes, what it does with an earlier run's files, and how it continues."""
+"""Files of a run, files of an earlier run, and how a run continues."""
 
 import json
 import math

@@ -15,7 +15,7 @@ from .window import spatial_rank
 
 
 class Taps(NamedTuple):
-    """For each result: the cells that it is made of, and their weights, (results, taps)."""
+    """Cells that each result is made of, and their weights, (results, taps)."""
 
     cells: torch.Tensor
     weights: torch.Tensor | None

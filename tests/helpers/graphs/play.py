@@ -1,4 +1,4 @@
-"""What is done with a case, by neondist on one rank or many and by PyTorch, and what came of it: arrays by name."""
+"""Runs of a case by neondist, on one rank or many, and by PyTorch; results are arrays by name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Arrays = dict[str, np.ndarray]
 
 
 class Wrong(AssertionError):
-    """What came of a case is not what should have."""
+    """Failure of a case: its results differ from the reference."""
 
 
 @dataclass
 class Kept:
-    """What one rank found, and what goes on to another grid.
+    """Results of one rank, and the state that continues on another grid.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What `neondist check` tells of a training step: the bytes that ranks send and sum."""
+"""Bytes that ranks send and sum in a training step, as `neondist check` reports them."""
 
 from __future__ import annotations
 
