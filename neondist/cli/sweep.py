@@ -22,8 +22,7 @@ from ..comm import SingleTransport
 from ..config import dump
 from ..console import say, visible
 from ..errors import ConfigError, DataError, LaunchError, MissingPackageError, OutputError
-from ..io.files import told as file_errors
-from ..io.files import write_text
+from ..io.files import file_errors, write_text
 from ..io.output import held
 from ..io.regular_file import read_bytes
 from ..job import detect

@@ -20,7 +20,7 @@ from ..io.files import REMEDY, reason
 from ..memory import require_room, words
 from .axes import Axes, BoxLike, Cells, cells_of, relative
 from .cache import ChunkCache
-from .conventions import Beside
+from .conventions import AuxiliaryVariable
 
 LARGEST_CHUNK = 1 << 30  # bytes that have to be decoded at once; files in use have chunks of a few MiB
 BY_AXIS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translation": (0.0,), "units": (None,)}
@@ -168,7 +168,7 @@ class TileSource(ABC):
         """Return the names of the image's metadata."""
         return list(self.metadata)
 
-    def beside(self) -> tuple[list[Beside], list[str]]:
+    def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the coordinates and other variables of the array, and those that cannot be read."""
         return [], []
 

@@ -80,7 +80,7 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Beside:
+class AuxiliaryVariable:
     """A variable that another needs: the coordinates of a dimension or of cells, their bounds, a projection.
 
     Attributes
@@ -112,15 +112,17 @@ def unread_text(attribute: str, variable: str) -> str:
     )
 
 
-def names_of(beside: Sequence[Beside], lost: Sequence[str]) -> list[str]:
+def names_of(beside: Sequence[AuxiliaryVariable], lost: Sequence[str]) -> list[str]:
     """Return the names of what belongs to an array, and of what of it cannot be read."""
     of_file = [name for one in beside if one.name in ("", "/") for name in one.attributes]
     return [*(one.name for one in beside if one.values is not None), *of_file, *lost]
 
 
-def collect(own: Mapping[str, Any], along: Sequence[Beside], of: Callable[[str], Beside]) -> list[Beside]:
+def collect(
+    own: Mapping[str, Any], along: Sequence[AuxiliaryVariable], of: Callable[[str], AuxiliaryVariable]
+) -> list[AuxiliaryVariable]:
     """Return what a variable needs: itself by its attributes, its dimensions, and what these name in turn."""
-    found = [Beside("", (), None, {name: own[name] for name in PLACE if name in own}), *along]
+    found = [AuxiliaryVariable("", (), None, {name: own[name] for name in PLACE if name in own}), *along]
     while missing := sorted(
         {name for one in found for name in references(one.attributes)} - {one.name for one in found}
     ):

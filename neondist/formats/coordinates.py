@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import DataError
 from .base import TileSource
 from .cf_time import seconds_since
-from .conventions import Beside, plain_text, unread_text
+from .conventions import AuxiliaryVariable, plain_text, unread_text
 from .packing import OF_VALUES, Packing
 
 
@@ -20,7 +20,7 @@ def dimension_of(source: TileSource, letter: str) -> str:
     return str(named.get(letter, ""))
 
 
-def coordinate(source: TileSource, letter: str, beside: Sequence[Beside]) -> Beside | None:
+def coordinate(source: TileSource, letter: str, beside: Sequence[AuxiliaryVariable]) -> AuxiliaryVariable | None:
     """Return the coordinate along an axis, or None where the file has none with values."""
     name = dimension_of(source, letter)
     return next((one for one in beside if one.name == name and name and one.values is not None), None)
@@ -31,7 +31,7 @@ def text_of(attributes: Any, name: str) -> str:
     return plain_text(attributes.get(name)).strip("\0 ")
 
 
-def values_of(where: str, one: Beside) -> np.ndarray:
+def values_of(where: str, one: AuxiliaryVariable) -> np.ndarray:
     """Return the values of a coordinate, unpacked; DataError if what says how they are stored cannot be read."""
     assert one.values is not None
     _require_read(where, one, *sorted(OF_VALUES))
@@ -39,12 +39,12 @@ def values_of(where: str, one: Beside) -> np.ndarray:
     return Packing(f"{where}:{one.name}", one.values.dtype, attributes).decode(one.values)
 
 
-def calendar_of(one: Beside) -> str:
+def calendar_of(one: AuxiliaryVariable) -> str:
     """Return the calendar of a coordinate of times."""
     return text_of(one.attributes, "calendar") or "standard"
 
 
-def times_of(where: str, one: Beside) -> np.ndarray:
+def times_of(where: str, one: AuxiliaryVariable) -> np.ndarray:
     """Return times as seconds, for comparing.
 
     Raises
@@ -65,13 +65,13 @@ def times_of(where: str, one: Beside) -> np.ndarray:
     return seconds_since(f"{where}:{one.name}", values, units, calendar_of(one))
 
 
-def _require_read(where: str, one: Beside, *names: str) -> None:
+def _require_read(where: str, one: AuxiliaryVariable, *names: str) -> None:
     """Raise DataError for an attribute that is there and cannot be read: without it, values would be other ones."""
     if unread := [name for name in names if name in one.unread]:
         raise DataError(f"{where}: its coordinate {one.name} has {unread_text(unread[0], one.name)}")
 
 
-def _missing(one: Beside) -> np.ndarray:
+def _missing(one: AuxiliaryVariable) -> np.ndarray:
     """Return which whole numbers of a coordinate stand for missing values; NumPy's NaT is the least int64."""
     assert one.values is not None
     marks = [np.ravel(one.attributes[name]) for name in ("_FillValue", "missing_value") if name in one.attributes]
@@ -79,7 +79,7 @@ def _missing(one: Beside) -> np.ndarray:
     return np.isin(one.values, np.concatenate(marks)) if marks else np.zeros(one.values.shape, bool)
 
 
-def latitudes_of(source: TileSource, beside: Sequence[Beside]) -> np.ndarray | None:
+def latitudes_of(source: TileSource, beside: Sequence[AuxiliaryVariable]) -> np.ndarray | None:
     """Return the latitudes of a variable's rows (H,), or of its cells (H, W), in degrees; None if it has none."""
     rows, columns = dimension_of(source, "Y"), dimension_of(source, "X")
     extent = dict(zip(source.axes, source.shape, strict=True))

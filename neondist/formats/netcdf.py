@@ -13,7 +13,7 @@ from ..io.hdf5 import arrays_in, faults, find, get_text, plain, read_array
 from ..io.regular_file import open_regular
 from .axes import Cells
 from .base import TileSource
-from .conventions import LARGEST, PLACE, Beside, Variable, collect, letters, names_of, references, words
+from .conventions import LARGEST, PLACE, AuxiliaryVariable, Variable, collect, letters, names_of, references, words
 from .hdf5 import HDF5Sink, HDF5Source
 from .packing import Packing
 
@@ -161,11 +161,11 @@ class NetCDFSource(HDF5Source):
                     numbered.setdefault(int(np.ravel(found.attrs[_OF_DIMENSION])[0]), (name, found))
         return self._scales[group]
 
-    def beside(self) -> tuple[list[Beside], list[str]]:
+    def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return what the variable needs, the file as '/' and itself as '' among it, and what of it cannot be read."""
         array, lost = self._array, list[str]()
         with faults(Path(self.path)):
-            found = [Beside("/", (), None, _attributes(self._file, "", lost))]
+            found = [AuxiliaryVariable("/", (), None, _attributes(self._file, "", lost))]
             own = _attributes(array, "", [])
             lost += [name for name in PLACE if name in array.attrs and name not in own]
             along = [self._of(name, one, lost) for name, one in self._dimensions(array) if name]
@@ -179,21 +179,21 @@ class NetCDFSource(HDF5Source):
 
     def known(self) -> list[str]:
         """Return the names of what is known of the variable beside its cells."""
-        return names_of(*self.beside())
+        return names_of(*self.auxiliary_variables())
 
-    def _of(self, name: str, found: Any, lost: list[str]) -> Beside:
+    def _of(self, name: str, found: Any, lost: list[str]) -> AuxiliaryVariable:
         if found is None:
             lost.append(name)
-            return Beside(name, (), None, {})
+            return AuxiliaryVariable(name, (), None, {})
         dimensions = tuple(of for of, _ in self._dimensions(found))
         if _is_bare(found):
-            return Beside(name, dimensions, None, {})
+            return AuxiliaryVariable(name, dimensions, None, {})
         if plain(found) and "" not in dimensions and found.nbytes <= LARGEST:
             attributes = _attributes(found, f"{name}:", lost)
             unread = [one for one, value in _texts(found).items() if value is None and one not in _OWN]
-            return Beside(name, dimensions, read_array(found, name), attributes, tuple(unread))
+            return AuxiliaryVariable(name, dimensions, read_array(found, name), attributes, tuple(unread))
         lost.append(name)
-        return Beside(name, dimensions, None, {})
+        return AuxiliaryVariable(name, dimensions, None, {})
 
 
 class NetCDFSink(HDF5Sink):
@@ -231,9 +231,9 @@ class NetCDFSink(HDF5Sink):
         return names
 
     def _describe(self, arrays: Sequence[Any], like: TileSource | None) -> None:
-        file, names, given = arrays[0].file, dict[str, str](), list[Beside]()
+        file, names, given = arrays[0].file, dict[str, str](), list[AuxiliaryVariable]()
         if like is not None:
-            given, self.lost = like.beside()
+            given, self.lost = like.auxiliary_variables()
             self._kept = {name: set() for name in names_of(given, self.lost)}  # what is not is in `lost`
             known = zip(like.stored.stored, like.metadata.get("dimensions", ()), strict=False)
             names = {letter: name for letter, name in known if name}
@@ -241,7 +241,7 @@ class NetCDFSink(HDF5Sink):
         sizes = {names.get(one, usual.get(one, one.lower())): n for one, n in zip(self.axes, self.shape, strict=True)}
         if self.by_channel:
             sizes.popitem()  # the channels
-        own, kept = tuple(sizes), dict[str, Beside]()
+        own, kept = tuple(sizes), dict[str, AuxiliaryVariable]()
         for one in given:
             if one.values is not None:
                 extents = dict(zip(one.dimensions, one.values.shape, strict=True))

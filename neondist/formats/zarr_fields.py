@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from .conventions import LARGEST, Beside, Variable, collect, references
+from .conventions import LARGEST, AuxiliaryVariable, Variable, collect, references
 
 METADATA = ("zarr.json", ".zarray", ".zgroup")
 _NAMES = "_ARRAY_DIMENSIONS"
@@ -56,22 +56,22 @@ def variable(place: Path, array: Any) -> Variable:
     return Variable(names, own, coordinates)
 
 
-def beside(place: Path, array: Any) -> tuple[list[Beside], list[str]]:
+def auxiliary_variables(place: Path, array: Any) -> tuple[list[AuxiliaryVariable], list[str]]:
     """Return what the array at a path needs, itself as '' among it, and what of it cannot be read."""
     lost = list[str]()
 
-    def of(name: str) -> Beside:
+    def of(name: str) -> AuxiliaryVariable:
         other = _in_scope(place, name)
         if other is None:
             if name not in dimensions(array):
                 lost.append(name)
-            return Beside(name, (), None, {})
+            return AuxiliaryVariable(name, (), None, {})
         names = dimensions(other)
         if other.dtype.kind not in "biuf" or other.nbytes > LARGEST or len(names) != other.ndim or "" in names:
             lost.append(name)
-            return Beside(name, names, None, {})
+            return AuxiliaryVariable(name, names, None, {})
         require_harmless(f"{place.parent}:{name}", other)
-        return Beside(name, names, np.asarray(other[...]), _texts(other, f"{name}:", lost))
+        return AuxiliaryVariable(name, names, np.asarray(other[...]), _texts(other, f"{name}:", lost))
 
     return collect(_texts(array, "", lost), [of(name) for name in dimensions(array) if name], of), lost
 

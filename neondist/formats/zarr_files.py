@@ -16,12 +16,12 @@ from ..errors import ConfigError, DataError, OutputError
 from .axes import Axes, Cells, guess, relative
 from .base import TileSource, agreed_on, faults, refused
 from .class_colours import class_colours
-from .conventions import Beside, letters, names_of
+from .conventions import AuxiliaryVariable, letters, names_of
 from .draft import LOCK, DraftSink
 from .ome import Multiscale, multiscale, read_multiscale
 from .packing import OF_VALUES, Packing
 from .tiles import default_chunks
-from .zarr_fields import METADATA, attributes, beside, choose, dimensions, require_harmless, variable
+from .zarr_fields import METADATA, attributes, auxiliary_variables, choose, dimensions, require_harmless, variable
 
 _SMALL = 512  # cells along the longest axis of the last level of a pyramid
 
@@ -82,10 +82,10 @@ class ZarrSource(TileSource):
         raw = np.asarray(self._array[cells])
         return raw if self._packing is None else self._packing.decode(raw)
 
-    def beside(self) -> tuple[list[Beside], list[str]]:
+    def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the coordinates and other variables that belong to the array, and what of these cannot be read."""
         with faults(self.path):
-            return beside(self._place, self._array) if self._packing is not None else ([], [])
+            return auxiliary_variables(self._place, self._array) if self._packing is not None else ([], [])
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of the array."""
@@ -96,7 +96,9 @@ class ZarrSource(TileSource):
         if self._packing is None:
             return super().known()
         own = [name for name, value in attributes(self._array).items() if not isinstance(value, str)]
-        return list(dict.fromkeys([*names_of(*self.beside()), *(name for name in own if name not in OF_VALUES)]))
+        return list(
+            dict.fromkeys([*names_of(*self.auxiliary_variables()), *(name for name in own if name not in OF_VALUES)])
+        )
 
 
 class ZarrSink(DraftSink):

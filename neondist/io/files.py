@@ -87,7 +87,7 @@ def give_name(part: Path, path: Path, who: os.stat_result) -> None:
 
 
 @contextmanager
-def told(path: Path, what: str = "cannot be written", remedy: str = REMEDY) -> Iterator[None]:
+def file_errors(path: Path, what: str = "cannot be written", remedy: str = REMEDY) -> Iterator[None]:
     """Raise OutputError for what the file system refuses in the block: the path, what failed, the remedy."""
     try:
         yield
@@ -111,7 +111,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     OutputError
         It cannot be written.
     """
-    with told(path):
+    with file_errors(path):
         draft = Draft(path)
         try:
             yield draft.file
@@ -139,7 +139,7 @@ def write_figure(path: Path, figure: Any, dpi: int = 120) -> None:
 
 def append(path: Path, text: str) -> None:
     """Add lines to a file; OutputError if that fails, and then no piece of them stays."""
-    with told(path):
+    with file_errors(path):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
@@ -155,5 +155,5 @@ def append(path: Path, text: str) -> None:
 
 def make_folder(path: Path) -> None:
     """Make a folder, and those above it, unless it is there; OutputError if that fails."""
-    with told(path, "the folder cannot be created"):
+    with file_errors(path, "the folder cannot be created"):
         path.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutputError
-from .files import append, told, write_text
+from .files import append, file_errors, write_text
 from .regular_file import read_bytes
 
 _TITLE = "neondist journal 1"
@@ -34,7 +34,7 @@ class Journal:
         self.path = path
         self.job: dict[str, Any] | None = None
         self._done: set[int] = set()
-        with told(path, "cannot be read"):
+        with file_errors(path, "cannot be read"):
             text = read_bytes(path).decode(errors="replace") if path.exists() else ""
             lines = text.split("\n") if text else []
         try:
@@ -87,7 +87,7 @@ class Journal:
 
     def remove(self) -> None:
         """The job is done."""
-        with told(self.path, "cannot be removed"):
+        with file_errors(self.path, "cannot be removed"):
             os.unlink(self.path)
 
     def _crc(self, number: str) -> str:

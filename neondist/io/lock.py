@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OutputError
-from .files import told
+from .files import file_errors
 from .regular_file import read_bytes
 
 try:
@@ -68,7 +68,7 @@ class Lock:
             os.close(self._descriptor)
 
     def _taken(self) -> bool:
-        with told(self.what, "cannot be written to", f"choose another {self.other}"):
+        with file_errors(self.what, "cannot be written to", f"choose another {self.other}"):
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
             self._descriptor = os.open(self.path, flags, 0o644)
             taken = False

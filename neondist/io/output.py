@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..comm import Transport, all_or_none
 from ..errors import ConfigError, DataError
-from .files import make_folder, partial, told
+from .files import file_errors, make_folder, partial
 from .lock import NAME as LOCK
 from .lock import FolderLock
 from .regular_file import open_regular
@@ -127,7 +127,7 @@ def discarded_untrained(world: Transport, folder: Path | None, is_untrained: Cal
 
 def has_run(folder: Path) -> bool:
     """Return whether there is anything of a run that is worth keeping: a checkpoint, or the record of an epoch."""
-    with told(folder, "cannot be read"):
+    with file_errors(folder, "cannot be read"):
         return any(_lines(folder / name) > untrained for name, untrained in LOGS.items()) or any(
             path for name in CHECKPOINTS for path in folder.glob(name)
         )
@@ -171,7 +171,7 @@ def tidy(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    with told(path, "cannot be removed", "check permissions, or choose another folder with --output"):
+    with file_errors(path, "cannot be removed", "check permissions, or choose another folder with --output"):
         path.unlink(missing_ok=True)
 
 

@@ -18,7 +18,7 @@ class FlagSync:
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid, self.flags = grid, ControlFlags()
 
-    def tell(self) -> None:
+    def publish_flags(self) -> None:
         """Add up the flags of all ranks; collective."""
         self.flags.reduced[:] = self.flags.mine
         self.grid.world.allreduce(self.flags.reduced)
@@ -67,7 +67,7 @@ class ScriptModel:
 
     def count(self) -> None:
         """Count a step, and hear the flags of all ranks; collective."""
-        self.sync.tell()
+        self.sync.publish_flags()
         self.step += 1
 
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:

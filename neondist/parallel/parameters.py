@@ -137,7 +137,7 @@ class Parameters:
     def _usable(self) -> bool:
         """Return whether all that is known of the gradients is finite, the same on every rank."""
         sync = self.sync
-        return bool(self.compressed.gradients.size and not sync.header[Flag.NON_FINITE] and finite(sync.told))
+        return bool(self.compressed.gradients.size and not sync.header[Flag.NON_FINITE] and finite(sync.message))
 
     def update(
         self,

@@ -40,7 +40,7 @@ class TrainedSubset:
             sync.reductions.allreduce(shard.parameter.layout.group, gradient)
             if shard.cut or shard.full_name in self.parameters.owned_names:
                 sync.note(finite(gradient))
-        sync.tell()
+        sync.publish_flags()
 
     def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
         """Change these parameters by their gradients; `slots` are those of all parameters."""

@@ -61,7 +61,7 @@ class GradientSync(ABC):
         self.header, self.grads, self.shared = buffer[:HEADER], buffer[HEADER:], shared
         self.exact = shared if exact is None else exact
         #: the flags and the shared gradients
-        self.told = buffer[: HEADER + self.exact]
+        self.message = buffer[: HEADER + self.exact]
         self.good: Any = True
 
     def begin(self) -> None:
@@ -80,7 +80,7 @@ class GradientSync(ABC):
     def finish(self) -> None:
         """Return when all gradients are summed, and the flags in front of them; collective."""
 
-    def tell(self) -> None:
+    def publish_flags(self) -> None:
         """Add up the flags alone, where no gradients are that all ranks add up; collective."""
         self._raise_flags()
         self.reductions.allreduce("world", self.header)
@@ -109,7 +109,7 @@ class AllReduce(GradientSync):
             self.reductions.allreduce("replicas", self.grads[self.shared :])
         self._check_own()
         self._raise_flags()
-        self.reductions.allreduce("world", self.told)
+        self.reductions.allreduce("world", self.message)
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Bucketed(GradientSync):
         super().__init__(grid, buffer, spans, shared, exact)
         own = self._cut([span for span in spans if span[0] >= shared], "replicas")
         common = self._cut([span for span in spans if span[1] <= self.exact], "world")
-        first = common.pop() if common else Bucket(self.told, "world", 0, 0)
+        first = common.pop() if common else Bucket(self.message, "world", 0, 0)
         self.last = Bucket(buffer[: HEADER + first.stop], "world", first.start, first.stop)
         self.early = [*own, *common]
         self.begin()

@@ -49,7 +49,7 @@ def compile_plan(
     def planned(stream: Stream | None = None) -> Plan:
         whole, found = graph, regions
         if stream is not None:
-            whole, found = stream.beside(graph), regions | stream.regions
+            whole, found = stream.rest_of(graph), regions | stream.regions
         plans, at_once = [], stream is None and training.strips is None and not training.recompute
         idle = _idle(chain, whole) if at_once else 0
         _, stop = whole.ends[idle]

@@ -82,7 +82,7 @@ class Stream:
         strips = f"{self.grid.strips} strip{'s'[: self.grid.strips > 1]} of each tile"
         return f"streamed: {layers[0]} to {layers[-1]} in {strips}, processed {sweeps + tiled} times a step"
 
-    def beside(self, graph: Graph) -> Graph:
+    def rest_of(self, graph: Graph) -> Graph:
         """Return the network's graph, in which the value that the stream gives is whole."""
         return Graph(graph.steps, graph.shapes, graph.ends, whole=self.graph.output)
 

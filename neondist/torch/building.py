@@ -192,7 +192,7 @@ class Builder(StepList):
         seen = self.aligned(value, layout, axes_of(layout))
         return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
 
-    def turned(self, layout: Layout, dims: Iterable[int]) -> Layout:
+    def reshard_away_from(self, layout: Layout, dims: Iterable[int]) -> Layout:
         """Return a layout with these dimensions whole; their cuts pass to others that are whole, and long enough.
 
         So no rank has all of what lies so, and each sees these dimensions whole for a part of it.
@@ -245,7 +245,7 @@ class Builder(StepList):
             )
         return self.seen_whole(value, dims, context)
 
-    def beside(self, values: Sequence[Value], dims: Iterable[int]) -> tuple[list[Value], Layout]:
+    def co_align(self, values: Sequence[Value], dims: Iterable[int]) -> tuple[list[Value], Layout]:
         """Return values of which these dimensions are whole and others are cut alike, and how the first is cut then.
 
         What is computed of them can be cut as that layout again, along these dimensions as the first one was.
@@ -259,7 +259,7 @@ class Builder(StepList):
             rest[at] if at not in chosen else dim if not axes_of([dim]) & busy else whole_along((dim,), (0,))[0]
             for at, dim in enumerate(first)
         )
-        seen = self.turned(back, chosen)
+        seen = self.reshard_away_from(back, chosen)
         layouts = [tuple((Atom(n),) if at in chosen else seen[at] for at, n in enumerate(v.shape)) for v in values]
         return [self.cut_as(value, layout) for value, layout in zip(values, layouts, strict=True)], back
 

@@ -65,7 +65,7 @@ class FusedLowering(ProgramLowering):
         self._entered: dict[int, tuple[Value, Wanted]] = {}  # for tiles of images: what is given, and of which cells
 
     @property
-    def told(self) -> str:  # type: ignore[override]
+    def note(self) -> str:  # type: ignore[override]
         """Description of the number of operators in the group."""
         windows = sum(noted.windows for segment in self._segments for noted in segment.noted.values())
         found = f"segments: {windows} windows and what follows them"

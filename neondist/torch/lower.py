@@ -36,14 +36,14 @@ class Lowering(Builder):
         The autograd.Functions that the program calls, by number.
     in_parts : bool
         Whether tiles go through some of it in parts, on one rank too.
-    told : str
+    note : str
         What of it goes together, in words.
     overlaps : sequence of Wanted
         What each rank is given of the inputs, where that is more than its tiles.
     """
 
     in_parts = False
-    told = ""
+    note = ""
     overlaps: Sequence[Wanted] = ()
 
     def __init__(self, mesh: Mesh, rank: int) -> None:

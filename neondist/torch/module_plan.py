@@ -60,7 +60,7 @@ class ModulePlan:
         Those of them that outputs depend on, each once.
     limit : int or None
         Memory limit of the ranks on a machine, if set.
-    told : str
+    note : str
         What goes together, or block by block, in words.
     wide_tiles : Partition or None
         The tiles of the image that ranks read, if they overlap.
@@ -74,7 +74,7 @@ class ModulePlan:
     trained: tuple[str, ...]
     parameters: ParameterPlan
     limit: int | None
-    told: str
+    note: str
     wide_tiles: Partition | None
     streams = False
     label_cells = ()
@@ -111,9 +111,9 @@ class ModulePlan:
         parameters = ParameterPlan(_updated(module, steps), grid, dtype, slots, strategy)
         if precision.narrow:  # and copies of the weights
             steps, weights = steps.under_autocast(getattr(torch, precision.name)), weights + weights // 2
-        told, overlaps = (lowering.told, lowering.overlaps) if lowering else ("", ())
+        note, overlaps = (lowering.note, lowering.overlaps) if lowering else ("", ())
         wide = _wide_tiles(overlaps, input_shape[:-1], mesh)
-        return cls(grid, input_shape, shape[0], steps, weights, trained, parameters, limit, told, wide)
+        return cls(grid, input_shape, shape[0], steps, weights, trained, parameters, limit, note, wide)
 
     @property
     def needed(self) -> int:
@@ -239,7 +239,7 @@ class ModulePlan:
             names = ", ".join(dict.fromkeys(self.all_costs.uncounted))
             notes.append(f"flops without those of {names}, which could not be counted")
         rows = [(name, cost, self._shape(name)) for name, cost in costs.items()]
-        return report.costs_table(rows, total, [*notes, *filter(None, [self.told])], LEGEND)
+        return report.costs_table(rows, total, [*notes, *filter(None, [self.note])], LEGEND)
 
     def describe(self) -> str:
         """Return the same as plain text, with the grid above."""

@@ -75,7 +75,7 @@ class RingChannel:
         """Return a block that observers are told of."""
         return self.wires.grid.observers.during("redistribute", self.name, direction)
 
-    def around(self, direction: str, *tensors: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def rotate(self, direction: str, *tensors: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Yield whose keys are here, and their tensors, this rank's first; what is written into them travels with them.
 
         Backward, the first half of the tensors comes home at last, and is yielded once more.
@@ -142,7 +142,7 @@ class Around(torch.autograd.Function):
         total, y = torch.zeros_like(top), queries.new_zeros(*q.shape[:-1], v.shape[-1])
         fused = _is_fused(q, v, mask, channel.ring)
         with channel.during("forward"), torch.autocast(q.device.type, enabled=False):
-            for whose, block in channel.around("forward", k, v):
+            for whose, block in channel.rotate("forward", k, v):
                 if not (q.numel() and block[0].numel()):
                     continue
                 if fused:  # found, as if it were the value of a single key, of score logs
@@ -172,7 +172,7 @@ class Around(torch.autograd.Function):
         queries, dy = q.to(y.dtype) * channel.ring.scale, gradients[0].to(y.dtype).contiguous()
         inner, dq = (dy * y).sum(-1, keepdim=True), torch.zeros_like(queries)
         fused = _is_fused(q, v, mask, channel.ring)
-        blocks = channel.around("backward", torch.zeros_like(k), torch.zeros_like(v), k, v)
+        blocks = channel.rotate("backward", torch.zeros_like(k), torch.zeros_like(v), k, v)
         with channel.during("backward"):
             for hop, (whose, (dk, dv, *block)) in enumerate(blocks):
                 if hop == len(channel.ranks):

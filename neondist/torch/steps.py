@@ -124,7 +124,7 @@ class StepList:
         self._step("norm", inputs, [y, mean, variance], key=(moments, *(value is not None for value in given)))
         return y, mean, variance
 
-    def around(self, args: Sequence[Value], layout: Layout, ring: Ring) -> Value:
+    def ring_attention(self, args: Sequence[Value], layout: Layout, ring: Ring) -> Value:
         """Return attention of queries to keys and values, which travel around a ring; the fourth may be a mask."""
         entered = [self.enter(value, axes_of(layout)) for value in args]
         kind = "constant" if all(value.kind == "constant" for value in entered) else "value"

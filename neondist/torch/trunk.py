@@ -167,7 +167,7 @@ class HeadLowering(ProgramLowering):
         self._statistics: dict[int, tuple[Value, Value]] = {}  # by the value that stands for what they are of
 
     @property
-    def told(self) -> str:  # type: ignore[override]
+    def note(self) -> str:  # type: ignore[override]
         """Description of the part computed block by block."""
         found = f"memory: each rank goes in {' x '.join(map(str, self.parts))} blocks (samples x space)"
         if self.trunk.norms:

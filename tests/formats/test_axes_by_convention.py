@@ -312,7 +312,7 @@ def test_text_of_variable_length_is_missed(tmp_path):
     with pytest.raises(nd.DataError, match=r"coordinate 'gx' has units as variable-length text, .*-a units,gx,o,c,"):
         nd.open_source(f"{tmp_path}/a.nc:v")
     with nd.open_source(f"{tmp_path}/a.nc:v", axes="TXY") as source:
-        beside, _ = source.beside()
+        beside, _ = source.auxiliary_variables()
         with pytest.raises(nd.DataError, match="coordinate time has calendar as variable-length text"):
             times_of("a.nc", next(one for one in beside if one.name == "time"))
         with pytest.raises(nd.DataError, match="coordinate lat has units as variable-length text"):

@@ -102,7 +102,7 @@ def test_coordinates_of_damaged_chunks(tmp_path):
         file["lat"].id.write_direct_chunk((0,), zlib.compress(bytes(40)))
     told = r"a\.nc: .*lat: its chunk at \[0\] unpacks to 40 instead of 256"
     with nd.open_source(tmp_path / "a.nc") as source, pytest.raises(nd.DataError, match=told):
-        source.beside()
+        source.auxiliary_variables()
 
 
 @pytest.mark.parametrize("size", [1, 4])

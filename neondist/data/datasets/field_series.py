@@ -11,7 +11,7 @@ from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.cache import ChunkCache
 from ...formats.cf_time import comparable
-from ...formats.conventions import Beside
+from ...formats.conventions import AuxiliaryVariable
 from ...formats.coordinates import (
     calendar_of,
     coordinate,
@@ -178,7 +178,7 @@ class FieldSeries:
         self._sources.move_to_end(key)
         return self._sources[key]
 
-    def _look_at(self, number: int, variable: str) -> tuple[TileSource, list[Beside]]:
+    def _look_at(self, number: int, variable: str) -> tuple[TileSource, list[AuxiliaryVariable]]:
         """Return a variable and what is beside it; its axes have to be times, rows and columns."""
         source = self._open(number, variable)
         letters = dict(zip(source.axes, source.shape, strict=True))
@@ -196,9 +196,9 @@ class FieldSeries:
                     f"{source.path}: has {n} cells along '{name}', and is not a field over time, level, latitude and"
                     " longitude; select one of them"
                 )
-        return source, source.beside()[0]
+        return source, source.auxiliary_variables()[0]
 
-    def _channels_of(self, name: str, found: Sequence[tuple[TileSource, list[Beside]]]) -> None:
+    def _channels_of(self, name: str, found: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> None:
         """Note the channels of the first file; those of others have to be the same, on the same grid."""
         channels: list[Channel] = []
         for variable, (source, beside) in zip(self.variables, found, strict=True):
@@ -234,7 +234,9 @@ class FieldSeries:
                     " write the levels of all files in the same order"
                 )
 
-    def _levels_of(self, variable: str, source: TileSource, beside: Sequence[Beside]) -> list[tuple[int, float]] | None:
+    def _levels_of(
+        self, variable: str, source: TileSource, beside: Sequence[AuxiliaryVariable]
+    ) -> list[tuple[int, float]] | None:
         """Return the numbers and values of the levels that are wanted; None of a variable without any."""
         asked = self.levels.get(variable) if isinstance(self.levels, Mapping) else self.levels
         count = dict(zip(source.axes, source.shape, strict=True)).get("Z")
@@ -253,7 +255,7 @@ class FieldSeries:
             found.append((int(at[0]), float(value)))
         return found
 
-    def _check_grid(self, source: TileSource, beside: Sequence[Beside]) -> None:
+    def _check_grid(self, source: TileSource, beside: Sequence[AuxiliaryVariable]) -> None:
         """Raise DataError unless a variable lies on the grid of the first one."""
         letters = dict(zip(source.axes, source.shape, strict=True))
         extent = letters["Y"], letters["X"]
@@ -289,7 +291,7 @@ class FieldSeries:
                     f" {_remedy(values, before)}"
                 )
 
-    def _times_of(self, name: str, found: Sequence[tuple[TileSource, list[Beside]]]) -> np.ndarray:
+    def _times_of(self, name: str, found: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> np.ndarray:
         """Return the times of a file in seconds, which all its variables share."""
         times: list[np.ndarray] = []
         for source, beside in found:

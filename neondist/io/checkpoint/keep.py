@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ..files import partial, replacing, told
+from ..files import file_errors, partial, replacing
 from ..regular_file import open_regular
 
 
@@ -15,7 +15,7 @@ def keep_copies(path: Path, keep: int, step: int) -> None:
     """Give a file a second name with its step, and remove all such files but the last `keep`; OutputError if not."""
     name = path.with_name(f"{path.stem}-{step:08d}{path.suffix}")
     fresh = partial(name)
-    with told(fresh, "cannot be removed"):
+    with file_errors(fresh, "cannot be removed"):
         fresh.unlink(missing_ok=True)
     try:
         os.link(path, fresh)  # the same bytes under two names

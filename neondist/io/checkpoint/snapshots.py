@@ -22,7 +22,7 @@ import numpy as np
 
 from ...comm import Message, Transport, all_or_none
 from ...heartbeat import reach
-from ..files import Draft, told
+from ..files import Draft, file_errors
 from ..regular_file import open_regular
 from .pieces import Piece
 from .write import write
@@ -118,7 +118,7 @@ class SnapshotStore:
 
     def _claim(self) -> None:
         """Make the folder, and start the process that removes it."""
-        with told(self.folder, "snapshots cannot be written"):
+        with file_errors(self.folder, "snapshots cannot be written"):
             self.folder.mkdir(mode=0o700, exist_ok=True)
             claim, mine = self.folder / f"{self.node}.claim", secrets.token_hex(8)
             claim.write_text(mine)
@@ -145,7 +145,7 @@ class SnapshotStore:
         size = int(self.world.bcast(path.stat().st_size if rank == source else 0, source))
         draft: Draft | None = None
         with ExitStack() as stack:
-            with all_or_none(self.world), told(path, "the copy of a snapshot cannot be written"):
+            with all_or_none(self.world), file_errors(path, "the copy of a snapshot cannot be written"):
                 if rank == source:
                     file = stack.enter_context(open_regular(path))
                     data = np.frombuffer(mmap(file.fileno(), size, access=ACCESS_READ), np.uint8)
@@ -161,6 +161,6 @@ class SnapshotStore:
                 [Message(target, data, whole)] if rank == source else [],
                 [Message(source, data, whole)] if rank == target else [],
             ).run()
-            with all_or_none(self.world), told(path, "the copy of a snapshot cannot be written"):
+            with all_or_none(self.world), file_errors(path, "the copy of a snapshot cannot be written"):
                 if draft is not None:
                     draft.finish()

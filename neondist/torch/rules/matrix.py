@@ -69,7 +69,7 @@ def _rank(name: str, value: Any, first: Any) -> int:
 def _turned(lowering: Any, batch: Layout, core: Layout) -> Layout:
     """Return how a batch of matrices is cut so that these are whole."""
     full = (*batch, *(dim if not axes_of([dim]) & axes_of(batch) else whole_along((dim,), (0,))[0] for dim in core))
-    turned: Layout = lowering.turned(full, range(len(batch), len(full)))
+    turned: Layout = lowering.reshard_away_from(full, range(len(batch), len(full)))
     return turned[: len(batch)]
 
 
@@ -85,7 +85,7 @@ def _back(lowering: Any, batch: Layout, first: Any, shape: Sequence[int]) -> Lay
 def diagonal(lowering: Any, x: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """Redistribution: the two dimensions are seen whole."""
     dims = {dim1 % len(x.shape), dim2 % len(x.shape)}
-    (there,), back = lowering.beside([x], dims)
+    (there,), back = lowering.co_align([x], dims)
     last = whole(lowering.out.shape[-1:])
     found, wanted = ((*(dim for at, dim in enumerate(cut) if at not in dims), *last) for cut in (there.layout, back))
     run = lambda a: a.diagonal(offset, dim1, dim2)  # noqa: E731
@@ -96,7 +96,7 @@ def diagonal(lowering: Any, x: Any, offset: int = 0, dim1: int = 0, dim2: int = 
 def diagonal_scatter(lowering: Any, x: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """Redistribution: the two dimensions are seen whole, and cut as before."""
     dims = {dim1 % len(x.shape), dim2 % len(x.shape)}
-    (there,), back = lowering.beside([x], dims)
+    (there,), back = lowering.co_align([x], dims)
     layout = (*(dim for at, dim in enumerate(there.layout) if at not in dims), *whole(src.shape[-1:]))
 
     def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def diagonal_scatter(lowering: Any, x: Any, src: Any, offset: int = 0, dim1: int
 def diag_embed(lowering: Any, x: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
     """Redistribution: the last dimension is seen whole, and becomes two."""
     dims = {dim1 % (len(x.shape) + 1), dim2 % (len(x.shape) + 1)}
-    (there,), back = lowering.beside([x], [len(x.shape) - 1])
+    (there,), back = lowering.co_align([x], [len(x.shape) - 1])
     new = whole(lowering.out.shape)
 
     def layout(cut: Layout) -> Layout:

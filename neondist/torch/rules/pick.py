@@ -81,7 +81,7 @@ def scatter(lowering: Any, x: Any, dim: int, index: Any, src: Any = None, value:
     if src is not None:
         src = _first(lowering, src, -1, index.shape)
     fewer = [at for at, n in enumerate(index.shape) if n != x.shape[at]]
-    (there, *given), back = lowering.beside([v for v in (x, index, src) if v is not None], {dim, *fewer})
+    (there, *given), back = lowering.co_align([v for v in (x, index, src) if v is not None], {dim, *fewer})
     target = partial(lowering.target, **how)
 
     def run(a: torch.Tensor, i: torch.Tensor, s: Any = value) -> torch.Tensor:
@@ -98,7 +98,7 @@ def index_add(
     """Redistribution: the dimension is seen whole, and cut as before; the index is a tensor that every rank has."""
     dim %= len(x.shape)
     tensors = hasattr(value, "axes")
-    (there, *given), back = lowering.beside([v for v in (x, source) if v is not None], {dim})
+    (there, *given), back = lowering.co_align([v for v in (x, source) if v is not None], {dim})
     given += [value] if tensors else []
     words = ([] if value is None or tensors else [value]) + ([reduce] if reduce else [])
     target = partial(lowering.target, **how)
@@ -117,7 +117,7 @@ def index_put(lowering: Any, x: Any, indices: Sequence[Any], values: Any, accumu
     if any(value.dtype == torch.bool for value in given.values()):
         return _masked(lowering, x, given, values, accumulate)
     dims = list(given)
-    (there,), back = lowering.beside([x], dims)
+    (there,), back = lowering.co_align([x], dims)
     new = whole(torch.broadcast_shapes(*(value.shape for value in given.values())))
     first = first_of(dims)
     rest = [dim for at, dim in enumerate(there.layout) if at not in given]

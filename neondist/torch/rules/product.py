@@ -127,7 +127,7 @@ def attention(
     layout = (*batch, queries, value.layout[-1])
     if _by_ring(lowering, query, key, value, mask):
         ring = Ring(lowering.mesh, queries, key.layout[-2], is_causal, scale or key.shape[-1] ** -0.5)
-        return lowering.around([t for t in (query, key, value, mask) if t is not None], layout, ring)
+        return lowering.ring_attention([t for t in (query, key, value, mask) if t is not None], layout, ring)
     args = [
         lowering.seen_as(query, (*batch, queries, query.layout[-1]), context),
         lowering.seen_as(key, (*batch, every, key.layout[-1]), context),

@@ -92,7 +92,7 @@ def _transformed(
 ) -> Any:
     """Return what `run` gives along one dimension, of another extent perhaps, which is whole for it; cut as x was."""
     dim, was = dim % len(x.shape), x.layout
-    seen = lowering.cut_as(x, lowering.turned(was, [dim]))
+    seen = lowering.cut_as(x, lowering.reshard_away_from(was, [dim]))
     found = lowering.local(run, [seen], replaced(seen.layout, dim, Atom(extent)), dtype)
     if extent != x.shape[dim]:
         axis = next((atom.axis for atom in was[dim] if atom.axis is not None), None)

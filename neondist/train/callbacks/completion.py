@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ...comm import all_or_none
-from ...io.files import told, write_text
+from ...io.files import file_errors, write_text
 from ..state import TrainState
 from .hook import Hook
 
@@ -21,7 +21,7 @@ class CompletionMark(Hook):
         """Remove the mark of an earlier run."""
         with all_or_none(run.grid.world):
             if run.first_rank:
-                with told(self.path, "cannot be removed"):
+                with file_errors(self.path, "cannot be removed"):
                     self.path.unlink(missing_ok=True)
 
     def after_run(self, run: TrainState) -> None:

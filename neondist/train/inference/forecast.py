@@ -18,7 +18,7 @@ from ...data.raw import normalised
 from ...errors import ConfigError, DataError
 from ...formats import TileSource, create_sink
 from ...formats.axes import Cells
-from ...formats.conventions import PLACE, Beside
+from ...formats.conventions import PLACE, AuxiliaryVariable
 from ...formats.coordinates import coordinate, dimension_of, times_of, values_of
 from ...formats.packing import OF_VALUES
 from ...geometry import Box
@@ -238,14 +238,14 @@ class ForecastPlace(TileSource):
         shape = len(times), extent["Y"], extent["X"]
         super().__init__(source.path, "TYX", shape, source.dtype, metadata={"dimensions": list(names.values())})
 
-    def beside(self) -> tuple[list[Beside], list[str]]:
+    def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the coordinates of the grid, the new times, and the attributes of the file."""
-        kept, time = list[Beside](), self._names["T"]
-        for one in self._source.beside()[0]:
+        kept, time = list[AuxiliaryVariable](), self._names["T"]
+        for one in self._source.auxiliary_variables()[0]:
             grid = {*one.dimensions} & {self._names["Y"], self._names["X"]}
             if one.name == time and one.values is not None:
                 attributes = {name: value for name, value in one.attributes.items() if name not in _OF_OLD_TIMES}
-                kept.append(Beside(time, (time,), self._times, attributes))
+                kept.append(AuxiliaryVariable(time, (time,), self._times, attributes))
             elif one.name == "/":
                 kept.append(replace(one, attributes=_CONVENTIONS | one.attributes))
             elif one.name == "" or (
@@ -253,7 +253,7 @@ class ForecastPlace(TileSource):
             ):
                 kept.append(one)  # but levels, and what changes with time
         if not any(one.name == "/" for one in kept):
-            kept.append(Beside("/", (), None, dict(_CONVENTIONS)))
+            kept.append(AuxiliaryVariable("/", (), None, dict(_CONVENTIONS)))
         return kept, []
 
     def _read(self, cells: Cells) -> np.ndarray:
@@ -290,7 +290,7 @@ def _sink(
 
 def _raw_times(source: TileSource, last: float, times: Sequence[float]) -> np.ndarray:
     """Return times as the coordinate of a file has them; whole numbers where those are."""
-    one = coordinate(source, "T", source.beside()[0])
+    one = coordinate(source, "T", source.auxiliary_variables()[0])
     assert one is not None
     values = values_of(source.path, one)
     zero, unit = times_of(source.path, replace(one, values=np.arange(2.0), attributes=_plain(one)))
@@ -299,7 +299,7 @@ def _raw_times(source: TileSource, last: float, times: Sequence[float]) -> np.nd
     return np.rint(found).astype(np.int64) if whole else found
 
 
-def _plain(one: Beside) -> dict[str, Any]:
+def _plain(one: AuxiliaryVariable) -> dict[str, Any]:
     return {name: value for name, value in one.attributes.items() if name in ("units", "calendar")}
 
 
