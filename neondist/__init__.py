@@ -3,7 +3,10 @@
 Importing neondist starts no MPI and imports neither PyTorch nor h5py.
 """
 
-from . import at_start, strategies  # noqa: F401
+from .system import at_start  # noqa: F401 - before all else
+
+# isort: split
+from . import strategies
 from .backends import Backend, Kernels, available, get_backend
 from .cluster import ResourceSpec, TaskSpec, TaskSpecDef
 from .comm import ProcessGrid, loopback

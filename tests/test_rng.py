@@ -7,7 +7,7 @@ import pytest
 from scipy.special import ndtri
 
 import neondist as nd
-from neondist import rng
+from neondist.arrays import rng
 
 
 def test_a_key_is_the_numbers_of_keys_before_it():

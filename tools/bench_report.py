@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from neondist.threads import VARIABLES, cores
+from neondist.system.threads import VARIABLES, cores
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.precision import ComputePrecision
 from ..errors import ConfigError, ShapeError
-from ..precision import ComputePrecision
 from ..registry import suggest
 from ..registry.arguments import checked
 from . import gpus

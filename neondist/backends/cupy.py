@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from ..precision import FLOAT32, ComputePrecision
+from ..arrays.precision import FLOAT32, ComputePrecision
 from .cells import Normal
 from .device_kernels import (
     ADD_BOXES,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..precision import FLOAT32, ComputePrecision
+from ..arrays.precision import FLOAT32, ComputePrecision
 from .cupy import CupyKernels
 from .kernels import Graph, Kernels
 from .torch import NarrowTorchTable, TorchTable

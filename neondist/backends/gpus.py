@@ -7,7 +7,7 @@ import importlib.util
 import os
 from typing import Any
 
-from ..job import local_rank
+from ..system.job import local_rank
 from ..version import installed_distributions
 
 _INSTALL = "pip install cupy-cuda12x, or cupy-cuda13x for CUDA 13"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..precision import ComputePrecision
-from ..threads import count_threads
+from ..arrays.precision import ComputePrecision
+from ..system.threads import count_threads
 from .compiled_conv import FORWARD, INPUT, CompiledConvolution
 from .gomp import gomp_parallel
 from .kernels import Kernels

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.precision import ComputePrecision
 from ..errors import ConfigError
-from ..memory import room_for_each
-from ..precision import ComputePrecision
+from ..system.memory import room_for_each
 from .cells import CellKernels
 from .conv import Convolution
 from .pool import Pooling

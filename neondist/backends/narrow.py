@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
-from ..precision import FLOAT32, ComputePrecision
+from ..arrays.precision import FLOAT32, ComputePrecision
 from .kernels import Kernels
 from .windows import Sides
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..precision import ComputePrecision
-from ..threads import count_threads
+from ..arrays.precision import ComputePrecision
+from ..system.threads import count_threads
 from .allocator import give_back_freed, keep_freed_memory
 from .host import HostKernels
 from .kernels import Kernels

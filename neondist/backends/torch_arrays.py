@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..namespace import namespace
+from ..arrays.namespace import namespace
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 

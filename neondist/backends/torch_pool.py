@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..namespace import namespace
+from ..arrays.namespace import namespace
 from .torch_arrays import channels_first, channels_last, empty
 from .windows import boxes
 

@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
-from ..namespace import namespace
+from ..arrays.namespace import namespace
 
 Ints = Sequence[int]
 Sides = Sequence[tuple[int, int]]

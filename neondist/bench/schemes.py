@@ -13,10 +13,10 @@ from typing import Any
 
 from ..comm import Transport
 from ..config import dump
-from ..console import emit
 from ..errors import ConfigError
 from ..halo import as_scheme
 from ..io.files import append, can_draw, make_folder, write_figure, write_text
+from ..terminal.console import emit
 from ..train import Record
 from ..train.inference.progress import first_rank_progress
 from .tables import markdown

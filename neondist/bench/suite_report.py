@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import counted
 from ..io.files import write_figure
 from ..plan.report import Column, LayerTable, by
+from ..terminal.console import counted
 from .suite import OURS, THEIRS
 from .tables import bytes_text, markdown, seconds_text, share_text
 

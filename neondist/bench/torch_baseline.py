@@ -17,7 +17,7 @@ from .. import safe_path
 from ..config import dump
 from ..errors import ConfigError, LaunchError
 from ..models import Model
-from ..threads import VARIABLES
+from ..system.threads import VARIABLES
 
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "SLURM_")
 

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import OutputError, UserError
-from ..heartbeat import send
 from ..io.files import REMEDY, reason
 from ..launcher.parent_watch import die_with_launcher
 from ..launcher.report import report
 from ..launcher.workers import end_with_supervisor
-from ..signals import INTERRUPTED, Signals, listening
+from ..system.heartbeat import send
+from ..system.signals import INTERRUPTED, Signals, listening
 from .arguments import parser
 from .complete import complete
 

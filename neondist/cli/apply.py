@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ..comm import ProcessGrid, Transport, all_or_none
-from ..console import emit, say
 from ..errors import ConfigError
 from ..io.files import partial as unfinished
 from ..io.files import write_text
-from ..job import LAUNCHED, detect
 from ..launcher.ranks import on_ranks
+from ..system.job import LAUNCHED, detect
+from ..terminal.console import emit, say
 from . import options
 from .experiment import load_factory, loaded, validated
 from .run import duration

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..console import say
 from ..launcher.report import speaks
+from ..terminal.console import say
 from . import apply, bench, data, doctor, files, launch, options, plan, run, serve, submit, sweep, top, train, zoo
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..console import emit
 from ..data.records import Mode, RecordIOWriter
 from ..errors import ConfigError
 from ..io.files import replacing
+from ..terminal.console import emit
 from . import options
 from .definition import open_source
 
@@ -129,7 +129,7 @@ def bars(*columns: ProgressColumn) -> Iterator[Callable[[str, int, int | None], 
     """Show a bar for each name on the console while open, and columns beside it; yields a call that moves them on."""
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from ..rich_console import Console
+    from ..terminal.rich_console import Console
 
     tasks: dict[str, Any] = {}
     with Progress(TextColumn("{task.description}", markup=False), BarColumn(), *columns, console=Console()) as shown:

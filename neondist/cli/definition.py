@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import load_experiment
-from ..console import say
 from ..data.records import Mode, RecordReader, Samples, open_records, record_dataset
 from ..data.records.arrays import SplitRecords
 from ..data.records.base import Users
 from ..errors import ConfigError
 from ..launcher.workers import SERVERS
+from ..terminal.console import say
 from .experiment import import_module
 
 if TYPE_CHECKING:

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import safe_path, threads
-from ..console import emit
+from .. import safe_path
 from ..errors import LaunchError, UserError
 from ..launcher import pinning
 from ..launcher.launch import ready
 from ..launcher.mpirun import REMEDY, Mpirun
+from ..system import threads
+from ..terminal.console import emit
 from ..version import installed, torch_remedy, versions
 
 MODULES = {

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from ..console import emit, visible
 from ..errors import DataError, OutputError
 from ..io.files import write_text
+from ..terminal.console import emit, visible
 from . import options
 
 _MASKS = ("masks", "labels")

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..console import say, visible
+from ..terminal.console import say, visible
 
 RANKS = "ranks to start with mpirun (default 1); inside an MPI job the job's size is used"
 

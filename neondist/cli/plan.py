@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import place
-from ..console import emit
 from ..errors import ConfigError, UserError
+from ..terminal.console import emit
 from . import options
 from .experiment import load
 
@@ -37,9 +37,9 @@ def add(commands: Any) -> None:
 def plan(arguments: argparse.Namespace) -> int:
     """Print the table and the choice; write the strategy if asked to."""
     from ..cluster import ResourceSpec
-    from ..machine import Machine, read
     from ..plan import search
-    from ..rich_console import Console
+    from ..system.machine import Machine, read
+    from ..terminal.rich_console import Console
 
     experiment = load(arguments)
     resources = None if arguments.resources is None else ResourceSpec(arguments.resources)
@@ -78,7 +78,7 @@ def _builders(model: Any) -> Sequence[Any]:
 
 def _limits(experiment: Any, ranks: int, machine: Any) -> tuple[int | None, Any]:
     """Return the bytes of a rank where memory is limited, and what makes a plan of strips within a limit."""
-    from ..memory import PROCESS, words
+    from ..system.memory import PROCESS, words
 
     model, memory = experiment.model, experiment.model.memory
     model.memory = model.room = None
@@ -94,7 +94,7 @@ def _limits(experiment: Any, ranks: int, machine: Any) -> tuple[int | None, Any]
 
 
 def _in_strips(experiment: Any, plan: Any, limit: int) -> Any:
-    from ..memory import PROCESS
+    from ..system.memory import PROCESS
 
     model = experiment.model
     model.memory = (limit + PROCESS) * plan.grid.size

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from ..comm import Transport
 from ..config import dump
 from ..errors import LaunchError
-from ..job import STARTED, detect
 from ..launcher.ranks import new_watchdog, on_ranks, start_script
 from ..launcher.workers import check_workers, run_workers, worker_place
+from ..system.job import STARTED, detect
 from ..train import Hook
 from . import options
 from .experiment import load, validated
@@ -162,7 +162,7 @@ def check(arguments: argparse.Namespace) -> int:
     if job is not None and not job.first:
         experiment.validate(ranks)
         return 0
-    from ..rich_console import Console
+    from ..terminal.rich_console import Console
     from ..train import describe
 
     Console(soft_wrap=True).print(describe(experiment, ranks))

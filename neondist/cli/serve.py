@@ -7,10 +7,10 @@ import os
 from contextlib import closing
 from typing import Any
 
-from ..console import say
 from ..errors import ConfigError
 from ..io.files import make_folder
 from ..io.output import TASKS
+from ..terminal.console import say
 from . import options
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..cluster.submit import Submission, job_name
 from ..cluster.submit.manifests import Manifest
-from ..console import emit, say
 from ..errors import ConfigError
+from ..terminal.console import emit, say
 from ..version import __version__
 from . import options
 from .experiment import load

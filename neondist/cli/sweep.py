@@ -17,18 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from .. import safe_path, threads
+from .. import safe_path
 from ..comm import SingleTransport
 from ..config import dump
-from ..console import say, visible
 from ..errors import ConfigError, DataError, LaunchError, MissingPackageError, OutputError
 from ..io.files import file_errors, write_text
 from ..io.output import held
 from ..io.regular_file import read_bytes
-from ..job import detect
 from ..launcher.pinning import SWITCH
 from ..launcher.ranks import must_launch
-from ..signals import INTERRUPTED, STOPPED
+from ..system import threads
+from ..system.job import detect
+from ..system.signals import INTERRUPTED, STOPPED
+from ..terminal.console import say, visible
 from ..train import Best
 from ..train.html_report import read_records
 from ..train.inference.progress import Progress
@@ -352,7 +353,7 @@ def _conclude(study: Study, folder: Path) -> int:
     """Print the trials, the best first, and write them and the best experiment; ConfigError if none has a result."""
     from rich.table import Table
 
-    from ..rich_console import Console
+    from ..terminal.rich_console import Console
 
     sign = -1 if study.direction.name == "MAXIMIZE" else 1
     trials = sorted(study.trials, key=lambda t: (_ORDER.get(t.state.name, 2), sign * (t.value or 0), t.number))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..io.output import RECOVERY
-from ..memory import words
+from ..system.memory import words
 from . import options
 
 QUIET = 10.0
@@ -30,8 +30,8 @@ def top(arguments: argparse.Namespace) -> int:
     """Show the state of the job until it has ended."""
     from rich.live import Live
 
-    from ..rich_console import Console
     from ..services.job_status import JobStatus
+    from ..terminal.rich_console import Console
 
     folder, console = Path(arguments.run) / RECOVERY, Console(soft_wrap=True)
     status = JobStatus.read(folder)

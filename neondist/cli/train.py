@@ -14,7 +14,6 @@ import numpy as np
 from ..cluster import ResourceSpec
 from ..cluster.hosts import HostSource
 from ..comm import ProcessGrid, Transport, all_or_none
-from ..console import emit
 from ..data.records import Mode
 from ..errors import ConfigError, UserError
 from ..io.output import CHECKPOINT, WEIGHTS
@@ -23,6 +22,7 @@ from ..launcher.scaling import check_bounds
 from ..launcher.slots import Demand
 from ..launcher.workers import check_workers, open_forks, run_workers, worker_place
 from ..strategies import PSLoadBalancing
+from ..terminal.console import emit
 from . import options
 from .definition import NAMES, experiment_of, load_definition, samples_of, tiles, workers
 from .run import duration, hooks_of, resume_mode
@@ -212,7 +212,7 @@ def check(arguments: argparse.Namespace) -> int:
             " model's plan"
         )
         return 0
-    from ..rich_console import Console
+    from ..terminal.rich_console import Console
     from ..train import describe
 
     experiment = experiment_of(definition, arguments, arguments.training_data, None)

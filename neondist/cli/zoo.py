@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..console import emit
 from ..errors import OutputError
 from ..io.files import make_folder, write_text
 from ..io.regular_file import read_bytes
+from ..terminal.console import emit
 from . import options
 
 _README = """\

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..comm import Transport
 from ..errors import ConfigError, LaunchError
-from ..job import detect, local_rank, torchrun_ranks
 from ..registry import suggest
+from ..system.job import detect, local_rank, torchrun_ranks
 
 _TYPES = {"master": "master", "chief": "master", "worker": "worker", "ps": "ps", "evaluator": "evaluator"}
 

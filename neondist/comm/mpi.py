@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import threads
+from ..arrays.namespace import namespace
 from ..errors import LaunchError
-from ..heartbeat import send
-from ..job import detect, torchrun_ranks
-from ..namespace import namespace
+from ..system import threads
+from ..system.heartbeat import send
+from ..system.job import detect, torchrun_ranks
 from .cuda import is_proven, says_cuda
 from .large_counts import MOST, box_type, chunks
 from .segments import forget_names, tidy_start

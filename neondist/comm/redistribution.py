@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..arrays.namespace import namespace
 from ..geometry import Box, Piece, RepartitionPlan
-from ..namespace import namespace
 
 
 class Redistribution:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.namespace import HostTwin, namespace, to_host, wait_for
 from ..geometry import split
-from ..namespace import HostTwin, namespace, to_host, wait_for
 from .grid import ProcessGrid
 from .transport import Done, ReduceOp, Request, Transport
 

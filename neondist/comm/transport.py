@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..arrays.namespace import HostTwin, wait_for
 from ..errors import GridError
-from ..namespace import HostTwin, wait_for
 from ..observer import Observers
 
 ReduceOp = Literal["sum", "max"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..namespace import namespace
+from ..arrays.namespace import namespace
 from ..registry.ranges import NotNegative, Share
 from .base import Cost, Total, alone
 from .labels import is_dense, one_hot, pick, without_ignored

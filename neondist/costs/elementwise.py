@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
+from ..arrays.namespace import namespace
 from ..errors import ConfigError, ShapeError
 from ..formats.cell_weights import cell_weights, check_weights
 from ..formats.fields import Fields
 from ..geometry import Box
-from ..namespace import namespace
 from ..registry.ranges import NotNegative, Positive
 from .base import Cost, Total, alone
 from .labels import is_dense, one_hot, values_of, without_ignored

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..namespace import namespace
+from ..arrays.namespace import namespace
 from ..registry.ranges import NotNegative
 from .base import Total, alone
 from .cross_entropy import CrossEntropy, log_softmax

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.namespace import namespace
 from ..errors import DataError, ShapeError
-from ..namespace import namespace
 
 
 def is_dense(shape: Sequence[int], targets: Any, ignored: int | None = None) -> bool:

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from ..arrays.rng import shuffled
 from ..errors import ShapeError
 from ..formats.fields import Fields
 from ..geometry import Box
 from ..io.hdf5 import checksum
-from ..lazy import LazyTile
-from ..rng import shuffled
+from ..system.lazy import LazyTile
 from .augment import AugmentedTile
 from .raw import normalised
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..comm import ProcessGrid, all_or_none
 from ..errors import ConfigError, DataError, OutputError, ShapeError, UserError
 from ..io.files import REMEDY, reason
-from ..memory import require_room, words
+from ..system.memory import require_room, words
 from .axes import Axes, BoxLike, Cells, cells_of, relative
 from .cache import ChunkCache
 from .conventions import AuxiliaryVariable

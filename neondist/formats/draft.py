@@ -18,8 +18,8 @@ from ..comm import ProcessGrid
 from ..errors import ConfigError, OutputError
 from ..io.files import give_name, partial, write_text
 from ..io.regular_file import read_bytes
-from ..memory import words
 from ..registry import suggest
+from ..system.memory import words
 from .base import BY_AXIS, TileSink, TileSource, agreed_on, refused
 
 PACKED, LOCK = ".packed", ".lock"

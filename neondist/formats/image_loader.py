@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import ConfigError, DataError, UserError
 from ..io.regular_file import open_regular
-from ..memory import require_room
+from ..system.memory import require_room
 
 SUFFIXES = (".png", ".tif", ".tiff", ".jpg", ".jpeg", ".bmp", ".pgm", ".ppm", ".gif", ".webp")
 _BYTE_MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")

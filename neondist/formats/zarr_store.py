@@ -14,7 +14,7 @@ from zarr.storage import LocalStore
 from ..errors import DataError
 from ..io.packed_size import deflate_fits, unpacked_size
 from ..io.regular_file import open_regular
-from ..memory import require_room, words
+from ..system.memory import require_room, words
 
 _FACTOR, _LEAST = 16, 1 << 20
 """limit of an unpacked chunk, as a multiple of its cells and in bytes: filters store other types"""

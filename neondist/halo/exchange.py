@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ..arrays.namespace import namespace
 from ..backends import Kernels
 from ..comm import Exchange, Message
 from ..geometry import Box, HaloPlan, Lattice
-from ..namespace import namespace
 from .padding import fill_locally, return_locally
 
 Shape = tuple[int, ...]

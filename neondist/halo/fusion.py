@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..machine import Figures, Machine, read
 from ..registry.ranges import Count, Positive
+from ..system.machine import Figures, Machine, read
 from .exchange import HaloExchange
 from .policies.base import ExchangePolicy
 from .policies.halo import Halo

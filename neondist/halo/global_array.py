@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.namespace import to_host
 from ..backends import Backend, get_backend
 from ..comm import CALL, Exchange, ProcessGrid, Reductions, check_alike, group_of
 from ..errors import GridError, ShapeError
 from ..geometry import Box, HaloPlan, Partition, Window, split
-from ..namespace import to_host
 from ..registry.arguments import checked
 from .buffer import HaloBuffer, Slots
 from .exchange import WHOLE, HaloExchange, Phase

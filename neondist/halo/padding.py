@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from math import isinf
 from typing import Any
 
+from ..arrays.namespace import namespace
 from ..geometry import Box, HaloPlan, Lattice, fold
-from ..namespace import namespace
 
 Index = Callable[[Box | Lattice], tuple[slice, ...]]
 """Where cells of the image lies in an array of the buffer."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
+from ..arrays.namespace import to_host
 from ..comm import ProcessGrid, Redistribution
 from ..geometry import Box, Partition
-from ..namespace import to_host
 
 Boxes = Callable[[int], Sequence[Box]]
 """The box (samples, *spatial, C) of each rank, for so many samples in all."""

@@ -6,7 +6,7 @@ from math import sqrt
 
 import numpy as np
 
-from .. import rng
+from ..arrays import rng
 from ..errors import ConfigError
 from ..registry.ranges import Finite, NotNegative
 from .base import Initializer

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm import ProcessGrid
-from ..threads import VARIABLES
+from ..system.threads import VARIABLES
 from ..version import versions
 
 

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, NoReturn, Protocol
 
 from ..safe_path import end_with
-from ..signals import Signals
+from ..system.signals import Signals
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MOST_BYTES = 1 << 20

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..cluster.preflight import NodesError
-from ..console import say
 from ..errors import UserError
 from ..io.generation_log import GenerationLog
-from ..job import GENERATION
-from ..signals import STOPPED
+from ..system.job import GENERATION
+from ..system.signals import STOPPED
+from ..terminal.console import say
 from ..train.validate import grid_shape_of
 from . import restarts
 from .launch import launch, monitor_addresses, show_loss

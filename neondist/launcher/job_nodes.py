@@ -16,8 +16,8 @@ from .. import safe_path
 from ..cluster.hosts import SSH_TIMEOUT, host_command, slots_of, unreachable
 from ..cluster.preflight import NodeReport
 from ..cluster.ssh_config import ssh_command
-from ..console import counted
 from ..errors import LaunchError
+from ..terminal.console import counted
 from .fork_server import ForkServer, Process
 from .launch import ready
 from .monitor import LOOPBACK

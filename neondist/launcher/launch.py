@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from .. import memory, safe_path, threads
-from ..console import say
+from .. import safe_path
 from ..errors import LaunchError
-from ..heartbeat import SUPERVISOR
 from ..io.checkpoint.snapshots import KEEPERS
-from ..job import GENERATION, LAUNCHED, STARTED
+from ..system import memory, threads
+from ..system.heartbeat import SUPERVISOR
+from ..system.job import GENERATION, LAUNCHED, STARTED
+from ..terminal.console import say
 from . import pinning
 from .cleanup import job_folders
 from .monitor import LEASE, LOOPBACK, Monitor

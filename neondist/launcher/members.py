@@ -12,9 +12,9 @@ from typing import Any
 
 from ..cluster import ResourceSpec
 from ..cluster.hosts import HostPool, HostSource, fill, slots_of, unreachable
-from ..console import counted, say
 from ..errors import LaunchError, UserError
-from ..job import LAUNCHED, Job
+from ..system.job import LAUNCHED, Job
+from ..terminal.console import counted, say
 
 COOL_DOWN = 60.0
 """seconds for which a host that has failed is not used"""

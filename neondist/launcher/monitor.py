@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from ..heartbeat import BEAT, NONCE, PATIENCE, PROOF, SUPERVISOR, proof
+from ..system.heartbeat import BEAT, NONCE, PATIENCE, PROOF, SUPERVISOR, proof
 
 LEASE = 15.0
 """seconds without a heartbeat after which a rank is lost"""

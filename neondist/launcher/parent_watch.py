@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..job import LAUNCHED, detect
+from ..system.job import LAUNCHED, detect
 
 if TYPE_CHECKING:
     from .fork_server import Process

@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from .. import threads
 from ..geometry import split
-from ..job import Job
+from ..system import threads
+from ..system.job import Job
 
 SWITCH = "NEONDIST_PIN"
 CPUS = "NEONDIST_CPUS"

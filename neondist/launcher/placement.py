@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import safe_path, threads
+from .. import safe_path
 from ..cluster import ResourceSpec
 from ..cluster.hosts import fill, slots_of
 from ..cluster.preflight import COLUMNS, NodeReport, check_nodes, refuse
 from ..cluster.ssh_config import settings_of, write_ssh_config
-from ..console import say
 from ..errors import LaunchError
+from ..system import threads
+from ..terminal.console import say
 from .monitor import LOOPBACK
 from .mpirun import REMEDY, Mpirun
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
-from .. import threads
 from ..comm import Transport
-from ..console import say
 from ..errors import LaunchError, RemoteError, UserError
-from ..heartbeat import descriptor
-from ..job import Job, detect
+from ..system import threads
+from ..system.heartbeat import descriptor
+from ..system.job import Job, detect
+from ..terminal.console import say
 from ..train import Watchdog
 from . import members, pinning
 from .cleanup import restore_tmpdir

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import IO
 
 from .. import safe_path
-from ..signals import signal_name
+from ..system.signals import signal_name
 from ..version import __version__
 from .parent_watch import end_process
 

@@ -7,9 +7,9 @@ import sys
 import time
 
 from ..config import place
-from ..console import say
 from ..errors import UserError
-from ..job import detect
+from ..system.job import detect
+from ..terminal.console import say
 
 
 def show(error: UserError) -> None:

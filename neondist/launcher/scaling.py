@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from .. import threads
 from ..cluster.hosts import HostPool, HostSource
-from ..console import say
 from ..errors import LaunchError
+from ..system import threads
+from ..terminal.console import say
 from .members import COOL_DOWN, POLL, WAIT
 from .monitor import LOOPBACK
 from .slots import Demand, SlotTable

@@ -4,7 +4,7 @@ import os
 import runpy
 import sys
 
-from ..heartbeat import send
+from ..system.heartbeat import send
 from .cleanup import restore_tmpdir
 from .parent_watch import die_with_launcher, end_with_parent
 

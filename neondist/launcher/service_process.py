@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from ..console import say
 from ..errors import LaunchError
+from ..terminal.console import say
 from .fork_server import Process
 from .job_nodes import JobNode, NodeLostError
 from .remote import UNREACHABLE, cause_of

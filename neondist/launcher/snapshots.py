@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from ..heartbeat import NONCE, PROOF, proof, receive
 from ..io.checkpoint.snapshots import KEEPERS
+from ..system.heartbeat import NONCE, PROOF, proof, receive
 from .monitor import format_address, listen
 
 _PATIENCE = 5.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import IO, Any
 
-from ..signals import INTERRUPTED, STOPPED, signal_name
+from ..system.signals import INTERRUPTED, STOPPED, signal_name
 from .filter_mpirun import Filter, copy
 from .monitor import ENDED, Monitor
 from .parent_watch import end_child_with_us, end_process

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..console import counted, say
 from ..errors import LaunchError, ServiceUnavailableError
-from ..signals import INTERRUPTED, STOPPED
+from ..system.signals import INTERRUPTED, STOPPED
+from ..terminal.console import counted, say
 from .fork_server import Process
 from .job_nodes import JobNodes
 from .remote import UNREACHABLE, cause_of

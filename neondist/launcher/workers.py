@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import say
 from ..errors import ConfigError, DataError, LaunchError, ServiceError, ServiceUnavailableError
 from ..io.generation_log import GenerationLog
 from ..io.output import RECOVERY, clear, has_run
-from ..job import detect
-from ..signals import STOPPED
+from ..system.job import detect
+from ..system.signals import STOPPED
+from ..terminal.console import say
 from ..train.validate import grid_shape_of
 from .fork_server import ForkServer, Process, load_permanently, open_fork_server
 from .job_nodes import JobNode, JobNodes, NodeLostError, find_places, open_nodes

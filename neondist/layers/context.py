@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .. import rng
+from ..arrays import rng
 from ..backends import Backend, Kernels
 from ..comm import ProcessGrid
 from ..errors import ConfigError

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.namespace import namespace
 from ..backends import Kernels
 from ..geometry import Box, Window
-from ..namespace import namespace
 from .layout import Shape
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from ..arrays.namespace import namespace
 from ..backends import Kernels
-from ..namespace import namespace
 from ..registry import Registered
 
 

@@ -6,10 +6,10 @@ from abc import abstractmethod
 from math import prod
 from typing import Any
 
+from ..arrays.namespace import namespace
 from ..comm import group_of
 from ..errors import ConfigError, ShapeError
 from ..initializers import Constant
-from ..namespace import namespace
 from ..registry.ranges import Count, Positive
 from .base import Dist, Parameter, Shape
 from .context import StepContext

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from ..arrays.namespace import to_host
 from ..halo import Phase
 from ..layers import LocalFilteringLayer
-from ..namespace import to_host
 from ..optim import FlatLayout, Optimizer
 from ..parallel import Flag, ParameterShard, finite
 from ..plan import LayerPlan, micro_batches

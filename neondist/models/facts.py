@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ..arrays.namespace import to_host
 from ..comm.agree import checksum_of
 from ..comm.facts import described
 from ..halo import scheme_text
-from ..namespace import to_host
 from ..parallel import LayerParameters
 from ..plan import ModelPlan
 from .trainable import TrainableModel

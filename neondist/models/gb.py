@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
+from ..arrays.precision import PrecisionName
 from ..backends import Backend
 from ..comm import ProcessGrid
 from ..costs import Cost
@@ -16,7 +17,6 @@ from ..layers import Node
 from ..optim import Adam, Optimizer
 from ..parallel import TrainedSubset
 from ..plan import Plan
-from ..precision import PrecisionName
 from ..registry.ranges import Count, Index, NotNegative, Positive
 from ..strategies import Strategy, StrategyBuilder
 from .autoencoder import Autoencoder, words_sent

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ..arrays.namespace import to_host
+from ..arrays.precision import FLOAT32, ComputePrecision, PrecisionName
 from ..backends import Backend
 from ..comm import ProcessGrid
 from ..costs import Cost, CrossEntropy
@@ -16,18 +18,16 @@ from ..formats.fields import Fields
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray, Phase, as_scheme, halo_in, scheme_text
 from ..layers import Context, Node, Sequential, declared_with
-from ..memory import PROCESS, as_bytes, share_of
-from ..namespace import to_host
 from ..optim import SGD, Optimizer
 from ..parallel import SYNCS, GradientSync, LayerParameters, ParameterShard, TrainedSubset, gather, load
 from ..plan import Plan, Training, compile_plan, largest_of, micro_batches
 from ..plan.choices import put_schemes
-from ..precision import FLOAT32, ComputePrecision, PrecisionName
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index, integer, shape_of
 from ..runtime import Executor
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
+from ..system.memory import PROCESS, as_bytes, share_of
 from .facts import checksum_of_weights, facts_of
 from .layer_model import LayerModel
 from .passes import ModelPass, images_for

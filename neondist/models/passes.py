@@ -6,9 +6,9 @@ from typing import Any
 
 from ..errors import PassError, ShapeError
 from ..halo import GlobalArray
-from ..lazy import LazyTile
 from ..parallel import LayerParameters
 from ..runtime import Executor, Pass
+from ..system.lazy import LazyTile
 
 
 class ModelPass:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..namespace import namespace
+from ..arrays.namespace import namespace
 
 
 class Reconstruction(NamedTuple):

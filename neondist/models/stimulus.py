@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import rng
+from ..arrays import rng
+from ..arrays.namespace import to_host
 from ..geometry import Box
 from ..halo import Phase
-from ..namespace import to_host
 from .model import Model
 from .passes import whole_input_gradient
 

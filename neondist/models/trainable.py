@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ..arrays.precision import FLOAT32, ComputePrecision, LossScaler
 from ..backends import Backend, get_backend
 from ..comm import ProcessGrid
 from ..data import Dataset
@@ -19,7 +20,6 @@ from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray
 from ..optim import Optimizer
 from ..parallel import GradientSync, Parameters, ParameterShard, SyncState
-from ..precision import FLOAT32, ComputePrecision, LossScaler
 from ..registry import Registered
 from ..runtime.observers.ledger import Ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor

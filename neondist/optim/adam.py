@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..namespace import namespace
+from ..arrays.namespace import namespace
 from ..registry.ranges import NotNegative, Positive, Share
 from .base import Optimizer, move_mean
 from .flat import FlatLayout, blocks

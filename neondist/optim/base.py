@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from copy import copy
 from typing import Any, Literal
 
+from ..arrays.namespace import namespace
 from ..errors import ConfigError
-from ..namespace import namespace
 from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import NotNegative, Positive, Share

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..namespace import namespace
+from ..arrays.namespace import namespace
 
 BLOCK = 1 << 15  # cells per block: parameters, gradients, slots and scratch of one block stay in the cache
 WIDE = 1 << 24  # on a device, where a launch takes as long as many cells

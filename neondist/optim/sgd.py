@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays.namespace import namespace
 from ..errors import ConfigError
-from ..namespace import namespace
 from ..registry.ranges import NotNegative, Share
 from .base import Optimizer
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.namespace import namespace, to_host
 from ..comm import Reductions
-from ..namespace import namespace, to_host
 from .compressors import Compressor, Shape, SyncState, compressor_of
 from .rows import ROWS, RowExchange, Table
 from .sync import finite

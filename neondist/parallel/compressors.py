@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .. import rng
+from ..arrays import rng
+from ..arrays.precision import BFLOAT16, FLOAT16
 from ..comm import Reductions
-from ..precision import BFLOAT16, FLOAT16
 
 Shape = tuple[int, ...]
 

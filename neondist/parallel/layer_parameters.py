@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
-from .. import rng
+from ..arrays import rng
+from ..arrays.namespace import namespace
 from ..errors import ShapeError
 from ..layers import Context, Layer, Parameter
-from ..namespace import namespace
 from ..strategies.shares import Share
 from .parameters import Parameters
 from .shard import ParameterShard

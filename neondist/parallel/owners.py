@@ -7,8 +7,8 @@ from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
+from ..arrays.namespace import namespace
 from ..comm import Reductions
-from ..namespace import namespace
 from ..strategies.shares import Share
 from .rows import RowExchange, Table
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.namespace import namespace, to_host
 from ..comm import ProcessGrid
 from ..errors import ShapeError
-from ..namespace import namespace, to_host
 from ..optim import FlatLayout, Optimizer
 from ..strategies.shares import Share
 from .compressed import CompressedGradients

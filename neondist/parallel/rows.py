@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays.namespace import namespace, to_host
 from ..comm import Reductions
-from ..namespace import namespace, to_host
 
 ROWS = "rows"
 """In the place of a compressor: the gradient travels as ids and rows."""

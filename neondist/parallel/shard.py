@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.namespace import to_host
 from ..comm import ProcessGrid
 from ..geometry import Box
 from ..layers import Parameter
-from ..namespace import to_host
 from ..strategies.shares import Share
 
 

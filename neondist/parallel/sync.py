@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..arrays.namespace import namespace
 from ..comm import ProcessGrid, Reductions, Request
-from ..namespace import namespace
 from .flags import HEADER, ControlFlags, Flag
 
 FlatRange = tuple[int, int]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..geometry import Box, GridShape, Overlapping
-from ..memory import words
+from ..system.memory import words
 from .graph import Graph, Step
 from .section import PlannedSection
 from .traced import needed_by, section_of, trace

@@ -12,7 +12,7 @@ from ..geometry import GridShape
 from ..geometry.split import split
 from ..halo import as_scheme, scheme_text
 from ..layers import Layer, Node
-from ..machine import Figures, Machine
+from ..system.machine import Figures, Machine
 from .planner import InSegment, best_cuts, can_follow, gather_seconds, segment_seconds
 from .segments import Links, blocks, placed, single
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import ConfigError, UserError
 from ..geometry import GridShape, split
 from ..layers import Layer, Sequential
-from ..memory import words
+from ..system.memory import words
 from .graph import Graph, Lowering, of_layer
 from .layer import LayerPlan
 from .plan import Plan, Training

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..geometry import GridShape, HaloPlan, Partition, Window
 from ..layers import Layer
-from ..machine import Figures
+from ..system.machine import Figures
 
 Shape = tuple[int, ...]
 Regions = tuple[Partition | None, Partition | None]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
-from ..console import counted
 from ..geometry import Box, GridShape
 from ..halo import scheme_text
+from ..terminal.console import counted
 from .layer import LayerCosts, LayerPlan
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequenc
 
 def as_text(head: str, shown: Any) -> str:
     """Return what a rich console prints as plain text, with a head above."""
-    from ..rich_console import Console
+    from ..terminal.rich_console import Console
 
     console = Console(file=StringIO(), soft_wrap=True, color_system=None)
     console.print(f"{head}\n")

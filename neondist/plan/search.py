@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from ..errors import ConfigError, UserError
 from ..geometry import GridShape, grid_shape
 from ..geometry.split import factorisations
-from ..machine import Machine
-from ..memory import words
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.auto import SyncCosts, sync_costs
 from ..strategies.builder import Resources
+from ..system.machine import Machine
+from ..system.memory import words
 from . import report
 from .model_plan import ModelPlan, Workload
 

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from ..geometry import GridShape, Partition, Window, sources
 from ..halo.fusion import Fusion, fusion_of
 from ..layers import Layer, Node
-from ..machine import Figures
+from ..system.machine import Figures
 from .graph import Graph
 from .planner import InSegment, best_cuts, can_follow, segment_seconds
 

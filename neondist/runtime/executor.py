@@ -8,9 +8,9 @@ from typing import Any
 
 from ..halo import Phase
 from ..layers import Context, Layer
-from ..memory import most_held
 from ..plan import Graph, Plan
 from ..registry import Registered
+from ..system.memory import most_held
 from .arena import Blocks
 from .layer_task import LayerTask
 from .replay import PassGraphs, Replays

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..arrays.namespace import namespace
 from ..comm import Reductions
 from ..layers import Reduction
-from ..namespace import namespace
 
 
 def joined(how: Reduction, partials: Sequence[Any]) -> Any:

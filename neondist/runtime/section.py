@@ -8,9 +8,9 @@ from typing import Any
 from ..errors import PassError
 from ..halo import Phase
 from ..layers import Context, Layer, StepContext
-from ..memory import out_of_memory, ranks_here
 from ..plan import Graph, PlannedSection
 from ..plan.section import NOWHERE
+from ..system.memory import out_of_memory, ranks_here
 from .arena import Arena, Blocks
 from .layer_task import LayerTask
 from .tasks import JoinTask, PassedTask, Task

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..memory import require_room
 from ..optim import FlatLayout
+from ..system.memory import require_room
 from .message import Message, MessageError
 from .placement import ServerLayout
 from .updates import Slots, Updater

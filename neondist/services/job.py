@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 
 from ..cluster import TaskSpecDef
-from ..console import say
 from ..errors import LaunchError
-from ..signals import INTERRUPTED, Signals
+from ..system.signals import INTERRUPTED, Signals
+from ..terminal.console import say
 from .message import Message
 from .server import LONGEST_WAIT, ParameterServer, serve_role
 from .wire import Method, Service

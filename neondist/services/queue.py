@@ -14,9 +14,9 @@ from typing import Final, Literal
 
 import numpy as np
 
+from ..arrays.rng import shuffled
 from ..errors import ConfigError
 from ..registry.ranges import choice, integer, real
-from ..rng import shuffled
 from .database import Database, Piece
 
 KINDS = ("training", "evaluation", "prediction")

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..console import say
 from ..errors import ConfigError, ServiceError, ServiceUnavailableError
+from ..terminal.console import say
 from .checkpoint import is_complete
 from .group import ServerGroup, UnequalServersError
 from .job_status import JobStatus, ServerStatus

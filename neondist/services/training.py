@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.namespace import namespace
 from ..comm import Transport, all_or_none
 from ..errors import ConfigError, ServiceError
 from ..models import RemoteUpdate
-from ..namespace import namespace
 from ..parallel import Parameters
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from .client import ParameterClient

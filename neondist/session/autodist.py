@@ -19,12 +19,12 @@ from ..cluster import ResourceSpec
 from ..comm import ProcessGrid, SingleTransport
 from ..errors import ConfigError, LaunchError
 from ..geometry import grid_shape
-from ..job import detect
 from ..models import Model
 from ..models.whole_batches import model_scope
 from ..registry import suggest
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import of_grid
+from ..system.job import detect
 from ..train import Hook
 from .distributed_session import DistributedSession
 

@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ..console import emit
 from ..errors import ConfigError, NotReadyError
 from ..io.checkpoint.read import Opened
+from ..terminal.console import emit
 from ..train import Hook
 from ..train.callbacks.checkpoint import Progress
 from ..train.callbacks.hook import opened

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ..comm import ProcessGrid, Transport, all_or_none
-from ..console import emit, say
 from ..errors import DataError
 from ..io.checkpoint import kept_files, opened
 from ..io.checkpoint.read import Opened
 from ..io.files import make_folder
 from ..io.output import CHECKPOINT, COMPLETE
+from ..terminal.console import emit, say
 from ..train import FitExperiment, Hook, Record, TrainState
 from ..train.apply import opened_for_evaluation
 from ..train.callbacks.checkpoint import Progress

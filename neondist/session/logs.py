@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..comm import all_or_none
-from ..console import say
 from ..io.files import append, write_text
+from ..terminal.console import say
 from ..train import Hook, Record, TrainState
 from ..train.callbacks.loggers import Logger
 from ..train.callbacks.metrics_log import line

@@ -12,12 +12,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import say
 from ..data import Dataset
-from ..heartbeat import descriptor, send
 from ..io.output import CHECKPOINT, COMPLETE, held
 from ..models import ScriptModel
-from ..signals import STOPPED, Signals, active_handler
+from ..system.heartbeat import descriptor, send
+from ..system.signals import STOPPED, Signals, active_handler
+from ..terminal.console import say
 from ..train import Hook, StopOnSignal
 from ..train.callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
 from ..train.callbacks.completion import CompletionMark

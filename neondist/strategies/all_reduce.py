@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import rng
+from ..arrays import rng
 from ..registry.ranges import Count, Index
 from .builder import StrategyBuilder
 from .compressor import check_compressor

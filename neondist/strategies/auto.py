@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..machine import Machine
-from ..machine import read as read_machine
-from ..memory import as_bytes, words
+from ..system.machine import Machine
+from ..system.machine import read as read_machine
+from ..system.memory import as_bytes, words
 from .all_reduce import AllReduce, PartitionedAllReduce, ShardedOptimizer
 from .builder import StrategyBuilder, builder_text
 from .parameter_spec import ParameterSpec

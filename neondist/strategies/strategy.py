@@ -11,9 +11,9 @@ from typing import Literal
 
 import yaml
 
-from ..console import counted
 from ..errors import ConfigError
 from ..io.files import write_text
+from ..terminal.console import counted
 from ..yaml_nodes import Node, fault, join, parse_file, value_of
 from .compressor import check_compressor
 from .parameter_spec import ParameterSpec

@@ -9,8 +9,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..halo.fusion import Fusion
-from ..machine import Figures
 from ..plan.planner import PASSES, best_cuts
+from ..system.machine import Figures
 from .blocked import at_least_one
 from .graph import Value
 from .in_blocks import Ranged, ids_of

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..comm import ProcessGrid
 from ..errors import ConfigError
-from ..memory import as_bytes, share_of
+from ..system.memory import as_bytes, share_of
 from .module import DistributedModule
 from .schemes import Schemes
 from .segments import Strips

@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..arrays.precision import ComputePrecision, PrecisionName
+from ..arrays.rng import key
 from ..comm import ProcessGrid, all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..geometry import GridShape
 from ..halo import ExchangePolicy, GlobalArray
 from ..io.output import WEIGHTS
 from ..layers import Parameter
-from ..memory import as_bytes, share_of
 from ..models import TrainableModel
 from ..parallel import SYNCS, ParameterShard
 from ..plan import GRADIENTS, LOSS
-from ..precision import ComputePrecision, PrecisionName
 from ..registry.ranges import Count, Index
-from ..rng import key
 from ..runtime.observers.ledger import Ledger, ledger
 from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
+from ..system.memory import as_bytes, share_of
 from .blocks import ModuleBlocks, TracedImage
 from .by_name import TorchLoss, TorchOptimizer, unwrapped
 from .distributing import distribute

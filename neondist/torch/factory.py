@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arrays.rng import key
 from ..errors import ConfigError
-from ..rng import key
 from .by_name import called, unwrapped
 from .capture import captured
 from .registry import TRACING

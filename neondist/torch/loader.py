@@ -20,9 +20,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from ..arrays.rng import key
 from ..comm import ProcessGrid
 from ..errors import ConfigError, ShapeError
-from ..rng import key
 from .checks import checksum_of
 from .layout import Layout, Mesh, local_shape, whole
 from .tiling import mark

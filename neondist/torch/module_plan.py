@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..arrays.precision import FLOAT32, ComputePrecision
 from ..errors import ConfigError
 from ..geometry import GridShape, Overlapping, Partition
 from ..layers import Parameter
@@ -19,7 +20,6 @@ from ..plan import report
 from ..plan.blocks import COPIES
 from ..plan.model_plan import Workload
 from ..plan.parameters import ParameterPlan
-from ..precision import FLOAT32, ComputePrecision
 from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
 from .costs import PlanCosts, StepCosts, paths, shape_given

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arrays.precision import ComputePrecision
 from ..models import TrainStep
-from ..precision import ComputePrecision
 from ..runtime.observers.nonfinite import first
 from .registry import TRACING
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
-from ..memory import words
+from ..system.memory import words
 from .blocked import Blocks, Sums
 from .capture import lowered
 from .errors import UnsupportedOperator

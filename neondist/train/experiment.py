@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ..arrays.precision import ComputePrecision, PrecisionName
 from ..backends import get_backend, precision_note
 from ..comm import ProcessGrid, all_or_none
 from ..data import Dataset
@@ -19,17 +20,16 @@ from ..errors import ConfigError
 from ..io.checkpoint import SnapshotStore
 from ..io.files import write_text
 from ..io.output import CHECKPOINT, COMPLETE, GENERATIONS, clear, discarded_untrained, held, present, tidy
-from ..job import GENERATION
-from ..memory import least_room, room_for
 from ..metrics import Metric, Misclassification
 from ..models import TrainableModel
 from ..plan import Plan
-from ..precision import ComputePrecision, PrecisionName
 from ..registry import Registered
 from ..registry.arguments import checked
 from ..registry.ranges import Count, Index
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..strategies.auto import of_grid
+from ..system.job import GENERATION
+from ..system.memory import least_room, room_for
 from .callbacks.best import Best, KeepBest
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule
 from .callbacks.completion import CompletionMark

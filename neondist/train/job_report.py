@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import DataError
 from ..io.output import RECOVERY
-from ..memory import words
 from ..services.job_status import NAME, TASKS, JobStatus
+from ..system.memory import words
 from .callbacks.job_figures import JOB
 from .page import format_value, is_number, safe, table
 from .state import Record

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.namespace import to_host
 from ..comm import all_or_none
 from ..costs.mean import mean_of, parts_of, weighted, weights_of
 from ..data import Dataset, Split
 from ..errors import ConfigError
 from ..metrics import Metric, Misclassification, Outputs
 from ..models import Model, Trainable, TrainableModel
-from ..namespace import to_host
 from ..registry.arguments import checked
 from .callbacks.hook import Hook, opened
 from .state import Record, Stop, Totals, TrainState, without_nan

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..console import visible
 from ..io.regular_file import read_bytes
+from ..terminal.console import visible
 
 _LARGEST = sys.float_info.max / 4  # so that differences are finite
 _MOST_TEXT = 1 << 22  # bytes

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays.namespace import to_host
 from ..comm import Transport
 from ..data import Dataset, Split
 from ..metrics import Metric
 from ..models import Autoencoder, Model, Reconstruction, TrainableModel
-from ..namespace import to_host
 from ..registry.arguments import checked
 from .callbacks.checkpoint import Checkpoint, CheckpointSchedule, restore
 from .callbacks.hook import Hook, opened

@@ -15,10 +15,10 @@ from ..data import Dataset
 from ..data.augment import Transform
 from ..errors import ConfigError, GridError, UserError
 from ..geometry import GridShape, grid_shape, split
-from ..memory import require_room
 from ..metrics import Metric
 from ..models import TrainableModel
 from ..plan import Plan
+from ..system.memory import require_room
 from .callbacks.best import Best
 from .callbacks.checkpoint import CheckpointSchedule
 from .callbacks.loggers import Logger

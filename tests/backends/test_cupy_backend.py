@@ -11,10 +11,10 @@ import pytest
 from device import CudaDevice, Device, cupy_like
 
 import neondist as nd
+from neondist.arrays.namespace import namespace
 from neondist.backends import cupy, gpus
 from neondist.backends.cupy_torch import torch_allocator
-from neondist.memory import out_of_memory, words
-from neondist.namespace import namespace
+from neondist.system.memory import out_of_memory, words
 
 YAML = """
 !FitExperiment
@@ -112,7 +112,7 @@ def learner(**more):
 
 def test_out_of_memory_names_the_layer_and_what_would_fit(gpu, monkeypatch):
     """The setting that the message tells is a plan's, which then fits."""
-    monkeypatch.setattr("neondist.memory.PROCESS", 0)  # what is for blocks of kernels, which are small here
+    monkeypatch.setattr("neondist.system.memory.PROCESS", 0)  # what is for blocks of kernels, which are small here
     monkeypatch.setattr(cupy.CupyKernels, "block", 1 << 12)
     monkeypatch.setattr(cupy.CupyKernels, "strip", 1 << 12)
     model, x = learner(), np.random.default_rng(0).random((4, 64, 64, 3), np.float32)

@@ -6,6 +6,7 @@ from device import ON_GPU, Device, device_under_test
 from turns import some
 
 import neondist as nd
+from neondist.arrays.namespace import namespace, to_host
 from neondist.backends import Backend, Kernels
 from neondist.backends.cupy import CupyKernels
 from neondist.backends.cupy_torch import CupyTorchKernels
@@ -13,7 +14,6 @@ from neondist.comm import loopback
 from neondist.costs import Cost
 from neondist.halo import scheme_names
 from neondist.layers import Activation, Layer
-from neondist.namespace import namespace, to_host
 from neondist.optim import Optimizer
 from neondist.registry import registered
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import neondist as nd
+from neondist.arrays.namespace import to_host
+from neondist.arrays.precision import ComputePrecision
 from neondist.backends import Kernels, Normal
 from neondist.comm import loopback
-from neondist.namespace import to_host
-from neondist.precision import ComputePrecision
 
 pytestmark = pytest.mark.skipif(compiler() is None and not ON_GPU, reason="no C compiler")
 REFERENCE = Kernels()

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import neondist as nd
-from neondist import machine
 from neondist.bench.model import calibrate, predict, workload
 from neondist.bench.model import rank_profile as rank_profile
 from neondist.bench.model.dry_run import Notes, dry_run_grid
@@ -18,6 +17,7 @@ from neondist.cli.bench.scaling import span
 from neondist.comm import loopback
 from neondist.errors import ConfigError
 from neondist.geometry import GridShape
+from neondist.system import machine
 from neondist.train.inference.progress import first_rank_progress
 
 NODE, NET = machine.Link(1e-6, 1e9), machine.Link(1e-5, 1e8)

@@ -14,7 +14,6 @@ from torch_runs import captured_once  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
-from neondist import machine  # noqa: E402
 from neondist.bench.model import predict, rank_profile  # noqa: E402
 from neondist.bench.model.dry_run import DryRunTransport, Notes  # noqa: E402
 from neondist.bench.model.table import prediction_table, write  # noqa: E402
@@ -22,6 +21,7 @@ from neondist.bench.step import bench_step  # noqa: E402
 from neondist.cli import main  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.geometry import GridShape  # noqa: E402
+from neondist.system import machine  # noqa: E402
 
 SHAPE, BATCH = (13, 11, 2), 4
 

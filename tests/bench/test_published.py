@@ -14,8 +14,8 @@ from neondist.bench.model.dry_run import Notes
 from neondist.bench.model.predict import calibrated, on, row_of
 from neondist.bench.model.rank_profile import RankProfile
 from neondist.geometry import GridShape
-from neondist.machine import Link, Machine
 from neondist.plan import GRADIENTS
+from neondist.system.machine import Link, Machine
 
 PUBLISHED = {
     "resnet": (64, {8: 0.2441, 16: 0.2471, 32: 0.2446, 64: 0.2503, 128: 0.2536, 256: 0.2598}),

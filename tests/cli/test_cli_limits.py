@@ -143,7 +143,7 @@ def test_a_signal_before_anything_is_imported(folder, name):
 def test_an_interruption_that_python_swallows_comes_again():
     code = """
 import signal, time, weakref
-from neondist.signals import Signals
+from neondist.system.signals import Signals
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have it ignored
 signals = Signals(whole_process=True).listen()
 signals.cleans_up = True

@@ -7,8 +7,8 @@ import pytest
 from cli_runs import EXPERIMENT
 
 from neondist.cli import main
-from neondist.console import emit, say
-from neondist.rich_console import Console
+from neondist.terminal.console import emit, say
+from neondist.terminal.rich_console import Console
 
 NASTY = "[red]x\x1b[31m\x07\u202e[/]\r\udcff:smile:\x00"
 SHOWN = r"[red]x\x1b[31m\x07\u202e[/]\r\udcff:smile:\x00"

@@ -6,12 +6,12 @@ from device import Device
 from mpi4py import MPI
 
 import neondist as nd
+from neondist.arrays.namespace import HostTwin
 from neondist.comm import loopback
 from neondist.comm.cuda import is_proven, says_cuda
 from neondist.comm.mpi import MPITransport
 from neondist.comm.reductions import Reductions
 from neondist.comm.transport import Message
-from neondist.namespace import HostTwin
 
 
 @pytest.mark.parametrize("aware", [False, True])

@@ -6,9 +6,9 @@ from device import Device
 from support import worst
 
 import neondist as nd
+from neondist.arrays.namespace import to_host
 from neondist.comm import loopback
 from neondist.errors import ConfigError, DataError, ShapeError
-from neondist.namespace import to_host
 from neondist.train import evaluate
 
 SHAPES = [(5, 4), (3, 4, 5, 4), (2, 3, 4), (2, 3, 2, 2, 4)]

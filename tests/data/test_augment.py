@@ -9,7 +9,7 @@ from scipy.ndimage import map_coordinates
 from scipy.special import ndtri
 
 import neondist as nd
-from neondist import rng
+from neondist.arrays import rng
 from neondist.comm import loopback
 from neondist.data import Dataset, Split
 from neondist.data.base import tile_slices

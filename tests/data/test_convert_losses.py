@@ -11,9 +11,9 @@ from hdf5_toys import image_folder
 from test_convert import PIL, convert, converted
 
 import neondist as nd
-from neondist import memory
 from neondist.errors import DataError
 from neondist.formats.image_loader import Loader
+from neondist.system import memory
 from neondist.train.inference.images import open_images
 
 assert PIL

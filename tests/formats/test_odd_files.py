@@ -25,7 +25,7 @@ from neondist.io.checkpoint.checksum import check
 from neondist.io.hdf5 import array_names, open_file
 from neondist.io.journal import Journal
 from neondist.io.regular_file import open_regular, read_bytes
-from neondist.machine import read as read_machine
+from neondist.system.machine import read as read_machine
 from neondist.train.html_report import read_records
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

@@ -13,7 +13,7 @@ from neondist.errors import ConfigError
 from neondist.io.output import has_run, is_new
 from neondist.launcher.generations import run_generations
 from neondist.launcher.supervise import Ending
-from neondist.signals import Signals
+from neondist.system.signals import Signals
 
 RECORD = json.dumps({"stage": "one", "epoch": 0}) + "\n"
 NOTHING = {

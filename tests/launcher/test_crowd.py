@@ -3,10 +3,10 @@
 import pytest
 from cli_runs import EXPERIMENT, needs_mpirun
 
-from neondist import memory, threads
 from neondist.cli import main
 from neondist.errors import LaunchError
 from neondist.launcher.launch import refuse_crowd, warn_crowd
+from neondist.system import memory, threads
 
 
 @pytest.fixture

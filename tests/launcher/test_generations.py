@@ -12,7 +12,7 @@ from neondist.io.generation_log import GenerationLog, read_events, read_run_key
 from neondist.launcher import members
 from neondist.launcher.generations import run_generations
 from neondist.launcher.supervise import Ending
-from neondist.signals import Signals
+from neondist.system.signals import Signals
 
 
 @pytest.fixture

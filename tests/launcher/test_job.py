@@ -2,7 +2,7 @@
 
 import pytest
 
-from neondist.job import Job, detect, torchrun_ranks
+from neondist.system.job import Job, detect, torchrun_ranks
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",

@@ -11,14 +11,14 @@ import time
 import pytest
 from processes import finish
 
-from neondist.heartbeat import NONCE, SUPERVISOR, proof, receive, split_address
 from neondist.launcher import monitor as monitor_module
 from neondist.launcher.monitor import Monitor
+from neondist.system.heartbeat import NONCE, SUPERVISOR, proof, receive, split_address
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 RANK = """
 import os, sys, time
-from neondist.heartbeat import connect, send
+from neondist.system.heartbeat import connect, send
 connect(os.environ)
 assert "NEONDIST_SUPERVISOR" not in os.environ
 print("ready", flush=True)

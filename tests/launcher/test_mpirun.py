@@ -5,11 +5,12 @@ import sys
 
 import pytest
 
-from neondist import safe_path, threads
+from neondist import safe_path
 from neondist.cli.arguments import parser
 from neondist.errors import LaunchError
 from neondist.launcher import launch, mpirun
 from neondist.launcher.supervise import Ending
+from neondist.system import threads
 
 OPEN = mpirun.Mpirun("/x/mpirun", "mpirun (Open MPI) 5.0.11")
 OTHER = mpirun.Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0")

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from neondist import threads
-from neondist.job import Job
 from neondist.launcher import launch, pinning
 from neondist.launcher.mpirun import Mpirun
+from neondist.system import threads
+from neondist.system.job import Job
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="this system does not support CPU affinity"
@@ -83,7 +83,7 @@ def test_a_job_of_ones_own_is_left_alone(monkeypatch):
 def test_all_threads_of_a_process_are_bound():
     code = (
         "import os, threading, sys\n"
-        "from neondist.launcher import pinning\nfrom neondist.job import Job\n"
+        "from neondist.launcher import pinning\nfrom neondist.system.job import Job\n"
         "stop, found = threading.Event(), []\n"
         "thread = threading.Thread(target=lambda: (stop.wait(60), found.append(os.sched_getaffinity(0))))\n"
         "thread.start()\n"

@@ -7,13 +7,13 @@ import sys
 import pytest
 from present import needs_mpirun
 
-from neondist import threads
 from neondist.launcher.mpirun import find_mpirun
+from neondist.system import threads
 
 SCRIPT = """
 import sys
 if "numpy" in sys.argv: import numpy
-from neondist import threads
+from neondist.system import threads
 threads.cores = lambda process=0: {own} if process == 0 else {parents}
 given = threads.limit(4)
 import os, numpy

@@ -11,8 +11,8 @@ import neondist as nd
 from neondist.comm import loopback
 from neondist.data import HDF5Dataset
 from neondist.errors import PassError
-from neondist.lazy import LazyTile
-from neondist.memory import PROCESS, as_bytes
+from neondist.system.lazy import LazyTile
+from neondist.system.memory import PROCESS, as_bytes
 from neondist.train import Hook
 
 ENOUGH = "1TiB"
@@ -348,7 +348,7 @@ def test_what_does_not_fit_is_streamed_without_being_asked(tmp_path, monkeypatch
         assert (streams, notes) == (False, [])
         with monkeypatch.context() as patch:
             patch.setattr("neondist.models.model.PROCESS", needed // 3)
-            patch.setattr("neondist.memory.free_memory", lambda room=ranks * (needed - 1): room)
+            patch.setattr("neondist.system.memory.free_memory", lambda room=ranks * (needed - 1): room)
             for found, _, streams, notes in loopback.run(ranks, train):
                 assert streams
                 assert "a step does not fit into the available memory; streamed: conv1 to " in notes[0]

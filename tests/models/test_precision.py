@@ -13,11 +13,11 @@ from hypothesis.extra.numpy import arrays
 from support import worst
 
 import neondist as nd
-from neondist import precision as precisions
+from neondist.arrays import precision as precisions
+from neondist.arrays.precision import ComputePrecision, LossScaler
 from neondist.backends import Kernels, get_backend
 from neondist.comm import loopback
 from neondist.errors import ConfigError, NonFiniteError
-from neondist.precision import ComputePrecision, LossScaler
 
 NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """what rounding may change, relatively"""

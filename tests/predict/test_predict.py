@@ -173,7 +173,7 @@ def test_what_normalises_over_the_image_goes_whole(folder, tmp_path):
 
 @pytest.mark.long
 def test_blocks_where_the_whole_does_not_fit(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("neondist.memory.PROCESS", 0)
+    monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
     monkeypatch.setattr("neondist.train.inference.routes.PROCESS", 0)
     sizes = []
     run = Blockwise.run

@@ -5,8 +5,8 @@ import pytest
 import neondist as nd
 from neondist.errors import ConfigError
 from neondist.halo import as_scheme, scheme_text
-from neondist.machine import Figures, Link, Machine, write
 from neondist.plan.choices import choose
+from neondist.system.machine import Figures, Link, Machine, write
 
 SHAPE, GRID = (48, 48, 2), nd.GridShape(1, 3, 3)
 DEAR = Figures(latency=1.0)

@@ -11,9 +11,9 @@ from test_runs import NETWORKS, passes
 
 import neondist as nd
 from neondist.errors import ConfigError
-from neondist.machine import Figures
 from neondist.plan.planner import best_cuts, segment_seconds
 from neondist.plan.segments import placed
+from neondist.system.machine import Figures
 
 
 def runs(scheme, layers=5):

@@ -13,9 +13,9 @@ from support import slides
 from turns import some
 
 import neondist as nd
+from neondist.arrays.namespace import to_host
 from neondist.errors import ConfigError
 from neondist.halo import as_scheme
-from neondist.namespace import to_host
 
 FILLS = {"zeros": "zeros", "reflect": "reflect", "replicate": "replicate"}
 

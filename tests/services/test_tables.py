@@ -7,7 +7,7 @@ import pytest
 from parameter_servers import Servers
 
 import neondist as nd
-from neondist import rng
+from neondist.arrays import rng
 from neondist.errors import ServiceError
 from neondist.services.message import Message, encode
 from neondist.services.placement import TableSpec

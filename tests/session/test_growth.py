@@ -14,8 +14,8 @@ from processes import finish
 
 import neondist as nd
 from neondist.cli import run as run_command
-from neondist.heartbeat import CONNECTION
-from neondist.signals import active_handler
+from neondist.system.heartbeat import CONNECTION
+from neondist.system.signals import active_handler
 
 MODEL = """
 import neondist as nd

@@ -8,10 +8,10 @@ import pytest
 
 import neondist as nd
 from neondist.cli import main
-from neondist.machine import Link, Machine, write
 from neondist.plan import search
 from neondist.strategies import AutoStrategy, ParameterSpec, Strategy, as_builder
 from neondist.strategies.auto import SLOTS, candidates, sync_costs
+from neondist.system.machine import Link, Machine, write
 
 SHAPE, BATCH = (21, 18, 2), 4
 SLOW = Machine(2, Link(1e-5, 1e8), Link(1e-3, 1e7), speed=1e9)

@@ -266,7 +266,7 @@ def test_an_experiment_predicts_in_blocks(folder, tmp_path, monkeypatch):
     for ranks, how in ((1, {"block": 16}), (2, {"block": 9}), (2, {})):
         found = on(ranks, folder, tmp_path / f"y{ranks}{len(how)}.npy", **how)
         np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
-    monkeypatch.setattr("neondist.memory.PROCESS", 0)
+    monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
     small = on(1, folder, tmp_path / "small.npy", fresh=lambda: made(memory="150kB"))
     np.testing.assert_allclose(small, expected, rtol=1e-10, atol=1e-12)
     with pytest.raises(ConfigError, match=r"memory: even a block of 1 x 1 takes .* layer '0:aten\.conv2d\.default'"):
@@ -313,7 +313,7 @@ def test_what_goes_whole_says_how_much_it_takes(folder, tmp_path, monkeypatch):
     wrong = r"aten\.group_norm\.default in module '4' cannot be computed block by block: .*; "
     with pytest.raises(UserError, match=wrong + r"leave out --block: for a whole image, a rank needs \d.* kB"):
         on(1, folder, tmp_path / "y.npy", fresh=pooled, block=16)
-    monkeypatch.setattr("neondist.memory.PROCESS", 0)
+    monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
     with pytest.raises(
         UserError,
         match=wrong + r"for a whole image, a rank needs .*, but has 50 kB; use more"

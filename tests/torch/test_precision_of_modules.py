@@ -13,9 +13,9 @@ from torch_runs import captured_once  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
+from neondist.arrays.precision import ComputePrecision, LossScaler  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.geometry import grid_shape  # noqa: E402
-from neondist.precision import ComputePrecision, LossScaler  # noqa: E402
 from neondist.torch.train_step import computing_in  # noqa: E402
 
 NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}

@@ -101,7 +101,7 @@ def columns():
 
 @pytest.mark.long
 def test_an_experiment(tmp_path, monkeypatch):
-    monkeypatch.setattr("neondist.memory.PROCESS", 0)
+    monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
 
     def weights(memory, build=pixels):
         def body(world):
@@ -132,7 +132,7 @@ def test_an_experiment(tmp_path, monkeypatch):
 )
 @pytest.mark.long
 def test_three_steps(build, shape, target, memory, monkeypatch):
-    monkeypatch.setattr("neondist.memory.PROCESS", 0)
+    monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
     torch.manual_seed(0)
     module = build().double().train()
     with captured_once():

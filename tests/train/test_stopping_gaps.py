@@ -9,7 +9,7 @@ from session_toys import experiment
 from neondist.comm import loopback
 from neondist.layers import FCLayerDist, LocalFilteringLayerDist
 from neondist.models import GBDist
-from neondist.signals import Signals
+from neondist.system.signals import Signals
 from neondist.train import Hook, StopOnSignal
 
 

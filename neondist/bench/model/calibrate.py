@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from ...comm import Message, ProcessGrid, Transport
-from ...console import counted
 from ...geometry import grid_shape
-from ...machine import Link, Machine
+from ...system.machine import Link, Machine
+from ...terminal.console import counted
 from ...train.inference.progress import Progress
 from ..networks import NETWORKS
 from ..rest import rest

@@ -11,9 +11,9 @@ import numpy as np
 from ...errors import ConfigError
 from ...geometry import GridShape, grid_shape
 from ...geometry.split import factorisations
-from ...machine import Machine
 from ...models import Model
 from ...plan.choices import choose, figures_on, put_schemes
+from ...system.machine import Machine
 from .rank_profile import LONG, QUICK, RankProfile, profile_rank
 
 Row = dict[str, Any]

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ... import threads
 from ...comm import Transport
 from ...errors import ConfigError
 from ...io.files import write_text
-from ...job import detect
 from ...launcher.ranks import on_ranks
+from ...system import threads
+from ...system.job import detect
 from .. import options
 from ..experiment import validated
 from . import modules, scaling, schemes, suite
@@ -101,7 +101,7 @@ def _tell(world: Transport, made: dict[str, Any], table: Callable[[dict[str, Any
     """Print the table on rank 0; write the JSON file if asked."""
     if world.rank:
         return
-    from ...rich_console import Console
+    from ...terminal.rich_console import Console
 
     Console(soft_wrap=True).print(table(made))
     if file is not None:

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ... import threads
 from ...comm import Transport
 from ...errors import ConfigError, LaunchError, UserError
 from ...io.files import write_text
 from ...launcher.ranks import on_ranks
+from ...system import threads
 from .. import options
 from ..experiment import load_factory
 from . import suite
@@ -74,7 +74,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from ...bench.module_report import module_markdown, module_table
     from ...bench.public_models import MODELS
     from ...bench.suite import bench_suite, means
-    from ...rich_console import Console
+    from ...terminal.rich_console import Console
     from ...train.inference.progress import Progress
 
     cores = threads.cores()

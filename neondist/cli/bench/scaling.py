@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ... import safe_path, threads
+from ... import safe_path
 from ...comm import Transport
-from ...console import counted, emit
 from ...errors import ConfigError, LaunchError, UserError
 from ...io.regular_file import read_bytes
 from ...launcher.ranks import job_of, on_ranks
+from ...system import threads
+from ...terminal.console import counted, emit
 from .. import options
 from ..experiment import load, validated
 
@@ -166,7 +167,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
     def work(world: Transport, _: None) -> int:
         from ...bench.model import calibrate as model
         from ...bench.model.table import disturbed
-        from ...machine import write
+        from ...system.machine import write
         from ...train.inference.progress import first_rank_progress
 
         cores = max(2, threads.cores(os.getppid()))
@@ -190,7 +191,7 @@ def predict(arguments: argparse.Namespace) -> int:
     from ...bench.model import table
     from ...comm import SingleTransport
     from ...io.output import prepare
-    from ...machine import read
+    from ...system.machine import read
     from ...train.inference.progress import Progress
 
     if job_of(arguments) is not None or arguments.ranks is not None:

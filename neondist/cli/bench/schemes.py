@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ...comm import SingleTransport, Transport
-from ...console import emit
 from ...errors import ConfigError
 from ...launcher.ranks import on_ranks
+from ...terminal.console import emit
 from .. import options
 from ..experiment import validated
 

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ... import threads
 from ...errors import ConfigError, LaunchError, MissingPackageError
 from ...io.files import can_draw, write_text
 from ...launcher.ranks import job_of
+from ...system import threads
 from .. import options
 from ..experiment import load, validated
 from .scaling import step_of
@@ -46,7 +46,7 @@ def suite(arguments: argparse.Namespace) -> int:
     from ...bench.networks import GROUPS
     from ...bench.suite import OURS, THEIRS, bench_suite, means
     from ...bench.suite_report import draw, suite_markdown, suite_table
-    from ...rich_console import Console
+    from ...terminal.rich_console import Console
     from ...train.inference.progress import Progress
 
     cores = threads.cores()

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...console import say
 from ...errors import LaunchError, MissingPackageError
+from ...terminal.console import say
 from .manifests import Manifest
 
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Sequence
 
 from ...errors import LaunchError
-from ...signals import STOPPED
+from ...system.signals import STOPPED
 from .submission import Submission
 
 LEAD = 120

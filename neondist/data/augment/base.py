@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 
-from ... import rng
+from ...arrays import rng
 from ...errors import ConfigError
 from ...geometry import Box
 from ...registry import Registered

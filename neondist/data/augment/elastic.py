@@ -9,7 +9,7 @@ from math import ceil, prod
 
 import numpy as np
 
-from ... import rng
+from ...arrays import rng
 from ...geometry import Box
 from ...registry.ranges import Positive
 from .base import Draw, Probability, Transform, along_axes

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ... import rng
+from ...arrays import rng
 from ...geometry import Box
 from .base import NUMBERS, Draw, Transform
 

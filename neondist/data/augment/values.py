@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ... import rng
+from ...arrays import rng
 from ...geometry import Box
 from ...registry.ranges import Finite, NotNegative
 from .base import Draw, Probability, Transform

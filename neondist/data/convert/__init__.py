@@ -14,7 +14,7 @@ from ...formats.image_loader import Loader
 from ...io import hdf5
 from ...io.hdf5 import ChecksumTable
 from ...io.regular_file import open_regular
-from ...memory import require_room
+from ...system.memory import require_room
 from ..chunks import chunk_shape
 from ..split_source import SplitSource
 from .from_arrays import npy_parts, npz_parts

@@ -15,8 +15,8 @@ from ...errors import ConfigError, DataError
 from ...formats.fields import Fields
 from ...geometry import Box
 from ...io.hdf5 import checksum
-from ...memory import as_bytes
 from ...registry.ranges import Count, Index
+from ...system.memory import as_bytes
 from ..augment import Transform
 from ..base import Dataset, Split, count_of, require_share, tile_slices
 from ..raw import normalised

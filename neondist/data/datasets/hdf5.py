@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from ... import rng
+from ...arrays import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...registry.ranges import Count, above

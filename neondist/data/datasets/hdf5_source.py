@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import DataError
 from ...io.hdf5 import array_names, faults, find, open_file, plain, probe, read_whole, state
-from ...memory import require_room
+from ...system.memory import require_room
 
 LARGEST_CHUNK = 1 << 30  # bytes that one read may ask for beside its own; files in use have chunks of a few MiB
 _MOST_PACKED = 1032  # deflate cannot pack more bytes into one

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import rng
+from ...arrays import rng
 from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.cache import ChunkCache

@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ... import rng
+from ...arrays import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...io.hdf5 import checksum
-from ...memory import as_bytes
 from ...registry.ranges import Count
+from ...system.memory import as_bytes
 from ..base import Dataset, Split, count_of, require_share, tile_slices
 from .image_crops import Crops, CropSplit, CropTiles
 from .image_lists import Item, labelled, masks_of, matching, open_mask, require_alike, samples_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import rng
+from ...arrays import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...formats.image_loader import Loader, pictures_in

@@ -8,11 +8,11 @@ from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 
-from ... import rng
+from ...arrays import rng
 from ...comm import ProcessGrid
 from ...errors import ConfigError
-from ...memory import require_room
 from ...registry.ranges import Index, NotNegative, between
+from ...system.memory import require_room
 from ..base import Dataset, Split, tile_slices
 
 _MOST = 1 << 48  # beyond it, products of extents leave what NumPy can index

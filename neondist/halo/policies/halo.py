@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ...precision import ComputePrecision
+from ...arrays.precision import ComputePrecision
 from ..exchange import HaloExchange
 from .base import ExchangePolicy
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...precision import ComputePrecision
+from ...arrays.precision import ComputePrecision
 from .base import ExchangePolicy
 from .halo import Halo
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...namespace import namespace
+from ...arrays.namespace import namespace
 from ..exchange import HaloExchange
 from .base import ExchangePolicy
 

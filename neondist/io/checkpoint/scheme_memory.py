@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ...arrays.namespace import to_host
 from ...comm import Transport, agree
 from ...errors import DataError, ShapeError
 from ...geometry import Box
 from ...halo import GlobalArray
-from ...namespace import to_host
 from .pieces import Piece
 from .read import Opened
 from .texts import of_kind, plain_json, whole

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from ...comm import Message, Transport, all_or_none
-from ...heartbeat import reach
+from ...system.heartbeat import reach
 from ..files import Draft, file_errors
 from ..regular_file import open_regular
 from .pieces import Piece

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from ...arrays.namespace import namespace, to_host
 from ...comm import Redistribution, Transport
 from ...geometry import Box
-from ...namespace import namespace, to_host
 from .pieces import Piece, Slices
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.precision import LossScaler
 from ...comm import ProcessGrid, Transport
 from ...errors import NonFiniteError
 from ...layers import Layer
-from ...lazy import LazyTile
 from ...observer import Observer
 from ...parallel import finite
-from ...precision import LossScaler
+from ...system.lazy import LazyTile
 
 REMEDY = "lower the learning rate, check the data, or set nonfinite: skip"
 PATIENCE = 100

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...console import say
 from ...errors import ConfigError
 from ...io.output import BEST
 from ...metrics import Metric
 from ...registry import Registered, suggest
 from ...registry.ranges import Count, NotNegative
+from ...terminal.console import say
 from ..state import Record, TrainState
 from .checkpoint import Checkpoint
 from .hook import Hook

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from ...arrays.precision import LossScaler
 from ...comm import Transport
 from ...errors import ConfigError, DataError
 from ...halo import scheme_text
@@ -17,7 +18,6 @@ from ...io.checkpoint import REMEMBERED, Piece, memory_of, opened, remind, resto
 from ...io.checkpoint.read import Opened
 from ...io.checkpoint.texts import LARGEST, of_kind, plain_json, whole
 from ...parallel import SyncState
-from ...precision import LossScaler
 from ...registry import suggest
 from ...registry.ranges import integer, real
 from ...version import __version__

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...comm import all_or_none
-from ...console import say
 from ...io.files import append, write_text
 from ...io.output import EVALUATIONS
 from ...metrics import Metric
+from ...terminal.console import say
 from ..loop import judge
 from ..state import TrainState, without_nan
 from .hook import Hook

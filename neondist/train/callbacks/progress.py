@@ -8,9 +8,9 @@ import sys
 import time
 from typing import IO, Any
 
-from ...console import say
+from ...arrays.precision import FLOAT32
 from ...data.base import SPLITS
-from ...precision import FLOAT32
+from ...terminal.console import say
 from ..pretrain import ReconstructionError
 from ..state import Record, TrainState
 from .hook import Hook
@@ -113,7 +113,7 @@ def terminal(file: IO[str] | None = None) -> Any:
         return None
     if "OMPI_COMM_WORLD_SIZE" in os.environ and "NEONDIST_LAUNCHED" not in os.environ:
         return None  # Open MPI gives every rank a terminal, wherever its own output goes; only our launcher tells where
-    from ...rich_console import Console
+    from ...terminal.rich_console import Console
 
     console = Console(file=file)
     return console if console.is_terminal and not console.is_dumb_terminal else None

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from ...comm import Transport, all_or_none
-from ...console import say
 from ...errors import DataError, OutputError
 from ...io.checkpoint import SnapshotStore
 from ...io.files import append
 from ...io.generation_log import format_event, read_run_key
 from ...io.output import GENERATIONS
 from ...parallel import Flag
+from ...terminal.console import say
 from ..state import TrainState
 from .checkpoint import Checkpoint, restore, step_of
 from .hook import Hook

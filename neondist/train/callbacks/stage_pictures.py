@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.namespace import to_host
 from ...comm import ProcessGrid, all_or_none
 from ...data import Split
 from ...io.files import can_draw, write_figure
 from ...layers import Sequential
 from ...models import Autoencoder, optimal_stimulus
-from ...namespace import to_host
 from ..state import TrainState
 from .hook import Hook
 

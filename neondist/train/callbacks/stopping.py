@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ...parallel import Flag
-from ...signals import Signals
+from ...system.signals import Signals
 from ..state import Stop, TrainState
 from .hook import Hook
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
-from ...console import counted
 from ...data import Dataset
 from ...geometry import Box
 from ...io.files import can_draw, write_figure
 from ...plan import LayerPlan
+from ...terminal.console import counted
 from ..state import TrainState
 from .hook import Hook
 from .thinned import pasted, shown, step_for

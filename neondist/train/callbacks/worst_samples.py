@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.namespace import to_host
 from ...comm import ProcessGrid, all_or_none
 from ...costs.labels import without_ignored
 from ...costs.mean import mean_of, parts_of, weighted, weights_of
@@ -16,7 +17,6 @@ from ...geometry import Box
 from ...io.files import replacing
 from ...metrics.classes import as_classes
 from ...models import Trainable
-from ...namespace import to_host
 from ..loop import judged
 from ..state import TrainState
 from .hook import Hook

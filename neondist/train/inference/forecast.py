@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.namespace import to_host
 from ...comm import ProcessGrid, all_or_none
 from ...data import ClimateFiles
 from ...data.datasets.climate_files import FieldTiles
@@ -24,7 +25,6 @@ from ...formats.packing import OF_VALUES
 from ...geometry import Box
 from ...halo import GlobalArray
 from ...io.checkpoint import opened
-from ...namespace import to_host
 from ..experiment import FitExperiment
 from ..field_facts import FieldFacts
 from ..validate import grid_shape_of

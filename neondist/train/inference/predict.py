@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from ...comm import ProcessGrid, all_or_none
-from ...console import say
 from ...data import ClimateFiles
 from ...errors import ConfigError, DataError, OutputError
 from ...formats import TileSink, create_sink
@@ -22,6 +21,7 @@ from ...io.files import make_folder
 from ...io.files import partial as unfinished
 from ...io.journal import Journal
 from ...io.lock import Lock
+from ...terminal.console import say
 from ..experiment import FitExperiment
 from .forecast import forecast
 from .images import Images

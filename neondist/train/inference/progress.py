@@ -8,7 +8,7 @@ from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import IO
 
-from ...console import say
+from ...terminal.console import say
 from ..callbacks.progress import terminal
 
 _FIRST, _EVERY, _ON_TERMINAL = 3.0, 30.0, 0.2

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ...arrays.namespace import to_host
 from ...comm import ProcessGrid
 from ...errors import ConfigError
 from ...formats import TileSource
 from ...formats.cache import ChunkCache
 from ...geometry import Box, GridShape
-from ...memory import PROCESS, free_memory, share_of, words
 from ...models import Model, TrainableModel
-from ...namespace import to_host
 from ...plan import Plan, Training, compile_plan
 from ...plan.blocks import COPIES, fitted, fitted_blocks, not_in_blocks
 from ...runtime.blocks import Blockwise
+from ...system.memory import PROCESS, free_memory, share_of, words
 from .images import Images
 
 BLOCK = {1: 1 << 18, 2: 2048, 3: 256}

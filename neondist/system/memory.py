@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, DataError, UserError
+from ..errors import ConfigError, DataError, UserError
 from .job import detect
 
 _CONTROL = Path("/sys/fs/cgroup")

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from .errors import ConfigError, NonFiniteError
+from ..errors import ConfigError, NonFiniteError
 from .namespace import namespace
 
 PrecisionName: TypeAlias = Literal["float32", "tf32", "bfloat16", "float16"]

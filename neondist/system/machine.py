@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from .errors import ConfigError
-from .io.files import write_text
-from .io.regular_file import read_bytes
+from ..errors import ConfigError
+from ..io.files import write_text
+from ..io.regular_file import read_bytes
 
 SPEED = 2e10
 """default floating point operations per second of a rank"""

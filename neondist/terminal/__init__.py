@@ -1,0 +1,1 @@
+"""Output to the terminal: plain lines and tables."""
