@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from device import Device
 from drawn import windows
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scheme_runs import GRIDS, LAYERS, SCHEMES, build, noise, on_ranks, step
 from support import slides
@@ -76,6 +76,7 @@ def test_halo_oneway_fails_the_dot_test(layers):
     assert dots("halo_oneway", layers, (9, 8, 2), 4) > 1e-4
 
 
+@example(((6, 3), nd.Window(5, padding=2)), (2, 1), "replicate")
 @given(windows(), st.tuples(st.integers(1, 3), st.integers(1, 3)), st.sampled_from(sorted(FILLS)))
 @settings(max_examples=30, deadline=None)
 def test_towers_of_any_window_pass_the_dot_test(drawn, parts, fill):
