@@ -230,7 +230,7 @@ print('torch' in sys.modules)
 @pytest.mark.parametrize("early", ["", "import torch; "], ids=["torch after the launcher", "torch before"])
 @pytest.mark.long
 def test_threads_are_those_of_the_rank(early):
-    share = "from neondist import threads; threads.cores = lambda process=0: 2; threads.limit(2); "
+    share = "from neondist.system import threads; threads.cores = lambda process=0: 2; threads.limit(2); "
     code = f"{early}{share}import neondist as nd; nd.get_backend('torch'); import torch; print(torch.get_num_threads())"
     unset = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"))
     environment = {name: value for name, value in os.environ.items() if name not in unset} | SHOWN

@@ -151,7 +151,7 @@ def test_a_launcher_that_does_not_see_its_ranks_end_is_ended(words, monkeypatch)
     monkeypatch.setattr(supervising, "_UNNOTICED", 0.5)
     blind = (
         "import os, time\n"
-        "from neondist import heartbeat\n"
+        "from neondist.system import heartbeat\n"
         f"for rank, word in enumerate({words}):\n"
         "    if os.fork() == 0:\n"
         "        os.environ.update(PMIX_RANK=str(rank), NEONDIST_LAUNCHED='2')\n"
