@@ -1,6 +1,7 @@
 """Boxes of files, and files made box by box by any number of ranks."""
 
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -88,6 +89,26 @@ def test_threads_share_a_source(tmp_path, suffix):
             list(pool.map(read, [source] * 4, range(4)))
     finally:
         sys.setswitchinterval(before)
+
+
+def test_threads_read_one_after_the_other(tmp_path, monkeypatch):
+    array, path, inside, together = cells("YXC"), tmp_path / "out.npy", [], threading.Event()
+    write(path, array, "YXC")
+    with nd.open_source(path, axes="YXC") as source, ThreadPoolExecutor(2) as pool:
+        read = source._read
+
+        def slowly(there):
+            inside.append(there)
+            if len(inside) == 2:
+                together.set()
+            together.wait(0.3)
+            inside.pop()
+            return read(there)
+
+        monkeypatch.setattr(source, "_read", slowly)
+        for found in pool.map(source.read, [[(0, 2), (0, 3), (0, 3)]] * 2):
+            np.testing.assert_array_equal(found, array[:2, :3])
+    assert not together.is_set()
 
 
 @pytest.mark.parametrize("suffix", [*SUFFIXES, ".ome.tif"])
