@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -58,6 +59,7 @@ def finish(process, seconds=300):
     for one in reversed(found):  # children before who would start them again
         with contextlib.suppress(psutil.NoSuchProcess):
             one.send_signal(signal.SIGABRT)
+            _await_end(one)
     try:
         told = process.communicate(timeout=20)
     except subprocess.TimeoutExpired:  # one that is stopped, or no Python
@@ -65,6 +67,13 @@ def finish(process, seconds=300):
         told = process.communicate(timeout=20)
     state = "runs still" if code is None else f"has ended with {code}, but not all that write to its pipes have"
     raise AssertionError("\n".join([f"{process.args} {state} after {seconds} s", *lines, *map(str, told)]))
+
+
+def _await_end(one, seconds=5):
+    """Wait a little for the end of a process: two that write their calls into one pipe at once would mix them."""
+    limit = time.monotonic() + seconds
+    while one.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit:
+        time.sleep(0.01)
 
 
 def _processes(process):
