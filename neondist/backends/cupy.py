@@ -295,11 +295,11 @@ class CupyKernels(Kernels):
 
         They are the table, its number of axes, of groups and of lanes; the threads; and the type of the table in C.
         """
-        numbers, width = (
-            cell_table(arrays[0].shape, list(map(_steps, arrays)), groups > 1),
-            groups * arrays[0].shape[-1],
-        )
-        (table, index), lanes = self._places(numbers, *arrays), max(1, min(arrays[0].size, _LANES) // width)
+        like = arrays[0]
+        numbers = cell_table(like.shape, list(map(_steps, arrays)), groups > 1)
+        table, index = self._places(numbers, *arrays)
+        width = groups * like.shape[-1]
+        lanes = max(1, min(like.size, _LANES) // width)
         return (table, len(numbers) // (1 + len(arrays)), groups, lanes), lanes * width, index
 
     def _places(self, table: tuple[int, ...], *arrays: Any) -> tuple[Any, str]:

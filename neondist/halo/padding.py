@@ -14,7 +14,7 @@ from ..arrays.namespace import namespace
 from ..geometry import Box, HaloPlan, Lattice, fold
 
 Index = Callable[[Box | Lattice], tuple[slice, ...]]
-"""Where cells of the image lies in an array of the buffer."""
+"""Returns the index of cells of the image in an array of the buffer."""
 
 
 def fold_in(buffer: Any, plan: HaloPlan) -> None:
