@@ -7,11 +7,13 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
+from .. import version
 from ..errors import ConfigError
 from ..io.regular_file import read_bytes
 from .resources import ResourceSpec
@@ -24,6 +26,13 @@ SSH_TIMEOUT = 15.0
 SSH_ARGS = "PRTE_MCA_plm_ssh_args"
 DEFAULT_SLOTS = "OMPI_MCA_orte_set_default_slots"
 """Environment variable in which the MPI operator says how many ranks each host takes: its script prints names alone."""
+UNREACHABLE = "cannot be reached"
+"""Why a host is not used that does not answer, or not within SSH_TIMEOUT."""
+_PROBE = '[ -x "$1" ] && [ -f "$2" ] || exit 113; grep -qF "$3" "$2" || exit 114'
+_REASONS: dict[int | None, str] = {
+    113: f"has no {sys.executable} with neondist; install it there at the same path",
+    114: "has another version of neondist; install the same one",
+}
 _LARGEST = 1 << 22  # bytes of a host file
 _HOST = r"(?P<host>[A-Za-z0-9_][A-Za-z0-9._-]*)"
 _LINE = re.compile(rf"{_HOST}(?::(?P<colon>\d{{1,6}})|(?P<rest>(?:\s+\w+=\d{{1,6}})*))")
@@ -199,26 +208,31 @@ def host_command(host: str, words: Sequence[str], env: Mapping[str, str], more: 
     return remote_command(host, options, words, env)
 
 
-def unreachable(hosts: Iterable[str], env: Mapping[str, str]) -> list[str]:
-    """Return the hosts on which ssh, or the agent that mpirun uses instead, cannot run a command; all asked at once."""
-    hosts = [host for host in hosts if host not in ("localhost", os.uname().nodename)]
+def unusable(hosts: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Return the hosts that cannot run ranks, and why; all are asked at once, over the connections of mpirun.
 
-    async def answers(host: str) -> bool:
+    A host has to answer within 15 seconds, and to have this version of neondist for this Python, at the same paths.
+    """
+    hosts = [host for host in hosts if host not in ("localhost", os.uname().nodename)]
+    words = ["sh", "-c", _PROBE, "sh", sys.executable, version.__file__, f'"{version.__version__}"']
+
+    async def ask(host: str) -> int | None:
         nowhere = asyncio.subprocess.DEVNULL
         try:
             process = await asyncio.create_subprocess_exec(
-                *host_command(host, ["true"], env), stdin=nowhere, stdout=nowhere, stderr=nowhere, env=dict(env)
+                *host_command(host, words, env), stdin=nowhere, stdout=nowhere, stderr=nowhere, env=dict(env)
             )
         except OSError:
-            return False
+            return None
         try:
-            return await asyncio.wait_for(process.wait(), SSH_TIMEOUT) == 0
+            return await asyncio.wait_for(process.wait(), SSH_TIMEOUT)
         except asyncio.TimeoutError:
             process.kill()
             await process.wait()
-            return False
+            return None
 
-    async def ask() -> list[bool]:
-        return await asyncio.gather(*map(answers, hosts))
+    async def ask_all() -> list[int | None]:
+        return await asyncio.gather(*map(ask, hosts))
 
-    return [host for host, answered in zip(hosts, asyncio.run(ask()), strict=True) if not answered]
+    codes = zip(hosts, asyncio.run(ask_all()), strict=True)
+    return {host: _REASONS.get(code, UNREACHABLE) for host, code in codes if code != 0}

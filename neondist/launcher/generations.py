@@ -84,9 +84,8 @@ class _Run:
     def go(self) -> int:
         """Return the exit code of the last generation."""
         while True:
-            members = wait_for_members(
-                self.roster, self.limit, lambda: bool(self.received), self.report_wait, self.sleep
-            )
+            stopped, first = lambda: bool(self.received), not self.generation
+            members = wait_for_members(self.roster, self.limit, stopped, self.report_wait, self.sleep, first)
             if members is None:
                 return self.give_up()
             self.generation += 1

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from .. import safe_path
-from ..cluster.hosts import SSH_TIMEOUT, host_command, slots_of, unreachable
+from ..cluster.hosts import SSH_TIMEOUT, UNREACHABLE, host_command, slots_of, unusable
 from ..cluster.preflight import NodeReport
 from ..cluster.ssh_config import ssh_command
 from ..errors import LaunchError
@@ -243,10 +243,13 @@ def open_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles: int) 
         others = (source is not None and source.is_script) or listed != [LOCAL]
         nodes = [JobNode(address=_own_address([]) if others else LOOPBACK)]
         nodes += [_host(name) for name in listed if name != LOCAL]
-        gone = [] if arguments.slots_from is not None else unreachable(set(hosts) - {LOCAL}, os.environ)
-        if gone:
-            where, trial = arguments.source.path, f"the error shown by `ssh {gone[0]}`"
-            raise LaunchError(f"{where}: {', '.join(gone)} cannot be reached; correct the list, or {trial}")
+        reasons = {} if arguments.slots_from is not None else unusable(set(hosts) - {LOCAL}, os.environ)
+        if reasons:
+            gone = [host for host, why in reasons.items() if why == UNREACHABLE]
+            texts = [f"{host} {why}" for host, why in reasons.items() if why != UNREACHABLE]
+            texts += [f"{', '.join(gone)} {UNREACHABLE}"] if gone else []
+            trial = f", or the error shown by `ssh {gone[0]}`" if gone else ""
+            raise LaunchError(f"{arguments.source.path}: {'; '.join(texts)}; correct the list{trial}")
         yield JobNodes(nodes if LOCAL in listed else nodes[1:], hosts, arguments.fork_server)
         return
     arguments.hosts = {node: count * tiles for node, count in Counter(hosts).items()}

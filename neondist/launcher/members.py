@@ -6,12 +6,12 @@ import argparse
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ..cluster import ResourceSpec
-from ..cluster.hosts import HostPool, HostSource, fill, slots_of, unreachable
+from ..cluster.hosts import UNREACHABLE, HostPool, HostSource, fill, slots_of, unusable
 from ..errors import LaunchError, UserError
 from ..system.job import LAUNCHED, Job
 from ..terminal.console import counted, say
@@ -195,8 +195,8 @@ class Roster:
                 left_out.append(host)
         return left_out
 
-    def drop(self, hosts: tuple[str, ...]) -> list[str]:
-        """Leave out hosts that cannot be reached; return them."""
+    def drop(self, hosts: Iterable[str]) -> list[str]:
+        """Leave out hosts that cannot be used; return them."""
         if self.pool is None:
             return []
         found = [host for host in hosts if host != self._chief]
@@ -213,11 +213,11 @@ class Roster:
         better = self.choose()
         return better is not None and better.ranks > members.ranks
 
-    def unreachable(self, members: Members) -> tuple[str, ...]:
-        """Return hosts that do not answer; nodes of a resource file are checked as a job is started."""
+    def unusable(self, members: Members) -> dict[str, str]:
+        """Return hosts that cannot run ranks, and why; nodes of a resource file are checked as a job is started."""
         if self.pool is None or members.hosts is None or self.resources is not None:
-            return ()
-        return tuple(unreachable(fill(self.pool.usable(), members.ranks + members.spares), os.environ))
+            return {}
+        return unusable(fill(self.pool.usable(), members.ranks + members.spares), os.environ)
 
     @property
     def _chief(self) -> str:
@@ -254,6 +254,7 @@ class Watcher:
         self._roster, self._members = roster, members
         self._end, self._found = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._look, name="hosts", daemon=True)
+        self._reported: dict[str, str] = {}
 
     def __enter__(self) -> Watcher:
         if self._roster.pool is not None and self._roster.elastic:
@@ -284,9 +285,15 @@ class Watcher:
                 return
 
     def _left_out(self) -> bool:
-        """Leave out new hosts that do not answer; return whether there were any."""
+        """Leave out new hosts that cannot be used, and say so once; return whether there were any."""
         better = self._roster.choose()
-        return better is not None and bool(self._roster.drop(self._roster.unreachable(better)))
+        found = {} if better is None else self._roster.unusable(better)
+        dropped = self._roster.drop(found)
+        for host in dropped:
+            if self._reported.get(host) != found[host]:
+                self._reported[host] = found[host]
+                say(f"hosts: {host} {found[host]}; it is left out")
+        return bool(dropped)
 
 
 def wait_for_members(
@@ -295,10 +302,16 @@ def wait_for_members(
     stopped: Callable[[], bool],
     tell: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
+    first: bool = False,
 ) -> Members | None:
     """Return the members of the next generation once there can be one; None after `limit` seconds, or if stopped.
 
     Progress is printed immediately and every 30 seconds.
+
+    Raises
+    ------
+    LaunchError
+        A host of the `first` generation does not have this neondist; later ones leave it out.
     """
     began, last = time.monotonic(), -1
     while True:
@@ -306,10 +319,14 @@ def wait_for_members(
             roster.pool.refresh()
         found = roster.choose()
         if found is not None:
-            gone = roster.drop(lost) if (lost := roster.unreachable(found)) else []
+            reasons = roster.unusable(found)
+            wrong = [f"{host} {why}" for host, why in reasons.items() if why != UNREACHABLE]
+            if first and wrong:
+                raise LaunchError(f"--hosts-from: {'; '.join(wrong)}, or take it off the list")
+            gone = roster.drop(reasons)
             if not gone:
                 return found
-            tell(f"{', '.join(gone)} cannot be reached")
+            tell("; ".join(f"{host} {reasons[host]}" for host in gone))
             continue
         waited = time.monotonic() - began
         if stopped() or waited >= limit or roster.pool is None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ..cluster.hosts import HostPool, HostSource
+from ..cluster.hosts import HostPool, HostSource, unusable
 from ..errors import LaunchError
 from ..system import threads
 from ..terminal.console import say
@@ -153,13 +153,26 @@ class Scaling:
 
 @contextmanager
 def open_scaling(demand: Demand, source: HostSource | None, limit: float = WAIT) -> Iterator[Scaling]:
-    """Yield the slots of a job, for which it waits in turn; the list of hosts is read again and again meanwhile."""
+    """Yield the slots of a job, for which it waits in turn; the list of hosts is read again and again meanwhile.
+
+    Hosts that join are checked first, and are left out for a while if they cannot run workers.
+    """
     pool, closed = HostPool(lambda: read_slots(source, again=True), COOL_DOWN), threading.Event()
     hosts = pool.listed = read_slots(source)
+    checked, reasons = set(hosts), dict[str, str]()
 
     def usable() -> dict[str, int]:
         cooling = pool.cooling()
-        return {host: slots for host, slots in hosts.items() if host not in cooling}
+        return {host: slots for host, slots in hosts.items() if host in checked and host not in cooling}
+
+    def check(new: set[str]) -> None:
+        found = unusable(new - {LOCAL}, os.environ)
+        for host, why in found.items():
+            pool.fail(host)
+            if reasons.get(host) != why:
+                say(f"hosts: {host} {why}; it is left out", sys.stderr)
+        reasons.update(found)
+        checked.update(new - found.keys())
 
     def watch() -> None:
         nonlocal hosts
@@ -172,6 +185,8 @@ def open_scaling(demand: Demand, source: HostSource | None, limit: float = WAIT)
             fewer = fewer + 1 if sum(pool.listed.values()) < sum(hosts.values()) else 0
             if fewer != 1:  # a list that is just being written has fewer hosts
                 hosts = dict(pool.listed)
+            if new := hosts.keys() - checked - pool.cooling().keys():
+                check(new)
 
     with SlotTable(demand) as table:
         if source is not None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neondist.cluster.hosts import HostPool, HostSource, fill, parse_hosts, unreachable
+from neondist.cluster.hosts import HostPool, HostSource, fill, parse_hosts, unusable
 from neondist.errors import ConfigError
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,8}", fullmatch=True)
@@ -98,7 +98,14 @@ def test_the_last_list_stays_where_the_source_fails():
         assert (pool.listed, pool.error) == (listed, error)
 
 
-def test_hosts_that_do_not_answer(tmp_path):
-    agent = script(tmp_path / "agent", '#!/bin/sh\n[ "$1" != b ]\n')
-    assert unreachable(["a", "b", "c"], {"PRTE_MCA_plm_ssh_agent": agent}) == ["b"]
-    assert unreachable(["a"], {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "none")}) == ["a"]
+def test_hosts_that_cannot_be_used(tmp_path, monkeypatch):
+    agent = script(tmp_path / "agent", '#!/bin/sh\n[ "$1" != b ] || exit 255\neval "$2"\n')
+    env = {"PRTE_MCA_plm_ssh_agent": agent}
+    assert unusable(["a", "b", "c"], env) == {"b": "cannot be reached"}
+    assert unusable(["a"], {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "none")}) == {"a": "cannot be reached"}
+    monkeypatch.setattr("neondist.version.__version__", "0.0.1")
+    assert unusable(["a"], env) == {"a": "has another version of neondist; install the same one"}
+    for name, value in (("sys.executable", "/nowhere/python"), ("neondist.version.__file__", "/nowhere")):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, value)
+            assert unusable(["a"], env)["a"].startswith("has no /")

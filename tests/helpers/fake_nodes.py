@@ -10,9 +10,12 @@ import subprocess
 import sys
 import uuid
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 from present import needs_mpirun
+
+import neondist
 
 AGENT = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do
@@ -21,6 +24,8 @@ while [ "${1#-}" != "$1" ]; do
 done
 export FAKE_HOST="$1"; shift
 [ -e "${0%/*}/off-$FAKE_HOST" ] && exit 255
+# another file system, without neondist
+[ -e "${0%/*}/bare-$FAKE_HOST" ] && exec unshare --mount sh -c 'mount -t tmpfs none PACKAGE; eval "$@"' sh "$@"
 # as sshd does
 export SSH_CONNECTION="127.0.0.1 1 127.0.0.1 22"
 unset PRTE_MCA_prte_default_hostfile
@@ -51,7 +56,7 @@ class FakeNodes:
 
     def __init__(self, folder, *nodes, slots=1):
         agent, hosts = folder / "agent", folder / "hosts"
-        agent.write_text(AGENT)
+        agent.write_text(AGENT.replace("PACKAGE", str(Path(neondist.__file__).parent)))
         agent.chmod(0o755)
         hosts.write_text("".join(f"{node} slots={slots}\n" for node in nodes))
         self.nodes, self.mark, self.folder = nodes, uuid.uuid4().hex, folder

@@ -8,6 +8,7 @@ from cli_runs import EXPERIMENT, here
 
 from neondist.cli.arguments import parser
 from neondist.config import load_experiment
+from neondist.errors import LaunchError
 from neondist.io.generation_log import GenerationLog, read_events, read_run_key
 from neondist.launcher import members
 from neondist.launcher.generations import run_generations
@@ -82,6 +83,34 @@ def test_hosts_that_come_and_go(folder, capsys):
     out = capsys.readouterr().out
     assert "waiting for hosts: there is room for 1 ranks, but at least 2 are needed; giving up in 600 s" in out
     assert out.count("generation ") == 4
+
+
+def without_neondist(folder, monkeypatch, host):
+    """Let a host answer that it has no neondist."""
+    (folder / "agent").write_text(f'#!/bin/sh\n[ "$1" != {host} ] || exit 113\n')
+    (folder / "agent").chmod(0o755)
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", str(folder / "agent"))
+
+
+def test_hosts_without_neondist_that_join(folder, capsys, monkeypatch):
+    """They are left out, and said once; the others are used."""
+    without_neondist(folder, monkeypatch, "b")
+    script = Script(folder, "a:1 b:1 c:1", Ending(137, "a was killed"), Ending(0))
+    script.hosts("a:1")
+    assert script.run("--elastic", "1:3", "--cool-down", "0.1", "--restarts", "1") == 0
+    assert script.started[:2] == [{"a": 1}, {"a": 1, "c": 1}]
+    out = capsys.readouterr().out
+    assert out.count("hosts: b has no ") == 1
+    assert "with neondist; install it there at the same path; it is left out\n" in out
+
+
+def test_hosts_without_neondist_at_the_start(folder, monkeypatch):
+    without_neondist(folder, monkeypatch, "b")
+    script = Script(folder)
+    script.hosts("a:1 b:1")
+    with pytest.raises(LaunchError, match=r"--hosts-from: b has no .* with neondist; .*, or take it off the list"):
+        script.run("--elastic", "1:2")
+    assert script.started == []
 
 
 def test_a_node_that_fails_is_left_out(folder, capsys):

@@ -4,6 +4,7 @@ import argparse
 import json
 import platform
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -241,6 +242,27 @@ def test_a_list_is_read_once_at_the_start_of_an_elastic_job(folder, monkeypatch)
         with open_nodes(given, hosts, 1) as nodes:
             assert nodes.workers == ["localhost", "localhost", "far"]
     assert (folder / "runs").read_text() == "run\n"
+
+
+def test_hosts_that_join_an_elastic_job(folder, monkeypatch, capsys):
+    """One has no neondist: it is left out, and said once."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    monkeypatch.setattr("neondist.launcher.scaling.POLL", 0.01)
+    monkeypatch.setattr("neondist.launcher.scaling.COOL_DOWN", 0.05)
+    (folder / "agent").write_text('#!/bin/sh\n[ "$1" != bare ] || { sleep 0.3; exit 113; }\n')
+    (folder / "agent").chmod(0o755)
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", shlex.quote(str(folder / "agent")))
+    (folder / "hosts").write_text("localhost:1\n")
+    source = HostSource("hosts")
+    with open_scaling(Demand(1, 4), source) as scaling:
+        assert scaling.wait_for_minimum(lambda: False, print) == ["localhost"]
+        (folder / "hosts").write_text("localhost:1\nbare:2\nfar:1\n")
+        found = []
+        wait_for(lambda: found.extend(scaling.take()) or found)
+        time.sleep(1)
+        assert (found, scaling.take()) == (["far"], [])
+    assert capsys.readouterr().err.count("hosts: bare has no ") == 1
 
 
 def test_workers_of_a_lost_machine_are_divided(monkeypatch):

@@ -110,7 +110,7 @@ def test_losses_on_other_nodes(nodes, tmp_path):
 
 @pytest.mark.long
 def test_hosts_that_come_and_go(nodes, tmp_path):
-    """A host is added; its daemon is killed; the ranks are on the others, until the run is asked to stop."""
+    """A host is added, and one without neondist, which is left out; its daemon is killed; the others go on."""
     log, hosts, discover = tmp_path / "log", tmp_path / "hosts.txt", tmp_path / "discover_hosts.sh"
     discover.write_text(f"#!/bin/sh\ncat '{hosts}'\n")
     discover.chmod(0o755)
@@ -131,7 +131,8 @@ def test_hosts_that_come_and_go(nodes, tmp_path):
 
     before = 0
     wait(lambda: begun(1), log.read_text)
-    hosts.write_text("nodeA:1\nnodeB:1\nnodeC:1\n")
+    (tmp_path / "bare-nodeD").touch()
+    hosts.write_text("nodeA:1\nnodeB:1\nnodeD:1\nnodeC:1\n")
     for generation, ranks in ((2, {"nodeA": 1, "nodeB": 1, "nodeC": 1}), (3, {"nodeA": 1, "nodeB": 1})):
         event = wait(lambda number=generation: begun(number), log.read_text)
         assert (event["event"], event["hosts"]) == ("start", ranks)
@@ -142,5 +143,6 @@ def test_hosts_that_come_and_go(nodes, tmp_path):
     finish(job, 60)
     assert job.returncode == 75, log.read_text()
     assert "node nodeC was lost" in log.read_text()
+    assert log.read_text().count("nodeD has no ") == 1
     assert not folder_of(read_run_key(tmp_path / "out")).exists()
     assert not nodes.pids("rank")
