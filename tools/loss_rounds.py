@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -134,9 +135,10 @@ class Round:
             )  # fmt: skip
 
     def step(self) -> int:
-        """Return the step of the newest snapshot."""
-        found = [int(path.stem[-10:]) for path in folder_of(read_run_key(self.folder / "out")).glob("*.h5")]
-        return max(found, default=-1)
+        """Return the step of the newest snapshot that two nodes have: before, it is not complete."""
+        files = folder_of(read_run_key(self.folder / "out")).glob("*.h5")
+        copies = Counter(int(path.stem[-10:]) for path in files)
+        return max((step for step, count in copies.items() if count > 1), default=-1)
 
     def disturb(self, job: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
         """Let the job come to a random step, disturb it, and wait until it goes on, or has ended before."""
