@@ -201,7 +201,7 @@ AFTER_A_LOOK = {  # by name, once `open_regular` or `check_regular` has had the 
     "data/datasets/download.py", "formats/nifti.py", "formats/pictures.py", "io/checkpoint/read.py",
     "io/environment.py", "io/hdf5/reader.py", "io/hdf5/writer.py", "io/regular_file.py", "torch/weights.py",
 }  # fmt: skip
-PRINTERS = ("terminal/console.py", "terminal/rich_console.py", "launcher/tell_mpi.py", "plan/report.py")
+PRINTERS = ("terminal/console.py", "terminal/rich_console.py", "launcher/mpi_probe.py", "plan/report.py")
 READERS = ("cli/", "config/", "data/", "formats/", "io/", "system/machine.py", "torch/", "train/")
 
 

@@ -1,14 +1,14 @@
-"""Bring your PyTorch model: `ndt.distribute(module, example_shape, grid)`, exact on any grid, or refused by name.
+"""Distribution of PyTorch modules: `ndt.distribute(module, example_shape, grid)`, exact on any grid.
 
-layout: how a tensor lies on the ranks. transfer: which indices travel. capture: from a module to a graph of operators.
-lower: from the graph to a plan, by the rules of rules/, which are written with building and steps. plan, run: the plan,
-and what runs it; traffic, costs: what that takes. mesh_comm, functions: tensors over a transport, and autograd.
-distributing: what users call; module: what they get; consistency, checks, criteria: its parts. in_blocks: the rules run
-backwards, for a block. blocks: a module block by block of its output, without messages; trunk, blocked: a training step
-so, up to what sees the whole image. segments, choosing, fused: windows that go together. execution: which of these a
-module has. weights: files of them. functional: halos and sums for custom code. transport: torch.distributed.
-convert: modules as models of our layers, and back. by_name, factory, feeding, judging, module_plan, experiment: a
-module in an experiment.
+layout: partition of a tensor over ranks. transfer: the indices sent. capture: from a module to a graph of operators.
+lower: from the graph to a plan, by the rules in rules/, which use building and steps. plan, run: the plan and its
+execution; traffic, costs: its communication and costs. mesh_comm, functions: communication of tensors, and autograd.
+distributing: the entry point; module: its result; consistency, checks, criteria: parts of that. in_blocks: lowering for
+a single block. blocks: block-wise inference without messages; trunk, blocked: block-wise training, up to the first
+operator that depends on the whole image. segments, choosing, fused: fused windows. execution: options that select
+these. weights: weights files. functional: halos and sums for custom code. transport: torch.distributed.
+convert: conversion to and from neondist layers. by_name, factory, feeding, judging, module_plan, experiment: modules in
+experiments.
 """
 
 from ..errors import MissingPackageError
@@ -38,7 +38,7 @@ try:
     from .registry import rule
     from .transport import TorchTransport, world
     from .weights import load_weights, save_weights
-except (ImportError, AttributeError) as error:  # a newer one may work
+except (ImportError, AttributeError) as error:  # a newer PyTorch may work
     if not _remedy:
         raise
     raise MissingPackageError(f"{_remedy} ({error})") from error
@@ -66,5 +66,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names, without those of modules that have been imported."""
+    """Return the public names, without imported submodules."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,4 +1,4 @@
-"""Values as rules want them: seen by windows, whole, cut elsewhere, of another shape."""
+"""Values as rules need them: as views of windows, gathered, repartitioned or reshaped."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .steps import StepList
 from .transfer import Range, Transfer, Want
 
 Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
-"""For a dimension: an axis of the mesh, and for each of its parts the ranges that it wants to see."""
+"""For a dimension: an axis of the mesh, and the ranges needed by each of its parts."""
 UsedIndices = Mapping[int, Sequence[Cells]]
-"""For a dimension: the indices that each part uses; for one that is not cut, those that all ranks use."""
+"""For a dimension: the indices that each part uses; for an unpartitioned one, those that all ranks use."""
 
 
 class Builder(StepList):
@@ -41,66 +41,66 @@ class Builder(StepList):
         window: bool = False,
         used: UsedIndices | None = None,
     ) -> Value:
-        """Return what each rank wants to see of a value; gradients of what several saw are added.
+        """Return the view that each rank needs of a value; gradients of indices in several views are summed.
 
         Parameters
         ----------
         wants : dict of dimension to (axis, ranges)
-            Each part of the axis wants these ranges of the dimension; axis None: all want ranges[0]. Dimensions left
-            out stay as they are.
+            Each part of the axis needs these ranges of the dimension; axis None: all need ranges[0]. Dimensions left
+            out are unchanged.
         context : axes
-            Those that cut what is computed from the view; default: the value's and those of `wants`.
+            Axes that partition the result computed from the view; default: the value's and those of `wants`.
         pads : dict of dimension to (before, after) for each part
-            Indices of value `fill` around what is seen.
+            Indices of value `fill` around the view.
         window : bool
-            Whether windows slide over it, so that a border scheme may stand for the exact exchange.
+            Whether windows slide over the view, so that a border scheme may replace the exact exchange.
         used : dict of dimension to cells for each part
-            The indices that results are computed from; others are not sent.
+            Indices that results are computed from; others are not sent.
         """
         inside = self._inside(value, wants, context)
-        lost = axes_of(value.layout) - inside  # along which all compute alike from now on
+        lost = axes_of(value.layout) - inside  # the result is replicated along these
         value = self.gathered(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
-        wanted = tuple(
+        needed = tuple(
             Want(dim, self.atom(value, dim), axis, tuple(tuple(r) for r in ranges))
             for dim, (axis, ranges) in sorted(wants.items())
         )
-        around = {dim for dim, parts in (pads or {}).items() if any(any(pad) for pad in parts)}
-        wanted = tuple(want for want in wanted if not want.own or want.dim in around)
-        here: Pads = tuple(
+        padded = {dim for dim, parts in (pads or {}).items() if any(any(pad) for pad in parts)}
+        needed = tuple(want for want in needed if not want.own or want.dim in padded)
+        local_pads: Pads = tuple(
             (dim, *parts[0 if wants[dim][0] is None else self.place[wants[dim][0]]])  # type: ignore[index]
             for dim, parts in sorted((pads or {}).items())
         )
-        here = tuple(pad for pad in here if pad[1] or pad[2])
+        local_pads = tuple(pad for pad in local_pads if pad[1] or pad[2])
         source = self.enter(value, inside)
-        if not wanted:
+        if not needed:
             return source
-        transfer = Transfer(self.mesh, self._narrowed(value, wanted, used or {}))
+        transfer = Transfer(self.mesh, self._narrowed(value, needed, used or {}))
         shape = list(transfer.shape(source.local, self.rank))
-        for dim, before, after in here:
+        for dim, before, after in local_pads:
             shape[dim] += before + after
-        found = self._value(tuple(shape), inside, value.dtype, source.kind)
-        self._step("view", [source], [found], transfer=transfer, pads=here, fill=fill)
-        inner = all(want.axis == want.source.axis and want.axis and want.dim > 1 for want in wanted)
+        result = self._value(tuple(shape), inside, value.dtype, source.kind)
+        self._step("view", [source], [result], transfer=transfer, pads=local_pads, fill=fill)
+        inner = all(want.axis == want.source.axis and want.axis and want.dim > 1 for want in needed)
         self.steps[-1].window = window and inner and not transfer.silent
-        return found
+        return result
 
-    def _narrowed(self, value: Value, wanted: Sequence[Want], used: UsedIndices) -> tuple[Want, ...]:
-        """Return the wants, restricted to indices that are used, along dimensions that are not cut too."""
-        found = {want.dim: want for want in wanted}
+    def _narrowed(self, value: Value, needed: Sequence[Want], used: UsedIndices) -> tuple[Want, ...]:
+        """Return the wants restricted to used indices, along unpartitioned dimensions too."""
+        narrowed = {want.dim: want for want in needed}
         for dim, parts in used.items():
             atom = self.atom(value, dim)
-            want = found.get(dim, Want(dim, atom, atom.axis, tuple((own,) for own in atom.ranges)))
+            want = narrowed.get(dim, Want(dim, atom, atom.axis, tuple((own,) for own in atom.ranges)))
             if any(sum(map(len, cells)) != hi - lo for cells, ((lo, hi),) in zip(parts, want.ranges, strict=True)):
-                found[dim] = want._replace(used=tuple(parts))
-        return tuple(want for _, want in sorted(found.items()))
+                narrowed[dim] = want._replace(used=tuple(parts))
+        return tuple(want for _, want in sorted(narrowed.items()))
 
     def _inside(self, value: Value, wants: Ranges, context: Iterable[int] | None) -> frozenset[int]:
-        """Return the axes that cut what is computed from a view, which `view` is asked for."""
-        asked = frozenset(axis for axis, _ in wants.values() if axis is not None)
-        return (value.axes | asked) if context is None else frozenset(context)
+        """Return the axes that partition the result computed from a view."""
+        view_axes = frozenset(axis for axis, _ in wants.values() if axis is not None)
+        return (value.axes | view_axes) if context is None else frozenset(context)
 
     def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Value:
-        """Return a value of which every rank has all indices (of these dimensions), for what they compute alike."""
+        """Return a value with all indices (of these dimensions) on every rank, for replicated work."""
         rank = len(value.layout)
         chosen = set(range(rank)) if dims is None else {dim % rank for dim in dims}
         axes = axes_of(value.layout[dim] for dim in chosen)
@@ -113,20 +113,19 @@ class Builder(StepList):
             if atom.axis in axes
         )
         rest = tuple((Atom(dim[0].extent),) if dim[0].axis in axes else dim for dim in expanded.layout)
-        found = self._value(local_shape(rest, self.place), value.axes - axes, value.dtype, value.kind, rest)
-        self._step("gather", [expanded], [found], transfer=Transfer(self.mesh, wants))
-        return self.shaped(found, whole_along(value.layout, chosen))
+        result = self._value(local_shape(rest, self.place), value.axes - axes, value.dtype, value.kind, rest)
+        self._step("gather", [expanded], [result], transfer=Transfer(self.mesh, wants))
+        return self.shaped(result, whole_along(value.layout, chosen))
 
     def recut(self, value: Value, layout: Layout) -> Value:
-        """Return a value cut as `layout`, which has the same atoms but for where they are cut, and by which axis."""
+        """Return a value repartitioned as `layout`, whose atoms differ only in their axes and bounds."""
         if value.layout == layout:
             return value
         expanded = self._atoms(value)
         target = [atom for dim in layout for atom in dim]
-        target = _alike([dim[0] for dim in expanded.layout], target)
-        wants = {
-            dim: _own(new) for dim, (new, (old,)) in enumerate(zip(target, expanded.layout, strict=True)) if new != old
-        }
+        target = _match_ones([dim[0] for dim in expanded.layout], target)
+        pairs = enumerate(zip(target, expanded.layout, strict=True))
+        wants = {dim: _cut_of(new) for dim, (new, (old,)) in pairs if new != old}
         seen = self.view(expanded, wants, axes_of(layout))
         shape = local_shape(layout, self.place)
         if seen.local == shape and seen.layout_or_none == layout:
@@ -134,7 +133,7 @@ class Builder(StepList):
         return self.local(lambda x: x.reshape(shape), [seen], layout)
 
     def reshape(self, value: Value, shape: Sequence[int]) -> Value:
-        """Return a value of another global shape; where a cut would not fit, it is moved before."""
+        """Return a value of another global shape; partition boundaries that do not fit are moved first."""
         if prod(shape) == 0:
             self.refuse("a tensor without elements is reshaped")
         for _ in range(2 * len(value.layout) + 2):
@@ -142,72 +141,72 @@ class Builder(StepList):
                 return self.shaped(value, reshaped(value.layout, shape))
             except Unaligned as problem:
                 if problem.multiple:
-                    value = self.recut(value, tuple(_aligned(dim, problem, self.mesh) for dim in value.layout))
-                else:  # no cut would do: every rank sees it whole
+                    value = self.recut(value, tuple(_align_bounds(dim, problem, self.mesh) for dim in value.layout))
+                else:  # no partition fits: gather it
                     dims = [d for d, dim in enumerate(value.layout) if problem.atom in dim]
                     value = self.gathered(value, dims if axes_of(value.layout[d] for d in dims) else None)
         return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} splits a partitioned dimension")
 
     def shaped(self, value: Value, layout: Layout) -> Value:
-        """Return a value whose part has the shape that `layout` says; nothing moves."""
+        """Return a value whose local part is reshaped as `layout`; without data movement."""
         shape = local_shape(layout, self.place)
         if value.layout_or_none == layout:
             return value
         return self.local(lambda x: x.reshape(shape), [value], layout)
 
     def aligned(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
-        """Return a value for a pointwise operation with results cut as `target`; dimensions of one index broadcast."""
+        """Return a value for a pointwise operation with results of layout `target`; dimensions of size 1 broadcast."""
         context = frozenset(context)
         if value.layout_or_none is None:
             return value
         offset = len(target) - len(value.layout)
         value = self.gathered(
-            value, [at for at, dim in enumerate(value.layout) if not _alike_cut(dim, target[offset + at])]
+            value, [at for at, dim in enumerate(value.layout) if not _has_same_atoms(dim, target[offset + at])]
         )
-        wanted = [
+        aligned_dims = [
             dim if shape_of((dim,)) == (1,) != shape_of((target[offset + at],)) else target[offset + at]
             for at, dim in enumerate(value.layout)
         ]
         atoms: list[Atom] = []
-        for dim, new in zip(value.layout, wanted, strict=True):
+        for dim, new in zip(value.layout, aligned_dims, strict=True):
             if dim == new:
                 atoms += dim
             elif all(atom.axis is None for atom in dim):
                 atoms += [Atom(atom.extent) for atom in new]
             else:
                 atoms += dim
-        if all(dim == new for dim, new in zip(value.layout, wanted, strict=True)):
+        if all(dim == new for dim, new in zip(value.layout, aligned_dims, strict=True)):
             return self.enter(value, context)
         expanded = self._as_atoms(value, atoms)
-        flat = [atom for dim in wanted for atom in dim]
-        wants = {dim: _own(new) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new}
+        flat = [atom for dim in aligned_dims for atom in dim]
+        wants = {dim: _cut_of(new) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new}
         seen = self.view(expanded, wants, context)
-        shape = local_shape(tuple(wanted), self.place)
+        shape = local_shape(tuple(aligned_dims), self.place)
         if seen.local == shape:
             return seen
         return self._raw(lambda x: x.reshape(shape), seen, shape)
 
     def cut_as(self, value: Value, layout: Layout) -> Value:
-        """Return a value cut as `layout`, whatever it is made of."""
+        """Return a value of layout `layout`, whatever its atoms."""
         seen = self.aligned(value, layout, axes_of(layout))
         return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
 
     def reshard_away_from(self, layout: Layout, dims: Iterable[int]) -> Layout:
-        """Return a layout with these dimensions whole; their cuts pass to others that are whole, and long enough.
+        """Return a layout with these dimensions whole; their axes partition other dimensions that are long enough.
 
-        So no rank has all of what lies so, and each sees these dimensions whole for a part of it.
+        Each rank then has these dimensions whole for a part of the tensor, and no rank all of it.
         """
         kept = {dim % len(layout) for dim in dims}
-        found = list(whole_along(layout, kept))
-        for axis in sorted(axes_of(layout[dim] for dim in kept) - axes_of(found)):
-            free = [dim for dim, cut in enumerate(found) if dim not in kept and not axes_of((cut,))]
-            extent, dim = max(((shape_of((found[dim],))[0], -dim) for dim in free), default=(0, 0))
+        resharded = list(whole_along(layout, kept))
+        for axis in sorted(axes_of(layout[dim] for dim in kept) - axes_of(resharded)):
+            free = [dim for dim, cut in enumerate(resharded) if dim not in kept and not axes_of((cut,))]
+            extent, dim = max(((shape_of((resharded[dim],))[0], -dim) for dim in free), default=(0, 0))
             if extent >= self.mesh.parts[axis]:
-                found[-dim] = (self.mesh.atom(extent, axis),)
-        return tuple(found)
+                resharded[-dim] = (self.mesh.atom(extent, axis),)
+        return tuple(resharded)
 
     def seen_whole(self, value: Value, dims: Iterable[int], context: Iterable[int]) -> Value:
-        """Return a value with these dimensions whole, for what is cut by the axes of `context`."""
+        """Return a value with these dimensions whole, for work partitioned over the axes of `context`."""
         dims = set(dims)
         layout = whole_along(value.layout, dims)
         if layout == value.layout:
@@ -223,19 +222,19 @@ class Builder(StepList):
         return seen if seen.local == shape else self._raw(lambda x: x.reshape(shape), seen, shape)
 
     def seen_as(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
-        """Return a value aligned to a layout, dimensions that are whole there seen whole."""
+        """Return a value aligned to a layout, gathered along the dimensions that are whole in it."""
         offset = len(target) - len(value.layout)
         dims = [
             at
             for at, dim in enumerate(value.layout)
             if axes_of([dim]) and not axes_of([target[offset + at]]) and value.shape[at] != 1
         ]
-        if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # where it would be cut twice by an axis
+        if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # an axis would partition it twice
             value, dims = self.gathered(value, dims), []
         if not dims:
             return self.aligned(value, target, context)
-        wanted = whole_along(value.layout, dims)
-        if any(dim != target[offset + at] and value.shape[at] != 1 for at, dim in enumerate(wanted)):
+        gathered_layout = whole_along(value.layout, dims)
+        if any(dim != target[offset + at] and value.shape[at] != 1 for at, dim in enumerate(gathered_layout)):
             value = self.recut(
                 value,
                 tuple(
@@ -246,9 +245,9 @@ class Builder(StepList):
         return self.seen_whole(value, dims, context)
 
     def co_align(self, values: Sequence[Value], dims: Iterable[int]) -> tuple[list[Value], Layout]:
-        """Return values of which these dimensions are whole and others are cut alike, and how the first is cut then.
+        """Return values with these dimensions whole and the others partitioned alike, and the layout for the results.
 
-        What is computed of them can be cut as that layout again, along these dimensions as the first one was.
+        Along these dimensions that layout is the one of the first value.
         """
         first, chosen = values[0].layout, set(dims)
         rest = self.common(
@@ -264,13 +263,13 @@ class Builder(StepList):
         return [self.cut_as(value, layout) for value, layout in zip(values, layouts, strict=True)], back
 
     def single(self, value: Value, dim: int) -> Value:
-        """Return the value, with a dimension that is made of several atoms, some of them cut, whole."""
+        """Return the value, gathered along a dimension if that is made of several atoms."""
         return value if len(value.layout[dim]) == 1 else self.gathered(value, [dim])
 
     def common(self, layouts: Sequence[Layout]) -> Layout:
-        """Return how a pointwise result of values that lie so is cut: as the first that is, in each dimension."""
+        """Return the layout of a pointwise result: in each dimension that of the first partitioned value."""
         rank = max(len(layout) for layout in layouts)
-        found: list[Dim] = []
+        common_dims: list[Dim] = []
         used: set[int] = set()
         for at in range(-rank, 0):
             dims = [layout[at] for layout in layouts if len(layout) >= -at]
@@ -284,8 +283,8 @@ class Builder(StepList):
             if chosen is None:
                 chosen = (Atom(extent),)
             used |= axes_of((chosen,))
-            found.append(chosen)
-        return tuple(found)
+            common_dims.append(chosen)
+        return tuple(common_dims)
 
     def _atoms(self, value: Value) -> Value:
         return self._as_atoms(value, [atom for dim in value.layout for atom in dim])
@@ -294,32 +293,32 @@ class Builder(StepList):
         return self.shaped(value, tuple((atom,) for atom in atoms))
 
 
-def _own(atom: Atom) -> tuple[int | None, list[list[Range]]]:
-    """Return what a view has to want of a dimension for it to be cut so."""
+def _cut_of(atom: Atom) -> tuple[int | None, list[list[Range]]]:
+    """Return the axis and ranges of a view that partition a dimension as the atom."""
     return atom.axis, [[own] for own in atom.ranges]
 
 
-def _alike_cut(dim: Dim, target: Dim) -> bool:
-    """Return whether a dimension, if it is cut at all, is made of the same atoms as another, and does not broadcast."""
+def _has_same_atoms(dim: Dim, target: Dim) -> bool:
+    """Return whether a dimension, if partitioned, has atoms of the same extents as another, without broadcasting."""
     return not axes_of((dim,)) or [a.extent for a in dim] == [a.extent for a in target]
 
 
-def _aligned(dim: Dim, problem: Unaligned, mesh: Mesh) -> Dim:
-    """Return the dimension with the atom of a problem cut at multiples of so many."""
-    found = []
+def _align_bounds(dim: Dim, problem: Unaligned, mesh: Mesh) -> Dim:
+    """Return the dimension with the bounds of the problem's atom at multiples of `problem.multiple`."""
+    atoms = []
     for atom in dim:
         if atom == problem.atom:
             major = mesh.atom(atom.extent // problem.multiple, atom.axis)
             atom = major.scaled(problem.multiple)
-        found.append(atom)
-    return tuple(found)
+        atoms.append(atom)
+    return tuple(atoms)
 
 
-def _alike(old: Sequence[Atom], new: Sequence[Atom]) -> list[Atom]:
-    """Return the new atoms, those of one index that the old ones have included."""
+def _match_ones(old: Sequence[Atom], new: Sequence[Atom]) -> list[Atom]:
+    """Return the new atoms with the old ones' atoms of one index inserted."""
     if len(old) == len(new):
         return list(new)
-    found, rest = [], list(new)
+    matched, rest = [], list(new)
     for atom in old:
-        found.append(rest.pop(0) if rest and rest[0].extent == atom.extent else Atom(1))
-    return found
+        matched.append(rest.pop(0) if rest and rest[0].extent == atom.extent else Atom(1))
+    return matched

@@ -1,4 +1,4 @@
-"""Losses and optimisers of PyTorch as files name them."""
+"""PyTorch losses and optimisers, selected by name in files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..registry.functions import Function
 from .registry import TRACING
 
 REFUSED = "Optimizer", "LBFGS", "SparseAdam"
-"""No optimiser; and those that want to run the model themselves, or gradients that are not dense."""
+"""The base class, and optimisers that run the model themselves or need sparse gradients."""
 
 
 class TorchLoss(Registered):
@@ -40,11 +40,11 @@ class TorchLoss(Registered):
     def __init__(
         self, name: str | Callable[..., Any] = "CrossEntropyLoss", arguments: Mapping[str, Any] | None = None
     ) -> None:
-        found = _found(name, "torch.nn", torch.nn, [one for one in dir(torch.nn) if one.endswith("Loss")])
-        given = {key: _tensor(value) for key, value in (arguments or {}).items()}
-        if isinstance(found, type):
-            found, given = called("arguments", found, **given), {}
-        self.criterion: Any = functools.partial(found, **given) if given else found
+        loss = _look_up(name, "torch.nn", torch.nn, [key for key in dir(torch.nn) if key.endswith("Loss")])
+        options = {key: _tensor(value) for key, value in (arguments or {}).items()}
+        if isinstance(loss, type):
+            loss, options = call_checked("arguments", loss, **options), {}
+        self.criterion: Any = functools.partial(loss, **options) if options else loss
         self.ignore_index: int | None = getattr(self.criterion, "ignore_index", None)
 
     def check(self, output_shape: tuple[int, ...], classes: int | None) -> None:
@@ -81,27 +81,27 @@ class TorchOptimizer(Scheduled, Registered):
         arguments: Mapping[str, Any] | None = None,
         schedule: Schedule | None = None,
     ) -> None:
-        names = [one for one in dir(torch.optim) if isinstance(getattr(torch.optim, one), type) and one not in REFUSED]
-        self.found = _found(name, "torch.optim", torch.optim, names)
-        self.given, self.schedule = dict(arguments or {}), schedule
-        made = self.made([torch.nn.Parameter(torch.zeros(1, 1))])  # so that mistakes are found with the file
-        self.has_momentum = bool({"momentum", "betas"} & made.defaults.keys())
+        names = [key for key in dir(torch.optim) if isinstance(getattr(torch.optim, key), type) and key not in REFUSED]
+        self.constructor = _look_up(name, "torch.optim", torch.optim, names)
+        self.options, self.schedule = dict(arguments or {}), schedule
+        optimizer = self.create([torch.nn.Parameter(torch.zeros(1, 1))])  # reports mistakes when the file is read
+        self.has_momentum = bool({"momentum", "betas"} & optimizer.defaults.keys())
 
-    def made(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def create(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer for a module's parameters."""
-        optimizer = called("arguments", self.found, list(parameters), **self.given)
+        optimizer = call_checked("arguments", self.constructor, list(parameters), **self.options)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"name: created a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         return optimizer
 
     @cached_property
     def elementwise(self) -> bool:
-        """Whether an update of two halves of a parameter is that of the whole."""
+        """Whether updating two halves of a parameter equals updating the whole."""
         values = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
         whole, *halves = (torch.nn.Parameter(part.clone()) for part in (values, values[:2], values[2:]))
         groups: list[list[torch.nn.Parameter]] = [[whole], halves]
         for tensors in groups:
-            optimizer = self.made(tensors)
+            optimizer = self.create(tensors)
             for step in range(2):
                 gradient = (values.sin() + step).split(4 // len(tensors))
                 for tensor, part in zip(tensors, gradient, strict=True):
@@ -115,44 +115,44 @@ class TorchOptimizer(Scheduled, Registered):
         """Number of state elements per trained element, in arrays shaped like the parameters."""
         parameter = torch.nn.Parameter(torch.zeros(2, 2))
         parameter.grad = torch.zeros(2, 2)
-        optimizer = self.made([parameter])
+        optimizer = self.create([parameter])
         with TRACING:
             optimizer.step()
-        found = [value for state in optimizer.state.values() for value in state.values()]
-        return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in found)
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in values)
 
 
-def called(field: str, function: Any, *given: Any, **arguments: Any) -> Any:
-    """Return what a function or class gives for arguments that a file says; ConfigError, about `field`, if it fails."""
-    who = getattr(function, "__name__", type(function).__name__)
+def call_checked(field: str, function: Any, *args: Any, **arguments: Any) -> Any:
+    """Call a function or class with arguments from a file; raise a ConfigError about `field` if that fails."""
+    name = getattr(function, "__name__", type(function).__name__)
     try:
-        known = dict(inspect.signature(function).parameters)
+        parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # built-in
-        known = {}
-    names = list(known)[len(given) :]
-    if known and not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
-        for name in arguments:
-            if name not in names:
-                raise ConfigError(f"{field}: {who} has no argument '{name}'{suggest(name, names) or '; it has none'}")
+        parameters = {}
+    names = list(parameters)[len(args) :]
+    if parameters and not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for key in arguments:
+            if key not in names:
+                raise ConfigError(f"{field}: {name} has no argument '{key}'{suggest(key, names) or '; it has none'}")
     try:
-        return function(*given, **arguments)
+        return function(*args, **arguments)
     except UserError:
         raise
     except Exception as error:
-        raise ConfigError(f"{field}: {who} failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{field}: {name} failed: {type(error).__name__}: {error}") from error
 
 
-def unwrapped(function: Any) -> Any:
-    """Return what a function that a file has named is."""
+def unwrap(function: Any) -> Any:
+    """Return the callable behind a function named in a file."""
     return function.call if isinstance(function, Function) else function
 
 
-def _found(name: Any, where: str, package: Any, names: list[str]) -> Any:
+def _look_up(name: Any, origin: str, package: Any, names: list[str]) -> Any:
     if not isinstance(name, str):
-        return unwrapped(name)
+        return unwrap(name)
     if name not in names:
         raise ConfigError(
-            f"name: '{name}' is not in {where}{suggest(name, names)} (or MODULE:NAME of a module given by --import)"
+            f"name: '{name}' is not in {origin}{suggest(name, names)} (or MODULE:NAME of a module given by --import)"
         )
     return getattr(package, name)
 

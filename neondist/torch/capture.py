@@ -1,4 +1,4 @@
-"""A module as a graph of ATen operators at the global shape; fake tensors, so that no memory is needed."""
+"""Capture of a module as a graph of ATen operators at the global shape, on fake tensors without memory."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ from ..errors import ConfigError
 from ..halo import ExchangePolicy
 from .checks import check_module
 from .constants import known_values, remove_reads
-from .custom_gradients import recorded
+from .custom_gradients import record_functions
 from .errors import NotRecorded
 from .functionalize import is_simple, keep_statistics, note_result
 from .graph import Value
 from .layout import Layout, Mesh, axes_of, whole
 from .lower import Lowering
 from .no_grad import stop_gradients
-from .persistent_state import observed
+from .persistent_state import preserve_state
 from .plan import TorchPlan
-from .schemes import put_into
+from .schemes import assign_schemes
 from .steps import Where
 from .tracing import Shapes, no_graph, tracing, user_frames
 
 DRAWS = 1000
-"""More than an operator has of random numbers' keys."""
+"""Stride of random-number keys between operators; exceeds the keys of one operator."""
 
 
-def captured(
+def capture_module(
     module: nn.Module,
     shapes: Shapes,
-    what: str = "",
+    name: str = "",
     device: torch.device | None = None,
 ) -> Any:
-    """Return the exported program of a module, composite operators kept.
+    """Return the exported program of a module, with composite operators preserved.
 
-    Neither no_grad, inference_mode nor autocast around the call are part of it: they hold for what runs. To code
-    that asks for it, `torch.is_grad_enabled()` has the value that it has around the call.
+    no_grad, inference_mode and autocast around the call are not captured; they apply when the program runs. Code that
+    calls `torch.is_grad_enabled()` sees its value around this call.
 
     Parameters
     ----------
-    what : str
-        What errors call the module; default: its class.
+    name : str
+        Name of the module in errors; default: its class.
     device : torch.device, optional
-        Of the inputs; default: where the module's parameters and buffers are.
+        Device of the inputs; default: that of the module's parameters and buffers.
 
     Raises
     ------
     ConfigError
-        If its control flow depends on the values of tensors, if it has hooks of its way back, or if it cannot be
-        traced for another reason.
+        If its control flow depends on tensor values, if it has backward hooks, or if it cannot be traced for another
+        reason.
     """
     check_module(module)
     gradients = torch.is_grad_enabled()
-    importlib.import_module("torch._dynamo")  # what it makes of autograd.Function is not to see that of `recorded`
-    with tracing(what or type(module).__name__, shapes), recorded() as functions, known_values(module) as values:
+    importlib.import_module("torch._dynamo")  # before `record_functions` patches what it inspects
+    with tracing(name or type(module).__name__, shapes), record_functions() as calls, known_values(module) as values:
         with FakeTensorMode(allow_non_fake_inputs=True):
             on = device or device_of(module)
             inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
-        with observed(module, inputs) as asks, no_graph(), torch.set_grad_enabled(gradients or not asks):
+        with preserve_state(module, inputs) as asks, no_graph(), torch.set_grad_enabled(gradients or not asks):
             program: Any = torch.export.export(module, inputs, strict=False)
         remove_reads(program)
         tied = _join_names(program)
-        stop_gradients(program, lambda node: where(node).source)
+        stop_gradients(program, lambda node: location_of(node).source)
         specs = program.graph_signature.input_specs
         buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
         if not is_simple(program.graph, buffers):
@@ -82,54 +82,54 @@ def captured(
                     f"the forward writes into a part of the buffer {tied[0]}, which has several names, or reads it"
                     " by one that it had before; keep one name"
                 ) from None
-        program.functions, program.reads, program.trained = functions, values.reads, values.trained
+        program.functions, program.reads, program.trained = calls, values.reads, values.trained
         return program
 
 
 def _join_names(program: Any) -> list[str]:
-    """Let a buffer with several names be read and written by the first; return the others."""
+    """Redirect all names of a buffer to the first; return the other names."""
     first: dict[int, Any] = {}
-    found: list[str] = []
+    duplicates: list[str] = []
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     tensors = {**program.constants, **program.state_dict}
     for spec in program.graph_signature.input_specs:
         if spec.kind == InputKind.BUFFER:
             node = nodes[spec.arg.name]
-            if (other := first.setdefault(id(tensors[spec.target]), node)) is not node:
-                node.replace_all_uses_with(other)
-                found.append(spec.target)
-    return found
+            if (original := first.setdefault(id(tensors[spec.target]), node)) is not node:
+                node.replace_all_uses_with(original)
+                duplicates.append(spec.target)
+    return duplicates
 
 
 def _without_writes(program: Any) -> Any:
-    """Return the program with no operator in place, and none that PyTorch only composes of others."""
+    """Return the program without in-place and composite operators."""
     keep_statistics(program.graph)
     return program.run_decompositions({})
 
 
-def decomposed(program: Any, module: nn.Module, shapes: Shapes) -> Any:
-    """Return what `captured` gave with no operator in place, and none that PyTorch only composes of others."""
+def decompose(program: Any, module: nn.Module, shapes: Shapes) -> Any:
+    """Return a captured program without in-place and composite operators."""
     with tracing(type(module).__name__, shapes):
-        found = _without_writes(program)
-        found.functions, found.reads, found.trained = program.functions, program.reads, program.trained
-        return found
+        result = _without_writes(program)
+        result.functions, result.reads, result.trained = program.functions, program.reads, program.trained
+        return result
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return where the first of a module's parameters and buffers is; of one without, PyTorch's default device."""
+    """Return the device of a module's first parameter or buffer, or PyTorch's default device."""
     own = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
     return torch.get_default_device() if own is None else own
 
 
-def where(node: Any) -> Where:
-    """Return where in the user's program a node stands."""
+def location_of(node: Any) -> Where:
+    """Return the location of a node in the user's program."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
     frames = user_frames(node.meta.get("stack_trace") or "")
     return Where(str(node.target), path, frames[-1] if frames else "")
 
 
-def lowered(
+def lower_program(
     program: Any,
     mesh: Mesh,
     rank: int,
@@ -145,17 +145,17 @@ def lowered(
     Parameters
     ----------
     layouts : sequence of Layout
-        How each of the user's inputs is cut.
+        Layout of each of the user's inputs.
     gather_at : sequence of str
-        Paths of modules that every rank computes whole; an image that comes from there is cut again.
+        Paths of modules that every rank computes on whole arrays; their output images are tiled again.
     schemes : dict of path to ExchangePolicy
-        Of modules' windows; default: exact.
+        Border schemes of modules' windows; default: exact.
     recompute : bool
-        Whether the way back runs segments again.
+        Whether the backward pass recomputes segments.
     lowering : Lowering, optional
-        What makes the plan.
+        Builder of the plan.
     trained : dict of name to tensor, optional
-        Takes tensors with gradients that are no parameters of the module, which count as such; default: refused.
+        Receives tensors that require gradients but are not parameters; treated as parameters. Default: refused.
     """
     lowering, signature = lowering or Lowering(mesh, rank), program.graph_signature
     lowering.functions = program.functions
@@ -165,18 +165,18 @@ def lowered(
     inputs: list[int] = []
     env: dict[Any, Any] = {}
     changed: dict[str, Any] = {}
-    waiting = list(layouts)[::-1]
+    pending = list(layouts)[::-1]
     gathering = _Gathering(lowering, gather_at)
     outputs: Sequence[Any] = ()
-    ends: Sequence[Any] = ()
-    for place, node in enumerate(program.graph.nodes):
+    output_nodes: Sequence[Any] = ()
+    for position, node in enumerate(program.graph.nodes):
         if node.op == "placeholder":
-            env[node] = _given(lowering, node, specs[node.name], program, waiting, parameters, buffers, inputs, trained)
+            env[node] = _bind(lowering, node, specs[node.name], program, pending, parameters, buffers, inputs, trained)
         elif node.op == "output":
-            lowering.where, ends = where(node), node.args[0]
+            lowering.where, output_nodes = location_of(node), node.args[0]
             outputs = pytree.tree_map(lambda arg: gathering.outside(lowering.read(env, arg)), node.args[0])
         else:
-            lowering.where, lowering.out, lowering.draws = where(node), node.meta.get("val"), place * DRAWS
+            lowering.where, lowering.out, lowering.draws = location_of(node), node.meta.get("val"), position * DRAWS
             _check_static(lowering)
             pick = gathering.inside if gathering.at(node) else gathering.outside
 
@@ -184,20 +184,20 @@ def lowered(
                 return pick(lowering.read(env, arg))
 
             args, kwargs = pytree.tree_map(value, (node.args, dict(node.kwargs)))
-            found = lowering.call(node.meta.get("twin", node.target), args, kwargs)
-            olds = note_result(env, node, found)
-            changed |= {specs[old.name].target: old for old in olds if old.op == "placeholder"}
+            result = lowering.call(node.meta.get("twin", node.target), args, kwargs)
+            overwritten = note_result(env, node, result)
+            changed |= {specs[old.name].target: old for old in overwritten if old.op == "placeholder"}
             if gathering.at(node):
-                gathering.note(found)
+                gathering.note(result)
     mutated = {name: lowering.gathered(gathering.outside(lowering.read(env, old))).id for name, old in changed.items()}
     results: list[Any] = []
-    for spec, out, end in zip(signature.output_specs, outputs, ends, strict=True):
+    for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
             results.append(lowering.enter(out, ()) if isinstance(out, Value) else out)  # a parameter counts once
         elif spec.kind == OutputKind.BUFFER_MUTATION:
             mutated[spec.target] = lowering.gathered(out).id
         else:
-            lowering.where = where(end)
+            lowering.where = location_of(output_node)
             lowering.refuse("an input, or a parameter, is changed in place")
     ids = [out.id if isinstance(out, Value) else _Plain(out) for out in results]
     plan = TorchPlan(
@@ -213,16 +213,16 @@ def lowered(
         None if lowering.key is None else lowering.key.id,
         recompute,
     )
-    put_into(plan.steps, schemes or {})
+    assign_schemes(plan.steps, schemes or {})
     return plan, program.call_spec.out_spec
 
 
 def _check_static(lowering: Lowering) -> None:
     for out in pytree.tree_leaves(lowering.out):
         if isinstance(out, torch.SymInt) or (isinstance(out, torch.Tensor) and not _is_static(out)):
-            here = lowering.where
+            location = lowering.where
             raise ConfigError(
-                f"{here.place}{here.operator}{_inside(here)}: the shape of its result depends"
+                f"{location.place}{location.operator}{_in_module(location)}: the shape of its result depends"
                 " on the values of tensors; a module's computation may depend on their shapes, but not on their"
                 " values"
             )
@@ -232,8 +232,8 @@ def _is_static(tensor: torch.Tensor) -> bool:
     return all(isinstance(n, int) for n in tensor.shape)
 
 
-def _inside(here: Where) -> str:
-    return f" in module '{here.module}'" if here.module else ""
+def _in_module(location: Where) -> str:
+    return f" in module '{location.module}'" if location.module else ""
 
 
 class _Plain:
@@ -243,12 +243,12 @@ class _Plain:
         self.value = value
 
 
-def _given(
+def _bind(
     lowering: Lowering,
     node: Any,
     spec: Any,
     program: Any,
-    waiting: list[Layout],
+    pending: list[Layout],
     parameters: dict[str, int],
     buffers: dict[str, int],
     inputs: list[int],
@@ -258,35 +258,35 @@ def _given(
     if spec.kind == InputKind.CONSTANT_TENSOR:
         constant = program.constants[spec.target]
         if isinstance(constant, FakeTensor):
-            here = where(next(iter(node.users), node))
+            location = location_of(next(iter(node.users), node))
             raise ConfigError(
-                f"{here.place}{here.operator}{_inside(here)} receives a tensor that PyTorch"
+                f"{location.place}{location.operator}{_in_module(location)} receives a tensor that PyTorch"
                 " could not trace, such as the .data of another; use .detach() instead"
             )
-        # a parameter that was read from a list or a dictionary
+        # a parameter read from a list or a dictionary
         for name in parameters:
             if name in program.state_dict and _memory(program.state_dict[name]) == _memory(constant):
                 return lowering.values[parameters[name]]
         # PyTorch may have detached it
         trainable = (t for t in (constant, *program.trained) if t.requires_grad)
-        other = next((t for t in trainable if _memory(t) == _memory(constant)), None)
-        if other is None:
+        parameter = next((t for t in trainable if _memory(t) == _memory(constant)), None)
+        if parameter is None:
             return lowering.constant(constant)
         if trained is None:
-            here = where(next(iter(node.users), node))
+            location = location_of(next(iter(node.users), node))
             raise ConfigError(
-                f"{here.place}{here.operator}{_inside(here)} receives a tensor that requires"
+                f"{location.place}{location.operator}{_in_module(location)} receives a tensor that requires"
                 " grad but is not a parameter of the module; register it as an nn.Parameter of a module"
             )
         value = lowering.input(whole(fake.shape), fake.dtype, "parameter")
-        parameters[spec.target], trained[spec.target] = value.id, other
+        parameters[spec.target], trained[spec.target] = value.id, parameter
         return value
     if not isinstance(fake, torch.Tensor):
         return fake
-    layout = waiting.pop() if spec.kind == InputKind.USER_INPUT else whole(fake.shape)
+    layout = pending.pop() if spec.kind == InputKind.USER_INPUT else whole(fake.shape)
     if spec.kind == InputKind.USER_INPUT:
-        given, value = lowering.image(layout, fake.dtype)
-        inputs.append(given.id)
+        image, value = lowering.image(layout, fake.dtype)
+        inputs.append(image.id)
         return value
     kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "constant"}
     value = lowering.input(layout, fake.dtype, kinds.get(spec.kind, "value"))
@@ -304,43 +304,43 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Gathering:
-    """The modules that every rank computes whole."""
+    """Modules that every rank computes on whole arrays."""
 
     def __init__(self, lowering: Lowering, paths: Sequence[str]) -> None:
         self.lowering, self.paths = lowering, tuple(paths)
-        self.made: set[int] = set()
-        self.moved: dict[tuple[int, bool], Value] = {}
+        self.gathered: set[int] = set()
+        self.cache: dict[tuple[int, bool], Value] = {}
 
     def at(self, node: Any) -> bool:
-        """Return whether a node is computed whole."""
+        """Return whether a node is computed on whole arrays."""
         stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
         return any(path in self.paths for path in [*stack, *([""] if "" in self.paths else [])])
 
-    def note(self, made: Any) -> None:
-        """Take note of the values that were computed whole."""
-        self.made.update(value.id for value in pytree.tree_leaves(made) if isinstance(value, Value))
+    def note(self, result: Any) -> None:
+        """Record values that were computed on whole arrays."""
+        self.gathered.update(value.id for value in pytree.tree_leaves(result) if isinstance(value, Value))
 
     def inside(self, value: Any) -> Any:
-        """Return a value as a module that is computed whole has it."""
-        return self._moved(value, True)
+        """Return a value as seen inside a gathered module."""
+        return self._convert(value, True)
 
     def outside(self, value: Any) -> Any:
-        """Return a value as others have it."""
-        return self._moved(value, False)
+        """Return a value as seen outside gathered modules."""
+        return self._convert(value, False)
 
-    def _moved(self, value: Any, whole: bool) -> Any:
+    def _convert(self, value: Any, whole: bool) -> Any:
         if isinstance(value, (tuple, list)):
-            return type(value)(self._moved(each, whole) for each in value)
+            return type(value)(self._convert(item, whole) for item in value)
         if not isinstance(value, Value) or value.kind == "parameter":
             return value
-        if whole == (value.id in self.made) or (whole and not axes_of(value.layout)):
+        if whole == (value.id in self.gathered) or (whole and not axes_of(value.layout)):
             return value
         key = value.id, whole
-        if key not in self.moved:
+        if key not in self.cache:
             if whole:
-                self.moved[key] = self.lowering.gathered(value)
+                self.cache[key] = self.lowering.gathered(value)
             else:
                 mesh = self.lowering.mesh
                 is_image = len(value.shape) == mesh.spatial + 2
-                self.moved[key] = self.lowering.recut(value, mesh.image(value.shape)) if is_image else value
-        return self.moved[key]
+                self.cache[key] = self.lowering.recut(value, mesh.image(value.shape)) if is_image else value
+        return self.cache[key]

@@ -1,4 +1,4 @@
-"""Checks of users' arguments, and their messages."""
+"""Validation of user arguments, with error messages."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from .plan import TorchPlan
 
 
 def check_gather_at(module: nn.Module, gather_at: Sequence[str]) -> None:
-    """Raise ConfigError unless all are paths of modules, with names that are close."""
+    """Raise ConfigError, with suggestions, unless all are paths of modules."""
     if isinstance(gather_at, str):
         raise ConfigError(f"gather_at: expected a list of module paths, got a string; use [{gather_at!r}]")
-    known = [path for path, _ in module.named_modules()]
+    paths = [path for path, _ in module.named_modules()]
     for path in gather_at:
-        if path not in known:
-            close = difflib.get_close_matches(path, known, 3, 0.4)
+        if path not in paths:
+            close = difflib.get_close_matches(path, paths, 3, 0.4)
             hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
             raise ConfigError(f"gather_at: the module has none named {path!r}{hint or '; see named_modules()'}")
 
 
-_INNER = "pass model.module, not its {} wrapper: gradients are summed over all ranks without it"
+_UNWRAP = "pass model.module, not its {} wrapper: gradients are summed over all ranks without it"
 _WRAPPERS = {
-    ("torch.nn.parallel.distributed", "DistributedDataParallel"): _INNER.format("DistributedDataParallel"),
-    ("torch.nn.parallel.data_parallel", "DataParallel"): _INNER.format("DataParallel"),
-    ("torch.distributed.fsdp", "FullyShardedDataParallel"): _INNER.format("FullyShardedDataParallel"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): _UNWRAP.format("DistributedDataParallel"),
+    ("torch.nn.parallel.data_parallel", "DataParallel"): _UNWRAP.format("DataParallel"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): _UNWRAP.format("FullyShardedDataParallel"),
     ("torch.distributed.fsdp", "FSDPModule"): "call distribute instead of fully_shard",
 }
-"""By module and name, since importing them takes long."""
+"""Identified by name, since importing the classes is slow."""
 
 
 def check_module(module: nn.Module) -> None:
-    """Raise ConfigError for what cannot be captured, or would not do what it does in one process."""
+    """Raise ConfigError for modules that cannot be captured or would behave differently from a single process."""
     for path, part in module.named_modules():
         name = f"the module {path!r}" if path else "the module"
         for kind in type(part).__mro__:
@@ -63,34 +63,34 @@ def check_module(module: nn.Module) -> None:
             raise ConfigError(f"{name} is lazy and has no weights yet; apply the module to a small image first")
 
 
-def check_tensor(what: str, value: Any) -> None:
-    """Raise ShapeError for what is not a tensor."""
+def check_tensor(name: str, value: Any) -> None:
+    """Raise ShapeError unless the value is a tensor."""
     if not isinstance(value, torch.Tensor):
-        more = "; torch.from_numpy makes one of an array" if hasattr(value, "__array__") else ""
-        raise ShapeError(f"{what}: expected a torch.Tensor, got {type(value).__name__}{more}")
+        hint = "; torch.from_numpy makes one of an array" if hasattr(value, "__array__") else ""
+        raise ShapeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}{hint}")
 
 
 def check_parameters(
     plan: TorchPlan, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise ConfigError if a tensor of the module has another shape than when it was captured, or is gone."""
+    """Raise ConfigError if a tensor of the module has changed shape or was removed since the capture."""
     for kind, ids, tensors in (("parameter", plan.parameters, parameters), ("buffer", plan.buffers, buffers)):
         for name, value in ids.items():
             shape = plan.values[value].shape
             if name not in tensors or tuple(tensors[name].shape) != shape:
-                now = f"has shape {tuple(tensors[name].shape)}" if name in tensors else "is gone"
+                state = f"has shape {tuple(tensors[name].shape)}" if name in tensors else "is gone"
                 raise ConfigError(
-                    f"the module's {kind} {name!r}, of shape {shape}, {now}; call distribute after such a change"
+                    f"the module's {kind} {name!r}, of shape {shape}, {state}; call distribute after such a change"
                 )
 
 
-def gradients_of(what: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return whether gradients go to these, which decides on messages of the backward pass."""
-    return {f"requires_grad of {what} {at}": tensor.requires_grad for at, tensor in enumerate(tensors)}
+def gradients_of(kind: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return which tensors require gradients, which determines the messages of the backward pass."""
+    return {f"requires_grad of {kind} {index}": tensor.requires_grad for index, tensor in enumerate(tensors)}
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor's shape, dtype and bits, made on its device; see `comm.agree.checksum_of`."""
+    """Return a checksum of a tensor's shape, dtype and bits, computed on its device; see `comm.agree.checksum_of`."""
     start = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if tensor.is_meta or not tensor.numel():
         return start
@@ -103,74 +103,74 @@ def checksum_of(tensor: torch.Tensor) -> int:
 
 
 class BackwardCheck:
-    """Compares, at the start of a backward pass, whether all ranks begin one; and warns of losses made by hand.
+    """Check that all ranks begin a backward pass together; warn about losses not computed by `model.loss`.
 
-    The gradient of a model's output is right where `model.loss` has sent all of it. What else arrives there is taken
-    for that of this rank's part of a sum over the ranks, which the mean over a tile is not.
+    A gradient of a model's output is correct if it comes entirely from `model.loss`. Any other is treated as that of
+    this rank's part of a sum over ranks, which a mean over a tile is not.
 
     Parameters
     ----------
     facts : mapping
-        To compare whenever a backward pass begins.
+        Facts to compare whenever a backward pass begins.
     """
 
     def __init__(self, grid: ProcessGrid, facts: Mapping[str, Any]) -> None:
         self._grid, self._facts = grid, facts
         self._task, self._warned, self._losses = -1, False, 0
         self._outputs = WeakIdKeyDictionary()
-        # what losses have sent in this pass: to an output itself, by its id; and to tensors made of outputs
+        # gradients sent by losses in this pass: to outputs, by id; under None, to tensors computed from outputs
         self._sent: dict[int | None, list[torch.Tensor]] = {}
 
-    def watch_output(self, output: torch.Tensor, known: Callable[[torch.Tensor], Any]) -> None:
-        """Look at the gradient that arrives at an output; `known` says whether `scatter_target` gave it."""
+    def watch_output(self, output: torch.Tensor, is_known: Callable[[torch.Tensor], Any]) -> None:
+        """Check the gradient that arrives at an output; `is_known` tells tensors that `scatter_target` returned."""
         if self._grid.size > 1 and output.requires_grad:
             key = id(output)
-            output.register_hook(lambda gradient: self._arrived(gradient, key, known))
+            output.register_hook(lambda gradient: self._check_arrival(gradient, key, is_known))
             self._outputs[output] = output._version
 
     def watch_loss(self, loss: torch.Tensor) -> None:
-        """Compare when the backward pass of a loss begins."""
+        """Compare facts when the backward pass of a loss begins."""
         if self._grid.size > 1 and loss.requires_grad:
             self._losses += 1
-            loss.register_hook(partial(self._loss_begun, f"backward of loss {self._losses}"))
+            loss.register_hook(partial(self._begin_loss, f"backward of loss {self._losses}"))
 
     def from_loss(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor for a loss to read, of which it is noted what the loss sends back."""
+        """Return an alias of a tensor for a loss to read; records the gradient that the loss sends back."""
         if self._grid.size == 1 or not tensor.requires_grad:
             return tensor
         key = id(tensor) if self._outputs.get(tensor) == tensor._version else None
         alias = tensor.view_as(tensor)
-        alias.register_hook(lambda gradient: self._send(gradient, key))
+        alias.register_hook(lambda gradient: self._record_sent(gradient, key))
         return alias
 
-    def _loss_begun(self, call: str, gradient: torch.Tensor) -> None:
-        on_host = gradient.device.type == "cpu"  # a GPU would have to finish its work first
-        self._begun(call, {"its factor": f"{gradient.item():.5g}"} if on_host else {})
+    def _begin_loss(self, call: str, gradient: torch.Tensor) -> None:
+        on_host = gradient.device.type == "cpu"  # reading it would synchronise a GPU
+        self._begin(call, {"its factor": f"{gradient.item():.5g}"} if on_host else {})
 
-    def _begun(self, call: str, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def _begin(self, call: str, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._grid.check(call, {**self._facts, **facts})
         task = torch._C._current_graph_task_id()
         if self._task != task:
             self._task = task
             self._sent.clear()
 
-    def _send(self, gradient: torch.Tensor, key: int | None) -> None:
+    def _record_sent(self, gradient: torch.Tensor, key: int | None) -> None:
         if self._task != torch._C._current_graph_task_id():  # of a gathered output, before any loss
-            self._begun("backward of an output")
+            self._begin("backward of an output")
         self._sent.setdefault(key, []).append(gradient)
 
-    def _arrived(self, gradient: torch.Tensor, key: int, known: Callable[[torch.Tensor], Any]) -> None:
+    def _check_arrival(self, gradient: torch.Tensor, key: int, is_known: Callable[[torch.Tensor], Any]) -> None:
         if self._task != torch._C._current_graph_task_id():
-            self._begun("backward of an output")
+            self._begin("backward of an output")
         sent = self._sent.pop(key, [])
-        if self._warned or None in self._sent or known(gradient):
+        if self._warned or None in self._sent or is_known(gradient):
             return
         if not sent or not _is_sum(gradient, sent):
             self._warned = True
-            warnings.warn(BY_HAND, stacklevel=2)
+            warnings.warn(_NOT_FROM_LOSS, stacklevel=2)
 
 
-BY_HAND = (
+_NOT_FROM_LOSS = (
     "an output of a distributed module received a gradient that does not come from model.loss: it is treated as the"
     " gradient of this rank's part of a sum over all ranks, so a mean over a tile counts once per rank. Use"
     " model.loss(criterion, output, model.scatter_target(target)); or divide sums by the sizes of the whole images,"

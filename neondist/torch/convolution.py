@@ -1,8 +1,8 @@
-"""Convolutions by the fastest kernels that there are: compiled ones, products of matrices, or PyTorch's.
+"""Convolutions by the fastest available kernels: compiled ones, matrix products, or PyTorch's.
 
 With one thread the compiled ones (`CompiledConvolution`) are up to twice as fast as oneDNN's for 3 x 3 windows, and ten
-times as fast as PyTorch's for volumes of few channels and for gradients of depthwise weights. They see channels-last
-memory, and give it; what follows keeps that.
+times as fast as PyTorch's for volumes of few channels and for gradients of depthwise weights. They take and return
+channels-last memory, which later operators preserve.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .once import once_differentiable
 
 Ints = Sequence[int]
 _PYTORCH: dict[int, Any] = {1: F.conv1d, 2: winograd.conv2d, 3: volumes.conv3d}
-_CELLS = 256  # outputs: the fewest that gain
-_SHARE = 1000  # weights for each output, at most: they are brought in order each time
-_TAPS = 512  # cells of a depthwise window, at most
+_CELLS = 256  # least number of outputs for a gain
+_SHARE = 1000  # most weights per output: they are reordered each time
+_TAPS = 512  # most cells of a depthwise window
 
 
 def conv(
@@ -42,25 +42,25 @@ def conv(
     groups: int,
 ) -> torch.Tensor:
     """Return the convolution, as F.conv1d, F.conv2d and F.conv3d."""
-    how = tuple(stride), tuple(padding), tuple(dilation), groups
-    if _is_compiled(x, weight, *how) or _is_product(x, weight, *how):
-        y: torch.Tensor = _Convolution.apply(x, weight, bias, *how)
+    options = tuple(stride), tuple(padding), tuple(dilation), groups
+    if _is_compiled(x, weight, *options) or _is_product(x, weight, *options):
+        y: torch.Tensor = _Convolution.apply(x, weight, bias, *options)
         return y
-    if format_of(x) != torch.contiguous_format and _is_plain(x, weight):  # where oneDNN is slower, and copies weights
+    if format_of(x) != torch.contiguous_format and _is_plain(x, weight):  # oneDNN is slower there, and copies weights
         x = x.contiguous()
-    found: torch.Tensor = _PYTORCH[weight.dim() - 2](x, weight, bias, *how)
-    return found
+    result: torch.Tensor = _PYTORCH[weight.dim() - 2](x, weight, bias, *options)
+    return result
 
 
 def _is_compiled(
     x: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints, groups: int
 ) -> bool:
-    """Return whether compiled kernels are there for a convolution, and measured to be faster."""
+    """Return whether compiled kernels are available for a convolution, and measured to be faster."""
     outer, inner, *kernel = weight.shape
     if not _is_plain(x, weight) or prod(kernel) == 1:
         return False
-    seen = [n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)]
-    compiled, cells = _compiled(), len(x) * prod(out_extent(seen, kernel, stride, dilation))
+    padded = [n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)]
+    compiled, cells = _compiled(), len(x) * prod(out_extent(padded, kernel, stride, dilation))
     if cells < _CELLS or weight.numel() > _SHARE * cells or outer * x.itemsize < VECTOR:
         return False
     if groups > 1:
@@ -71,9 +71,9 @@ def _is_compiled(
 def _is_product(
     x: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints, groups: int
 ) -> bool:
-    """Return whether cells lie such that a window of one cell is a product of two matrices."""
-    alone = prod(weight.shape[2:]) == groups == max(stride) == 1 and not any(padding)
-    return alone and _is_plain(x, weight) and format_of(x) == CHANNELS_LAST.get(x.dim())
+    """Return whether the convolution is a product of two matrices: windows of one cell over channels-last memory."""
+    pointwise = prod(weight.shape[2:]) == groups == max(stride) == 1 and not any(padding)
+    return pointwise and _is_plain(x, weight) and format_of(x) == CHANNELS_LAST.get(x.dim())
 
 
 def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -91,7 +91,7 @@ class _Convolution(torch.autograd.Function):
             cells = F.pad(cells, [0, 0, *(p for pad in reversed(padding) for p in (pad, pad))])
         cells = cells.contiguous()
         ctx.save_for_backward(cells, weight)
-        ctx.how = stride, padding, dilation, groups
+        ctx.options = stride, padding, dilation, groups
         out = out_extent(cells.shape[1:-1], weight.shape[2:], stride, dilation)
         y = torch.empty((len(x), weight.shape[0], *out), dtype=x.dtype, memory_format=CHANNELS_LAST[x.dim()])
         results = y.movedim(1, -1)
@@ -99,32 +99,32 @@ class _Convolution(torch.autograd.Function):
             factors, into = (_rows(cells), weight.flatten(1).t()), _rows(results)
             torch.mm(*factors, out=into) if bias is None else torch.addmm(bias, *factors, out=into)
         else:
-            added = None if bias is None else bias.detach().contiguous().numpy()
-            how = stride, dilation, groups, added, _nothing
-            _kernels(torch.get_num_threads()).conv_into(results.numpy(), cells.numpy(), _arranged(weight), *how)
+            bias_array = None if bias is None else bias.detach().contiguous().numpy()
+            args = stride, dilation, groups, bias_array, _identity
+            _kernels(torch.get_num_threads()).conv_into(results.numpy(), cells.numpy(), _reordered(weight), *args)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (cells, weight), (stride, padding, dilation, groups) = ctx.saved_tensors, ctx.how
-        asked = ctx.needs_input_grad[:3]
+        (cells, weight), (stride, padding, dilation, groups) = ctx.saved_tensors, ctx.options
+        needed = ctx.needs_input_grad[:3]
         slopes = gradients[0].movedim(1, -1).contiguous()
-        dx = torch.empty_like(cells) if asked[0] else None
+        dx = torch.empty_like(cells) if needed[0] else None
         if prod(weight.shape[2:]) == 1:
             if dx is not None:
                 torch.mm(_rows(slopes), weight.flatten(1), out=_rows(dx))
-            by_weight = (_rows(slopes).t() @ _rows(cells)).view(weight.shape) if asked[1] else None
-            by_bias = _rows(slopes).sum(0) if asked[2] else None
+            by_weight = (_rows(slopes).t() @ _rows(cells)).view(weight.shape) if needed[1] else None
+            by_bias = _rows(slopes).sum(0) if needed[2] else None
         else:
             dy, into = slopes.numpy(), None if dx is None else dx.numpy()
             sides = tuple((p, p) for p in padding)
-            found = _kernels(torch.get_num_threads()).conv_back_into(
-                into, cells.numpy(), dy, _arranged(weight), stride, dilation, groups,
-                lambda index: np.ascontiguousarray(dy[index]), sides, asked[1], False, asked[2],
+            computed = _kernels(torch.get_num_threads()).conv_back_into(
+                into, cells.numpy(), dy, _reordered(weight), stride, dilation, groups,
+                lambda index: np.ascontiguousarray(dy[index]), sides, needed[1], False, needed[2],
             )  # fmt: skip
             by_weight, by_bias = (
-                torch.from_numpy(each) if there else None for each, there in zip(found, asked[1:], strict=True)
+                torch.from_numpy(dv) if present else None for dv, present in zip(computed, needed[1:], strict=True)
             )
             if by_weight is not None:
                 by_weight = by_weight.movedim((-1, -2), (0, 1))
@@ -135,31 +135,31 @@ class _Convolution(torch.autograd.Function):
         return dx, by_weight, by_bias, None, None, None, None
 
 
-def _nothing(z: np.ndarray, y: np.ndarray) -> None:
-    """Leave results as they are."""
+def _identity(z: np.ndarray, y: np.ndarray) -> None:
+    """Apply no activation."""
     if z is not y:
         y[...] = z
 
 
 def _rows(cells: torch.Tensor) -> torch.Tensor:
-    """Return channels-last cells as a matrix with a row for each."""
+    """Return channels-last cells as a matrix with one row per cell."""
     return cells.view(-1, cells.shape[-1])
 
 
-def _arranged(weight: torch.Tensor) -> np.ndarray:
+def _reordered(weight: torch.Tensor) -> np.ndarray:
     """Return weights as (*kernel, inner, outer)."""
     return weight.detach().movedim((0, 1), (-1, -2)).contiguous().numpy()
 
 
 @cache
 def _compiled() -> Any:
-    """Return the compiled kernels, None where this CPU has none, or they were not installed."""
+    """Return the compiled kernels; None: not available for this CPU, or not installed."""
     return _kernels(1).compiled if "AVX" in torch.backends.cpu.get_cpu_capability() else None
 
 
 @cache
 def _kernels(threads: int) -> CompiledConvolution:
-    found = CompiledConvolution()
-    if threads > 1 and found.compiled is not None:
-        found.threads, found.start = threads, gomp_parallel()
-    return found
+    kernels = CompiledConvolution()
+    if threads > 1 and kernels.compiled is not None:
+        kernels.threads, kernels.start = threads, gomp_parallel()
+    return kernels

@@ -1,4 +1,4 @@
-"""Criteria of a distributed module, which are captured as modules are."""
+"""Criteria of a distributed module, captured like modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import ConfigError
-from .capture import captured, lowered
+from .capture import capture_module, lower_program
 from .consistency import digest_of
 from .constants import Reads
 from .errors import UnsupportedOperator, defined_at
@@ -25,13 +25,13 @@ from .tracing import ordinary_tensors, user_frames
 from .watch import State, Watch
 
 REMEMBERED = 16
-"""So many criteria are remembered, and of each so many states and shapes."""
+"""Maximum number of cached criteria, and of cached states and shapes of each."""
 _REMEDY = "write the criterion with other operators, or define a rule with neondist.torch.rule"
 
 
 @dataclass
-class _Known:
-    """A criterion, what runs for each of its states and inputs, and for which it may be called as it is."""
+class _CapturedCriterion:
+    """A criterion, its runners by state and inputs, and the states in which it may be called directly."""
 
     criterion: Any
     watch: Watch
@@ -39,111 +39,111 @@ class _Known:
     runners: dict[Any, tuple[Runner, str, dict[str, torch.Tensor]]] = field(default_factory=dict)
     plain: dict[Any, State] = field(default_factory=dict)
 
-    def of(self, criterion: Any) -> _Known:
-        """Return it for a criterion of the same code."""
+    def rebind(self, criterion: Any) -> _CapturedCriterion:
+        """Return self, bound to another criterion of the same code."""
         if self.criterion is not criterion and not (isinstance(criterion, MethodType) and self.criterion == criterion):
             self.criterion = criterion
-            self.watch.aim(criterion)
+            self.watch.retarget(criterion)
         return self
 
 
 class Criteria:
-    """The criteria that a module was given, captured for the shapes of their arguments."""
+    """Cache of a module's criteria, captured for the shapes of their arguments."""
 
-    def __init__(self, wires: MeshComm) -> None:
-        self.wires = wires
-        self._known: dict[Hashable, _Known] = {}
+    def __init__(self, comm: MeshComm) -> None:
+        self.comm = comm
+        self._entries: dict[Hashable, _CapturedCriterion] = {}
 
     def is_plain(self, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> bool:
-        """Return whether a criterion that was noted as plain for such tensors still is."""
-        known = self._known.get(identity(criterion))
-        return known is not None and known.plain.get(_of(output, target)) == known.of(criterion).watch.key()
+        """Return whether a criterion may be called directly for such tensors, its state unchanged."""
+        entry = self._entries.get(identity(criterion))
+        return entry is not None and entry.plain.get(_signature(output, target)) == entry.rebind(criterion).watch.key()
 
     def note_plain(self, criterion: Any, output: Any, target: Any) -> None:
-        """Take note of a criterion that was called as it is: it gives one number, and draws none at random."""
-        known = self._known[identity(criterion)].of(criterion)
-        state = known.watch.key()
-        if state != known.state:  # it counts its calls
-            state = known.watch.settled(known.state)
-            known.runners.update(
-                {(state, inputs): run for (at, inputs), run in known.runners.items() if at == known.state}
+        """Record that a criterion may be called directly: it returns a scalar and draws no random numbers."""
+        entry = self._entries[identity(criterion)].rebind(criterion)
+        state = entry.watch.key()
+        if state != entry.state:  # it counts its calls
+            state = entry.watch.settle(entry.state)
+            entry.runners.update(
+                {(state, inputs): run for (earlier, inputs), run in entry.runners.items() if earlier == entry.state}
             )
         if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
-            known.plain[_of(output, target)] = state
+            entry.plain[_signature(output, target)] = state
 
     def clear(self) -> None:
-        """Forget all."""
-        self._known.clear()
+        """Clear the cache."""
+        self._entries.clear()
 
     def runner(
         self, criterion: Any, leaves: Sequence[Any], at: Sequence[int], spec: Any, layouts: Sequence[Layout]
     ) -> tuple[Runner, str, dict[str, torch.Tensor]]:
-        """Return what runs for a criterion, a hash of it, and tensors with gradients that it closes over.
+        """Return a criterion's runner and hash, and the tensors requiring gradients that it closes over.
 
         Parameters
         ----------
         leaves, spec : of its arguments
         at : sequence of int
-            Which of the leaves are tensors.
-        layouts : of these
+            Indices of the leaves that are tensors.
+        layouts : layouts of these tensors
         """
-        which = identity(criterion)
-        if which not in self._known:
-            if len(self._known) >= REMEMBERED:
-                del self._known[next(iter(self._known))]
+        key = identity(criterion)
+        if key not in self._entries:
+            if len(self._entries) >= REMEMBERED:
+                del self._entries[next(iter(self._entries))]
             watch = Watch(criterion)
-            self._known[which] = _Known(criterion, watch, watch.key())
-        known = self._known[which].of(criterion)
-        watch, runners = known.watch, known.runners
+            self._entries[key] = _CapturedCriterion(criterion, watch, watch.key())
+        entry = self._entries[key].rebind(criterion)
+        watch, runners = entry.watch, entry.runners
         others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in at)
         dtypes = [leaves[i].dtype for i in at]
         device = leaves[at[0]].device if at else None
         inputs = spec, others, tuple(layouts), tuple(dtypes), device
-        known.state = before = watch.key()
+        entry.state = before = watch.key()
         if (before, inputs) not in runners:
             shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
-            program = captured(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
+            program = capture_module(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
             closed: dict[str, torch.Tensor] = {}
-            _name_places(program, criterion)
+            _add_locations(program, criterion)
             try:
                 with ordinary_tensors():
-                    plan, tree = lowered(program, self.wires.mesh, self.wires.grid.rank, layouts, trained=closed)
+                    plan, tree = lower_program(program, self.comm.mesh, self.comm.grid.rank, layouts, trained=closed)
             except UnsupportedOperator as error:
                 raise UnsupportedOperator(error, error.why, remedy=_REMEDY) from error
             check_number(plan, tree)
             buffers, others = program.reads
             names = {name.removeprefix("criterion.") for name in buffers}
-            known.state = before = watch.settled(before, Reads(names, others))
+            entry.state = before = watch.settle(before, Reads(names, others))
             if len(runners) >= REMEMBERED:
                 del runners[next(iter(runners))]
-            runners[before, inputs] = Runner(self.wires, plan), digest_of(plan, program), closed
+            runners[before, inputs] = Runner(self.comm, plan), digest_of(plan, program), closed
         return runners[before, inputs]
 
 
-def _name_places(program: Any, criterion: Any) -> None:
-    """Let errors name where a function is defined: of functions PyTorch notes no lines."""
-    called = criterion.func if isinstance(criterion, functools.partial) else criterion
-    of_class = getattr(type(called), "forward", type(called).__call__)
-    file, _, line = (defined_at(called) or defined_at(of_class)).rpartition(":")
+def _add_locations(program: Any, criterion: Any) -> None:
+    """Add a function's definition as source location for errors; PyTorch records none for functions."""
+    function = criterion.func if isinstance(criterion, functools.partial) else criterion
+    method = getattr(type(function), "forward", type(function).__call__)
+    file, _, line = (defined_at(function) or defined_at(method)).rpartition(":")
     frame = f'File "{file}", line {line}, in criterion'
     for node in program.graph.nodes if user_frames(frame) else ():
         if not user_frames(node.meta.get("stack_trace") or ""):
             node.meta["stack_trace"] = frame
 
 
-def _of(output: torch.Tensor, target: torch.Tensor) -> tuple[Any, ...]:
+def _signature(output: torch.Tensor, target: torch.Tensor) -> tuple[Any, ...]:
     return output.shape, target.shape, output.dtype, target.dtype
 
 
 def owner_of(criterion: Any) -> nn.Module:
-    """Return the module whose parameters a criterion has: itself; of a function one without any."""
+    """Return the module that owns a criterion's parameters: itself, or an empty one for a function."""
     return criterion if isinstance(criterion, nn.Module) else nn.Module()
 
 
 def check_number(plan: TorchPlan, tree: Any) -> None:
-    """Raise ConfigError unless a criterion gives one number."""
-    (out, *more) = plan.outputs if plan.outputs else (None,)
-    if more or not isinstance(out, int) or not tree.is_leaf():
+    """Raise ConfigError unless a criterion returns a scalar."""
+    (out, *others) = plan.outputs if plan.outputs else (None,)
+    if others or not isinstance(out, int) or not tree.is_leaf():
         raise ConfigError(f"criterion: must return one tensor, got {tree}")
     shape = plan.values[out].shape
     if shape:
@@ -154,7 +154,7 @@ def check_number(plan: TorchPlan, tree: Any) -> None:
 
 
 def identity(criterion: Any) -> Hashable:
-    """Return what two criteria have in common whose code is the same: a lambda of a loop is one, not many."""
+    """Return a key shared by criteria with the same code, such as a lambda created in a loop."""
     if isinstance(criterion, functools.partial):
         return functools.partial, identity(criterion.func)
     if isinstance(criterion, MethodType):
@@ -163,7 +163,7 @@ def identity(criterion: Any) -> Hashable:
 
 
 class CriterionModule(nn.Module):
-    """A criterion as a module of tensors; what else is in the output and the target stays as it is."""
+    """A criterion as a module of tensors; other leaves of the output and target are constants."""
 
     def __init__(self, criterion: Any, spec: Any, leaves: Sequence[Any], at: Sequence[int]) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class CriterionModule(nn.Module):
         self.others = [None if i in at else leaf for i, leaf in enumerate(leaves)]
 
     def forward(self, *tensors: Any) -> Any:
-        """Return what the criterion gives."""
+        """Return the loss."""
         filled = list(self.others)
         for i, tensor in zip(self.at, tensors, strict=True):
             filled[i] = tensor

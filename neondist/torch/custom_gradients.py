@@ -1,7 +1,7 @@
 """Gradients that torch.export does not record: a user's autograd.Functions, hooks, gradients taken in a forward.
 
-It records what the forward of a Function computes, and forgets its backward. So Functions become operators here, which
-run as the user wrote them; what else would be forgotten is refused.
+It records the forward of a Function and drops its backward. So Functions become custom operators here, which run the
+user's code; other gradients that would be dropped are refused.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .errors import NotRecorded, defined_at
 from .registry import CAPTURED_AS, POINTWISE, TRACING
 
 OPERATOR = "neondist.function.default"
-"""By this name a captured graph has them: (tensors, number) -> tensors."""
-_RECORDED: ContextVar[list[UserFunction] | None] = ContextVar("_RECORDED", default=None)
-"""Those of the module that this thread is capturing."""
+"""Name of the operator in captured graphs: (tensors, number) -> tensors."""
+_CALLS: ContextVar[list[UserFunction] | None] = ContextVar("_CALLS", default=None)
+"""Calls recorded in the module that this thread is capturing."""
 
 
 class UserFunction:
-    """One call of an autograd.Function, as a function of the tensors among its arguments.
+    """A call of an autograd.Function, as a function of the tensors among its arguments.
 
     Attributes
     ----------
     name : str
-        The class, and the file and line where it is defined.
+        The class, with the file and line of its definition.
     """
 
     def __init__(self, cls: Any, args: Sequence[Any]) -> None:
@@ -48,51 +48,51 @@ class UserFunction:
 
     @property
     def name(self) -> str:
-        """The class, and where it is defined."""
+        """The class, with the file and line of its definition."""
         source = defined_at(self._cls.forward)
         return f"autograd.Function {self._cls.__qualname__}" + (f" ({source})" if source else "")
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors among what it gives, with its own gradients."""
+        """Return the tensors among the results, with the Function's own gradients."""
         leaves = list(self._leaves)
         for at, tensor in zip(self._at, tensors, strict=True):
             leaves[at] = tensor
         args = pytree.tree_unflatten(leaves, self._spec)
-        token = _RECORDED.set(None)
+        token = _CALLS.set(None)
         try:
-            found, spec = pytree.tree_flatten(_declared(Function, "apply", self._cls)(*args))
+            results, spec = pytree.tree_flatten(_declared_method(Function, "apply", self._cls)(*args))
         finally:
-            _RECORDED.reset(token)
+            _CALLS.reset(token)
         if self._outputs is None:
-            self._outputs = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in found], spec
-        return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+            self._outputs = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in results], spec
+        return [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
 
     def outputs(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return what it gives, as its caller wants it, made of these tensors."""
+        """Return the results in their original structure, given its tensors."""
         assert self._outputs is not None
         leaves, spec = self._outputs
         rest = iter(tensors)
         return pytree.tree_unflatten([next(rest) if leaf is None else leaf for leaf in leaves], spec)
 
     def pointwise(self, tensors: Sequence[torch.Tensor], longer: Sequence[int]) -> list[bool] | None:
-        """Return which results have a gradient, if forward and backward look at one index each; else None.
+        """Return which results have a gradient, if forward and backward are pointwise; else None.
 
-        Both are recorded, twice, the second time for other extents: what depends on a tile's shape shows.
+        Both are traced twice, the second time for larger extents, to detect dependence on a tile's shape.
 
         Parameters
         ----------
         tensors : fake tensors of the global shape
-        longer : the dimensions, counted from the last (-1), that are cut
+        longer : tiled dimensions, counted from the last (-1)
         """
-        found = [_traced(self, tensors), _traced(self, [_grown(tensor, longer) for tensor in tensors])]
-        if None in found:
+        graphs = [_trace(self, tensors), _trace(self, [_enlarge(tensor, longer) for tensor in tensors])]
+        if None in graphs:
             return None
-        (graph, trained), (other, _) = (one for one in found if one is not None)
-        same = graph.code == other.code and all(map(_looks_at_one_index, (graph, other)))
-        return trained if same else None
+        (graph, trained), (larger, _) = (traced for traced in graphs if traced is not None)
+        is_pointwise = graph.code == larger.code and all(map(_is_pointwise_graph, (graph, larger)))
+        return trained if is_pointwise else None
 
 
-def _grown(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+def _enlarge(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     shape = list(tensor.shape)
     for dim in dims:
         if -dim <= len(shape) and shape[dim] > 1:
@@ -100,8 +100,8 @@ def _grown(tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     return tensor.new_empty(shape)
 
 
-def _traced(function: UserFunction, tensors: Sequence[torch.Tensor]) -> tuple[torch.fx.GraphModule, list[bool]] | None:
-    """Return forward and backward as a graph, and which results have a gradient; None if they cannot be recorded."""
+def _trace(function: UserFunction, tensors: Sequence[torch.Tensor]) -> tuple[torch.fx.GraphModule, list[bool]] | None:
+    """Return forward and backward as a graph, and which results have a gradient; None if tracing fails."""
     trained: list[bool] = []
 
     def both(*tensors: torch.Tensor) -> Any:
@@ -109,23 +109,23 @@ def _traced(function: UserFunction, tensors: Sequence[torch.Tensor]) -> tuple[to
             xs = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
             ys = function(*xs)
             trained[:] = [y.requires_grad for y in ys]
-            ends = [y for y in ys if y.requires_grad]
-            starts = [x for x in xs if x.requires_grad]
-            dxs = torch.autograd.grad(ends, starts, [y.detach().sin() for y in ends], allow_unused=True) if ends else ()
+            outs = [y for y in ys if y.requires_grad]
+            ins = [x for x in xs if x.requires_grad]
+            dxs = torch.autograd.grad(outs, ins, [y.detach().sin() for y in outs], allow_unused=True) if outs else ()
         return ys, dxs
 
     try:
         with TRACING:
             graph = make_fx(both, tracing_mode="fake")(*tensors)
-    except Exception:  # such as one that asks for values
+    except Exception:  # such as a read of values
         return None
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph, trained
 
 
-def _looks_at_one_index(graph: torch.fx.GraphModule) -> bool:
-    """Return whether each number of all that is computed depends on one index of each tensor."""
+def _is_pointwise_graph(graph: torch.fx.GraphModule) -> bool:
+    """Return whether each computed element depends on one index of each tensor."""
     shapes = set()
     for node in graph.graph.nodes:
         if node.op == "output":
@@ -134,7 +134,7 @@ def _looks_at_one_index(graph: torch.fx.GraphModule) -> bool:
             tags, name = node.target.tags, str(node.target)
             if torch.Tag.nondeterministic_seeded in tags:
                 return False
-            if torch.Tag.pointwise not in tags and name not in POINTWISE | _SHAPED_ALIKE:
+            if torch.Tag.pointwise not in tags and name not in POINTWISE | _POINTWISE_IF_SAME_SHAPE:
                 return False
         value = getattr(graph, node.target) if node.op == "get_attr" else node.meta.get("val")
         for tensor in pytree.tree_leaves(value):
@@ -143,20 +143,20 @@ def _looks_at_one_index(graph: torch.fx.GraphModule) -> bool:
     return len(shapes) < 2
 
 
-_SHAPED_ALIKE = {
+_POINTWISE_IF_SAME_SHAPE = {
     "aten.detach.default", "aten.view.default", "aten.expand.default", "aten.ones_like.default",
     "aten.zeros_like.default", "aten.full_like.default", "aten.scalar_tensor.default", "aten.view_as.default",
 }  # fmt: skip
-"""Operators that look at one index if all of their tensors have the same shape, or one element."""
+"""Operators that are pointwise if all of their tensors have the same shape, or one element."""
 
 
-class _Refusing(TorchFunctionMode):
-    """Refuses what a forward does that is not recorded."""
+class _RefuseUnrecorded(TorchFunctionMode):
+    """Refuse operations of a forward that are not recorded."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        ours = func not in _OF_TENSORS or isinstance(args[0], FakeTensor)  # PyTorch asks for data of others
-        if func in _NOT_RECORDED and ours:
-            raise NotRecorded(f"{_NOT_RECORDED[func]} in a forward is not recorded{_INSTEAD.get(func, '')}")
+        applies = func not in _DATA_ACCESS or isinstance(args[0], FakeTensor)  # PyTorch reads data of real tensors
+        if func in _NOT_RECORDED and applies:
+            raise NotRecorded(f"{_NOT_RECORDED[func]} in a forward is not recorded{_REMEDIES.get(func, '')}")
         return CAPTURED_AS.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -169,69 +169,69 @@ _NOT_RECORDED: dict[Any, str] = {
     torch.autograd.backward: "torch.autograd.backward",
     torch.Tensor.backward: "Tensor.backward",
 }
-_OF_TENSORS = (_DATA.__get__, _DATA.__set__)
-_INSTEAD = {_DATA.__get__: "; say .detach() instead"}
+_DATA_ACCESS = (_DATA.__get__, _DATA.__set__)
+_REMEDIES = {_DATA.__get__: "; use .detach() instead"}
 
 
 @contextmanager
-def recorded() -> Iterator[list[UserFunction]]:
-    """Give the autograd.Functions that this thread applies, which become operators; what PyTorch applies does not."""
+def record_functions() -> Iterator[list[UserFunction]]:
+    """Record the autograd.Functions that this thread applies as operators, except PyTorch's own."""
     calls: list[UserFunction] = []
-    token = _RECORDED.set(calls)
-    # of the metaclass: modules may have kept MyFunction.apply by a name of their own, and PyTorch's apply, which is
-    # compiled since 2.14, reads these from the class in every call
-    for name, read in _READ.items():
+    token = _CALLS.set(calls)
+    # patch the metaclass: modules may hold a reference to MyFunction.apply, and PyTorch's apply, compiled since 2.14,
+    # reads these from the class in every call
+    for name, read in _PATCHED.items():
         setattr(FunctionMeta, name, property(read))
     try:
-        with _Refusing():
+        with _RefuseUnrecorded():
             yield calls
     finally:
-        for name in _READ:
+        for name in _PATCHED:
             delattr(FunctionMeta, name)
-        _RECORDED.reset(token)
+        _CALLS.reset(token)
 
 
-def _declared(cls: Any, name: str, owner: Any = None) -> Any:
-    """Return a method as a class, or one that it inherits from, declares it; bound to `owner`, default the class."""
+def _declared_method(cls: Any, name: str, owner: Any = None) -> Any:
+    """Return a method as declared by a class or its bases, bound to `owner`; default: the class."""
     return inspect.getattr_static(cls, name).__get__(None, owner or cls)
 
 
 def _is_recorded(cls: Any) -> bool:
-    """Return whether a Function that this thread applies becomes an operator; PyTorch's do not."""
-    ours = not (_declared(cls, "forward").__module__ or "").startswith("torch.")
-    return _RECORDED.get() is not None and (ours or cls is CheckpointFunction)
+    """Return whether a Function that this thread applies becomes an operator; PyTorch's own do not."""
+    is_user = not (_declared_method(cls, "forward").__module__ or "").startswith("torch.")
+    return _CALLS.get() is not None and (is_user or cls is CheckpointFunction)
 
 
 def _forward(cls: Any) -> Any:
     """Return a Function's forward; while a module is captured, one that calls the operator instead."""
-    forward = _declared(cls, "forward")
+    forward = _declared_method(cls, "forward")
     if not _is_recorded(cls):
         return forward
-    has_context = _declared(cls, "setup_context") is _declared(Function, "setup_context")
+    has_context = _declared_method(cls, "setup_context") is _declared_method(Function, "setup_context")
 
-    @functools.wraps(forward)  # its signature tells the defaults
+    @functools.wraps(forward)  # its signature has the defaults
     def recording(*args: Any) -> Any:
-        return _applied(cls, args[has_context:])
+        return _apply_operator(cls, args[has_context:])
 
     return recording
 
 
 def _setup_context(cls: Any) -> Any:
     """Return a Function's setup_context; while a module is captured, one that does nothing."""
-    declared = _declared(cls, "setup_context")
-    is_own = declared is not _declared(Function, "setup_context")
+    declared = _declared_method(cls, "setup_context")
+    is_own = declared is not _declared_method(Function, "setup_context")
     return (lambda ctx, inputs, output: None) if is_own and _is_recorded(cls) else declared
 
 
-_READ = {"forward": _forward, "setup_context": _setup_context}
+_PATCHED = {"forward": _forward, "setup_context": _setup_context}
 
 
-def _applied(cls: Any, args: Sequence[Any]) -> Any:
-    """Return what the operator of a Function gives."""
+def _apply_operator(cls: Any, args: Sequence[Any]) -> Any:
+    """Record a call of a Function, and return the results of its operator."""
     if cls is CheckpointFunction:
-        run, _, *given = args
-        return run(*given)
-    calls = _RECORDED.get()
+        run, _, *call_args = args
+        return run(*call_args)
+    calls = _CALLS.get()
     assert calls is not None
     call = UserFunction(cls, args)
     calls.append(call)
@@ -244,10 +244,10 @@ torch.library.define("neondist::function", "(Tensor[] tensors, int number) -> Te
 
 @torch.library.register_fake("neondist::function")
 def _fake(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
-    calls = _RECORDED.get()
+    calls = _CALLS.get()
     assert calls is not None, "the operator runs only while a module is captured"
     before = [tensor._version for tensor in tensors]
-    found = calls[number](*tensors)
+    results = calls[number](*tensors)
     if [tensor._version for tensor in tensors] != before:
-        raise RuntimeError(f"{calls[number].name} modifies its arguments in place; let it return new tensors")
-    return [tensor.clone() for tensor in found]
+        raise RuntimeError(f"{calls[number].name} modifies its arguments in place; return new tensors instead")
+    return [tensor.clone() for tensor in results]

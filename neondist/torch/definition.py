@@ -1,4 +1,4 @@
-"""Model-definition files: a PyTorch model with its loss, optimiser and feed, by the names that ElasticDL gave them."""
+"""Model-definition files: a PyTorch model with its loss, optimiser and feed, under ElasticDL's names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUIRED = {
 
 
 class ModelDefinition:
-    """The names of a module that say what is trained and how.
+    """Model, loss, optimiser and data functions of a model-definition file.
 
     Parameters
     ----------
@@ -35,91 +35,91 @@ class ModelDefinition:
         the learning rate that returns a function of the parameters, and feed(records, mode) or dataset_fn. It may have
         eval_metrics_fn(), callbacks(), custom_data_reader(source) and PredictionOutputsProcessor.
     path : str
-        The file as the user has named it.
+        Path of the file, as given by the user.
     names : mapping of str to str, optional
-        The file's own names of these, where they differ.
+        The file's own names for these, where they differ.
 
     Raises
     ------
     ConfigError
-        A name is missing, or means something else; the message lists what the file has.
+        A name is missing or not callable; the message lists the names that the file defines.
     """
 
     def __init__(self, module: ModuleType, path: str, names: Mapping[str, str] | None = None) -> None:
         self.module, self.path, self._names = module, path, dict(names or {})
-        for name, own in self._names.items():
-            if not hasattr(module, own):
+        for name, actual in self._names.items():
+            if not hasattr(module, actual):
                 raise ConfigError(
-                    f"{path}: has no {own}, given as {name}; it has {', '.join(self._own()) or 'nothing'}"
+                    f"{path}: has no {actual}, given as {name}; it has {', '.join(self._defined()) or 'nothing'}"
                 )
         self._feed = self._optional("feed") or self._optional("dataset_fn")
-        found = {name: self._feed if name == "feed" else self._optional(name) for name in REQUIRED}
-        self.factory = self._model()
-        missing = [name for name, function in found.items() if function is None]
+        functions = {name: self._feed if name == "feed" else self._optional(name) for name in REQUIRED}
+        self.factory = self._find_model()
+        missing = [name for name, function in functions.items() if function is None]
         if missing or self.factory is None:
             absent = [*missing, *(["model"] if self.factory is None else [])]
-            wanted = [REQUIRED.get(name, "a torch.nn.Module class or custom_model()") for name in absent]
+            required = [REQUIRED.get(name, "a torch.nn.Module class or custom_model()") for name in absent]
             raise ConfigError(
-                f"{path}: has no {' and no '.join(absent)}; it has {', '.join(self._own()) or 'nothing'}. Define"
-                f" {', '.join(wanted)}"
+                f"{path}: has no {' and no '.join(absent)}; it has {', '.join(self._defined()) or 'nothing'}. Define"
+                f" {', '.join(required)}"
             )
-        self._loss, self._optimizer = found["loss"], found["optimizer"]
+        self._loss, self._optimizer = functions["loss"], functions["optimizer"]
 
     def model(self, seed: int = 0) -> TorchModel:
-        """Return the model that the training loop trains."""
+        """Return the model for the training loop."""
         assert self.factory is not None
-        return TorchModel(self.factory, loss=TorchLoss(self._criterion()), optimizer=self._made(), seed=seed)
+        return TorchModel(self.factory, loss=TorchLoss(self._criterion()), optimizer=self._optimiser(), seed=seed)
 
     def feed(self) -> Feed:
-        """Return the function from records to features and labels."""
+        """Return the function that maps records to features and labels."""
         function = self._feed
         assert function is not None
-        takes = len(inspect.signature(function).parameters)
-        if takes > 2:  # ElasticDL's third argument is metadata of the reader
-            return Feed(_named(function, lambda records, mode: function(records, mode, None)), self._place(function))
+        arity = len(inspect.signature(function).parameters)
+        if arity > 2:  # ElasticDL's third argument: metadata of the reader
+            return Feed(_rename(function, lambda records, mode: function(records, mode, None)), self._place(function))
         return Feed(function, self._place(function))
 
     def metrics(self) -> list[Metric]:
         """Return the metrics of eval_metrics_fn."""
         function = self._optional("eval_metrics_fn")
-        found = {} if function is None else self._called(function)
-        if not isinstance(found, dict) or not all(callable(one) for one in found.values()):
+        functions = {} if function is None else self._call(function)
+        if not isinstance(functions, dict) or not all(callable(metric) for metric in functions.values()):
             raise ConfigError(f"{self.path}: eval_metrics_fn must return a dict of functions of (labels, predictions)")
-        return [_FunctionMetric(name, one, self._place(one)) for name, one in found.items()]
+        return [_FunctionMetric(name, metric, self._place(metric)) for name, metric in functions.items()]
 
     def callbacks(self) -> list[Any]:
         """Return the hooks of callbacks()."""
         function = self._optional("callbacks")
-        return [] if function is None else list(self._called(function))
+        return [] if function is None else list(self._call(function))
 
     def custom_reader(self, source: str) -> Any:
-        """Return what custom_data_reader returns for a source; None without such a function."""
+        """Return the reader of custom_data_reader for a source, or None if the file has none."""
         function = self._optional("custom_data_reader")
-        return None if function is None else self._called(function, source)
+        return None if function is None else self._call(function, source)
 
     def processor(self) -> Any:
-        """Return a PredictionOutputsProcessor; None without such a class."""
+        """Return a PredictionOutputsProcessor, or None if the file has none."""
         cls = self._optional("PredictionOutputsProcessor")
-        return None if cls is None else self._called(cls)
+        return None if cls is None else self._call(cls)
 
     # Inner.
 
     def _optional(self, name: str) -> Callable[..., Any] | None:
-        found = getattr(self.module, self._names.get(name, name), None)
-        if found is not None and not callable(found):
-            raise ConfigError(f"{self.path}: {name} is a {type(found).__name__}; define a function")
-        return found
+        value = getattr(self.module, self._names.get(name, name), None)
+        if value is not None and not callable(value):
+            raise ConfigError(f"{self.path}: {name} is a {type(value).__name__}; define a function")
+        return value
 
-    def _own(self) -> list[str]:
+    def _defined(self) -> list[str]:
         """Return the public names that the file itself defines."""
-        found = inspect.getmembers(self.module)
-        return [n for n, one in found if n[0] != "_" and getattr(one, "__module__", None) == self.module.__name__]
+        members = inspect.getmembers(self.module)
+        return [n for n, value in members if n[0] != "_" and getattr(value, "__module__", None) == self.module.__name__]
 
-    def _model(self) -> Callable[..., Any] | None:
+    def _find_model(self) -> Callable[..., Any] | None:
         if (function := self._optional("custom_model")) is not None:
             return function
-        own = {name: getattr(self.module, name) for name in self._own()}
-        classes = {n: one for n, one in own.items() if isinstance(one, type) and issubclass(one, nn.Module)}
+        values = {name: getattr(self.module, name) for name in self._defined()}
+        classes = {n: value for n, value in values.items() if isinstance(value, type) and issubclass(value, nn.Module)}
         if "CustomModel" in classes or len(classes) == 1:
             return classes.get("CustomModel", next(iter(classes.values())))
         if classes:
@@ -132,12 +132,12 @@ class ModelDefinition:
         code = getattr(function, "__code__", None)
         return self.path if code is None else f"{self.path}:{code.co_firstlineno}"
 
-    def _called(self, function: Any, *given: Any) -> Any:
+    def _call(self, function: Any, *args: Any) -> Any:
         try:
-            return function(*given)
+            return function(*args)
         except Exception as error:
-            what = f"{function.__name__} failed: {type(error).__name__}: {error}"
-            raise ConfigError(f"{self._place(function)}: {what}") from error
+            message = f"{function.__name__} failed: {type(error).__name__}: {error}"
+            raise ConfigError(f"{self._place(function)}: {message}") from error
 
     def _criterion(self) -> Callable[..., Any]:
         loss = self._loss
@@ -148,37 +148,37 @@ class ModelDefinition:
 
         return criterion
 
-    def _made(self) -> TorchOptimizer:
+    def _optimiser(self) -> TorchOptimizer:
         function = self._optimizer
         assert function is not None
-        given = list(inspect.signature(function).parameters.values())
-        takes_parameters = bool(given) and given[0].default is given[0].empty
+        arguments = list(inspect.signature(function).parameters.values())
+        takes_parameters = bool(arguments) and arguments[0].default is arguments[0].empty
         place = self._place(function)
 
         def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            made: Any = self._called(function, *([parameters] if takes_parameters else []))
-            if not takes_parameters and callable(made) and not isinstance(made, torch.optim.Optimizer):
-                made = made(parameters)
+            result: Any = self._call(function, *([parameters] if takes_parameters else []))
+            if not takes_parameters and callable(result) and not isinstance(result, torch.optim.Optimizer):
+                result = result(parameters)
             elif not takes_parameters:
                 raise ConfigError(
                     f"{place}: optimizer takes no parameters, so it must return a function of them, such as lambda"
                     " parameters: torch.optim.SGD(parameters, lr)"
                 )
-            if not isinstance(made, torch.optim.Optimizer):
-                raise ConfigError(f"{place}: optimizer returned a {type(made).__name__}, not a torch.optim.Optimizer")
-            return made
+            if not isinstance(result, torch.optim.Optimizer):
+                raise ConfigError(f"{place}: optimizer returned a {type(result).__name__}, not a torch.optim.Optimizer")
+            return result
 
         return TorchOptimizer(optimizer)
 
 
 class _FunctionMetric(Metric):
-    """A function of labels and predictions, averaged over samples; of batches as the evaluation has them."""
+    """A function of the labels and predictions of an evaluation batch, averaged over samples."""
 
     def __init__(self, name: str, function: Callable[..., Any], place: str) -> None:
         self.name, self._function, self._place = name, function, place
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
-        """Return the function's value times the samples, and their number."""
+        """Return the function's value times the number of samples, and that number."""
         if not len(y):
             return 0.0, 0.0
         outputs, labels = channels_first(y, targets) if y.ndim > 2 else (torch.from_numpy(y), torch.from_numpy(targets))
@@ -189,11 +189,11 @@ class _FunctionMetric(Metric):
         return value * len(y), len(y)
 
 
-def _named(like: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    function.__name__ = like.__name__
+def _rename(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    function.__name__ = original.__name__
     return function
 
 
 def load_capture() -> None:
-    """Let PyTorch import what it does not before a module is first captured."""
+    """Trigger the imports that PyTorch defers until the first capture."""
     torch.export.export(nn.Identity(), (torch.zeros(1),), strict=False)

@@ -1,4 +1,4 @@
-"""An optimiser of PyTorch for a distributed module, under a strategy."""
+"""PyTorch optimisers for distributed modules, partitioned by a strategy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..parallel import Flag, ParameterShard, SyncState
 from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
 from .module import DistributedModule
-from .parameters import ModuleParameters, planned_for, sparse_tables
+from .parameters import ModuleParameters, plan_parameters, sparse_tables
 from .weights import as_array, begin_slots
 
 _NUMBERS = bool, int, float, str, tuple
@@ -61,25 +61,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not isinstance(model, DistributedModule):
             raise ConfigError(f"model: expected a module returned by distribute, got {type(model).__name__}")
         grid = model.grid
-        given = {f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _NUMBERS)}
-        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)} | given)
+        settings = {f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _NUMBERS)}
+        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)} | settings)
         with all_or_none(grid.world):
-            made = TorchOptimizer(optimizer, arguments)
+            inner = TorchOptimizer(optimizer, arguments)
             tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
             if not tensors:
                 raise ConfigError("model: no parameter requires gradients, so there is nothing to optimise")
             sparse = sparse_tables(model)
-            planned = planned_for(tensors, grid.shape, strategy, sparse)
-            if planned.partitioned and not made.elementwise:
-                raise ConfigError(f"strategy: {made.found.__name__} updates whole parameters, not parts of them")
+            planned = plan_parameters(tensors, grid.shape, strategy, sparse)
+            if planned.partitioned and not inner.elementwise:
+                raise ConfigError(f"strategy: {inner.constructor.__name__} updates whole parameters, not parts of them")
             self.parameters = ModuleParameters(
                 tensors, grid, shares=planned.shares, compressors=planned.compressors, sparse=sparse
             )
         self.grid, self.strategy, self._order = grid, planned.strategy, list(tensors)
-        self.optimizer = made.made(self.parameters.updated[name] for name in self._order)
+        self.optimizer = inner.create(self.parameters.updated[name] for name in self._order)
         self._overflow: torch.Tensor | None = None
         if self.parameters.owned_names:
-            # GradScaler looks at the gradients that a rank owns, perhaps at none, and has to skip on all ranks or none
+            # GradScaler checks only gradients that this rank owns, perhaps none; all ranks must skip a step together
             self._overflow = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
             self.optimizer.param_groups[-1]["params"].append(self._overflow)
         self._fixed = False
@@ -89,9 +89,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.module, model.optimizer = model, self
         self._in_backward = False
         self._sums: np.ndarray | None = None
-        for tensor, own in zip(tensors.values(), model.defer_gradients(tensors.values(), noted=True), strict=True):
-            # hooks before this one make another gradient of what passes on tiles have found
-            tensor.register_hook(partial(self._begin_pass, own, not tensor._backward_hooks))
+        for tensor, parts in zip(tensors.values(), model.defer_gradients(tensors.values(), recorded=True), strict=True):
+            # earlier hooks may have replaced the gradient computed on tiles
+            tensor.register_hook(partial(self._begin_pass, parts, not tensor._backward_hooks))
 
     def step(self, closure: Any = None) -> Any:
         """Update the parameters that this rank owns, and receive the others from their owners; collective.
@@ -144,35 +144,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Compressors add 'synchronisation': the error feedback of each rank, along a first axis of ranks.
         """
         self.grid.check("DistributedOptimizer.state_dict")
-        state: dict[int, dict[str, Any]] = {at: {} for at in range(len(self._order))}
+        state: dict[int, dict[str, Any]] = {index: {} for index in range(len(self._order))}
         for shard, array in self.slots():
             name, _, slot = shard.name.rpartition("/")
             state[self._order.index(name)][slot] = torch.from_numpy(shard.gather(array))
         groups = self.optimizer.state_dict()["param_groups"]
         if self._overflow is not None:
             groups[-1]["params"].pop()
-        found = {"state": {at: slots for at, slots in state.items() if slots}, "param_groups": groups}
-        sync = {one.name: self._of_all(one) for one in self.parameters.compressed.state()}
-        return found | ({SYNCHRONISATION: sync} if sync else {})
+        result = {"state": {index: slots for index, slots in state.items() if slots}, "param_groups": groups}
+        sync = {sync_state.name: self._gather_state(sync_state) for sync_state in self.parameters.compressed.state()}
+        return result | ({SYNCHRONISATION: sync} if sync else {})
 
     def slots(self, names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
-        """Return what the optimiser keeps of this rank's parts, made now if it is among `names`, 'PARAMETER/SLOT'."""
+        """Return the optimiser state of this rank's parts; creates the slots in `names`, 'PARAMETER/SLOT'."""
         if self._overflow is not None:
-            self._overflow.grad = None  # a step that makes slots is none for it
+            self._overflow.grad = None  # not updated by the step that creates slots
         begin_slots(self.parameters.updated, self.optimizer, names)
         return self.parameters.slots_kept_by(self.optimizer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a `state_dict` saved on any number of ranks and with any strategy, or in one process."""
-        parameters, saved = self.parameters, {self._order[at]: slots for at, slots in state_dict["state"].items()}
+        parameters, saved = self.parameters, {self._order[index]: slots for index, slots in state_dict["state"].items()}
         self.slots(f"{name}/{slot}" for name in saved for slot in saved[name])
         state = {}
         for name, slots in saved.items():
-            (shard, share), mine = parameters.shards[name], parameters.updated[name]
-            part, made = shard.slot("", share), self.optimizer.state[mine]
+            (shard, share), parameter = parameters.shards[name], parameters.updated[name]
+            part, slot_values = shard.slot("", share), self.optimizer.state[parameter]
             state[self._order.index(name)] = {
                 slot: torch.from_numpy(np.array(part.part_of(as_array(value))))
-                if isinstance(value, torch.Tensor) and made[slot].shape == mine.shape
+                if isinstance(value, torch.Tensor) and slot_values[slot].shape == parameter.shape
                 else value
                 for slot, value in slots.items()
             }
@@ -181,8 +181,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             groups[-1]["params"].append(sum(len(group["params"]) for group in groups))
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
-        for one in self.parameters.compressed.state():
-            self._restore(one, state_dict.get(SYNCHRONISATION, {}).get(one.name))
+        for sync_state in self.parameters.compressed.state():
+            self._restore(sync_state, state_dict.get(SYNCHRONISATION, {}).get(sync_state.name))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse groups after construction: owners and the flat buffer are fixed."""
@@ -192,42 +192,42 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def _of_all(self, one: SyncState) -> torch.Tensor:
-        """Return a copy of an array of synchronisation; with an axis of ranks in front if it differs over them."""
-        array = one.array.copy() if one.replicated else self.grid.world.allgather_array(one.array)
+    def _gather_state(self, state: SyncState) -> torch.Tensor:
+        """Return a copy of a synchronisation array; with a leading axis of ranks unless it is replicated."""
+        array = state.array.copy() if state.replicated else self.grid.world.allgather_array(state.array)
         return torch.from_numpy(array)
 
-    def _restore(self, one: SyncState, saved: torch.Tensor | None) -> None:
-        """Take over what `_of_all` has returned; on other numbers of ranks the sum over all ranks stays."""
-        shape = one.array.shape
-        given = None if saved is None else as_array(saved)
-        if given is not None and given.shape[not one.replicated :] != shape:
-            raise ConfigError(f"state_dict: {SYNCHRONISATION}: '{one.name}' does not match this model: {given.shape}")
-        if not one.replicated:
-            given = np.zeros((0, *shape)) if given is None else given
-            lo, hi = split(len(given), self.grid.size, self.grid.rank)
-            one.array[...] = given[lo:hi].sum(axis=0)
-        elif given is not None:
-            one.array[...] = given
+    def _restore(self, state: SyncState, saved: torch.Tensor | None) -> None:
+        """Restore an array saved by `_gather_state`; another number of ranks preserves the sum over ranks."""
+        shape = state.array.shape
+        data = None if saved is None else as_array(saved)
+        if data is not None and data.shape[not state.replicated :] != shape:
+            raise ConfigError(f"state_dict: {SYNCHRONISATION}: '{state.name}' does not match this model: {data.shape}")
+        if not state.replicated:
+            data = np.zeros((0, *shape)) if data is None else data
+            lo, hi = split(len(data), self.grid.size, self.grid.rank)
+            state.array[...] = data[lo:hi].sum(axis=0)
+        elif data is not None:
+            state.array[...] = data
 
-    def _begin_pass(self, own: list[torch.Tensor], is_first: bool, gradient: torch.Tensor) -> Any:
-        """Set sums of earlier passes aside, before a pass adds to them; return a gradient to be summed over the ranks.
+    def _begin_pass(self, contributions: list[torch.Tensor], is_first: bool, gradient: torch.Tensor) -> Any:
+        """Set sums of earlier passes aside, and return the gradient that is to be summed over the ranks.
 
         Parameters
         ----------
         own : list of tensors
-            What passes on this rank's tile have added to the gradient. The rest, of a penalty of parameters that was
-            added to the loss, is the same on all ranks.
+            Contributions of passes on this rank's tile. The rest, such as of a parameter penalty in the loss, is the
+            same on all ranks.
         is_first : bool
-            Whether the gradient is what autograd has found.
+            Whether the gradient comes directly from autograd.
         """
         if not self._in_backward:
             self._in_backward = True
             self._sums = self.parameters.set_aside()
             self.parameters.sync.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
-        parts = own[:]
-        own.clear()
+        parts = contributions[:]
+        contributions.clear()
         if not is_first or self.grid.size == 1 or (len(parts) == 1 and parts[0] is gradient):
             return None
         for part in parts:
@@ -240,8 +240,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._sums is not None:
             self.parameters.grads += self._sums
         if self._overflow is not None:
-            found = self.parameters.sync.header[Flag.NON_FINITE]  # on some rank
-            self._overflow.grad = torch.full_like(self._overflow, torch.inf if found else 0)
+            overflowed = self.parameters.sync.header[Flag.NON_FINITE]  # on some rank
+            self._overflow.grad = torch.full_like(self._overflow, torch.inf if overflowed else 0)
         for name, (_, share) in self.parameters.shards.items():
             if share is not None:
                 self.parameters.tensors[name].grad = None

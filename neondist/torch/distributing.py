@@ -1,4 +1,4 @@
-"""From a user's module, and how it is to be executed, to a distributed one."""
+"""The function `distribute`, with validation of its arguments."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def distribute(
     if spatial not in (None, 0, axes) or (spatial == 0 and max(map(len, shapes)) > 4):
         raise ConfigError(f"spatial: {spatial!r}; expected {axes}, or 0 for inputs with at most four axes")
     dtypes: list[Any] = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(shapes)
-    if len(dtypes) != len(shapes) or not all(each is None or isinstance(each, torch.dtype) for each in dtypes):
+    if len(dtypes) != len(shapes) or not all(item is None or isinstance(item, torch.dtype) for item in dtypes):
         raise ConfigError(f"dtype: expected a torch.dtype, or one for each of {len(shapes)} inputs, got {dtype!r}")
     if not (grid is None or isinstance(grid, ProcessGrid)):
         raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
@@ -128,11 +128,11 @@ def _shapes(example_shape: Any) -> list[tuple[int, ...]]:
     """Return the shape of each input."""
     try:
         shapes = [example_shape] if all(isinstance(n, int) for n in example_shape) else list(example_shape)
-        found = [tuple(int(n) for n in shape) for shape in shapes]
+        result = [tuple(int(n) for n in shape) for shape in shapes]
     except (TypeError, ValueError):
-        found = []
-    if not found or len(found[0]) not in (2, 3, 4, 5) or any(n < 1 for n in found[0]):
+        result = []
+    if not result or len(result[0]) not in (2, 3, 4, 5) or any(n < 1 for n in result[0]):
         raise ConfigError(
             f"example_shape: {example_shape!r}; expected (N, C, *spatial) with at most three spatial axes, all > 0"
         )
-    return found
+    return result

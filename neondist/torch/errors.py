@@ -37,12 +37,12 @@ class UnsupportedOperator(UserError):
 
 
 class NotRecorded(Exception):
-    """Behaviour of a module that a captured one would not reproduce.
+    """Behaviour of a module that its captured program would not reproduce.
 
     Parameters
     ----------
     source : str
-        File and line of what does it; default: where it is raised.
+        File and line of the cause; default: where it is raised.
     """
 
     def __init__(self, why: str, source: str = "") -> None:
@@ -51,6 +51,6 @@ class NotRecorded(Exception):
 
 
 def defined_at(function: Any) -> str:
-    """Return the file and line of a function, or nothing."""
+    """Return the file and line of a function, or an empty string."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""

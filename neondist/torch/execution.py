@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from ..halo import ExchangePolicy, Fusion
-from .capture import lowered
+from .capture import lower_program
 from .checks import check_gather_at
 from .fused import fused
 from .layout import Layout, Mesh
 from .lower import Lowering
 from .plan import TorchPlan
-from .schemes import Schemes, chosen
+from .schemes import Schemes, parse_schemes
 from .segments import Strips
 from .trunk import fitted
 
@@ -31,7 +31,7 @@ class Execution:
     schemes : dict of path to ExchangePolicy
     strips : int, 'auto' or None
     memory : int or None
-        Bytes that one rank may take.
+        Memory limit of one rank in bytes.
     """
 
     gather_at: tuple[str, ...] = ()
@@ -50,29 +50,30 @@ class Execution:
         strips: Strips,
         memory: int | None,
     ) -> Execution:
-        """Return that of a module, if its parts have these names; else raise ConfigError."""
+        """Return the options for a module; raise ConfigError unless `gather_at` names its parts."""
         check_gather_at(module, gather_at)
-        return cls(tuple(gather_at), recompute, chosen(scheme, dict(module.named_modules()), recompute), strips, memory)
+        schemes = parse_schemes(scheme, dict(module.named_modules()), recompute)
+        return cls(tuple(gather_at), recompute, schemes, strips, memory)
 
     @property
     def reads_wide(self) -> bool:
-        """Whether tiles of images may come with cells around them."""
+        """Whether tiles of images may include a margin."""
         return any(isinstance(policy, Fusion) and policy.reads_wide for policy in self.schemes.values())
 
-    def lowered(
+    def lower(
         self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module
     ) -> tuple[TorchPlan, Any, Lowering | None]:
-        """Return the plan of a program for one rank, the tree of its outputs, and what of it goes together.
+        """Return the plan of a program for one rank, the tree of its outputs, and the lowering that fused it, if any.
 
         Parameters
         ----------
         module : torch.nn.Module
-            Of the program.
+            Module of the program.
         """
-        given = program, mesh, rank, layouts, self.gather_at
+        args = program, mesh, rank, layouts, self.gather_at
         lowering: Lowering | None
         if self.memory is not None:
-            lowering = fitted(*given, self.recompute, self.memory, module)
+            lowering = fitted(*args, self.recompute, self.memory, module)
         else:
-            lowering = fused(*given, self.schemes, self.strips)
-        return *lowered(*given, self.schemes, self.recompute, lowering), lowering
+            lowering = fused(*args, self.schemes, self.strips)
+        return *lower_program(*args, self.schemes, self.recompute, lowering), lowering

@@ -1,4 +1,4 @@
-"""A PyTorch module in an experiment: the training loop sees it as it sees models of neondist's own layers."""
+"""PyTorch modules as models of an experiment, with the training loop's model interface."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from ..runtime.observers.nonfinite import NonFiniteMonitor
 from ..strategies import Strategy, StrategyBuilder, as_strategy
 from ..system.memory import as_bytes, share_of
 from .blocks import ModuleBlocks, TracedImage
-from .by_name import TorchLoss, TorchOptimizer, unwrapped
+from .by_name import TorchLoss, TorchOptimizer, unwrap
 from .distributing import distribute
 from .execution import Execution
 from .factory import Factory
-from .feeding import channels_first, fed
-from .judging import LossOfCells, Owned, channels_last, metric_targets
+from .feeding import apply_feed, channels_first
+from .judging import CellLoss, OwnedTotals, channels_last, metric_targets
 from .layout import axes_of
 from .module import DistributedModule
 from .module_plan import ModulePlan
 from .parameters import MODULE, ModuleParameters, sparse_tables
-from .schemes import Schemes, chosen
-from .train_step import ModuleStep, computing_in
+from .schemes import Schemes, parse_schemes
+from .train_step import ModuleStep, compute_in
 from .weights import as_array, begin_slots, kept_tensors, load_weights, save_weights
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -113,7 +113,7 @@ class TorchModel(TrainableModel):
         strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
         self.cost, self.optimizer = loss or TorchLoss(), optimizer or TorchOptimizer()
-        self._arguments |= {"loss": self.cost, "optimizer": self.optimizer}  # so that experiment.yaml names them
+        self._arguments |= {"loss": self.cost, "optimizer": self.optimizer}  # written to experiment.yaml
         self.shape, self.gather_at, self.weights = shape, list(gather_at), weights
         self.recompute, self.scheme, self.strips = recompute, scheme, strips
         self.seed, self.dtype, self.backend = int(seed), np.dtype(dtype), "torch"
@@ -126,10 +126,10 @@ class TorchModel(TrainableModel):
         self._guard: int | None = None
         self.parameters: ModuleParameters | None = None
         self._plans: dict[Any, ModulePlan] = {}
-        self._feed = unwrapped(self._arguments["feed"] or channels_first)
+        self._feed = unwrap(self._arguments["feed"] or channels_first)
 
     def __str__(self) -> str:
-        return f"TorchModel {getattr(unwrapped(self._arguments['factory']), '__name__', '')}"
+        return f"TorchModel {getattr(unwrap(self._arguments['factory']), '__name__', '')}"
 
     def execute(
         self,
@@ -164,7 +164,7 @@ class TorchModel(TrainableModel):
         grid, input_shape = grid or GridShape(), tuple(input_shape)
         batch = batch_size or grid.replicas
         if (input_shape, grid, batch) not in self._plans:
-            self._plans[input_shape, grid, batch] = self._planned(input_shape, grid, batch)
+            self._plans[input_shape, grid, batch] = self._create_plan(input_shape, grid, batch)
         return self._plans[input_shape, grid, batch]
 
     def within(self, plan: ModulePlan) -> ModulePlan:
@@ -179,7 +179,7 @@ class TorchModel(TrainableModel):
             return plan
         if self.scheme != "halo" or self.strips is not None:
             raise ConfigError("memory: blocks exchange no halos, so scheme and strips do not apply; leave them out")
-        return self._planned(plan.input_shape, plan.grid, plan.batch_size, self.memory)
+        return self._create_plan(plan.input_shape, plan.grid, plan.batch_size, self.memory)
 
     def resize(self, input_shape: Sequence[int]) -> None:
         """Accept images of another extent than `shape`."""
@@ -206,8 +206,8 @@ class TorchModel(TrainableModel):
         """Return a block of the output, given the image cells it depends on, channels last."""
         module = self.module
         tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-        with torch.no_grad(), self._about(), computing_in(self.precision, module):
-            features, _ = self._fed(x, None, 1)
+        with torch.no_grad(), self._about(), compute_in(self.precision, module):
+            features, _ = self._apply_feed(x, None, 1)
             return channels_last(blocks.run(number, features, *map(dict, tensors)))
 
     def build(
@@ -229,7 +229,7 @@ class TorchModel(TrainableModel):
             self.input.cut(self.compiled.wide_tiles, self.compiled.wide_tiles)
         self._models: dict[int, DistributedModule] = {}
         self._captured: set[tuple[int, bool]] = set()
-        model = self._of(batch_size)
+        model = self._distributed(batch_size)
         if self.weights is not None:
             with self._about("weights: "):
                 load_weights(model, self.weights)
@@ -237,14 +237,14 @@ class TorchModel(TrainableModel):
             self.parameters.close()
         planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())
         updated = {name: tensors[name] for name in self.compiled.updated}
-        held = planned.shares, planned.compressors, sparse_tables(self.module)
-        self.parameters = ModuleParameters(updated, self.grid, self._sync, *held)
+        synchronisation = planned.shares, planned.compressors, sparse_tables(self.module)
+        self.parameters = ModuleParameters(updated, self.grid, self._sync, *synchronisation)
         self.sync = self.parameters.sync
-        self.torch_optimizer = self.optimizer.made(self.parameters.updated.values())
+        self.torch_optimizer = self.optimizer.create(self.parameters.updated.values())
         self._rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]
         cut = axes_of(self.compiled.output.layout)
-        owns = all(part == 0 for axis, part in enumerate(model.wires.place) if axis not in cut)
-        self.output: Any = Owned(self.grid, owns)
+        owns = all(part == 0 for axis, part in enumerate(model.comm.place) if axis not in cut)
+        self.output: Any = OwnedTotals(self.grid, owns)
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
         """Run one training step and return the loss of the whole batch, NaN if it was skipped; collective."""
@@ -253,10 +253,10 @@ class TorchModel(TrainableModel):
 
     def loss_of(self, x: Any, targets: Any, batch: int, training: bool = True) -> tuple[tuple[Any, Any], torch.Tensor]:
         """Return this rank's outputs and labels, and the loss of the whole batch; collective."""
-        model = self._of(batch, training)
-        features, labels = self._fed(x, targets, batch)
+        model = self._distributed(batch, training)
+        features, labels = self._apply_feed(x, targets, batch)
         model.step = self.step
-        with self._seeded(), computing_in(self.precision, self.module):
+        with self._seeded(), compute_in(self.precision, self.module):
             output = model(features)
             try:
                 loss = model.loss(self.cost.criterion, output, labels)
@@ -265,20 +265,20 @@ class TorchModel(TrainableModel):
                 raise
         return (output, labels), loss if loss.dtype == DTYPES[str(self.dtype)] else loss.float()
 
-    def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
+    def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
         """Return this rank's outputs and labels, channels last, and on rank 0 the loss times the samples."""
         with self.grid.observers.during("cost"), torch.no_grad(), self._about():
             (output, labels), loss = self.loss_of(x, targets, batch_size, training=False)
         y = channels_last(output)
         return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
 
-    def cost_of_cells(self) -> LossOfCells:
+    def cost_of_cells(self) -> CellLoss:
         """Return the loss as a sum over cells, which can be accumulated over boxes; ConfigError if it is not one."""
         if self._arguments["feed"] is not None:
             raise ConfigError(
                 "feed: computes labels from whole images; evaluate without --block, and with enough memory for them"
             )
-        return LossOfCells(self.cost)
+        return CellLoss(self.cost)
 
     @property
     def built(self) -> ModuleParameters:
@@ -290,7 +290,7 @@ class TorchModel(TrainableModel):
     @property
     def schemes(self) -> dict[str, ExchangePolicy]:
         """Border schemes by module path."""
-        return chosen(self.scheme, dict(self.module.named_modules()), self.recompute)
+        return parse_schemes(self.scheme, dict(self.module.named_modules()), self.recompute)
 
     def guard(self, seed: int) -> None:
         """Check the user's rules and border schemes in subsequent steps."""
@@ -301,9 +301,9 @@ class TorchModel(TrainableModel):
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the first output, channels last."""
         batch = batch_size or self.batch_size
-        model = self._of(batch, training)
-        with torch.no_grad(), self._about(), self._seeded(), computing_in(self.precision, self.module):
-            return channels_last(model(self._fed(x, None, batch)[0]))
+        model = self._distributed(batch, training)
+        with torch.no_grad(), self._about(), self._seeded(), compute_in(self.precision, self.module):
+            return channels_last(model(self._apply_feed(x, None, batch)[0]))
 
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
         """Return the contents of a checkpoint: the module's state and the optimizer's state."""
@@ -318,7 +318,7 @@ class TorchModel(TrainableModel):
 
     def export(self, folder: Path) -> None:
         """Write the weights as a state_dict, weights.safetensors; collective."""
-        save_weights(self._of(self.batch_size), folder / WEIGHTS)
+        save_weights(self._distributed(self.batch_size), folder / WEIGHTS)
 
     @property
     def bytes_sent(self) -> int:
@@ -333,16 +333,16 @@ class TorchModel(TrainableModel):
     def ledger(self) -> Ledger:
         """Return all messages and sums since `build`."""
         reductions = [(GRADIENTS, self.sync.reductions), (LOSS, self.output.reductions)]
-        found = ledger([], reductions, self.grid.replica * self.grid.shape.tiles)
+        total = ledger([], reductions, self.grid.replica * self.grid.shape.tiles)
         for model in self._models.values():
-            found += model.wires.ledger
-        return found
+            total += model.comm.ledger
+        return total
 
     # Inner.
 
     def _bytes(self, halo: bool) -> int:
-        ledgers = (model.wires.ledger for model in self._models.values())
-        return sum(n * one.nbytes for found in ledgers for one, n in found.items() if (one.kind == "halo") is halo)
+        ledgers = (model.comm.ledger for model in self._models.values())
+        return sum(n * sent.nbytes for counts in ledgers for sent, n in counts.items() if (sent.kind == "halo") is halo)
 
     @cached_property
     def _factory(self) -> Factory:
@@ -351,18 +351,18 @@ class TorchModel(TrainableModel):
             self.cost.criterion.to(dtype)
         return Factory(self._arguments["factory"], self._arguments["arguments"] or {}, self.seed, dtype)
 
-    def _planned(
+    def _create_plan(
         self, input_shape: tuple[int, ...], grid: GridShape, batch: int, limit: int | None = None
     ) -> ModulePlan:
         module, shape = self.module, (batch, *self._sample_shape(input_shape))
         memory = None if limit is None else share_of(limit, grid.size)
         execution = Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
         program = self._factory.program(shape, True)
-        given = program, execution, shape, input_shape, grid
-        plan = ModulePlan.of(module, *given, self.optimizer, self.dtype, self.strategy, limit, self.precision)
+        args = program, execution, shape, input_shape, grid
+        plan = ModulePlan.of(module, *args, self.optimizer, self.dtype, self.strategy, limit, self.precision)
         if plan.parameters.partitioned and not self.optimizer.elementwise:
             raise ConfigError(
-                f"strategy: {self.optimizer.found.__name__} updates whole parameters, and cannot update parts of them;"
+                f"strategy: {self.optimizer.constructor.__name__} updates only whole parameters, not parts of them;"
                 " choose one without partitions, such as PSLoadBalancing"
             )
         return plan
@@ -376,31 +376,31 @@ class TorchModel(TrainableModel):
             )
         return shape
 
-    def _of(self, batch: int, training: bool = True) -> DistributedModule:
-        """Return the module, distributed for a size of the batch, in a mode; collective where it is a new one."""
+    def _distributed(self, batch: int, training: bool = True) -> DistributedModule:
+        """Return the module distributed for a batch size, in a mode; collective for a new batch size or mode."""
         if batch not in self._models:
             shape, dtype = (batch, *self._sample_shape(self.input_shape)), DTYPES[str(self.dtype)]
-            made = distribute(
+            model = distribute(
                 self.module, shape, self.grid,
                 gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme, strips=self.strips,
                 memory=self.compiled.limit,
             )  # fmt: skip
             if self._guard is not None:
-                made.guard(self._guard)
-            made.defer_gradients(self.module.get_parameter(name) for name in self.compiled.updated)
-            self._models[batch] = made
+                model.guard(self._guard)
+            model.defer_gradients(self.module.get_parameter(name) for name in self.compiled.updated)
+            self._models[batch] = model
         model = self._models[batch].train(training)
-        if (batch, training) not in self._captured:  # before `_seeded`: tracing touches the state of random numbers
+        if (batch, training) not in self._captured:  # before `_seeded`: tracing changes the random state
             _ = model.plan
             self._captured.add((batch, training))
         return model
 
-    def _fed(self, x: Any, targets: Any, batch: int) -> tuple[torch.Tensor, Any]:
-        """Return what `feed` gives; if it fails on one rank, or gives something wrong, so does this on all."""
+    def _apply_feed(self, x: Any, targets: Any, batch: int) -> tuple[torch.Tensor, Any]:
+        """Return the features and labels of `feed`; an error on one rank is raised on all."""
         lo, hi = self.grid.sample_range(batch)
         shape = hi - lo, self._sample_shape(self.input_shape)[0], *x.shape[1:-1]
         with all_or_none(self.grid.world) if self.grid.size > 1 else nullcontext():
-            return fed(self._feed, x, targets, shape, DTYPES[str(self.dtype)], self.input)
+            return apply_feed(self._feed, x, targets, shape, DTYPES[str(self.dtype)], self.input)
 
     def set_rates(self) -> None:
         """Set the optimizer's learning rate and momentum for the next step."""
@@ -415,7 +415,7 @@ class TorchModel(TrainableModel):
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
-        """Let random numbers depend on seed and step, and no other program's on them."""
+        """Seed random numbers by seed and step, and restore the global generator afterwards."""
         if self.grid.rank and self.grid.world.one_process:
             yield
             return
@@ -425,7 +425,7 @@ class TorchModel(TrainableModel):
 
     @contextmanager
     def _about(self, field: str = "") -> Iterator[None]:
-        """Mark errors of the block as being about this model, whose place in a file is then told."""
+        """Mark errors of the block as being about this model, so that messages give its position in a file."""
         try:
             yield
         except UserError as error:

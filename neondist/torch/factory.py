@@ -1,4 +1,4 @@
-"""Modules made by factories, and their captured programs, before they are distributed."""
+"""Modules created by factories, and their captured programs, before distribution."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from torch import nn
 
 from ..arrays.rng import key
 from ..errors import ConfigError
-from .by_name import called, unwrapped
-from .capture import captured
+from .by_name import call_checked, unwrap
+from .capture import capture_module
 from .registry import TRACING
 
 
 class Factory:
-    """A function that returns a module, which is made once, and captured once for each shape and mode.
+    """A function that returns a module, called once; the module is captured once for each shape and mode.
 
     Parameters
     ----------
     function : callable
     arguments : mapping
-        Of the function.
+        Arguments of the function.
     seed : int
-        Of the module's own first weights, which depend on nothing else in this process.
+        Seed for the module's initial weights, independent of other random numbers in this process.
     dtype : torch.dtype
-        Of the module.
+        Dtype of the module.
     """
 
     def __init__(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], seed: int, dtype: torch.dtype
     ) -> None:
-        self.function, self.arguments, self.seed, self.dtype = unwrapped(function), arguments, seed, dtype
+        self.function, self.arguments, self.seed, self.dtype = unwrap(function), arguments, seed, dtype
         self._programs: dict[Any, Any] = {}
 
     @cached_property
@@ -47,14 +47,14 @@ class Factory:
         """
         with TRACING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(key(self.seed, "weights") >> 1)
-            module = called("arguments", self.function, **self.arguments)
+            module = call_checked("arguments", self.function, **self.arguments)
         if not isinstance(module, nn.Module):
             raise ConfigError(f"factory: returned a {type(module).__name__}; it must return a torch.nn.Module")
         return module.to(self.dtype)
 
     def program(self, shape: tuple[int, ...], training: bool) -> Any:
-        """Return what torch.export finds for inputs of a global shape; the module is in that mode from then on."""
+        """Return the exported program for inputs of a global shape; leaves the module in the given mode."""
         module = self.module.train(training)
         if (shape, training) not in self._programs:
-            self._programs[shape, training] = captured(module, [(shape, self.dtype)])
+            self._programs[shape, training] = capture_module(module, [(shape, self.dtype)])
         return self._programs[shape, training]

@@ -1,4 +1,4 @@
-"""Conversion of the images and labels that a rank reads to a module's inputs."""
+"""Conversion of a rank's images and labels to a module's inputs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from ..errors import ConfigError
 from ..halo import GlobalArray
 from ..models.targets import slices_in
-from .by_name import called
+from .by_name import call_checked
 
 
 def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return images (n, *tile, C) as (n, C, *tile); whole numbers as int64, and target images as images."""
+    """Return images (n, *tile, C) as (n, C, *tile); integer labels as int64, target images channels first, too."""
     if labels is not None:
         labels = np.moveaxis(labels, -1, 1) if labels.ndim == images.ndim else labels
         labels = labels.astype(images.dtype if labels.dtype.kind == "f" else np.int64)
@@ -27,46 +27,46 @@ def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch
 
 
 def expected_image(module: nn.Module) -> tuple[int, int | None]:
-    """Return how many spatial axes a module's images have, and how many channels, by its first convolution.
+    """Return the number of spatial axes and channels of a module's images, from its first convolution.
 
-    The first is that which the module has registered first; (2, None) of a module without any.
+    The first in registration order; (2, None) for a module without any.
     """
-    for one in module.modules():
-        kernel, channels = getattr(one, "kernel_size", None), getattr(one, "in_channels", None)
+    for layer in module.modules():
+        kernel, channels = getattr(layer, "kernel_size", None), getattr(layer, "in_channels", None)
         if isinstance(kernel, tuple) and isinstance(channels, int):
             return len(kernel), channels
     return 2, None
 
 
-def fed(
+def apply_feed(
     feed: Callable[..., Any], x: Any, targets: Any, shape: tuple[int, ...], dtype: torch.dtype, images: GlobalArray
 ) -> tuple[torch.Tensor, Any]:
-    """Return the features and labels that a function makes of images and labels.
+    """Return the features and labels that a feed function computes from images and labels.
 
     Parameters
     ----------
     feed : callable
-        That of TorchModel.
+        As in TorchModel.
     x, targets
-        Of the tile that this rank reads; targets may be None.
+        Images and labels of the tile that this rank reads; targets may be None.
     shape, dtype
-        What the features have to have.
+        Expected shape and dtype of the features.
     images : GlobalArray
-        All of them, cut as they are read. Of labels of all cells that are read, those of this rank's own are returned.
+        The whole images, tiled as they are read. Labels of a tile with margin are cropped to this rank's own cells.
 
     Raises
     ------
     ConfigError
-        The function fails, or gives something else.
+        The function fails or returns something else.
     """
-    found = called("feed", feed, x, targets)
-    if not isinstance(found, tuple) or len(found) != 2:
-        raise ConfigError(f"feed: must return (features, labels), got {type(found).__name__}")
-    features, labels = found
-    for what, tensors in (("features", [features]), ("labels", pytree.tree_leaves(labels))):
+    result = call_checked("feed", feed, x, targets)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigError(f"feed: must return (features, labels), got {type(result).__name__}")
+    features, labels = result
+    for kind, tensors in (("features", [features]), ("labels", pytree.tree_leaves(labels))):
         for tensor in tensors:
-            if not (isinstance(tensor, torch.Tensor) or (targets is None and what == "labels")):
-                raise ConfigError(f"feed: {what} are a {type(tensor).__name__}; return a torch.Tensor")
+            if not (isinstance(tensor, torch.Tensor) or (targets is None and kind == "labels")):
+                raise ConfigError(f"feed: {kind} are a {type(tensor).__name__}; return a torch.Tensor")
     if tuple(features.shape) != shape or features.dtype != dtype:
         raise ConfigError(
             f"feed: features are {features.dtype} of shape {tuple(features.shape)}, expected {dtype} of shape {shape}:"
@@ -77,7 +77,7 @@ def fed(
 
 
 def _own(images: GlobalArray, labels: Any) -> Any:
-    """Return labels of this rank's own cells, given some of all that it reads."""
+    """Return labels cropped to this rank's own cells, given those of all cells that it reads."""
     if not isinstance(labels, torch.Tensor) or tuple(labels.shape[-len(images.extent) :]) != images.own.shape:
         return labels
     index: tuple[Any, ...] = (..., *slices_in(images, images.grid.tile_box(images.extent)))

@@ -1,6 +1,6 @@
-"""Halo views of tiles and sums over tiles, as operators of PyTorch, for code that cuts images itself.
+"""Halo exchange and reductions as differentiable PyTorch operators, for code that tiles images itself.
 
-Arguments of an operator are tensors and numbers: a grid goes into it as its handle, a window as its numbers.
+Operators take tensors and numbers: a grid is passed as its handle, a window as its fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .layout import local_shape, shape_of
 from .mesh_comm import Channel, MeshComm, format_of
 from .transfer import Range, Transfer, Want, clipped
 
-_HOW = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, float fill, str mode, int[] extent"
+_SCHEMA = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, float fill, str mode, int[] extent"
 
 
 def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Sequence[int] | None = None) -> torch.Tensor:
@@ -59,15 +59,15 @@ def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Seque
         _check(x, window, global_shape)
     except UserError as error:
         check_alike(grid.world, {}, error)
-    ask = _extent_outside_graph if torch.compiler.is_compiling() else _extent_of
-    extent = ask(x, window, grid) if global_shape is None else tuple(global_shape)[2:]
+    find_extent = _extent_outside_graph if torch.compiler.is_compiling() else _extent_of
+    extent = find_extent(x, window, grid) if global_shape is None else tuple(global_shape)[2:]
     padding = tuple(chain.from_iterable(window.padding))
-    how = window.kernel, window.stride, padding, window.dilation, window.fill, ",".join(window.modes)
-    return torch.ops.neondist.halo(x, grid.handle, *how, extent)
+    window_args = window.kernel, window.stride, padding, window.dilation, window.fill, ",".join(window.modes)
+    return torch.ops.neondist.halo(x, grid.handle, *window_args, extent)
 
 
 def _extent_of(x: torch.Tensor, window: Window, grid: ProcessGrid) -> tuple[int, ...]:
-    return _hand(grid, window.ndim).extent_of(x, window)
+    return _state_of(grid, window.ndim).extent_of(x, window)
 
 
 # torch.compiler.disable as a decorator would import the compiler, 2 s, with neondist.torch
@@ -107,59 +107,59 @@ def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") ->
     return torch.ops.neondist.reduce(x, op, grid.handle, group)
 
 
-@custom_op("neondist::halo", mutates_args=(), schema=f"(Tensor x, {_HOW}) -> Tensor")
-def _halo(x: torch.Tensor, grid: int, *how: Any) -> torch.Tensor:
-    hand, window, extent = _opened(grid, how)
-    hand.check(x, window, extent)
-    view = hand.view(window, extent)
+@custom_op("neondist::halo", mutates_args=(), schema=f"(Tensor x, {_SCHEMA}) -> Tensor")
+def _halo(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
+    state, window, extent = _unpack(grid, window_args)
+    state.check(x, window, extent)
+    view = state.view(window, extent)
     with view.channel.during("forward"):
         return view.channel.view(x, view.pads, window.fill)
 
 
-@custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_HOW}) -> Tensor")
-def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *how: Any) -> torch.Tensor:
-    hand, window, extent = _opened(grid, how)
-    check_alike(hand.wires.grid.world, {CALL: "backward of halo", "window": window, "global_shape": extent})
-    view = hand.view(window, extent)
+@custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_SCHEMA}) -> Tensor")
+def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) -> torch.Tensor:
+    state, window, extent = _unpack(grid, window_args)
+    check_alike(state.comm.grid.world, {CALL: "backward of halo", "window": window, "global_shape": extent})
+    view = state.view(window, extent)
     with view.channel.during("backward"):
         return view.channel.adjoint(gradient, shape, view.pads)
 
 
 @_halo.register_fake
-def _(x: torch.Tensor, grid: int, *how: Any) -> torch.Tensor:
-    hand, window, extent = _opened(grid, how)
-    hand.check_tile(x, window, extent)
-    view = hand.view(window, extent)
+def _(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
+    state, window, extent = _unpack(grid, window_args)
+    state.check_tile(x, window, extent)
+    view = state.view(window, extent)
     return view.channel.empty_view(x, view.pads)
 
 
 @_halo_adjoint.register_fake
-def _(gradient: torch.Tensor, shape: list[int], grid: int, *how: Any) -> torch.Tensor:
+def _(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) -> torch.Tensor:
     return torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=format_of(gradient))
 
 
-def _keep_halo(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-    x, *ctx.how = inputs
+def _save_halo_args(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    x, *ctx.window_args = inputs
     ctx.shape = x.shape
     announce(ctx)
 
 
 def _halo_backward(ctx: Any, gradient: torch.Tensor) -> Any:
     recompute(ctx)
-    return torch.ops.neondist.halo_adjoint(gradient, ctx.shape, *ctx.how), *[None] * len(ctx.how)
+    return torch.ops.neondist.halo_adjoint(gradient, ctx.shape, *ctx.window_args), *[None] * len(ctx.window_args)
 
 
-_halo.register_autograd(_halo_backward, setup_context=_keep_halo)
+_halo.register_autograd(_halo_backward, setup_context=_save_halo_args)
 
 
 @custom_op("neondist::reduce", mutates_args=(), schema="(Tensor x, str op, int grid, str group) -> Tensor")
 def _reduce(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
-    hand = _hand(ProcessGrid.of(grid), 2)
+    state = _state_of(ProcessGrid.of(grid), 2)
     facts = {CALL: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
-    check_alike(hand.wires.grid.world, facts | {"x.requires_grad": x.requires_grad})
-    every = hand.wires.mesh.axes
-    axes = {"tiles": every - {0}, "replicas": every & {0}, "world": every}[group]
-    return hand.wires.reduce("reduce", "forward", x, axes, op)
+    check_alike(state.comm.grid.world, facts | {"x.requires_grad": x.requires_grad})
+    all_axes = state.comm.mesh.axes
+    axes = {"tiles": all_axes - {0}, "replicas": all_axes & {0}, "world": all_axes}[group]
+    return state.comm.reduce("reduce", "forward", x, axes, op)
 
 
 @_reduce.register_fake
@@ -167,8 +167,8 @@ def _(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _keep_reduced(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-    x, ctx.op, *ctx.where = inputs
+def _save_reduce_args(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    x, ctx.op, *ctx.group_args = inputs
     if ctx.op == "max":
         ctx.save_for_backward(x, output)
     else:
@@ -177,15 +177,15 @@ def _keep_reduced(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
 
 def _reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:
     saved = recompute(ctx)
-    gradient = torch.ops.neondist.reduce(gradient, "sum", *ctx.where)
+    gradient = torch.ops.neondist.reduce(gradient, "sum", *ctx.group_args)
     if ctx.op == "max":
-        x, found = saved
-        here = (x == found).to(gradient.dtype)
-        gradient = gradient * here / torch.ops.neondist.reduce(here, "sum", *ctx.where).clamp(min=1)
+        x, maximum = saved
+        is_maximum = (x == maximum).to(gradient.dtype)
+        gradient = gradient * is_maximum / torch.ops.neondist.reduce(is_maximum, "sum", *ctx.group_args).clamp(min=1)
     return gradient, None, None, None
 
 
-_reduce.register_autograd(_reduce_backward, setup_context=_keep_reduced)
+_reduce.register_autograd(_reduce_backward, setup_context=_save_reduce_args)
 
 
 class _View(NamedTuple):
@@ -193,38 +193,39 @@ class _View(NamedTuple):
     pads: tuple[tuple[int, int, int], ...]
 
 
-class _Hand:
-    """State of a grid for images of a number of axes: communicators, planned messages, and known extents."""
+class _GridState:
+    """State of a grid for images with a given number of axes: communicators, planned messages, known extents."""
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
-        self.wires = MeshComm(grid, spatial)
+        self.comm = MeshComm(grid, spatial)
         self._views: dict[tuple[Window, tuple[int, ...]], _View] = {}
         self._extents: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def extent_of(self, x: torch.Tensor, window: Window) -> tuple[int, ...]:
-        """Return the extent of the whole image, which the ranks ask each other; collective."""
+        """Return the extent of the whole image, gathered from the ranks; collective."""
         shape = tuple(x.shape)
-        known = self._extents.get(shape)
-        # a rank may have seen its tile's shape before and others not: whether all know the same is found out here
+        extent = self._extents.get(shape)
+        # only some ranks may have seen their tile's shape before: check whether all know the extent
         facts = {CALL: "halo", "window": window, "global_shape": None}
-        if not check_alike(self.wires.grid.world, facts, versions=(-1,) if known is None else known) or known is None:
-            known = self._extents[shape] = self._asked(shape)
-        return known
+        versions = (-1,) if extent is None else extent
+        if not check_alike(self.comm.grid.world, facts, versions=versions) or extent is None:
+            extent = self._extents[shape] = self._gather_extent(shape)
+        return extent
 
     def check(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
-        """Raise on all ranks if any cannot have a view, or wants another one than others; collective."""
+        """Raise on all ranks if the arguments of any are invalid or differ from others'; collective."""
         error = None
         try:
             self.check_tile(x, window, extent)
         except UserError as problem:
             error = problem
         facts = {CALL: "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
-        samples = x.shape[0] if self.wires.grid.replicas == 1 else "any number"  # replicas may have others
+        samples = x.shape[0] if self.comm.grid.replicas == 1 else "any number"  # replicas may differ
         facts |= {"its number of samples": samples, "its number of channels": x.shape[1], "global_shape": extent}
-        check_alike(self.wires.grid.world, facts, error)
+        check_alike(self.comm.grid.world, facts, error)
 
-    def _asked(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        mesh, world = self.wires.mesh, self.wires.grid.world
+    def _gather_extent(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        mesh, world = self.comm.mesh, self.comm.grid.world
         shapes = world.allgather(shape)
         lines = range(1, mesh.spatial + 1)
         extent = tuple(
@@ -243,55 +244,55 @@ class _Hand:
         return extent
 
     def check_tile(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
-        """Raise ShapeError if x is not this rank's tile of an image of this extent, or the image too small."""
+        """Raise ShapeError if x is not this rank's tile of an image of this extent, or if the image is too small."""
         self._check_shape(tuple(x.shape), extent)
         window.check(extent)
 
     def _check_shape(self, shape: tuple[int, ...], extent: tuple[int, ...]) -> None:
-        mesh = self.wires.mesh
+        mesh = self.comm.mesh
         layout = tuple((mesh.atom(n, axis + 1),) for axis, n in enumerate(extent))
-        expected = local_shape(layout, self.wires.place)
+        expected = local_shape(layout, self.comm.place)
         if shape[2:] != expected:
             raise ShapeError(
-                f"rank {self.wires.grid.rank}: a tile of {shape_of(layout)} cells has {expected} of them, as"
-                f" grid.tile_box says, but x has {shape[2:]}"
+                f"rank {self.comm.grid.rank}: x has spatial extents {shape[2:]}, but this rank's tile of"
+                f" {shape_of(layout)} is {expected}; cut the image with grid.tile_box"
             )
 
     def view(self, window: Window, extent: tuple[int, ...]) -> _View:
         """Return the messages for a window over an image, planned once."""
         key = window, extent
         if key not in self._views:
-            self._views[key] = self._planned(window, extent)
+            self._views[key] = self._plan_view(window, extent)
         return self._views[key]
 
-    def _planned(self, window: Window, extent: tuple[int, ...]) -> _View:
-        mesh, wants, pads = self.wires.mesh, [], []
+    def _plan_view(self, window: Window, extent: tuple[int, ...]) -> _View:
+        mesh, wants, pads = self.comm.mesh, [], []
         for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
             own = mesh.atom(n, axis + 1)
-            seen = [_seen(window, axis, n, lo, hi) for lo, hi in mesh.atom(out, axis + 1).ranges]
-            wants.append(Want(axis + 2, own, own.axis, tuple(ranges for ranges, _ in seen)))
-            _, (before, after) = seen[0 if own.axis is None else self.wires.place[own.axis]]
+            inputs = [_input_ranges(window, axis, n, lo, hi) for lo, hi in mesh.atom(out, axis + 1).ranges]
+            wants.append(Want(axis + 2, own, own.axis, tuple(ranges for ranges, _ in inputs)))
+            _, (before, after) = inputs[0 if own.axis is None else self.comm.place[own.axis]]
             pads.append((axis + 2, before, after))
-        around = {dim for dim, before, after in pads if before or after}
-        transfer = Transfer(mesh, tuple(want for want in wants if want.dim in around or not want.own))
-        return _View(Channel(self.wires, "halo", transfer, "halo"), tuple(pad for pad in pads if pad[0] in around))
+        padded = {dim for dim, before, after in pads if before or after}
+        transfer = Transfer(mesh, tuple(want for want in wants if want.dim in padded or not want.own))
+        return _View(Channel(self.comm, "halo", transfer, "halo"), tuple(pad for pad in pads if pad[0] in padded))
 
 
-def _seen(window: Window, axis: int, n: int, lo: int, hi: int) -> tuple[tuple[Range, ...], tuple[int, int]]:
-    """Return the ranges that outputs [lo, hi) see of an axis of n cells, and how many there are before and after."""
+def _input_ranges(window: Window, axis: int, n: int, lo: int, hi: int) -> tuple[tuple[Range, ...], tuple[int, int]]:
+    """Return the input ranges of outputs [lo, hi) on an axis of n cells, and the padding before and after."""
     if lo >= hi:
         return (), (0, 0)
     start = lo * window.stride[axis] - window.padding[axis][0]
     end = (hi - 1) * window.stride[axis] - window.padding[axis][0] + window.span[axis]
     mode = window.modes[axis]
     if mode == "zeros":
-        inside, around = clipped(start, end, n)
-        return (inside,), around
+        inside, beyond = clipped(start, end, n)
+        return (inside,), beyond
     return tuple(_runs(fold(i, n, mode) for i in range(start, end))), (0, 0)
 
 
 def _runs(indices: Iterator[int]) -> Iterator[Range]:
-    """Yield ranges of indices that follow each other."""
+    """Yield ranges of consecutive indices."""
     start = end = None
     for i in indices:
         if i != end:
@@ -303,19 +304,19 @@ def _runs(indices: Iterator[int]) -> Iterator[Range]:
         yield start, end
 
 
-def _hand(grid: ProcessGrid, spatial: int) -> _Hand:
-    key = _Hand, spatial
+def _state_of(grid: ProcessGrid, spatial: int) -> _GridState:
+    key = _GridState, spatial
     if key not in grid.kept:
-        grid.kept[key] = _Hand(grid, spatial)
+        grid.kept[key] = _GridState(grid, spatial)
     return grid.kept[key]
 
 
-def _opened(grid: int, how: Sequence[Any]) -> tuple[_Hand, Window, tuple[int, ...]]:
-    """Return what the numbers say that an operator was given."""
-    kernel, stride, padding, dilation, fill, mode, extent = how
+def _unpack(grid: int, window_args: Sequence[Any]) -> tuple[_GridState, Window, tuple[int, ...]]:
+    """Return the grid state, window and extent encoded in an operator's arguments."""
+    kernel, stride, padding, dilation, fill, mode, extent = window_args
     sides = tuple(zip(padding[::2], padding[1::2], strict=True))
     window = Window(tuple(kernel), tuple(stride), sides, tuple(dilation), fill=fill, mode=mode.split(","))
-    return _hand(ProcessGrid.of(grid), window.ndim), window, tuple(extent)
+    return _state_of(ProcessGrid.of(grid), window.ndim), window, tuple(extent)
 
 
 def _check_grid(grid: Any) -> None:

@@ -1,4 +1,4 @@
-"""Places in which the values are that the forward of a module can reach."""
+"""Containers of the values that the forward of a module can reach."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ GONE = object()
 
 
 class Holder(NamedTuple):
-    """One place of values: the attributes of an object, the items of a container, the cells of a closure.
+    """A container of values: the attributes of an object, the items of a collection, the cells of a closure.
 
     Attributes
     ----------
     path : str
     module : nn.Module or None
-        The innermost that holds it.
-    store : what holds the values
-    names : sequence or None
-        Those that count, of a mapping or an object; default: all.
+        Innermost module that contains it.
+    store : the container
+    names : collection or None
+        The relevant names of a mapping or an object; default: all.
     get : callable, optional
-        From a name to its value; default: `store` is iterated over.
+        Maps a name to its value; default: `store` is iterated over.
     mark : str
-        Between the path and the name of one value; empty: the values count as one.
+        Separator between the path and the name of a value; empty: the values share the path as their name.
     of_modules : bool
-        Whether PyTorch's modules keep it themselves: parameters, modules, hooks.
+        Whether it belongs to nn.Module itself: parameters, modules, hooks.
     watched, restored : bool
-        Whether it is looked at before each pass, and whether a capture restores it.
+        Whether it is compared before each pass, and whether a capture restores it.
     """
 
     path: str
@@ -42,21 +42,21 @@ class Holder(NamedTuple):
     watched: bool = True
     restored: bool = True
 
-    def called(self, key: Any) -> str:
-        """Return the name of one value."""
+    def name_of(self, key: Any) -> str:
+        """Return the name of a value."""
         return f"{self.path}{self.mark}{key}".removeprefix(".") if self.mark else self.path
 
     def read(self) -> dict[Any, Any]:
-        """Return the values that there are."""
+        """Return the current values."""
         if self.names is None:
             return dict(self.store if isinstance(self.store, Mapping) else enumerate(self.store))
         assert self.get is not None
         if isinstance(self.store, dict):
             return {name: self.store[name] for name in self.names if name in self.store}
-        return {name: value for name in self.names if (value := got(self.get, name)) is not GONE}
+        return {name: value for name in self.names if (value := get_or_gone(self.get, name)) is not GONE}
 
     def restore(self, before: Mapping[Any, Any]) -> None:
-        """Make the values what they were."""
+        """Restore earlier values."""
         store, now = self.store, self.read()
         if list(map(id, before.values())) == list(map(id, now.values())) and list(before) == list(now):
             return
@@ -78,7 +78,7 @@ class Holder(NamedTuple):
                 (type if isinstance(store, type) else object).__setattr__(store, name, value)
 
 
-def got(get: Callable[[Any], Any], name: Any) -> Any:
+def get_or_gone(get: Callable[[Any], Any], name: Any) -> Any:
     """Return the value of a name, or GONE."""
     try:
         return get(name)

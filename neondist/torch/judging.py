@@ -1,4 +1,4 @@
-"""A module's outputs and labels as metrics and files take them, and its loss block by block."""
+"""Conversion of a module's outputs and labels for metrics and files, and its loss block by block."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from .graph import WIDER
 
 
 def channels_last(output: Any) -> np.ndarray:
-    """Return the first tensor of an output as metrics and files take it."""
-    found = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)).detach()
-    y = found.to(WIDER.get(found.dtype, found.dtype)).numpy()
+    """Return the first tensor of an output with channels last, as metrics and files expect it."""
+    tensor = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)).detach()
+    y = tensor.to(WIDER.get(tensor.dtype, tensor.dtype)).numpy()
     return np.ascontiguousarray(np.moveaxis(y, 1, -1) if y.ndim > 2 else y)
 
 
 def metric_targets(y: np.ndarray, labels: Any, ignored: int | None = None) -> np.ndarray:
-    """Return labels as metrics take them: NaN, for which those have no number, where they cannot judge by them."""
-    found = channels_last(labels) if pytree.tree_leaves(labels)[0].dim() == y.ndim else labels
-    found = np.asarray(pytree.tree_leaves(found)[0])
-    if found.shape == (*y.shape[:-1], 1) != y.shape:
-        found = found[..., 0]
-    if found.shape == y.shape[:-1] and found.dtype.kind == "f" and (found == np.floor(found)).all():
-        found = found.astype(np.int64)
-    of_classes = found.shape == y.shape[:-1] and found.dtype.kind in "iu"
-    known = found if ignored is None else found[found != ignored]
-    if found.shape == y.shape or (of_classes and known.min(initial=0) >= 0 and known.max(initial=0) < y.shape[-1]):
-        return found
+    """Return labels as metrics expect them; NaN, for which metrics are undefined, if they do not match the output."""
+    targets = channels_last(labels) if pytree.tree_leaves(labels)[0].dim() == y.ndim else labels
+    targets = np.asarray(pytree.tree_leaves(targets)[0])
+    if targets.shape == (*y.shape[:-1], 1) != y.shape:
+        targets = targets[..., 0]
+    if targets.shape == y.shape[:-1] and targets.dtype.kind == "f" and (targets == np.floor(targets)).all():
+        targets = targets.astype(np.int64)
+    are_classes = targets.shape == y.shape[:-1] and targets.dtype.kind in "iu"
+    valid = targets if ignored is None else targets[targets != ignored]
+    if targets.shape == y.shape or (are_classes and valid.min(initial=0) >= 0 and valid.max(initial=0) < y.shape[-1]):
+        return targets
     return np.full_like(y, np.nan)
 
 
-class LossOfCells:
-    """A loss of outputs and labels (n, *cells, C), as the sum over cells and what their mean divides it by."""
+class CellLoss:
+    """A mean loss of outputs and labels (n, *cells, C), as a sum over cells and its divisor."""
 
     weighted = True
 
@@ -60,7 +60,7 @@ class LossOfCells:
         return 0
 
     def value(self, y: np.ndarray, targets: np.ndarray, total: Any = None) -> float:
-        """Return the sum; NaN for what is judged by other labels than `metric_targets` has."""
+        """Return the sum; NaN for labels that `metric_targets` could not convert."""
         if targets.dtype.kind == "f" and np.isnan(targets).any():
             return float("nan")
         try:
@@ -71,7 +71,7 @@ class LossOfCells:
             raise
 
     def weight(self, shape: Sequence[int], targets: np.ndarray) -> float:
-        """Return the weights of all labels that count; of a loss that knows no labels, how many numbers there are."""
+        """Return the total weight of the labels that are not ignored; without classes, the number of elements."""
         if self.ignore_index is None:
             return float(prod(shape))
         if targets.ndim == len(shape):
@@ -80,8 +80,8 @@ class LossOfCells:
         return float(len(labels) if self._weights is None else self._weights[labels].sum(dtype=torch.float64))
 
 
-class Owned:
-    """Adds up what ranks counted in their own outputs; what several have alike, one of them counts."""
+class OwnedTotals:
+    """Sums of the ranks' counts over their own outputs; outputs held by several ranks count once."""
 
     def __init__(self, grid: ProcessGrid, owns: bool) -> None:
         self.owns = owns

@@ -1,7 +1,7 @@
 """Layout of a tensor over ranks: its partitioned dimensions, with the grid axis and boundaries of each.
 
 Pure integers. A dimension is a product of *atoms*, the first changing slowest: flattening (N, C, H, W) to (N, C·H·W)
-makes one dimension of three atoms, of which H and W stay cut. So that reshaping costs no message.
+makes one dimension of three atoms, of which H and W stay partitioned, so that reshaping needs no messages.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Shape = tuple[int, ...]
 
 
 class Atom(NamedTuple):
-    """A range of indices, whole on every rank, or cut: part p of `axis` has those of [bounds[p], bounds[p + 1]).
+    """A range of indices, whole on every rank or partitioned: part p of `axis` has [bounds[p], bounds[p + 1]).
 
-    Where a block is computed alone (blocks.py), `origin` says which cut these bounds come from, and the factor between.
+    If a block is computed on its own (blocks.py), `origin` is the cut that these bounds come from, and their ratio.
     """
 
     extent: int
@@ -30,17 +30,17 @@ class Atom(NamedTuple):
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The half-open range of each part; one, of all indices, where it is whole."""
+        """Half-open range of each part; a single range of all indices if the atom is whole."""
         return ((0, self.extent),) if self.bounds is None else tuple(pairwise(self.bounds))
 
     def range(self, place: Sequence[int]) -> tuple[int, int]:
-        """Return the half-open range that the rank at a place of the mesh has."""
+        """Return the half-open range of the rank at a place of the mesh."""
         if self.axis is None or self.bounds is None:
             return 0, self.extent
         return self.bounds[place[self.axis]], self.bounds[place[self.axis] + 1]
 
     def scaled(self, factor: int) -> Atom:
-        """Return the atom whose every index has become `factor` of them, one after the other."""
+        """Return the atom with every index replaced by `factor` consecutive ones."""
         bounds = None if self.bounds is None else tuple(b * factor for b in self.bounds)
         origin = None if self.origin is None else (self.origin[0], self.origin[1] * factor)
         return Atom(self.extent * factor, self.axis, bounds, origin)
@@ -64,7 +64,7 @@ class Mesh:
 
     @classmethod
     def of(cls, grid: GridShape, spatial: int) -> Mesh:
-        """Return that of a grid, for images of so many spatial axes; 0: tensors of four axes at most are not images."""
+        """Return the mesh of a grid for images of `spatial` axes; 0: tensors of up to four axes are not images."""
         return cls((grid.replicas, *grid.parts(spatial or 3)))
 
     @property
@@ -79,16 +79,16 @@ class Mesh:
 
     @property
     def axes(self) -> frozenset[int]:
-        """The axes that cut anything."""
+        """Axes of more than one part."""
         return frozenset(axis for axis, parts in enumerate(self.parts) if parts > 1)
 
     def place(self, rank: int) -> tuple[int, ...]:
         """Return a rank's coordinates."""
-        found = []
+        coords = []
         for parts in reversed(self.parts):
             rank, at = divmod(rank, parts)
-            found.append(at)
-        return tuple(reversed(found))
+            coords.append(at)
+        return tuple(reversed(coords))
 
     def rank(self, place: Sequence[int]) -> int:
         """Return the rank at a place."""
@@ -98,34 +98,34 @@ class Mesh:
         return rank
 
     def sums(self, axes: frozenset[int]) -> list[frozenset[int]]:
-        """Return over which groups of ranks a sum over axes is taken, one after the other: by the axes in each."""
+        """Return the axes of each group of ranks in the successive reductions that make up a sum over `axes`."""
         axes &= self.axes
         if axes in (self.axes, self.axes - {0}):
             return [axes] if axes else []
         return [frozenset({axis}) for axis in sorted(axes)]
 
     def atom(self, extent: int, axis: int | None) -> Atom:
-        """Return a range of indices cut evenly by an axis: the first extent % parts parts have one more."""
+        """Return a range of indices split evenly over an axis: the first extent % parts parts have one more."""
         if axis is None or self.parts[axis] == 1:
             return Atom(extent)
         parts = self.parts[axis]
         return Atom(extent, axis, (*(split(extent, parts, part)[0] for part in range(parts)), extent))
 
     def image(self, shape: Sequence[int]) -> Layout:
-        """Return the layout of a batch of images (N, C, *spatial): all but C are cut."""
+        """Return the layout of a batch of images (N, C, *spatial): all dimensions but C are partitioned."""
         axes = [0, None, *range(1, len(shape) - 1)]
         return tuple((self.atom(n, axis),) for n, axis in zip(shape, axes, strict=True))
 
 
 def cut(shape: Sequence[int], mesh: Mesh) -> Layout:
-    """Return how a tensor of the user's is cut: an image into tiles, another along the batch alone."""
+    """Return the layout of a user's tensor: images are cut into tiles, other tensors along the batch only."""
     if len(shape) == mesh.spatial + 2:
         return mesh.image(shape)
     return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
 
 
 def whole(shape: Sequence[int]) -> Layout:
-    """Return the layout of a tensor that every rank has whole."""
+    """Return the layout of a tensor replicated on every rank."""
     return tuple((Atom(n),) for n in shape)
 
 
@@ -140,12 +140,12 @@ def whole_along(layout: Layout, dims: Collection[int]) -> Layout:
 
 
 def axes_of(layout: Iterable[Dim]) -> frozenset[int]:
-    """Return the axes that cut a tensor."""
+    """Return the axes that partition a tensor."""
     return frozenset(atom.axis for dim in layout for atom in dim if atom.axis is not None)
 
 
 def is_box(layout: Layout, axes: frozenset[int]) -> bool:
-    """Return whether tiles are boxes, cut along these axes."""
+    """Return whether tiles are boxes, partitioned along exactly these axes."""
     return all(len(dim) == 1 for dim in layout) and axes_of(layout) == axes
 
 
@@ -155,35 +155,35 @@ def shape_of(layout: Layout) -> Shape:
 
 
 def local_shape(layout: Layout, place: Sequence[int]) -> Shape:
-    """Return the shape of the part of the rank at a place."""
+    """Return the shape of the part on the rank at a place."""
     return tuple(prod(local_atoms(dim, place)) for dim in layout)
 
 
 def local_atoms(dim: Dim, place: Sequence[int]) -> Shape:
-    """Return how many indices of each atom the rank at a place has."""
+    """Return the number of indices of each atom on the rank at a place."""
     return tuple(hi - lo for lo, hi in (atom.range(place) for atom in dim))
 
 
 def merged(dim: Iterable[Atom]) -> Dim:
-    """Return the dimension in the fewest atoms: what is whole joins what stands before it."""
-    found: list[Atom] = []
+    """Return the dimension in the fewest atoms: whole atoms are merged into the preceding one."""
+    atoms: list[Atom] = []
     for atom in dim:
         if atom.extent == 1 and atom.axis is None:
             continue
-        if found and atom.axis is None:
-            found[-1] = found[-1].scaled(atom.extent)
+        if atoms and atom.axis is None:
+            atoms[-1] = atoms[-1].scaled(atom.extent)
         else:
-            found.append(atom)
-    return tuple(found) or (Atom(1),)
+            atoms.append(atom)
+    return tuple(atoms) or (Atom(1),)
 
 
 class Unaligned(Exception):
-    """A cut does not fall between the indices that a reshaping splits apart.
+    """A partition boundary does not fall between the indices that a reshape separates.
 
     Attributes
     ----------
     multiple : int
-        What every bound of the atom has to be a multiple of; 0: no cut would do.
+        Every bound of the atom must be a multiple of it; 0: no partition is possible.
     atom : Atom
     """
 
@@ -193,16 +193,16 @@ class Unaligned(Exception):
 
 
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
-    """Return the layout after a reshaping to a global shape, with nothing moved.
+    """Return the layout after a reshape to a global shape, without data movement.
 
     Raises
     ------
     Unaligned
-        If a cut would have to be elsewhere.
+        If a partition boundary would have to move.
     """
     atoms = [atom for dim in layout for atom in dim]
     atoms.reverse()  # the next one is the last
-    found = []
+    dims = []
     for at, size in enumerate(shape):
         dim: list[Atom] = []
         rest = size
@@ -232,15 +232,15 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
             dim.append(major)
             atoms.append(minor)
             rest //= common
-        found.append(merged(dim))
+        dims.append(merged(dim))
     left = [atom for atom in atoms[::-1] if atom.axis is not None]  # of one index, which one part has
-    if left and not found:
+    if left and not dims:
         raise Unaligned(left[0])
-    return (*found[:-1], merged((*found[-1], *left))) if found else ()
+    return (*dims[:-1], merged((*dims[-1], *left))) if dims else ()
 
 
 def _drop_ones(atoms: list[Atom], shape: Sequence[int]) -> None:
-    """Drop whole atoms of one index from the end, until there are as many of one index as dimensions to come."""
+    """Drop whole atoms of one index from the end until no more of them remain than leading 1s of `shape`."""
     ones = next((at for at, size in enumerate(shape) if size != 1), len(shape))
     run = next((at for at, atom in enumerate(atoms[::-1]) if atom.extent != 1), len(atoms))
     for at in range(len(atoms) - 1, len(atoms) - 1 - run, -1):
@@ -250,20 +250,20 @@ def _drop_ones(atoms: list[Atom], shape: Sequence[int]) -> None:
 
 
 def indices(dim: Dim, place: Sequence[int]) -> list[int]:
-    """Return the global indices along a dimension that the rank at a place has."""
-    found = [0]
+    """Return the global indices along a dimension on the rank at a place."""
+    numbers = [0]
     for atom in dim:
         lo, hi = atom.range(place)
-        found = [index * atom.extent + at for index in found for at in range(lo, hi)]
-    return found
+        numbers = [index * atom.extent + at for index in numbers for at in range(lo, hi)]
+    return numbers
 
 
 def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:
-    """Return an atom as `major` groups of neighbours, and the place in a group."""
+    """Split an atom into `major` groups of neighbours and the position within a group."""
     minor = atom.extent // major
     if atom.bounds is None:
         return Atom(major), Atom(minor)
-    # of a block the bounds are not known yet: its factor tells what they are multiples of
+    # the bounds of a block are not known yet, but are multiples of its factor
     if any(bound % minor for bound in (atom.bounds if atom.origin is None else atom.origin[1:])):
         raise Unaligned(atom, minor)
     origin = None if atom.origin is None else (atom.origin[0], atom.origin[1] // minor)

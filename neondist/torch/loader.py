@@ -1,4 +1,4 @@
-"""Batches of a map-style data set, of which each rank keeps its tile."""
+"""Batches of a map-style data set, tiled over the ranks."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ class Loader:
     Attributes
     ----------
     epoch : int
-        How many were begun; the order and the random numbers of the next depend on it. Set it to resume a run.
+        Number of epochs begun; determines the order and random numbers of the next. Set it to resume a run.
     grid : ProcessGrid
     """
 
     def __init__(
-        self, dataset: Any, batches: BatchSampler, order: torch.Generator, seed: int, grid: ProcessGrid, **how: Any
+        self, dataset: Any, batches: BatchSampler, order: torch.Generator, seed: int, grid: ProcessGrid, **options: Any
     ) -> None:
         self.grid, self.epoch = grid, 0
-        self._batches, self._order, self._seed, self._drawn = batches, order, seed, -1
+        self._batches, self._order, self._seed, self._last_epoch = batches, order, seed, -1
         self._positions = _Positions()
-        collate = how.pop("collate_fn", None) or default_collate
+        collate = options.pop("collate_fn", None) or default_collate
         samples = _Samples(dataset, seed, _extent(dataset), grid)
         self._loader: DataLoader[Any] = DataLoader(
             samples,
             batch_sampler=self._positions,
             collate_fn=_Collate(collate, grid, samples.extent),
-            generator=torch.Generator(),  # else it draws from the global one
-            **how,
+            generator=torch.Generator(),  # the default would draw from the global one
+            **options,
         )
 
     def __len__(self) -> int:
@@ -64,9 +64,9 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's part of each batch; collective."""
         epoch, self.epoch = self.epoch, self.epoch + 1
-        batches = self._drawn_for(epoch)
+        batches = self._draw_batches(epoch)
         owned = [slice(*self.grid.sample_range(len(batch))) for batch in batches]
-        # a rank without samples reads one, of which it keeps none
+        # a rank without samples reads one and discards it
         self._positions.batches = [
             [(epoch, index) for index in batch[part] or batch[:1]] for batch, part in zip(batches, owned, strict=True)
         ]
@@ -81,22 +81,22 @@ class Loader:
             facts = {"the epoch": epoch, "the number of batches": len(batches), "the batch": number}
             self.grid.check("loader", facts | {"its samples": batch}, error)
             if part is not None:
-                yield self._marked(part, len(batch), samples.stop - samples.start)
+                yield self._mark_layouts(part, len(batch), samples.stop - samples.start)
 
-    def _drawn_for(self, epoch: int) -> list[list[int]]:
-        """Return the batches of an epoch, in the order of a DataLoader that has drawn those before."""
+    def _draw_batches(self, epoch: int) -> list[list[int]]:
+        """Return the batches of an epoch, in the order of a DataLoader after the previous epochs."""
         batches: list[list[int]] = []
-        if epoch <= self._drawn or self._drawn < 0:
+        if epoch <= self._last_epoch or self._last_epoch < 0:
             self._order.manual_seed(self._seed)
-            self._drawn = -1
-        while self._drawn < epoch:
+            self._last_epoch = -1
+        while self._last_epoch < epoch:
             torch.empty((), dtype=torch.int64).random_(generator=self._order)  # a DataLoader's base seed
             batches = [list(map(int, batch)) for batch in self._batches]
-            self._drawn += 1
+            self._last_epoch += 1
         return batches
 
-    def _marked(self, part: _Part, samples: int, own: int) -> Any:
-        """Return the tensors of a part, marked with how the whole batch is cut."""
+    def _mark_layouts(self, part: _Part, samples: int, own: int) -> Any:
+        """Return the tensors of a part, marked with the layout of the whole batch."""
         tiles = self.grid.tile_comm
         if tiles.size > 1:
             ends = np.array([part.checksum, -part.checksum])
@@ -110,10 +110,10 @@ class Loader:
         mesh = Mesh.of(self.grid.shape, part.spatial)
         place = mesh.place(self.grid.rank)
         leaves, tree = pytree.tree_flatten(part.batch)
-        for at, rest in enumerate(part.rests):
-            if rest is not None:
+        for at, sample_shape in enumerate(part.shapes):
+            if sample_shape is not None:
                 leaves[at] = leaves[at][:own]
-                layout = _layout(mesh, (samples, *rest), part.spatial if part.images[at] else 0)
+                layout = _layout(mesh, (samples, *sample_shape), part.spatial if part.images[at] else 0)
                 if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
                     raise ShapeError(
                         f"loader: a batch of {samples} samples has a tensor of shape {tuple(leaves[at].shape)} on this"
@@ -197,22 +197,22 @@ def loader(
 
 
 class _Part(NamedTuple):
-    """Part of a batch that a worker reads.
+    """A rank's part of a batch, as read by a worker.
 
     Attributes
     ----------
-    batch : collated samples, of which images are cut
+    batch : collated samples, with tiled images
     spatial : int
         Number of the images' spatial axes.
-    rests, images
-        Of each leaf the whole shape without the batch, or None if it is not a tensor; and whether it is cut.
+    shapes, images
+        For each leaf, the whole shape without the batch (None if not a tensor), and whether it is tiled.
     checksum : int
-        Of all tensors before they were cut; 0 if they were read so.
+        Checksum of all tensors before tiling; 0 if only boxes were read.
     """
 
     batch: Any
     spatial: int
-    rests: list[tuple[int, ...] | None]
+    shapes: list[tuple[int, ...] | None]
     images: list[bool]
     checksum: int
 
@@ -231,12 +231,12 @@ class _Positions:
 
 
 class _Samples(Dataset[Any]):
-    """A data set whose samples are read with generators of their own.
+    """A data set whose samples are read with generators seeded for each.
 
     Attributes
     ----------
     extent : tuple of int or None
-        The images' whole extents, where the data set reads boxes.
+        Whole extents of the images, if the data set reads boxes.
     """
 
     def __init__(self, dataset: Any, seed: int, extent: tuple[int, ...] | None, grid: ProcessGrid) -> None:
@@ -253,7 +253,7 @@ class _Samples(Dataset[Any]):
 
 
 class _Collate:
-    """Samples as a batch, cut into this rank's tile."""
+    """Collation of samples into a batch, reduced to this rank's tile."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], grid: ProcessGrid, extent: tuple[int, ...] | None) -> None:
         self.collate, self.extent = collate, extent
@@ -267,15 +267,15 @@ class _Collate:
         spatial = max(0, tensors[0].dim() - 2)
         mesh, cells = Mesh.of(self.shape, spatial), tuple(tensors[0].shape[2:])
         place, extent, checksum = mesh.place(self.rank), self.extent or cells, 0
-        rests, images = list[tuple[int, ...] | None](), []
+        shapes, images = list[tuple[int, ...] | None](), []
         for at, leaf in enumerate(leaves):
             tensor = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
             image = tensor and spatial > 0 and leaf.dim() > spatial and tuple(leaf.shape[-spatial:]) == cells
             images.append(image)
             if not tensor:
-                rests.append(None)
+                shapes.append(None)
                 continue
-            rests.append((*leaf.shape[1:-spatial], *extent) if image else tuple(leaf.shape[1:]))
+            shapes.append((*leaf.shape[1:-spatial], *extent) if image else tuple(leaf.shape[1:]))
             if self.extent is None:
                 checksum = (checksum * 31 + checksum_of(leaf)) % 2**32
                 if image:
@@ -283,11 +283,11 @@ class _Collate:
                         lo, hi = mesh.atom(leaf.shape[dim], axis).range(place)
                         leaf = leaf.narrow(dim, lo, hi - lo)
                     leaves[at] = leaf.contiguous()
-        return _Part(pytree.tree_unflatten(leaves, tree), spatial, rests, images, checksum)
+        return _Part(pytree.tree_unflatten(leaves, tree), spatial, shapes, images, checksum)
 
 
 def _extent(dataset: Any) -> tuple[int, ...] | None:
-    """Return the spatial extents of the images of a data set that reads boxes; None: it reads whole ones."""
+    """Return the spatial extents of the images of a data set that reads boxes; None if it reads whole images."""
     if not hasattr(dataset, "read"):
         return None
     try:
@@ -300,7 +300,7 @@ def _extent(dataset: Any) -> tuple[int, ...] | None:
 
 
 def _layout(mesh: Mesh, shape: tuple[int, ...], spatial: int) -> Layout:
-    """Return how a batch is cut: its last `spatial` axes into tiles, the first over replicas."""
+    """Return the layout of a batch: the last `spatial` axes tiled, the first split over replicas."""
     middle = len(shape) - spatial
     cells = [(mesh.atom(n, axis),) for axis, n in enumerate(shape[middle:], 1)]
     return ((mesh.atom(shape[0], 0),), *whole(shape[1:middle]), *cells)
@@ -308,7 +308,7 @@ def _layout(mesh: Mesh, shape: tuple[int, ...], spatial: int) -> Layout:
 
 @contextmanager
 def _seeded(number: int) -> Iterator[None]:
-    """Seed the generators of torch, NumPy and Python for a while."""
+    """Context that seeds the generators of torch, NumPy and Python, and restores them."""
     python, legacy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(number >> 1)

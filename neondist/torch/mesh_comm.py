@@ -1,4 +1,4 @@
-"""Tensors over a Transport: what crosses ranks in a step of a plan, counted, and its adjoint for autograd."""
+"""Communication of tensors over a Transport for the steps of a plan, with accounting, and its adjoints."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 from ..comm import DebugTransport, Message, ProcessGrid, Transport
 from ..geometry import to_slice
 from ..halo.exchange import WHOLE
-from ..observer import During
+from ..observer import ObservedEvent
 from ..runtime.observers.ledger import Account, Ledger
 from .graph import GRADIENTS, WIDER
 from .layout import Mesh
 from .transfer import Piece, Transfer
 
-_AS_INTEGERS = {torch.bfloat16: torch.int16}  # what NumPy has no type for travels as bits
+_AS_INTEGERS = {torch.bfloat16: torch.int16}  # dtypes that NumPy lacks are sent as bits
 
 
 class MeshComm:
-    """The communicators of a grid, by the axes of its mesh, and a record of what has crossed them.
+    """Communicators of a grid by the axes of its mesh, and a ledger of their traffic.
 
     Attributes
     ----------
@@ -33,13 +33,13 @@ class MeshComm:
     place : tuple of int
         This rank's.
     ledger : Ledger
-        What this rank has sent in messages, and given into sums.
+        Messages sent by this rank, and its contributions to sums.
     sent : int
-        The bytes of all that.
+        Their total bytes.
     phase : Phase
-        Of the pass at work: what border schemes ask for.
+        Of the current pass, for border schemes.
     guarded : bool
-        Whether steps are looked at for mistakes.
+        Whether steps are checked for errors.
     """
 
     def __init__(self, grid: ProcessGrid, spatial: int) -> None:
@@ -53,30 +53,30 @@ class MeshComm:
         self._groups: dict[frozenset[int], tuple[str, Transport]] = {}
         self._sums: dict[frozenset[int], list[tuple[str, Transport]]] = {}
         if grid.world.one_process:
-            # autograd has one thread for each GPU, where a virtual rank that waits would block the others: let each
-            # rank's own thread run its backward passes, as for tensors of the host
+            # autograd has one thread per GPU, where a waiting virtual rank would block the others: let each rank's own
+            # thread run its backward passes, as for CPU tensors
             grid.on_close(partial(torch.autograd.set_multithreading_enabled, torch._C._is_multithreading_enabled()))
             torch.autograd.set_multithreading_enabled(False)
 
     def guard(self, seed: int) -> None:
-        """Look for mistakes of steps and schemes, and let messages come late; for what is planned from now on."""
+        """Check steps and schemes for errors, and delay messages, in everything planned from now on."""
         self.grid, self.guarded = copy.copy(self.grid), True
         self.grid.world = DebugTransport(self.grid.world, seed)
         self.grid.tile_comm = DebugTransport(self.grid.tile_comm, seed)
 
     def record(self, kind: str, step: str, direction: str, peer: int | str, nbytes: int) -> None:
-        """Take note of a message to a rank, or of a sum in a group."""
+        """Record a message to a rank, or a sum in a group."""
         self.ledger[Account(kind, step, direction, peer, nbytes)] += 1
         self.sent += nbytes
 
     def group(self, axes: frozenset[int]) -> tuple[str, Transport]:
-        """Return one of the mesh's groups for sums, and its name; the first call is collective."""
-        found = self._groups.get(axes)
-        if found is None:
-            found = self._groups[axes] = self._made(axes)
-        return found
+        """Return the name and the transport of a group for sums; the first call is collective."""
+        group = self._groups.get(axes)
+        if group is None:
+            group = self._groups[axes] = self._make_group(axes)
+        return group
 
-    def _made(self, axes: frozenset[int]) -> tuple[str, Transport]:
+    def _make_group(self, axes: frozenset[int]) -> tuple[str, Transport]:
         every, grid = self.mesh.axes, self.grid
         if axes == every:
             return "world", grid.world
@@ -90,29 +90,29 @@ class MeshComm:
         def color(rank: int) -> int:
             return others.rank([at for other, at in enumerate(self.mesh.place(rank)) if other != axis])
 
-        made = grid.world.split_by(color)
-        grid.on_close(made.close)
-        return f"axis {axis}", made
+        group = grid.world.split_by(color)
+        grid.on_close(group.close)
+        return f"axis {axis}", group
 
     def connect(self, device: torch.device) -> None:
-        """Let the transport connect all ranks' devices, which NCCL wants before the first message of a few; collective.
+        """Connect the devices of all ranks, which NCCL needs before messages between only some of them; collective.
 
-        So a module has to be on its device when it is distributed.
+        A module must therefore be on its device when it is distributed.
         """
         if device.type != "cpu" and device.type in self.grid.world.tensors:
             self.grid.world.allreduce(torch.zeros(1, device=device))
 
-    def carrier(self, device: torch.device) -> torch.device:
-        """Return where tensors of a device lie on their way: there, if the transport takes them, else on the host."""
+    def staging_device(self, device: torch.device) -> torch.device:
+        """Return the device from which tensors are sent: their own if the transport supports it, else the CPU."""
         return device if device.type in self.grid.world.tensors else torch.device("cpu")
 
-    def parcels(self, group: Transport, out: Flats, back: Flats, first: int) -> StagedExchange:
-        """Return the exchange of flat tensors with the ranks that they are for, or from; `first` as of `group_of`."""
+    def staged_exchange(self, group: Transport, out: Flats, back: Flats, first: int) -> StagedExchange:
+        """Return the exchange of flat tensors, keyed by the peer's rank; `first` as of `group_of`."""
         return StagedExchange(self, group, out, back, first)
 
     def group_of(self, axes: Collection[int | None]) -> tuple[Transport, int]:
-        """Return what messages along axes go through, and the rank of its first; collective nowhere."""
-        grid = self.grid  # its world may be the caller's own communicator, with messages of his; its tiles are not
+        """Return the transport for messages along axes, and the rank of its first member; not collective."""
+        grid = self.grid  # its world may be the caller's communicator, with messages of its own; its tiles are not
         return (grid.world, 0) if 0 in axes else (grid.tile_comm, grid.rank - grid.tile)
 
     def reduce(
@@ -124,19 +124,19 @@ class MeshComm:
         op: Any = "sum",
         in_place: bool = False,
     ) -> Any:
-        """Return the sum, or maximum, over axes, as a new tensor, or perhaps in place of it; collective over them."""
+        """Return the sum, or maximum, over axes as a new tensor, or possibly in place; collective over the axes."""
         groups = self._sums.get(axes)
-        if groups is None:  # made by all, those without numbers too
-            groups = self._sums[axes] = [self.group(one) for one in self.mesh.sums(axes)]
+        if groups is None:  # created by all ranks, those without elements too
+            groups = self._sums[axes] = [self.group(group_axes) for group_axes in self.mesh.sums(axes)]
         if not groups or not tensor.numel():
             return tensor if in_place else tensor.clone()
         dtype = WIDER.get(tensor.dtype, tensor.dtype)
-        wide = tensor.detach().to(self.carrier(tensor.device), dtype, copy=not in_place)
+        wide = tensor.detach().to(self.staging_device(tensor.device), dtype, copy=not in_place)
         if wide.is_complex() or wide.is_neg():
             wide = wide.resolve_conj().resolve_neg()
         wide = wide.contiguous()
-        plain = wide.view(torch.uint8) if dtype == torch.bool else _real(wide)
-        array = plain if self.grid.world.tensors else plain.numpy()
+        real = wide.view(torch.uint8) if dtype == torch.bool else _real(wide)
+        array = real if self.grid.world.tensors else real.numpy()
         observers = self.grid.observers
         with observers.during("sync" if step == GRADIENTS else "reduce", step, direction):
             for name, group in groups:
@@ -151,49 +151,49 @@ Flats = dict[int, torch.Tensor]
 
 
 class StagedExchange:
-    """Flat tensors that travel, through the host where the transport does not take those of their device.
+    """Exchange of flat tensors, staged through the host if the transport does not support their device.
 
     Attributes
     ----------
     exchange : Exchange
     """
 
-    def __init__(self, wires: MeshComm, group: Transport, out: Flats, back: Flats, first: int) -> None:
-        def carried(flats: Flats, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Message]:
-            found = {}
+    def __init__(self, comm: MeshComm, group: Transport, out: Flats, back: Flats, first: int) -> None:
+        def stage(flats: Flats, staged: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Message]:
+            by_peer = {}
             for peer, flat in flats.items():
-                place = found[peer] = torch.empty_like(flat, device=wires.carrier(flat.device))
-                if place.device == flat.device:
-                    found[peer] = flat
+                buffer = by_peer[peer] = torch.empty_like(flat, device=comm.staging_device(flat.device))
+                if buffer.device == flat.device:
+                    by_peer[peer] = flat
                 else:
-                    staged.append((flat, place))
-            return messages(found, first, bool(group.tensors))
+                    staged.append((flat, buffer))
+            return messages(by_peer, first, bool(group.tensors))
 
         self._leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.exchange = group.exchange(carried(out, self._leaving), carried(back, self._arriving))
-        self.exchange.observers = wires.grid.observers
+        self.exchange = group.exchange(stage(out, self._leaving), stage(back, self._arriving))
+        self.exchange.observers = comm.grid.observers
 
     def run(self) -> None:
-        """Send what the tensors hold now, and fill those that receive."""
+        """Send the current contents of the outgoing tensors, and fill the incoming ones."""
         self.start()
         self.finish()
 
     def start(self) -> None:
-        """Send what the tensors hold now."""
+        """Send the current contents of the outgoing tensors."""
         for flat, host in self._leaving:
             host.copy_(flat)
         self.exchange.start()
 
     def finish(self) -> None:
-        """Fill the tensors that receive."""
+        """Fill the incoming tensors."""
         self.exchange.finish()
         for flat, host in self._arriving:
             flat.copy_(host)
 
 
 class Channel:
-    """The messages of one transfer, planned once; they go through flat buffers of this rank.
+    """Messages of one transfer through flat buffers, planned once.
 
     Parameters
     ----------
@@ -202,32 +202,32 @@ class Channel:
     kind : 'halo' or 'redistribution'
     """
 
-    def __init__(self, wires: MeshComm, name: str, transfer: Transfer, kind: str) -> None:
-        self.wires, self.name, self.transfer, self.kind = wires, name, transfer, kind
-        rank = wires.grid.rank
+    def __init__(self, comm: MeshComm, name: str, transfer: Transfer, kind: str) -> None:
+        self.comm, self.name, self.transfer, self.kind = comm, name, transfer, kind
+        rank = comm.grid.rank
         pieces = transfer.receives(rank)
         self.own = [piece for piece in pieces if piece.peer == rank]
         self.arriving = _by_peer(piece for piece in pieces if piece.peer != rank)
         self.leaving = _by_peer(transfer.sends(rank))
         self.silent = transfer.silent
-        self.group, self.first = wires.group_of({at for w in transfer.wants for at in (w.axis, w.source.axis)})
+        self.group, self.first = comm.group_of({at for w in transfer.wants for at in (w.axis, w.source.axis)})
         self._moved = {want.dim for want in transfer.wants}
         self._planned: dict[Any, Any] = {}
 
-    def during(self, direction: str) -> During:
-        """Return a block that observers are told of."""
-        what = "halo" if self.kind == "halo" else "redistribute"
-        return self.wires.grid.observers.during(what, self.name, direction)
+    def during(self, direction: str) -> ObservedEvent:
+        """Return the context manager that reports this exchange to observers."""
+        event = "halo" if self.kind == "halo" else "redistribute"
+        return self.comm.grid.observers.during(event, self.name, direction)
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
-        """Return what this rank wants to see of a tensor, given its part.
+        """Return this rank's view of a tensor, from its part.
 
         Parameters
         ----------
         pads : sequence of (dimension, before, after)
-            So many indices, of value `fill`, are added around.
+            Numbers of indices of value `fill` added around the view.
         """
-        found = view = self.empty_view(tensor, pads)
+        result = view = self.empty_view(tensor, pads)
         for dim, before, after in pads:
             for start, length in ((0, before), (view.shape[dim] - after, after)):
                 if length:
@@ -240,10 +240,10 @@ class Channel:
             self._at(view, piece.target).copy_(self._at(tensor, piece.source))
         for piece, cells in buffers.finish() if buffers else ():
             self._at(view, piece.target).copy_(cells)
-        return found
+        return result
 
     def _margins(self, view: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the parts of a view around the own one, if they may have indices that are not received."""
+        """Yield the parts of a view around the rank's own one, if they may have indices that are not received."""
         if not self.transfer.has_unused:
             return
         own = [piece.target for piece in self.own]
@@ -253,8 +253,8 @@ class Channel:
             yield view.narrow(want.dim, hi, view.shape[want.dim] - hi)
 
     def empty_view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
-        """Return room for what `view` returns."""
-        shape = list(self.transfer.shape(tuple(tensor.shape), self.wires.grid.rank))
+        """Return an uninitialised tensor of the shape of `view`'s result."""
+        shape = list(self.transfer.shape(tuple(tensor.shape), self.comm.grid.rank))
         for dim, before, after in pads:
             shape[dim] += before + after
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=format_of(tensor))
@@ -266,52 +266,52 @@ class Channel:
         pads: Sequence[tuple[int, int, int]] = (),
         in_place: bool = False,
     ) -> torch.Tensor:
-        """Return the gradient of this rank's part, given that of what it saw; ranks that saw the same are added.
+        """Return the gradient of this rank's part from the gradients of all views of it, which are summed.
 
         Parameters
         ----------
         in_place : bool
-            Whether it may be made in the memory of what is given.
+            Whether the result may share memory with `gradient`.
         """
         for dim, before, after in pads:
             gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
         buffers = self._start("backward", gradient)
-        found = self.own_part(gradient, shape, in_place)
+        part = self.own_part(gradient, shape, in_place)
         for piece, cells in buffers.finish() if buffers else ():
-            self._at(found, piece.source).add_(cells)
-        return found
+            self._at(part, piece.source).add_(cells)
+        return part
 
     def own_part(self, gradient: torch.Tensor, shape: Sequence[int], in_place: bool = False) -> torch.Tensor:
-        """Return the gradient of this rank's part by what it saw of that itself; perhaps as a view of it."""
+        """Return the gradient of this rank's part from its own view only; possibly a view of `gradient`."""
         own = [self._at(gradient, piece.target) for piece in self.own]
-        if len(own) == 1 and own[0].shape == tuple(shape):  # all that this rank has, once
+        if len(own) == 1 and own[0].shape == tuple(shape):  # this rank's whole part, once
             return own[0] if in_place else own[0].clone(memory_format=format_of(gradient))
-        found = gradient.new_zeros(tuple(shape))
+        part = gradient.new_zeros(tuple(shape))
         for piece, cells in zip(self.own, own, strict=True):
-            self._at(found, piece.source).add_(cells)
-        return found
+            self._at(part, piece.source).add_(cells)
+        return part
 
     def _at(self, tensor: torch.Tensor, indices: Sequence[range]) -> torch.Tensor:
-        where = [slice(None)] * tensor.dim()
+        slices = [slice(None)] * tensor.dim()
         for want, cells in zip(self.transfer.wants, indices, strict=True):
-            where[want.dim] = to_slice(cells)
-        return tensor[tuple(where)]
+            slices[want.dim] = to_slice(cells)
+        return tensor[tuple(slices)]
 
     def _start(self, direction: str, tensor: torch.Tensor) -> _Buffers | None:
-        """Send what others want of a tensor, or have shown of it; return a handle to wait on; None: no rank sends."""
+        """Start sending parts of a tensor, or of its views; return a handle to wait on; None: no rank sends."""
         if self.silent:
             return None
         sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in self._moved)
         key = direction, (tensor.dtype, tensor.device), sizes
         buffers = self._planned.get(key)
         if buffers is None:
-            self._planned = {of: kept for of, kept in self._planned.items() if of[1:] == key[1:]}  # no other batch's
+            self._planned = {of: kept for of, kept in self._planned.items() if of[1:] == key[1:]}  # one batch size
             buffers = self._planned[key] = _Buffers(self, tensor, direction == "forward")
         for piece, cells in buffers.leaving:
             cells.copy_(self._at(tensor, piece.source if direction == "forward" else piece.target))
-        for message in buffers.parcels.exchange.sends:
-            self.wires.record(self.kind, self.name, direction, self.first + message.peer, message.nbytes)
-        buffers.parcels.start()
+        for message in buffers.staged.exchange.sends:
+            self.comm.record(self.kind, self.name, direction, self.first + message.peer, message.nbytes)
+        buffers.staged.start()
         return buffers
 
 
@@ -328,13 +328,13 @@ class _Buffers:
     """
 
     def __init__(self, channel: Channel, like: torch.Tensor, forward: bool) -> None:
-        def placed(pieces: _Pieces, has: bool) -> tuple[Flats, list[tuple[Piece, torch.Tensor]]]:
+        def allocate(pieces: _Pieces, own: bool) -> tuple[Flats, list[tuple[Piece, torch.Tensor]]]:
             flats, places = dict[int, torch.Tensor](), list[tuple[Piece, torch.Tensor]]()
             for peer, parts in pieces.items():
                 shapes = []
                 for piece in parts:
                     shape = list(like.shape)
-                    for want, cells in zip(channel.transfer.wants, piece.source if has else piece.target, strict=True):
+                    for want, cells in zip(channel.transfer.wants, piece.source if own else piece.target, strict=True):
                         shape[want.dim] = len(cells)
                     shapes.append(shape)
                 sizes = list(map(prod, shapes))
@@ -344,43 +344,43 @@ class _Buffers:
             return flats, places
 
         out, back = (channel.leaving, channel.arriving) if forward else (channel.arriving, channel.leaving)
-        leaving, self.leaving = placed(out, forward)
-        arriving, self.arriving = placed(back, not forward)
-        self.parcels = channel.wires.parcels(channel.group, leaving, arriving, channel.first)
+        leaving, self.leaving = allocate(out, forward)
+        arriving, self.arriving = allocate(back, not forward)
+        self.staged = channel.comm.staged_exchange(channel.group, leaving, arriving, channel.first)
 
     def finish(self) -> list[tuple[Piece, torch.Tensor]]:
-        """Wait for what others send; return it by piece."""
-        self.parcels.finish()
+        """Wait for the messages of others, and return their contents by piece."""
+        self.staged.finish()
         return self.arriving
 
 
 def messages(buffers: Flats, first: int, tensors: bool) -> list[Message]:
-    """Return a message for each buffer, by rank of the world; `first` is that of the group's first.
+    """Return a message for each buffer, keyed by rank of the world; `first` is the rank of the group's first member.
 
-    They are of tensors, where the transport takes those, or of NumPy's arrays on their memory.
+    Messages are of tensors if the transport supports them, else of NumPy arrays sharing their memory.
     """
-    found = []
+    result = []
     for peer, numbers in buffers.items():
         flat = _real(numbers)
         if tensors:
-            found.append(Message(peer - first, flat, (slice(0, flat.numel()),)))
+            result.append(Message(peer - first, flat, (slice(0, flat.numel()),)))
             continue
         array = flat.view(_AS_INTEGERS.get(flat.dtype, flat.dtype)).numpy()
         array = array.view(np.uint8) if array.dtype == np.bool_ else array
-        found.append(Message(peer - first, array, (slice(0, flat.numel()),)))
-    return found
+        result.append(Message(peer - first, array, (slice(0, flat.numel()),)))
+    return result
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as real numbers: complex ones cross as two, since no transport has to know them."""
+    """Return the same memory as real numbers, since transports need not support complex ones."""
     return torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor
 
 
 def _by_peer(pieces: Iterable[Piece]) -> _Pieces:
-    found: _Pieces = {}
+    by_peer: _Pieces = {}
     for piece in sorted(pieces, key=lambda p: p.peer):
-        found.setdefault(piece.peer, []).append(piece)
-    return found
+        by_peer.setdefault(piece.peer, []).append(piece)
+    return by_peer
 
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -388,7 +388,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def format_of(tensor: torch.Tensor) -> torch.memory_format:
-    """Return channels-last for a tensor, or a part of one, that lies so and not otherwise too, else contiguous."""
+    """Return channels-last for a tensor, or a slice of one, with only that memory format, else contiguous."""
     if tensor.dim() in CHANNELS_LAST and tensor.shape[1] > 1 and tensor.stride(1) == 1:
         cells = zip(tensor.shape[2:], tensor.stride()[2:], strict=True)
         if any(n > 1 for n, _ in cells) and not tensor.is_contiguous():

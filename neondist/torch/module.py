@@ -16,7 +16,7 @@ from ..comm import ProcessGrid
 from ..comm.agree import all_or_none
 from ..errors import ConfigError, ShapeError, UserError
 from ..halo import Phase
-from .capture import captured, device_of
+from .capture import capture_module, device_of
 from .checks import BackwardCheck, check_module, check_parameters, check_tensor, checksum_of, gradients_of
 from .consistency import bits_of, check_drift, digest_of, versions
 from .criteria import Criteria, owner_of
@@ -24,7 +24,7 @@ from .execution import Execution
 from .graph import autocast
 from .layout import Layout, shape_of
 from .mesh_comm import MeshComm
-from .norm_gradients import RightNorms, has_norm_of_one
+from .norm_gradients import ContiguousNormGradients, has_single_sample_norm
 from .plan import TorchPlan
 from .run import Runner
 from .tiling import Tiling
@@ -33,23 +33,23 @@ from .transfer import Wanted
 from .watch import Watch
 
 REMEMBERED = 64
-"""So many states of a module are remembered."""
+"""Maximum number of cached states of a module."""
 
 
 @dataclass(eq=False)
-class _Prepared:
+class _CompiledState:
     """Compiled program for one state of a module.
 
     Attributes
     ----------
     changes : bool
-        Whether a forward of the module may change attributes of its own.
+        Whether a forward may change the module's own attributes.
     targets : dict of shape to Layout
-        How targets of these shapes are cut.
+        Layouts of targets by shape.
     overlaps : sequence of Wanted
-        What ranks are given of inputs, where that is more than their tiles.
-    norm_of_one : bool
-        Whether a norm is of one sample, whose gradients need care.
+        Ranges of the inputs that ranks receive, if larger than their tiles.
+    single_sample_norm : bool
+        Whether a norm sees a single sample, whose gradients need a workaround.
     """
 
     runner: Runner
@@ -59,7 +59,7 @@ class _Prepared:
     in_parts: bool
     dtypes: list[torch.dtype]
     overlaps: Sequence[Wanted]
-    norm_of_one: bool
+    single_sample_norm: bool
     changes: bool = True
     targets: dict[tuple[int, ...], Layout] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ class DistributedModule(nn.Module):
     module: nn.Module
     optimizer: Any = None
     watched = False
-    """Whether a change of its attributes is a change of a criterion that uses it."""
+    """Whether changes of its attributes recapture a criterion that uses it."""
 
     def __init__(
         self,
@@ -88,102 +88,102 @@ class DistributedModule(nn.Module):
         grid: ProcessGrid,
         compiler: Callable[..., Any] | None = None,
         spatial: int | None = None,
-        **how: Any,
+        **options: Any,
     ) -> None:
         super().__init__()
-        object.__setattr__(self, "module", module)  # no part of this one: its names stay as they are
-        # the module's own dictionaries: names, hooks of optimisers and `to` find what they would find there
+        object.__setattr__(self, "module", module)  # not a submodule, so that parameter names stay unchanged
+        # share the module's own dictionaries, so that names, hooks of optimisers and `to` behave as on the module
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
         self.training = module.training
         self.grid, self._compiler = grid, compiler
         self._captured_within: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._shapes, self._dtypes = tuple(shapes), list(dtypes)
-        self._runners: dict[Any, _Prepared] = {}
-        self._current: tuple[Any, _Prepared] | None = None
+        self._runners: dict[Any, _CompiledState] = {}
+        self._current: tuple[Any, _CompiledState] | None = None
         self.step = 0
         self._versions: tuple[int, ...] = ()
         self._deferred: dict[int, list[torch.Tensor] | None] = {}
         grid.check("distribute")
-        number = grid.kept[DistributedModule] = grid.kept.get(DistributedModule, 0) + 1
-        self._name = f"number {number} of those on this grid"  # all ranks distribute them in one order
+        count = grid.kept[DistributedModule] = grid.kept.get(DistributedModule, 0) + 1
+        self._name = f"number {count} of those on this grid"  # the same on every rank: all distribute in one order
         self.backward_check = BackwardCheck(grid, {"the model": self._name})
         with all_or_none(grid.world):
             check_module(module)
             self._watch = Watch(module)
-            self.execution = Execution.of(module, **how)
-            self.wires = MeshComm(grid, len(shapes[0]) - 2 if spatial is None else spatial)
-            self.tiling, self._criteria = Tiling(self.wires, self._shapes), Criteria(self.wires)
+            self.execution = Execution.of(module, **options)
+            self.comm = MeshComm(grid, len(shapes[0]) - 2 if spatial is None else spatial)
+            self.tiling, self._criteria = Tiling(self.comm, self._shapes), Criteria(self.comm)
             self._runner()
-        self.wires.connect(device_of(module))
+        self.comm.connect(device_of(module))
         self._check_weights({"the module's steps": self._runner().digest, "example_shape": self._shapes})
 
-    # As the user knows it.
+    # Public interface.
 
     def forward(self, *tiles: torch.Tensor) -> Any:
         """Return this rank's tiles of the outputs, given those of the inputs; collective."""
         self._resize(self._shapes_of(tiles))
         if self.grid.size == 1:
-            state, prepared = self._prepared()
+            state, prepared = self._prepare()
             self._check_tiles(tiles, prepared)
-            # random numbers are keyed by the plan, the same for every grid
+            # the plan keys random numbers, so that they are the same on every grid
             if prepared.runner.plan.key is None and not prepared.in_parts:
-                return self._alone(tiles, state, prepared)
+                return self._run_module(tiles, state, prepared)
         error, facts = None, dict[str, Any]()
-        moved: tuple[int, ...] = ()
+        changes: tuple[int, ...] = ()
         try:
             prepared = self._runner()
             parameters, buffers = self._watch.tensors()
             self._check_tiles(tiles, prepared)
             check_parameters(prepared.runner.plan, parameters, buffers)
             facts |= self._facts(tiles, prepared, parameters)
-            moved = versions([*parameters.values(), *buffers.values()])
-            if len(self._versions) == len(moved):
-                moved = tuple(now - before for now, before in zip(moved, self._versions, strict=True))
+            changes = versions([*parameters.values(), *buffers.values()])
+            if len(self._versions) == len(changes):
+                changes = tuple(current - before for current, before in zip(changes, self._versions, strict=True))
         except UserError as problem:
             error = problem
-        if not self.grid.check("forward", facts, error, moved):
+        if not self.grid.check("forward", facts, error, changes):
             self._check_weights({})
         if self.training and self.step > 0 and self.step & (self.step - 1) == 0:  # a power of two
             check_drift(self.grid.world, parameters, self.step)
-        self.wires.phase = Phase(self.training, self.step)
-        found = prepared.runner(tiles, parameters, buffers)
+        self.comm.phase = Phase(self.training, self.step)
+        outputs = prepared.runner(tiles, parameters, buffers)
         self.step += self.training
         if torch.is_grad_enabled():
-            # torch.utils.checkpoint runs a forward again until it has found all tensors that were kept: the last of
-            # them has to come after all messages, or ranks could stop before different ones
+            # torch.utils.checkpoint reruns a forward until it has all saved tensors: the last must follow all messages,
+            # or ranks could stop before different ones
             torch.zeros((), requires_grad=True).exp()
-        return self._noted(pytree.tree_unflatten(found, prepared.tree), prepared.layouts)
+        return self._note_layouts(pytree.tree_unflatten(outputs, prepared.tree), prepared.layouts)
 
-    def _alone(self, tiles: Sequence[torch.Tensor], state: Any, prepared: _Prepared) -> Any:
-        """Return what the module itself gives; what it changes of its own in a forward is no change of its steps."""
-        with RightNorms() if prepared.norm_of_one and torch.is_grad_enabled() else nullcontext():
+    def _run_module(self, tiles: Sequence[torch.Tensor], state: Any, prepared: _CompiledState) -> Any:
+        """Run the module itself, on one rank; attributes that its forward changes do not trigger a recapture."""
+        with ContiguousNormGradients() if prepared.single_sample_norm and torch.is_grad_enabled() else nullcontext():
             outputs = self.module(*(tile.contiguous() for tile in tiles))  # channels-last may crash PyTorch 2.13
         if prepared.changes:
             if self._watch.key() != state:
-                self._runners[self._shapes, self._watch.settled(state)] = prepared
+                self._runners[self._shapes, self._watch.settle(state)] = prepared
             prepared.changes = self._watch.key() != state
-        return self._noted(outputs, prepared.layouts)
+        return self._note_layouts(outputs, prepared.layouts)
 
-    def _noted(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
-        """Return the outputs, and take note of how they are cut."""
+    def _note_layouts(self, outputs: Any, layouts: Sequence[Layout | None]) -> Any:
+        """Record the layouts of the outputs, and return them."""
         leaves = [outputs] if isinstance(outputs, torch.Tensor) else pytree.tree_leaves(outputs)
         for tensor, layout in zip(leaves, layouts, strict=True):
             if layout is not None:
-                self.tiling.note(tensor, layout)
-                self.backward_check.watch_output(tensor, self.tiling.noted)
+                self.tiling.remember(tensor, layout)
+                self.backward_check.watch_output(tensor, self.tiling.layout_of)
         return outputs
 
-    def defer_gradients(self, parameters: Iterable[nn.Parameter], noted: bool = False) -> list[list[torch.Tensor]]:
+    def defer_gradients(self, parameters: Iterable[nn.Parameter], recorded: bool = False) -> list[list[torch.Tensor]]:
         """Leave the gradients of these parameters to a synchroniser, which reduces them over the ranks.
 
         Parameters
         ----------
-        noted : bool
+        recorded : bool
             Whether passes on this rank's tiles record their gradient contributions in the returned lists.
         """
-        found: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in parameters}
-        self._deferred.update(found if noted else dict.fromkeys(found))
-        return list(found.values())
+        gradients: dict[int, list[torch.Tensor]] = {id(parameter): [] for parameter in parameters}
+        self._deferred.update(gradients if recorded else dict.fromkeys(gradients))
+        return list(gradients.values())
 
     def capture_within(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Capture the module within the contexts that this callable returns."""
@@ -195,7 +195,7 @@ class DistributedModule(nn.Module):
         A step that modifies its inputs or returns another part of its results than its rule declares, or a scheme that
         leaves cells of other tiles unfilled, raises a HaloError that names it. Messages are delayed at random.
         """
-        self.wires.guard(seed)
+        self.comm.guard(seed)
         self._runners.clear()
         self._current = None
         self._criteria.clear()
@@ -215,10 +215,10 @@ class DistributedModule(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: the ranks' communicators are no part of a copy."""
+        """Refuse to be copied or pickled: communicators cannot be copied."""
         raise ConfigError(
-            "a distributed module cannot be copied or pickled; save model.state_dict(), and copy the module that it"
-            " was made from: distribute(copy.deepcopy(model.module), ...)"
+            "a distributed module cannot be copied or pickled; save model.state_dict(), or distribute a copy of the"
+            " original module: distribute(copy.deepcopy(model.module), ...)"
         )
 
     @property
@@ -231,7 +231,7 @@ class DistributedModule(nn.Module):
         """Global shapes of the tensor outputs."""
         return [shape_of(layout) for layout in self._outputs()]
 
-    # Between images and tiles.
+    # Scatter and gather.
 
     def scatter(self, image: torch.Tensor, index: int = 0) -> torch.Tensor:
         """Return this rank's tile of a whole input, the same on every rank; with its margin for `overlap_tile`.
@@ -244,10 +244,10 @@ class DistributedModule(nn.Module):
             Position of the input.
         """
         check_tensor("image", image)
-        self._resize((*self._shapes[:index], self._checked(image, index), *self._shapes[index + 1 :]))
+        self._resize((*self._shapes[:index], self._check_image(image, index), *self._shapes[index + 1 :]))
         if self.grid.size > 1:
-            what = "the image passed to scatter" if len(self._shapes) == 1 else f"image {index} passed to scatter"
-            self.grid.note_whole(what, checksum_of(image))
+            name = "the image passed to scatter" if len(self._shapes) == 1 else f"image {index} passed to scatter"
+            self.grid.note_replicated(name, checksum_of(image))
         overlaps = self._runner().overlaps if self.execution.reads_wide else ()
         return self.tiling.part(image, self.tiling.inputs[index], overlaps[index] if overlaps else None)
 
@@ -257,32 +257,32 @@ class DistributedModule(nn.Module):
         A target with the spatial extents of an output, (N, *spatial) or (N, C, *spatial), is tiled like that output;
         others, (N,) or (N, C), are split only along the batch, over replicas.
         """
-        # on one rank all of them, in whatever state the module is
+        # on one rank, targets are whole in every state of the module
         current = self._current if self.grid.size == 1 else None
         targets = (self._runner() if current is None else current[1]).targets
 
-        def part(each: Any) -> torch.Tensor:
-            shape = tuple(each.shape)
+        def part(leaf: Any) -> torch.Tensor:
+            shape = tuple(leaf.shape)
             if shape not in targets:
                 targets[shape] = self.tiling.target(shape, self._outputs())
-            return self.tiling.part(each, targets[shape])
+            return self.tiling.part(leaf, targets[shape])
 
         for tensor in pytree.tree_leaves(target):
             check_tensor("target", tensor)
             if self.grid.size > 1:
-                self.grid.note_whole("the target passed to scatter_target", checksum_of(tensor))
+                self.grid.note_replicated("the target passed to scatter_target", checksum_of(tensor))
         return part(target) if isinstance(target, torch.Tensor) else pytree.tree_map(part, target)
 
     def gather(self, tile: Any) -> Any:
         """Return the whole tensor, given this rank's tile of an output, an input or its gradient; collective."""
         tensors, tree = pytree.tree_flatten(tile)
-        tiles = [each for each in tensors if isinstance(each, torch.Tensor)]
+        tiles = [leaf for leaf in tensors if isinstance(leaf, torch.Tensor)]
         facts = {"the model": self._name, "tensors that the model did not return": self.tiling.unknown(tiles)}
-        self.grid.check("gather", facts | {f"the dtype of tensor {at}": each.dtype for at, each in enumerate(tiles)})
+        self.grid.check("gather", facts | {f"the dtype of tensor {i}": leaf.dtype for i, leaf in enumerate(tiles)})
         layouts = self.tiling.layouts_of(tiles, self._outputs)
-        waiting = iter(layouts)
-        found = [self.tiling.gathered(t, next(waiting)) if isinstance(t, torch.Tensor) else t for t in tensors]
-        return pytree.tree_unflatten(found, tree)
+        remaining = iter(layouts)
+        wholes = [self.tiling.gathered(t, next(remaining)) if isinstance(t, torch.Tensor) else t for t in tensors]
+        return pytree.tree_unflatten(wholes, tree)
 
     def loss(self, criterion: Callable[..., torch.Tensor], output: Any, target: Any) -> torch.Tensor:
         """Return the loss of the whole images, the same on every rank; collective.
@@ -295,20 +295,20 @@ class DistributedModule(nn.Module):
         output, target
             This rank's tiles, as returned by the model and `scatter_target`; or lists or dicts of them.
         """
-        two = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
-        if two and self.grid.size == 1 and self._criteria.is_plain(criterion, output, target):
+        is_pair = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
+        if is_pair and self.grid.size == 1 and self._criteria.is_plain(criterion, output, target):
             return criterion(output, target)
         leaves, spec = pytree.tree_flatten((output, target))
         outputs = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        tensors = [leaves[i] for i in at]
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaves[i] for i in positions]
         unknown = self.tiling.unknown(tensors)
-        if unknown:  # of which all ranks say how they are cut
+        if unknown:  # all ranks must agree on their layouts
             self.grid.check("loss", {"the model": self._name, "tensors that the model did not return": unknown})
         layouts = self.tiling.layouts_of(tensors, self._outputs, outputs)
         error, digest = None, ""
         try:
-            inner, digest, closed = self._criteria.runner(criterion, leaves, at, spec, layouts)
+            inner, digest, closure = self._criteria.runner(criterion, leaves, positions, spec, layouts)
         except UserError as problem:
             error = problem
         if self.grid.size > 1 or error:
@@ -320,76 +320,76 @@ class DistributedModule(nn.Module):
             loss = criterion(output, target)
             self._criteria.note_plain(criterion, output, target)
             return loss
-        # not before: virtual ranks share the criterion, whose tensors are others while PyTorch traces it
+        # only now: virtual ranks share the criterion, whose tensors are replaced while PyTorch traces it
         owner = owner_of(criterion)
         named = {f"criterion.{name}": p for name, p in owner.named_parameters(remove_duplicate=False)}
         buffers = {f"criterion.{name}": b for name, b in owner.named_buffers(remove_duplicate=False)}
-        loss = inner([self.backward_check.from_loss(tensor) for tensor in tensors], named | closed, buffers)[0]
+        loss = inner([self.backward_check.from_loss(tensor) for tensor in tensors], named | closure, buffers)[0]
         self.backward_check.watch_loss(loss)
         return loss
 
     # Inner.
 
-    def _checked(self, image: torch.Tensor, index: int) -> tuple[int, ...]:
-        """Return the shape of a whole input; ShapeError unless it has the axes and channels of the example."""
+    def _check_image(self, image: torch.Tensor, index: int) -> tuple[int, ...]:
+        """Return the shape of a whole input; raise ShapeError unless it has the axes and channels of the example."""
         shape = tuple(image.shape)
-        if not self._like_example(shape, index):
+        if not self._matches_example(shape, index):
             raise ShapeError(
                 f"expected a whole tensor of shape {self._shapes[index]}, the same on every rank, or one with"
                 f" another batch or image size, got {shape}"
             )
         return shape
 
-    def _like_example(self, shape: tuple[int, ...], index: int) -> bool:
+    def _matches_example(self, shape: tuple[int, ...], index: int) -> bool:
         """Return whether an input has the axes and channels of the example."""
-        expected, channels = self._shapes[index], slice(1, 2 if self.wires.mesh.spatial else 1)
+        expected, channels = self._shapes[index], slice(1, 2 if self.comm.mesh.spatial else 1)
         return len(shape) == len(expected) and shape[channels] == expected[channels] and 0 not in shape
 
     def _shapes_of(self, tiles: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-        """Return the global shapes of inputs, given this rank's tiles: the last ones, where a tile's is not known."""
-        found = list(self._shapes)
-        for at, tile in enumerate(tiles[: len(found)]):
+        """Return the global shapes of inputs, given this rank's tiles; for unknown tiles, the previous ones."""
+        shapes = list(self._shapes)
+        for index, tile in enumerate(tiles[: len(shapes)]):
             shape = self.tiling.whole_shape(tile)
-            if shape is not None and self._like_example(shape, at):
-                found[at] = shape
-        return tuple(found)
+            if shape is not None and self._matches_example(shape, index):
+                shapes[index] = shape
+        return tuple(shapes)
 
     def _resize(self, shapes: tuple[tuple[int, ...], ...]) -> None:
-        """Go on with inputs of these global shapes."""
+        """Set the global shapes of the inputs."""
         if shapes != self._shapes:
             self._shapes, self._current = shapes, None
             self.tiling.resize(shapes)
 
-    def _runner(self) -> _Prepared:
-        return self._prepared()[1]
+    def _runner(self) -> _CompiledState:
+        return self._prepare()[1]
 
-    def _prepared(self) -> tuple[Any, _Prepared]:
-        """Return the state that the module is in, and what runs in it."""
+    def _prepare(self) -> tuple[Any, _CompiledState]:
+        """Return the module's current state and its compiled program."""
         with self._captured_within(), ordinary_tensors():
-            return self._prepared_as_made()
+            return self._compile_state()
 
-    def _prepared_as_made(self) -> tuple[Any, _Prepared]:
-        before = self._watch.key()
-        if self._current is not None and before == self._current[0]:  # spares a small step its hash
+    def _compile_state(self) -> tuple[Any, _CompiledState]:
+        state = self._watch.key()
+        if self._current is not None and state == self._current[0]:  # avoids hashing, slow in small steps
             return self._current
-        if (self._shapes, before) not in self._runners:
+        if (self._shapes, state) not in self._runners:
             dtypes = self._input_dtypes()
-            program = captured(self.module, list(zip(self._shapes, dtypes, strict=True)))
-            where = self.wires.mesh, self.grid.rank, self.tiling.inputs
-            plan, tree, lowering = self.execution.lowered(program, *where, self.module)
+            program = capture_module(self.module, list(zip(self._shapes, dtypes, strict=True)))
+            location = self.comm.mesh, self.grid.rank, self.tiling.inputs
+            plan, tree, lowering = self.execution.lower(program, *location, self.module)
             layouts = [plan.values[out].layout if isinstance(out, int) else None for out in plan.outputs]
             digest = digest_of(plan, program)
             if self._compiler is not None:
                 plan.compile(self._compiler)
             in_parts = lowering is not None and lowering.in_parts
             overlaps = lowering.overlaps if lowering is not None else ()
-            runner, one = Runner(self.wires, plan, self._deferred), has_norm_of_one(plan)
-            prepared = _Prepared(runner, tree, layouts, digest, in_parts, dtypes, overlaps, one)
-            before = self._watch.settled(before, program.reads)
+            runner, single_sample = Runner(self.comm, plan, self._deferred), has_single_sample_norm(plan)
+            prepared = _CompiledState(runner, tree, layouts, digest, in_parts, dtypes, overlaps, single_sample)
+            state = self._watch.settle(state, program.reads)
             if len(self._runners) >= REMEMBERED:
                 del self._runners[next(iter(self._runners))]
-            self._runners[self._shapes, before] = prepared
-        self._current = before, self._runners[self._shapes, before]
+            self._runners[self._shapes, state] = prepared
+        self._current = state, self._runners[self._shapes, state]
         return self._current
 
     def _outputs(self) -> list[Layout]:
@@ -400,11 +400,11 @@ class DistributedModule(nn.Module):
         default = next(floating, torch.get_default_dtype())
         return [default if dtype is None else dtype for dtype in self._dtypes]
 
-    def _check_tiles(self, tiles: Sequence[Any], prepared: _Prepared) -> None:
-        number, plan = len(self.tiling.inputs), prepared.runner.plan
-        if len(tiles) != number:
+    def _check_tiles(self, tiles: Sequence[Any], prepared: _CompiledState) -> None:
+        count, plan = len(self.tiling.inputs), prepared.runner.plan
+        if len(tiles) != count:
             raise ShapeError(
-                f"the module takes {number} input{'s'[: number != 1]}, as example_shape says, got {len(tiles)}"
+                f"the module takes {count} input{'s'[: count != 1]}, as example_shape says, got {len(tiles)}"
             )
         for at, (tile, layout, dtype) in enumerate(zip(tiles, self.tiling.inputs, prepared.dtypes, strict=True)):
             check_tensor(f"input {at}", tile)
@@ -421,14 +421,14 @@ class DistributedModule(nn.Module):
                 )
 
     def _facts(
-        self, tiles: Sequence[torch.Tensor], prepared: _Prepared, parameters: Mapping[str, torch.Tensor]
+        self, tiles: Sequence[torch.Tensor], prepared: _CompiledState, parameters: Mapping[str, torch.Tensor]
     ) -> dict[str, Any]:
-        """Return on what it depends which messages there are, forward and backward."""
+        """Return the facts that determine the messages of a pass, forward and backward."""
         trained = [name for name, p in parameters.items() if p.requires_grad]
         return {
             "the model": self._name,
             "the mode": "train()" if self.training else "eval()",
-            "what the module computes": prepared.digest,
+            "the captured program": prepared.digest,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
             "autocast": autocast(),
             "the dtype of the inputs": [tile.dtype for tile in tiles],
@@ -436,27 +436,26 @@ class DistributedModule(nn.Module):
         } | gradients_of("input", tiles)
 
     def _check_weights(self, facts: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks unless all say the same facts and have the same weights."""
+        """Raise ConfigError on all ranks unless all have the same facts and weights."""
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
         self._versions = versions([*parameters.values(), *buffers.values()])
         if self.grid.world.size == 1:
             return
-        mine = {name: str(value) for name, value in facts.items()}
-        names = list(mine)
+        own = {name: str(value) for name, value in facts.items()}
+        names = list(own)
         for name, tensor in (*parameters.items(), *buffers.items()):
             checksum = 0
-            if tensor.numel() and not tensor.is_meta:  # where there are no values yet
+            if tensor.numel() and not tensor.is_meta:  # no values yet
                 checksum = zlib.crc32(bits_of(tensor).cpu().numpy().data)
-            mine[name] = f"{tuple(tensor.shape)} {checksum}"
-        every = self.grid.world.allgather(mine)
-        for rank, other in enumerate(every):
-            differ = [name for name in (*every[0], *other) if every[0].get(name) != other.get(name)]
+            own[name] = f"{tuple(tensor.shape)} {checksum}"
+        all_facts = self.grid.world.allgather(own)
+        for rank, other in enumerate(all_facts):
+            differ = [name for name in (*all_facts[0], *other) if all_facts[0].get(name) != other.get(name)]
             if differ:
                 others = [name for name in differ if name not in names]
-                what = f"its {others[0]!r} differs" if others else f"{differ[0]} differ{'s' * (differ[0][-1] != 's')}"
+                detail = f"its {others[0]!r} differs" if others else f"{differ[0]} differ{'s' * (differ[0][-1] != 's')}"
                 raise ConfigError(
-                    f"rank {rank} has a different module from rank 0: {what}; build it from the same seed on every"
-                    " rank,"
-                    " or load the same state_dict"
+                    f"rank {rank} has a different module from rank 0: {detail}; build it from the same seed on every"
+                    " rank, or load the same state_dict"
                 ).on_all_ranks()

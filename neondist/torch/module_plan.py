@@ -1,4 +1,4 @@
-"""The plan of a module in an experiment, as runs, `neondist check` and benchmarks ask of plans."""
+"""Plan of a module in an experiment, with the interface that runs, `neondist check` and benchmarks expect."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from ..plan.model_plan import Workload
 from ..plan.parameters import ParameterPlan
 from ..strategies import Strategy, StrategyBuilder
 from .by_name import TorchOptimizer
-from .costs import PlanCosts, StepCosts, paths, shape_given
+from .costs import PlanCosts, StepCosts, module_paths, output_shape_of
 from .execution import Execution
 from .graph import GRADIENTS, Value
 from .layout import Mesh, cut
-from .parameters import MODULE, described, sparse_tables
+from .parameters import MODULE, describe_parameters, sparse_tables
 from .plan import TorchPlan, Traffic
-from .traffic import WayBack
+from .traffic import BackwardSteps
 from .training_memory import TrainingMemory
 from .transfer import Wanted
 
 ROWS = 40
-"""of the table at most: modules in modules are told together where there are more"""
+"""Maximum number of rows of the table; beyond it, nested modules are merged."""
 LEGEND = """\
-module: those inside of one another together where there are many; output: of the
-last of its steps, whole; sent: bytes of messages in a training step, both ways, by
-the busiest rank and by all; summed: bytes that the busiest rank gives into sums;
-flops: multiplications and additions of products of a rank, both ways; memory: what
-its steps make on the fullest rank, parameters, gradients, optimiser; not all of it
-lives at once: the peak is below the table. The loss, and what ranks tell each other
-before a pass, are not counted: some sums of a few bytes"""
+module: nested modules are merged where there are many; output: global shape of the
+last step's output; sent: bytes of messages in a training step, forward and backward,
+of the busiest rank and of all; summed: bytes that the busiest rank contributes to
+reductions; flops: multiplications and additions of products of a rank, forward and
+backward; memory: outputs, parameters, gradients and optimiser state on the fullest
+rank; not all of it is live at once: the peak is below the table. The loss and the
+checks before a pass, reductions of a few bytes, are not counted"""
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,19 @@ class ModulePlan:
     Attributes
     ----------
     steps : TorchPlan
-        Those of rank 0, whose tile is the largest.
+        Steps of rank 0, whose tile is the largest.
     weights : int
         Bytes of parameters and buffers.
     trained : tuple of str
-        The parameters that require gradients, under all of their names.
+        Names of the parameters that require gradients, aliases included.
     parameters : ParameterPlan
-        Those of them that outputs depend on, each once.
+        Trained parameters on which outputs depend, without aliases.
     limit : int or None
         Memory limit of the ranks on a machine, if set.
     note : str
-        What goes together, or block by block, in words.
+        Description of fused segments or blocks.
     wide_tiles : Partition or None
-        The tiles of the image that ranks read, if they overlap.
+        Tiles of the image that ranks read, if they overlap.
     """
 
     grid: GridShape
@@ -94,7 +94,7 @@ class ModulePlan:
         limit: int | None,
         precision: ComputePrecision = FLOAT32,
     ) -> ModulePlan:
-        """Return the plan of a module that is executed so, given what torch.export found in it for inputs of a shape.
+        """Return the plan of a module under execution options, given its exported program for inputs of a shape.
 
         Raises
         ------
@@ -102,7 +102,7 @@ class ModulePlan:
             The module cannot be distributed, or returns no tensor.
         """
         mesh = Mesh.of(grid, len(input_shape) - 1)
-        steps, _, lowering = execution.lowered(program, mesh, 0, [cut(shape, mesh)], module)
+        steps, _, lowering = execution.lower(program, mesh, 0, [cut(shape, mesh)], module)
         if not any(isinstance(out, int) for out in steps.outputs):
             raise ConfigError("factory: the module returns no tensor")
         weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
@@ -117,9 +117,9 @@ class ModulePlan:
 
     @property
     def needed(self) -> int:
-        """The bytes of a rank in a pass without a way back, weights, images and outputs included."""
-        ends = self.steps.inputs[0], self.output.id
-        return self.weights + self.steps.peak()[0] + COPIES * sum(self.steps.values[end].nbytes for end in ends)
+        """Bytes of a rank in a forward pass without gradients, including weights, images and outputs."""
+        values = self.steps.inputs[0], self.output.id
+        return self.weights + self.steps.peak()[0] + COPIES * sum(self.steps.values[end].nbytes for end in values)
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class ModulePlan:
 
     @property
     def updated(self) -> list[str]:
-        """The names of the parameters that a training step changes."""
+        """Names of the parameters that a training step updates."""
         return [name.removeprefix(f"{MODULE}/") for name in self.parameters.parameters]
 
     @property
@@ -143,16 +143,16 @@ class ModulePlan:
 
     @property
     def min_extent(self) -> int:
-        """The fewest cells along an axis of what is cut into tiles; 1 if nothing is."""
+        """Smallest extent along an axis of any tiled value; 1 if nothing is tiled."""
         atoms = [atom for value in self.steps.values for dim in value.layout_or_none or () for atom in dim]
         return min((atom.extent for atom in atoms if atom.axis), default=1)
 
     def outline(self) -> list[str]:
-        """Return what all ranks must agree on, beside the strategy, a fact a line."""
+        """Return the facts, one per line, that must be the same on all ranks, other than the strategy."""
         return [f"module: {self.steps.digest}"]
 
     def each_needs(self) -> Iterator[tuple[str, int]]:
-        """Yield the name of each step, and the bytes of what it reads and makes on rank 0."""
+        """Yield the name of each step, and the bytes of its inputs and outputs on rank 0."""
         for step in self.steps.steps:
             yield step.name, sum(self.steps.values[value].nbytes for value in (*step.inputs, *step.outputs))
 
@@ -161,21 +161,21 @@ class ModulePlan:
         return sum(count for (kind, _, _), count in self._traffic(rank).items() if kind in ("halo", "ring"))
 
     def reduced(self, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank gives into sums in a training step, by step, and of 'gradients'.
+        """Return the bytes that a rank contributes to reductions in a training step, by step, and for 'gradients'.
 
-        Those of the loss are not known.
+        Excludes the loss.
         """
-        found = Counter({GRADIENTS: self.parameters.reduced(rank)})
+        counts = Counter({GRADIENTS: self.parameters.reduced(rank)})
         for (kind, name, _), count in self._traffic(rank).items():
-            found[name] += count * (kind == "sum")
-        return {name: count for name, count in found.items() if count}
+            counts[name] += count * (kind == "sum")
+        return {name: count for name, count in counts.items() if count}
 
     def redistributed(self, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank sends in redistributions of a training step, by step, and of 'gradients'."""
-        found = Counter({GRADIENTS: self.parameters.redistributed(rank)})
+        """Return the bytes that a rank sends in redistributions of a training step, by step, and for 'gradients'."""
+        counts = Counter({GRADIENTS: self.parameters.redistributed(rank)})
         for (kind, name, _), count in self._traffic(rank).items():
-            found[name] += count * (kind == "redistribution")
-        return {name: count for name, count in found.items() if count}
+            counts[name] += count * (kind == "redistribution")
+        return {name: count for name, count in counts.items() if count}
 
     def row_of(self, name: str) -> str:
         """Return the name of a step in tables; other names are unchanged."""
@@ -183,7 +183,7 @@ class ModulePlan:
 
     @property
     def rows(self) -> dict[str, str]:
-        """The rows of tables, and of what kind each is: of modules that are told together none."""
+        """The rows of tables and their kinds, empty for merged modules."""
         return dict.fromkeys(self._rows.values(), "")
 
     def costs(self) -> dict[str, StepCosts]:
@@ -191,7 +191,7 @@ class ModulePlan:
         names: dict[str, list[str]] = {}
         for name in self.all_costs.names:
             names.setdefault(self.row_of(name), []).append(name)
-        return {row: self.all_costs.of(inside) for row, inside in names.items()}
+        return {row: self.all_costs.of(steps) for row, steps in names.items()}
 
     @cached_property
     def all_costs(self) -> PlanCosts:
@@ -201,14 +201,14 @@ class ModulePlan:
     def memory(self, rank: int = 0) -> int:
         """Return the bytes that a rank needs in training: values, gradients, parameters and the optimiser's arrays.
 
-        Where segments are run again, those of all values.
+        With recomputation, that of all values.
         """
         steps = self.steps.memory(rank) if self.steps.recompute else self._training.peak(rank)
         return steps + self.parameters.memory(rank)
 
     @property
     def trained_in(self) -> int:
-        """Bytes of the rank that needs most in training."""
+        """Bytes in training of the rank that needs most."""
         return self.memory(self.all_costs.fullest)
 
     @cached_property
@@ -217,7 +217,7 @@ class ModulePlan:
         total = self.all_costs.total
         kinds = [kind for (kind, _, _), count in self.all_costs.traffic.items() if count.any()]
         sums, moved = kinds.count("sum"), self.all_costs.moved()
-        neighbours = min(8, self.grid.tiles - 1)  # of a tile; each step's messages are not counted
+        neighbours = min(8, self.grid.tiles - 1)  # of a tile; messages per step are not counted
         messages = (len(kinds) - sums) * neighbours
         return Workload(total.flops, moved, messages, total.sent_most, sums, total.summed, self.parameters)
 
@@ -226,15 +226,15 @@ class ModulePlan:
         return self.all_costs.moved() + self.parameters.moved(rank)
 
     def table(self) -> Any:
-        """Return a table of modules for a rich console to print, what ranks do together, and a legend."""
+        """Return a rich table of modules, with notes and a legend."""
         costs = self.costs()
         total, sums, sent = self.all_costs.total, self.parameters.reduced(0), self.parameters.redistributed(0)
         notes = [f"{len(self.steps.steps)} steps; memory is that of rank {self.all_costs.fullest}, which needs most"]
         notes.append(f"planned peak: {report.size(self.trained_in)}, for parameters, optimiser, values and gradients")
         if sums:
-            notes.append(f"sum of gradients: a rank gives {report.size(sums)} a step")
+            notes.append(f"gradient reduction: {report.size(sums)} per rank and step")
         if sent:
-            notes.append(f"gradients to owners, and values from them: a rank sends {report.size(sent)} a step")
+            notes.append(f"gradients to owners and values back: {report.size(sent)} sent per rank and step")
         if self.all_costs.uncounted:
             names = ", ".join(dict.fromkeys(self.all_costs.uncounted))
             notes.append(f"flops without those of {names}, which could not be counted")
@@ -242,7 +242,7 @@ class ModulePlan:
         return report.costs_table(rows, total, [*notes, *filter(None, [self.note])], LEGEND)
 
     def describe(self) -> str:
-        """Return the same as plain text, with the grid above."""
+        """Return the table as plain text, with the grid above."""
         head = report.headline(self.parameters.dtype, self.grid, self.input_shape, self.batch_size)
         return report.as_text(head, self.table())
 
@@ -251,22 +251,22 @@ class ModulePlan:
         return TrainingMemory(self.steps, self.trained)
 
     def _traffic(self, rank: int) -> Traffic:
-        """Return what steps send in a training step, but for the sum of gradients."""
-        found = self.steps.traffic(rank, self.trained)
-        return {account: count for account, count in found.items() if account[1] != GRADIENTS}
+        """Return the traffic of steps in a training step, without the reduction of gradients."""
+        traffic = self.steps.traffic(rank, self.trained)
+        return {account: count for account, count in traffic.items() if account[1] != GRADIENTS}
 
     @cached_property
     def _rows(self) -> dict[str, str]:
-        return paths(list(dict.fromkeys(step.name for step in self.steps.steps)), ROWS)
+        return module_paths(list(dict.fromkeys(step.name for step in self.steps.steps)), ROWS)
 
     def _shape(self, row: str) -> str:
-        names = {name for name, told in self._rows.items() if told == row}
-        found = shape_given(self.steps, names)
-        return "-" if found is None else report.by(found) or "1"
+        names = {name for name, label in self._rows.items() if label == row}
+        shape = output_shape_of(self.steps, names)
+        return "-" if shape is None else report.by(shape) or "1"
 
 
 def _wide_tiles(overlaps: Sequence[Wanted], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:
-    """Return the tiles of images that ranks read, if that is more than their own."""
+    """Return the tiles of images that ranks read, if larger than their own."""
     if not overlaps or not overlaps[0]:
         return None
     ranges = (overlaps[0].get(dim, (0, [(0, n)]))[1] for dim, n in enumerate(extent, 2))
@@ -274,13 +274,13 @@ def _wide_tiles(overlaps: Sequence[Wanted], extent: tuple[int, ...], mesh: Mesh)
 
 
 def _updated(module: nn.Module, steps: TorchPlan) -> dict[str, Parameter]:
-    """Return the parameters that a training step changes, each under its first name."""
+    """Return the parameters that a training step updates, under their first names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
-    reached = WayBack(steps, [name for aliases in names.values() for name in aliases]).reached
-    return described(
+    reached = BackwardSteps(steps, [name for aliases in names.values() for name in aliases]).reached
+    return describe_parameters(
         {
             aliases[0]: parameter
             for parameter, aliases in names.items()

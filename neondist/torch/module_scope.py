@@ -1,4 +1,4 @@
-"""Modules that are made in a scope, and calls of them that are distributed while a function runs."""
+"""Modules created in a scope, whose calls are distributed while a function runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tiled_output import ScatteredInput, TiledOutput
 
 
 class ModuleScope:
-    """The modules that this thread makes while `collect` is open, whose calls are distributed while `distribute` is.
+    """Modules that this thread creates inside `collect`, whose calls are distributed inside `distribute`.
 
     Parameters
     ----------
@@ -39,10 +39,10 @@ class ModuleScope:
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Take note of each module that gets a parameter or a submodule meanwhile."""
+        """Context that records each module to which a parameter or a submodule is added."""
 
         def note(module: nn.Module, name: str, value: Any) -> None:
-            if threading.get_ident() == self._thread and not self._running:  # virtual ranks make theirs as well
+            if threading.get_ident() == self._thread and not self._running:  # virtual ranks create their own
                 self._is_part.setdefault(module, False)
                 if isinstance(value, nn.Module):
                     self._is_part[value] = True
@@ -57,22 +57,22 @@ class ModuleScope:
 
     @property
     def models(self) -> list[nn.Module]:
-        """Modules with parameters that are part of no other, in the order in which they were made."""
+        """Modules with parameters that are not submodules of another, in order of creation."""
         return [module for module, part in self._is_part.items() if not part and list(module.parameters())]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the models that require gradients, by name; of several models, after their number."""
-        models, found = self.models, dict[str, nn.Parameter]()
+        """Parameters of the models that require gradients, by name; of several models, prefixed by their number."""
+        models, parameters = self.models, dict[str, nn.Parameter]()
         for number, model in enumerate(models):
             start = f"{number}." if len(models) > 1 else ""
-            found |= {start + name: one for name, one in model.named_parameters() if one.requires_grad}
-        once = {id(one): name for name, one in reversed(found.items())}  # what models share has its first name
-        return {name: one for name, one in found.items() if once[id(one)] == name}
+            parameters |= {start + name: p for name, p in model.named_parameters() if p.requires_grad}
+        names = {id(p): name for name, p in reversed(parameters.items())}  # shared ones under their first name
+        return {name: p for name, p in parameters.items() if names[id(p)] == name}
 
     @contextmanager
     def distribute(self, function: Callable[..., Any]) -> Iterator[None]:
-        """Distribute the calls of these modules meanwhile; refuse those of trained modules made elsewhere."""
+        """Context that distributes calls of these modules and refuses those of trained modules created elsewhere."""
 
         def check(module: nn.Module, inputs: Any) -> None:
             if not self._replaced or threading.get_ident() != self._thread or module in self._is_part:
@@ -85,17 +85,17 @@ class ModuleScope:
 
         handle, self._running = hooks.register_module_forward_pre_hook(check), True
         try:
-            with self._calls_replaced(True):
+            with self._replace_calls(True):
                 yield
         finally:
             self._running = False
             handle.remove()
 
     @contextmanager
-    def _calls_replaced(self, replaced: bool) -> Iterator[None]:
-        """Let the modules be of classes whose calls are distributed, or of their own.
+    def _replace_calls(self, replaced: bool) -> Iterator[None]:
+        """Give the modules classes whose calls are distributed, or restore their own.
 
-        `torch.distributed.fsdp.fully_shard` gives a module such a class, too; here it has it within the function alone.
+        `torch.distributed.fsdp.fully_shard` replaces classes, too; here only while the function runs.
         """
         before, self._replaced = self._replaced, replaced
         modules = list(self._is_part) if before != replaced else []
@@ -109,53 +109,53 @@ class ModuleScope:
                 self._change_class(module, before)
 
     def _change_class(self, module: nn.Module, replaced: bool) -> None:
-        kind = type(module)
-        if isinstance(module, _Replaced) != replaced:
-            if kind not in self._classes:
-                names = {"scope": self, "__module__": kind.__module__}
-                made = type(kind.__name__, (_Replaced, kind), names)
-                self._classes |= {kind: made, made: kind}
-            module.__class__ = self._classes[kind]
+        cls = type(module)
+        if isinstance(module, _DistributedCall) != replaced:
+            if cls not in self._classes:
+                names = {"scope": self, "__module__": cls.__module__}
+                replacement = type(cls.__name__, (_DistributedCall, cls), names)
+                self._classes |= {cls: replacement, replacement: cls}
+            module.__class__ = self._classes[cls]
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the outputs of a module for whole inputs: as tensors that are cut, if there are several ranks."""
-        with self._calls_replaced(False):
+        """Return the outputs of a module for whole inputs; tiled outputs on several ranks."""
+        with self._replace_calls(False):
             leaves, spec = pytree.tree_flatten((args, kwargs))
             leaves = [leaf.whole() if isinstance(leaf, TiledOutput) else leaf for leaf in leaves]
-            at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-            if not at:
+            positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            if not positions:
                 return module(*args, **kwargs)
-            plain = not kwargs and len(at) == len(args) == len(leaves)
-            model = self._distributed_module(module, leaves, at, None if plain else spec)
+            plain = not kwargs and len(positions) == len(args) == len(leaves)
+            model = self._distributed_module(module, leaves, positions, None if plain else spec)
             model.training = module.training
-            outputs = model(*(_tile(model, leaves[i], index) for index, i in enumerate(at)))
+            outputs = model(*(_tile(model, leaves[i], index) for index, i in enumerate(positions)))
         if self.grid.size == 1:
             return outputs
         return pytree.tree_map(lambda output: _tiled(model, output), outputs)
 
     def _distributed_module(
-        self, module: nn.Module, leaves: Sequence[Any], at: Sequence[int], spec: Any
+        self, module: nn.Module, leaves: Sequence[Any], positions: Sequence[int], spec: Any
     ) -> DistributedModule:
-        """Return what runs for a module and arguments of these shapes; without `spec`, for tensors alone."""
-        others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in at)
-        shapes, dtypes = [tuple(leaves[i].shape) for i in at], [leaves[i].dtype for i in at]
+        """Return the distributed module for arguments of these shapes; without `spec`, for tensors only."""
+        others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in positions)
+        shapes, dtypes = [tuple(leaves[i].shape) for i in positions], [leaves[i].dtype for i in positions]
         key = id(module), spec, others, tuple(shapes), tuple(dtypes)
         if key not in self._distributed:
             if len(self._distributed) >= REMEMBERED:
                 del self._distributed[next(iter(self._distributed))]
-            called = module if spec is None else _Call(module, leaves, at, spec)
-            made = distribute(called, shapes, self.grid, dtype=dtypes)
-            made.capture_within(partial(self._calls_replaced, False))  # a loss may find that the module has changed
-            self._distributed[key] = made
+            target = module if spec is None else _Call(module, leaves, positions, spec)
+            model = distribute(target, shapes, self.grid, dtype=dtypes)
+            model.capture_within(partial(self._replace_calls, False))  # a loss may recapture a changed module
+            self._distributed[key] = model
         return self._distributed[key]
 
 
 def whole(result: Any) -> Any:
-    """Return what a function has returned with whole tensors, the same on every rank; collective."""
-    return pytree.tree_map(lambda one: one.whole() if isinstance(one, TiledOutput) else one, result)
+    """Return a function's result with tiled outputs gathered, the same on every rank; collective."""
+    return pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, TiledOutput) else leaf, result)
 
 
-class _Replaced(nn.Module):
+class _DistributedCall(nn.Module):
     """A module whose calls are distributed."""
 
     scope: ModuleScope
@@ -173,7 +173,7 @@ class _Call(nn.Module):
         self.leaves = [None if i in at else leaf for i, leaf in enumerate(leaves)]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        """Return what the module returns."""
+        """Return the result of the module."""
         leaves = list(self.leaves)
         for i, tensor in zip(self.at, tensors, strict=True):
             leaves[i] = tensor
@@ -188,5 +188,5 @@ def _tile(model: DistributedModule, whole: torch.Tensor, index: int) -> torch.Te
 
 
 def _tiled(model: DistributedModule, output: Any) -> Any:
-    layout = model.tiling.noted(output) if isinstance(output, torch.Tensor) else None
+    layout = model.tiling.layout_of(output) if isinstance(output, torch.Tensor) else None
     return output if layout is None else TiledOutput(model, output, layout)

@@ -10,11 +10,11 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from .errors import NotRecorded
-from .functionalize import REGION, memory_of, writes_unseen, written
+from .functionalize import REGION, memory_of, writes_unseen, written_values
 
 
 def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
-    """Let what is computed under no_grad or inference_mode have no gradient.
+    """Detach values computed under no_grad or inference_mode.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
     Raises
     ------
     NotRecorded
-        If something is written where a gradient passes, and PyTorch is kept from noticing it.
+        If an in-place write to memory with gradients is hidden from autograd.
     """
     graph = program.graph_module.graph
     for node in graph.nodes:
@@ -40,20 +40,20 @@ def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
                 " gradient does not see; create a new tensor", place(node),
             )  # fmt: skip
     for node in list(graph.nodes):
-        made = list(node.users) if node.target is REGION and node.args[0] is False else []
+        results = list(node.users) if node.target is REGION and node.args[0] is False else []
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.is_inference() and node.op == "call_function":
-            made.append(node)
-        for got in made:
-            with graph.inserting_after(got):
-                detached = graph.call_function(torch.ops.aten.detach.default, (got,))
-            detached.meta = dict(got.meta)
-            got.replace_all_uses_with(detached, lambda user, keep=detached: user is not keep)
+            results.append(node)
+        for result in results:
+            with graph.inserting_after(result):
+                detached = graph.call_function(torch.ops.aten.detach.default, (result,))
+            detached.meta = dict(result.meta)
+            result.replace_all_uses_with(detached, lambda user, keep=detached: user is not keep)
     program.graph_module.recompile()
 
 
 def _writes(program: Any) -> Iterator[tuple[Any, Any, bool]]:
-    """Yield nodes that write, the first name of the memory, and whether PyTorch is kept from noticing it."""
+    """Yield nodes that write, the first node of the memory, and whether the write is hidden from autograd."""
     module = program.graph_module
     first: dict[int, Any] = {}
     detached: set[int] = set()
@@ -65,7 +65,7 @@ def _writes(program: Any) -> Iterator[tuple[Any, Any, bool]]:
             detached.add(memory_of(node.meta["val"]))
         region = node.target is REGION and node.args[0] is False
         for inner in getattr(module, node.args[1].target).graph.nodes if region else [node]:
-            for old in written(inner):
+            for old in written_values(inner):
                 memory = memory_of(old.meta["val"]) if isinstance(old, torch.fx.Node) else None
                 if memory in first:
                     yield inner, first[memory], region or memory in detached

@@ -1,4 +1,4 @@
-"""Gradients of norms over one sample, which PyTorch's kernels of the host compute wrongly from some memory formats."""
+"""Workaround for gradients of single-sample norms, which PyTorch's CPU kernels get wrong in some memory formats."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _NAMES = re.compile("(batch|instance)_norm")
 
 
 def pass_contiguous(y: torch.Tensor, format: torch.memory_format = torch.contiguous_format) -> None:
-    """Let the gradient of a norm's result have a memory format; as PyTorch 2.13 needs it to be right.
+    """Convert the gradient of a norm's result to a memory format, which PyTorch 2.13 needs for correct results.
 
-    Gradients of one sample are taken for channels-last ones, or not, by strides that do not tell.
+    It guesses the memory format of a single sample's gradient from its strides, which are ambiguous.
     """
     if y.requires_grad:
         y.register_hook(lambda dy: dy.contiguous(memory_format=format))
 
 
-class RightNorms(TorchFunctionMode):
-    """Let norms of one sample, called inside, have right gradients."""
+class ContiguousNormGradients(TorchFunctionMode):
+    """Context in which single-sample norms receive contiguous gradients."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the function."""
-        found = func(*args, **(kwargs or {}))
+        """Call the function; register the conversion on results of norms."""
+        result = func(*args, **(kwargs or {}))
         if func in _NORMS and not torch.compiler.is_compiling():
-            y = found[0] if isinstance(found, tuple) else found
+            y = result[0] if isinstance(result, tuple) else result
             if len(y) == 1:
                 pass_contiguous(y)
-        return found
+        return result
 
 
-def has_norm_of_one(plan: TorchPlan) -> bool:
-    """Return whether a step of a plan for one rank is a norm of one sample, one of those."""
+def has_single_sample_norm(plan: TorchPlan) -> bool:
+    """Return whether a single-rank plan has a batch or instance norm of one sample."""
     norms = (step for step in plan.steps if step.inputs and _NAMES.search(step.name))
     return any(plan.values[step.inputs[0]].local[:1] == (1,) for step in norms)

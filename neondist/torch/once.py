@@ -1,4 +1,4 @@
-"""Gradients that have no gradients themselves."""
+"""Gradients that cannot be differentiated themselves."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..errors import ConfigError
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the results of a backward be differentiable only in name, as torch's decorator does, and say so."""
+    """Mark a backward as once differentiable, like torch's decorator, but raise ConfigError with a remedy."""
 
     @wraps(backward)
     def call(ctx: Any, *gradients: Any) -> Any:
         with torch.no_grad():
-            found = backward(ctx, *gradients)
+            result = backward(ctx, *gradients)
         if not torch.is_grad_enabled():  # no create_graph
-            return found
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: _End.apply(tensor.detach().requires_grad_()), found)
+            return result
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: _End.apply(tensor.detach().requires_grad_()), result)
 
     return call
 

@@ -1,4 +1,4 @@
-"""Steps of a script's optimisers, in which each rank updates the parts of parameters that it owns."""
+"""Partitioned steps of a script's optimisers: each rank updates the parts of parameters that it owns."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from .weights import as_array
 
 
 class OwnerSteps:
-    """Divides `step` of every optimiser of some parameters over the ranks, under a strategy with owners.
+    """Partitions the `step` of every optimiser of some parameters over the ranks, under a strategy with owners.
 
-    Gradients stay whole on every rank, for clipping and whatever else reads them. In a step an optimiser has this
-    rank's parts in its `param_groups`, and its state is that of these parts; then values come from their owners.
-    `state_dict` is that of one process. Steps, `state_dict` and `load_state_dict` are collective.
+    Gradients stay whole on every rank, for clipping and other readers. During a step an optimiser's `param_groups` and
+    state hold this rank's parts; afterwards the updated values are received from their owners. `state_dict` is that of
+    a single process. Steps, `state_dict` and `load_state_dict` are collective.
 
     Parameters
     ----------
     tensors : mapping of str to torch.nn.Parameter
-        Their data become views of one flat buffer.
+        The parameters; their data become views of one flat buffer.
     grid : ProcessGrid
     planned : ParameterPlan
     """
@@ -48,10 +48,10 @@ class OwnerSteps:
         grid.on_close(hooks.register_optimizer_step_pre_hook(self._begin_step).remove)
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Give an optimiser this rank's parts, and their gradients."""
+        """Replace an optimiser's parameters by this rank's parts, with their gradients."""
         if self._of_parts or not self._has(optimizer, self._parts):
             return
-        if any(callable(one) for one in (*args, *kwargs.values())):
+        if any(callable(argument) for argument in (*args, *kwargs.values())):
             raise ConfigError(
                 f"strategy: {self.strategy} partitions the update, but {type(optimizer).__name__}.step got a"
                 " closure; call"
@@ -67,14 +67,14 @@ class OwnerSteps:
         self._replace(optimizer, self._parts)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Give it the whole parameters again, with the values that their owners have."""
+        """Restore the whole parameters, with the values of their owners."""
         if optimizer in self._adopted and not self._of_parts:
             self._replace(optimizer, self._wholes)
             self.parameters.broadcast()
 
     @contextmanager
     def parts_of(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Let an optimiser have this rank's parts meanwhile, and step by itself."""
+        """Context in which an optimiser has this rank's parts and steps without hooks."""
         self._adopt(optimizer)
         self._replace(optimizer, self._parts)
         self._of_parts = True
@@ -85,7 +85,7 @@ class OwnerSteps:
             self._replace(optimizer, self._wholes)
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cut what an optimiser remembers already, and keep its `state_dict` that of one process."""
+        """Partition an optimiser's existing state, and register hooks that keep its `state_dict` unpartitioned."""
         if optimizer in self._adopted:
             return
         if not _is_elementwise(optimizer):
@@ -97,7 +97,7 @@ class OwnerSteps:
         for tensor in [tensor for tensor in optimizer.state if id(tensor) in self._parts]:
             part, slots = self._parts[id(tensor)], optimizer.state.pop(tensor)
             optimizer.state[part] = {slot: self._part_of(part, slot, value) for slot, value in slots.items()}
-        # not for all optimisers: virtual ranks, which end while others are still in theirs, share those hooks
+        # not a global hook: virtual ranks share those, and end while others are still in a step
         self.grid.on_close(optimizer.register_step_post_hook(self._end_step).remove)
         optimizer.register_state_dict_pre_hook(self._begin_state_dict)
         optimizer.register_state_dict_post_hook(self._end_state_dict)
@@ -130,16 +130,16 @@ class OwnerSteps:
         self._replace(optimizer, self._wholes)
 
     def _part_of(self, part: nn.Parameter, slot: str, value: Any) -> Any:
-        """Return this rank's part of what an optimiser remembers of a whole parameter."""
+        """Return this rank's part of an optimiser's state of a whole parameter."""
         name = self._names.get(id(part))
         _, share = (None, None) if name is None else self.parameters.shards[name]
         if share is None or slot == "step" or not isinstance(value, torch.Tensor) or name is None:
             return value
-        whole = self.parameters.tensors[name].shape
-        return self.parameters.part(share, value).clone() if value.shape == whole else value
+        shape = self.parameters.tensors[name].shape
+        return self.parameters.part(share, value).clone() if value.shape == shape else value
 
     def _whole_of(self, part: nn.Parameter, slot: str, value: Any) -> Any:
-        """Return what an optimiser remembers of a parameter of which this rank has a part; collective."""
+        """Return the whole of an optimiser's state of a parameter, given this rank's part; collective."""
         shard, share = self.parameters.shards[self._names[id(part)]]
         if share is None or not isinstance(value, torch.Tensor) or value.shape != part.shape:
             return value
@@ -156,10 +156,10 @@ class OwnerSteps:
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an update of two halves of a parameter is that of the whole, as far as its defaults tell."""
-    known = inspect.signature(type(optimizer)).parameters
-    given = {name: value for name, value in optimizer.defaults.items() if name in known}
+    """Return whether updating two halves of a parameter equals updating the whole, given the defaults."""
+    parameters = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in parameters}
     try:
-        return TorchOptimizer(type(optimizer), given).elementwise
-    except ConfigError:  # cannot be made of its defaults
+        return TorchOptimizer(type(optimizer), options).elementwise
+    except ConfigError:  # cannot be constructed from its defaults
         return False

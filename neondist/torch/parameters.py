@@ -1,4 +1,4 @@
-"""A module's trained parameters in flat buffers, as views of which its gradients are synchronised."""
+"""A module's trained parameters and gradients as views of flat buffers, for synchronisation."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from ..strategies.shares import Share
 from .weights import as_array, slots_of
 
 MODULE = "module"
-"""The layer's name of a module's arrays in checkpoints and strategies."""
+"""Layer name of a module's arrays in checkpoints and strategies."""
 
 
 def sparse_tables(module: nn.Module) -> set[torch.Tensor]:
-    """Return the weights of the embeddings with `sparse=True`, whose gradients have few rows that are not 0."""
+    """Return the weights of embeddings with `sparse=True`, whose gradients have few nonzero rows."""
     tables = (nn.Embedding, nn.EmbeddingBag)
-    return {each.weight for each in module.modules() if isinstance(each, tables) and each.sparse}
+    return {part.weight for part in module.modules() if isinstance(part, tables) and part.sparse}
 
 
-def described(
+def describe_parameters(
     tensors: Mapping[str, nn.Parameter], sparse: AbstractSet[torch.Tensor] = frozenset()
 ) -> dict[str, Parameter]:
-    """Return the parameters of a module by the names that checkpoints and strategies have for them.
+    """Return the parameters of a module by their names in checkpoints and strategies.
 
-    How many rows of a sparse one a sample uses is not known before: at most all of them.
+    The number of rows of a sparse parameter that a sample uses is unknown in advance: at most all of them.
     """
     return {
         f"{MODULE}/{name}": Parameter(tuple(tensor.shape), sparse=tensor.shape[0] if tensor in sparse else 0)
@@ -45,15 +45,15 @@ def described(
     }
 
 
-def planned_for(
+def plan_parameters(
     tensors: Mapping[str, nn.Parameter],
     grid: GridShape,
     strategy: StrategyBuilder | Strategy | str | None,
     sparse: AbstractSet[torch.Tensor] = frozenset(),
 ) -> ParameterPlan:
     """Return the plan of a module's parameters, some of them sparse, under a strategy."""
-    dtype, chosen = as_array(next(iter(tensors.values()))).dtype, None if strategy is None else as_strategy(strategy)
-    return ParameterPlan(described(tensors, sparse), grid, dtype, 0, chosen)
+    dtype, builder = as_array(next(iter(tensors.values()))).dtype, None if strategy is None else as_strategy(strategy)
+    return ParameterPlan(describe_parameters(tensors, sparse), grid, dtype, 0, builder)
 
 
 class ModuleParameters(Parameters):
@@ -65,26 +65,26 @@ class ModuleParameters(Parameters):
     Parameters
     ----------
     tensors : mapping of str to torch.nn.Parameter
-        The module's own, by name, on the CPU and of one dtype.
+        The module's parameters by name, on the CPU and of one dtype.
     grid : ProcessGrid
     sync : type of GradientSync
     shares : mapping of str to Share, optional
     compressors : mapping of str to str, optional
     sparse : set of torch.nn.Parameter, optional
-        Tables whose rows travel with their ids.
+        Tables of which only changed rows are sent, with their ids.
 
     Attributes
     ----------
     tensors : dict of str to torch.nn.Parameter
-        The module's own.
+        The module's parameters.
     shards : dict of str to (ParameterShard, Share or None)
     updated : dict of str to torch.nn.Parameter
-        What this rank's optimiser updates: the module's parameters, or views of the parts that this rank owns.
+        Parameters for this rank's optimiser: the module's own, or views of the parts that this rank owns.
 
     Raises
     ------
     ConfigError
-        Parameters of several dtypes, of one that NumPy does not have, or on another device.
+        Parameters differ in dtype, have one that NumPy lacks, or are on another device.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ModuleParameters(Parameters):
                 f"strategy: the parameters are {', '.join(sorted(kinds))}; expected all float32, or all float64, on cpu"
             )
         dtype = as_array(next(iter(tensors.values()))).dtype if tensors else np.dtype("float32")
-        named = zip(tensors, described(tensors, sparse).values(), strict=True)
+        named = zip(tensors, describe_parameters(tensors, sparse).values(), strict=True)
         shards = [ParameterShard(MODULE, name, parameter, grid) for name, parameter in named]
         super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
         self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
@@ -124,29 +124,29 @@ class ModuleParameters(Parameters):
         ]
 
     def close(self) -> None:
-        """Leave the module's parameters alone from now on."""
+        """Remove the hooks from the module's parameters."""
         for hook in self._hooks:
             hook.remove()
 
     def begin_gradients(self) -> None:
-        """Let no parameter have a gradient."""
+        """Reset all gradients to None."""
         self.sync.begin()
         for tensor in self.tensors.values():
             tensor.grad = None
 
     def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
-        """Add up every rank's share over all ranks, or, for `update`, at the owners, and divide; collective."""
+        """Sum the gradients over all ranks, or, with `for_update`, at the owners, and scale; collective."""
         for name, tensor in self.tensors.items():
             if tensor.grad is None:
                 self._views[name].zero_()
         super().sum_gradients(for_update, scale)
         for name, (_, share) in self.shards.items():
             if share is not None:
-                there = self.tensors[name].grad is not None
-                self.updated[name].grad = self.part(share, self._views[name]) if there else None
+                has_gradient = self.tensors[name].grad is not None
+                self.updated[name].grad = self.part(share, self._views[name]) if has_gradient else None
 
     def set_aside(self) -> np.ndarray | None:
-        """Return the sums of earlier passes, and let the gradients be zero; None if there are not a sums."""
+        """Return the sums of earlier passes, None if there are none, and zero the gradients."""
         names = [name for name, part in self.updated.items() if part.grad is not None]
         for name in names:
             if self.shards[name][1] is None:
@@ -157,15 +157,15 @@ class ModuleParameters(Parameters):
         return sums
 
     def broadcast(self) -> None:
-        """Take over the values of what this rank does not own from the owners; collective."""
+        """Receive the values that this rank does not own from their owners; collective."""
         self.version += 1
         self.owners.broadcast(self.values[self.owned :])
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Let an optimiser change what this rank owns meanwhile, then take over the rest from its owners; collective.
+        """Context in which an optimiser updates what this rank owns; on exit receives the rest; collective.
 
-        Of sparse parameters the rows that have changed travel.
+        Of sparse parameters only changed rows are sent.
         """
         before = self.owners.rows(self.values[self.owned :])
         yield
@@ -173,20 +173,20 @@ class ModuleParameters(Parameters):
         self.owners.broadcast(self.values[self.owned :], before)
 
     def slots_kept_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
-        """Return an optimiser's state of `updated` as arrays: parts of parameters' shape, and others that are whole."""
-        found = []
+        """Return an optimiser's state of `updated` as arrays: parts of parameter shape, and others whole."""
+        slots = []
         for full_name, tensor in slots_of(self.updated, optimizer).items():
             name, _, slot = full_name.rpartition("/")
             shard, share = self.shards[name]
             array = as_array(tensor)
             if tensor.shape == self.updated[name].shape:
-                found.append((shard.slot(slot, share), array))
+                slots.append((shard.slot(slot, share), array))
             else:
-                found.append((ParameterShard(MODULE, full_name, Parameter(array.shape), self.grid), array))
-        return found
+                slots.append((ParameterShard(MODULE, full_name, Parameter(array.shape), self.grid), array))
+        return slots
 
     def _complete(self, name: str, span: tuple[int, int], tensor: torch.Tensor) -> None:
-        """Move a gradient that is complete to its place."""
+        """Move a complete gradient into the flat buffer."""
         self._move(name)
         self.sync.ready(span)
 

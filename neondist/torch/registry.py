@@ -1,4 +1,4 @@
-"""The rules by which operators are distributed; a rule is a small function, and users may add their own."""
+"""Registry of the rules that distribute operators; a rule is a small function, and users may add their own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Rule(NamedTuple):
     Attributes
     ----------
     function : callable
-        `function(lowering, **arguments) -> Value`: the operator's arguments by the names of its schema, of which `self`
-        and `input` are `x`.
+        `function(lowering, **arguments) -> Value`: the operator's arguments by the names in its schema, with `self` and
+        `input` called `x`.
     always : bool
         Whether the rule also applies where every rank has all arguments whole.
     whole : tuple of str
-        Names of arguments that the function is given with all indices on every rank.
+        Names of arguments that are passed with all indices on every rank.
     """
 
     function: Callable[..., Any]
@@ -28,11 +28,11 @@ class Rule(NamedTuple):
 
 
 TRACING = threading.Lock()
-"""Held while PyTorch traces, since it replaces functions of its modules meanwhile: virtual ranks take turns."""
+"""Held while PyTorch traces, since it patches functions of its modules meanwhile: virtual ranks take turns."""
 RULES: dict[str, Rule] = {}
 POINTWISE: set[str] = set()
 CAPTURED_AS: dict[Any, Callable[..., Any]] = {}
-"""Functions of PyTorch that refuse tensors by their values, and what is captured in their place."""
+"""Functions of PyTorch that reject tensors by their values, and the functions captured instead."""
 
 
 def rule(
@@ -59,15 +59,15 @@ def rule(
 
 
 def pointwise(*names: str) -> None:
-    """Say of operators that each of their results depends on one index of each argument."""
+    """Register operators each of whose results depends on one index of each argument."""
     POINTWISE.update(names)
 
 
 def table() -> list[tuple[str, str, list[str]]]:
-    """Return (kind, what is done, operators) for all operators that have a rule; kinds are the modules of `rules`."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for name, known in RULES.items():
-        found.setdefault((known.function.__module__.rpartition(".")[2], known.note), []).append(name)
-    rows = [(kind, note, names) for (kind, note), names in found.items()]
+    """Return (kind, description, operators) for all operators that have a rule; kinds are the modules of `rules`."""
+    names_by_note: dict[tuple[str, str], list[str]] = {}
+    for name, entry in RULES.items():
+        names_by_note.setdefault((entry.function.__module__.rpartition(".")[2], entry.note), []).append(name)
+    rows = [(kind, note, names) for (kind, note), names in names_by_note.items()]
     rows.append(("pointwise", "Local: one index of each argument.", sorted(POINTWISE - set(RULES))))
     return sorted(rows)

@@ -1,8 +1,8 @@
-"""Attention over cells whose keys and values travel around a ring of ranks (Liu, Zaharia and Abbeel 2023).
+"""Ring attention: keys and values travel around a ring of ranks (Liu, Zaharia and Abbeel 2023).
 
-A rank sees the keys of one other at a time, a few columns of the scores at once, and keeps for each of its queries the
-largest score so far and the sum of exponentials (Milakov and Gimelshein 2018). On the way back keys and values travel
-once more, and their gradients with them, home at last.
+A rank processes the keys of one rank at a time, in chunks of columns of the scores, and keeps for each of its queries
+the largest score so far and the sum of exponentials (Milakov and Gimelshein 2018). In the backward pass keys and values
+travel once more, together with their gradients, which end on the rank that owns them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..observer import During
+from ..observer import ObservedEvent
 from .graph import WIDER, Step
 from .layout import Dim, Mesh, axes_of, indices, local_atoms
 from .mesh_comm import MeshComm, StagedExchange
@@ -21,7 +21,7 @@ from .once import once_differentiable
 
 _OPS = torch.ops.aten
 SCORES = 2**20
-"""are computed at once, or those of 64 keys"""
+"""Number of scores computed at once, if that is more than 64 keys."""
 
 
 class Ring(NamedTuple):
@@ -31,7 +31,7 @@ class Ring(NamedTuple):
     ----------
     mesh : Mesh
     queries, keys : Dim
-        How rows and columns of the scores are cut: by the same axes.
+        Partition of the rows and columns of the scores, over the same axes.
     causal : bool
     scale : float
         Of the scores.
@@ -46,42 +46,42 @@ class Ring(NamedTuple):
     def ranks(self, rank: int) -> list[int]:
         """Return a rank's ring, itself included, in the order in which blocks travel."""
         axes, place = axes_of([self.keys]), self.mesh.place(rank)
-        others = [one for axis, one in enumerate(place) if axis not in axes]
-        places = ((one, self.mesh.place(one)) for one in range(self.mesh.size))
-        return [r for r, at in places if [one for axis, one in enumerate(at) if axis not in axes] == others]
+        others = [coord for axis, coord in enumerate(place) if axis not in axes]
+        places = ((peer, self.mesh.place(peer)) for peer in range(self.mesh.size))
+        return [r for r, at in places if [coord for axis, coord in enumerate(at) if axis not in axes] == others]
 
     def sent(self, rank: int, direction: str) -> int:
-        """Return of how many keys a rank sends what a pass needs of them: keys and values, or the gradients of both."""
+        """Return the number of keys that a rank sends in a pass, with their values, or with the gradients of both."""
         ring = self.ranks(rank)
-        length = {one: prod(local_atoms(self.keys, self.mesh.place(one))) for one in ring}
-        every, following = sum(length.values()), length[ring[(ring.index(rank) + 1) % len(ring)]]
-        return every - following if direction == "forward" else 2 * every - following
+        length = {peer: prod(local_atoms(self.keys, self.mesh.place(peer))) for peer in ring}
+        total, following = sum(length.values()), length[ring[(ring.index(rank) + 1) % len(ring)]]
+        return total - following if direction == "forward" else 2 * total - following
 
 
 class RingChannel:
-    """The messages around one ring, planned once, through two flat buffers of this rank that take turns."""
+    """Messages around one ring through two alternating flat buffers, planned once."""
 
-    def __init__(self, wires: MeshComm, step: Step) -> None:
-        self.wires, self.name, self.ring = wires, step.name, step.key
-        rank, mesh = wires.grid.rank, wires.mesh
+    def __init__(self, comm: MeshComm, step: Step) -> None:
+        self.comm, self.name, self.ring = comm, step.name, step.key
+        rank, mesh = comm.grid.rank, comm.mesh
         self.ranks = self.ring.ranks(rank)
         self.at = self.ranks.index(rank)
-        self.rows = torch.tensor(indices(self.ring.queries, wires.place))
-        self.columns = [torch.tensor(indices(self.ring.keys, mesh.place(one))) for one in self.ranks]
-        self.group, self.first = wires.group_of(axes_of([self.ring.keys]))
+        self.rows = torch.tensor(indices(self.ring.queries, comm.place))
+        self.columns = [torch.tensor(indices(self.ring.keys, mesh.place(peer))) for peer in self.ranks]
+        self.group, self.first = comm.group_of(axes_of([self.ring.keys]))
         self._planned: dict[Any, tuple[list[torch.Tensor], list[StagedExchange]]] = {}
 
-    def during(self, direction: str) -> During:
-        """Return a block that observers are told of."""
-        return self.wires.grid.observers.during("redistribute", self.name, direction)
+    def during(self, direction: str) -> ObservedEvent:
+        """Return the context manager that reports this exchange to observers."""
+        return self.comm.grid.observers.during("redistribute", self.name, direction)
 
     def rotate(self, direction: str, *tensors: torch.Tensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield whose keys are here, and their tensors, this rank's first; what is written into them travels with them.
+        """Yield the owner of the current keys and its tensors, this rank's first; tensors written to travel on changed.
 
-        Backward, the first half of the tensors comes home at last, and is yielded once more.
+        Backward, the first half of the tensors finally returns to its owner, and is yielded once more.
         """
         number, back = len(self.ranks), direction == "backward"
-        shapes = [(*t.shape[:-2], t.shape[-1]) for t in tensors]  # of what there is for each key
+        shapes = [(*t.shape[:-2], t.shape[-1]) for t in tensors]  # of the data of each key
         ends = [prod(shape) for shape in shapes]
         key = direction, (tensors[0].dtype, tensors[0].device), tuple(shapes)
         if key not in self._planned:
@@ -100,34 +100,34 @@ class RingChannel:
             yield (self.at - hop) % number, parts(hop)
             if hop < len(exchanges):
                 for message in exchanges[hop].exchange.sends:
-                    self.wires.record("ring", self.name, direction, self.first + message.peer, message.nbytes)
+                    self.comm.record("ring", self.name, direction, self.first + message.peer, message.nbytes)
                 exchanges[hop].run()
 
     def scores(self, q: torch.Tensor, keys: torch.Tensor, mask: Any, columns: torch.Tensor) -> torch.Tensor:
-        """Return those of this rank's queries, which are scaled, and some columns."""
-        found, columns = q @ keys.mT, columns.to(q.device)
+        """Return the scores of this rank's scaled queries and some columns."""
+        scores, columns = q @ keys.mT, columns.to(q.device)
         if mask is not None:
             mask = mask if mask.shape[-1] == 1 else mask.index_select(-1, columns)
-            found = found.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else found.add_(mask)
+            scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
         if self.ring.causal:
-            found.masked_fill_(self.rows.to(q.device)[:, None] < columns, -torch.inf)
-        return found
+            scores.masked_fill_(self.rows.to(q.device)[:, None] < columns, -torch.inf)
+        return scores
 
     def _plan(self, numbers: int, back: bool, like: torch.Tensor) -> tuple[list[torch.Tensor], list[StagedExchange]]:
-        """Return two buffers and the exchanges between them, given how many numbers there are for each key."""
+        """Return two buffers and the exchanges between them; `numbers` is the number of elements per key."""
         count, sizes = len(self.ranks), [numbers * len(columns) for columns in self.columns]
         flats, exchanges = [torch.empty(max(sizes), dtype=like.dtype, device=like.device) for _ in range(2)], []
         for hop in range(count - 1 + back):
-            leaving, arriving = (sizes[(self.at - one) % count] for one in (hop, hop + 1))
-            if hop == count - 1:  # gradients come home alone
+            leaving, arriving = (sizes[(self.at - step) % count] for step in (hop, hop + 1))
+            if hop == count - 1:  # only gradients return to their owner
                 leaving, arriving = leaving // 2, arriving // 2
             ends = ((1, flats[hop % 2][:leaving]), (-1, flats[(hop + 1) % 2][:arriving]))
             out, into = ({self.ranks[(self.at + by) % count]: flat} for by, flat in ends)
-            exchanges.append(self.wires.parcels(self.group, out, into, self.first))
+            exchanges.append(self.comm.staged_exchange(self.group, out, into, self.first))
         return flats, exchanges
 
 
-class Around(torch.autograd.Function):
+class RingAttention(torch.autograd.Function):
     """Attention of this rank's queries to the keys of all ranks of its ring."""
 
     @staticmethod
@@ -145,12 +145,12 @@ class Around(torch.autograd.Function):
             for whose, block in channel.rotate("forward", k, v):
                 if not (q.numel() and block[0].numel()):
                     continue
-                if fused:  # found, as if it were the value of a single key, of score logs
-                    found, logs = _OPS._scaled_dot_product_flash_attention_for_cpu(q, *block, scale=channel.ring.scale)
-                    parts = iter([(logs.unsqueeze(-1).clone(), found.to(wide))])
+                if fused:  # the outputs are treated as the values of a single key with scores `logs`
+                    output, logs = _OPS._scaled_dot_product_flash_attention_for_cpu(q, *block, scale=channel.ring.scale)
+                    parts = iter([(logs.unsqueeze(-1).clone(), output.to(wide))])
                 else:
-                    several = _few(channel.columns[whose], block, queries)
-                    parts = iter((channel.scores(queries, keys, mask, at), values) for at, keys, values in several)
+                    chunks = _column_chunks(channel.columns[whose], block, queries)
+                    parts = iter((channel.scores(queries, keys, mask, at), values) for at, keys, values in chunks)
                 for scores, values in parts:
                     higher = torch.maximum(top, scores.amax(-1, keepdim=True))
                     scores.sub_(higher).exp_()
@@ -158,9 +158,9 @@ class Around(torch.autograd.Function):
                     total.mul_(fading).add_(scores.sum(-1, keepdim=True))
                     y.mul_(fading).add_(scores * values if fused else scores @ values)
                     top = higher
-        seen = total > 0
-        y.div_(torch.where(seen, total, 1))
-        ctx.save_for_backward(q, k, v, mask, y, torch.where(seen, top + total.log(), 0))
+        has_keys = total > 0
+        y.div_(torch.where(has_keys, total, 1))
+        ctx.save_for_backward(q, k, v, mask, y, torch.where(has_keys, top + total.log(), 0))
         ctx.channel = channel
         return y.to(q.dtype)
 
@@ -180,13 +180,13 @@ class Around(torch.autograd.Function):
                 if not (q.numel() and dk.numel()):
                     continue
                 if fused:
-                    given = dy.to(q.dtype), q, *block, y.to(q.dtype), logs.squeeze(-1), 0.0, False
-                    found = _OPS._scaled_dot_product_flash_attention_for_cpu_backward(*given, scale=channel.ring.scale)
-                    for total, part in zip((dq, dk, dv), found, strict=True):
+                    args = dy.to(q.dtype), q, *block, y.to(q.dtype), logs.squeeze(-1), 0.0, False
+                    parts = _OPS._scaled_dot_product_flash_attention_for_cpu_backward(*args, scale=channel.ring.scale)
+                    for total, part in zip((dq, dk, dv), parts, strict=True):
                         total += part
                     continue
                 start = 0
-                for columns, keys, values in _few(channel.columns[whose], block, queries):
+                for columns, keys, values in _column_chunks(channel.columns[whose], block, queries):
                     part = slice(start, start + len(columns))
                     weights = channel.scores(queries, keys, mask, columns).sub_(logs).exp_()
                     dv[..., part, :] += (weights.mT @ dy).to(dv)
@@ -199,15 +199,15 @@ class Around(torch.autograd.Function):
 
 
 def _is_fused(q: torch.Tensor, v: torch.Tensor, mask: Any, ring: Ring) -> bool:
-    """Return whether PyTorch's fused kernel computes the blocks, which says the logarithms of their sums."""
-    there = hasattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu") and q.device.type == "cpu"
-    return there and q.dim() == 4 and q.shape[-1] == v.shape[-1] and mask is None and not ring.causal
+    """Return whether PyTorch's fused kernel, which returns log-sum-exps, computes the blocks."""
+    available = hasattr(_OPS, "_scaled_dot_product_flash_attention_for_cpu") and q.device.type == "cpu"
+    return available and q.dim() == 4 and q.shape[-1] == v.shape[-1] and mask is None and not ring.causal
 
 
-def _few(
+def _column_chunks(
     columns: torch.Tensor, block: Sequence[torch.Tensor], like: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield a few columns at a time, with their keys and values."""
+    """Yield chunks of columns, with their keys and values."""
     number = max(64, SCORES // max(1, prod(like.shape[:-1])))
     for start in range(0, len(columns), number):
         few = slice(start, start + number)

@@ -1,4 +1,4 @@
-"""Border schemes of our layers, for what windows of a torch module see of other tiles."""
+"""Border schemes of neondist layers for the windows of torch modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import ConfigError, HaloError
 from ..geometry import Box, HaloPlan, Lattice, Piece, Window, shift_range
 from ..halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
 from ..halo.buffer import HaloBuffer
-from ..observer import During
+from ..observer import ObservedEvent
 from ..registry import suggest
 from ..runtime.debug import mark_buffer, unfilled
 from .graph import Step
@@ -24,12 +24,12 @@ from .transfer import Piece as Indices
 from .transfer import Range
 
 Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
-"""A scheme, or those of some modules by their path; '' is the whole."""
+"""A scheme, or schemes by module path; '' is the whole module."""
 
 
 @dataclass
 class _Owner:
-    """Interface of an array, channels last, for its buffer."""
+    """Array, channels last, as seen by its halo buffer."""
 
     grid: ProcessGrid
     policy: ExchangePolicy
@@ -40,39 +40,39 @@ class _Owner:
     memory: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
     recorded: list[tuple[str, Exchange]] = field(default_factory=list)
     reverse: bool = False
-    #: how many runs of each exchange the ledger has
+    #: number of runs of each exchange recorded in the ledger
     counted: list[int] = field(default_factory=list)
 
 
 class SchemeChannel:
     """Counterpart of `Channel` for border schemes: cells and gradients are exchanged as the scheme prescribes."""
 
-    def __init__(self, wires: MeshComm, step: Step) -> None:
+    def __init__(self, comm: MeshComm, step: Step) -> None:
         assert step.transfer is not None
         assert step.scheme is not None
-        self.wires, self.grid, self.name, self.transfer = wires, wires.grid, step.name, step.transfer
+        self.comm, self.grid, self.name, self.transfer = comm, comm.grid, step.name, step.transfer
         self.policy = step.scheme
         self._buffers: dict[Any, tuple[_Owner, HaloBuffer]] = {}
 
     def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
-        """Return what this rank sees, given its part; `pads` are (dimension, before, after)."""
+        """Return this rank's view from its part; `pads` are (dimension, before, after)."""
         owner, buffer = self._buffer(tensor, fill)
-        if self.wires.guarded:
+        if self.comm.guarded:
             mark_buffer(buffer)
-        seen = buffer.forward(_channels_last(tensor), self.wires.phase)
-        if self.wires.guarded and (missing := unfilled(seen, owner.plan)).any():
+        seen = buffer.forward(_channels_last(tensor), self.comm.phase)
+        if self.comm.guarded and (missing := unfilled(seen, owner.plan)).any():
             raise HaloError(
                 f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} values of its view were never"
                 f" filled; scheme {type(self.policy).__name__} must fill every cell of other tiles"
             )
         self._record(owner)
-        found = torch.from_numpy(seen).movedim(-1, 1)  # of the host: schemes cross it
-        shape, inside = list(found.shape), [slice(None)] * tensor.dim()
+        view = torch.from_numpy(seen).movedim(-1, 1)  # on the host: schemes exchange there
+        shape, inside = list(view.shape), [slice(None)] * tensor.dim()
         for dim, before, after in pads:
             inside[dim] = slice(before, before + shape[dim])
             shape[dim] += before + after
         padded = tensor.new_full(shape, fill)
-        padded[tuple(inside)] = found
+        padded[tuple(inside)] = view
         return padded
 
     def adjoint(
@@ -82,16 +82,16 @@ class SchemeChannel:
         pads: Sequence[tuple[int, int, int]] = (),
         in_place: bool = False,
     ) -> torch.Tensor:
-        """Return the gradient of this rank's part, given that of what it saw; in other memory, `in_place` or not."""
+        """Return the gradient of this rank's part from that of its view; in new memory, whatever `in_place` is."""
         for dim, before, after in pads:
             gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
         owner, buffer = self._buffers[shape[0], shape[1], gradient.dtype]
-        found = buffer.backward(_channels_last(gradient), self.wires.phase)
+        part = buffer.backward(_channels_last(gradient), self.comm.phase)
         self._record(owner)
-        return torch.from_numpy(found).movedim(-1, 1).to(gradient.device, gradient.dtype, copy=True)
+        return torch.from_numpy(part).movedim(-1, 1).to(gradient.device, gradient.dtype, copy=True)
 
-    def during(self, direction: str) -> During:
-        """Return a block that observers are told of."""
+    def during(self, direction: str) -> ObservedEvent:
+        """Return the context manager that reports this exchange to observers."""
         return self.grid.observers.during("halo", self.name, direction)
 
     def _buffer(self, tensor: torch.Tensor, fill: float) -> tuple[_Owner, HaloBuffer]:
@@ -104,7 +104,7 @@ class SchemeChannel:
         return self._buffers[key]
 
     def _halo_plan(self, extent: tuple[int, ...], fill: float) -> HaloPlan:
-        """Return the same transfer as our layers have it: in cells of the image, along all of its axes."""
+        """Return the transfer as a HaloPlan of neondist layers: in cells of the image, along all of its axes."""
         grid, transfer = self.grid, self.transfer
         first, place = grid.rank - grid.tile, transfer.mesh.place(grid.rank)
         wants = {want.dim - 2: want for want in transfer.wants}
@@ -114,17 +114,17 @@ class SchemeChannel:
             (need[axis],) = want.of(place)
 
         def piece(indices: Indices, owner: int) -> Piece:
-            there = transfer.mesh.place(owner)
+            owner_place = transfer.mesh.place(owner)
             cells = [range(lo, hi) for lo, hi in own]
             for (axis, want), part in zip(wants.items(), indices.source, strict=True):
-                start, _ = want.source.range(there)
+                start, _ = want.source.range(owner_place)
                 cells[axis] = shift_range(part, start)
             return Piece(indices.peer - first, *[Lattice(tuple(cells))] * 2)
 
-        every = transfer.receives(grid.rank)
-        receives = [piece(p, p.peer) for p in every if p.peer != grid.rank]
+        received = transfer.receives(grid.rank)
+        receives = [piece(p, p.peer) for p in received if p.peer != grid.rank]
         sends = [piece(p, grid.rank) for p in transfer.sends(grid.rank)]
-        local = [piece(p, grid.rank) for p in every if p.peer == grid.rank]
+        local = [piece(p, grid.rank) for p in received if p.peer == grid.rank]
         return HaloPlan(
             own=_box(own),
             need=_box(need),
@@ -138,26 +138,26 @@ class SchemeChannel:
         )
 
     def _record(self, owner: _Owner) -> None:
-        """Take note of the messages since the last time."""
+        """Record the messages since the last call."""
         recorded, counted = owner.recorded, owner.counted
         counted += [0] * (len(recorded) - len(counted))
-        for at, (way, exchange) in enumerate(recorded):
+        for at, (direction, exchange) in enumerate(recorded):
             for _ in range(counted[at], exchange.runs):
                 for message in exchange.sends:
                     peer = self.grid.rank - self.grid.tile + message.peer
-                    self.wires.record("halo", self.name, way, peer, message.nbytes)
+                    self.comm.record("halo", self.name, direction, peer, message.nbytes)
             counted[at] = exchange.runs
 
 
-def chosen(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[str, ExchangePolicy]:
-    """Return schemes by the path of the modules that have them; '' is the whole module.
+def parse_schemes(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[str, ExchangePolicy]:
+    """Return the schemes by module path; '' is the whole module.
 
     Raises
     ------
     ConfigError
-        If there is no such scheme or module, or windows of a torch module cannot have it.
+        If a scheme or module does not exist, or the scheme does not support windows of torch modules.
     """
-    found = {}
+    policies = {}
     for path, scheme in schemes.items() if isinstance(schemes, Mapping) else [("", schemes)]:
         policy = as_scheme(scheme)
         if path not in names:
@@ -171,12 +171,12 @@ def chosen(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[st
             raise ConfigError(
                 f"recompute: '{scheme_text(policy)}' keeps state between steps, so a step cannot be recomputed"
             )
-        found[path] = policy
-    return found
+        policies[path] = policy
+    return policies
 
 
-def put_into(steps: Iterable[Step], schemes: Mapping[str, ExchangePolicy]) -> None:
-    """Give windows the scheme of the innermost module that has one."""
+def assign_schemes(steps: Iterable[Step], schemes: Mapping[str, ExchangePolicy]) -> None:
+    """Set the scheme of each window to that of the innermost module that has one."""
     for step in steps:
         if step.window:
             module, _, _ = step.name.rpartition(":")
@@ -185,7 +185,7 @@ def put_into(steps: Iterable[Step], schemes: Mapping[str, ExchangePolicy]) -> No
 
 
 def policy_of(module: str, schemes: Mapping[str, ExchangePolicy]) -> ExchangePolicy | None:
-    """Return the scheme of the innermost module that has one; None: exactly."""
+    """Return the scheme of the innermost module that has one; None: exact exchange."""
     paths = [path for path in schemes if not path or f"{module}.".startswith(f"{path}.")]
     policy = schemes[max(paths, key=len)] if paths else None
     return None if type(policy) is Halo else policy
@@ -196,6 +196,6 @@ def _box(ranges: Sequence[Range]) -> Box:
 
 
 def _channels_last(tensor: torch.Tensor) -> np.ndarray:
-    """Return an array (n, *cells, C) on the tensor's memory; what NumPy has no type for is copied."""
+    """Return an array (n, *cells, C) sharing the tensor's memory; dtypes that NumPy lacks are copied."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).movedim(1, -1).numpy()

@@ -1,4 +1,4 @@
-"""A script's training steps of a model in AutoDist's scope, as hooks and checkpoints see a model."""
+"""Training steps of a model in AutoDist's scope, with the interface of a model for hooks and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .weights import as_array, begin_slots, kept_tensors, slots_of
 
 
 class ScopeScript(ModuleScript):
-    """A model of a scope, its optimiser, and PyTorch's random numbers.
+    """Model of a scope with its optimiser and PyTorch's random state.
 
     Parameters
     ----------
@@ -44,24 +44,24 @@ class ScopeScript(ModuleScript):
         self.dtype = as_array(next(model.parameters())).dtype
 
     @classmethod
-    def made_in(cls, scope: ModuleScope, owners: OwnerSteps | None) -> list[Any]:
-        """Return the script of a scope's model, and the schedulers of its optimiser.
+    def create(cls, scope: ModuleScope, owners: OwnerSteps | None) -> list[Any]:
+        """Return the script of a scope's model and the schedulers of its optimiser.
 
         Raises
         ------
         ConfigError
-            There are several models or optimisers.
+            There is not exactly one model and one optimiser.
         """
         parameters = set(map(id, scope.parameters.values()))
-        optimizers = [one for one in _living(torch.optim.Optimizer) if parameters & _parameters_of(one)]
+        optimizers = [item for item in _living(torch.optim.Optimizer) if parameters & _parameters_of(item)]
         if len(scope.models) != 1 or len(optimizers) != 1:
             raise ConfigError(
                 f"session: the scope has {len(scope.models)} models and {len(optimizers)} optimizers, but a session"
                 " takes one of each: combine the modules, and create the optimizer before the session"
             ).on_all_ranks()
-        schedulers = [one for one in _living(LRScheduler) if one.optimizer is optimizers[0]]
-        inner = {id(part) for one in schedulers for part in getattr(one, "_schedulers", ())}
-        outer = sorted((one for one in schedulers if id(one) not in inner), key=lambda one: type(one).__name__)
+        schedulers = [item for item in _living(LRScheduler) if item.optimizer is optimizers[0]]
+        inner = {id(part) for item in schedulers for part in getattr(item, "_schedulers", ())}
+        outer = sorted((item for item in schedulers if id(item) not in inner), key=lambda item: type(item).__name__)
         return [cls(scope.models[0], optimizers[0], owners, scope.grid), *outer]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""A script's training steps of a distributed module, as hooks and checkpoints see a model."""
+"""Training steps of a distributed module in a script, with the interface of a model for hooks and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..io.checkpoint import from_plain, to_plain
-from ..io.checkpoint.texts import of_kind, whole
+from ..io.checkpoint.texts import require_integer, require_type
 from ..layers import Parameter
 from ..models import ScriptModel
 from ..parallel import ParameterShard, SyncState
@@ -22,13 +22,13 @@ from .weights import as_array, begin_slots, kept_tensors, slots_of
 
 
 class ModuleScript(ScriptModel):
-    """A distributed module, its optimiser, and PyTorch's random numbers.
+    """Distributed module with its optimiser and PyTorch's random state.
 
     Parameters
     ----------
     module : DistributedModule
     optimizer : torch.optim.Optimizer, optional
-        Of its parameters: a DistributedOptimizer, or one that every rank has whole. None: nothing is trained.
+        Of its parameters: a DistributedOptimizer, or one replicated on every rank. None: nothing is trained.
     """
 
     def __init__(self, module: DistributedModule, optimizer: torch.optim.Optimizer | None) -> None:
@@ -42,7 +42,7 @@ class ModuleScript(ScriptModel):
 
     @classmethod
     def of(cls, parts: Iterable[Any]) -> tuple[ModuleScript | None, list[Any]]:
-        """Return the script of a distributed module and its optimiser, and the other parts; None: there is none.
+        """Return the script of the distributed module and its optimiser, None without one, and the other parts.
 
         Raises
         ------
@@ -86,7 +86,7 @@ class ModuleScript(ScriptModel):
             )
 
     def count(self) -> None:
-        """Count a step, and hear the flags of all ranks, which come with gradients that the optimiser divides."""
+        """Count a step and read the flags of all ranks, which arrive with the gradients of a divided optimiser."""
         if self.divided is None:
             super().count()
         else:
@@ -95,48 +95,48 @@ class ModuleScript(ScriptModel):
 
     @property
     def sync_states(self) -> Sequence[SyncState]:
-        """State of gradient synchronisation that is kept from step to step."""
+        """Persistent state of gradient synchronisation."""
         return () if self.divided is None else self.divided.compressed.state()
 
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
-        """Return the module's state and the optimiser's, by the names that a TorchModel has for them."""
+        """Return the state of the module and of the optimiser, named as in a TorchModel."""
         names = [name.removeprefix(f"{MODULE}/") for name in slots]
-        found: list[tuple[ParameterShard, Any]] = []
+        slot_arrays: list[tuple[ParameterShard, Any]] = []
         if isinstance(self.optimizer, DistributedOptimizer):
-            found = self.optimizer.slots(names)
+            slot_arrays = self.optimizer.slots(names)
         elif self.optimizer is not None:
             tensors = dict(self.module.named_parameters())
             begin_slots(tensors, self.optimizer, names)
-            found = self._whole(slots_of(tensors, self.optimizer))
-        return {"model": self._whole(kept_tensors(self.module)), "optimizer": found}
+            slot_arrays = self._whole(slots_of(tensors, self.optimizer))
+        return {"model": self._whole(kept_tensors(self.module)), "optimizer": slot_arrays}
 
     def settings(self) -> dict[str, Any]:
-        """Return settings of the parameter groups, forwards of the module, and the random numbers of all ranks."""
+        """Return the settings of parameter groups, the module's forward count and the random states of all ranks."""
         groups = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
-        mine = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
-        everyone = self.grid.world.allgather(mine)
-        states = sorted(set(everyone))  # ranks but the first have the same, as a rule
+        own_state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+        all_states = self.grid.world.allgather(own_state)
+        states = sorted(set(all_states))  # usually all ranks but the first have the same
         return {
             "groups": to_plain("param_groups", groups),
             "forwards": self.counted.step,
-            "random": {"states": states, "ranks": [states.index(state) for state in everyone]},
+            "random": {"states": states, "ranks": [states.index(state) for state in all_states]},
         }
 
     def take_settings(self, settings: Mapping[str, Any]) -> None:
-        """Go on with what `settings` returned; further ranks take the random numbers of the last one."""
-        groups = of_kind("'groups'", settings.get("groups"), list)
+        """Restore the result of `settings`; additional ranks take the random state of the last one."""
+        groups = require_type("'groups'", settings.get("groups"), list)
         if len(groups) != len(self._groups):
             raise ValueError(f"has {len(groups)} parameter groups, the optimizer {len(self._groups)}")
-        for group, found in zip(self._groups, groups, strict=True):
-            given = from_plain(group, of_kind("a group of parameters", found, dict))
-            group.update({name: value for name, value in given.items() if name != "params"})
-        self.counted.step = whole("'forwards'", settings.get("forwards"))
-        random = of_kind("'random'", settings.get("random"), dict)
-        states, ranks = (of_kind(f"'{name}'", random.get(name), list) for name in ("states", "ranks"))
-        at = whole("'ranks'", ranks[min(self.grid.rank, len(ranks) - 1)]) if ranks else len(states)
+        for group, saved_group in zip(self._groups, groups, strict=True):
+            saved = from_plain(group, require_type("a group of parameters", saved_group, dict))
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        self.counted.step = require_integer("'forwards'", settings.get("forwards"))
+        random = require_type("'random'", settings.get("random"), dict)
+        states, ranks = (require_type(f"'{name}'", random.get(name), list) for name in ("states", "ranks"))
+        at = require_integer("'ranks'", ranks[min(self.grid.rank, len(ranks) - 1)]) if ranks else len(states)
         if at >= len(states):
             raise ValueError("'random' has no state for this rank")
-        state = bytearray(base64.b64decode(of_kind("a random state", states[at], str), validate=True))
+        state = bytearray(base64.b64decode(require_type("a random state", states[at], str), validate=True))
         try:
             torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
         except (RuntimeError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Steps of a plan: what ranks compute alone, sums over them, and values that begin to count for parts of them."""
+"""Steps of a plan: local work, sums over ranks, and values whose gradients are summed over ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .ring import Ring
 
 
 class StepList:
-    """The steps of a plan in the making.
+    """Steps of a plan under construction.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class StepList:
     place : tuple of int
         Of the rank that will run the plan.
     where : Where
-        Where in the user's program the operator at hand stands.
+        Source position of the current operator in the user's program.
     """
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
@@ -50,23 +50,23 @@ class StepList:
         dtype: torch.dtype | None = None,
         context: Iterable[int] = (),
     ) -> Value:
-        """Return what each rank computes alone from its parts.
+        """Return the result of a function that each rank applies to its parts alone.
 
         Parameters
         ----------
         run : callable
             From the parts' tensors to that of the result.
         args : sequence of Value or None
-            `run` gets None for what is None here.
+            None is passed to `run` as None.
         layout : Layout
             Of the result.
         context : axes
-            Further axes along which ranks compute parts of their own.
+            Further axes along which ranks compute different parts.
         """
-        run, values = _of_those(run, args)
+        run, values = _drop_none(run, args)
         inside = axes_of_values(values) | axes_of(layout) | frozenset(context)
-        (found,) = self._locals(run, values, [layout], [dtype or values[0].dtype], inside)
-        return found
+        (result,) = self._locals(run, values, [layout], [dtype or values[0].dtype], inside)
+        return result
 
     def locals(
         self,
@@ -75,18 +75,18 @@ class StepList:
         outs: Sequence[Any],
         layouts: Any = None,
     ) -> tuple[Value, ...]:
-        """The same for several results, of the shapes and dtypes of fake tensors; default: whole on every rank."""
+        """Return several local results with the shapes and dtypes of fake tensors; default: replicated."""
         layouts = [whole(out.shape) for out in outs] if layouts is None else layouts
         inside = axes_of_values(args)
         for layout in layouts:
             inside |= axes_of(layout)
         return tuple(self._locals(run, args, layouts, [out.dtype for out in outs], inside, several=True))
 
-    def trained(self, found: Sequence[Value], gradients: Sequence[bool]) -> Sequence[Value]:
-        """Return results, of which those that have no gradient are constant from now on."""
-        for value, has_gradient in zip(found, gradients, strict=True):
+    def trained(self, results: Sequence[Value], gradients: Sequence[bool]) -> Sequence[Value]:
+        """Mark results without a gradient as constant, and return all results."""
+        for value, has_gradient in zip(results, gradients, strict=True):
             value.kind = value.kind if has_gradient else "constant"
-        return found
+        return results
 
     def reduced(
         self,
@@ -97,7 +97,7 @@ class StepList:
         dtype: torch.dtype | None = None,
         op: str = "sum",
     ) -> Value:
-        """Return the sum over axes of what each rank computes alone; `op` 'max': the maximum, which has no gradient."""
+        """Return the sum over axes of a local result; `op` 'max': the maximum, which has no gradient."""
         axes = frozenset(axes)
         context = axes_of_values(args) | axes | axes_of(layout)
         (part,) = self._locals(run, args, [layout], [dtype or args[0].dtype], context, partial=True)
@@ -105,75 +105,75 @@ class StepList:
         if not axes:
             return part
         kind = part.kind if op == "sum" else "constant"
-        found = self._value(part.local, context - axes, part.dtype, kind, layout)
-        self._step(op, [part], [found], axes=axes)
-        return found
+        total = self._value(part.local, context - axes, part.dtype, kind, layout)
+        self._step(op, [part], [total], axes=axes)
+        return total
 
     def normalise(
         self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
     ) -> tuple[Value, Value, Value]:
-        """Return x (N, C, ...) with mean 0 and variance 1 in each group, scaled; mean and variance of each."""
+        """Return x (N, C, ...) normalised in each group and scaled, and the mean and variance of each group."""
         context = x.axes
-        given = [None if value is None else self.enter(value, context) for value in (weight, bias)]
-        scaled = any(value is not None and value.kind != "constant" for value in given)
+        params = [None if value is None else self.enter(value, context) for value in (weight, bias)]
+        scaled = any(value is not None and value.kind != "constant" for value in params)
         kind = "value" if x.kind == "constant" and scaled else x.kind
         y = self._value(x.local, x.axes, x.dtype, kind, x.layout)
         shape, left = local_shape(groups, self.place), context - moments.axes
         mean, variance = (self._value(shape, left, x.dtype, "constant", groups) for _ in range(2))
-        inputs = [x, *(value for value in given if value is not None)]
-        self._step("norm", inputs, [y, mean, variance], key=(moments, *(value is not None for value in given)))
+        inputs = [x, *(value for value in params if value is not None)]
+        self._step("norm", inputs, [y, mean, variance], key=(moments, *(value is not None for value in params)))
         return y, mean, variance
 
     def ring_attention(self, args: Sequence[Value], layout: Layout, ring: Ring) -> Value:
-        """Return attention of queries to keys and values, which travel around a ring; the fourth may be a mask."""
+        """Return ring attention of queries, keys and values; a fourth argument is the mask."""
         entered = [self.enter(value, axes_of(layout)) for value in args]
         kind = "constant" if all(value.kind == "constant" for value in entered) else "value"
-        found = self._value(local_shape(layout, self.place), axes_of(layout), args[0].dtype, kind, layout)
-        self._step("ring", entered, [found], axes=axes_of([ring.keys]), key=ring)
-        return found
+        result = self._value(local_shape(layout, self.place), axes_of(layout), args[0].dtype, kind, layout)
+        self._step("ring", entered, [result], axes=axes_of([ring.keys]), key=ring)
+        return result
 
     def enter(self, value: Value, context: Iterable[int]) -> Value:
-        """Return a value for what is cut by the axes of `context`: its gradient will be added up where it has to be."""
+        """Return a value for use in work partitioned over `context`, with its gradient summed where necessary."""
         context = frozenset(context)
         missing = (self.mesh.axes - context) if value.kind == "parameter" else (context - value.axes)
         if value.kind == "constant" or not missing or not has_gradients(value.dtype):
             return value
         key = value.id, missing
         if key not in self._spread:
-            same = self._value(value.local, value.axes | context, value.dtype, value.kind, value.layout_or_none)
+            entered = self._value(value.local, value.axes | context, value.dtype, value.kind, value.layout_or_none)
             if value.kind == "parameter":
                 counts = all(self.place[axis] == 0 for axis in missing)
-                self._step("counted", [value], [same], counts=counts)
-                same.kind = "value"
+                self._step("counted", [value], [entered], counts=counts)
+                entered.kind = "value"
             else:
-                self._step("spread", [value], [same], axes=missing)
-            self._spread[key] = same
+                self._step("spread", [value], [entered], axes=missing)
+            self._spread[key] = entered
         return self._spread[key]
 
     def constant(self, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor that is known now."""
+        """Return the value of a tensor known at planning time."""
         value = self._value(tuple(tensor.shape), frozenset(), tensor.dtype, "constant", whole(tensor.shape))
         self._step("local", [], [value], run=lambda: (tensor,))
         return value
 
     def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
-        """Return a new value that is given from outside."""
+        """Return a new input value."""
         return self._value(local_shape(layout, self.place), axes_of(layout), dtype, kind, layout)
 
     def image(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
-        """Return what is given of an input of the module, and this rank's tile of it: the same but in some schemes."""
-        found = self.input(layout, dtype)
-        return found, found
+        """Return the value that a module's input is passed as, and its tile; they differ in some schemes."""
+        tile = self.input(layout, dtype)
+        return tile, tile
 
     def atom(self, value: Value, dim: int) -> Atom:
-        """Return how a dimension is cut, which must be one atom."""
-        found = value.layout[dim]
-        if len(found) != 1:
+        """Return the only atom of a dimension."""
+        atoms = value.layout[dim]
+        if len(atoms) != 1:
             self.refuse(f"dimension {dim} of {value.shape} merges several partitioned dimensions")
-        return found[0]
+        return atoms[0]
 
     def cut(self, value: Value, dim: int) -> int | None:
-        """Return the axis that cuts a dimension of one atom; None: it is whole."""
+        """Return the axis that partitions a dimension of one atom; None: it is whole."""
         return self.atom(value, dim).axis
 
     def is_whole(self, value: Value, dim: int) -> bool:
@@ -181,7 +181,7 @@ class StepList:
         return all(atom.axis is None for atom in value.layout[dim])
 
     def refuse(self, why: str = "") -> Any:
-        """Raise UnsupportedOperator for the operator at hand."""
+        """Raise UnsupportedOperator for the current operator."""
         raise UnsupportedOperator(self.where, why)
 
     def _locals(
@@ -198,7 +198,7 @@ class StepList:
         constant = all(value.kind == "constant" for value in entered)
         if not (partial or constant) and any(context - axes_of(layout) for layout in layouts):
             self.refuse("ranks would compute the same values from different parts")  # gradients would add up
-        found = [
+        results = [
             self._value(
                 local_shape(layout, self.place),
                 axes_of(layout),
@@ -208,40 +208,40 @@ class StepList:
             )
             for layout, dtype in zip(layouts, dtypes, strict=True)
         ]
-        # an operator may give results without elements, such as the moments of batch norm in evaluation
-        none_here = any(not prod(value.local) and prod(value.shape) for value in found)
-        key = tuple(value.local for value in found) if none_here else None
-        self._step("local", entered, found, run=run if several else (lambda *tensors: (run(*tensors),)), key=key)
-        return found
+        # results may have no elements globally, such as the moments of batch norm in evaluation
+        any_empty = any(not prod(value.local) and prod(value.shape) for value in results)
+        key = tuple(value.local for value in results) if any_empty else None
+        self._step("local", entered, results, run=run if several else (lambda *tensors: (run(*tensors),)), key=key)
+        return results
 
     def _raw(self, run: Callable[..., torch.Tensor], value: Value, shape: Shape) -> Value:
-        found = self._value(shape, value.axes, value.dtype, value.kind)
-        self._step("local", [value], [found], run=lambda x: (run(x),))
-        return found
+        result = self._value(shape, value.axes, value.dtype, value.kind)
+        self._step("local", [value], [result], run=lambda x: (run(x),))
+        return result
 
     def _value(
         self, local: Shape, axes: frozenset[int], dtype: torch.dtype, kind: str, layout: Layout | None = None
     ) -> Value:
         cuts = [atom.axis for dim in layout or () for atom in dim if atom.axis is not None]
-        if len(cuts) != len(set(cuts)):  # ranks would have but the blocks of a diagonal
+        if len(cuts) != len(set(cuts)):  # ranks would have only the diagonal blocks
             self.refuse("two dimensions would be partitioned over the same grid axis")
         self.values.append(Value(len(self.values), local, axes, dtype, kind, layout))
         return self.values[-1]
 
-    def _step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **more: Any) -> None:
+    def _step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **fields: Any) -> None:
         ids = tuple(value.id for value in inputs), tuple(value.id for value in outputs)
-        self.steps.append(Step(kind, self.where.name, *ids, **more))
+        self.steps.append(Step(kind, self.where.name, *ids, **fields))
 
 
-def _of_those(run: Callable[..., Any], args: Sequence[Value | None]) -> tuple[Callable[..., Any], list[Value]]:
-    """Return the arguments that are there, and a function of them alone."""
-    there = [arg is not None for arg in args]
+def _drop_none(run: Callable[..., Any], args: Sequence[Value | None]) -> tuple[Callable[..., Any], list[Value]]:
+    """Return a function of the arguments that are not None, and those arguments."""
+    present = [arg is not None for arg in args]
 
     def filled(*tensors: torch.Tensor) -> Any:
         rest = iter(tensors)
-        return run(*(next(rest) if each else None for each in there))
+        return run(*(next(rest) if is_present else None for is_present in present))
 
-    return run if all(there) else filled, [arg for arg in args if arg is not None]
+    return run if all(present) else filled, [arg for arg in args if arg is not None]
 
 
 class Where:
@@ -251,7 +251,7 @@ class Where:
     ----------
     operator : str
     module : str
-        The path of the module that it is in.
+        Path of the enclosing module.
     source : str
         The user's file and line.
     """
@@ -266,5 +266,5 @@ class Where:
 
     @property
     def place(self) -> str:
-        """The beginning of a message: file and line, if they are known."""
+        """Message prefix: file and line, if known."""
         return f"{self.source}: " if self.source else ""

@@ -20,25 +20,25 @@ LOSSES = frozenset(
     (F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cross_entropy, F.huber_loss, F.kl_div, F.l1_loss,
      F.mse_loss, F.nll_loss, F.poisson_nll_loss, F.smooth_l1_loss, F.soft_margin_loss)
 )  # fmt: skip
-"""Functions of (output, target) that are computed on tiles; torch.nn's loss modules call them."""
+"""Functions of (output, target) that can be computed on tiles; torch.nn's loss modules call them."""
 _METADATA = frozenset(
     (torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__, torch.Tensor.is_floating_point,
      torch.is_floating_point,
      *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")))
 )  # fmt: skip
-"""What is known without the numbers."""
+"""Attributes that do not depend on the values."""
 
 
 class TiledOutput(torch.Tensor):
-    """A whole output of which this rank holds a tile.
+    """Whole output of which this rank holds a tile.
 
     A loss of torch.nn with reduction 'mean' or 'sum' is computed on the tiles, as `DistributedModule.loss` does. Any
-    other operation gathers the whole on every rank, once; its gradient is differentiable. Both are collective.
+    other operation gathers the whole tensor on every rank, once and differentiably. Both are collective.
 
     Parameters
     ----------
     model : DistributedModule
-        Its module has computed the tile.
+        Model whose module has computed the tile.
     tile : torch.Tensor
     layout : Layout
     """
@@ -49,7 +49,7 @@ class TiledOutput(torch.Tensor):
 
     @staticmethod
     def __new__(cls, model: DistributedModule, tile: torch.Tensor, layout: Layout) -> TiledOutput:
-        """Return the output; without memory for the whole."""
+        """Return the output, without allocating the whole tensor."""
         return torch.Tensor._make_wrapper_subclass(
             cls, shape_of(layout), dtype=tile.dtype, device=tile.device, requires_grad=tile.requires_grad
         )
@@ -68,7 +68,7 @@ class TiledOutput(torch.Tensor):
 
     @property
     def gathered(self) -> bool:
-        """Whether the whole is here, which may have been written to."""
+        """Whether the whole tensor has been gathered; it may have been modified since."""
         return self._gathered is not None
 
     @classmethod
@@ -88,18 +88,18 @@ class TiledOutput(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute on whole tensors, for what does not ask `__torch_function__`."""
+        """Compute on whole tensors, for operations that bypass `__torch_function__`."""
         return func(*_whole(args), **_whole(kwargs or {}))
 
 
 def _whole(values: Any) -> Any:
-    return pytree.tree_map(lambda one: one.whole() if isinstance(one, TiledOutput) else one, values)
+    return pytree.tree_map(lambda value: value.whole() if isinstance(value, TiledOutput) else value, values)
 
 
 def _loss_on_tiles(
     function: Callable[..., torch.Tensor], output: Any, target: Any = None, *others: Any, **named: Any
 ) -> torch.Tensor | None:
-    """Return a loss computed on tiles; None where it needs the whole output."""
+    """Return a loss computed on tiles; None: it needs the whole output."""
     if not isinstance(output, TiledOutput) or output.gathered or others:
         return None
     if named.get("reduction", "mean") not in ("mean", "sum", "batchmean"):
@@ -108,31 +108,31 @@ def _loss_on_tiles(
     if isinstance(target, TiledOutput):
         if target.model is not model or target.cut != output.cut or target.gathered:
             return None
-        mine = target.part
+        tile = target.part
     elif isinstance(target, torch.Tensor) and not target.requires_grad:
         if tuple(target.shape) not in (shape, (shape[0], *shape[2:])):
             return None
-        mine = model.scatter_target(target)
+        tile = model.scatter_target(target)
     else:
         return None
-    tensors = {name: one.detach() for name, one in named.items() if isinstance(one, torch.Tensor)}
-    if any(named[name].requires_grad or one.dim() > 1 for name, one in tensors.items()):
+    tensors = {name: value.detach() for name, value in named.items() if isinstance(value, torch.Tensor)}
+    if any(named[name].requires_grad or value.dim() > 1 for name, value in tensors.items()):
         return None
-    for one in tensors.values():  # a weight of each class
-        model.tiling.note(one, whole(one.shape))
-    constants = {name: one for name, one in named.items() if name not in tensors}
+    for value in tensors.values():  # class weights
+        model.tiling.remember(value, whole(value.shape))
+    constants = {name: value for name, value in named.items() if name not in tensors}
     criterion = partial(function, **constants)
     if not tensors:
-        return model.loss(criterion, output.part, mine)
-    return model.loss(partial(_called, criterion), output.part, {"target": mine, **tensors})
+        return model.loss(criterion, output.part, tile)
+    return model.loss(partial(_call_with, criterion), output.part, {"target": tile, **tensors})
 
 
-def _called(criterion: Callable[..., torch.Tensor], output: torch.Tensor, tensors: dict[str, Any]) -> torch.Tensor:
+def _call_with(criterion: Callable[..., torch.Tensor], output: torch.Tensor, tensors: dict[str, Any]) -> torch.Tensor:
     return criterion(output, **tensors)
 
 
 class ScatteredInput(torch.autograd.Function):
-    """This rank's part of a whole tensor with a gradient, which is gathered on the way back."""
+    """This rank's part of a whole tensor; the gradient is gathered in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, image: torch.Tensor, tiling: Tiling, layout: Layout) -> torch.Tensor:
@@ -143,5 +143,5 @@ class ScatteredInput(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return the gradient of the whole; collective."""
+        """Return the gradient of the whole tensor; collective."""
         return ctx.tiling.gathered(gradients[0], ctx.cut), None, None

@@ -1,4 +1,4 @@
-"""Circumstances in which PyTorch traces a module, and what its errors come to."""
+"""Context in which PyTorch traces a module, and conversion of its errors."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from .registry import TRACING
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
 _PYTHON = sysconfig.get_path("stdlib")
 Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
-"""Of a module's inputs."""
+"""Shapes and dtypes of a module's inputs."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
 
 
 @contextmanager
-def tracing(what: str, shapes: Shapes) -> Iterator[None]:
-    """Let PyTorch trace, whatever the caller has set, and one at a time; its errors become ConfigError."""
+def tracing(subject: str, shapes: Shapes) -> Iterator[None]:
+    """Serialise tracing and neutralise the caller's settings; errors of PyTorch become ConfigError."""
     with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast(), _no_validation():
         try:
             yield
         except Exception as error:
-            raise ConfigError(_explained(what, shapes, error)) from error
+            raise ConfigError(_explain(subject, shapes, error)) from error
 
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Create tensors that any later pass may use: those of inference_mode allow neither gradients nor writes."""
+    """Create ordinary tensors even in inference_mode, whose tensors allow neither gradients nor in-place changes."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -50,24 +50,24 @@ def ordinary_tensors() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let PyTorch neither warn, nor write about what an error will say."""
-    known = logging.root.manager.loggerDict
-    loggers = [known[name] for name in list(known) if name.partition(".")[0] == "torch"]
-    talking = [log for log in loggers if isinstance(log, logging.Logger) and not log.disabled]
-    for log in talking:
+    """Suppress PyTorch's warnings and log messages, which the error repeats."""
+    loggers_by_name = logging.root.manager.loggerDict
+    loggers = [loggers_by_name[name] for name in list(loggers_by_name) if name.partition(".")[0] == "torch"]
+    enabled = [log for log in loggers if isinstance(log, logging.Logger) and not log.disabled]
+    for log in enabled:
         log.disabled = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for log in talking:
+        for log in enabled:
             log.disabled = False
 
 
 @contextmanager
 def no_graph() -> Iterator[None]:
-    """Leave out of stderr the graph that torch.export prints when it fails."""
+    """Remove from stderr the graph that torch.export prints when it fails."""
     graph, printed = "", io.StringIO()
     try:
         with redirect_stderr(printed):
@@ -90,7 +90,7 @@ def _no_autocast() -> Iterator[None]:
 
 @contextmanager
 def _no_validation() -> Iterator[None]:
-    """Let torch.distributions not check the values of its arguments, which there are none of."""
+    """Disable validation in torch.distributions, since traced arguments have no values."""
     checks: Any = Distribution.set_default_validate_args
     before = Distribution._validate_args
     checks(False)
@@ -100,8 +100,8 @@ def _no_validation() -> Iterator[None]:
         checks(before)
 
 
-def _explained(what: str, shapes: Shapes, error: Exception) -> str:
-    given = ", ".join(str(tuple(shape)) for shape, _ in shapes)
+def _explain(subject: str, shapes: Shapes, error: Exception) -> str:
+    input_shapes = ", ".join(str(tuple(shape)) for shape, _ in shapes)
     frames = user_frames("".join(_traceback(error)))
     place = (isinstance(error, NotRecorded) and error.source) or next(iter(frames[::-1]), "")
     source = f"{place}: " if place else ""
@@ -113,7 +113,7 @@ def _explained(what: str, shapes: Shapes, error: Exception) -> str:
             "an if, a float() or an .item() needs the value of a tensor; a module's computation may depend on the"
             " shapes of tensors, but not on their values: use torch.where instead"
         )
-    return f"{source}{what} cannot be captured for inputs of shape {given}: {why}"
+    return f"{source}{subject} cannot be captured for inputs of shape {input_shapes}: {why}"
 
 
 def _traceback(error: BaseException) -> list[str]:
@@ -123,9 +123,9 @@ def _traceback(error: BaseException) -> list[str]:
 
 
 def user_frames(text: str) -> list[str]:
-    """Return 'file:line' of the frames that are not PyTorch's nor ours, the innermost last."""
-    here = os.path.dirname(__file__)
-    others = (_TORCH, here, "<")
+    """Return 'file:line' of the frames outside of PyTorch and neondist, the innermost last."""
+    package = os.path.dirname(__file__)
+    others = (_TORCH, package, "<")
     return [
         f"{file}:{line}"
         for file, line in _FRAME.findall(text)

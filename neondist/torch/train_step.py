@@ -11,43 +11,43 @@ from torch import nn
 
 from ..arrays.precision import ComputePrecision
 from ..models import TrainStep
-from ..runtime.observers.nonfinite import first
+from ..runtime.observers.nonfinite import first_nonfinite
 from .registry import TRACING
 
 
 @contextmanager
-def computing_in(precision: ComputePrecision, module: nn.Module) -> Iterator[None]:
-    """Let PyTorch compute in a precision on the device of a module: by autocast, or with operands of TF32."""
+def compute_in(precision: ComputePrecision, module: nn.Module) -> Iterator[None]:
+    """Make PyTorch compute in a precision on the device of a module: by autocast, or with TF32 operands."""
     device = next((p.device.type for p in module.parameters()), "cpu")
     dtype = getattr(torch, precision.name) if precision.narrow else None
     with torch.autocast(device, dtype, enabled=precision.narrow), ExitStack() as stack:
         if device == "cuda":
-            both: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
-            for switches in both:
+            backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
+            for switches in backends:
                 stack.callback(setattr, switches, "allow_tf32", switches.allow_tf32)
                 switches.allow_tf32 = precision.name == "tf32"
         yield
 
 
 class ModuleStep(TrainStep):
-    """A step of a TorchModel."""
+    """Training step of a TorchModel."""
 
     owner: Any  # a TorchModel, whose module imports this one
 
-    def saved(self) -> Callable[[], None]:
-        """Keep the module's buffers."""
+    def save_state(self) -> Callable[[], None]:
+        """Save the module's buffers, and return a function that restores them."""
         buffers = list(self.owner.module.buffers())
         kept = [buffer.clone() for buffer in buffers]
 
-        def put_back() -> None:
+        def restore() -> None:
             with torch.no_grad():
                 for buffer, before in zip(buffers, kept, strict=True):
                     buffer.copy_(before)
 
-        return put_back
+        return restore
 
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
-        """Go forward and back, and synchronise the gradients."""
+        """Run forward and backward, and synchronise the gradients."""
         owner, parameters = self.owner, self.owner.built
         parameters.begin_gradients()
         with owner.grid.observers.during("cost"):
@@ -59,14 +59,14 @@ class ModuleStep(TrainStep):
         return parameters.read_flags(loss.detach().numpy().reshape(1))
 
     def locate(self, x: Any, targets: Any, batch: int) -> str:
-        """Return the first gradient that is not finite on a rank; collective."""
+        """Return the name of the first non-finite gradient on any rank; collective."""
         bad = {"the loss": not self.finite}
         for name, tensor in self.owner.built.tensors.items():
             bad[f"the gradient of '{name}'"] = tensor.grad is not None and not tensor.grad.isfinite().all()
-        return first(self.owner.grid.world, bad) or "the sum of the gradients over all ranks"
+        return first_nonfinite(self.owner.grid.world, bad) or "the sum of the gradients over all ranks"
 
     def update(self) -> None:
-        """Let the optimiser change what this rank owns, and take over the rest."""
-        with self.owner.built.updating(), TRACING:  # an optimiser computes otherwise while others trace
+        """Update the parameters that this rank owns, and receive the others."""
+        with self.owner.built.updating(), TRACING:  # optimisers behave differently while another thread traces
             self.owner.set_rates()
             self.owner.torch_optimizer.step()

@@ -1,4 +1,4 @@
-"""The most memory of a training step of a module: values, what autograd keeps of them, and their gradients."""
+"""Peak memory of a module's training step: values, tensors saved by autograd, and gradients."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from .graph import IN_PLACE, SAME, Step, has_gradients
+from .graph import IN_PLACE, PASS_THROUGH, Step, has_gradients
 from .plan import TorchPlan
-from .traffic import Ranks, WayBack
+from .traffic import BackwardSteps, Ranks
 
 BLOCKS = 64
-"""of a step are run, at most, to see what it keeps"""
+"""Most blocks of a step that are run to determine what it keeps."""
 _READ = {"norm": 1, "ring": 3}
-"""inputs that steps which are not local keep for their backward pass, by kind"""
+"""Number of inputs that non-local steps keep for their backward pass, by kind."""
 
 
 @dataclass
@@ -28,16 +28,16 @@ class _Kept:
     ----------
     values : set of int
         Inputs and outputs.
-    more : float
-        Bytes beside them, for a byte of the first output.
+    extra : float
+        Further bytes, per byte of the first output.
     over : dict of int to int
-        Outputs that are in the memory of an input.
+        Outputs that share memory with an input.
     passed : set of int
-        Inputs whose gradient is in the memory of an output's.
+        Inputs whose gradient shares memory with an output's.
     """
 
     values: set[int] = field(default_factory=set)
-    more: float = 0.0
+    extra: float = 0.0
     over: dict[int, int] = field(default_factory=dict)
     passed: set[int] = field(default_factory=set)
 
@@ -53,19 +53,19 @@ class TrainingMemory:
     """
 
     def __init__(self, plan: TorchPlan, trained: Collection[str]) -> None:
-        self.plan, self.back = plan, WayBack(plan, trained)
-        self.steps = [(at, step, _kept(plan, step, self.back)) for at, step in enumerate(plan.steps)]
+        self.plan, self.back = plan, BackwardSteps(plan, trained)
+        self.steps = [(at, step, _kept_by(plan, step, self.back)) for at, step in enumerate(plan.steps)]
 
     def peak(self, rank: int) -> int:
-        """Return the most bytes that live at once on a rank.
+        """Return the most bytes that are live at once on a rank.
 
-        Inputs, parameters and their gradients are not counted, nor what kernels take for a moment.
+        Inputs, parameters and their gradients are not counted, nor temporary memory of kernels.
         """
-        return _Lives(self, Ranks(self.plan.mesh, [rank])).peak()
+        return _Lifetimes(self, Ranks(self.plan.mesh, [rank])).peak()
 
 
-class _Lives:
-    """From when to when all memory of a step lives on a rank: step i at moment i, its way back at 2 n - 1 - i."""
+class _Lifetimes:
+    """Lifetimes of all memory on a rank: step i runs at time i, its backward pass at time 2 n - 1 - i."""
 
     def __init__(self, memory: TrainingMemory, ranks: Ranks) -> None:
         self.plan, self.back, self.steps, self.ranks = memory.plan, memory.back, memory.steps, ranks
@@ -91,38 +91,37 @@ class _Lives:
             used = {owner[value] for value in (*step.inputs, *step.outputs) if value in owner}
             last |= dict.fromkeys(used, at)
         for at, step, kept in self.steps:
-            if id(step) in self.back.gone_through:
+            if id(step) in self.back.visited:
                 for value in {owner[value] for value in kept.values if value in owner}:
                     last[value] = max(last[value], self.end - at)
-                if kept.more:
-                    self._add(step.outputs[0], at, self.end - at, kept.more)
+                if kept.extra:
+                    self._add(step.outputs[0], at, self.end - at, kept.extra)
         for out in self.plan.outputs:
             if isinstance(out, int) and out in owner:
                 last[owner[out]] = max(last[owner[out]], len(self.steps))
         for value, until in last.items():
-            if value in owner:  # else it is an input's memory
+            if value in owner:  # otherwise it is an input's memory
                 self._add(value, first[value], until)
 
     def _gradients(self) -> None:
-        last, given = dict[int, int](), dict[int, list[tuple[int, bool]]]()
+        last, moments_of = dict[int, int](), dict[int, list[tuple[int, bool]]]()
         for at, step, kept in self.steps:
-            if id(step) in self.back.gone_through:
-                handed = [last[value] for value in kept.passed if value in last]
-                last |= dict.fromkeys(step.outputs, max([self.end - at, *handed]))
+            if id(step) in self.back.visited:
+                passed_ends = [last[value] for value in kept.passed if value in last]
+                last |= dict.fromkeys(step.outputs, max([self.end - at, *passed_ends]))
                 for value in step.inputs:
-                    given.setdefault(value, []).append((self.end - at, value in kept.passed))
+                    moments_of.setdefault(value, []).append((self.end - at, value in kept.passed))
         for value, until in last.items():
             if value in self.back.needed and has_gradients(self.plan.values[value].dtype):
-                moments = sorted(given.get(value, [(len(self.steps), False)]))
+                moments = sorted(moments_of.get(value, [(len(self.steps), False)]))
                 own = [at for number, (at, passed) in enumerate(moments) if number or not passed]
-                if own:  # else it is a part of another one
+                if own:  # otherwise it shares the memory of another one
                     self._add(value, own[0], until)
 
 
-def _kept(plan: TorchPlan, step: Step, back: WayBack) -> _Kept:
-    """Return what a step keeps."""
-    same = step.kind in SAME or (step.kind == "view" and plan.mesh.size == 1)  # there, the module itself runs
-    if same:
+def _kept_by(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
+    """Return the values that a step keeps."""
+    if step.kind in PASS_THROUGH or (step.kind == "view" and plan.mesh.size == 1):  # one rank runs the module itself
         return _Kept(over=dict(zip(step.outputs, step.inputs, strict=False)), passed={*step.inputs})
     if step.kind != "local":
         return _Kept({*step.inputs[: _READ.get(step.kind, 0)], *(step.outputs if step.kind == "ring" else ())})
@@ -130,13 +129,13 @@ def _kept(plan: TorchPlan, step: Step, back: WayBack) -> _Kept:
     if step.key is not None or prod(getattr(step.run, "parts", ())) > BLOCKS:
         return everything
     try:
-        return _seen(plan, step, back)
-    except (RuntimeError, TypeError, ValueError):  # it looks at values, which are not there
+        return _trace_kept(plan, step, back)
+    except (RuntimeError, TypeError, ValueError):  # it needs values, which meta tensors lack
         return everything
 
 
-def _seen(plan: TorchPlan, step: Step, back: WayBack) -> _Kept:
-    """Return what a step keeps, as autograd says where the step runs on tensors without memory."""
+def _trace_kept(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
+    """Return the values that autograd saves when a step runs on meta tensors."""
     assert step.run is not None
     saved = list[torch.Tensor]()
 
@@ -148,34 +147,34 @@ def _seen(plan: TorchPlan, step: Step, back: WayBack) -> _Kept:
         inputs = [_empty(plan, value, back) for value in step.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = step.run(*inputs)
-        known, found = dict(zip(map(_storage, inputs), step.inputs, strict=True)), _Kept()
+        value_of, kept = dict(zip(map(_storage, inputs), step.inputs, strict=True)), _Kept()
         for out, tensor in zip(step.outputs, outputs, strict=True):
-            if isinstance(tensor, torch.Tensor) and known.setdefault(_storage(tensor), out) != out:
-                found.over[out] = known[_storage(tensor)]
-        more = {
-            _storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved if _storage(tensor) not in known
+            if isinstance(tensor, torch.Tensor) and value_of.setdefault(_storage(tensor), out) != out:
+                kept.over[out] = value_of[_storage(tensor)]
+        extra = {
+            _storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved if _storage(tensor) not in value_of
         }
-        found.values = {known[_storage(tensor)] for tensor in saved if _storage(tensor) in known}
-        found.more = sum(more.values()) / max(1, plan.values[step.outputs[0]].nbytes)
+        kept.values = {value_of[_storage(tensor)] for tensor in saved if _storage(tensor) in value_of}
+        kept.extra = sum(extra.values()) / max(1, plan.values[step.outputs[0]].nbytes)
         ends = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
-        asked = {value: x for value, x in zip(step.inputs, inputs, strict=True) if x.requires_grad}
-        if ends and asked and id(step) in back.gone_through and not found.over:
-            given = [torch.empty_like(out) for out in ends]
-            grads = torch.autograd.grad(ends, [*asked.values()], given, allow_unused=True)
-            memory = {*map(_storage, given)}
-            found.passed = {v for v, grad in zip(asked, grads, strict=True) if grad is None or _storage(grad) in memory}
-        elif step.run not in IN_PLACE.values():  # the gradient of those is new all the same
-            found.passed = {*found.over.values()}
-        if plan.mesh.size == 1:  # the module's own operators divide what a mean spreads
-            found.passed = {v for v in found.passed if plan.values[v].nbytes <= plan.values[step.outputs[0]].nbytes}
-        return found
+        leaves = {value: x for value, x in zip(step.inputs, inputs, strict=True) if x.requires_grad}
+        if ends and leaves and id(step) in back.visited and not kept.over:
+            gradients = [torch.empty_like(out) for out in ends]
+            grads = torch.autograd.grad(ends, [*leaves.values()], gradients, allow_unused=True)
+            memory = {*map(_storage, gradients)}
+            kept.passed = {v for v, dx in zip(leaves, grads, strict=True) if dx is None or _storage(dx) in memory}
+        elif step.run not in IN_PLACE.values():  # their gradients are new memory nevertheless
+            kept.passed = {*kept.over.values()}
+        if plan.mesh.size == 1:  # the module's own operators divide the expanded gradient of a mean
+            kept.passed = {v for v in kept.passed if plan.values[v].nbytes <= plan.values[step.outputs[0]].nbytes}
+        return kept
 
 
-def _empty(plan: TorchPlan, number: int, back: WayBack) -> torch.Tensor:
+def _empty(plan: TorchPlan, number: int, back: BackwardSteps) -> torch.Tensor:
     value = plan.values[number]
     tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
-    asks = number in back.needed and has_gradients(value.dtype)
-    return tensor.requires_grad_().clone() if asks else tensor  # a step may write into it, but into no leaf
+    trains = number in back.needed and has_gradients(value.dtype)
+    return tensor.requires_grad_().clone() if trains else tensor  # a step may modify it in place, but not a leaf
 
 
 def _storage(tensor: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Messages for partitioned tensors: the indices sent to each rank for the view it needs; pure integers."""
+"""Messages for partitioned tensors: the indices sent to each rank for the view that it needs; pure integers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Range = tuple[int, int]
 
 
 def clipped(lo: int, hi: int, n: int) -> tuple[Range, Range]:
-    """Return what of [lo, hi) is in [0, n), and how many indices there are before and after it."""
+    """Return the intersection of [lo, hi) with [0, n), and the numbers of indices before and after it."""
     a, b = max(lo, 0), min(hi, n)
     return ((a, b), (a - lo, hi - b)) if a < b else ((0, 0), (0, hi - lo))
 
 
 Wanted = dict[int, tuple[int, list[Range]]]
-"""For a dimension that an axis of the mesh cuts: the axis, and the range that each of its parts needs."""
+"""For each partitioned dimension: the axis of the mesh, and the range that each of its parts needs."""
 
 
 def at_place(wanted: Wanted, place: Sequence[int]) -> dict[int, Range]:
-    """Return what the rank at a place needs along each of the dimensions."""
+    """Return the range that the rank at a place needs along each of the dimensions."""
     return {dim: ranges[place[axis]] for dim, (axis, ranges) in wanted.items()}
 
 
 def hull(indices: Collection[int]) -> Range:
-    """Return the range from the first to the last of some indices."""
+    """Return the smallest range that contains all indices."""
     return (min(indices), max(indices) + 1) if indices else (0, 0)
 
 
@@ -45,13 +45,13 @@ class Want(NamedTuple):
     ----------
     dim : int
     source : Atom
-        How the dimension is cut.
+        Partition of the dimension.
     axis : int or None
-        None: all ranks want the same, `ranges[0]`.
+        None: all ranks need the same, `ranges[0]`.
     ranges : for each part, its ranges [lo, hi)
-        Inside of the tensor; the same index may be wanted more than once.
+        Inside of the tensor; the same index may occur more than once.
     used : for each part, the indices in its one range that results are computed from; None: all
-        Others are not sent; they have a place in the view, and any value.
+        Others are not sent; they have a place in the view, with undefined values.
     """
 
     dim: int
@@ -61,23 +61,23 @@ class Want(NamedTuple):
     used: tuple[Cells, ...] | None = None
 
     def of(self, place: Sequence[int]) -> tuple[Range, ...]:
-        """Return what the rank at a place wants."""
+        """Return the ranges of the rank at a place."""
         return self.ranges[self._part(place)]
 
     def extent(self, place: Sequence[int]) -> int:
-        """Return how many indices that is."""
+        """Return their total number of indices."""
         return sum(hi - lo for lo, hi in self.of(place))
 
     @property
     def own(self) -> bool:
-        """Whether every rank wants what it has, and no more."""
+        """Whether every rank needs exactly its own indices."""
         return self.axis == self.source.axis and all(
             ranges == ((lo, hi),) or (lo == hi and not sum(b - a for a, b in ranges))
             for ranges, (lo, hi) in zip(self.ranges, self.source.ranges, strict=True)
         )
 
     def pieces(self, place: Sequence[int], include_unused: bool = False) -> Iterator[tuple[int, range, range]]:
-        """Yield (owner's part, indices in its tensor, indices in the view) of what the rank at a place wants.
+        """Yield (owner's part, indices in its tensor, indices in the view) for the rank at a place.
 
         Parameters
         ----------
@@ -108,26 +108,26 @@ class Want(NamedTuple):
 
     @property
     def axes(self) -> frozenset[int]:
-        """The axes that it depends on: that which cuts the dimension, and that whose parts want."""
+        """Axes that it depends on: the one that partitions the dimension, and `axis`."""
         return frozenset({self.axis, self.source.axis} - {None})  # type: ignore[arg-type]
 
     def counts(self, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return how many indices each of `parts` shows to all of them, sees of all, and sees of its own.
+        """Return the numbers of indices that each of `parts` sends to all, receives of all, and receives of itself.
 
-        That is of the parts of the only axis that it depends on; nothing here takes their number squared.
+        The parts are those of the only axis that it depends on; the cost is not quadratic in their number.
         """
         if self.used is not None:
             return self._counts_of_used(parts)
         ranges = self.ranges if self.axis is not None else self.ranges * parts
-        seen = np.array([sum(hi - lo for lo, hi in one) for one in ranges])
+        seen = np.array([sum(hi - lo for lo, hi in part_ranges) for part_ranges in ranges])
         if self.source.bounds is None:
             return seen, seen, seen
         bounds = np.array(self.source.bounds)
-        ends = np.array([end for one in ranges for end in one], int).reshape(-1, 2)
+        ends = np.array([end for part_ranges in ranges for end in part_ranges], int).reshape(-1, 2)
         shown = np.diff(_above(ends[:, 0], bounds) - _above(ends[:, 1], bounds))
         own = [
-            sum(max(0, min(hi, last) - max(lo, first)) for lo, hi in one)
-            for one, (first, last) in zip(ranges, self.source.ranges, strict=True)
+            sum(max(0, min(hi, last) - max(lo, first)) for lo, hi in part_ranges)
+            for part_ranges, (first, last) in zip(ranges, self.source.ranges, strict=True)
         ]
         return shown, seen, np.array(own)
 
@@ -146,15 +146,15 @@ class Want(NamedTuple):
 
 
 def _above(points: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """Return for each bound by how much it is above the points, summed over those that are below it."""
+    """Return for each bound the sum of its distances to the points below it."""
     points = np.sort(points)
     below = np.searchsorted(points, bounds)
-    found: np.ndarray = below * bounds - np.concatenate([[0], np.cumsum(points)])[below]
-    return found
+    sums: np.ndarray = below * bounds - np.concatenate([[0], np.cumsum(points)])[below]
+    return sums
 
 
 class Piece(NamedTuple):
-    """Indices that one rank has and another (or the same) wants, along the dimensions of `wants`, in their order."""
+    """Indices that one rank has and another (or the same) needs, along the dimensions of `wants`, in their order."""
 
     peer: int
     source: tuple[range, ...]
@@ -162,7 +162,7 @@ class Piece(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """The number of indices, those of other dimensions not counted."""
+        """Number of indices along these dimensions."""
         return prod(map(len, self.source))
 
 
@@ -172,58 +172,58 @@ def _piece(peer: int, pieces: Sequence[tuple[int, range, range]]) -> Piece:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Views of a tensor needed by all ranks of a mesh; of several ranks with the same data, the nearest one sends.
+    """Views of a tensor needed by all ranks of a mesh; among ranks with the same data, the nearest one sends.
 
     Attributes
     ----------
     mesh : Mesh
     wants : tuple of Want
-        One for each dimension along which ranks want anything but what they have.
+        One for each dimension along which ranks need other indices than their own.
     """
 
     mesh: Mesh
     wants: tuple[Want, ...]
 
     def receives(self, rank: int) -> list[Piece]:
-        """Return the pieces that a rank wants, by owner; of its own, indices that it does not use are included."""
+        """Return the pieces that a rank needs, by owner; its own pieces include indices that it does not use."""
         place = self.mesh.place(rank)
-        found = []
+        result = []
         for pieces in product(*(list(want.pieces(place)) for want in self.wants)):
             owner = list(place)
             for want, (part, _, _) in zip(self.wants, pieces, strict=True):
                 if want.source.axis is not None:
                     owner[want.source.axis] = part
             if tuple(owner) != tuple(place) or not self.has_unused:
-                found.append(_piece(self.mesh.rank(owner), pieces))
+                result.append(_piece(self.mesh.rank(owner), pieces))
         if self.has_unused:
             own = (
                 [p for p in want.pieces(place, include_unused=True) if want.owns(place, p[0])] for want in self.wants
             )
-            found += [_piece(rank, pieces) for pieces in product(*own)]
-        return found
+            result += [_piece(rank, pieces) for pieces in product(*own)]
+        return result
 
     @property
     def has_unused(self) -> bool:
-        """Whether views may have indices that are not used, and not sent."""
+        """Whether views may have unused indices, which are not sent."""
         return any(want.used is not None for want in self.wants)
 
     def sends(self, rank: int) -> list[Piece]:
-        """Return what others want of a rank."""
+        """Return the pieces that other ranks need of a rank."""
         if not self.separable:
             return self._sends.get(rank, [])
-        place, found = self.mesh.place(rank), []
+        place, result = self.mesh.place(rank), []
         for pieces in product(*(shown.get(self._part(want, place), []) for want, shown in self._shown)):
             needer = list(place)
             for (want, _), (part, _, _) in zip(self._shown, pieces, strict=True):
                 if want.source.axis is not None:
                     needer[want.source.axis] = part
             if tuple(needer) != place:
-                found.append(_piece(self.mesh.rank(needer), pieces))
-        return sorted(found, key=lambda piece: piece.peer)
+                result.append(_piece(self.mesh.rank(needer), pieces))
+        return sorted(result, key=lambda piece: piece.peer)
 
     @cached_property
     def separable(self) -> bool:
-        """Whether each dimension depends on one axis at most, and no two on the same: what travels is a product."""
+        """Whether each dimension depends on at most one axis, and no two on the same: pieces are products."""
         axes = [axis for want in self.wants for axis in want.axes]
         return all(len(want.axes) < 2 for want in self.wants) and len(axes) == len(set(axes))
 
@@ -237,11 +237,11 @@ class Transfer:
         """Numbers of indices that each rank of the mesh sends to and receives from others, as (size,); if separable."""
         shown, seen, own = (np.ones(self.mesh.parts, int) for _ in range(3))
         for want in self.wants:
-            (axis,) = want.axes or {0}  # what depends on none is alike along any
+            (axis,) = want.axes or {0}  # without a dependence, any axis will do
             counts = want.counts(self.mesh.parts[axis] if want.axes else 1)
             shape = [-1 if at == axis else 1 for at in range(len(self.mesh.parts))]
-            for found, count in zip((shown, seen, own), counts, strict=True):
-                found *= count.reshape(shape)
+            for total, count in zip((shown, seen, own), counts, strict=True):
+                total *= count.reshape(shape)
         return (shown - own).reshape(-1), (seen - own).reshape(-1)
 
     def _part(self, want: Want, place: Sequence[int]) -> int:
@@ -249,8 +249,8 @@ class Transfer:
 
     @cached_property
     def _shown(self) -> list[tuple[Want, dict[int, list[tuple[int, range, range]]]]]:
-        """For each want, what each part shows to which others."""
-        found = []
+        """For each want, the pieces that each part sends to the others."""
+        result = []
         for want in self.wants:
             shown: dict[int, list[tuple[int, range, range]]] = {}
             place = [0] * len(self.mesh.parts)
@@ -258,24 +258,24 @@ class Transfer:
                 for axis in want.axes:
                     place[axis] = part
                 for owner, source, target in want.pieces(place):
-                    # where the dimension is not cut, each has all of it itself
+                    # an unpartitioned dimension is available on every rank
                     shown.setdefault(owner if want.source.axis is not None else part, []).append((part, source, target))
-            found.append((want, shown))
-        return found
+            result.append((want, shown))
+        return result
 
     @cached_property
     def _sends(self) -> dict[int, list[Piece]]:
-        """The same for all ranks, where it takes a look at what each of them wants."""
-        found: dict[int, list[Piece]] = {}
+        """Pieces sent by each rank, collected from the needs of all ranks."""
+        result: dict[int, list[Piece]] = {}
         for needer in range(self.mesh.size):
             for piece in self.receives(needer):
                 if piece.peer != needer:
-                    found.setdefault(piece.peer, []).append(piece._replace(peer=needer))
-        return found
+                    result.setdefault(piece.peer, []).append(piece._replace(peer=needer))
+        return result
 
     def shape(self, local: Shape, rank: int) -> Shape:
-        """Return the shape of a rank's view, given that of its part of the tensor."""
-        place, found = self.mesh.place(rank), list(local)
+        """Return the shape of a rank's view from that of its part of the tensor."""
+        place, shape = self.mesh.place(rank), list(local)
         for want in self.wants:
-            found[want.dim] = want.extent(place)
-        return tuple(found)
+            shape[want.dim] = want.extent(place)
+        return tuple(shape)

@@ -1,4 +1,4 @@
-"""The transport over torch.distributed, for jobs that torchrun starts: they need no MPI."""
+"""Transport over torch.distributed, for jobs started by torchrun without MPI."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ import torch
 import torch.distributed as dist
 
 from ..comm.large_counts import MOST, chunks
-from ..comm.transport import Done, Exchange, Message, ReduceOp, Request, Transport, closed_error
+from ..comm.transport import CompletedRequest, Exchange, Message, ReduceOp, Request, Transport, closed_error
 from ..errors import LaunchError, RemoteError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells its ranks."""
+"""Environment variables that torchrun sets."""
 FIRST_TAG = 1 << 16
 """Lower tags are for the caller's own messages over the same process group."""
 KINDS = MESSAGES, COLLECTIVES, SUMS = range(3)
-"""each with a tag of its own: those of exchanges; those of collectives; the second half of sums under way"""
+"""Kinds of messages, each with its own tag: exchanges; collectives; the second half of pending sums."""
 REDUCED = ("float32", "float64", "int32", "int64")
-"""What gloo's own allreduce is used for; it does not know all dtypes."""
+"""Dtypes reduced by gloo's own allreduce, which does not support all."""
 DIRECT = ("cpu:gloo", "cuda:nccl")
-"""Devices whose tensors a backend sends itself; gloo has cuda as well, but no messages of its tensors."""
+"""Devices whose tensors a backend sends directly; gloo supports cuda too, but not in messages."""
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 
 PeerTensor = tuple[int, torch.Tensor]
-"""the rank at the other end, and bytes"""
+"""Rank of the peer, and a tensor of bytes."""
 
 
 def world(most: int = MOST) -> TorchTransport:
@@ -66,16 +66,16 @@ def world(most: int = MOST) -> TorchTransport:
         try:
             dist.init_process_group("gloo")
         except (RuntimeError, ValueError) as error:
-            told = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
+            settings = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
             raise LaunchError(
-                f"torch.distributed does not start with {told}: {error}; if gloo selects the wrong network"
+                f"torch.distributed does not start with {settings}: {error}; if gloo selects the wrong network"
                 " interface, set GLOO_SOCKET_IFNAME"
             ) from error
     return TorchTransport(most=most)
 
 
 def join(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTransport:
-    """Return the transport of processes that were started one by one, and meet at the address of the first; collective.
+    """Return the transport of processes started one by one, which rendezvous at the address of rank 0; collective.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def join(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTr
     Raises
     ------
     LaunchError
-        They do not come, or gloo cannot start or is missing.
+        The others do not connect in time, or gloo cannot start or is missing.
     """
     if not (dist.is_available() and dist.is_gloo_available()):
         raise LaunchError(
@@ -109,13 +109,13 @@ def join(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTr
 
 @dataclass
 class _Groups:
-    """The number of the last group of ranks that this process made out of a process group."""
+    """Number of the last group of ranks that this process created in a process group."""
 
     last: int = 0
 
 
 class _Part(NamedTuple):
-    """Some ranks of a process group, in an order of their own, and the number of their group."""
+    """Ordered subset of the ranks of a process group, and the number of this subgroup."""
 
     ranks: list[int]
     number: int
@@ -123,7 +123,7 @@ class _Part(NamedTuple):
 
 
 class TorchTransport(Transport):
-    """Transport over a torch.distributed process group, which the caller keeps owning.
+    """Transport over a torch.distributed process group, which the caller owns.
 
     Subgroups are not process groups, since torch creates those collectively, with a connection per pair, and frees them
     only at exit. The messages of a subgroup have their own tags, and it is released with its last user.
@@ -154,14 +154,14 @@ class TorchTransport(Transport):
                 f"group: expected a process group with gloo for host arrays, got one with {backends}; create one"
                 " with torch.distributed.new_group(backend='gloo'), or initialise with 'cpu:gloo,cuda:nccl'"
             )
-        everybody = dist.get_process_group_ranks(self._group)
+        group_ranks = dist.get_process_group_ranks(self._group)
         # ranks are numbered as in the default process group
-        self._ranks, number, self._groups = part or _Part(everybody, 0, _Groups())
+        self._ranks, number, self._groups = part or _Part(group_ranks, 0, _Groups())
         self._tags = [FIRST_TAG + number * len(KINDS) + kind for kind in KINDS]
         self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
         self.peers = [peer for peer in range(self.size) if peer != self.rank]
         self.tensors = tuple(pair.partition(":")[0] for pair in backends.split(",") if pair in DIRECT)
-        self._whole = self.size == len(everybody)
+        self._whole = self.size == len(group_ranks)
 
     @property
     def group(self) -> Any:
@@ -171,20 +171,20 @@ class TorchTransport(Transport):
         return self._group
 
     def split(self, color: int, key: int) -> TorchTransport:
-        """Return the group of the ranks that gave the same colour, ordered by key."""
-        given = self.allgather((color, key))
-        places = sorted((key, place) for place, (other, key) in enumerate(given) if other == color)
+        """Return the group of the ranks with the same colour, ordered by key."""
+        colors = self.allgather((color, key))
+        places = sorted((key, place) for place, (other, key) in enumerate(colors) if other == color)
         return self._part([place for _, place in places], self._next_number())
 
     def cut(self, tiles: int) -> tuple[Transport, Transport]:
-        """Return the groups of tiles and of replicas, which need not ask each other who is in them."""
+        """Return the groups of tiles and of replicas, whose members are known without communication."""
         replica, tile = divmod(self.rank, tiles)
         number, places = self._next_number(), range(self.size)
         # one number for both: they have no two ranks in common
         return self._part(places[replica * tiles :][:tiles], number), self._part(places[tile::tiles], number)
 
     def _next_number(self) -> int:
-        """Return a number of which no two of these ranks have met in a group; collective."""
+        """Return a group number that no two of these ranks have used together; collective."""
         last = np.array([self._groups.last])
         self.allreduce(last, "max")
         self._groups.last = int(last[0]) + 1
@@ -195,7 +195,7 @@ class TorchTransport(Transport):
         return TorchTransport(self.group, part, self.most)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        """Return an exchange straight from and into the arrays, or through buffers for boxes with gaps in memory."""
+        """Return an exchange directly from and into the arrays, or through buffers for non-contiguous boxes."""
         return _TorchExchange(self, sends, receives)
 
     def allreduce(self, array: Any, op: ReduceOp = "sum") -> None:
@@ -224,7 +224,7 @@ class TorchTransport(Transport):
 
     def _reduction(self, array: np.ndarray, op: ReduceOp, kind: int) -> Request:
         if self.size == 1 or not array.size:
-            return Done()
+            return CompletedRequest()
         if not array.flags.forc:
             raise ValueError(f"array: expected a contiguous one, got strides {array.strides} of shape {array.shape}")
         flat = array.ravel("K")  # a view
@@ -235,7 +235,7 @@ class TorchTransport(Transport):
             return _Works(self, [dist.all_reduce(part, REDUCE_OPS[op], self.group, async_op=True) for part in parts])
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
-        """Return every rank's array, one above the other."""
+        """Return the arrays of all ranks, stacked along a new first axis."""
         gathered = np.empty((self.size, *array.shape), array.dtype)
         gathered[self.rank] = array
         rows = [as_bytes(gathered[rank : rank + 1]) for rank in range(self.size)]
@@ -252,21 +252,21 @@ class TorchTransport(Transport):
 
     def allgather(self, value: Any) -> list[Any]:
         """Return copies of every rank's value, in rank order."""
-        mine = pickled(value)
-        sizes = self.allgather_array(np.array(mine.size))
-        parts = self.all_to_all([mine] * self.size, [(size,) for size in sizes])
+        data = pickled(value)
+        sizes = self.allgather_array(np.array(data.size))
+        parts = self.all_to_all([data] * self.size, [(size,) for size in sizes])
         return [pickle.loads(part.tobytes()) for part in parts]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return a copy of the value of rank `root`."""
-        mine = pickled(value if self.rank == root else None)
-        size = np.array(mine.size)
-        self._spread(size, root)
-        data: np.ndarray = mine if self.rank == root else np.empty(size, np.uint8)
-        self._spread(data, root)
+        pickled_value = pickled(value if self.rank == root else None)
+        size = np.array(pickled_value.size)
+        self._broadcast(size, root)
+        data: np.ndarray = pickled_value if self.rank == root else np.empty(size, np.uint8)
+        self._broadcast(data, root)
         return pickle.loads(data.tobytes())
 
-    def _spread(self, array: np.ndarray, root: int) -> None:
+    def _broadcast(self, array: np.ndarray, root: int) -> None:
         """Replace the array by that of rank `root`."""
         data = as_bytes(array)
         if self.rank == root:
@@ -288,20 +288,20 @@ class TorchTransport(Transport):
             ends = [(dist.irecv, receives), (dist.isend, sends)]
             ops = [
                 dist.P2POp(end, data[chunk], self._ranks[peer], group, tag)
-                for end, letters in ends
-                for peer, data in letters
+                for end, tensors in ends
+                for peer, data in tensors
                 for chunk in chunks(data.numel(), self.most)
             ]
-            # together: nccl runs what is posted apart one after the other, and two ranks would wait for each other
+            # as one batch: nccl runs separate operations one after the other, and two ranks could deadlock
             return _Works(self, dist.batch_isend_irecv(ops) if ops else [])
 
     def swap(self, sends: Iterable[PeerTensor], receives: Iterable[PeerTensor]) -> None:
-        """Send and receive what a collective needs."""
+        """Exchange the messages of a collective."""
         self.post(sends, receives, COLLECTIVES).wait()
 
     @contextmanager
     def remote_errors(self) -> Iterator[None]:
-        """Convert gloo's errors into one that says what happened."""
+        """Convert gloo's errors to RemoteError."""
         try:
             yield
         except RuntimeError as error:
@@ -323,7 +323,7 @@ class _Works(Request):
 
 
 class _Reduction(Request):
-    """A sum or maximum under way: each rank reduces a part of all arrays, in rank order, and sends it to the others."""
+    """Pending sum or maximum: each rank reduces one part of all arrays, in rank order, and sends it to the others."""
 
     def __init__(self, transport: TorchTransport, flat: np.ndarray, op: ReduceOp, kind: int) -> None:
         ends = [flat.size * place // transport.size for place in range(transport.size + 1)]
@@ -341,9 +341,9 @@ class _Reduction(Request):
         self._post([self.mine] * len(self.parts), self.parts, self.kind).wait()
 
     def _post(self, sends: Sequence[np.ndarray], receives: Sequence[np.ndarray], kind: int) -> Request:
-        here = self.transport
-        leaving, arriving = ([(peer, as_bytes(ends[peer])) for peer in here.peers] for ends in (sends, receives))
-        return here.post(leaving, arriving, kind)
+        transport = self.transport
+        leaving, arriving = ([(peer, as_bytes(ends[peer])) for peer in transport.peers] for ends in (sends, receives))
+        return transport.post(leaving, arriving, kind)
 
 
 class _TorchExchange(Exchange):
@@ -369,10 +369,10 @@ class _TorchExchange(Exchange):
 
 
 def _packed(cells: Any) -> tuple[Any, Any]:
-    """Return cells and the contiguous array that travels: the same, or a buffer for their copies."""
+    """Return cells and the contiguous array that is sent: the same, or a buffer for their copies."""
     if isinstance(cells, torch.Tensor):
         return cells, cells
-    fit = cells.flags.c_contiguous and cells.flags.writeable  # PyTorch warns of arrays that are not
+    fit = cells.flags.c_contiguous and cells.flags.writeable  # PyTorch warns about read-only arrays
     return cells, cells if fit else np.empty(cells.shape, cells.dtype)
 
 

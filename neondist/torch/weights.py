@@ -17,15 +17,15 @@ from ..comm import SingleTransport, agree, all_or_none
 from ..comm.agree import CALL, check_alike
 from ..errors import ConfigError, DataError
 from ..geometry import Box
-from ..io.checkpoint import Piece, Taken, scatter
+from ..io.checkpoint import Piece, WeightMatch, scatter
 from ..io.checkpoint.weights import MOST
 from ..io.files import replacing
 from .module import DistributedModule
 from .weights_file import opened_weights, safetensors
 
 OPTIMIZER = "optimizer/"
-"""What the names of an optimiser's tensors begin with."""
-_AS_PLAIN = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # what NumPy, or HDF5, has no type for
+"""Prefix of the names of an optimiser's tensors."""
+_AS_PLAIN = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # dtypes that NumPy or HDF5 lack
 
 
 def save_weights(
@@ -54,9 +54,9 @@ def save_weights(
     with all_or_none(world):
         tensors = kept_tensors(model, optimizer)
         if world.rank == 0:
-            apart = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-            told = {name: json.dumps(fact) for name, fact in facts.items()}
-            content = safetensors().torch.save(apart, told or None)
+            copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+            metadata = {name: json.dumps(fact) for name, fact in facts.items()}
+            content = safetensors().torch.save(copies, metadata or None)
             with replacing(Path(path)) as file:
                 file.write(content)
 
@@ -82,18 +82,18 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
     world, path = _world(model), Path(path)
     check_alike(world, {CALL: "load_weights", "path": path, "optimizer": optimizer is not None})
     with ExitStack() as stack:
-        file, found = None, None
+        file, header = None, None
         with all_or_none(world):
             if world.rank == 0:
                 file = stack.enter_context(opened_weights(path))
-                found = file.shapes, file.facts
-        shapes, facts = world.bcast(found)
+                header = file.shapes, file.facts
+        shapes, facts = world.bcast(header)
         if optimizer is None:
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith(OPTIMIZER)}
         with all_or_none(world):
             if optimizer is not None:
-                begun = (name[len(OPTIMIZER) :] for name in shapes if name.startswith(OPTIMIZER))
-                begin_slots(dict(model.named_parameters()), optimizer, begun)
+                slot_names = (name[len(OPTIMIZER) :] for name in shapes if name.startswith(OPTIMIZER))
+                begin_slots(dict(model.named_parameters()), optimizer, slot_names)
             tensors = kept_tensors(model, optimizer)
             check_fit(path, shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         fresh = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
@@ -116,7 +116,7 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
             scatter(world, pieces, lambda piece, place: tensor_of(piece.name)[place])
         except DataError as problem:
             error = problem
-        except Exception as problem:  # of a file that has changed meanwhile
+        except Exception as problem:  # the file has changed meanwhile
             error = DataError(f"{path}: cannot be read ({problem}); restore it from a copy, or name another file")
         agree(world, error)
     with torch.no_grad():
@@ -127,48 +127,48 @@ def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Opti
 
 def kept_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors of a module's and an optimizer's state by name, without copying."""
-    found = dict(model.state_dict())
-    for name, value in found.items():
+    tensors = dict(model.state_dict())
+    for name, value in tensors.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"the module's state {name!r} is a {type(value).__name__}; files hold only tensors")
     slots = {} if optimizer is None else slots_of(dict(model.named_parameters()), optimizer)
-    return found | {OPTIMIZER + name: value for name, value in slots.items()}
+    return tensors | {OPTIMIZER + name: value for name, value in slots.items()}
 
 
 def slots_of(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return what an optimiser keeps of parameters, by 'PARAMETER/SLOT': the tensors themselves."""
-    found: dict[str, torch.Tensor] = {}
+    """Return an optimiser's state tensors by 'PARAMETER/SLOT', without copying."""
+    slots: dict[str, torch.Tensor] = {}
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise ConfigError(
                 "optimizer: has a parameter that does not belong to the model; create it from model.parameters()"
             )
-        for what, value in state.items():
+        for slot, value in state.items():
             if value is not None and not isinstance(value, torch.Tensor):
                 raise ConfigError(
-                    f"optimizer: {type(optimizer).__name__} remembers {what!r} as a {type(value).__name__}, and files"
-                    " hold tensors only; use another optimiser"
+                    f"optimizer: {type(optimizer).__name__} keeps {slot!r} as a {type(value).__name__}, but files hold"
+                    " only tensors; use another optimiser"
                 )
             if value is not None:
-                found[f"{names[parameter]}/{what}"] = value
-    return found
+                slots[f"{names[parameter]}/{slot}"] = value
+    return slots
 
 
 def begin_slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
-    """Let an optimiser make what it keeps of parameters, which it does in its first step; their values stay.
+    """Make an optimiser create its state of parameters, by a first step; the parameters are restored.
 
     Parameters
     ----------
     names : iterable of str
-        As `slots_of` names them; the values are to be overwritten.
+        Slots as named by `slots_of`; their values are to be overwritten.
     """
-    wanted = {name.rpartition("/")[0] for name in names}
-    if not wanted:
+    owners = {name.rpartition("/")[0] for name in names}
+    if not owners:
         return
     before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters.values()]
     for name, parameter in parameters.items():
-        new = name in wanted and parameter.requires_grad and not optimizer.state.get(parameter)
+        new = name in owners and parameter.requires_grad and not optimizer.state.get(parameter)
         parameter.grad = torch.zeros_like(parameter) if new else None
     with torch.no_grad():
         optimizer.step()
@@ -178,22 +178,22 @@ def begin_slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.O
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor's memory as an array of NumPy; what that has no type for, as its bits."""
+    """Return a tensor's memory as a NumPy array; dtypes that NumPy lacks as their bits."""
     tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return tensor.view(_AS_PLAIN.get(tensor.dtype, tensor.dtype)).numpy()
 
 
-def check_fit(path: Path, there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DataError, with what differs first, unless a file has the names and shapes of a model."""
-    both = [name for name in here if name in there]
-    misfits = [(name, there[name], here[name]) for name in both if there[name] != here[name]]
-    missing, left = [name for name in here if name not in there], [name for name in there if name not in here]
-    found = Taken(both, missing, sorted(left), misfits)
-    if found.left or not found.complete:
-        differences = found.differences(MOST)
+def check_fit(path: Path, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DataError, listing the first differences, unless a file has the names and shapes of a model."""
+    both = [name for name in expected if name in stored]
+    misfits = [(name, stored[name], expected[name]) for name in both if stored[name] != expected[name]]
+    missing, left = [name for name in expected if name not in stored], [name for name in stored if name not in expected]
+    result = WeightMatch(both, missing, sorted(left), misfits)
+    if result.unused or not result.complete:
+        differences = result.differences(MOST)
         remedy = "name a file with this module's state_dict"
         prefix = next((name.removesuffix(missing[0]) for name in left if missing and name.endswith(missing[0])), "")
-        if prefix and {*there} == {prefix + name for name in here}:
+        if prefix and {*stored} == {prefix + name for name in expected}:
             remedy = f"remove the prefix '{prefix}', which a wrapper of the module added, from the names"
         raise DataError(f"{path}: does not fit the module: {differences}; {remedy}")
 

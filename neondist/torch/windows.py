@@ -1,4 +1,4 @@
-"""A classifier of tiles at every place of a regular grid in an image."""
+"""Sliding-window application of a classifier of tiles to an image."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ CELLS = 1 << 21
 
 
 class ModuleWindows:
-    """The scores of a module for windows of an image, block after block of their map; as `blocks.ModuleBlocks`.
+    """Scores of a module for windows of an image, computed block by block; the counterpart of `blocks.ModuleBlocks`.
 
     Parameters
     ----------
     module : nn.Module
-        From windows (n, C, *window) to scores (n, classes); in evaluation from now on.
+        From windows (n, C, *window) to scores (n, classes); it is set to evaluation mode.
     dtype : numpy.dtype
         Of its parameters.
     shape : (*spatial, C)
         Of the image.
     window, stride : int
-        Cells along each axis, of a window and between the first cells of neighbours. Windows that do not lie in the
-        image whole have no place in the map.
+        Cells along each axis, of a window and between the first cells of neighbours. Windows that are not entirely
+        inside the image are left out.
     size : (*spatial,)
-        Of a block of the map; those at the end of an axis may be smaller.
+        Of a block of the map; the last ones along an axis may be smaller.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class ModuleWindows:
     Raises
     ------
     ConfigError
-        The module fails, or gives something else than scores for a window.
+        The module fails, or does not return scores for a window.
     """
 
     def __init__(
@@ -69,56 +69,56 @@ class ModuleWindows:
         return self.cells.tiles
 
     def coords(self, number: int) -> tuple[int, ...]:
-        """Return a block's place among the others."""
+        """Return a block's coordinates in the grid of blocks."""
         return self.cells.coords(number)
 
     def output(self, number: int) -> Box:
-        """Return the places of the map that a block is."""
+        """Return the cells of the map in a block."""
         return self.cells.box(number)
 
     def image(self, number: int) -> Box:
-        """Return the cells of the image that it depends on."""
+        """Return the cells of the image that a block depends on."""
         box = self.output(number)
         lo = tuple(at * self.stride for at in box.lo)
         return Box(lo, tuple((at - 1) * self.stride + self.window for at in box.hi))
 
     @property
     def largest_image(self) -> Box:
-        """The most cells of the image that a block depends on."""
+        """Largest box of the image that a block depends on."""
         return self.image(0)
 
     def run(self, number: int, x: np.ndarray) -> np.ndarray:
-        """Return a block of the map (1, *block, classes), given the cells of the image (1, *cells, C)."""
+        """Return a block of the map (1, *block, classes) from the cells of the image (1, *cells, C)."""
         windows = torch.from_numpy(np.ascontiguousarray(np.moveaxis(x[0], -1, 0)))
         for axis in range(1, windows.dim()):
             windows = windows.unfold(axis, self.window, self.stride)
         block = self.output(number).shape
         places: list[tuple[int, ...]] = list(product(*map(range, block)))
-        found = []
+        scores = []
         for first in range(0, prod(block), self.batch):
-            batch = [_of_place(windows, place) for place in places[first : first + self.batch]]
-            found.append(self._scores(torch.stack(batch)))
-        return np.concatenate(found).reshape(1, *block, -1)
+            batch = [_window_at(windows, place) for place in places[first : first + self.batch]]
+            scores.append(self._scores(torch.stack(batch)))
+        return np.concatenate(scores).reshape(1, *block, -1)
 
     def _scores(self, windows: torch.Tensor) -> np.ndarray:
-        what = f"{type(self.module).__name__}: for windows {list(windows.shape)}, it"
+        subject = f"{type(self.module).__name__}: for windows {list(windows.shape)}, it"
         try:
             with torch.no_grad():
                 output = self.module(windows)
         except Exception as error:
             line = str(error).strip().split("\n")[0]
-            raise ConfigError(f"{what} fails: {type(error).__name__}: {line}; give --windows of its size") from error
+            raise ConfigError(f"{subject} fails: {type(error).__name__}: {line}; give --windows of its size") from error
         try:
             scores = channels_last(output)
         except StopIteration:
-            raise ConfigError(f"{what} returns a {type(output).__name__}; return a tensor of scores") from None
+            raise ConfigError(f"{subject} returns a {type(output).__name__}; return a tensor of scores") from None
         if scores.ndim < 2 or len(scores) != len(windows) or scores[0].size != scores.shape[-1]:
-            raise ConfigError(f"{what} returns {list(scores.shape)}, channels last; return scores (n, classes)")
+            raise ConfigError(f"{subject} returns {list(scores.shape)}, channels last; return scores (n, classes)")
         return scores.reshape(len(scores), -1)
 
 
-def _of_place(windows: torch.Tensor, place: Sequence[int]) -> torch.Tensor:
-    """Return one of windows (C, *places, *window)."""
+def _window_at(windows: torch.Tensor, place: Sequence[int]) -> torch.Tensor:
+    """Return the window at a place of (C, *places, *window)."""
     for at in place:
         windows = windows.select(1, at)
     return windows

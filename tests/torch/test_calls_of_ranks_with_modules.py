@@ -328,7 +328,7 @@ def test_every_rank_draws_alike():
     after = []
     for rank in range(2):
         torch.manual_seed(3)
-        wires = SimpleNamespace(grid=SimpleNamespace(world=Apart(rank)))
-        Runner._drawn(SimpleNamespace(wires=wires), [])
+        comm = SimpleNamespace(grid=SimpleNamespace(world=Apart(rank)))
+        Runner._draw_seed(SimpleNamespace(comm=comm), [])
         after.append(torch.get_rng_state())
     assert torch.equal(*after)

@@ -131,7 +131,7 @@ def test_a_distributed_module_is_the_module_to_its_user(tmp_path):
 
 def test_a_mode_is_captured_once_and_a_changed_attribute_anew(monkeypatch):
     made_of = []
-    real = capturing.captured
+    real = capturing.capture_module
 
     def counted(module, *more, **named):
         made_of.append(type(module).__name__)
@@ -147,7 +147,7 @@ def test_a_mode_is_captured_once_and_a_changed_attribute_anew(monkeypatch):
             return self.norm(x) * self.scale
 
     for place in (capturing, criteria):
-        monkeypatch.setattr(place, "captured", counted)
+        monkeypatch.setattr(place, "capture_module", counted)
     with nd.ProcessGrid.serial() as grid:
         model = ndt.distribute(Scaled().double(), IMAGES, grid)
         x = drawn(*IMAGES)

@@ -1,4 +1,4 @@
-"""A user's autograd.Functions, which run as they are written."""
+"""User-defined autograd.Functions, executed as written."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from ..custom_gradients import OPERATOR
 from ..graph import axes_of_values
 from ..layout import axes_of
+from ..lower import Lowering
 from ..registry import rule
 from ..steps import Where
 
 
 @rule(OPERATOR, always=True)
-def user_function(lowering: Any, tensors: Sequence[Any], number: int) -> Any:
-    """Local, if forward and backward of an autograd.Function look at one index each."""
+def user_function(lowering: Lowering, tensors: Sequence[Any], number: int) -> Any:
+    """Local, if forward and backward of an autograd.Function are elementwise."""
     function, here, outs = lowering.functions[number], lowering.where, lowering.out
     lowering.where = Where(function.name, here.module, here.source)
     if lowering.parts_of_gradients:

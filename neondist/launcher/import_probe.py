@@ -1,4 +1,4 @@
-"""A process that imports modules, and tells of each in a line why it cannot: the name, a tab, the reason if any."""
+"""Probe of imports in a separate process: prints the name of each module, a tab, and the error, if any."""
 
 import importlib
 import sys
