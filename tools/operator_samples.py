@@ -26,7 +26,7 @@ from torch_runs import captured_once, difference, distributed, serial
 from trials import create_parser, format_counts, run_cases
 
 from neondist.errors import UserError
-from neondist.torch.capture import capture_module
+from neondist.torch.capture.capture import capture_module
 
 GRIDS = {1: ((1, 1, 2), (1, 1, 3)), 2: ((1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 3, 2)), 3: ((1, 2, 1), (1, 2, 2))}
 """(replicas, rows, cols), by the number of spatial axes"""

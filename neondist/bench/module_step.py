@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..errors import ConfigError, NeondistError
-from ..torch.distributing import distribute
+from ..torch.module.distributing import distribute
 from . import memory
 from .module_profile import Shares, shares_of
 from .public_models import EXTENTS

@@ -20,7 +20,7 @@ from ..terminal.console import say
 from .experiment import import_module
 
 if TYPE_CHECKING:
-    from ..torch.definition import ModelDefinition
+    from ..torch.training.definition import ModelDefinition
 
 
 def tiles(text: str) -> tuple[int, int]:
@@ -54,7 +54,7 @@ def load_definition(path: str, names: Mapping[str, str] | None = None) -> ModelD
     if not Path(path).is_file():
         raise ConfigError(f"{path}: no such file; give the path of a model-definition file")
     name = import_module(path, "")
-    from ..torch.definition import ModelDefinition
+    from ..torch.training.definition import ModelDefinition
 
     return ModelDefinition(sys.modules[name], path, names)
 

@@ -236,7 +236,7 @@ def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
 
 def _torch_transport() -> Any:
     try:
-        return import_module("neondist.torch.transport")  # by name: a higher layer with PyTorch
+        return import_module("neondist.torch.exchange.transport")  # by name: a higher layer with PyTorch
     except ImportError:
         raise LaunchError("create_server: connecting tasks needs PyTorch: pip install 'neondist[torch]'") from None
 

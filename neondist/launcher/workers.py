@@ -47,7 +47,7 @@ def _import_modules() -> None:
     from .. import train  # noqa: F401
     from ..io import environment  # noqa: F401
     from ..services import recovery, server, training, worker_tasks  # noqa: F401
-    from ..torch.definition import load_capture
+    from ..torch.training.definition import load_capture
 
     load_capture()
 

@@ -108,7 +108,7 @@ def costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequenc
     Parameters
     ----------
     rows : tuples of name, costs, text
-        Costs are `neondist.torch.costs.StepCosts`; the text is the shape of the output.
+        Costs are `neondist.torch.lowering.costs.StepCosts`; the text is the shape of the output.
     total : costs
         Totals, on the rank with the maximum of each.
     """

@@ -106,7 +106,7 @@ class AutoDist:
         self._entered = True
         with ExitStack() as stack:
             if importlib.util.find_spec("torch") is not None:
-                from ..torch.module_scope import ModuleScope
+                from ..torch.module.module_scope import ModuleScope
 
                 self._modules = self._modules or ModuleScope(self.grid)
                 stack.enter_context(self._modules.collect())
@@ -165,7 +165,7 @@ class AutoDist:
         """
         parts: list[Any] = list(self._layer_models)
         if self._modules is not None and self._modules.models:
-            from ..torch.scope_script import ScopeScript
+            from ..torch.training.scope_script import ScopeScript
 
             self._divide_steps()
             parts += ScopeScript.create(self._modules, self._owners)
@@ -175,7 +175,7 @@ class AutoDist:
         return DistributedSession(model=parts, checkpoint_dir=folder, hooks=hooks, **settings)
 
     def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        from ..torch.module_scope import whole
+        from ..torch.module.module_scope import whole
 
         self._divide_steps()
         self._running = True
@@ -190,7 +190,7 @@ class AutoDist:
         parameters = {} if self._modules is None else self._modules.parameters
         if not parameters:
             return None
-        from ..torch.parameters import plan_parameters
+        from ..torch.module.parameters import plan_parameters
 
         return plan_parameters(parameters, self.grid.shape, self._chosen)
 
@@ -208,7 +208,7 @@ class AutoDist:
                 " leave out the compressor, or use ndt.DistributedOptimizer"
             ).on_all_ranks()
         if plan.shares and self.grid.size > 1:
-            from ..torch.owner_steps import OwnerSteps
+            from ..torch.training.owner_steps import OwnerSteps
 
             self._owners = OwnerSteps(self._modules.parameters, self.grid, plan)
 

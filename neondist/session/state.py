@@ -160,7 +160,7 @@ def state_of(model: Any, grid: ProcessGrid | None = None) -> SessionState:
             _ = part.built
     if rest and "torch" in sys.modules:
         with suppress(ImportError):
-            from ..torch.script import ModuleScript
+            from ..torch.training.script import ModuleScript
 
             script, rest = ModuleScript.of(rest)
             models += [] if script is None else [script]

@@ -1,14 +1,9 @@
 """Distribution of PyTorch modules: `ndt.distribute(module, example_shape, grid)`, exact on any grid.
 
-layout: partition of a tensor over ranks. transfer: the indices sent. capture: from a module to a graph of operators.
-lower: from the graph to a plan, by the rules in rules/, which use building and steps. plan, run: the plan and its
-execution; traffic, costs: its communication and costs. mesh_comm, functions: communication of tensors, and autograd.
-distributing: the entry point; module: its result; consistency, checks, criteria: parts of that. in_blocks: lowering for
-a single block. blocks: block-wise inference without messages; trunk, blocked: block-wise training, up to the first
-operator that depends on the whole image. segments, choosing, fused: fused windows. execution: options that select
-these. weights: weights files. functional: halos and sums for custom code. transport: torch.distributed.
-convert: conversion to and from neondist layers. by_name, factory, feeding, judging, module_plan, experiment: modules in
-experiments.
+From a module to its execution: capture/ traces it to a graph of operators; lowering/ turns the graph into a plan, by
+the rules in rules/; execution/ runs the plan, at once or in parts. ir/ has the data structures that they share,
+exchange/ the communication, kernels/ faster local computation. module/ is what users hold, training/ its use in
+experiments and scripts, convert/ the conversion to and from neondist layers.
 """
 
 from ..errors import MissingPackageError
@@ -26,18 +21,18 @@ if _remedy and numbers(torch.__version__) < TORCH[0]:
     raise MissingPackageError(_remedy)
 try:
     from . import rules
-    from .by_name import TorchLoss, TorchOptimizer
     from .convert import from_torch, to_torch
-    from .distributed_optimizer import DistributedOptimizer
-    from .distributing import distribute
-    from .errors import UnsupportedOperator
-    from .experiment import TorchModel
-    from .functional import halo, reduce
-    from .loader import loader
-    from .module import DistributedModule
-    from .registry import rule
-    from .transport import TorchTransport, world
-    from .weights import load_weights, save_weights
+    from .exchange.functional import halo, reduce
+    from .exchange.transport import TorchTransport, world
+    from .ir.errors import UnsupportedOperator
+    from .ir.registry import rule
+    from .module.distributing import distribute
+    from .module.loader import loader
+    from .module.module import DistributedModule
+    from .module.weights import load_weights, save_weights
+    from .training.by_name import TorchLoss, TorchOptimizer
+    from .training.distributed_optimizer import DistributedOptimizer
+    from .training.experiment import TorchModel
 except (ImportError, AttributeError) as error:  # a newer PyTorch may work
     if not _remedy:
         raise

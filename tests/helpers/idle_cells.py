@@ -2,7 +2,7 @@
 
 import torch
 
-from neondist.torch.run import Runner
+from neondist.torch.execution.run import Runner
 
 FILLS = (torch.nan, 1e3, -1e3)
 

@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch_runs import captured_once, difference, distributed, serial
 
 from neondist.errors import UserError
-from neondist.torch import capture, layout
+from neondist.torch.capture.capture import capture
+from neondist.torch.ir import layout
 
 GRIDS = {
     1: ((1, 1, 1, 2), (1, 1, 1, 3), (2, 1, 1, 2), (1, 1, 1, 5), (3, 1, 1, 1)),

@@ -17,11 +17,12 @@ from turns import in_turn as in_turn  # for the tests here
 
 from neondist import ProcessGrid
 from neondist.comm import loopback
-from neondist.torch import criteria, factory
-from neondist.torch import module as capturing
-from neondist.torch.blocks import TracedImage
-from neondist.torch.layout import shape_of
-from neondist.torch.transfer import at_place
+from neondist.torch.execution.blocks import TracedImage
+from neondist.torch.ir.layout import shape_of
+from neondist.torch.ir.transfer import at_place
+from neondist.torch.module.module import criteria
+from neondist.torch.module.module import module as capturing
+from neondist.torch.training import factory
 
 if ON_GPU and not torch.cuda.is_available():
     pytest.skip("PyTorch finds no GPU", allow_module_level=True)

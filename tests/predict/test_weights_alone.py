@@ -22,7 +22,7 @@ from neondist.comm import ProcessGrid, loopback  # noqa: E402
 from neondist.errors import ConfigError, DataError, OutputError  # noqa: E402
 from neondist.formats.class_colours import class_colours  # noqa: E402
 from neondist.io.journal import Journal  # noqa: E402
-from neondist.torch.windows import ModuleWindows  # noqa: E402
+from neondist.torch.training.windows import ModuleWindows  # noqa: E402
 from neondist.train.inference import TrainedModule, predict_module  # noqa: E402
 from neondist.train.inference.windows import Centres  # noqa: E402
 
@@ -120,7 +120,7 @@ def on(ranks, folder, target, source="slide.ome.tif", block=None, overwrite=Fals
 
 @pytest.mark.parametrize(("ranks", "block"), [(1, None), (2, 3), (3, 1)])
 def test_windows_are_those_of_a_plain_loop(folder, tmp_path, monkeypatch, ranks, block):
-    monkeypatch.setattr("neondist.torch.windows.CELLS", 4 * WINDOW**2)  # several calls a block
+    monkeypatch.setattr("neondist.torch.training.windows.CELLS", 4 * WINDOW**2)  # several calls a block
     expected = np.load(folder / "map.npy")
     assert on(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape == (11, 14, 3)
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=0, atol=1e-6)

@@ -15,7 +15,7 @@ from torch_runs import captured_once, check  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
-from neondist.torch.capture import capture_module  # noqa: E402
+from neondist.torch.capture.capture import capture_module  # noqa: E402
 
 IMAGES = (2, 4, 8, 12)
 

@@ -14,11 +14,11 @@ from torch_runs import captured_once  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.geometry import GridShape  # noqa: E402
 from neondist.plan import report  # noqa: E402
-from neondist.torch.costs import module_paths  # noqa: E402
-from neondist.torch.layout import Atom, Mesh  # noqa: E402
+from neondist.torch.ir.layout import Atom, Mesh  # noqa: E402
+from neondist.torch.ir.transfer import Transfer, Want  # noqa: E402
+from neondist.torch.lowering.costs import module_paths  # noqa: E402
+from neondist.torch.lowering.traffic import ring_traffic, traffic_of  # noqa: E402
 from neondist.torch.rules import product  # noqa: E402
-from neondist.torch.traffic import ring_traffic, traffic_of  # noqa: E402
-from neondist.torch.transfer import Transfer, Want  # noqa: E402
 
 GRIDS = GridShape(1, 2, 3), GridShape(2, 3, 1), GridShape(1, 1, 1), GridShape(1, 1, 5)
 

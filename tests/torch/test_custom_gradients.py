@@ -222,7 +222,7 @@ def test_other_threads_apply_functions_as_ever():
     """While one captures, virtual ranks run: the Functions of their passes are not recorded."""
     from threading import Thread
 
-    from neondist.torch.custom_gradients import record_functions
+    from neondist.torch.ir.custom_gradients import record_functions
 
     x, found = torch.ones(3, requires_grad=True), []
     with record_functions() as calls:

@@ -24,9 +24,9 @@ from turns import some  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
-from neondist.torch.capture import capture_module  # noqa: E402
+from neondist.torch.capture.capture import capture_module  # noqa: E402
+from neondist.torch.capture.watch import Watch  # noqa: E402
 from neondist.torch.convert import from_torch  # noqa: E402
-from neondist.torch.watch import Watch  # noqa: E402
 
 SHAPE = 1, 2, 6, 5
 SCALE, TABLE = 1.0, {"scale": 1.0}

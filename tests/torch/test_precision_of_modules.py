@@ -16,7 +16,7 @@ import neondist.torch as ndt  # noqa: E402
 from neondist.arrays.precision import ComputePrecision, LossScaler  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.geometry import grid_shape  # noqa: E402
-from neondist.torch.train_step import compute_in  # noqa: E402
+from neondist.torch.training.train_step import compute_in  # noqa: E402
 
 NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 SHAPE, BATCH, STEPS = (12, 8, 3), 4, 3

@@ -386,7 +386,7 @@ def test_importing_neondist_imports_no_torch():
 
 
 def test_cells_that_the_criterion_ignores_have_no_metric():
-    from neondist.torch.judging import metric_targets
+    from neondist.torch.training.judging import metric_targets
 
     y, labels = np.zeros((2, 3, 4)), torch.tensor([[0, 3, 255], [255, 1, 2]])
     assert nd.torch.TorchLoss("CrossEntropyLoss", {"ignore_index": 255}).ignore_index == 255

@@ -17,7 +17,7 @@ import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.observer import Observer  # noqa: E402
-from neondist.torch.traffic import BackwardSteps  # noqa: E402
+from neondist.torch.lowering.traffic import BackwardSteps  # noqa: E402
 
 
 class Everything(nn.Module):

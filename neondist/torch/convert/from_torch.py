@@ -16,11 +16,11 @@ from ...comm import ProcessGrid
 from ...comm.agree import all_or_none, check_alike
 from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
-from ..capture import capture_module, decompose, location_of
-from ..errors import UnsupportedOperator
-from ..functionalize import note_result, written_values
-from ..persistent_state import Snapshot
-from ..steps import Where
+from ..capture.capture import capture_module, decompose, location_of
+from ..capture.persistent_state import Snapshot
+from ..ir.errors import UnsupportedOperator
+from ..ir.functionalize import note_result, written_values
+from ..lowering.steps import Where
 from .network import Network, Tensor, Value
 from .operators import OPERATORS
 

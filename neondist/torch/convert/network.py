@@ -10,8 +10,8 @@ import torch
 
 from ...layers import Branches, Concat, GlobalAvgPoolingLayer, Layer, Node
 from ...registry import Registered
-from ..errors import UnsupportedOperator
-from ..steps import Where
+from ..ir.errors import UnsupportedOperator
+from ..lowering.steps import Where
 
 Shape = tuple[int, ...]
 STATE = ("/mean", "/var")

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ..graph import Value
-from ..layout import whole
-from ..lower import Lowering
-from ..registry import rule
+from ..ir.graph import Value
+from ..ir.layout import whole
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 
 
 @rule("aten.new_zeros.default", "aten.new_ones.default", "aten.new_empty.default", "aten.new_full.default",

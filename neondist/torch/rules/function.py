@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..custom_gradients import OPERATOR
-from ..graph import axes_of_values
-from ..layout import axes_of
-from ..lower import Lowering
-from ..registry import rule
-from ..steps import Where
+from ..ir.custom_gradients import OPERATOR
+from ..ir.graph import axes_of_values
+from ..ir.layout import axes_of
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
+from ..lowering.steps import Where
 
 
 @rule(OPERATOR, always=True)

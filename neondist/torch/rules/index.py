@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from ...geometry import fold
-from ..graph import Value
-from ..layout import Atom, axes_of, local_shape, replaced, whole
-from ..lower import Lowering
-from ..registry import rule
-from ..transfer import clipped, hull
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of, local_shape, replaced, whole
+from ..ir.registry import rule
+from ..ir.transfer import clipped, hull
+from ..lowering.lower import Lowering
 
 
 def remapped(lowering: Lowering, x: Value, dim: int, extent: int, source: Callable[[int], int]) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..graph import Value
-from ..layout import Atom, axes_of
-from ..lower import Lowering
-from ..registry import CAPTURED_AS, rule
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of
+from ..ir.registry import CAPTURED_AS, rule
+from ..lowering.lower import Lowering
 
 
 def _total(lowering: Lowering, each: Any, weights: Any, reduction: int) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..graph import Value
-from ..layout import Layout, axes_of, shape_of, whole, whole_along
-from ..lower import Lowering
-from ..registry import rule
+from ..ir.graph import Value
+from ..ir.layout import Layout, axes_of, shape_of, whole, whole_along
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 
 _VECTORS = ("pivots", "LU_pivots", "tau")
 _NUMBERS = ("atol", "rtol", "tol")

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..functions import Moments
-from ..graph import Value
-from ..layout import Atom, axes_of
-from ..lower import Lowering
-from ..mesh_comm import format_of
-from ..norm_gradients import pass_contiguous
-from ..registry import rule
+from ..exchange.functions import Moments
+from ..exchange.mesh_comm import format_of
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
+from ..lowering.norm_gradients import pass_contiguous
 from .reduce import moments, total
 
 

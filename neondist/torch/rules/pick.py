@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..graph import Value
-from ..layout import Atom, axes_of, replaced, shape_of, whole, whole_along
-from ..lower import Lowering
-from ..registry import rule
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of, replaced, shape_of, whole, whole_along
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 from .index import first_of, slices
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..graph import Value
-from ..lower import Lowering
-from ..registry import pointwise, rule
+from ..ir.graph import Value
+from ..ir.registry import pointwise, rule
+from ..lowering.lower import Lowering
 
 pointwise(
     "aten.clone.default", "aten._to_copy.default", "aten.alias.default",

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..graph import Value
-from ..layout import axes_of, local_shape
-from ..lower import Lowering
-from ..registry import rule
+from ..ir.graph import Value
+from ..ir.layout import axes_of, local_shape
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 from .window import Size, Sliding, spatial_rank, spread_out, windows_of
 
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}

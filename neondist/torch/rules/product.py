@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..graph import Value
-from ..layout import Atom, Dim, Layout, axes_of, indices, whole
-from ..lower import Lowering
-from ..registry import rule
-from ..ring import Ring
+from ..exchange.ring import Ring
+from ..ir.graph import Value
+from ..ir.layout import Atom, Dim, Layout, axes_of, indices, whole
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 
 
 @rule("aten.linear.default", whole=("weight", "bias"))

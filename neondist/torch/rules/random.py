@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch._decomp import decomposition_table
 
-from ..graph import Value
-from ..layout import Layout, axes_of, whole
-from ..lower import Lowering
-from ..registry import rule
+from ..ir.graph import Value
+from ..ir.layout import Layout, axes_of, whole
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 
 
 def uniform(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedOperator
-from ..graph import Value
-from ..layout import Atom, Layout, axes_of, shape_of
-from ..lower import Lowering
-from ..registry import rule
+from ..ir.errors import UnsupportedOperator
+from ..ir.graph import Value
+from ..ir.layout import Atom, Layout, axes_of, shape_of
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 
 
 def dims_of(x: Value, dim: int | Sequence[int] | None) -> list[int]:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from ...geometry import Cells, as_ranges
-from ..graph import Value
-from ..layout import Atom, axes_of, replaced
-from ..lower import Lowering
-from ..registry import rule
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of, replaced
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 from .window import spatial_rank
 
 

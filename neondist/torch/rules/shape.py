@@ -7,11 +7,11 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from ..errors import UnsupportedOperator
-from ..graph import Value
-from ..layout import Atom, axes_of, local_shape
-from ..lower import Lowering
-from ..registry import rule
+from ..ir.errors import UnsupportedOperator
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of, local_shape
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 from .index import around, ranged, remapped
 
 

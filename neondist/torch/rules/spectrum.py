@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..graph import Value
-from ..layout import Atom, replaced
-from ..lower import Lowering
-from ..registry import rule
+from ..ir.graph import Value
+from ..ir.layout import Atom, replaced
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 
 
 @rule("aten.view_as_real.default")

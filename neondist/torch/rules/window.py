@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from ...geometry import Cells, cells_used_by, clip_ranges, outputs_using
-from .. import volumes
-from ..convolution import conv as convolved
-from ..graph import Value
-from ..layout import Atom, Layout, local_shape, replaced
-from ..lower import Lowering
-from ..registry import rule
-from ..transfer import clipped
+from ..ir.graph import Value
+from ..ir.layout import Atom, Layout, local_shape, replaced
+from ..ir.registry import rule
+from ..ir.transfer import clipped
+from ..kernels import volumes
+from ..kernels.convolution import conv as convolved
+from ..lowering.lower import Lowering
 
 Ints = Sequence[int]
 Size = int | Ints

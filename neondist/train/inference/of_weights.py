@@ -62,7 +62,7 @@ class TrainedModule:
         memory: int | str | None = None,
     ) -> None:
         from ...torch import TorchModel, load_weights
-        from ...torch.feeding import expected_image
+        from ...torch.training.feeding import expected_image
 
         if stride is not None and windows is None:
             raise ConfigError("--stride requires --windows CELLS; give it, or leave out --stride")
@@ -140,7 +140,7 @@ class TrainedModule:
             yield route, images, grid.world.bcast(identities)
 
     def _in_windows(self, images: Images, block: int | None, before: list[Any] | None, ranks: int = 1) -> WindowRoute:
-        from ...torch.windows import ModuleWindows
+        from ...torch.training.windows import ModuleWindows
 
         assert self.windows is not None
         assert self.stride is not None
