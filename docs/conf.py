@@ -79,7 +79,7 @@ class TorchTable(SphinxDirective):
 def torch_operators():
     """Return the table in Markdown."""
     try:
-        from neondist.torch.registry import table
+        from neondist.torch.ir.registry import table
     except ImportError:
         return "Built without PyTorch: the table is left out."
     return operator_table("Kind | How", table())

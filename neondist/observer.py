@@ -42,31 +42,31 @@ class Observers:
     """Observers of one grid's ranks; without any, the cost is one `if`."""
 
     def __init__(self) -> None:
-        self.watching: tuple[Observer, ...] = ()
+        self.observers: tuple[Observer, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.watching)
+        return bool(self.observers)
 
     def value(self, layer: Any, name: str, array: Any) -> None:
-        """Show an array."""
-        for observer in self.watching:
+        """Pass an array to all observers."""
+        for observer in self.observers:
             observer.value(layer, name, array)
 
-    def during(self, what: str, name: str = "", direction: str = "", subject: Any = None) -> During:
-        """Return a block at whose beginning and end all are told of it."""
-        return During(self.watching, what, name, direction, subject)
+    def during(self, what: str, name: str = "", direction: str = "", subject: Any = None) -> ObservedEvent:
+        """Return a context manager that notifies all observers of the begin and end of an event."""
+        return ObservedEvent(self.observers, what, name, direction, subject)
 
     def add(self, *observers: Observer) -> None:
-        """Let these watch from now on; whatever is at work already ends unseen."""
-        self.watching = (*self.watching, *observers)
+        """Add observers; they do not see the end of events in progress."""
+        self.observers = (*self.observers, *observers)
 
     def remove(self, *observers: Observer) -> None:
-        """Let them watch no longer; they still see the end of what is at work."""
-        self.watching = tuple(one for one in self.watching if one not in observers)
+        """Remove observers; they still see the end of events in progress."""
+        self.observers = tuple(observer for observer in self.observers if observer not in observers)
 
     @contextmanager
     def watched_by(self, *observers: Observer) -> Iterator[None]:
-        """Let these watch, in the block."""
+        """Add observers for the duration of the block."""
         self.add(*observers)
         try:
             yield
@@ -74,18 +74,18 @@ class Observers:
             self.remove(*observers)
 
 
-class During:
-    """The time of something that observers are told of; a generator would cost a step more."""
+class ObservedEvent:
+    """Context manager of one event; a class, because a generator is slower."""
 
-    __slots__ = "direction", "name", "subject", "watching", "what"
+    __slots__ = "direction", "name", "observers", "subject", "what"
 
-    def __init__(self, watching: Sequence[Observer], what: str, name: str, direction: str, subject: Any) -> None:
-        self.watching, self.what, self.name, self.direction, self.subject = watching, what, name, direction, subject
+    def __init__(self, observers: Sequence[Observer], what: str, name: str, direction: str, subject: Any) -> None:
+        self.observers, self.what, self.name, self.direction, self.subject = observers, what, name, direction, subject
 
     def __enter__(self) -> None:
-        for observer in self.watching:
+        for observer in self.observers:
             observer.begin(self.what, self.name, self.direction, self.subject)
 
     def __exit__(self, *error: object) -> None:
-        for observer in reversed(self.watching):
+        for observer in reversed(self.observers):
             observer.end(self.what, self.name, self.direction)

@@ -1,7 +1,7 @@
-"""Python processes that import nothing from the folder they are started in, as `python -P` does from 3.11 on.
+"""Python processes that do not import from their working directory, as with `python -P` since 3.11.
 
-A file called queue.py or mpi4py.py that lies there by chance would else take the place of the real one on every rank.
-This file is also what such a process begins with: `python safe_path.py [--parent=PROCESS] MODULE WORD...`.
+Otherwise a file queue.py or mpi4py.py there would shadow the real module on every rank. This file is also the script
+of such a process: `python safe_path.py [--parent=PROCESS] MODULE WORD...`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ _PR_SET_PDEATHSIG = 1
 
 
 def command(module: str, *words: object, bound: bool = False) -> list[str]:
-    """Return the words that run a module of neondist, or neondist itself, in a process of its own.
+    """Return the command line that runs a module of neondist, or neondist itself, in a new process.
 
-    With `bound` it gets a SIGTERM when this process is killed (Linux). It asks for that itself: what a `preexec_fn`
-    runs between fork and exec crashes or hangs now and then, where this process has threads of gRPC.
+    With `bound` it receives SIGTERM when this process is killed (Linux). The child requests that itself: a `preexec_fn`
+    occasionally crashes or hangs between fork and exec if this process has gRPC threads.
     """
     parent = [f"{_PARENT}{os.getpid()}"] if bound else []
     return [sys.executable, __file__, *parent, module, *map(str, words)]
 
 
 def end_with(parent: int) -> None:
-    """Get a SIGTERM when the parent is killed (Linux); end now if this process has another one by then."""
+    """Receive SIGTERM when the parent is killed (Linux); exit now if the parent has already died."""
     if sys.platform != "linux":
         return
     import ctypes
     import signal
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died in between
+    if os.getppid() != parent:  # the parent died in the meantime
         os._exit(1)
 
 
@@ -45,7 +45,7 @@ def _run() -> None:
         import signal
 
         if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import, if its job ends so soon
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # no import traceback if interrupted early
         end_with(int(sys.argv.pop(1)[len(_PARENT) :]))
     import runpy
 

@@ -1,4 +1,4 @@
-"""The version, which pyproject.toml reads from here, and those of what neondist works with."""
+"""Version of neondist, which pyproject.toml reads from here, and versions of its dependencies."""
 
 from functools import cache
 
@@ -17,13 +17,13 @@ PACKAGES = (
     "matplotlib",
 )
 TORCH = (2, 9), (2, 16)
-"""The oldest PyTorch that is supported, and the first that is not yet; as the extra `torch` of pyproject.toml says."""
+"""Oldest supported PyTorch and first unsupported one, as in the extra `torch` of pyproject.toml."""
 _DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x")}
-"""The packages that may bring a module, where they have other names."""
+"""Distributions that provide a module, if their names differ from the module's."""
 
 
 def torch_remedy(version: str) -> str:
-    """Return what to install in place of a version of PyTorch that is not supported; '' if it is."""
+    """Return the remedy for an unsupported version of PyTorch; '' if it is supported."""
     if TORCH[0] <= numbers(version) < TORCH[1]:
         return ""
     oldest, untested = (".".join(map(str, bound)) for bound in TORCH)
@@ -44,19 +44,19 @@ def versions() -> dict[str, str | None]:
 
 
 def installed_distributions(name: str) -> dict[str, str]:
-    """Return the versions of the installed packages that bring a module, by package."""
-    from importlib import metadata  # takes a while
+    """Return the versions of the installed distributions that provide a module, by distribution."""
+    from importlib import metadata  # slow import
 
-    found = {}
+    versions_by_name = {}
     for distribution in _DISTRIBUTIONS.get(name, (name,)):
         try:
-            found[distribution] = metadata.version(distribution)
+            versions_by_name[distribution] = metadata.version(distribution)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions_by_name
 
 
-@cache  # every run asks, and looking costs tens of milliseconds
+@cache  # queried by every run; a lookup takes tens of milliseconds
 def installed(name: str) -> str | None:
     """Return the version of an installed package without importing it."""
     from importlib.util import find_spec

@@ -62,7 +62,7 @@ def pytest_runtest_makereport(item):
     report = outcome.get_result()
     if INSIDE and report.failed:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            from neondist.torch.transport import world
+            from neondist.torch.exchange.transport import world
 
             job = world()
         else:

@@ -31,7 +31,7 @@ together Rival rival Solo solo solo_grid SoloTransport Alone rank_alone limits s
 Ahead seal SturdyFile Gatherer gatherer rectify rectify_back rectifier
 orphan quiet leftovers swept attend guards
 Wires Parcels Letter OfProgram of_program said_with hear hearer hear_requests
-thinnest _paces sparing no_recompute by_place
+thinnest _paces sparing no_recompute by_place found judged WayBack saves_beside tell_mpi tell_import
 """
 WORDS = set(OLD.split())
 """no identifier of any kind"""
@@ -199,9 +199,9 @@ OPENS = {"np.load", "h5py.File", "Image.open", "tifffile.TiffFile", "tarfile.ope
          "nibabel.load", "zarr.open", "package.safe_open", "torch.load", "netCDF4.Dataset"}  # fmt: skip
 AFTER_A_LOOK = {  # by name, once `open_regular` or `check_regular` has had the file; or files of this process's own
     "data/datasets/download.py", "formats/nifti.py", "formats/pictures.py", "io/checkpoint/read.py",
-    "io/environment.py", "io/hdf5/reader.py", "io/hdf5/writer.py", "io/regular_file.py", "torch/weights.py",
+    "io/environment.py", "io/hdf5/reader.py", "io/hdf5/writer.py", "io/regular_file.py", "torch/module/weights.py",
 }  # fmt: skip
-PRINTERS = ("terminal/console.py", "terminal/rich_console.py", "launcher/tell_mpi.py", "plan/report.py")
+PRINTERS = ("terminal/console.py", "terminal/rich_console.py", "launcher/mpi_probe.py", "plan/report.py")
 READERS = ("cli/", "config/", "data/", "formats/", "io/", "system/machine.py", "torch/", "train/")
 
 
@@ -252,10 +252,12 @@ def trees(rule):
         and not (rule.startswith("runs no code") and path == "launcher/supervise.py")  # of mpirun; it calls no service
         # they look for what changes in users' modules
         # while a module is captured, of PyTorch's metaclass: what applies a Function is compiled, and tells nobody
-        and not (rule == "replaces no methods" and path == "torch/custom_gradients.py")
+        and not (rule == "replaces no methods" and path == "torch/ir/custom_gradients.py")
         # PyTorch's l1_loss leaves its weight out of what it tells those that override it
         and not (rule == "looks at no stack frames" and path == "torch/rules/loss.py")
-        and not (rule == "no dictionaries of objects" and path in ("torch/module_state.py", "torch/watch.py"))
+        and not (
+            rule == "no dictionaries of objects" and path in ("torch/capture/module_state.py", "torch/capture/watch.py")
+        )
     }
 
 

@@ -73,7 +73,7 @@ ENDS = """
 import numpy as np
 from neondist.comm import Message
 from neondist.errors import RemoteError
-from neondist.torch.transport import world
+from neondist.torch.exchange.transport import world
 
 comm = world()
 part = comm.split(0, -comm.rank)
@@ -110,7 +110,7 @@ FAILS = """
 import sys
 import numpy as np
 import neondist as nd
-from neondist.torch.transport import world
+from neondist.torch.exchange.transport import world
 
 with nd.ProcessGrid(world()) as grid:
     array = np.zeros(5)
@@ -133,7 +133,7 @@ def test_an_error_on_one_rank_ends_a_job_of_torchrun(tmp_path):
 
 
 def test_neither_torchrun_nor_a_process_group(monkeypatch):
-    from neondist.torch.transport import world
+    from neondist.torch.exchange.transport import world
 
     monkeypatch.setenv("RANK", "0")
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -1,4 +1,4 @@
-"""`make bench`: measure, and write the tables between the markers of docs/measured.md.
+"""`make bench`: run the benchmarks, and write their tables between the markers of docs/measured.md.
 
 python tools/bench_report.py [--page FILE] [options of neondist bench suite, such as --networks main --rounds 5]
 """
@@ -30,16 +30,16 @@ def run(*words, threads=None):
     subprocess.run([sys.executable, "-m", "neondist", "bench", *map(str, words)], cwd=ROOT, env=env, check=True)
 
 
-def beside(folder):
-    """Return what the suite does not compare: exchanges with plain messages, and the memory of more ranks."""
-    file = folder / "made.json"
+def compare_exchanges(folder):
+    """Return comparisons outside the suite: exchanges with plain messages, and the memory of more ranks."""
+    file = folder / "result.json"
 
     def measure(*words, threads=None):
         run(*words, "--json", file, threads=threads)
         return json.loads(file.read_text(encoding="utf-8"))
 
     halo = next(size for size in measure("halo", "-n", 2)["sizes"] if size["shape"] == HALO)
-    four, alone = (
+    four_ranks, one_rank = (
         max(measure("step", LARGE, *words, "--steps", 2, threads=threads)["peak_bytes"])
         for words, threads in ((["-n", 4], None), ([], 1))
     )
@@ -50,15 +50,15 @@ def beside(folder):
         "| --- | --- |",
         "| halo of (8, 256, 256, 64), 2 ranks, cut along H ÷ the same messages in plain mpi4py"
         f" | {halo['exchange_over_raw']:.2f} |",
-        f"| a step on one 2048² image: peak of memory of a rank, 4 ranks ÷ 1 rank | {four / alone:.2f} |",
+        f"| a step on one 2048² image: peak of memory of a rank, 4 ranks ÷ 1 rank | {four_ranks / one_rank:.2f} |",
     ]
 
 
 def write(path, text):
-    """Put a text between the markers of a page."""
-    old = path.read_text(encoding="utf-8")
-    head, rest = old.split(BEGIN)
-    text = BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)  # narrow columns do not break between a number and its unit
+    """Write text between the markers of a page."""
+    page = path.read_text(encoding="utf-8")
+    head, rest = page.split(BEGIN)
+    text = BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", text)  # no line break between a number and its unit
     path.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
 
@@ -70,7 +70,7 @@ def main(argv=None):
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "suite.md")
         run("suite", "-n", cores(), "--markdown", page, *words)
-        write(arguments.page, page.read_text(encoding="utf-8") + "\n" + "\n".join(beside(Path(folder))))
+        write(arguments.page, page.read_text(encoding="utf-8") + "\n" + "\n".join(compare_exchanges(Path(folder))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Parameter servers on this machine: python tools/bench_servers.py [--megabytes 100] [--servers 2] [--rounds 7].
+"""Benchmark of local parameter servers: python tools/bench_servers.py [--megabytes 100] [--servers 2] [--rounds 7].
 
 Compares a push and a pull of all parameters with the same bytes through plain sockets to as many processes, and an
 update on a server with the same optimiser in process. Best of some rounds, which alternate; prints a table.
@@ -38,7 +38,7 @@ while True:
 
 
 class Sockets:
-    """Peers that take so many bytes each, and send as many back."""
+    """Peers that each receive a number of bytes and send as many back."""
 
     def __init__(self, count, size):
         command = [sys.executable, "-c", PEER, str(size)]
@@ -47,10 +47,10 @@ class Sockets:
         self.values, self.threads = bytes(size), ThreadPoolExecutor(count)
 
     def exchange(self):
-        """Send all bytes, and receive as many."""
-        list(self.threads.map(self._one, self.sockets))
+        """Send all bytes to each peer, and receive as many."""
+        list(self.threads.map(self._exchange_with, self.sockets))
 
-    def _one(self, connection):
+    def _exchange_with(self, connection):
         connection.sendall(self.values)
         view = memoryview(bytearray(len(self.values)))
         while view:
@@ -68,17 +68,17 @@ def measure(functions, rounds):
     """Return the best seconds of each function; they take turns."""
     best = [float("inf")] * len(functions)
     for _ in range(rounds):
-        for at, function in enumerate(functions):
+        for index, function in enumerate(functions):
             start = time.perf_counter()
             function()
-            best[at] = min(best[at], time.perf_counter() - start)
+            best[index] = min(best[index], time.perf_counter() - start)
     return best
 
 
 def traffic(megabytes, servers, rounds):
-    """Return the best seconds of sockets and of servers."""
+    """Return the size in bytes, and the best seconds of sockets and of servers."""
     shapes = [(1024, 256)] * (megabytes * 1_000_000 // (1024 * 256 * 4))
-    specs = [ParameterSpec(f"layer{at}/weights", shape) for at, shape in enumerate(shapes)]
+    specs = [ParameterSpec(f"layer{index}/weights", shape) for index, shape in enumerate(shapes)]
     values = {spec.name: np.zeros(spec.shape, "float32") for spec in specs}
     size = sum(value.nbytes for value in values.values())
     token, sockets = create_token(), Sockets(servers, size // servers)
@@ -97,31 +97,31 @@ def traffic(megabytes, servers, rounds):
             client.push(values)
             client.pull(values)
 
-        found = measure([sockets.exchange, exchange], rounds)
+        seconds = measure([sockets.exchange, exchange], rounds)
     for process in processes:
         process.kill()
         process.wait()
         process.stdout.close()
     sockets.close()
-    return size, found
+    return size, seconds
 
 
 def updates(optimizer, megabytes, rounds):
-    """Return the best seconds of an update in process, and of one as a server applies it."""
+    """Return the best seconds of an update in process and of one on a server."""
     size = megabytes * 250_000
     layout = place(PSLoadBalancing().build([ParameterSpec("weights", (size // 1000, 1000))], 1), 1)[0]
-    state = ServerState(layout.described(), describe_optimizer(optimizer))
+    state = ServerState(layout.to_json(), describe_optimizer(optimizer))
     values, gradient = np.zeros(size, "float32"), np.full(size, 1e-3, "float32")
     slots, pushed = optimizer.slots(values), gradient.copy()
 
-    def update_here():
+    def update_in_process():
         optimizer.update(values, gradient, slots, 1)
 
     def update_on_server():
         state.apply([PushedGradient("0", "0", 0, 0, 1.0, 1.0, None, {"float32": pushed}, {})])
 
-    update_on_server()  # makes the slots
-    return measure([update_here, update_on_server], rounds)
+    update_on_server()  # creates the slots
+    return measure([update_in_process, update_on_server], rounds)
 
 
 def main():
@@ -130,16 +130,16 @@ def main():
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
-    size, (plain, served) = traffic(given.megabytes, given.servers, given.rounds)
-    print(f"push and pull of {size / 1e6:.0f} MB, {given.servers} servers:")
+    arguments = parser.parse_args()
+    size, (plain, served) = traffic(arguments.megabytes, arguments.servers, arguments.rounds)
+    print(f"push and pull of {size / 1e6:.0f} MB, {arguments.servers} servers:")
     print(f"  plain sockets {plain * 1e3:.0f} ms ({2 * size / plain / 1e9:.2f} GB/s)")
     print(f"  servers {served * 1e3:.0f} ms ({2 * size / served / 1e9:.2f} GB/s): {plain / served:.2f}")
     for optimizer in (nd.SGD(0.1), nd.SGD(0.1, momentum=0.9), nd.Adam(0.1)):
-        here, there = updates(optimizer, given.megabytes, given.rounds)
+        local, remote = updates(optimizer, arguments.megabytes, arguments.rounds)
         name = type(optimizer).__name__ + (" with momentum" if optimizer.slot_names == ("momentum",) else "")
-        print(f"update of {given.megabytes} MB, {name}:")
-        print(f"  in process {here * 1e3:.0f} ms, on a server {there * 1e3:.0f} ms: {there / here:.2f}")
+        print(f"update of {arguments.megabytes} MB, {name}:")
+        print(f"  in process {local * 1e3:.0f} ms, on a server {remote * 1e3:.0f} ms: {remote / local:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""`make test-gpu`: what a GPU gives, in a few minutes; writes a table between the markers of docs/gpu.md.
+"""`make test-gpu`: benchmark of a GPU in a few minutes; writes a table between the markers of docs/gpu.md.
 
 python tools/gpu_report.py [--page FILE] [--seconds 540] [--networks resnet,unet]
 
-Whether training is the same on 1, 2 and 4 ranks that share the GPU, of layers and of a PyTorch module; steps of
-networks of `neondist bench suite`, of layers and of the same PyTorch module distributed, against PyTorch, eager and
-compiled; the exchange of a halo against a copy of its bytes on the device; and the memory of later steps. What does not
-fit into the time is reported as not run.
+Checks that layers and a PyTorch module train equally on 1, 2 and 4 ranks that share the GPU. Compares steps of networks
+of `neondist bench suite`, as layers and as distributed PyTorch modules, with eager and compiled PyTorch in time and
+memory, and a halo exchange with a copy of its bytes on the device. Measurements beyond the time limit are reported as
+not run.
 """
 
 import argparse
@@ -30,10 +30,10 @@ ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- gpu report: begin -->", "<!-- gpu report: end -->"
 RANKS, PRECISIONS = (1, 2, 4), ("float32", "tf32", "bfloat16")
 ORDER = ("resnet", "unet", "vgg", "mnist", "plain", "wide")
-"""the networks whose figures matter most come first"""
+"""networks, the most important ones first"""
 HALO = (8, 256, 256, 64)
 WARM = 5
-"""steps before one is timed: kernels are compiled and chosen, and graphs are captured"""
+"""untimed steps, in which kernels are compiled and selected, and graphs are captured"""
 
 
 class Card(NamedTuple):
@@ -41,41 +41,41 @@ class Card(NamedTuple):
 
     Attributes
     ----------
-    name : of the card
-    backend : of layers
-    torch_device : of PyTorch's modules
-    ranks : what runs a function of a grid and a backend on so many ranks, and returns the first one's arrays
-    measured : what measures a network in a precision, with or without torch.compile
+    name : name of the card
+    backend : backend of layers
+    torch_device : device of PyTorch modules
+    run_job : runs a job on a number of ranks, and returns the arrays of the first rank
+    measure : measures a network in a precision, with or without torch.compile
     """
 
     name: str
     backend: str | Backend
     torch_device: str
-    ranks: Any
-    measured: Any
+    run_job: Any
+    measure: Any
 
 
 def finish(xp: Any) -> None:
-    """Wait for all that has been started."""
+    """Synchronise the current stream."""
     xp.cuda.get_current_stream().synchronize()
 
 
 def seconds_of(work: Any, rounds: int, steps: int = 1) -> float:
-    """Return the median of a few rounds, after one more."""
-    taken = []
+    """Return the median seconds of a few rounds, after a warm-up round."""
+    durations = []
     for _ in range(rounds + 1):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(steps):
             work()
-        taken.append((time.perf_counter() - begin) / steps)
-    return median(taken[1:])
+        durations.append((time.perf_counter() - start) / steps)
+    return median(durations[1:])
 
 
-# On ranks that share the GPU.
+# Jobs on ranks that share the GPU.
 
 
-def losses(grid: nd.ProcessGrid, backend: Any) -> dict[str, np.ndarray]:
-    """Return what a few steps of training in float64 come to; every dependence between tiles is in the network."""
+def train_layers(grid: nd.ProcessGrid, backend: Any) -> dict[str, np.ndarray]:
+    """Train a network in float64 with every kind of dependence between tiles; return losses and weights."""
     layers = [
         nd.ConvLayerDist(8, 5, padding=2, padding_mode="reflect"),
         nd.BatchNormLayerDist(),
@@ -85,16 +85,16 @@ def losses(grid: nd.ProcessGrid, backend: Any) -> dict[str, np.ndarray]:
         nd.ConvLayerDist(8, 3, padding=1, groups=2),
         nd.FCLayerDist(10),
     ]
-    made = {"cost": nd.CrossEntropy(), "optimizer": nd.SGD(0.05, momentum=0.9), "seed": 1, "dtype": "float64"}
-    model, rng = nd.ConvnetDist(layers, backend=backend, **made), np.random.default_rng(0)
+    options = {"cost": nd.CrossEntropy(), "optimizer": nd.SGD(0.05, momentum=0.9), "seed": 1, "dtype": "float64"}
+    model, rng = nd.ConvnetDist(layers, backend=backend, **options), np.random.default_rng(0)
     images, labels = rng.random((4, 33, 30, 3)), rng.integers(0, 10, 4)
     model.build(images.shape[1:], 4, grid)
     x = model.scatter(images)
     return {"losses": np.array([model.train_batch(x, labels) for _ in range(4)]), **model.state()}
 
 
-def modules(grid: nd.ProcessGrid, backend: Any, device: str = "cuda") -> dict[str, np.ndarray]:
-    """Return losses and weights of a few steps of a PyTorch module in float64; every kind of exchange is in it."""
+def train_module(grid: nd.ProcessGrid, backend: Any, device: str = "cuda") -> dict[str, np.ndarray]:
+    """Train a PyTorch module in float64 with every kind of exchange; return losses and weights."""
     import torch
     from torch import nn
 
@@ -107,118 +107,120 @@ def modules(grid: nd.ProcessGrid, backend: Any, device: str = "cuda") -> dict[st
     module, (images, labels) = network.double().to(device), (torch.rand(4, 3, 34, 30), torch.randint(5, (4, 67, 59)))
     model = ndt.distribute(module, images.shape, grid, dtype=torch.float64)
     tile, target = model.scatter(images.double().to(device)), model.scatter_target(labels.to(device))
-    optimizer, found = torch.optim.SGD(module.parameters(), 0.05, momentum=0.9), []
+    optimizer, losses = torch.optim.SGD(module.parameters(), 0.05, momentum=0.9), []
     for _ in range(4):
         optimizer.zero_grad()
         loss = model.loss(nn.CrossEntropyLoss(), model(tile), target)
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return {"losses": np.array(found), **{name: one.cpu().numpy() for name, one in module.state_dict().items()}}
+        losses.append(loss.item())
+    return {"losses": np.array(losses), **{name: tensor.cpu().numpy() for name, tensor in module.state_dict().items()}}
 
 
-def halos(grid: nd.ProcessGrid, backend: Any, shape: tuple[int, ...] = HALO, steps: int = 20) -> dict[str, np.ndarray]:
-    """Return the seconds of an exchange forward, and those of a copy of its bytes on the device."""
+def run_halo(
+    grid: nd.ProcessGrid, backend: Any, shape: tuple[int, ...] = HALO, steps: int = 20
+) -> dict[str, np.ndarray]:
+    """Time a forward halo exchange, and a copy of its bytes on the device."""
     array = nd.GlobalArray(grid, shape, nd.Window(3, padding=1), backend=backend)
     xp = array.backend.xp
     array.get_fprop_view(xp.zeros(array.local_shape, "f4"))
     halo = array.buffer(array.local_shape[0]).gather
-    numbers = max(1, sum(cells.size for cells in halo.outgoing()))
-    source, target = xp.zeros(numbers, "f4"), xp.zeros(numbers, "f4")
+    count = max(1, sum(cells.size for cells in halo.outgoing()))
+    source, target = xp.zeros(count, "f4"), xp.zeros(count, "f4")
 
-    def timed(work: Any) -> float:
-        def each() -> None:
+    def time_work(work: Any) -> float:
+        def synchronous_work() -> None:
             work()
             finish(xp)
 
-        return seconds_of(each, 5, steps)
+        return seconds_of(synchronous_work, 5, steps)
 
-    found = timed(halo.exchange), timed(lambda: xp.copyto(target, source))
-    return {"seconds": np.array(found), "bytes": np.array(4 * numbers), "shape": np.array(shape)}
-
-
-JOBS = {"losses": losses, "modules": modules, "halos": halos}
+    durations = time_work(halo.exchange), time_work(lambda: xp.copyto(target, source))
+    return {"seconds": np.array(durations), "bytes": np.array(4 * count), "shape": np.array(shape)}
 
 
-def on_ranks(job: str, ranks: int) -> dict[str, np.ndarray]:
-    """Run a job under mpirun, on ranks of this machine."""
+JOBS = {"losses": train_layers, "modules": train_module, "halos": run_halo}
+
+
+def run_job_on_ranks(job: str, ranks: int) -> dict[str, np.ndarray]:
+    """Run a job under mpirun on this machine."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "found.npz")
+        file = Path(folder, "arrays.npz")
         words = [sys.executable, "-m", "neondist", "run", "-n", str(ranks), __file__, "--job", job, "--output", file]
         subprocess.run(list(map(str, words)), cwd=ROOT, check=True)
         with np.load(file) as arrays:
             return dict(arrays)
 
 
-# A training step, here and in PyTorch.
+# Training steps of neondist and of PyTorch.
 
 
-Found = dict[str, float | str]
-"""seconds and bytes of a step; a text says why there is no figure"""
+Figures = dict[str, float | str]
+"""seconds and bytes of a step, or the reason for a missing figure"""
 
 
-def in_process(network: str, precision: str, compiles: bool) -> Found:
-    """Measure a network in a process of its own; without torch.compile, where that crashes."""
+def measure_in_process(network: str, precision: str, compiles: bool) -> Figures:
+    """Measure a network in a separate process; without torch.compile if that crashes."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "found.json")
+        file = Path(folder, "figures.json")
         words = [sys.executable, __file__, "--step", network, precision, "--output", str(file)]
         code = subprocess.run([*words, *["--compile"] * compiles], cwd=ROOT, check=False).returncode
         if not code:
             return dict(json.loads(file.read_text(encoding="utf-8")))
     crash = f"the process ended with {code}"
-    return in_process(network, precision, False) | {"compiled": crash} if compiles else {"ours": crash}
+    return measure_in_process(network, precision, False) | {"compiled": crash} if compiles else {"ours": crash}
 
 
-def measured(case: Any, precision: str, card: Card, compiles: bool, rounds: int = 5) -> Found:
-    """Return the figures of a training step of a network."""
+def measure_network(case: Any, precision: str, card: Card, compiles: bool, rounds: int = 5) -> Figures:
+    """Measure a training step of a network with neondist and with PyTorch."""
     rng = np.random.default_rng(0)
     x = rng.random((case.batch, *case.shape), np.float32)
     try:
-        found, *network = _ours(case, x, precision, card, rounds)
-    except (TypeError, nd.ConfigError) as error:  # of a precision that is not there
+        figures, *network = _ours(case, x, precision, card, rounds)
+    except (TypeError, nd.ConfigError) as error:  # unsupported precision
         return {"ours": str(error).splitlines()[0]}
-    gc.collect()  # its memory is PyTorch's now
-    return found | _theirs(case, x, network, precision, card, compiles, rounds)
+    gc.collect()  # returns its memory to PyTorch's pool
+    return figures | _theirs(case, x, network, precision, card, compiles, rounds)
 
 
-def _ours(case: Any, x: np.ndarray, precision: str, card: Card, rounds: int) -> tuple[Found, Any, Any, Any]:
-    """Return our figures, and the network for PyTorch: its arrays, the names of those that are trained, and labels."""
-    made = {} if precision == "float32" else {"precision": precision}
-    learning = {"cost": nd.CrossEntropy(), "optimizer": nd.SGD(1e-3)}
-    model = nd.ConvnetDist(case.layers(), backend=card.backend, **learning, **made)
+def _ours(case: Any, x: np.ndarray, precision: str, card: Card, rounds: int) -> tuple[Figures, Any, Any, Any]:
+    """Return our figures, and the network for PyTorch: its arrays, the names of trained ones, and labels."""
+    options = {} if precision == "float32" else {"precision": precision}
+    training = {"cost": nd.CrossEntropy(), "optimizer": nd.SGD(1e-3)}
+    model = nd.ConvnetDist(case.layers(), backend=card.backend, **training, **options)
     model.build(case.shape, case.batch, nd.ProcessGrid.serial())
     labels = np.random.default_rng(1).integers(0, case.classes, (case.batch, *model.output_shape[:-1]))
-    tile, found = model.scatter(x), Found()
-    found["ours"], found["our memory"] = _timed(lambda: model.train_batch(tile, labels), rounds, card)
-    return found, model.state(), list(model.gradients()), labels
+    tile, figures = model.scatter(x), Figures()
+    figures["ours"], figures["our memory"] = _time_step(lambda: model.train_batch(tile, labels), rounds, card)
+    return figures, model.state(), list(model.gradients()), labels
 
 
-def _theirs(case: Any, x: np.ndarray, network: Any, precision: str, card: Card, compiles: bool, rounds: int) -> Found:
-    """Return PyTorch's figures, channels-last, of the same network."""
+def _theirs(case: Any, x: np.ndarray, network: Any, precision: str, card: Card, compiles: bool, rounds: int) -> Figures:
+    """Return the figures of PyTorch for the same network, channels-last."""
     import torch
 
     from neondist.bench.torch_twin import TorchTwin
 
     state, trained, labels = network
-    twin, found = TorchTwin(case.model(), state, trained, x, labels), Found()
+    twin, figures = TorchTwin(case.model(), state, trained, x, labels), Figures()
     twin.module.to(card.torch_device)
     twin.x, twin.targets = twin.x.to(card.torch_device), twin.targets.to(card.torch_device)
-    lower = torch.autocast(card.torch_device, torch.bfloat16, enabled=precision == "bfloat16")
-    before = torch.get_float32_matmul_precision()
+    autocast = torch.autocast(card.torch_device, torch.bfloat16, enabled=precision == "bfloat16")
+    matmul_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=precision == "tf32"), lower:
-            found["eager"], found["eager memory"] = _timed(twin.step, rounds, card)
-            found["module"], _ = _timed(_distributed(twin), rounds, card)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=precision == "tf32"), autocast:
+            figures["eager"], figures["eager memory"] = _time_step(twin.step, rounds, card)
+            figures["module"], _ = _time_step(_distributed_step(twin), rounds, card)
             if compiles:
-                found["compiled"] = twin.compile() or _timed(twin.step, rounds, card)[0]
+                figures["compiled"] = twin.compile() or _time_step(twin.step, rounds, card)[0]
     finally:
-        torch.set_float32_matmul_precision(before)
-    return found
+        torch.set_float32_matmul_precision(matmul_precision)
+    return figures
 
 
-def _distributed(twin: Any) -> Any:
-    """Return a training step of a twin's module, distributed over one rank."""
+def _distributed_step(twin: Any) -> Any:
+    """Return a training step of the twin's module, distributed over one rank."""
     from torch.nn import functional
 
     import neondist.torch as ndt
@@ -236,10 +238,10 @@ def _distributed(twin: Any) -> Any:
     return step
 
 
-def _timed(step: Any, rounds: int, card: Card) -> tuple[float, float]:
-    """Return the seconds of a step, after the first ones, and the bytes of the GPU that are taken for such steps.
+def _time_step(step: Any, rounds: int, card: Card) -> tuple[float, float]:
+    """Return the seconds of a step after warm-up, and its peak memory on the GPU in bytes.
 
-    They are those that PyTorch's pool holds, which CuPy's are of: also what graphs keep for themselves.
+    The memory is that reserved by PyTorch's pool, which CuPy shares, including that of captured graphs.
     """
     import torch
 
@@ -256,52 +258,52 @@ def _timed(step: Any, rounds: int, card: Card) -> tuple[float, float]:
 
 
 def report(card: Card, networks: Any, seconds: float, precisions: Any = PRECISIONS) -> Iterator[str]:
-    """Yield the lines of the tables, each as soon as it is measured, in about so many seconds."""
-    begin = time.perf_counter()
+    """Yield the lines of the tables, each once it is measured, in about `seconds` seconds."""
+    start = time.perf_counter()
 
-    def left() -> float:
-        return seconds - (time.perf_counter() - begin)
+    def remaining() -> float:
+        return seconds - (time.perf_counter() - start)
 
     yield from (f"Measured on {card.name}, neondist {nd.__version__}.", "")
     yield "| Ranks on one GPU | Largest relative difference to one rank, float64: layers | PyTorch module |"
     yield "| --- | --- | --- |"
-    alone = {job: card.ranks(job, 1) for job in ("losses", "modules")}
+    expected_by_job = {job: card.run_job(job, 1) for job in ("losses", "modules")}
     for ranks in RANKS[1:]:
-        worst = [_difference(card.ranks(job, ranks), expected) for job, expected in alone.items()]
-        yield f"| {ranks} | {worst[0]:.1e} | {worst[1]:.1e} |"
-    taken = card.ranks("halos", 2)
-    exchange, copy = taken["seconds"]
-    what = f"{' × '.join(map(str, taken['shape']))} on 2 ranks, {int(taken['bytes']) / 1e6:.2f} MB each"
-    yield from ("", f"A halo of {what}: {1e6 * exchange:.0f} µs, {exchange / copy:.1f} × a copy on the device.", "")
+        differences = [_difference(card.run_job(job, ranks), expected) for job, expected in expected_by_job.items()]
+        yield f"| {ranks} | {differences[0]:.1e} | {differences[1]:.1e} |"
+    halo = card.run_job("halos", 2)
+    exchange, copy = halo["seconds"]
+    sizes = f"{' × '.join(map(str, halo['shape']))} on 2 ranks, {int(halo['bytes']) / 1e6:.2f} MB each"
+    yield from ("", f"A halo of {sizes}: {1e6 * exchange:.0f} µs, {exchange / copy:.1f} × a copy on the device.", "")
     yield "| Step | ms | ÷ eager | ÷ compiled | Memory ÷ eager | Module distributed ÷ eager |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for network in networks:
         for precision in precisions:
             name = f"| {network}, {precision} |"
-            if left() < 0:
+            if remaining() < 0:
                 yield f"{name} not run: no time left | | | | |"
             else:
-                yield f"{name} {_row(card.measured(network, precision, left() > 60))} |"
+                yield f"{name} {_row(card.measure(network, precision, remaining() > 60))} |"
 
 
-def _row(found: Found) -> str:
-    ours = found["ours"]
+def _row(figures: Figures) -> str:
+    ours = figures["ours"]
     if isinstance(ours, str):
         return f"not run: {ours} | | | |"
-    compiled, memory = found.get("compiled"), found.get("eager memory")
+    compiled, memory = figures.get("compiled"), figures.get("eager memory")
     by_compiled = f"{ours / compiled:.2f}" if isinstance(compiled, float) else f"not run: {compiled or 'no time left'}"
-    by_memory = f"{found['our memory'] / memory:.2f}" if memory else "not run"
-    by_module = f"{found['module'] / found['eager']:.2f}"
-    return f"{1e3 * ours:.2f} | {ours / found['eager']:.2f} | {by_compiled} | {by_memory} | {by_module}"
+    by_memory = f"{figures['our memory'] / memory:.2f}" if memory else "not run"
+    by_module = f"{figures['module'] / figures['eager']:.2f}"
+    return f"{1e3 * ours:.2f} | {ours / figures['eager']:.2f} | {by_compiled} | {by_memory} | {by_module}"
 
 
-def _difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+def _difference(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
     """Return the largest difference, relative to the largest number of its array."""
-    return max(float(np.abs(found[name] - one).max() / max(np.abs(one).max(), 1e-3)) for name, one in expected.items())
+    return max(float(np.abs(actual[name] - one).max() / max(np.abs(one).max(), 1e-3)) for name, one in expected.items())
 
 
 def write(path: Path, text: str) -> None:
-    """Put a text between the markers of a page."""
+    """Write text between the markers of a page."""
     head, rest = path.read_text(encoding="utf-8").split(BEGIN)
     path.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 
@@ -316,27 +318,27 @@ def main() -> int:
     parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.job:
+    arguments = parser.parse_args()
+    if arguments.job:
         grid = nd.ProcessGrid()
-        found = JOBS[given.job](grid, "cupy")
+        result = JOBS[arguments.job](grid, "cupy")
         if grid.rank == 0:
-            np.savez(given.output, **found)
+            np.savez(arguments.output, **result)
         return 0
-    usable = next(one for one in nd.available() if one.name == "cupy")
-    if not usable.usable:
-        print(f"no report: {usable.reason}")
+    backend = next(one for one in nd.available() if one.name == "cupy")
+    if not backend.usable:
+        print(f"no report: {backend.reason}")
         return 0
-    card, lines = Card(usable.reason, "cupy", "cuda", on_ranks, in_process), list[str]()
-    if given.step:
-        network, precision = given.step
-        found = measured(NETWORKS[network], precision, card, given.compile)
-        given.output.write_text(json.dumps(found), encoding="utf-8")
+    card, lines = Card(backend.reason, "cupy", "cuda", run_job_on_ranks, measure_in_process), list[str]()
+    if arguments.step:
+        network, precision = arguments.step
+        result = measure_network(NETWORKS[network], precision, card, arguments.compile)
+        arguments.output.write_text(json.dumps(result), encoding="utf-8")
         return 0
-    for line in report(card, given.networks.split(","), given.seconds):
+    for line in report(card, arguments.networks.split(","), arguments.seconds):
         print(line, flush=True)
         lines.append(line)
-        write(given.page, "\n".join(lines))
+        write(arguments.page, "\n".join(lines))
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Share of the time of gradient sums that buckets hide, on a link of a given bandwidth.
+"""Share of the time of gradient sums hidden by buckets, on a link of a given bandwidth.
 
-One process trains one replica of two; its transport takes as long as the link would, without using a core. Sums of one
-message at the end of a step (`sync: allreduce`) and of buckets (`sync: bucketed`) take turns with a link without delay.
+One process trains one of two replicas; its transport simulates the delay of the link without using a core. Sums in one
+message at the end of a step (`sync: allreduce`) and in buckets (`sync: bucketed`) alternate with a link without delay.
 
     python tools/hidden_sums.py --share 0.3 0.6 1.0
 """
@@ -31,7 +31,7 @@ NETWORKS: dict[str, tuple[tuple[int, ...], int, Callable[[], list]]] = {
         (64, 64, 3),
         4,
         lambda: [
-            *(each for width in (64, 128, 256) for each in (_conv(width), _conv(width), MaxPoolingLayerDist(2))),
+            *(layer for width in (64, 128, 256) for layer in (_conv(width), _conv(width), MaxPoolingLayerDist(2))),
             *(_conv(512), GlobalAvgPoolingLayerDist(), FCLayerDist(10)),
         ],
     ),
@@ -57,13 +57,13 @@ def _conv(channels: int) -> ConvLayerDist:
 
 @dataclass
 class Link:
-    """A link whose messages follow each other.
+    """Simulated link with sequential messages.
 
     Attributes
     ----------
     bandwidth : bytes per second; 0: no delay
-    free : when the last message has arrived, in seconds of `time.perf_counter`
-    spent : seconds of all messages
+    free : arrival of the last message, in seconds of `time.perf_counter`
+    spent : total seconds of all messages
     """
 
     bandwidth: float = 0.0
@@ -71,44 +71,44 @@ class Link:
     spent: float = 0.0
 
     def send(self, nbytes: int) -> float:
-        """Return when a message that is sent now arrives."""
-        taken = nbytes / self.bandwidth if self.bandwidth else 0.0
-        self.spent += taken
-        self.free = max(self.free, time.perf_counter()) + taken
+        """Send a message; return its time of arrival."""
+        duration = nbytes / self.bandwidth if self.bandwidth else 0.0
+        self.spent += duration
+        self.free = max(self.free, time.perf_counter()) + duration
         return self.free
 
 
 class SlowTransport(DryRunTransport):
-    """A rank alone, whose sums take the time of a link."""
+    """Transport of a single rank, whose sums take the time of a link."""
 
     def __init__(self, rank: int, size: int, link: Link) -> None:
         super().__init__(rank, size, Notes())
         self.link = link
 
     def split_by(self, color: Callable[[int], int]) -> Transport:
-        """Return this rank among those of its colour."""
+        """Return the transport of the ranks of the same colour."""
         group = [rank for rank in range(self.size) if color(rank) == color(self.rank)]
         return SlowTransport(group.index(self.rank), len(group), self.link)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
-        """Wait as long as the sum takes; the array stays this rank's share."""
+        """Wait for the duration of the sum; the array is unchanged."""
         self.iallreduce(array).wait()
 
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Send it; an array of one rank takes no time."""
+        """Start a simulated sum, without delay for one rank."""
         return _Arrival(self.link.send(array.nbytes) if self.size > 1 else 0.0)
 
 
 class _Arrival(Request):
-    def __init__(self, at: float) -> None:
-        self.at = at
+    def __init__(self, arrival: float) -> None:
+        self.arrival = arrival
 
     def wait(self) -> None:
-        time.sleep(max(0.0, self.at - time.perf_counter()))
+        time.sleep(max(0.0, self.arrival - time.perf_counter()))
 
 
-class Side:
-    """A model with one way of synchronising, and its link."""
+class SyncModel:
+    """Model with a synchroniser, and its simulated link."""
 
     def __init__(self, name: str, sync: str) -> None:
         shape, batch, layers = NETWORKS[name]
@@ -122,29 +122,29 @@ class Side:
         self.nbytes = sum(array.nbytes for array in model.gradients().values())
         self.step()
 
-    def seconds(self, bandwidth: float) -> float:
-        """Return the seconds of a step on a link of some bandwidth."""
+    def time_step(self, bandwidth: float) -> float:
+        """Return the seconds of a step on a link of a bandwidth."""
         self.link.bandwidth = bandwidth
-        begin = time.perf_counter()
+        start = time.perf_counter()
         self.step()
-        return time.perf_counter() - begin
+        return time.perf_counter() - start
 
 
 def measure(name: str, share: float, rounds: int) -> str:
-    """Return a row of the table: the link takes `share` of a step's computing for all gradients."""
-    plain, buckets = Side(name, "allreduce"), Side(name, "bucketed")
-    computing = median(plain.seconds(0.0) for _ in range(5))
+    """Return a row of the table, where the sum of all gradients takes `share` of the computing time of a step."""
+    plain, buckets = SyncModel(name, "allreduce"), SyncModel(name, "bucketed")
+    computing = median(plain.time_step(0.0) for _ in range(5))
     bandwidth = plain.nbytes / (share * computing)
-    hidden, turns = [], []
+    hidden, ratios = [], []
     for _ in range(rounds):
-        whole = plain.seconds(bandwidth)
-        free_too, parts = buckets.seconds(0.0), buckets.seconds(bandwidth)
-        hidden.append(1 - (parts - free_too) / (plain.nbytes / bandwidth))
-        turns.append(parts / whole)
+        one_sum = plain.time_step(bandwidth)
+        without_delay, in_buckets = buckets.time_step(0.0), buckets.time_step(bandwidth)
+        hidden.append(1 - (in_buckets - without_delay) / (plain.nbytes / bandwidth))
+        ratios.append(in_buckets / one_sum)
     milliseconds = f"{1e3 * computing:.0f} ms | {1e3 * share * computing:.0f} ms"
     return (
         f"| {name} | {plain.nbytes / 1e6:.1f} MB | {milliseconds} | {median(hidden):.0%} ({min(hidden):.0%} to"
-        f" {max(hidden):.0%}) | {median(turns):.2f} |"
+        f" {max(hidden):.0%}) | {median(ratios):.2f} |"
     )
 
 
@@ -156,12 +156,12 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     print("| network | gradients | computing | sums | hidden by buckets, median (range) | step ÷ that of one sum |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for name in given.networks:
-        for share in given.share:
-            print(measure(name, share, given.rounds), flush=True)
+    for name in arguments.networks:
+        for share in arguments.share:
+            print(measure(name, share, arguments.rounds), flush=True)
 
 
 if __name__ == "__main__":

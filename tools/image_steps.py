@@ -1,10 +1,10 @@
-"""Run the Dockerfile's commands where there is no Docker: in a copy of this machine's file system that ends with them.
+"""Run the Dockerfile's commands without Docker, in a temporary copy of this machine's file system.
 
-python tools/image_steps.py              # all, a few minutes and 1 GB of memory; then one experiment on two ranks
-python tools/image_steps.py --last 1     # those after the packages: users and sshd
+python tools/image_steps.py              # all commands, in minutes and 1 GB of memory; then an experiment on two ranks
+python tools/image_steps.py --last 1     # commands after the packages: users and sshd
 
-The copy is an overlay in a mount namespace of its own (Linux, root). In the end an sshd is started there as a worker
-would start it, with the key as an operator mounts it, and ssh as a launcher would call it.
+The copy is an overlay in a separate mount namespace (Linux, root). Finally it starts sshd like a worker, with the key
+as mounted by an operator, and runs ssh like a launcher.
 """
 
 import argparse
@@ -26,9 +26,9 @@ mount -t proc none {place}/root/proc
 chroot {place}/root sh -c "$STEPS"
 exec unshare --net chroot {place}/root sh -c "$CHECKS"
 """
-# the base image has no user of that number
+# the base image has no user with this id
 OTHERS = ["other=$(getent passwd 1000 | cut -d: -f1)", 'if [ "$other" ]; then userdel "$other" 2> /dev/null; fi']
-# the operators mount the key as files of root's
+# operators mount the key as files owned by root
 SSH = """
 mkdir /home/mpiuser/.ssh && cd /home/mpiuser/.ssh
 ssh-keygen -q -t ecdsa -b 521 -N '' -f id_rsa && cp id_rsa.pub authorized_keys
@@ -49,12 +49,12 @@ $as neondist run toy.yaml -n 2 --set epochs=1 model.optimizer.schedule.epochs=1 
 def instructions(path: Path) -> list[tuple[str, str]]:
     """Return the instructions of a Dockerfile, each with its words."""
     lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
-    found = [line.split(None, 1) for line in "\n".join(lines).replace("\\\n", "").splitlines()]
-    return [(name, words) for name, words in found]
+    pairs = [line.split(None, 1) for line in "\n".join(lines).replace("\\\n", "").splitlines()]
+    return [(name, words) for name, words in pairs]
 
 
 def steps(last: int | None) -> str:
-    """Return a shell script of the commands, or of the last few of them."""
+    """Return a shell script of all or the last commands."""
     script, runs = ["set -e", *OTHERS], 0
     count = sum(name == "RUN" for name, _ in instructions(ROOT / "Dockerfile"))
     for name, words in instructions(ROOT / "Dockerfile"):
@@ -78,7 +78,7 @@ def main() -> int:
     parser.add_argument("--last", type=int, metavar="N", help="only the last N commands")
     last = parser.parse_args().last
     words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", SETUP.format(place="/mnt")]
-    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # without the Pythons of this machine
+    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # excludes the Pythons of this machine
     env = {**os.environ, "PATH": path, "STEPS": steps(last)}
     training = TRAINING.format(root=shlex.quote(str(ROOT))) if last is None else ""
     env["CHECKS"] = f"set -e\n{SSH}{training}kill $server"

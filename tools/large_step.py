@@ -1,10 +1,10 @@
-"""A training step on an image beyond memory, and a proof of it: mpirun -n 2 python tools/large_step.py --extent 65536.
+"""Verified training step on an image larger than memory: mpirun -n 2 python tools/large_step.py --extent 65536.
 
-The image, of 8-bit colours in an HDF5 file, repeats a random square. Sums over an output of convolutions are then
-polynomials of degree 2 in the number of repeats: corners, edges and insides of squares give what they give anywhere.
-PyTorch computes those of 2, 3 and 4 repeats, in float64; what follows for the large image, whose step no process could
-compute whole, is compared with the loss and all gradients of the step. The exit code is 1 if they differ by more than
-1e-4 of their largest value, with 1e-9 in float64.
+The image, of 8-bit colours in an HDF5 file, repeats a random square. Sums over an output of convolutions are therefore
+polynomials of degree 2 in the number of repeats, with terms for corners, edges and interiors. PyTorch computes them for
+2, 3 and 4 repeats in float64. Their extrapolation to the large image, which no process could compute at once, is
+compared with the loss and all gradients of the step. The exit code is 1 if they differ by more than 1e-4 of their
+largest value, or 1e-9 in float64.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import neondist as nd
 
 LABEL = 3
 CONVOLUTIONS = ((16, 1), (32, 2), (64, 1))
-"""channels, stride; a max pooling follows them, of which windows do not overlap"""
+"""channels and stride of convolutions, which precede a max pooling with disjoint windows"""
 
 
 def write(path: Path, extent: int, square: np.ndarray) -> None:
@@ -36,7 +36,7 @@ def write(path: Path, extent: int, square: np.ndarray) -> None:
 
 
 def network(memory: str, dtype: str) -> nd.ConvnetDist:
-    """Return the network that is called plain in docs/measured.md; its step changes no weights."""
+    """Return the network `plain` of docs/measured.md; its step changes no weights."""
     layers: list[nd.Layer] = []
     for channels, stride in CONVOLUTIONS:
         layers.append(nd.ConvLayerDist(channels, 3, stride=stride, padding=1, activation=nd.ReLU()))
@@ -46,7 +46,7 @@ def network(memory: str, dtype: str) -> nd.ConvnetDist:
 
 
 def expected(state: dict[str, np.ndarray], square: np.ndarray, repeats: int) -> dict[str, np.ndarray]:
-    """Return the loss and the gradients of so many repeats along each axis."""
+    """Return the loss and the gradients for `repeats` repeats along each axis."""
     import torch
     import torch.nn.functional as F
 
@@ -63,66 +63,66 @@ def expected(state: dict[str, np.ndarray], square: np.ndarray, repeats: int) -> 
             x = F.relu(F.conv2d(x, weights[f"{name}/weights"], weights[f"{name}/bias"], stride, 1))
         return F.max_pool2d(x, 2).sum((0, 2, 3))
 
-    def followed(known: list[torch.Tensor]) -> torch.Tensor:
-        """Return the value at `repeats` of the polynomial through those at 2, 3 and 4."""
-        a, b, c = known
+    def extrapolate(values: list[torch.Tensor]) -> torch.Tensor:
+        """Return the value at `repeats` of the polynomial through the values at 2, 3 and 4."""
+        a, b, c = values
         n = repeats - 2
         return a + n * (b - a) + n * (n - 1) / 2 * (c - 2 * b + a)
 
     cells = (len(square) * repeats // 4) ** 2
-    found = [sums(count) for count in (2, 3, 4)]
-    means = (followed(found).detach() / cells).requires_grad_()
+    totals = [sums(count) for count in (2, 3, 4)]
+    means = (extrapolate(totals).detach() / cells).requires_grad_()
     fc = next(name.split("/")[0] for name in weights if weights[name].ndim == 2)
     loss = F.cross_entropy((means @ weights[f"{fc}/weights"] + weights[f"{fc}/bias"])[None], torch.tensor([LABEL]))
     loss.backward()
     gradients = {name: weights[name].grad for name in weights if name.startswith(fc)}
     inner = [name for name in weights if name not in gradients]
-    each = [torch.autograd.grad(total @ means.grad, [weights[name] for name in inner]) for total in found]
-    for name, *known in zip(inner, *each, strict=True):
-        gradient = followed(known) / cells
+    terms = [torch.autograd.grad(total @ means.grad, [weights[name] for name in inner]) for total in totals]
+    for name, *values in zip(inner, *terms, strict=True):
+        gradient = extrapolate(values) / cells
         gradients[name] = gradient.permute(2, 3, 1, 0) if gradient.ndim == 4 else gradient
     return {"loss": np.array([loss.item()])} | {name: value.numpy() for name, value in gradients.items()}
 
 
 def main() -> int:
-    """Make the step, and compare."""
+    """Run the step, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--extent", type=int, default=65536, help="rows and columns, a multiple of the square's")
-    parser.add_argument("--square", type=int, default=256, help="rows and columns of what repeats, a multiple of 4")
-    parser.add_argument("--memory", default="8GiB", help="what all ranks may use together")
+    parser.add_argument("--square", type=int, default=256, help="rows and columns of the square, a multiple of 4")
+    parser.add_argument("--memory", default="8GiB", help="memory limit of all ranks together")
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
-    parser.add_argument("--file", type=Path, default=Path("large.h5"), help="written if it is not there")
-    given = parser.parse_args()
-    world, extent = MPI.COMM_WORLD, given.extent
-    square = np.random.default_rng(0).integers(0, 256, (given.square, given.square, 3), np.uint8)
-    if world.rank == 0 and not given.file.exists():
-        write(given.file, extent, square)
+    parser.add_argument("--file", type=Path, default=Path("large.h5"), help="written if missing")
+    arguments = parser.parse_args()
+    world, extent = MPI.COMM_WORLD, arguments.extent
+    square = np.random.default_rng(0).integers(0, 256, (arguments.square, arguments.square, 3), np.uint8)
+    if world.rank == 0 and not arguments.file.exists():
+        write(arguments.file, extent, square)
     world.Barrier()
-    data, model = nd.HDF5Dataset(given.file, classes=10), network(given.memory, given.dtype)
+    data, model = nd.HDF5Dataset(arguments.file, classes=10), network(arguments.memory, arguments.dtype)
     data.check()
     grid = nd.ProcessGrid(world, rows=world.size, cols=1)
     model.build((extent, extent, 3), batch_size=1, grid=grid)
-    data.open(grid.reading(model.compiled.wide_tiles), checked=True)
+    data.open(grid.with_tiles(model.compiled.wide_tiles), checked=True)
     x, targets = next(iter(data.splits["train"].batches([np.array([0])], model.dtype, lazily=model.streams)))
-    begun = time.perf_counter()
+    start = time.perf_counter()
     loss = model.train_batch(x, targets)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     peaks = world.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    found, state = {"loss": np.array([loss])} | model.gradients(), model.state()
+    actual, state = {"loss": np.array([loss])} | model.gradients(), model.state()
     if peaks is None:
         return 0
     print(f"{model.compiled.stream}")
     print(
         f"{extent} x {extent} x 3 on {world.size} ranks: {seconds:.0f} s, {seconds / extent**2 * 1e6:.3f} µs a pixel;"
-        f" peak memory of all processes {sum(peaks) / 2**20:.2f} GiB, the limit is {given.memory}",
+        f" peak memory of all processes {sum(peaks) / 2**20:.2f} GiB, the limit is {arguments.memory}",
         flush=True,
     )
     worst = 0.0
-    for name, right in expected(state, square, extent // given.square).items():
-        difference = float(np.abs(found[name] - right).max() / np.abs(right).max())
-        print(f"{name}: {difference:.1e} of its largest value {np.abs(right).max():.3e}")
+    for name, reference in expected(state, square, extent // arguments.square).items():
+        difference = float(np.abs(actual[name] - reference).max() / np.abs(reference).max())
+        print(f"{name}: {difference:.1e} of its largest value {np.abs(reference).max():.3e}")
         worst = max(worst, difference)
-    return int(not worst < (1e-4 if given.dtype == "float32" else 1e-9))
+    return int(not worst < (1e-4 if arguments.dtype == "float32" else 1e-9))
 
 
 if __name__ == "__main__":

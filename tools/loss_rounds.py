@@ -1,11 +1,11 @@
-"""Supervised jobs over three nodes of this machine, each disturbed at random moments, and run to their ends.
+"""Stress test of supervised jobs on three simulated nodes, with random failures.
 
 python tools/loss_rounds.py [--rounds N] [--first N] [--seed S] [--folder DIR] [--results FILE] [--only KIND]
 
 A round kills a rank, a node's daemon, mpirun or the supervisor (then `--resume auto`), stops a rank, or does two of
-these at the same time, once or twice. It fails if the job reports success in between, loses a step that a snapshot had,
-leaves a process or a file behind, goes on late, or comes to other weights than a job that nobody disturbed. At the end
-it prints, for each kind of event, the seconds to the end of the first step after it. Needs Linux and root.
+these at the same time, once or twice. It fails if the job reports success in between, loses a step of a snapshot,
+leaves a process or a file behind, resumes late, or ends with other weights than an undisturbed job. At the end it
+prints, for each kind of event, the seconds to the end of the first step after it. Requires Linux and root.
 """
 
 from __future__ import annotations
@@ -68,24 +68,24 @@ DIGITS = (ROOT / "yaml" / "mnist_distarray_convnet.yaml").read_text()
 DIGITS = DIGITS.replace("\nepochs: 6", "\nepochs: 1\ndtype: float64")
 EPOCHS = {"layers": 4, "torch": 4, "digits": 1}
 EVENTS = ("rank", "daemon", "mpirun", "supervisor", "stop", "two")
-KINDS = ("layers", "torch")  # and "digits", where it is asked for
+KINDS = ("layers", "torch")  # and "digits" with --only
 NODES = ("nodeA", "nodeB", "nodeC")
 LEASE, SOON, LIMIT = 2.0, 5.0, 600.0
-MORE = {"torch": 10.0}
-"""Seconds that a model takes beside: three ranks import PyTorch, and capture the module."""
+STARTUP = {"torch": 10.0}
+"""Additional seconds of a model: three ranks import PyTorch and capture the module."""
 
 
 class Round:
-    """One job that is disturbed.
+    """Job with random failures.
 
     Parameters
     ----------
     number, seed : int
     base : Path
     patience : float
-        Factor by which this machine may be late, for what else it does.
+        Factor on time limits, for a busy machine.
     kinds : sequence of str
-        Of models, in turn.
+        Kinds of models, used in turn.
     """
 
     def __init__(self, number: int, seed: int, base: Path, patience: float, kinds: Sequence[str] = KINDS) -> None:
@@ -100,7 +100,7 @@ class Round:
         self.steps: list[float] = []
 
     def play(self, reference: Path) -> dict[str, Any]:
-        """Disturb the job, see it to its end, and return what was found."""
+        """Run the job with failures to its end, and return the result."""
         prepare(self.folder)
         self.nodes = FakeNodes(self.folder, *NODES)
         try:
@@ -112,81 +112,81 @@ class Round:
                 self.faults.append(f"exit code {code}: {(self.folder / 'log').read_text()[-600:]}")
             else:
                 self.compare(reference)
-            self.look_for_remains()
+            self.check_remains()
         finally:
             self.nodes.end()
         if not self.faults:
             shutil.rmtree(self.folder)
         return {
             "round": self.number, "kind": self.kind, "elastic": self.elastic, "events": self.events,
-            "seconds": [round(one, 1) for one in self.late], "first_steps": [round(one, 2) for one in self.steps],
+            "seconds": [round(t, 1) for t in self.late], "first_steps": [round(t, 2) for t in self.steps],
             "load": round(os.getloadavg()[0], 1), "faults": self.faults,
         }  # fmt: skip
 
-    def start(self, *more: str) -> subprocess.Popen[bytes]:
+    def start(self, *options: str) -> subprocess.Popen[bytes]:
         """Start the job."""
         words = [f"{self.kind}.yaml", "--output", "out", "--snapshot", "1", "--lease", f"{LEASE}s", "--restarts", "9"]
         words += ["--import", "nets.py"] if self.kind == "torch" else []
         words += ["--hosts-from", "hosts", "--elastic", "2:3", "--cool-down", "5s"] if self.elastic else ["-n", "3"]
         with (self.folder / "log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "neondist", "run", *words, *more],
+                [sys.executable, "-m", "neondist", "run", *words, *options],
                 cwd=self.folder, env=environment(self.folder) | self.nodes.env, stdout=log, stderr=log,
             )  # fmt: skip
 
-    def step(self) -> int:
+    def newest_step(self) -> int:
         """Return the step of the newest snapshot that two nodes have: before, it is not complete."""
         files = folder_of(read_run_key(self.folder / "out")).glob("*.h5")
         copies = Counter(int(path.stem[-10:]) for path in files)
         return max((step for step, count in copies.items() if count > 1), default=-1)
 
     def disturb(self, job: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-        """Let the job come to a random step, disturb it, and wait until it goes on, or has ended before."""
-        aim, end = self.step() + self.rng.randrange(2, 12), time.monotonic() + LIMIT
-        while self.step() < aim and job.poll() is None:
+        """Disturb the job at a random step, and wait until it resumes or ends."""
+        target_step, end = self.newest_step() + self.rng.randrange(2, 12), time.monotonic() + LIMIT
+        while self.newest_step() < target_step and job.poll() is None:
             if time.monotonic() > end:
                 self.faults.append("makes no step")
                 return job
             time.sleep(0.05)
         event = self.rng.choice(EVENTS)
-        both = self.rng.sample(EVENTS[:-1], 2) if event == "two" else [event]
-        before, resumed, victims, changes = self.step(), self.resumes(), self.nodes.pids("rank"), self.changes()
-        self.events.append("+".join(both))
+        events = self.rng.sample(EVENTS[:-1], 2) if event == "two" else [event]
+        step, resumed, victims, changes = self.newest_step(), self.resumes(), self.nodes.pids("rank"), self.changes()
+        self.events.append("+".join(events))
         now = time.time()
-        for one in both:
-            self.strike(one, job)
-        if "supervisor" in both:
+        for name in events:
+            self.strike(name, job)
+        if "supervisor" in events:
             job.wait()
-            self.gone(victims)
+            self.check_ended(victims)
             now, job = time.time(), self.start("--resume", "auto")
         while len(self.resumes()) == len(resumed):
             if job.poll() is not None:
-                if job.returncode == 0 and len(self.resumes()) == len(resumed) and not self.ended():
-                    self.faults.append(f"{both}: reported as success")
+                if job.returncode == 0 and len(self.resumes()) == len(resumed) and not self.is_complete():
+                    self.faults.append(f"{events}: reported as success")
                 return job
             if time.monotonic() > end:
-                self.faults.append(f"{both}: does not go on")
+                self.faults.append(f"{events}: does not resume")
                 return job
             time.sleep(0.05)
-        found = self.resumes()[len(resumed)]
-        while self.step() <= found["step"] and job.poll() is None and time.monotonic() < end:
+        resume = self.resumes()[len(resumed)]
+        while self.newest_step() <= resume["step"] and job.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
-        lease = LEASE if both == ["stop"] else 0  # beside another event it is ended with the others, at once
+        lease = LEASE if events == ["stop"] else 0  # with another event, it is ended at once with the other ranks
         first = time.time() - now - lease
-        late = datetime.fromisoformat(found["time"]).timestamp() - now - lease
-        self.gone(victims)
+        late = datetime.fromisoformat(resume["time"]).timestamp() - now - lease
+        self.check_ended(victims)
         self.late.append(late)
         self.steps.append(first)
         if self.changes() > changes:
             self.events[-1] += ", growth"
-        elif first > (SOON + MORE.get(self.kind, 0.0)) * self.patience:
-            self.faults.append(f"{both}: went on after {late:.1f} s, and the first step was over after {first:.1f} s")
-        if found["step"] < before:
-            self.faults.append(f"{both}: goes on at step {found['step']}, and step {before} was there")
+        elif first > (SOON + STARTUP.get(self.kind, 0.0)) * self.patience:
+            self.faults.append(f"{events}: resumed after {late:.1f} s, and the first step was over after {first:.1f} s")
+        if resume["step"] < step:
+            self.faults.append(f"{events}: resumes at step {resume['step']}, but step {step} was saved")
         return job
 
     def strike(self, event: str, job: subprocess.Popen[bytes]) -> None:
-        """Kill or stop something."""
+        """Cause a failure."""
         if event == "supervisor":
             job.kill()
             return
@@ -195,58 +195,58 @@ class Round:
         with suppress(ProcessLookupError, IndexError):
             os.kill(self.rng.choice(pids), signal.SIGSTOP if event == "stop" else signal.SIGKILL)
 
-    def ended(self) -> bool:
-        """Whether the run is complete: nothing was there to be disturbed."""
+    def is_complete(self) -> bool:
+        """Whether the run was complete before the failure."""
         metrics = self.folder / "out" / "metrics.jsonl"
         return metrics.exists() and metrics.read_text().count("\n") == EPOCHS[self.kind]
 
     def resumes(self) -> list[dict[str, object]]:
-        """Return the log's notes on where generations went on."""
-        return [one for one in read_events(self.folder / "out") if one["event"] == "resume"]
+        """Return the resume events of the log."""
+        return [event for event in read_events(self.folder / "out") if event["event"] == "resume"]
 
     def changes(self) -> int:
-        """Return how often the job has followed a change of its hosts."""
-        return sum(one["event"] == "hosts" for one in read_events(self.folder / "out"))
+        """Return the number of changes of hosts in the log."""
+        return sum(event["event"] == "hosts" for event in read_events(self.folder / "out"))
 
-    def gone(self, pids: list[int]) -> None:
-        """Ranks of the generation before are gone soon."""
+    def check_ended(self, pids: list[int]) -> None:
+        """Check that the ranks of the previous generation end soon."""
         end = time.monotonic() + SOON * self.patience
-        while left := [pid for pid in pids if alive(pid)]:
+        while remaining := [pid for pid in pids if alive(pid)]:
             if time.monotonic() > end:
-                self.faults.append(f"ranks are left: {left}")
+                self.faults.append(f"ranks are left: {remaining}")
                 return
             time.sleep(0.05)
 
-    def look_for_remains(self) -> None:
-        """Nothing is left: no process, nothing in /dev/shm and in the temporary folder."""
+    def check_remains(self) -> None:
+        """Check that no process, shared memory or temporary file is left."""
         end = time.monotonic() + 15
         while True:
-            left = [str(path) for path in (self.folder / "tmp").iterdir()] + [
-                str(one) for one in self.nodes.processes()
+            remains = [str(path) for path in (self.folder / "tmp").iterdir()] + [
+                str(process) for process in self.nodes.processes()
             ]
-            left += [str(one) for one in [folder_of(read_run_key(self.folder / "out"))] if one.exists()]
-            if not left:
+            remains += [str(path) for path in [folder_of(read_run_key(self.folder / "out"))] if path.exists()]
+            if not remains:
                 return
             if time.monotonic() > end:
-                self.faults.append(f"left: {left}")
+                self.faults.append(f"left: {remains}")
                 return
             time.sleep(0.2)
 
     def compare(self, reference: Path) -> None:
-        """The weights are those of a job that nobody disturbed."""
+        """Compare the weights with those of an undisturbed job."""
         tolerance = 1e-10 if self.elastic else 0.0
-        with h5py.File(self.folder / "out" / "checkpoint.h5") as here, h5py.File(reference) as there:
+        with h5py.File(self.folder / "out" / "checkpoint.h5") as actual, h5py.File(reference) as expected:
 
-            def look(name: str, item: object) -> None:
-                if isinstance(item, h5py.Dataset) and not np.allclose(item[()], here[name][()], tolerance, tolerance):
+            def compare_array(name: str, item: object) -> None:
+                if isinstance(item, h5py.Dataset) and not np.allclose(item[()], actual[name][()], tolerance, tolerance):
                     self.faults.append(f"other weights: {name}")
 
             for group in ("model", "optimizer"):
-                there[group].visititems(lambda name, item, group=group: look(f"{group}/{name}", item))
+                expected[group].visititems(lambda name, item, group=group: compare_array(f"{group}/{name}", item))
 
 
 def prepare(folder: Path) -> None:
-    """Make the folder of a job."""
+    """Create the folder of a job."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "tmp").mkdir(parents=True)
     for name, text in {"layers.yaml": LAYERS, "torch.yaml": TORCH, "digits.yaml": DIGITS, "nets.py": NETS}.items():
@@ -254,13 +254,13 @@ def prepare(folder: Path) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return variables of a job, with a temporary folder of its own."""
-    more = {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-    return {**os.environ, **more, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    """Return the environment of a job, with its own temporary folder."""
+    variables = {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    return {**os.environ, **variables, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def undisturbed(kind: str, base: Path) -> Path:
-    """Return the last checkpoint of a job that nobody disturbs."""
+def run_undisturbed(kind: str, base: Path) -> Path:
+    """Run a job without failures; return its last checkpoint."""
     folder = base / f"reference-{kind}"
     prepare(folder)
     words = [f"{kind}.yaml", "-n", "3", "--output", "out", *(["--import", "nets.py"] if kind == "torch" else [])]
@@ -272,53 +272,53 @@ def undisturbed(kind: str, base: Path) -> Path:
 
 
 def summarise(rounds: Sequence[dict[str, Any]]) -> str:
-    """Return, for each kind of event, how often it was and the seconds to the end of the first step after it."""
+    """Return the number of each kind of event, and the seconds to the end of the first step after it."""
     seconds: dict[str, list[float]] = {}
-    for one in rounds:
-        for event, first in zip(one["events"], one["first_steps"], strict=False):
+    for result in rounds:
+        for event, first_step in zip(result["events"], result["first_steps"], strict=False):
             event, _, growth = event.partition(",")
-            seconds.setdefault(growth.strip() or ("two" if "+" in event else event), []).append(first)
+            seconds.setdefault(growth.strip() or ("two" if "+" in event else event), []).append(first_step)
     lines = [
         f"seconds from an event to the end of the first step after it; a stopped rank: beyond its lease of {LEASE:g} s;"
         " growth: the job has got a host back before that step"
     ]
-    for event, found in sorted(seconds.items()):
-        lines.append(f"{event:>10}  {len(found):3} times  median {median(found):5.2f}  maximum {max(found):5.2f}")
-    every = [first for found in seconds.values() for first in found]
-    loads = [one["load"] for one in rounds]
-    if every:
-        lines.append(f"{'all':>10}  {len(every):3} times  median {median(every):5.2f}  maximum {max(every):5.2f}")
+    for event, times in sorted(seconds.items()):
+        lines.append(f"{event:>10}  {len(times):3} times  median {median(times):5.2f}  maximum {max(times):5.2f}")
+    total = [first_step for times in seconds.values() for first_step in times]
+    loads = [result["load"] for result in rounds]
+    if total:
+        lines.append(f"{'all':>10}  {len(total):3} times  median {median(total):5.2f}  maximum {max(total):5.2f}")
         lines.append(f"load of {os.cpu_count()} cores: {min(loads)} to {max(loads)}")
     return "\n".join(lines)
 
 
 def main() -> int:
-    """Play all rounds; return 1 if any has failed."""
+    """Run all rounds; return 1 if any has failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("loss_rounds"))
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--patience", type=float, default=1.0, help="factor for all limits of time, on a busy machine")
-    parser.add_argument("--only", choices=(*KINDS, "digits"), help="models of one kind alone")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor on all time limits, for a busy machine")
+    parser.add_argument("--only", choices=(*KINDS, "digits"), help="run only models of this kind")
     arguments = parser.parse_args()
-    if why := missing():
-        parser.error(why)
+    if reason := missing():
+        parser.error(reason)
     base = arguments.folder.resolve()
     base.mkdir(parents=True, exist_ok=True)
     kinds = [arguments.only] if arguments.only else KINDS
-    references = {kind: undisturbed(kind, base) for kind in kinds}
+    references = {kind: run_undisturbed(kind, base) for kind in kinds}
     rounds: list[dict[str, Any]] = []
     for number in range(arguments.first, arguments.first + arguments.rounds):
-        one = Round(number, arguments.seed, base, arguments.patience, kinds)
-        found = one.play(references[one.kind])
-        rounds.append(found)
-        print(json.dumps(found), flush=True)
+        round_ = Round(number, arguments.seed, base, arguments.patience, kinds)
+        result = round_.play(references[round_.kind])
+        rounds.append(result)
+        print(json.dumps(result), flush=True)
         if arguments.results is not None:
             with arguments.results.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-    failed = sum(bool(one["faults"]) for one in rounds)
+                file.write(json.dumps(result) + "\n")
+    failed = sum(bool(result["faults"]) for result in rounds)
     print(summarise(rounds))
     print(f"{failed} of {arguments.rounds} rounds failed")
     return min(failed, 1)

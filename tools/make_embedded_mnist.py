@@ -1,9 +1,9 @@
-"""Make the MNIST subset that ships with the package, from the four official files.
+"""Create the MNIST subset of the package from the four official files.
 
 Usage: python tools/make_embedded_mnist.py FOLDER
 
 Draws 1,000 training and 200 test digits of each class, shuffles them, and writes four gzipped IDX files to
-neondist/data/embedded. The same input gives the same bytes: the draw is seeded and the gzip headers hold no time.
+neondist/data/embedded. The output is reproducible: the draw is seeded, and the gzip headers have no time.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ SEED = 28
 def main() -> None:
     """Read the official files (checked bit for bit), write the subset."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", help="where the four official files lie")
-    parser.add_argument("--to", type=Path, default=EMBEDDED, help="where to write (default: the package)")
+    parser.add_argument("folder", help="folder of the four official files")
+    parser.add_argument("--to", type=Path, default=EMBEDDED, help="output folder (default: the package)")
     args = parser.parse_args()
-    whole = MNIST(args.folder)
-    whole.open(ProcessGrid.serial())
+    dataset = MNIST(args.folder)
+    dataset.open(ProcessGrid.serial())
     # RandomState is frozen: its stream is the same in every NumPy
     draw = np.random.RandomState(SEED)
     args.to.mkdir(parents=True, exist_ok=True)
-    write(args.to, TRAIN, whole.train, subset(draw, whole.train.labels, 1000))
-    write(args.to, TEST, whole.test, subset(draw, whole.test.labels, 200))
+    write(args.to, TRAIN, dataset.train, subset(draw, dataset.train.labels, 1000))
+    write(args.to, TEST, dataset.test, subset(draw, dataset.test.labels, 200))
 
 
-def subset(draw: np.random.RandomState, labels: np.ndarray, each: int) -> np.ndarray:
-    """Return the indices of `each` samples of every class, shuffled."""
-    chosen = [draw.permutation(np.flatnonzero(labels == digit))[:each] for digit in range(10)]
+def subset(draw: np.random.RandomState, labels: np.ndarray, count: int) -> np.ndarray:
+    """Return the indices of `count` samples of every class, shuffled."""
+    chosen = [draw.permutation(np.flatnonzero(labels == digit))[:count] for digit in range(10)]
     return draw.permutation(np.concatenate(chosen))
 
 

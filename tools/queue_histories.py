@@ -19,26 +19,27 @@ from queue_histories import run_history
 
 
 def main() -> int:
-    """Run histories; print what happened in them, and the seed of one that fails."""
-    one = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    one.add_argument("--cases", type=int, default=2000)
-    one.add_argument("--seed", type=int, default=None, help="of the first history (default: another one every time)")
-    one.add_argument("--jobs", type=int, default=1)
-    given = one.parse_args()
-    first = random.SystemRandom().randrange(2**31) if given.seed is None else given.seed
-    happened: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(given.jobs) as pool:
-        for found in pool.map(partial(_kept_small, Path(folder)), range(first, first + given.cases), chunksize=50):
-            happened.update(found)
-    print(f"{given.cases} histories from seed {first}: {dict(happened)}")
+    """Run histories; print the events in them, and the seed of a failing one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=None, help="seed of the first history (default: random)")
+    parser.add_argument("--jobs", type=int, default=1)
+    arguments = parser.parse_args()
+    first = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
+    events: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(arguments.jobs) as pool:
+        seeds = range(first, first + arguments.cases)
+        for counts in pool.map(partial(_run_and_remove, Path(folder)), seeds, chunksize=50):
+            events.update(counts)
+    print(f"{arguments.cases} histories from seed {first}: {dict(events)}")
     return 0
 
 
-def _kept_small(folder: Path, seed: int) -> dict[str, int]:
-    found = run_history(seed, folder)
+def _run_and_remove(folder: Path, seed: int) -> dict[str, int]:
+    events = run_history(seed, folder)
     for path in folder.glob(f"{seed}.sqlite*"):
         path.unlink()
-    return found
+    return events
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Generated networks against PyTorch: python tools/random_graphs.py [--cases N] [--seed S] [--first K] [--jobs J].
 
-Each case is a random network, trained serially and on two grids of virtual ranks (tests/helpers/graphs says how).
-Wrong ones are printed as programs, as small as they could be made; the exit code is 1 if there are any.
+Each case is a random network, trained serially and on two grids of virtual ranks (see tests/helpers/graphs).
+Failures are printed as minimised programs; the exit code is 1 if there are any.
 """
 
 import os
@@ -16,11 +16,11 @@ from graphs.case import Case, leaves, ranks_of
 from graphs.check import check
 from graphs.draw import draw_case
 from graphs.shrink import shrink
-from trials import parser, told, tried
+from trials import create_parser, format_counts, run_cases
 
 
 def attempt(seed: int, number: int) -> tuple[str, Case, str]:
-    """Return what came of a case, the case, and what to print."""
+    """Return the outcome of a case, the case, and text to print."""
     case = draw_case(seed, number)
     try:
         return check(case), case, ""
@@ -34,10 +34,10 @@ def attempt(seed: int, number: int) -> tuple[str, Case, str]:
 
 
 def main() -> int:
-    """Try them all."""
-    given = parser(__doc__).parse_args()
+    """Run all cases."""
+    arguments = create_parser(__doc__).parse_args()
     results, drawn = Counter(), {"layers": Counter(), "schemes": Counter(), "ranks": Counter()}
-    for result, case, text in tried(attempt, given):
+    for result, case, text in run_cases(attempt, arguments):
         results[result] += 1
         drawn["layers"].update(kind for kind, _ in leaves(case.network))
         drawn["schemes"].update(
@@ -46,9 +46,9 @@ def main() -> int:
         drawn["ranks"].update([ranks_of(case.grid), ranks_of(case.other)])
         if text:
             print(text, flush=True)
-    print(f"seed {given.seed}, {given.cases} cases: {told(results)}")
+    print(f"seed {arguments.seed}, {arguments.cases} cases: {format_counts(results)}")
     for name, counts in drawn.items():
-        print(f"{name}: {told(counts)}")
+        print(f"{name}: {format_counts(counts)}")
     return int(results["wrong"] > 0)
 
 

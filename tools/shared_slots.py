@@ -1,13 +1,13 @@
-"""Two jobs that want 4 workers each on 6 slots: elastic at the same time, against one after the other by gang.
+"""Benchmark of two jobs of 4 workers on 6 slots: elastic and concurrent, or gang-scheduled one after the other.
 
 python tools/shared_slots.py [--slots 6] [--workers 4] [--seconds 1] [--minibatches 320] [--later 20]
 
-Workers sleep for a fixed time per minibatch, which stands for the computation on a core or a device of their own, so
-that six slots can be tried on a machine with fewer cores. Starting a process is real work, though, and takes longer on
-few cores. Both pairs run the same command but for --num-workers: 1:4 elastic; 4:4 by gang, which waits for 4 slots.
+Workers sleep for a fixed time per minibatch, in place of the computation on a separate core or device, so that six
+slots can be tested on a machine with fewer cores. The start of a process is not simulated, and takes longer on few
+cores. Both pairs run the same command except for --num-workers: 1:4 elastic; 4:4 as a gang, which waits for 4 slots.
 
-Printed are the makespans, from the submission of the first job to the end of the second, and how long the second one
-waits for its first slots once it asks for them. Before that it imports its libraries and checks its input, as any job.
+The output has the makespans, from the submission of the first job to the end of the second, and the time for which the
+second job waits for its first slots, after it has imported its libraries and checked its input.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SLEEPS = """def forward(self, x):
 
 @dataclass
 class Job:
-    """A job that was submitted."""
+    """Submitted job."""
 
     folder: Path
     process: subprocess.Popen[str]
@@ -49,15 +49,15 @@ class Job:
 
     def events(self, kind: str) -> list[tuple[float, dict[str, object]]]:
         """Return the events of a kind, with seconds since the submission."""
-        path, found = self.folder / "generations.jsonl", []
+        path, events = self.folder / "generations.jsonl", []
         for line in path.read_text().splitlines() if path.exists() else []:
-            one = json.loads(line)
-            if one["event"] == kind:
-                found.append((datetime.fromisoformat(one["time"]).timestamp() - self.submitted, one))
-        return found
+            event = json.loads(line)
+            if event["event"] == kind:
+                events.append((datetime.fromisoformat(event["time"]).timestamp() - self.submitted, event))
+        return events
 
     def finish(self) -> None:
-        """Wait for the end, and exit if the job has not trained each record once."""
+        """Wait for the end; exit unless the job has trained each record once per epoch."""
         code = self.process.wait()
         self.output.seek(0)
         text = self.output.read()
@@ -78,7 +78,7 @@ def submit(folder: Path, name: str, bounds: str) -> Job:
     return Job(folder / name, process, output, submitted)
 
 
-def pair(folder: Path, kind: str, bounds: str, later: float) -> tuple[float, Job]:
+def run_pair(folder: Path, kind: str, bounds: str, later: float) -> tuple[float, Job]:
     """Run two jobs, the second one submitted `later` seconds after the first; return the makespan and the second."""
     first = submit(folder, f"{kind}-1", bounds)
     time.sleep(later)
@@ -87,23 +87,23 @@ def pair(folder: Path, kind: str, bounds: str, later: float) -> tuple[float, Job
     second.finish()
     makespan = time.time() - first.submitted
     for name, job in (("first", first), ("second", second)):
-        changes = [f"{at:.1f} s: {one['before']} -> {one['workers']}" for at, one in job.events("scale")]
-        (asked, slots), (begun, start) = job.events("slots")[0], job.events("start")[0]
+        changes = [f"{at:.1f} s: {scale['before']} -> {scale['workers']}" for at, scale in job.events("scale")]
+        (slots_time, slots_event), (begin, start) = job.events("slots")[0], job.events("start")[0]
         print(
-            f"{kind}, {name} job: {start['workers']} workers are started {begun:.1f} s after its submission, slots at"
-            f" {asked:.1f} s after a wait of {slots['waited']:.1f} s; {', '.join(changes) or 'no changes'}",
+            f"{kind}, {name} job: {start['workers']} workers are started {begin:.1f} s after its submission, slots at"
+            f" {slots_time:.1f} s after a wait of {slots_event['waited']:.1f} s; {', '.join(changes) or 'no changes'}",
             flush=True,
         )
     return makespan, second
 
 
 def main() -> int:
-    """Run both pairs, print what was measured, and return 1 if it is not what was wanted."""
+    """Run both pairs, print the measurements, and return 1 if they miss the goals."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--slots", type=int, default=6)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=1.0, help="that a worker sleeps for each minibatch")
-    parser.add_argument("--minibatches", type=int, default=320, help="of each job")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds that a worker sleeps per minibatch")
+    parser.add_argument("--minibatches", type=int, default=320, help="minibatches of each job")
     parser.add_argument("--later", type=float, default=20.0, help="seconds between the two submissions")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -112,11 +112,11 @@ def main() -> int:
         (folder / "model_sleeps.py").write_text(text)
         (folder / "hosts").write_text(f"localhost:{arguments.slots}\n")
         write_csv(folder / "train.csv", drawn(arguments.minibatches * SIZE // EPOCHS))
-        each = arguments.minibatches * arguments.seconds / arguments.workers
-        print(f"each job sleeps for {each:.0f} s with {arguments.workers} workers", flush=True)
-        elastic, second = pair(folder, "elastic", f"1:{arguments.workers}", arguments.later)
+        duration = arguments.minibatches * arguments.seconds / arguments.workers
+        print(f"each job sleeps for {duration:.0f} s with {arguments.workers} workers", flush=True)
+        elastic, second = run_pair(folder, "elastic", f"1:{arguments.workers}", arguments.later)
         waited = second.events("slots")[0][1]["waited"]
-        gang, _ = pair(folder, "gang", f"{arguments.workers}:{arguments.workers}", arguments.later)
+        gang, _ = run_pair(folder, "gang", f"{arguments.workers}:{arguments.workers}", arguments.later)
     ratio = elastic / gang
     print(f"makespan: elastic {elastic:.1f} s, one after the other {gang:.1f} s, ratio {ratio:.3f} (goal {GOAL})")
     assert isinstance(waited, float)

@@ -1,9 +1,9 @@
-"""Jobs of seven kinds, each disturbed by signals at a random moment, and then run to its end: nothing may be lost.
+"""Stress test of jobs of seven kinds, with signals at random moments and a resumption to the end.
 
 python tools/signal_rounds.py [--rounds N] [--seed S] [--beside K] [--folder DIR] [--results FILE]
 
-A round fails if the job hangs, prints a traceback, ends with another exit code than docs/cluster.md says, leaves a
-process or a folder behind, or if `--resume auto` does not come to the weights of a job that nobody disturbed.
+A round fails if the job hangs, prints a traceback, ends with another exit code than documented in docs/cluster.md,
+leaves a process or a folder behind, or if `--resume auto` does not reach the weights of an undisturbed job.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def words(kind: str, folder: Path, resume: bool, rng: random.Random) -> list[str
 
 
 class Round:
-    """One job that is disturbed."""
+    """Job that receives signals."""
 
     def __init__(
         self, number: int, seed: int, base: Path, durations: dict[str, float], actions: Sequence[str] = ACTIONS
@@ -103,35 +103,35 @@ class Round:
         self.action = self.rng.choice(actions)
         self.folder = base / f"round-{number}"
         self.faults: list[str] = []
-        self.listened = True
+        self.had_handlers = True
         self.codes: list[int | None] = []
 
     def play(self, reference: Path | None) -> dict[str, object]:
-        """Disturb the job, run it to its end, and return what was found."""
+        """Send signals to the job, run it to its end, and return the result."""
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.folder.parent / "start", self.folder)
         if self.kind == "resume":
             shutil.copytree(self.folder.parent / "half", self.folder / "out")
-        moment = self.rng.uniform(0, 1.1 * self.durations[self.kind])
+        delay = self.rng.uniform(0, 1.1 * self.durations[self.kind])
         command = words(self.kind, self.folder, self.kind == "resume", self.rng)
-        self.disturbed(command, moment)
+        self.disturb(command, delay)
         if self.codes[-1] != 0:
-            again = command if self.kind == "apply" else words(self.kind, self.folder, True, self.rng)
-            code, said, _ = self.run(again)
+            next_command = command if self.kind == "apply" else words(self.kind, self.folder, True, self.rng)
+            code, errors, _ = self.run(next_command)
             self.codes.append(code)
             if code != 0:
-                self.faults.append(f"lost: the next run ended with {code}: {said[-300:]}")
+                self.faults.append(f"lost: the next run ended with {code}: {errors[-300:]}")
         if self.kind != "apply" and reference is not None and not self.faults:
             self.compare(reference)
         if not self.faults:
             shutil.rmtree(self.folder)
         return {
-            "round": self.number, "kind": self.kind, "action": self.action, "moment": round(moment, 2),
+            "round": self.number, "kind": self.kind, "action": self.action, "moment": round(delay, 2),
             "codes": self.codes, "faults": self.faults, "command": " ".join(command[1:]),
         }  # fmt: skip
 
     def start(self, command: list[str]) -> subprocess.Popen[str]:
-        """Start a job with a temporary folder of its own."""
+        """Start a job with its own temporary folder."""
         (self.folder / "tmp").mkdir(exist_ok=True)
         env = {**os.environ, **find_mpirun(os.environ).environment(), "TMPDIR": str(self.folder / "tmp")}
         env |= {"OMP_NUM_THREADS": "1", "NEONDIST_TESTS_HIDE": "torch matplotlib"}
@@ -142,109 +142,109 @@ class Round:
         )  # fmt: skip
 
     def run(self, command: list[str]) -> tuple[int | None, str, float]:
-        """Run a job that nobody disturbs; return its exit code, its errors and its seconds."""
-        began = time.monotonic()
+        """Run a job undisturbed; return its exit code, its errors and its seconds."""
+        start = time.monotonic()
         process = self.start(command)
         code = self.wait(process)
-        return code, (self.folder / "stderr").read_text(), time.monotonic() - began
+        return code, (self.folder / "stderr").read_text(), time.monotonic() - start
 
     def wait(self, process: subprocess.Popen[str]) -> int | None:
-        """Return the exit code; None, after killing everything, if it hangs."""
+        """Return the exit code; kill all processes and return None if it hangs."""
         try:
             return process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            below = children(process.pid)
-            self.faults.append(f"hangs: {below}")
-            kill([process.pid, *(pid for pid, _ in below)])
+            descendants = children(process.pid)
+            self.faults.append(f"hangs: {descendants}")
+            kill([process.pid, *(pid for pid, _ in descendants)])
             process.wait()
             return None
 
-    def disturbed(self, command: list[str], moment: float) -> None:
-        """Run a job and send it signals."""
-        began = time.monotonic()
+    def disturb(self, command: list[str], delay: float) -> None:
+        """Run the job and send it signals."""
+        start = time.monotonic()
         process = self.start(command)
-        time.sleep(moment)
-        everything = children(process.pid)
-        victim = self.send(process, everything)
+        time.sleep(delay)
+        processes = children(process.pid)
+        victim = self.send(process, processes)
         code = self.wait(process)
         self.codes.append(code)
-        said = (self.folder / "stderr").read_text()
-        if self.listened and ("Traceback" in said or "Exception ignored" in said):  # before, it is Python that starts
-            self.faults.append("traceback: " + said[-1500:])
-        if code is not None and code not in self.allowed(victim):
+        errors = (self.folder / "stderr").read_text()
+        if self.had_handlers and ("Traceback" in errors or "Exception ignored" in errors):  # else Python was starting
+            self.faults.append("traceback: " + errors[-1500:])
+        if code is not None and code not in self.allowed_codes(victim):
             self.faults.append(
-                f"exit code {code}, {victim} at {moment:.2f} s of {time.monotonic() - began:.1f}: {said[-300:]}"
+                f"exit code {code}, {victim} at {delay:.2f} s of {time.monotonic() - start:.1f}: {errors[-300:]}"
             )
         end = time.monotonic() + 30
-        pids = [pid for pid, _ in everything]
-        mpiruns_own = "mpirun" in command[0] and (victim, self.action) != ("", "")
-        while left := [pid for pid in pids if alive(pid)] or (
-            [] if mpiruns_own else list((self.folder / "tmp").glob("*"))
+        pids = [pid for pid, _ in processes]
+        ignore_folder = "mpirun" in command[0] and (victim, self.action) != ("", "")
+        while remains := [pid for pid in pids if alive(pid)] or (
+            [] if ignore_folder else list((self.folder / "tmp").glob("*"))
         ):
             if time.monotonic() > end:
-                self.faults.append(f"left: {left}")
+                self.faults.append(f"left: {remains}")
                 kill(pids)
                 break
             time.sleep(0.1)
 
-    def send(self, process: subprocess.Popen[str], everything: list[tuple[int, str]]) -> str:
-        """Send the signals of the action; return whom: main, rank, or mpirun."""
-        first, _, rest = self.action.partition(" ")
-        names = rest.split() if first in ("rank", "mpirun", "main") else self.action.split()
-        ranks = [pid for pid, name in everything if name.startswith("python")]
-        launchers = [pid for pid, name in everything if name.startswith(("mpirun", "prterun"))]
-        chosen, victim = process.pid, "main"
-        if first == "rank" and ranks:
-            chosen, victim = self.rng.choice(ranks), "rank"
-        elif first == "mpirun" and launchers:
-            chosen, victim = launchers[0], "mpirun"
-        self.listened = listens(chosen)
-        for at, name in enumerate(names):
-            if at:
+    def send(self, process: subprocess.Popen[str], processes: list[tuple[int, str]]) -> str:
+        """Send the signals of the action; return their target: main, rank, or mpirun."""
+        first_word, _, other_words = self.action.partition(" ")
+        names = other_words.split() if first_word in ("rank", "mpirun", "main") else self.action.split()
+        ranks = [number for number, name in processes if name.startswith("python")]
+        launchers = [number for number, name in processes if name.startswith(("mpirun", "prterun"))]
+        pid, target = process.pid, "main"
+        if first_word == "rank" and ranks:
+            pid, target = self.rng.choice(ranks), "rank"
+        elif first_word == "mpirun" and launchers:
+            pid, target = launchers[0], "mpirun"
+        self.had_handlers = handles_signals(pid)
+        for index, name in enumerate(names):
+            if index:
                 time.sleep(self.rng.choice([0, self.rng.uniform(0, 1.5)]))
             if process.poll() is None:
                 try:
-                    os.kill(chosen, getattr(signal, f"SIG{name}"))
+                    os.kill(pid, getattr(signal, f"SIG{name}"))
                 except ProcessLookupError:
                     break
-        return victim
+        return target
 
-    def allowed(self, victim: str) -> set[int]:
-        """Return the exit codes that the docs say; a process that does not listen yet ends as all processes do."""
+    def allowed_codes(self, victim: str) -> set[int]:
+        """Return the documented exit codes, including those of processes without signal handlers yet."""
         names = set(self.action.split()) - {"rank", "main", "mpirun"}
         codes = {0}
-        stops = self.kind != "apply"
-        plain = self.kind == "mpirun"
+        can_stop = self.kind != "apply"
+        is_mpirun = self.kind == "mpirun"
         for name in names & {"TERM", "USR1", "INT", "KILL"}:
             number = getattr(signal, f"SIG{name}")
-            dies = {-number, 128 + number}
+            killed_codes = {-number, 128 + number}
             if name == "KILL" or name == "INT":
-                codes |= dies | ({1, 143, 137} if plain else set()) | (set() if self.listened else {1})
-            elif stops and victim == "main" and not plain:
-                codes |= {75} | (set() if self.listened else dies)
-            elif stops:  # mpirun, or a rank, which may not listen yet
-                codes |= {75} | dies | ({1, 143, 137} if plain else set())
+                codes |= killed_codes | ({1, 143, 137} if is_mpirun else set()) | (set() if self.had_handlers else {1})
+            elif can_stop and victim == "main" and not is_mpirun:
+                codes |= {75} | (set() if self.had_handlers else killed_codes)
+            elif can_stop:  # mpirun, or a rank, which may not listen yet
+                codes |= {75} | killed_codes | ({1, 143, 137} if is_mpirun else set())
             else:
-                codes |= dies
+                codes |= killed_codes
         if "INT" in names and "USR1" in names:
             codes |= {75}
         return codes
 
     def compare(self, reference: Path) -> None:
-        """The weights are those of a job that nobody disturbed."""
-        with h5py.File(self.folder / "out" / "checkpoint.h5") as here, h5py.File(reference) as there:
-            if sorted(here["model"]) != sorted(there["model"]):
+        """Compare the weights with those of an undisturbed job."""
+        with h5py.File(self.folder / "out" / "checkpoint.h5") as ours, h5py.File(reference) as expected:
+            if sorted(ours["model"]) != sorted(expected["model"]):
                 self.faults.append("other arrays")
 
-            def look(name: str, item: object) -> None:
-                if isinstance(item, h5py.Dataset) and not np.allclose(item[()], here["model"][name][()], 1e-10, 1e-12):
+            def compare_array(name: str, item: object) -> None:
+                if isinstance(item, h5py.Dataset) and not np.allclose(item[()], ours["model"][name][()], 1e-10, 1e-12):
                     self.faults.append(f"other weights: {name}")
 
-            there["model"].visititems(look)
+            expected["model"].visititems(compare_array)
 
 
-def listens(pid: int) -> bool:
-    """Tell whether a process handles SIGUSR1 by now, which is when it has begun to run code of ours."""
+def handles_signals(pid: int) -> bool:
+    """Whether a process handles SIGUSR1, which is installed when neondist starts."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -253,92 +253,92 @@ def listens(pid: int) -> bool:
     return bool(caught >> (signal.SIGUSR1 - 1) & 1)
 
 
-def prepared(base: Path) -> dict[str, Path]:
-    """Make the folder that a round begins with, a run that is half done, and what undisturbed jobs come to."""
+def prepare(base: Path) -> dict[str, Path]:
+    """Create the initial folder of rounds, a half-finished run, and the results of undisturbed jobs."""
     start = base / "start"
     start.mkdir(parents=True)
     (start / "toy.yaml").write_text(TOY)
     (start / "gb.yaml").write_text(GB)
     (start / "slow.py").write_text(SLOW)
     np.save(start / "images.npy", np.zeros((20, 12, 10, 1), np.float32))
-    found = {}
+    references = {}
     for kind in ("serial", "gb"):
-        one = Round(0, 0, base, {})
-        one.folder = base / f"reference-{kind}"
-        shutil.copytree(start, one.folder)
-        code, said, _ = one.run(words(kind, one.folder, False, random.Random(3)))
-        assert code == 0, said
-        found[kind] = one.folder / "out" / "checkpoint.h5"
-    shutil.copy(found["serial"], start / "trained.h5")
-    one.folder = base / "half-job"
-    shutil.copytree(start, one.folder)
-    code, said, _ = one.run([*words("serial", one.folder, False, random.Random(3)), "--set", "epochs=1"])
-    assert code == 0, said
-    shutil.copytree(one.folder / "out", base / "half")
-    return found
+        round_ = Round(0, 0, base, {})
+        round_.folder = base / f"reference-{kind}"
+        shutil.copytree(start, round_.folder)
+        code, errors, _ = round_.run(words(kind, round_.folder, False, random.Random(3)))
+        assert code == 0, errors
+        references[kind] = round_.folder / "out" / "checkpoint.h5"
+    shutil.copy(references["serial"], start / "trained.h5")
+    round_.folder = base / "half-job"
+    shutil.copytree(start, round_.folder)
+    code, errors, _ = round_.run([*words("serial", round_.folder, False, random.Random(3)), "--set", "epochs=1"])
+    assert code == 0, errors
+    shutil.copytree(round_.folder / "out", base / "half")
+    return references
 
 
 def main() -> int:
-    """Play all rounds and print a table."""
+    """Run all rounds and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=20)
-    parser.add_argument("--beside", type=int, default=1, help="jobs at the same time")
+    parser.add_argument("--beside", type=int, default=1, help="concurrent jobs")
     parser.add_argument("--folder", type=Path, default=Path("signal_rounds"))
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--only", help="actions that have this word, such as INT")
+    parser.add_argument("--only", help="only actions with this word, such as INT")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it, and so would the jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background scripts, and inherited by jobs
     actions = [action for action in ACTIONS if arguments.only is None or arguments.only in action.split()]
     base = arguments.folder.resolve()
     shutil.rmtree(base, ignore_errors=True)
-    references = prepared(base)
+    references = prepare(base)
     durations = {}
-    for at, kind in enumerate(KINDS):
-        one = Round(at, arguments.seed, base, {})
-        shutil.copytree(base / "start", one.folder)
+    for number, kind in enumerate(KINDS):
+        round_ = Round(number, arguments.seed, base, {})
+        shutil.copytree(base / "start", round_.folder)
         if kind == "resume":
-            shutil.copytree(base / "half", one.folder / "out")
-        code, said, durations[kind] = one.run(words(kind, one.folder, kind == "resume", random.Random(1)))
-        assert code == 0, (kind, code, said)
-        shutil.rmtree(one.folder)
+            shutil.copytree(base / "half", round_.folder / "out")
+        code, errors, durations[kind] = round_.run(words(kind, round_.folder, kind == "resume", random.Random(1)))
+        assert code == 0, (kind, code, errors)
+        shutil.rmtree(round_.folder)
     print("seconds of undisturbed jobs:", {kind: round(seconds, 1) for kind, seconds in durations.items()}, flush=True)
 
     def play(number: int) -> dict[str, object]:
-        one = Round(number, arguments.seed, base, durations, actions)
+        round_ = Round(number, arguments.seed, base, durations, actions)
         try:
-            found = one.play(references["gb" if one.kind == "gb" else "serial"])
+            result = round_.play(references["gb" if round_.kind == "gb" else "serial"])
         except Exception as error:
-            found = {
+            result = {
                 "round": number,
-                "kind": one.kind,
-                "action": one.action,
+                "kind": round_.kind,
+                "action": round_.action,
                 "faults": [f"script: {error!r}"],
                 "codes": [],
             }
         if arguments.results is not None:
             with arguments.results.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-        if found["faults"]:
-            print(json.dumps(found), flush=True)
-        return found
+                file.write(json.dumps(result) + "\n")
+        if result["faults"]:
+            print(json.dumps(result), flush=True)
+        return result
 
     rounds = range(arguments.first, arguments.first + arguments.rounds)
     with ThreadPoolExecutor(arguments.beside) as pool:
         results = list(pool.map(play, rounds))
-    return table(results)
+    return print_table(results)
 
 
-def table(results: list[dict[str, object]]) -> int:
-    """Print rounds, failed rounds and first exit codes by kind; return how many failed."""
+def print_table(results: list[dict[str, object]]) -> int:
+    """Print rounds, failed rounds and first exit codes by kind; return the number of failures."""
     print(f"{'kind':10}{'rounds':>8}{'failed':>8}  exit codes")
     for kind in KINDS:
-        mine = [one for one in results if one["kind"] == kind]
-        codes = Counter(one["codes"][0] for one in mine if one["codes"])  # type: ignore[index]
-        told = "  ".join(f"{code}: {count}" for code, count in codes.most_common())
-        print(f"{kind:10}{len(mine):8}{sum(bool(one['faults']) for one in mine):8}  {told}")
-    return sum(bool(one["faults"]) for one in results)
+        of_kind = [result for result in results if result["kind"] == kind]
+        codes = Counter(result["codes"][0] for result in of_kind if result["codes"])  # type: ignore[index]
+        summary = "  ".join(f"{code}: {count}" for code, count in codes.most_common())
+        print(f"{kind:10}{len(of_kind):8}{sum(bool(result['faults']) for result in of_kind):8}  {summary}")
+    return sum(bool(result["faults"]) for result in results)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""`make study`: the study of border schemes, and its tables and pictures in docs/schemes.md.
+"""`make study`: study of border schemes, with tables and pictures in docs/schemes.md.
 
 python tools/study.py [--cifar10 FILE] [--seeds S] [--folder DIR] [--page FILE] [--only-write]
 
-Takes hours on one core; the same command goes on where it stopped.
+Takes hours on one core; the same command resumes where it stopped.
 """
 
 import argparse
@@ -30,15 +30,15 @@ MACHINE = "yaml/machines/gpu_cluster.yaml"
 
 @dataclass(frozen=True)
 class DataSet:
-    """One data set: its file, the largest number of tiles, and what --set says."""
+    """Data set: its file, the largest number of tiles, and arguments of --set."""
 
     name: str
-    most: int
+    max_tiles: int
     settings: tuple[str, ...] = ()
 
     @property
     def file(self):
-        """The experiment."""
+        """Path of the experiment."""
         return f"yaml/study_{self.name}.yaml"
 
 
@@ -48,8 +48,8 @@ def neondist(*words):
     subprocess.run([sys.executable, "-m", "neondist", *map(str, words)], cwd=ROOT, check=True)
 
 
-def measured(file, *words):
-    """Return the JSON that a command of neondist writes into `file`, or has written."""
+def measure(file, *words):
+    """Return the JSON in `file`, which a neondist command writes unless it exists."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         neondist(*words)
@@ -57,46 +57,46 @@ def measured(file, *words):
 
 
 def train(part, folder, seeds):
-    """Train what has no result yet: seed after seed, so that what is there is balanced."""
+    """Train the missing runs, seed after seed, so that partial results are balanced."""
     cache = f"dataset.serialized_path={folder}/cache/{part.name}_{{rank}}_of_{{size}}.h5"
-    said = ["--output", folder / part.name, *(word for one in (cache, *part.settings) for word in ("--set", one))]
+    output = ["--output", folder / part.name, *(word for text in (cache, *part.settings) for word in ("--set", text))]
     for seed in range(1, seeds + 1):
-        for tiles, schemes in ((1, "halo"), (4, TOWERS), (16, f"{TOWERS},{OTHERS}"), (part.most, TOWERS)):
-            neondist("bench", "schemes", part.file, *said, "--virtual", tiles, "--seeds", seed, "--schemes", schemes)
+        for tiles, schemes in ((1, "halo"), (4, TOWERS), (16, f"{TOWERS},{OTHERS}"), (part.max_tiles, TOWERS)):
+            neondist("bench", "schemes", part.file, *output, "--virtual", tiles, "--seeds", seed, "--schemes", schemes)
     seams = ["--virtual", 4, "--schemes", "tower,quantised(bits=8)", "--output", folder / f"{part.name}-seams"]
-    neondist("bench", "seams", part.file, *seams, *(word for one in part.settings for word in ("--set", one)))
+    neondist("bench", "seams", part.file, *seams, *(word for text in part.settings for word in ("--set", text)))
 
 
-def times(file, schemes, folder, *settings):
+def measure_times(file, schemes, folder, *settings):
     """Return the seconds of a step on two ranks by scheme."""
-    found = {}
+    seconds = {}
     for scheme in schemes:
-        made = folder / f"{Path(file).stem}-{scheme}.json"
-        words = ["-n", 2, "--steps", 20, "--set", f"model.scheme={scheme}", *settings, "--json", made]
-        found[scheme] = measured(made, "bench", "step", file, *words)["seconds_per_step"]
-    return found
+        result = folder / f"{Path(file).stem}-{scheme}.json"
+        words = ["-n", 2, "--steps", 20, "--set", f"model.scheme={scheme}", *settings, "--json", result]
+        seconds[scheme] = measure(result, "bench", "step", file, *words)["seconds_per_step"]
+    return seconds
 
 
-def deep(folder):
-    """Yield the rows of halo against deep_halo: predicted for three grids of GPUs, and measured on two ranks here."""
-    here = times(DEEP_FILE, DEEP, folder)
+def deep_rows(folder):
+    """Yield rows that compare halo and deep_halo: predicted for three grids of GPUs, measured on two ranks."""
+    measured = measure_times(DEEP_FILE, DEEP, folder)
     for side in (4, 8, 16):
         for scheme in DEEP:
-            made = folder / f"deep-{side**2}-{scheme}"
-            words = ["--machine", MACHINE, "--ranks", side**2, "--measure", "none", "--output", made]
+            result = folder / f"deep-{side**2}-{scheme}"
+            words = ["--machine", MACHINE, "--ranks", side**2, "--measure", "none", "--output", result]
             words += ["--set", f"model.scheme={scheme}", f"grid.rows={side}", f"grid.cols={side}"]
-            row = measured(made / "model.jsonl", "bench", "model", "predict", DEEP_FILE, *words)
+            row = measure(result / "model.jsonl", "bench", "model", "predict", DEEP_FILE, *words)
             kinds = ("compute_seconds", "exchange_seconds", "sum_seconds", "seconds_per_step")
             cells = [
                 str(row["messages"]),
                 f"{row['bytes_sent'] / 1e3:.1f}",
                 *(seconds_text(row[kind]) for kind in kinds),
             ]
-            yield [str(side**2), f"`{scheme}`", *cells, seconds_text(here[scheme]) if side == 4 else ""]
+            yield [str(side**2), f"`{scheme}`", *cells, seconds_text(measured[scheme]) if side == 4 else ""]
 
 
-def with_halo(part, rows):
-    """Return the results, and the exact halo on all numbers of tiles: trained on one tile, bytes by its formula."""
+def add_halo(part, rows):
+    """Return the results with the exact halo on all tiles: trained on one tile, with bytes from the plan."""
     exact = [row for row in rows if row["scheme"] == "halo" and tiles_of(row) == 1]
     for tiles in dict.fromkeys(tiles_of(row) for row in rows if tiles_of(row) > 1):
         experiment, grid = load_experiment(ROOT / part.file), grid_shape(tiles)
@@ -106,18 +106,18 @@ def with_halo(part, rows):
     return rows
 
 
-def accuracy(rows):
+def accuracy_rows(rows):
     """Yield the cells of the table of errors; differences are between runs of the same seed."""
     halo = {row["seed"]: row["test_error"] for row in rows if row["scheme"] == "halo"}
-    for found in sorted(summaries(rows), key=lambda row: row["tiles"]):
-        mine = [r for r in rows if (tiles_of(r), r["scheme"]) == (found["tiles"], found["scheme"])]
-        more = [100 * (row["test_error"] - halo[row["seed"]]) for row in mine if row["seed"] in halo]
-        deviation = stdev(more) if len(more) > 1 else float("inf")
-        clear = "yes" if abs(mean(more)) > 2 * deviation else "no"
+    for group in sorted(summaries(rows), key=lambda row: row["tiles"]):
+        results = [r for r in rows if (tiles_of(r), r["scheme"]) == (group["tiles"], group["scheme"])]
+        increases = [100 * (row["test_error"] - halo[row["seed"]]) for row in results if row["seed"] in halo]
+        deviation = stdev(increases) if len(increases) > 1 else float("inf")
+        significant = "yes" if abs(mean(increases)) > 2 * deviation else "no"
         yield (
-            str(found["tiles"]), f"`{found['scheme']}`", f"{100 * found['error']:.2f} ± {100 * found['deviation']:.2f}",
-            f"{found['loss']:.3f}", f"{found['bytes'] / 1e3:.0f}", str(found["runs"]),
-            *((f"{mean(more):+.2f} ± {deviation:.2f}", clear) if found["scheme"] != "halo" else ("", "")),
+            str(group["tiles"]), f"`{group['scheme']}`", f"{100 * group['error']:.2f} ± {100 * group['deviation']:.2f}",
+            f"{group['loss']:.3f}", f"{group['bytes'] / 1e3:.0f}", str(group["runs"]),
+            *((f"{mean(increases):+.2f} ± {deviation:.2f}", significant) if group["scheme"] != "halo" else ("", "")),
         )  # fmt: skip
 
 
@@ -125,7 +125,7 @@ HEADS = ["tiles", "scheme", "test error, %", "loss", "kB a step", "seeds", "more
 
 
 def write(path, name, text):
-    """Put a text between two markers of a page."""
+    """Write text between two markers of a page."""
     begin, end = f"<!-- make study: {name} -->", f"<!-- {name}: end -->"
     head, rest = path.read_text(encoding="utf-8").split(begin)
     path.write_text(f"{head}{begin}\n{text}\n{end}{rest.split(end)[1]}", encoding="utf-8")
@@ -134,32 +134,32 @@ def write(path, name, text):
 def main():
     """Train, measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cifar10", type=Path, help="the official binary batches; without them, digits alone")
+    parser.add_argument("--cifar10", type=Path, help="official binary batches; default: only the digits are trained")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "study", help="results (default runs/study)")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "schemes.md")
-    parser.add_argument("--only-write", action="store_true", help="train nothing, write what is there")
-    given = parser.parse_args()
-    folder, pictures = given.folder.resolve(), given.page.parent / "pictures"
+    parser.add_argument("--only-write", action="store_true", help="train nothing; write existing results")
+    arguments = parser.parse_args()
+    folder, pictures = arguments.folder.resolve(), arguments.page.parent / "pictures"
     parts = [DataSet("digits", 49)]
-    if given.cifar10:
-        parts.append(DataSet("cifar10", 64, (f"dataset.path={given.cifar10.resolve()}",)))
+    if arguments.cifar10:
+        parts.append(DataSet("cifar10", 64, (f"dataset.path={arguments.cifar10.resolve()}",)))
     for part in parts:
-        if not given.only_write:
-            train(part, folder, given.seeds)
-        found = {row["key"]: row for row in read_results(folder / part.name / "results.jsonl")}
-        rows = with_halo(part, list(found.values()))
-        write(given.page, part.name, markdown(HEADS, accuracy(rows)))
-        found = summaries([row for row in rows if row["scheme"] == "halo" or tiles_of(row) > 1])
-        plot([row for row in found if row["tiles"] == 16], pictures / f"study_{part.name}_front.png")
-        towers = [row for row in found if row["scheme"] in ("halo", *TOWERS.split(","))]
+        if not arguments.only_write:
+            train(part, folder, arguments.seeds)
+        results = {row["key"]: row for row in read_results(folder / part.name / "results.jsonl")}
+        rows = add_halo(part, list(results.values()))
+        write(arguments.page, part.name, markdown(HEADS, accuracy_rows(rows)))
+        results = summaries([row for row in rows if row["scheme"] == "halo" or tiles_of(row) > 1])
+        plot([row for row in results if row["tiles"] == 16], pictures / f"study_{part.name}_front.png")
+        towers = [row for row in results if row["scheme"] in ("halo", *TOWERS.split(","))]
         plot_tiles(towers, pictures / f"study_{part.name}_tiles.png")
         shutil.copy(folder / f"{part.name}-seams" / "seams.png", pictures / f"study_{part.name}_seams.png")
-    by_part = [times(part.file, TIMED, folder / "times", *part.settings) for part in parts]
-    rows = ([f"`{scheme}`", *(seconds_text(each[scheme]) for each in by_part)] for scheme in TIMED)
-    write(given.page, "times", markdown(["scheme", *(part.name for part in parts)], rows))
+    by_part = [measure_times(part.file, TIMED, folder / "times", *part.settings) for part in parts]
+    rows = ([f"`{scheme}`", *(seconds_text(seconds[scheme]) for seconds in by_part)] for scheme in TIMED)
+    write(arguments.page, "times", markdown(["scheme", *(part.name for part in parts)], rows))
     heads = ["tiles", "scheme", "messages", "kB sent", "compute", "exchange", "sums", "step", "step on 2 ranks here"]
-    write(given.page, "deep", markdown(heads, deep(folder / "times")))
+    write(arguments.page, "deep", markdown(heads, deep_rows(folder / "times")))
 
 
 if __name__ == "__main__":

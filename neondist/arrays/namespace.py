@@ -1,4 +1,4 @@
-"""From an array to the functions that work on it, and to its values on the host."""
+"""The namespace of an array, and transfers of its values to and from the host."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import numpy as np
 def namespace(array: Any) -> Any:
     """Return the array's namespace: NumPy, or one that offers the same functions.
 
-    It is that of the array API standard, or, for arrays that do not name it, as CuPy's, the package of their class.
+    This is the array API's `__array_namespace__`, or for arrays without it, such as CuPy's, the package of their class.
     """
     if isinstance(array, (np.ndarray, np.generic)):
         return np
-    named = getattr(array, "__array_namespace__", None)
-    return sys.modules[type(array).__module__.partition(".")[0]] if named is None else named()
+    get_namespace = getattr(array, "__array_namespace__", None)
+    return sys.modules[type(array).__module__.partition(".")[0]] if get_namespace is None else get_namespace()
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Return an array's values as a NumPy array: itself, where it is one; of a device's a copy, which waits for it."""
+    """Return an array as a NumPy array: itself if it is one, or a copy from the device, which waits for it."""
     return np.asarray(array) if isinstance(array, (np.ndarray, np.generic)) else namespace(array).asnumpy(array)
 
 
 class HostTwin:
-    """Memory of the host for the values of a device's array that travel between ranks.
+    """Host buffer for the values of a device's array that are sent between ranks.
 
-    CuPy's arrays have pinned memory, and a stream for their copies: what is computed on the device goes on meanwhile.
+    For CuPy it is pinned memory with its own stream, so that copies overlap with computation on the device.
 
     Parameters
     ----------
@@ -47,11 +47,11 @@ class HostTwin:
         memory = self._cuda.alloc_pinned_memory(array.nbytes)  # as much, or more
         self.host = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
         self._stream = self._cuda.Stream(non_blocking=True)
-        # the memory may be another twin's next: not before a copy from it that is under way has been made
+        # the memory may be reused by another twin: wait for a copy in progress
         weakref.finalize(self, self._stream.synchronize).atexit = False
 
     def fetch(self) -> np.ndarray:
-        """Return the array's values on the host, once what computes them is done; waits."""
+        """Return the array's values on the host; waits until they are computed."""
         if self._cuda is None:
             self.host[...] = to_host(self.array)
         else:
@@ -60,7 +60,7 @@ class HostTwin:
         return self.host
 
     def put(self) -> None:
-        """Give the array the host's values: whatever is computed on the device from now on sees them; does not wait."""
+        """Copy the host's values to the array, ordered before later computation on the device; does not wait."""
         if self._cuda is None:
             self.array[...] = namespace(self.array).asarray(self.host)
             return
@@ -76,5 +76,5 @@ class HostTwin:
 
 
 def wait_for(array: Any) -> None:
-    """Wait for what computes an array of CuPy's: others than the device are about to read or write its memory."""
+    """Wait for the current stream of a CuPy array, before its memory is accessed from outside the device."""
     namespace(array).cuda.get_current_stream().synchronize()

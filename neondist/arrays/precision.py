@@ -1,4 +1,4 @@
-"""Precision of a model's products: how many bits their operands have, and the scale that keeps float16 gradients."""
+"""Precision of a model's products: the dtype of their operands, and loss scaling for float16 gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PrecisionName: TypeAlias = Literal["float32", "tf32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ComputePrecision:
-    """Type in which operands of convolutions and matrix products are; sums and parameters are of the model's dtype.
+    """Dtype of the operands of convolutions and matrix products; sums and parameters have the model's dtype.
 
     Attributes
     ----------
     name : {'float32', 'tf32', 'bfloat16', 'float16'}
-        'float32' leaves everything in the model's dtype. 'tf32' is the same but on GPUs, whose products then have
-        operands of 19 bits.
+        'float32' leaves everything in the model's dtype. 'tf32' is the same except on GPUs, whose
+        products then have operands of 19 bits.
     """
 
     name: str = "float32"
@@ -38,20 +38,20 @@ class ComputePrecision:
         return 2 if self.narrow else 4
 
     def new_scaler(self) -> LossScaler | None:
-        """Return the scale of the loss of a training that begins; None where numbers have the range of float32."""
+        """Return a new loss scaler; None for precisions with the range of float32."""
         return LossScaler() if self.name == "float16" else None
 
     def check(self, dtype: np.dtype) -> None:
-        """Raise ConfigError unless parameters of this dtype can have it."""
+        """Raise ConfigError unless the precision supports parameters of this dtype."""
         if self != FLOAT32 and dtype != np.float32:
             raise ConfigError(
                 f"precision: {self.name} requires float32 parameters, but dtype is {dtype}; leave out one of them"
             )
 
     def rounded(self, array: Any) -> Any:
-        """Return float32 numbers rounded to the nearest operands, of two the even one, as float32; a new array.
+        """Return float32 numbers rounded to the nearest operands (ties to even), as a new float32 array.
 
-        What is out of range becomes infinite.
+        Numbers out of range become infinite.
         """
         if self.name == "float16":
             with np.errstate(over="ignore", under="ignore"):
@@ -61,17 +61,17 @@ class ComputePrecision:
         nan, bits = single != single, single.view(np.uint32)
         bits += ((bits >> 16) & 1) + np.uint32(0x7FFF)
         bits &= np.uint32(0xFFFF0000)
-        return xp.where(nan, np.float32("nan"), single)  # or it may have become infinite
+        return xp.where(nan, np.float32("nan"), single)  # rounding may have made NaN infinite
 
     def encode(self, array: Any) -> Any:
-        """Return float32 numbers rounded so, as the 16 bits of each (uint16)."""
+        """Return float32 numbers rounded as by `rounded`, as the 16 bits of each (uint16)."""
         if self.name == "float16":
             with np.errstate(over="ignore", under="ignore"):
                 return array.astype(np.float16).view(np.uint16)
         return (self.rounded(array).view(np.uint32) >> 16).astype(np.uint16)
 
     def decode(self, codes: Any) -> Any:
-        """Return the float32 numbers of which `encode` has made these codes."""
+        """Return the float32 numbers of codes made by `encode`."""
         if self.name == "float16":
             return codes.view(np.float16).astype(np.float32)
         return (codes.astype(np.uint32) << 16).view(np.float32)
@@ -82,18 +82,18 @@ FLOAT32, BFLOAT16, FLOAT16 = (ComputePrecision(name) for name in ("float32", "bf
 
 @dataclass
 class LossScaler:
-    """Factor on the loss, so that gradients of 16 bits do not vanish: the rule of `torch.amp.GradScaler`.
+    """Factor on the loss, so that gradients of 16 bits do not underflow: the rule of `torch.amp.GradScaler`.
 
-    It doubles after `INTERVAL` steps in a row without an overflow, and halves at each overflow. As a power of two it
-    changes no gradient but those that would vanish or overflow.
+    It doubles after `INTERVAL` consecutive steps without an overflow, and halves at each overflow. As a power of two it
+    changes only gradients that would underflow or overflow.
 
     Attributes
     ----------
     scale : float
     good : int
-        Steps in a row without an overflow since the scale has changed last.
+        Consecutive steps without an overflow since the scale last changed.
     skipped : int
-        Steps that were skipped in the present epoch.
+        Steps skipped in the current epoch.
     """
 
     scale: float = 2.0**16
@@ -101,12 +101,12 @@ class LossScaler:
     skipped: int = 0
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step, the same on all ranks.
+        """Update the scale after a step; `overflow` must be the same on all ranks.
 
         Raises
         ------
         NonFiniteError
-            The scale would fall below 1: the gradients overflow whatever it is.
+            The scale would fall below 1: the gradients overflow at any scale.
         """
         if overflow:
             self.scale, self.good, self.skipped = self.scale / 2, 0, self.skipped + 1
@@ -125,11 +125,11 @@ class LossScaler:
         self.skipped = 0
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint holds."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "good": self.good, "skipped": self.skipped}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` has returned; ValueError, which says what is wrong, if it is something else."""
+        """Restore the result of `state`; ValueError with the reason if it is invalid."""
         if set(state) != {"scale", "good", "skipped"}:
             raise ValueError("'loss_scale' has unexpected fields")
         scale, good, skipped = (state[name] for name in ("scale", "good", "skipped"))
@@ -141,6 +141,6 @@ class LossScaler:
 
 
 INTERVAL = 2000
-"""Steps in a row without an overflow, after which the scale doubles."""
+"""Consecutive steps without an overflow after which the scale doubles."""
 LARGEST = 2.0**127
 """The largest scale of float32."""

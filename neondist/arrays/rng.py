@@ -1,8 +1,8 @@
 """Random numbers keyed by (seed, purpose, step, GLOBAL index), never by rank.
 
-A counter-based generator: number i of a stream is a pure function of the stream's key and i, so each rank makes just
-the numbers of its own cells and all grids see the same ones (Salmon et al. 2011). The mixing function is splitmix64
-(Steele, Lea and Flood 2014).
+A counter-based generator: number i of a stream is a pure function of the stream's key and i, so each rank generates
+only the numbers of its cells, the same on all grids (Salmon et al. 2011). The mixing function is splitmix64 (Steele,
+Lea and Flood 2014).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
 _LEVELS = 1 << 16
-_BLOCK = 1 << 14  # numbers at a time that stay in the cache
+_BLOCK = 1 << 14  # numbers at a time, which fit in the cache
 
 
 def key(*parts: int | str) -> int:
     """Return the 64-bit key of a stream, from integers and names such as (seed, 'dropout', layer name, step)."""
     state = 0
-    for part in parts:  # as `_mix`, in Python's integers: arrays of one number take ten times as long
+    for part in parts:  # as `_mix`, in Python's integers: arrays of one number are ten times slower
         z = (state + int(_GAMMA) + (zlib.crc32(part.encode()) if isinstance(part, str) else int(part))) & _MASK
         z = (z ^ z >> 30) * int(_MIX1) & _MASK
         z = (z ^ z >> 27) * int(_MIX2) & _MASK
@@ -37,7 +37,7 @@ def key(*parts: int | str) -> int:
 
 
 def shuffled(samples: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of an epoch's samples (int, shape (samples,)), the same everywhere."""
+    """Return the order of an epoch's samples (int, shape (samples,)), the same on all ranks."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(samples)
 
 
@@ -47,7 +47,7 @@ def uniform(stream: int, index: Any) -> Any:
 
 
 def at_least(rate: float, stream: int, index: Any) -> Any:
-    """Return where `uniform` is at least `rate`, a number in [0, 1): the same, from the bits, in cache-sized blocks."""
+    """Return the mask `uniform(stream, index) >= rate` for rate in [0, 1), from the bits, in cache-sized blocks."""
     xp = namespace(index)
     index = xp.asarray(index, np.uint64)
     flat, chosen = index.reshape(-1), xp.empty(index.shape, bool)
@@ -67,7 +67,7 @@ def normal(stream: int, index: Any) -> Any:
 
 
 def coarse_normal(stream: int, index: np.ndarray) -> np.ndarray:
-    """Return numbers as of `normal` in NumPy at a quarter of its cost: of 2¹⁶ values, each as probable, within 4.4."""
+    """Return normal numbers at a quarter of the cost of `normal`: 2¹⁶ equally probable values within ±4.4."""
     level = _bits(stream, index)
     level >>= np.uint64(48)
     return _quantiles().take(level.view(np.int64))
@@ -75,7 +75,7 @@ def coarse_normal(stream: int, index: np.ndarray) -> np.ndarray:
 
 @cache
 def _quantiles() -> np.ndarray:
-    from statistics import NormalDist  # it imports much
+    from statistics import NormalDist  # a slow import
 
     lower = np.array([NormalDist().inv_cdf((at + 0.5) / _LEVELS) for at in range(_LEVELS // 2)])
     return np.concatenate([lower, -lower[::-1]])
@@ -97,7 +97,7 @@ def _bits(stream: int, index: Any) -> Any:
 
 
 def _mix(z: Any) -> Any:
-    """Return the mixed bits, in place of what is given."""
+    """Mix the bits in place, and return them."""
     right_shift, shifted = namespace(z).right_shift, z >> np.uint64(30)
     z ^= shifted
     z *= _MIX1

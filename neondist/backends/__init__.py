@@ -1,16 +1,16 @@
 """Arrays and kernels, by library.
 
-backend: what a backend is, and which there are. kernels: the table, with conv, pool and cells in any array namespace;
-of cells there are compiled ones. host: compiled kernels over NumPy's arrays (rows, compiled_conv), by the threads of
-gomp. torch: PyTorch's, for what is not compiled. cupy: those over CuPy's arrays, by device_kernels, which read
-device_tables; cupy_torch: and PyTorch's. gpus: of this machine.
+backend: the Backend class and the choice of one. kernels: the table, with conv, pool and cells in any array namespace;
+cells also compiled. host: compiled kernels over NumPy's arrays (rows, compiled_conv), on the threads of gomp. torch:
+PyTorch's kernels, for operations that are not compiled. cupy: kernels over CuPy's arrays, from device_kernels, which
+read device_tables; cupy_torch: together with PyTorch's. gpus: GPUs of this machine.
 """
 
 from .backend import Availability, Backend, available, check_backend, get_backend, precision_note
-from .cells import Normal, compiled
+from .cells import Normalisation, compiled
 from .kernels import Kernels
 
 __all__ = [
-    "Availability", "Backend", "Kernels", "Normal", "available", "check_backend", "compiled", "get_backend",
+    "Availability", "Backend", "Kernels", "Normalisation", "available", "check_backend", "compiled", "get_backend",
     "precision_note",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Memory that is freed and wanted again at every step."""
+"""Reuse of freed memory by glibc's allocator."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import platform
 from collections.abc import Callable
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # names of mallopt(3)
-_DEFAULTS = {_TRIM_THRESHOLD: 1 << 17, _MMAP_MAX: 1 << 16}  # glibc does not tell what is set
+_DEFAULTS = {_TRIM_THRESHOLD: 1 << 17, _MMAP_MAX: 1 << 16}  # glibc cannot report the current values
 
 
 def keep_freed_memory() -> Callable[[], None]:
-    """Let glibc keep large blocks that are freed, instead of fetching new, empty pages for the next of the same size.
+    """Let glibc keep large freed blocks instead of fetching new, zeroed pages for the next of the same size.
 
     A kernel's output is then memory that was used before: kernels that are limited by memory run 1.2 to 4 times faster
-    (measured). The process does not shrink below its peak. Whoever has set malloc's variables keeps what they say.
-    Returns a function that gives the memory back, and takes back the setting.
+    (measured). The process does not shrink below its peak. Nothing changes if the environment sets malloc's variables.
+    Returns a function that returns the memory to the system and restores the defaults.
     """
     if platform.libc_ver()[0] != "glibc" or any(name.startswith("MALLOC_") for name in os.environ):
         return lambda: None
@@ -24,19 +24,19 @@ def keep_freed_memory() -> Callable[[], None]:
     libc.mallopt(_MMAP_MAX, 0)
     libc.mallopt(_TRIM_THRESHOLD, -1)
 
-    def take_back() -> None:
+    def restore() -> None:
         for name, value in _DEFAULTS.items():
             libc.mallopt(name, value)
         libc.malloc_trim(0)
 
-    return take_back
+    return restore
 
 
 def give_back_freed(above: int) -> None:
-    """Give what is freed back to the system, if this process holds more bytes than that.
+    """Return freed memory to the system if this process holds more than `above` bytes.
 
-    PyTorch's aligned blocks leave gaps that the next one of their size does not fit into, so that what is kept grows
-    beyond what is ever in use at a time (measured: by 400 MiB in 39 strips).
+    PyTorch's aligned blocks leave gaps too small for the next block of their size, so that cached memory grows beyond
+    the peak in use (measured: by 400 MiB in 39 strips).
     """
     import psutil
 

@@ -58,12 +58,12 @@ class Backend:
         ShapeError
             If its elements are not real numbers; `name` is the array's name.
         """
-        given = array if self.owns(array) else np.asarray(array)
-        if given.dtype.kind not in "biuf":
-            raise ShapeError(f"{name} of dtype {given.dtype}: give real numbers")
-        if copy or not self.owns(given):
-            return self.from_host(given, dtype)
-        return self.xp.ascontiguousarray(given, dtype)
+        source = array if self.owns(array) else np.asarray(array)
+        if source.dtype.kind not in "biuf":
+            raise ShapeError(f"{name} of dtype {source.dtype}: give real numbers")
+        if copy or not self.owns(source):
+            return self.from_host(source, dtype)
+        return self.xp.ascontiguousarray(source, dtype)
 
     def in_precision(self, precision: ComputePrecision) -> Backend:
         """Return the backend for products with operands of a precision; ConfigError if there is none."""
@@ -77,7 +77,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Availability:
-    """A backend's name, whether it can be used here, and why."""
+    """A backend's name, whether it is usable here, and the reason."""
 
     name: str
     usable: bool
@@ -86,7 +86,7 @@ class Availability:
 
 def available() -> list[Availability]:
     """Return all backends in the order of preference of `auto`; imports PyTorch and CuPy, if installed."""
-    return [_cupy_availability(), _torch_availability(), Availability("numpy", True, "always there")]
+    return [_cupy_availability(), _torch_availability(), Availability("numpy", True, "always available")]
 
 
 @checked
@@ -105,9 +105,9 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     name = _preferred() if name == "auto" else name
     if name in _MAKERS:
         return _MAKERS[name]()
-    found = getattr(sys.modules.get(name), "backend", None)
-    if isinstance(found, Backend):
-        return found
+    backend = getattr(sys.modules.get(name), "backend", None)
+    if isinstance(backend, Backend):
+        return backend
     if name in sys.modules:
         raise ConfigError(f"backend '{name}': the module has no nd.Backend named `backend`; define one")
     if "." in name:
@@ -132,13 +132,13 @@ def check_backend(name: str | Backend) -> Callable[[int], int | None]:
 
 
 def _preferred() -> str:
-    """Return the name of the backend that `auto` takes."""
+    """Return the name of the backend that `auto` selects."""
     host = "torch" if importlib.util.find_spec("torch") else "numpy"
     return host if gpus.find_problem() else "cupy"
 
 
 def precision_note(name: str | Backend, precision: ComputePrecision) -> str:
-    """Return what a user has to know of a precision with this backend on this machine; '' where there is nothing."""
+    """Return a note on a precision's limits with this backend on this machine; '' if there are none."""
     if precision.name == "float32":
         return ""
     backend = get_backend(name)

@@ -1,7 +1,7 @@
-"""Kernels that work on each cell by itself, and sums over cells: as NumPy does them, and compiled (_cells.c).
+"""Cell-wise kernels, and sums over cells: with the functions of any array namespace, and compiled (_cells.c).
 
-Compiled they read and write memory once, of any strides, where NumPy makes an array at every operation. They are there
-if a C compiler was when neondist was installed.
+Compiled kernels read and write memory once, with any strides, where NumPy makes an array in every operation. They
+exist if a C compiler was available when neondist was installed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_COPIED = 1 << 15  # numbers, from which on threads gain
+_THREADED_COPY = 1 << 15  # numbers; smaller copies are faster on one thread
 
 
-class Normal(NamedTuple):
+class Normalisation(NamedTuple):
     """Normalisation of cells: (x - mean) * scale + shift, at least 0 if `clip`.
 
     Attributes
@@ -37,8 +37,8 @@ class CellKernels:
     """Kernels over the cells of arrays (N, *spatial, C) of one shape, in any array namespace."""
 
     xp: Any
-    #: Cells that are added up at a time
-    summed = 1 << 13
+    #: Cells added up at a time
+    sum_block = 1 << 13
 
     def matmul(self, a: Any, b: Any) -> Any:
         """Return the product of two matrices, or stacks of them."""
@@ -84,9 +84,9 @@ class CellKernels:
     def channel_sum(self, x: Any) -> Any:
         """Return the sum over everything but the channels, (C,), by GEMM: blocked sums err less than a running one."""
         cells, total = x.reshape(-1, x.shape[-1]), self.xp.zeros(x.shape[-1:], x.dtype)
-        ones = self.xp.ones((1, min(self.summed, len(cells))), x.dtype)
-        for start in range(0, len(cells), self.summed):
-            part = cells[start : start + self.summed]
+        ones = self.xp.ones((1, min(self.sum_block, len(cells))), x.dtype)
+        for start in range(0, len(cells), self.sum_block):
+            part = cells[start : start + self.sum_block]
             total += self.matmul(ones[:, : len(part)], part)[0]
         return total
 
@@ -94,45 +94,45 @@ class CellKernels:
         """Return each sample's sum over its cells, (N, C), by GEMM as `channel_sum`."""
         cells, channels = prod(x.shape[1:-1]), x.shape[-1]
         rows, total = x.reshape(len(x), cells, channels), self.xp.zeros((len(x), 1, channels), x.dtype)
-        ones = self.xp.ones((1, min(self.summed, cells)), x.dtype)
-        for start in range(0, cells, self.summed):
-            part = rows[:, start : start + self.summed]
+        ones = self.xp.ones((1, min(self.sum_block, cells)), x.dtype)
+        for start in range(0, cells, self.sum_block):
+            part = rows[:, start : start + self.sum_block]
             total += self.matmul(ones[:, : part.shape[1]], part)
         return total[:, 0]
 
     def moments(self, x: Any, by_sample: bool = False) -> tuple[Any, Any]:
         """Return means and sums of squared differences from them, both (1, C), or (N, C) if `by_sample`.
 
-        Nothing cancels where a mean is large. Without cells both are 0.
+        There is no cancellation for large means. Without cells both are 0.
         """
         count = max(1, prod(x.shape[1:-1] if by_sample else x.shape[:-1]))
         mean = self._sums(x, by_sample) / count
         from_mean = x - self._by_cell(mean, x.ndim)
         return mean, self._sums(from_mean * from_mean, by_sample)
 
-    def normalise(self, x: Any, how: Normal, y: Any) -> None:
+    def normalise(self, x: Any, norm: Normalisation, y: Any) -> None:
         """Write the normalised cells into y; x and y of any strides."""
-        mean, scale, shift = (self._by_cell(numbers, x.ndim) for numbers in how[:3])
+        mean, scale, shift = (self._by_cell(numbers, x.ndim) for numbers in norm[:3])
         self.xp.subtract(x, mean, out=y)
         y *= scale
         y += shift
-        if how.clip:
+        if norm.clip:
             self.relu(y, y)
 
-    def normalise_sums(self, x: Any, dy: Any, how: Normal) -> tuple[Any, Any]:
+    def normalise_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
         """Return the sums of dz and of dz * (x - mean) for each group, (groups, C).
 
-        dz is the gradient before it was clipped.
+        dz is the gradient before clipping.
         """
-        dz, by_sample = self._before_clip(x, dy, how), len(how.mean) != 1
-        along = dz * (x - self._by_cell(how.mean, x.ndim))
+        dz, by_sample = self._before_clip(x, dy, norm), len(norm.mean) != 1
+        along = dz * (x - self._by_cell(norm.mean, x.ndim))
         return self._sums(dz, by_sample), self._sums(along, by_sample)
 
-    def normalise_back(self, x: Any, dy: Any, how: Normal, factors: Sequence[Any], dx: Any) -> None:
+    def normalise_back(self, x: Any, dy: Any, norm: Normalisation, factors: Sequence[Any], dx: Any) -> None:
         """Write a * dz + b * (x - mean) + c into dx, given a, b and c (groups, C)."""
         through, along, offset = (self._by_cell(numbers, x.ndim) for numbers in factors)
-        own = (x - self._by_cell(how.mean, x.ndim)) * along + offset
-        self.xp.add(self._before_clip(x, dy, how) * through, own, out=dx)
+        own = (x - self._by_cell(norm.mean, x.ndim)) * along + offset
+        self.xp.add(self._before_clip(x, dy, norm) * through, own, out=dx)
 
     def norm_numbers(self, mean: Any, var: Any, learned: tuple[Any, Any], eps: float) -> tuple[Any, Any, Any, Any]:
         """Return mean, scale and shift of each channel, and the scale before it was learned, all (C,).
@@ -161,34 +161,34 @@ class CellKernels:
         return self.norm_numbers(mean.copy(), squares / count, learned, eps)
 
     def batch_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
-        """Return what `normalise_back` takes, (C,) each, given the gradients of gamma and beta (2 C,) and the count."""
+        """Return the factors of `normalise_back`, (C,) each, from the gradients of gamma and beta (2 C,)."""
         along, offset = (sums / count).reshape(2, -1)
         through = gamma * root
         return through, -through * root * along, -through * offset
 
-    def _before_clip(self, x: Any, dy: Any, how: Normal) -> Any:
-        if not how.clip:
+    def _before_clip(self, x: Any, dy: Any, norm: Normalisation) -> Any:
+        if not norm.clip:
             return dy
         z = self.xp.empty(x.shape, x.dtype)
-        self.normalise(x, how._replace(clip=False), z)
+        self.normalise(x, norm._replace(clip=False), z)
         return dy * (z > 0)
 
     def _sums(self, x: Any, by_sample: bool) -> Any:
         return self.sample_sum(x) if by_sample else self.channel_sum(x)[None]
 
     def _by_cell(self, numbers: Any, ndim: int) -> Any:
-        """Return (groups, C) so that it goes with cells (N, *spatial, C)."""
+        """Return (groups, C) in a shape that broadcasts with cells (N, *spatial, C)."""
         return numbers.reshape(len(numbers), *(1,) * (ndim - 2), numbers.shape[-1])
 
 
 class CompiledCells(CellKernels):
-    """The same for NumPy's arrays of float32 and float64, compiled if that can be.
+    """The same for NumPy's arrays of float32 and float64, compiled where possible.
 
     Attributes
     ----------
     compiled : module or None
     threads, start : int
-        How many threads there are, and the address of what starts them: GOMP_parallel. 0: there is none.
+        Number of threads, and the address of GOMP_parallel, which starts them; 0 if it is missing.
     """
 
     threads, start = 1, 0
@@ -199,7 +199,7 @@ class CompiledCells(CellKernels):
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy the values of `source` into `target`."""
-        if source.size < _COPIED or not self._run("clip", source, target):
+        if source.size < _THREADED_COPY or not self._run("clip", source, target):
             super().copy(source, target)
 
     def relu(self, z: np.ndarray, y: np.ndarray) -> None:
@@ -240,24 +240,24 @@ class CompiledCells(CellKernels):
             return super().moments(x, by_sample)
         return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
 
-    def normalise(self, x: np.ndarray, how: Normal, y: np.ndarray) -> None:
+    def normalise(self, x: np.ndarray, norm: Normalisation, y: np.ndarray) -> None:
         """Write the normalised cells into y."""
-        if not self._run("normalise", x, y, by=how[:3], low=_least(how)):
-            super().normalise(x, how, y)
+        if not self._run("normalise", x, y, by=norm[:3], low=_lower_bound(norm)):
+            super().normalise(x, norm, y)
 
-    def normalise_sums(self, x: np.ndarray, dy: np.ndarray, how: Normal) -> tuple[np.ndarray, np.ndarray]:
+    def normalise_sums(self, x: np.ndarray, dy: np.ndarray, norm: Normalisation) -> tuple[np.ndarray, np.ndarray]:
         """Return the sums of dz and of dz * (x - mean)."""
-        sums = np.empty((len(how.mean), 2, x.shape[-1]))
-        if not self._run("normalise_sums", x, dy, by=how[:3], sums=sums, low=_least(how)):
-            return super().normalise_sums(x, dy, how)
+        sums = np.empty((len(norm.mean), 2, x.shape[-1]))
+        if not self._run("normalise_sums", x, dy, by=norm[:3], sums=sums, low=_lower_bound(norm)):
+            return super().normalise_sums(x, dy, norm)
         return sums[:, 0].astype(x.dtype), sums[:, 1].astype(x.dtype)
 
     def normalise_back(
-        self, x: np.ndarray, dy: np.ndarray, how: Normal, factors: Sequence[np.ndarray], dx: np.ndarray
+        self, x: np.ndarray, dy: np.ndarray, norm: Normalisation, factors: Sequence[np.ndarray], dx: np.ndarray
     ) -> None:
         """Write a * dz + b * (x - mean) + c into dx."""
-        if not self._run("normalise_back", x, dy, dx, by=(*how[:3], *factors), low=_least(how)):
-            super().normalise_back(x, dy, how, factors, dx)
+        if not self._run("normalise_back", x, dy, dx, by=(*norm[:3], *factors), low=_lower_bound(norm)):
+            super().normalise_back(x, dy, norm, factors, dx)
 
     def _run(self, kernel: str, *arrays: np.ndarray, by: Any = None, sums: Any = None, low: float = -inf) -> bool:
         if self.compiled is None:
@@ -267,13 +267,13 @@ class CompiledCells(CellKernels):
         return done
 
 
-def _least(how: Normal) -> float:
-    return 0 if how.clip else -inf
+def _lower_bound(norm: Normalisation) -> float:
+    return 0 if norm.clip else -inf
 
 
 @cache
 def compiled() -> Any:
-    """Return the compiled kernels, None where neondist was installed without a C compiler."""
+    """Return the compiled kernels; None if neondist was installed without a C compiler."""
     try:
         return import_module("neondist.backends._cells")
     except ImportError:

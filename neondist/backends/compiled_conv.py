@@ -1,4 +1,4 @@
-"""Compiled convolutions: 3 x 3 and 5 x 5 of stride 1 (_winograd.h), each channel by itself (_depthwise.h), others."""
+"""Compiled convolutions: 3 x 3 and 5 x 5 of stride 1 (_winograd.h), depthwise (_depthwise.h), and others."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from .rows import VECTOR, How, Rows, three
+from .rows import VECTOR, Args, Rows, as_triple
 
 Ints = Sequence[int]
-_CHANNELS, _CELLS = 8, 128  # measured: the fewest that gain by it
+_CHANNELS, _CELLS = 8, 128  # measured: the smallest for which it is faster
 _MOST = 9 << 17  # with more weights, transformed ones would take more than 8 MiB of float32
 _TAPS = 512  # cells of a depthwise convolution's window, at most
 FORWARD, WEIGHTS, INPUT = range(3)
 
 
 class CompiledConvolution(Rows):
-    """Convolution of NumPy's arrays, written where it is wanted; as the table does it where that is not compiled.
+    """Convolution of NumPy's arrays into a given array; falls back to the table where it is not compiled.
 
-    Windows 3 x 3 and 5 x 5 go by F(2 x 2, k x k) (Lavin and Gray 2016), with 2.25 and 2.78 times fewer products. Sums
-    of inputs, and of weights, come before the products. With 3 x 3 errors of float32 are still below oneDNN's (measured
-    with 16, 64 and 256 channels: 0.6 to 1 times, those of the weights' gradients 0.3 to 0.9), for sums are short; with
-    5 x 5 they are 4 to 8 times those of direct sums, 1e-6 to 2e-6 of the outputs.
+    Windows 3 x 3 and 5 x 5 use F(2 x 2, k x k) (Lavin and Gray 2016), with 2.25 and 2.78 times fewer products. Inputs
+    and weights are summed before the products. For 3 x 3, float32 errors are still below oneDNN's: sums are short
+    (measured with 16, 64 and 256 channels: 0.6 to 1 times, gradients of the weights 0.3 to 0.9); for 5 x 5 they are 4
+    to 8 times those of direct sums, 1e-6 to 2e-6 of the outputs.
     """
 
     def compiles(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
-        """Return whether a convolution of, or back to, x with weights of such a shape is to go this way."""
+        """Return whether a compiled kernel applies to a convolution of, or back to, x with weights of this shape."""
         return super().compiles(x, shape, groups) or self.is_depthwise(x, shape, groups)
 
     def is_depthwise(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
@@ -42,9 +42,9 @@ class CompiledConvolution(Rows):
             and hasattr(self.compiled, "depthwise")
         )
 
-    def transforms(self, x: np.ndarray, shape: Ints, how: How) -> bool:
+    def transforms(self, x: np.ndarray, shape: Ints, args: Args) -> bool:
         """Return whether the Winograd kernel applies."""
-        (*kernel, inner, outer), (stride, dilation, groups) = shape, how
+        (*kernel, inner, outer), (stride, dilation, groups) = shape, args
         return (
             tuple(kernel[-2:]) in ((3, 3), (5, 5))
             and prod(stride) * prod(dilation) * groups == 1
@@ -54,57 +54,57 @@ class CompiledConvolution(Rows):
             and hasattr(self.compiled, "winograd")
         )
 
-    def same_for_all(self, what: int, x: np.ndarray, window: np.ndarray, stride: Ints, out: Ints) -> np.ndarray | None:
-        """Return every channel's convolution with one window (*kernel), or the gradient of that's input, given dy as x.
+    def filter_each(self, kind: int, x: np.ndarray, window: np.ndarray, stride: Ints, out: Ints) -> np.ndarray | None:
+        """Return every channel's convolution with one window (*kernel), or the gradient of its input, given dy as x.
 
         Parameters
         ----------
-        what : FORWARD or INPUT
-        out : of what is returned
+        kind : FORWARD or INPUT
+        out : extent of the result
 
         Returns
         -------
-        array (N, *out, C), None if it is not compiled
+        array (N, *out, C); None if it is not compiled
         """
         channels = x.shape[-1]
         weights, y = np.empty((*window.shape, 1, channels), x.dtype), np.empty((len(x), *out, channels), x.dtype)
         weights[...] = window[..., None, None]
-        how = stride, (1,) * len(stride), channels
-        return y if hasattr(self.compiled, "depthwise") and self._each(what, x, weights, y, None, how) else None
+        args = stride, (1,) * len(stride), channels
+        return y if hasattr(self.compiled, "depthwise") and self._depthwise(kind, x, weights, y, None, args) else None
 
     def _convolve(
-        self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, how: How, before: Ints = ()
+        self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, args: Args, before: Ints = ()
     ) -> bool:
-        if how[2] > 1:
-            return self._each(FORWARD, x, np.ascontiguousarray(weights), y, bias, how)
-        transforms = self.transforms(x, weights.shape, how)
+        if args[2] > 1:
+            return self._depthwise(FORWARD, x, np.ascontiguousarray(weights), y, bias, args)
+        transforms = self.transforms(x, weights.shape, args)
         if transforms and self._transform(False, x, weights, y, bias, before):
             return True
-        return super()._convolve(x, weights, y, bias, how, before)
+        return super()._convolve(x, weights, y, bias, args, before)
 
-    def _convolve_back(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, how: How, crop: Ints) -> bool:
-        if how[2] > 1:
-            return self._each(INPUT, dy, np.ascontiguousarray(weights), dx, None, how, crop)
-        return super()._convolve_back(dy, weights, dx, how, crop)
+    def _convolve_back(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, args: Args, crop: Ints) -> bool:
+        if args[2] > 1:
+            return self._depthwise(INPUT, dy, np.ascontiguousarray(weights), dx, None, args, crop)
+        return super()._convolve_back(dy, weights, dx, args, crop)
 
-    def _sum_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, how: How) -> bool:
-        if how[2] > 1:
-            return bool(dy.size) and self._each(WEIGHTS, x, gradient, dy, None, how)
-        if self.transforms(x, gradient.shape, how) and dy.size and self._transform(True, x, gradient, dy):
+    def _sum_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, args: Args) -> bool:
+        if args[2] > 1:
+            return bool(dy.size) and self._depthwise(WEIGHTS, x, gradient, dy, None, args)
+        if self.transforms(x, gradient.shape, args) and dy.size and self._transform(True, x, gradient, dy):
             return True
-        return super()._sum_weights(x, dy, gradient, how)
+        return super()._sum_weights(x, dy, gradient, args)
 
     def _transform(
         self, back: bool, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: Any = None, before: Ints = ()
     ) -> bool:
-        ends = three(before, 0)
+        ends = as_triple(before, 0)
         done: bool = self.compiled.winograd(back, x, weights, y, bias, ends, self.threads, self.start)
         return done
 
-    def _each(
-        self, what: int, x: np.ndarray, w: np.ndarray, y: np.ndarray, bias: Any, how: How, before: Ints = ()
+    def _depthwise(
+        self, kind: int, x: np.ndarray, w: np.ndarray, y: np.ndarray, bias: Any, args: Args, before: Ints = ()
     ) -> bool:
-        """Write the convolution of x into y; or the gradient of weights into w; or that of the input, given dy as x."""
-        steps = three(how[0], 1), three(how[1], 1), three(before, 0)
-        done: bool = self.compiled.depthwise(what, x, w, y, bias, *steps, self.threads, self.start)
+        """Write the convolution of x into y, the gradient of weights into w, or that of the input, given dy as x."""
+        steps = as_triple(args[0], 1), as_triple(args[1], 1), as_triple(before, 0)
+        done: bool = self.compiled.depthwise(kind, x, w, y, bias, *steps, self.threads, self.start)
         return done

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ..arrays.precision import FLOAT32, ComputePrecision
-from .cells import Normal
+from .cells import Normalisation
 from .device_kernels import (
     ADD_BOXES,
     BATCH_FACTORS,
@@ -40,11 +40,11 @@ from .windows import Sides, cropped, out_extent
 Ints = Sequence[int]
 
 _THREADS, _BLOCKS = 256, 4096
-"""of a launch, at most"""
+"""threads of a block, and blocks of a launch, at most"""
 _TABLES = 1024
-"""in the cache, at most"""
-_LANES, _FOLDED, _LAST = 1 << 18, 32, 64
-"""partial sums of a reduction, and how many of them are added up one after the other, at the end so many at most"""
+"""device tables in the cache, at most"""
+_LANES, _FOLD, _LAST_LANES = 1 << 18, 32, 64
+"""partial sums of a reduction, how many of them one thread adds up, and the most in the last step"""
 
 
 class CupyKernels(Kernels):
@@ -59,9 +59,9 @@ class CupyKernels(Kernels):
     """
 
     packs = True
-    # a launch takes as long as a million numbers: few large blocks, which need memory that no plan knows
-    strip, block, unshared, summed = 1 << 24, 1 << 24, 1 << 24, 1 << 20
-    #: Numbers from which on places have 64 bits
+    # a launch costs as much as a million numbers: few large blocks, whose memory no plan includes
+    strip, block, unshared, sum_block = 1 << 24, 1 << 24, 1 << 24, 1 << 20
+    #: Numbers from which on indices have 64 bits
     wide = 1 << 30
 
     def __init__(self, cupy: Any, precision: ComputePrecision = FLOAT32) -> None:
@@ -69,7 +69,7 @@ class CupyKernels(Kernels):
         self.precision = precision
         self._compiled: dict[tuple[str, str, str], Any] = {}
         self._tables = lru_cache(_TABLES)(self._on_device)
-        self._kept: list[list[Any]] = []  # of launches that are being captured, the tables
+        self._captured_tables: list[list[Any]] = []  # tables of the graphs being captured
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision; without PyTorch's kernels TF32 is float32."""
@@ -100,8 +100,8 @@ class CupyKernels(Kernels):
             return
         shapes = [part.shape for _, part in pairs]
         table = box_table(_steps(array), [part.data.ptr for _, part in pairs], [box for box, _ in pairs], shapes)
-        given = array, self._table(table), len(pairs)
-        self._launch(ADD_BOXES, NUMBERS[str(array.dtype)], "add_boxes", sum(map(prod, shapes)), *given, array.ndim)
+        arguments = array, self._table(table), len(pairs)
+        self._launch(ADD_BOXES, NUMBERS[str(array.dtype)], "add_boxes", sum(map(prod, shapes)), *arguments, array.ndim)
 
     def conv_forward(
         self,
@@ -116,12 +116,12 @@ class CupyKernels(Kernels):
         """Return the valid convolution of x with the weights, plus bias: depthwise in one launch, without the bias."""
         kernel, channels = weights.shape[:-2], weights.shape[-1]
         shape = len(x), *out_extent(x.shape[1:-1], kernel, stride, dilation), channels
-        if groups != x.shape[-1] or groups == 1 or not self._windows(x.dtype, kernel, shape):
+        if groups != x.shape[-1] or groups == 1 or not self._has_kernel(x.dtype, kernel, shape):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
         y, pool = self.xp.empty(shape, x.dtype), (x.shape[1:-1], shape[1:-1], kernel, stride, groups, _steps(x))
         table, index = self._places(depthwise_table(pool_table(*pool), dilation, channels), x, y)
-        given = x, self.xp.ascontiguousarray(weights), y, table
-        self._launch(DEPTHWISE, NUMBERS[str(x.dtype)], "depthwise", y.size, *given, index=index)
+        arguments = x, self.xp.ascontiguousarray(weights), y, table
+        self._launch(DEPTHWISE, NUMBERS[str(x.dtype)], "depthwise", y.size, *arguments, index=index)
         return y if bias is None else self.xp.add(y, bias, out=y)
 
     def conv_backward_input(
@@ -136,19 +136,19 @@ class CupyKernels(Kernels):
     ) -> Any:
         """Return the gradient of x (N, *extent, C_in), without the cells of `crop`: depthwise in one launch."""
         kernel, shape = weights.shape[:-2], (len(dy), *extent, groups * weights.shape[-2])
-        if groups != shape[-1] or groups == 1 or not self._windows(dy.dtype, kernel, (*shape, dy.size)):
+        if groups != shape[-1] or groups == 1 or not self._has_kernel(dy.dtype, kernel, (*shape, dy.size)):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         dx = self.xp.empty(shape, dy.dtype)
         pool = pool_table(extent, dy.shape[1:-1], kernel, stride, groups, _steps(dx))
         table, index = self._places(depthwise_table(pool, dilation, dy.shape[-1]), dx, dy)
-        given = self.xp.ascontiguousarray(dy), self.xp.ascontiguousarray(weights), dx, table
-        self._launch(DEPTHWISE_BACK, NUMBERS[str(dy.dtype)], "depthwise_back", dx.size, *given, index=index)
+        arguments = self.xp.ascontiguousarray(dy), self.xp.ascontiguousarray(weights), dx, table
+        self._launch(DEPTHWISE_BACK, NUMBERS[str(dy.dtype)], "depthwise_back", dx.size, *arguments, index=index)
         return cropped(dx, crop)
 
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
         """Return the maxima and the places, in one launch."""
         out, xp = out_extent(x.shape[1:-1], kernel, stride, (1,) * len(kernel)), self.xp
-        if not self._windows(x.dtype, kernel, (len(x), *out, x.shape[-1])):
+        if not self._has_kernel(x.dtype, kernel, (len(x), *out, x.shape[-1])):
             return super().max_pool(x, kernel, stride)
         best, place = (xp.empty((len(x), *out, x.shape[-1]), kind) for kind in (x.dtype, xp.uint8))
         table, index = self._places(pool_table(x.shape[1:-1], out, kernel, stride, x.shape[-1], _steps(x)), x, best)
@@ -156,9 +156,9 @@ class CupyKernels(Kernels):
         return best, place
 
     def max_pool_backward(self, dy: Any, place: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
-        """Return the gradient of x, in one launch; the same every time: each cell adds up what comes to it."""
+        """Return the gradient of x, in one launch; deterministic: each cell adds up its own contributions."""
         shape = len(dy), *extent, dy.shape[-1]
-        if not self._windows(dy.dtype, kernel, (*shape, dy.size)):
+        if not self._has_kernel(dy.dtype, kernel, (*shape, dy.size)):
             return super().max_pool_backward(dy, place, extent, kernel, stride)
         dx, dy = self.xp.empty(shape, dy.dtype), self.xp.ascontiguousarray(dy)
         pool = pool_table(extent, dy.shape[1:-1], kernel, stride, dy.shape[-1], _steps(dx))
@@ -166,67 +166,67 @@ class CupyKernels(Kernels):
         self._launch(MAX_POOL_BACK, number, "max_pool_back", dx.size, dy, place, dx, table, index=index)
         return dx
 
-    def normalise(self, x: Any, how: Normal, y: Any) -> None:
+    def normalise(self, x: Any, norm: Normalisation, y: Any) -> None:
         """Write the normalised cells into y, in one launch."""
-        if not self._by_cells(x, y):
-            super().normalise(x, how, y)
+        if not self._has_cell_kernel(x, y):
+            super().normalise(x, norm, y)
             return
-        numbers, (shares, threads, index) = self._numbers(how[:3], x), self._shares((x, y), len(how.mean))
-        given = x, *numbers, y, *shares, int(how.clip)
-        self._launch(NORMALISE, NUMBERS[str(x.dtype)], "normalise", threads, *given, index=index)
+        numbers, (shares, threads, index) = self._numbers(norm[:3], x), self._shares((x, y), len(norm.mean))
+        arguments = x, *numbers, y, *shares, int(norm.clip)
+        self._launch(NORMALISE, NUMBERS[str(x.dtype)], "normalise", threads, *arguments, index=index)
 
-    def normalise_back(self, x: Any, dy: Any, how: Normal, factors: Sequence[Any], dx: Any) -> None:
+    def normalise_back(self, x: Any, dy: Any, norm: Normalisation, factors: Sequence[Any], dx: Any) -> None:
         """Write a * dz + b * (x - mean) + c into dx, in one launch."""
-        if not self._by_cells(x, dy, dx):
-            super().normalise_back(x, dy, how, factors, dx)
+        if not self._has_cell_kernel(x, dy, dx):
+            super().normalise_back(x, dy, norm, factors, dx)
             return
-        numbers = self._numbers((*how[:3], *factors), x)
-        shares, threads, index = self._shares((x, dy, dx), len(how.mean))
-        given = x, dy, *numbers, dx, *shares, int(how.clip)
-        self._launch(NORMALISE_BACK, NUMBERS[str(x.dtype)], "normalise_back", threads, *given, index=index)
+        numbers = self._numbers((*norm[:3], *factors), x)
+        shares, threads, index = self._shares((x, dy, dx), len(norm.mean))
+        arguments = x, dy, *numbers, dx, *shares, int(norm.clip)
+        self._launch(NORMALISE_BACK, NUMBERS[str(x.dtype)], "normalise_back", threads, *arguments, index=index)
 
     def channel_sum(self, x: Any) -> Any:
         """Return the sum over everything but the channels, (C,)."""
-        return self._sums_of(SUMS, x)[0, 0] if self._by_cells(x) else super().channel_sum(x)
+        return self._sums_of(SUMS, x)[0, 0] if self._has_cell_kernel(x) else super().channel_sum(x)
 
     def sample_sum(self, x: Any) -> Any:
         """Return each sample's sum over its cells, (N, C)."""
-        return self._sums_of(SUMS, x, by_sample=True)[0] if self._by_cells(x) else super().sample_sum(x)
+        return self._sums_of(SUMS, x, by_sample=True)[0] if self._has_cell_kernel(x) else super().sample_sum(x)
 
     def moments(self, x: Any, by_sample: bool = False) -> tuple[Any, Any]:
         """Return means and sums of squared differences from them."""
-        if not self._by_cells(x):
+        if not self._has_cell_kernel(x):
             return super().moments(x, by_sample)
         mean, squares = self._sums_of(MOMENTS, x, by_sample=by_sample)
         return mean, squares
 
-    def normalise_sums(self, x: Any, dy: Any, how: Normal) -> tuple[Any, Any]:
+    def normalise_sums(self, x: Any, dy: Any, norm: Normalisation) -> tuple[Any, Any]:
         """Return the sums of dz and of dz * (x - mean) for each group."""
-        if not self._by_cells(x, dy):
-            return super().normalise_sums(x, dy, how)
-        numbers = self._numbers(how[:3], x)
-        first, second = self._sums_of(GRADIENTS, x, numbers, dy, len(how.mean) != 1, clip=how.clip)
+        if not self._has_cell_kernel(x, dy):
+            return super().normalise_sums(x, dy, norm)
+        numbers = self._numbers(norm[:3], x)
+        first, second = self._sums_of(GRADIENTS, x, numbers, dy, len(norm.mean) != 1, clip=norm.clip)
         return first, second
 
     def batch_numbers(
         self, moments: Any, running: tuple[Any, Any], learned: tuple[Any, Any], momentum: float, eps: float
     ) -> tuple[Any, Any, Any, Any]:
         """Return the `norm_numbers` of a batch, and take it into the running mean and variance, in one launch."""
-        if not self._by_cells(moments, *running, *learned):
+        if not self._has_cell_kernel(moments, *running, *learned):
             return super().batch_numbers(moments, running, learned, momentum, eps)
-        found, how = self.xp.empty((4, len(learned[0])), moments.dtype), map(self.xp.float64, (momentum, eps))
-        given = moments, *running, *learned, found, *how
-        self._launch(BATCH_NUMBERS, NUMBERS[str(moments.dtype)], "batch_numbers", found[0].size, *given)
-        return found[0], found[1], found[2], found[3]
+        result, scalars = self.xp.empty((4, len(learned[0])), moments.dtype), map(self.xp.float64, (momentum, eps))
+        arguments = moments, *running, *learned, result, *scalars
+        self._launch(BATCH_NUMBERS, NUMBERS[str(moments.dtype)], "batch_numbers", result[0].size, *arguments)
+        return result[0], result[1], result[2], result[3]
 
     def batch_factors(self, sums: Any, count: Any, gamma: Any, root: Any) -> tuple[Any, Any, Any]:
         """Return the factors of `normalise_back`, in one launch."""
-        if not self._by_cells(sums, count, gamma, root):
+        if not self._has_cell_kernel(sums, count, gamma, root):
             return super().batch_factors(sums, count, gamma, root)
-        found = self.xp.empty((3, len(gamma)), sums.dtype)
-        given = sums, count, gamma, root, found
-        self._launch(BATCH_FACTORS, NUMBERS[str(sums.dtype)], "batch_factors", found[0].size, *given)
-        return found[0], found[1], found[2]
+        result = self.xp.empty((3, len(gamma)), sums.dtype)
+        arguments = sums, count, gamma, root, result
+        self._launch(BATCH_FACTORS, NUMBERS[str(sums.dtype)], "batch_factors", result[0].size, *arguments)
+        return result[0], result[1], result[2]
 
     def _sums_of(
         self,
@@ -237,32 +237,32 @@ class CupyKernels(Kernels):
         by_sample: bool = False,
         clip: bool = False,
     ) -> Any:
-        """Return sums (1 or 2, groups, C) by as many threads as there may be; the same every time.
+        """Return sums (1 or 2, groups, C), deterministic, by as many threads as possible.
 
         Parameters
         ----------
         kind : SUMS, MOMENTS or GRADIENTS
-        numbers : mean, scale and shift, contiguous, in so far as the kind needs them
+        numbers : mean, scale and shift, contiguous, if the kind needs them
         """
-        groups, each = len(x) if by_sample else 1, 1 if kind == SUMS else 2
+        groups, count = len(x) if by_sample else 1, 1 if kind == SUMS else 2
         arrays = x, x if dy is None else dy
         shares, threads, index = self._shares(arrays, groups)
         (table, rank, _, lanes), width, number = shares, groups * x.shape[-1], NUMBERS[str(x.dtype)]
-        sums = self.xp.empty((each, lanes, width), "f8")
-        given = *arrays, *(*numbers, x, x, x)[:3], sums, *shares, kind, int(clip)
-        self._launch(CELL_SUMS, number, "cell_sums", threads, *given, index=index)
-        while lanes > _LAST:
-            into = -(-lanes // _FOLDED)
-            folded = self.xp.empty((each, into, width), "f8")
+        sums = self.xp.empty((count, lanes, width), "f8")
+        arguments = *arrays, *(*numbers, x, x, x)[:3], sums, *shares, kind, int(clip)
+        self._launch(CELL_SUMS, number, "cell_sums", threads, *arguments, index=index)
+        while lanes > _LAST_LANES:
+            into = -(-lanes // _FOLD)
+            folded = self.xp.empty((count, into, width), "f8")
             self._launch(FOLD_SUMS, number, "fold_sums", folded.size, sums, folded, lanes, into, width, index=index)
             sums, lanes = folded, into
-        found = self.xp.empty((each, groups, x.shape[-1]), x.dtype)
+        result = self.xp.empty((count, groups, x.shape[-1]), x.dtype)
         if kind == MOMENTS:
-            given = sums, x, found, table, rank, lanes, x.size // width
-            self._launch(LAST_MOMENTS, number, "last_moments", width, *given, index=index)
+            arguments = sums, x, result, table, rank, lanes, x.size // width
+            self._launch(LAST_MOMENTS, number, "last_moments", width, *arguments, index=index)
         else:
-            self._launch(LAST_SUMS, number, "last_sums", found.size, sums, found, lanes, width, index=index)
-        return found
+            self._launch(LAST_SUMS, number, "last_sums", result.size, sums, result, lanes, width, index=index)
+        return result
 
     def round_operand(self, x: Any, precision: ComputePrecision) -> Any:
         """Return float32 numbers rounded to the nearest of a precision: for bfloat16 in one launch."""
@@ -273,27 +273,27 @@ class CupyKernels(Kernels):
         self._launch(ROUND_BFLOAT16, "float", "round_bfloat16", threads, x, y, *shares, index=index)
         return y
 
-    def _windows(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
-        """Tell whether there is a kernel, and something for it to do."""
+    def _has_kernel(self, dtype: Any, kernel: Ints, sizes: Ints) -> bool:
+        """Return whether a kernel supports these windows and the output is not empty."""
         return str(dtype) in NUMBERS and len(kernel) < 4 and prod(kernel) <= 256 and 0 not in sizes
 
-    def _by_cells(self, *arrays: Any) -> bool:
+    def _has_cell_kernel(self, *arrays: Any) -> bool:
         kinds = {str(array.dtype) for array in arrays}
         return len(kinds) == 1 and kinds <= NUMBERS.keys() and arrays[0].size > 0
 
     def _numbers(self, numbers: Sequence[Any], like: Any) -> list[Any]:
-        """Return numbers of each channel, of groups, in one piece."""
+        """Return the numbers (groups, C) as contiguous arrays of the dtype of `like`."""
         shape = len(numbers[0]), like.shape[-1]
-        ready = [each.shape == shape and each.dtype == like.dtype and each.flags.c_contiguous for each in numbers]
+        ready = [array.shape == shape and array.dtype == like.dtype and array.flags.c_contiguous for array in numbers]
         return [
-            each if is_ready else self.xp.ascontiguousarray(self.xp.broadcast_to(each, shape), like.dtype)
-            for each, is_ready in zip(numbers, ready, strict=True)
+            array if is_ready else self.xp.ascontiguousarray(self.xp.broadcast_to(array, shape), like.dtype)
+            for array, is_ready in zip(numbers, ready, strict=True)
         ]
 
     def _shares(self, arrays: Sequence[Any], groups: int) -> tuple[tuple[Any, int, int, int], int, str]:
-        """Return the shares of threads in the cells of arrays of one shape.
+        """Return how the cells of arrays of one shape are divided among threads.
 
-        They are the table, its number of axes, of groups and of lanes; the threads; and the type of the table in C.
+        That is: (the table, its number of axes, of groups and of lanes); the threads; and the type of the table in C.
         """
         like = arrays[0]
         numbers = cell_table(like.shape, list(map(_steps, arrays)), groups > 1)
@@ -303,59 +303,59 @@ class CupyKernels(Kernels):
         return (table, len(numbers) // (1 + len(arrays)), groups, lanes), lanes * width, index
 
     def _places(self, table: tuple[int, ...], *arrays: Any) -> tuple[Any, str]:
-        """Return a table on the device, and its type in C, in which places in these arrays can be told."""
+        """Return a table on the device, and its type in C, wide enough for indices into these arrays."""
         spans = [sum((n - 1) * abs(step) for n, step in zip(a.shape, _steps(a), strict=True)) for a in arrays]
         index = "int" if max(spans) < self.wide else "long long"
         return self._table(table, index), index
 
-    def _launch(self, source: str, number: str, name: str, total: int, *given: Any, index: str = "long long") -> None:
-        """Start a kernel for so many numbers, the last of its arguments."""
+    def _launch(self, source: str, number: str, name: str, total: int, *args: Any, index: str = "long long") -> None:
+        """Launch a kernel for `total` numbers, the last of its arguments."""
         kernel = self._compiled.get((name, number, index))
         if kernel is None:
             kernel = self.xp.RawKernel(typed(source, number, index), name)
             self._compiled[name, number, index] = kernel
-        arguments = [self.xp.int64(one) if isinstance(one, int) else one for one in (*given, total)]
+        arguments = [self.xp.int64(argument) if isinstance(argument, int) else argument for argument in (*args, total)]
         kernel((min(-(-total // _THREADS), _BLOCKS),), (_THREADS,), tuple(arguments))
 
     def capture(self, function: Callable[[], Any], after: Graph | None = None) -> tuple[Any, Graph]:
-        """Return what a function returns, and a graph of its launches, which has what they read from the host."""
-        self._kept.append([])
+        """Return a function's result and a graph of its launches, which keeps the host data that they read."""
+        self._captured_tables.append([])
         try:
-            found, launches = self._captured(function, after)
+            result, launches = self._captured(function, after)
         finally:
-            kept = self._kept.pop()
-        return found, Graph(launches, kept)
+            kept = self._captured_tables.pop()
+        return result, Graph(launches, kept)
 
     def _captured(self, function: Callable[[], Any], after: Graph | None) -> tuple[Any, Any]:
-        """Return what a function returns, and what has `replay`."""
+        """Return a function's result, and an object with `replay`."""
         raise NotImplementedError
 
     def _table(self, table: tuple[int, ...], index: str = "long long") -> Any:
-        """Return a table on the device; the launches of every step need the same ones."""
-        found = self._tables(table, index)
-        for kept in self._kept:
-            kept.append(found)
-        return found
+        """Return a table on the device, cached: the launches of every step need the same ones."""
+        on_device = self._tables(table, index)
+        for kept in self._captured_tables:
+            kept.append(on_device)
+        return on_device
 
     def _on_device(self, table: tuple[int, ...], index: str) -> Any:
         return self.xp.array(table, self.xp.int32 if index == "int" else self.xp.int64)
 
     def room(self, ranks: int) -> int | None:
-        """Return the bytes of its GPU that each of so many ranks on this machine may still take."""
+        """Return the bytes of its GPU that each of `ranks` ranks on this machine may still allocate."""
         runtime, pool = self.xp.cuda.runtime, self.xp.get_default_memory_pool()
         free, _ = runtime.memGetInfo()
         sharing = -(-ranks // runtime.getDeviceCount())
         return int(free) // sharing + int(pool.free_bytes())
 
     def give_back_freed(self, above: int) -> None:
-        """Give back what CuPy's pool keeps, so that ranks that share the GPU have it."""
+        """Free the cached blocks of CuPy's pool for other ranks on the same GPU."""
         pool = self.xp.get_default_memory_pool()
         if pool.total_bytes() > above:
             pool.free_all_blocks()
 
 
 def _steps(array: Any) -> list[int]:
-    """Return an array's strides, in numbers."""
+    """Return an array's strides in elements."""
     return [stride // array.itemsize for stride in array.strides]
 
 

@@ -20,8 +20,8 @@ Ints = Sequence[int]
 class CupyTorchKernels(TorchTable, CupyKernels):
     """PyTorch's convolutions and sums over windows, CuPy's everything else.
 
-    Its max pooling of float64 fails channels-last with a misaligned address where channels are few (PyTorch 2.11), and
-    its gradient adds up in an order of its own every time.
+    PyTorch's channels-last max pooling of float64 fails with a misaligned address for few channels (PyTorch 2.11), and
+    its gradient is not deterministic.
     """
 
     small = 0
@@ -47,7 +47,7 @@ class CupyTorchKernels(TorchTable, CupyKernels):
 
 
 def usable() -> bool:
-    """Tell whether there is a PyTorch for CUDA that finds a GPU."""
+    """Return whether PyTorch is built for CUDA and finds a GPU."""
     try:
         import torch
     except Exception:  # a broken installation fails in many ways
@@ -56,14 +56,14 @@ def usable() -> bool:
 
 
 class CudaTorchKernels(CupyTorchKernels):
-    """The same on a GPU, with one pool of memory for both libraries: what one has freed, the other can have.
+    """The same on a GPU, with one memory pool shared by both libraries.
 
     Parameters
     ----------
     cupy : module
         On this rank's GPU.
     precision : ComputePrecision
-        With tf32 convolutions have such operands.
+        'tf32' lets cuDNN use TF32 in convolutions.
     """
 
     tf32 = captures = True
@@ -92,7 +92,7 @@ class CudaTorchKernels(CupyTorchKernels):
         return kind(self.xp, precision)
 
     def _captured(self, function: Callable[[], Any], after: Graph | None) -> tuple[Any, Any]:
-        """Return what a function returns, and PyTorch's graph, which has a part of the pool for itself."""
+        """Return a function's result and PyTorch's graph, which owns a part of the pool."""
         graph, pool = self._cuda.CUDAGraph(), None if after is None else after.launches.pool()
         with ExitStack() as during:
             during.enter_context(self._cuda.graph(graph, pool, capture_error_mode="relaxed"))  # of this thread alone
@@ -100,12 +100,12 @@ class CudaTorchKernels(CupyTorchKernels):
             return function(), graph
 
     def room(self, ranks: int) -> int | None:
-        """Return the bytes of its GPU that each of so many ranks on this machine may still take."""
+        """Return the bytes of its GPU that each of `ranks` ranks on this machine may still allocate."""
         kept = self._cuda.memory_reserved() - self._cuda.memory_allocated()
         return (super().room(ranks) or 0) + int(kept)
 
     def give_back_freed(self, above: int) -> None:
-        """Give back what the pool keeps."""
+        """Free the cached blocks of the pool."""
         if self._cuda.memory_reserved() > above:
             self._cuda.empty_cache()
 
@@ -120,20 +120,20 @@ class NarrowCupyTorchKernels(NarrowTorchTable, CupyTorchKernels):
 class NarrowCudaTorchKernels(NarrowCupyTorchKernels, CudaTorchKernels):
     """The same on a GPU."""
 
-    def conv_backward_weights(self, *how: Any) -> Any:
+    def conv_backward_weights(self, *args: Any) -> Any:
         """Return the gradient of the weights in float32, by TF32: operands of 16 bits are exact in it."""
         self._cudnn.allow_tf32 = self.precision.narrow
         try:
-            return super().conv_backward_weights(*how)
+            return super().conv_backward_weights(*args)
         finally:
             self._cudnn.allow_tf32 = False
 
 
 def torch_allocator(cupy: Any, torch: Any, device: int) -> Callable[[int], Any]:
-    """Return an allocator for CuPy that takes memory of PyTorch's pool; MemoryError where there is none.
+    """Return an allocator for CuPy that takes memory of PyTorch's pool; MemoryError if it is exhausted.
 
-    Memory goes back with the tensor that owns it. CuPy's PythonFunctionAllocator would not free arrays that the garbage
-    collector finds: by then they have lost the function that frees them.
+    Memory is freed with the tensor that owns it. CuPy's PythonFunctionAllocator would not free arrays that the garbage
+    collector finds: by then the function that frees them is gone.
     """
     place = torch.device("cuda", device)
 

@@ -1,17 +1,17 @@
 """Kernels of a GPU as text in CUDA C, which CuPy compiles at first use.
 
-T is the type of the numbers, and INDEX that of counts and places, for which 32 bits are several times faster: see
-`typed`. Threads go through the numbers of a launch in steps of the whole grid.
+T is the type of the numbers, INDEX that of counts and indices, for which 32 bits are several times faster: see
+`typed`. Threads iterate over the numbers of a launch in grid-sized steps.
 """
 
 from __future__ import annotations
 
 NUMBERS = {"float32": "float", "float64": "double"}
-"""with which kernels compute"""
+"""types of C that kernels compute with, by dtype"""
 WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 """types by size in bytes, for copies"""
 AXES = 8
-"""of an array, at most"""
+"""most axes of an array"""
 
 _PREFIX = """
 #ifndef KERNEL
@@ -40,7 +40,7 @@ KERNEL void copy_each(const long long *table, long long rank, long long total) {
     }
 }
 """
-"""Several arrays into as many others, of any strides; rows: numbers up to here, addresses, shape, both strides"""
+"""Copies several arrays into others, of any strides; rows of the table: end, addresses, shape, both strides"""
 
 ADD_BOXES = """
 KERNEL void add_boxes(T *array, const long long *table, long long boxes, long long rank, long long total) {
@@ -75,9 +75,9 @@ KERNEL void add_boxes(T *array, const long long *table, long long boxes, long lo
     }
 }
 """
-"""Boxes, which may overlap, to cells of an array: the first box that has a cell adds all, in their order.
+"""Adds boxes, which may overlap, to an array: the thread of the first box with a cell adds all, in their order.
 
-The table: strides of the array; rows: numbers up to here, address of the box's numbers, first cell, shape, steps
+The table: strides of the array; rows: end, address of the box's numbers, first cell, shape, steps
 """
 
 MAX_POOL = """
@@ -106,7 +106,7 @@ KERNEL void max_pool(const T *x, T *best, unsigned char *place, const INDEX *tab
     }
 }
 """
-"""The maxima (N, *out, C), and their places in windows; the table: extents, outputs, kernel, steps, C, strides of x"""
+"""Maxima (N, *out, C), and their places in windows; the table: extents, outputs, kernel, steps, C, strides of x"""
 
 MAX_POOL_BACK = """
 KERNEL void max_pool_back(const T *dy, const unsigned char *place, T *dx, const INDEX *table, long long total) {
@@ -132,7 +132,7 @@ KERNEL void max_pool_back(const T *dy, const unsigned char *place, T *dx, const 
     }
 }
 """
-"""The gradient of x (N, *extent, C), by what looks at each cell, first its first place in a window; the same table"""
+"""Gradient of x (N, *extent, C), gathered for each cell from the windows that contain it; the same table"""
 
 DEPTHWISE = """
 KERNEL void depthwise(const T *x, const T *weights, T *y, const INDEX *table, long long total) {
@@ -157,7 +157,7 @@ KERNEL void depthwise(const T *x, const T *weights, T *y, const INDEX *table, lo
     }
 }
 """
-"""Each channel's convolutions (N, *out, C_out); the table of a pooling, dilations, and C_out"""
+"""Depthwise convolution (N, *out, C_out); the table of a pooling, dilations, and C_out"""
 
 DEPTHWISE_BACK = """
 KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const INDEX *table, long long total) {
@@ -187,7 +187,7 @@ KERNEL void depthwise_back(const T *dy, const T *weights, T *dx, const INDEX *ta
     }
 }
 """
-"""The gradient of x (N, *extent, C_in); the same table"""
+"""Gradient of x (N, *extent, C_in); the same table"""
 
 _SHARES = """
     const INDEX first = groups > 1, channels = table[rank - 1], width = (INDEX)groups * channels;
@@ -196,14 +196,14 @@ _SHARES = """
     for (INDEX axis = first; axis < rank - 2; axis++) cells *= table[axis];
     const INDEX each = (cells + (INDEX)lanes - 1) / (INDEX)lanes;
 """
-"""A thread has some cells, one after the other, of one channel (of one sample): few divisions, and numbers once.
+"""Each thread has consecutive cells of one channel (of one sample): few divisions, and its numbers are read once.
 
-Arrays may be the same: a thread reads a cell before it writes it, and no other thread does either.
+Arrays may be the same: each cell is read and then written by one thread only.
 """
 
 
 def _by_shares(kernel: str, numbers: str, arrays: int, body: str, after: str = "") -> str:
-    """Return a kernel that does something for each cell, which is at[a] in each of so many arrays."""
+    """Return a kernel that runs `body` for each cell, at index at[a] of array a."""
     return f"""
 KERNEL void {kernel} {{{_SHARES}
     for EACH(i, total) {{
@@ -219,9 +219,9 @@ KERNEL void {kernel} {{{_SHARES}
                 if (groups > 1) at[array] += of / channels * strides[0];
             }}
             for (INDEX axis = rank - 3; axis >= first; axis--) {{
-                const INDEX there = rest % table[axis];
+                const INDEX along = rest % table[axis];
                 rest /= table[axis];
-                for (int array = 0; array < {arrays}; array++) at[array] += there * table[(array + 1) * rank + axis];
+                for (int array = 0; array < {arrays}; array++) at[array] += along * table[(array + 1) * rank + axis];
             }}
             run = inner - place < end - cell ? inner - place : end - cell;
             for (INDEX k = 0; k < run; k++) {{
@@ -239,9 +239,9 @@ NORMALISE = _by_shares(
     """normalise(const T *__restrict__ x, const T *mean, const T *scale, const T *shift, T *__restrict__ y,
                       const INDEX *table, long long rank, long long groups, long long lanes, long long clip,
                       long long total)""",
-    "const T centre = mean[of], factor = scale[of], more = shift[of];",
+    "const T centre = mean[of], factor = scale[of], bias = shift[of];",
     2,
-    """const T z = (x[at[0]] - centre) * factor + more;
+    """const T z = (x[at[0]] - centre) * factor + bias;
                 y[at[1]] = clip && z <= 0 ? 0 : z;""",
 )
 """(x - mean) * scale + shift, of each channel of all samples, or of each; the table: shape, strides of x and y"""
@@ -251,25 +251,25 @@ NORMALISE_BACK = _by_shares(
                            const T *through, const T *along, const T *offset, T *__restrict__ dx,
                            const INDEX *table, long long rank,
                            long long groups, long long lanes, long long clip, long long total)""",
-    """const T centre = mean[of], factor = scale[of], more = shift[of];
+    """const T centre = mean[of], factor = scale[of], bias = shift[of];
         const T a = through[of], b = along[of], c = offset[of];""",
     3,
-    """const T from = x[at[0]] - centre, dz = clip && !(from * factor + more > 0) ? 0 : dy[at[1]];
+    """const T from = x[at[0]] - centre, dz = clip && !(from * factor + bias > 0) ? 0 : dy[at[1]];
                 dx[at[2]] = dz * a + (from * b + c);""",
 )
-"""through * dz + along * (x - mean) + offset, dz being the gradient before it was clipped; the table: shape, strides of
+"""through * dz + along * (x - mean) + offset, dz being the gradient before clipping; the table: shape, strides of
 x, dy and dx"""
 
 CELL_SUMS = _by_shares(
     """cell_sums(const T *x, const T *dy, const T *mean, const T *scale, const T *shift, double *sums,
                       const INDEX *table, long long rank, long long groups, long long lanes, long long kind,
                       long long clip, long long total)""",
-    """const T centre = kind == 2 ? mean[of] : 0, factor = kind == 2 ? scale[of] : 0, more = kind == 2 ? shift[of] : 0;
+    """const T centre = kind == 2 ? mean[of] : 0, factor = kind == 2 ? scale[of] : 0, bias = kind == 2 ? shift[of] : 0;
         const double origin = x[of % channels * table[2 * rank - 1] + (groups > 1 ? of / channels * table[rank] : 0)];
         double one = 0, two = 0;""",
     2,
     """if (kind == 2) {
-                    const T from = x[at[0]] - centre, dz = clip && !(from * factor + more > 0) ? 0 : dy[at[1]];
+                    const T from = x[at[0]] - centre, dz = clip && !(from * factor + bias > 0) ? 0 : dy[at[1]];
                     one += dz;
                     two += (double)dz * from;
                 } else if (kind) {
@@ -295,21 +295,21 @@ KERNEL void fold_sums(const double *sums, double *folded, long long lanes, long 
     }
 }
 """
-"""Sums (.., lanes, width) into fewer lanes"""
+"""Folds sums (.., lanes, width) into fewer lanes"""
 
 LAST_SUMS = """
-KERNEL void last_sums(const double *sums, T *found, long long lanes, long long width, long long total) {
+KERNEL void last_sums(const double *sums, T *result, long long lanes, long long width, long long total) {
     for EACH(i, total) {
         double sum = 0;
         for (INDEX lane = 0; lane < lanes; lane++) sum += sums[(i / width * lanes + lane) * width + i % width];
-        found[i] = (T)sum;
+        result[i] = (T)sum;
     }
 }
 """
 """Sums (.., lanes, width) over all lanes"""
 
 LAST_MOMENTS = """
-KERNEL void last_moments(const double *sums, const T *x, T *found, const INDEX *table, long long rank,
+KERNEL void last_moments(const double *sums, const T *x, T *result, const INDEX *table, long long rank,
                          long long lanes, long long cells, long long total) {
     for EACH(i, total) {
         const INDEX channels = table[rank - 1], place = i / channels * table[rank] + i % channels * table[2 * rank - 1];
@@ -319,41 +319,41 @@ KERNEL void last_moments(const double *sums, const T *x, T *found, const INDEX *
             second += sums[((INDEX)lanes + lane) * (INDEX)total + i];
         }
         const double squares = second - first * first / cells;
-        found[i] = (T)(x[place] + first / cells);
-        found[(INDEX)total + i] = (T)(squares < 0 ? 0 : squares);
+        result[i] = (T)(x[place] + first / cells);
+        result[(INDEX)total + i] = (T)(squares < 0 ? 0 : squares);
     }
 }
 """
-"""Means, and sums of squared differences from them, of the MOMENTS (2, lanes, width) of so many cells"""
+"""Means, and sums of squared differences from them, from the MOMENTS (2, lanes, width) of a number of cells"""
 
 BATCH_NUMBERS = """
-KERNEL void batch_numbers(const T *moments, T *mean, T *var, const T *gamma, const T *beta, T *found, double momentum,
+KERNEL void batch_numbers(const T *moments, T *mean, T *var, const T *gamma, const T *beta, T *result, double momentum,
                           double eps, long long total) {
     for EACH(i, total) {
         const T count = moments[0], squares = moments[1 + total + i], unbiased = count - 1 > 1 ? count - 1 : 1;
         const T root = 1 / sqrt(squares / count + (T)eps);
         mean[i] += (T)momentum * (moments[1 + i] - mean[i]);
         var[i] += (T)momentum * (squares / unbiased - var[i]);
-        found[i] = moments[1 + i];
-        found[total + i] = gamma[i] * root;
-        found[2 * total + i] = beta[i];
-        found[3 * total + i] = root;
+        result[i] = moments[1 + i];
+        result[total + i] = gamma[i] * root;
+        result[2 * total + i] = beta[i];
+        result[3 * total + i] = root;
     }
 }
 """
-"""Mean, scale, shift and root (4, C) of moments (1 + 2 C), which go into the running mean and variance"""
+"""Mean, scale, shift and root (4, C) from moments (1 + 2 C); updates the running mean and variance"""
 
 BATCH_FACTORS = """
-KERNEL void batch_factors(const T *sums, const T *count, const T *gamma, const T *root, T *found, long long total) {
+KERNEL void batch_factors(const T *sums, const T *count, const T *gamma, const T *root, T *result, long long total) {
     for EACH(i, total) {
         const T through = gamma[i] * root[i];
-        found[i] = through;
-        found[total + i] = -through * root[i] * (sums[i] / *count);
-        found[2 * total + i] = -through * (sums[total + i] / *count);
+        result[i] = through;
+        result[total + i] = -through * root[i] * (sums[i] / *count);
+        result[2 * total + i] = -through * (sums[total + i] / *count);
     }
 }
 """
-"""Factors (3, C) of the gradient through the statistics of a batch, of the sums (2, C) of those of gamma and beta"""
+"""Factors (3, C) of the gradient through the batch statistics, from the gradients of gamma and beta (2, C)"""
 
 ROUND_BFLOAT16 = _by_shares(
     """round_bfloat16(const unsigned int *x, unsigned int *y, const INDEX *table, long long rank,
@@ -364,9 +364,9 @@ ROUND_BFLOAT16 = _by_shares(
                 y[at[1]] = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u
                     : (bits + (bits >> 16 & 1) + 0x7fff) & 0xffff0000u;""",
 )
-"""The bits of float32 numbers, rounded to the nearest of bfloat16; the table: shape, strides of x and y"""
+"""Bits of float32 numbers, rounded to the nearest bfloat16; the table: shape, strides of x and y"""
 
 
 def typed(source: str, number: str, index: str = "long long") -> str:
-    """Return the text of a kernel for numbers, and for counts, of types of C."""
+    """Return the source of a kernel for numbers and counts of the given types of C."""
     return f"typedef {number} T;\ntypedef {index} INDEX;\n#define AXES {AXES}\n{_PREFIX}{source}"

@@ -1,4 +1,4 @@
-"""Tables of numbers that kernels of a GPU read: shapes, strides, addresses; `device_kernels` says what is where."""
+"""Tables of shapes, strides and addresses that GPU kernels read; `device_kernels` documents their layout."""
 
 from __future__ import annotations
 
@@ -12,68 +12,68 @@ Ints = Sequence[int]
 def copy_table(
     ends: Sequence[tuple[int, int]], shapes: Sequence[Ints], strides: Sequence[tuple[Ints, Ints]], rank: int
 ) -> tuple[int, ...]:
-    """Return what `copy_each` reads.
+    """Return the table of `copy_each`.
 
     Parameters
     ----------
     ends : addresses of each pair of arrays
     shapes : of each pair, not empty
-    strides : of both, in numbers
+    strides : of both, in elements
     rank : of the largest shape
     """
-    found: list[int] = []
-    for done, pair, shape, both in zip(accumulate(map(prod, shapes)), ends, shapes, strides, strict=True):
-        found += [done, *pair, *(1,) * (rank - len(shape)), *shape]
-        for steps in both:
-            found += [*(0,) * (rank - len(shape)), *steps]
-    return tuple(found)
+    table: list[int] = []
+    for end, pair, shape, pair_strides in zip(accumulate(map(prod, shapes)), ends, shapes, strides, strict=True):
+        table += [end, *pair, *(1,) * (rank - len(shape)), *shape]
+        for steps in pair_strides:
+            table += [*(0,) * (rank - len(shape)), *steps]
+    return tuple(table)
 
 
 def box_table(
     strides: Ints, parts: Sequence[int], boxes: Sequence[Sequence[slice]], shapes: Sequence[Ints]
 ) -> tuple[int, ...]:
-    """Return what `add_boxes` reads, of boxes that are not empty.
+    """Return the table of `add_boxes`, for boxes that are not empty.
 
     Parameters
     ----------
-    strides : of the array, in numbers
+    strides : of the array, in elements
     parts : the address of each box's numbers, in a row
-    boxes, shapes : where each box is in the array; with steps, or without
+    boxes, shapes : position of each box in the array, with or without steps
     """
-    found = [*strides]
-    for done, part, box, shape in zip(accumulate(map(prod, shapes)), parts, boxes, shapes, strict=True):
-        found += [done, part, *(cut.start for cut in box), *shape, *(cut.step or 1 for cut in box)]
-    return tuple(found)
+    table = [*strides]
+    for end, part, box, shape in zip(accumulate(map(prod, shapes)), parts, boxes, shapes, strict=True):
+        table += [end, part, *(cut.start for cut in box), *shape, *(cut.step or 1 for cut in box)]
+    return tuple(table)
 
 
 def pool_table(extent: Ints, out: Ints, kernel: Ints, stride: Ints, channels: int, strides: Ints) -> tuple[int, ...]:
-    """Return what `max_pool` and `max_pool_back` read, of up to three spatial axes.
+    """Return the table of `max_pool` and `max_pool_back`, for up to three spatial axes.
 
     Parameters
     ----------
-    strides : of x, in numbers
+    strides : of x, in elements
     """
-    more = 3 - len(extent)
-    one, zero = (1,) * more, (0,) * more
-    found = (*one, *extent, *one, *out, *one, *kernel, *one, *stride, channels)
-    return (*found, strides[0], *zero, *strides[1:])
+    missing = 3 - len(extent)
+    ones, zeros = (1,) * missing, (0,) * missing
+    table = (*ones, *extent, *ones, *out, *ones, *kernel, *ones, *stride, channels)
+    return (*table, strides[0], *zeros, *strides[1:])
 
 
 def cell_table(shape: Ints, strides: Sequence[Ints], by_sample: bool = False) -> tuple[int, ...]:
-    """Return a shape and the strides of arrays of it, in numbers, of as few axes as these need: a division for each.
+    """Return a shape and the strides of arrays, in numbers, with adjacent axes merged: each axis costs a division.
 
-    The last axis stays, and with `by_sample` the first.
+    The last axis is kept, and with `by_sample` the first.
     """
-    first, kept = int(by_sample), [(n, *steps) for n, *steps in zip(shape, *strides, strict=True)]
-    found = kept[:first]
-    for n, *steps in kept[first:-1]:
-        if len(found) > first and found[-1][1:] == tuple(n * step for step in steps):
-            found[-1] = (n * found[-1][0], *steps)
+    first, axes = int(by_sample), [(n, *steps) for n, *steps in zip(shape, *strides, strict=True)]
+    merged = axes[:first]
+    for n, *steps in axes[first:-1]:
+        if len(merged) > first and merged[-1][1:] == tuple(n * step for step in steps):
+            merged[-1] = (n * merged[-1][0], *steps)
         elif n != 1:
-            found.append((n, *steps))
-    return tuple(number for column in zip(*found, kept[-1], strict=True) for number in column)
+            merged.append((n, *steps))
+    return tuple(number for column in zip(*merged, axes[-1], strict=True) for number in column)
 
 
 def depthwise_table(pool: tuple[int, ...], dilation: Ints, channels: int) -> tuple[int, ...]:
-    """Return what `depthwise` and `depthwise_back` read, given what a pooling of such windows reads."""
+    """Return the table of `depthwise` and `depthwise_back`, given that of a pooling with the same windows."""
     return (*pool, *(1,) * (3 - len(dilation)), *dilation, channels)

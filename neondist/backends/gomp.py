@@ -11,10 +11,10 @@ from pathlib import Path
 
 @cache
 def gomp_parallel() -> int:
-    """Return the address of what starts the threads that PyTorch's kernels use, else GCC's; 0 if there is none.
+    """Return the address of GOMP_parallel in PyTorch's libgomp, else in GCC's; 0 if there is none.
 
-    They wait for work, turning round, so that others would have to share their cores: after an operation of PyTorch's
-    two of Python's threads are as slow as one, and these 1.7 times faster. PyTorch is not imported.
+    Its idle threads spin, so that other threads would share their cores: after an operation of PyTorch, two Python
+    threads are as slow as one, and these 1.7 times faster. PyTorch is not imported.
     """
     for path in _libraries():
         try:
@@ -30,6 +30,6 @@ def _libraries() -> Iterator[str]:
         yield from map(str, (Path(folder) / "lib").glob("libgomp*.so*"))
     from ctypes.util import find_library  # which starts processes
 
-    found = find_library("gomp")
-    if found:
-        yield found
+    library = find_library("gomp")
+    if library:
+        yield library

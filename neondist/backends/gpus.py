@@ -1,4 +1,4 @@
-"""The GPUs of this machine by CuPy: whether they can be used, and which is this rank's."""
+"""The GPUs of this machine through CuPy: their availability, and the choice of this rank's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _INSUFFICIENT_DRIVER, _NO_DEVICE = 35, 100
 
 
 def find_problem() -> str:
-    """Return why CuPy cannot be used here, with the remedy; '' if it can."""
+    """Return the reason why CuPy is not usable here, with the remedy; '' if it is usable."""
     if importlib.util.find_spec("cupy") is None:
         return f"not installed; {_INSTALL}"
     packages = installed_distributions("cupy")
     if len(packages) > 1:
-        return f"{' and '.join(packages)} are installed together, and break each other; uninstall all but one of them"
+        return f"{' and '.join(packages)} are installed together, but conflict; uninstall all but one of them"
     try:
         cupy = importlib.import_module("cupy")
     except Exception as error:  # a broken installation fails in many ways
@@ -31,11 +31,11 @@ def find_problem() -> str:
         count = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
         if error.status == _INSUFFICIENT_DRIVER:
-            driver, needed = (_cuda_version(ask()) for ask in (runtime.driverGetVersion, runtime.runtimeGetVersion))
+            driver, needed = (_cuda_version(read()) for read in (runtime.driverGetVersion, runtime.runtimeGetVersion))
             if not driver:
                 return f"there is no NVIDIA driver; install one for CUDA {needed} or later"
-            there = f"the NVIDIA driver supports CUDA {driver} at most, and this CuPy needs {needed}"
-            return f"{there}; install a newer driver, or a CuPy for an older CUDA"
+            problem = f"the NVIDIA driver supports CUDA {driver} at most, and this CuPy needs {needed}"
+            return f"{problem}; install a newer driver, or a CuPy for an older CUDA"
         if error.status != _NO_DEVICE:
             return f"the CUDA runtime fails: {error}; see whether nvidia-smi works"
         count = 0
@@ -54,7 +54,7 @@ def describe() -> str:
 
 
 def most_room(ranks: int) -> int:
-    """Return the bytes of the smallest GPU that each of so many ranks on this machine could have; starts none."""
+    """Return the bytes of the smallest GPU that each of `ranks` ranks on this machine could have; starts none."""
     runtime = importlib.import_module("cupy").cuda.runtime
     count = runtime.getDeviceCount()
     least = min(runtime.getDeviceProperties(device)["totalGlobalMem"] for device in range(count))
@@ -62,9 +62,9 @@ def most_room(ranks: int) -> int:
 
 
 def load() -> Any:
-    """Return CuPy, which can be used, on this rank's GPU.
+    """Return CuPy, which must be usable, on this rank's GPU.
 
-    The machine's GPUs go round by local rank, so that several ranks may share one.
+    GPUs are assigned round-robin by local rank, so that several ranks may share one.
     """
     cupy = importlib.import_module("cupy")
     cupy.cuda.Device(local_rank(os.environ) % cupy.cuda.runtime.getDeviceCount()).use()

@@ -1,4 +1,4 @@
-"""Kernels over NumPy's arrays, compiled where a C compiler was when neondist was installed."""
+"""Kernels over NumPy's arrays, compiled if a C compiler was available when neondist was installed."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ class HostKernels(CompiledConvolution):
             from threadpoolctl import threadpool_limits
 
             self.threads, self.start = self.cores, gomp_parallel()
-            # its own threads would wait for those of the other kernels: both spin
+            # BLAS threads would compete with those of the other kernels: both spin
             self._closing.callback(threadpool_limits(1, user_api="blas").restore_original_limits)
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
-        """Return kernels with operands of a precision; TF32 is of GPUs alone, and float32 here."""
+        """Return kernels with operands of a precision; TF32 exists on GPUs only, and is float32 here."""
         if not precision.narrow:
             return self
         self.close()
         return NarrowHostKernels(precision)
 
     def max_pool_into(self, y: np.ndarray, x: np.ndarray, kernel: Ints, stride: Ints, clears: bool = False) -> Any:
-        """Write the maxima into y; return the places: one byte each if this is compiled."""
+        """Write the maxima into y; return the places: one byte each if compiled."""
         places = np.empty(y.shape, np.uint8)
         done = self._max_pool(False, x, y, places, kernel, stride, clears)
         return places if done else super().max_pool_into(y, x, kernel, stride, clears)
 
     def max_pool_back_into(self, dx: np.ndarray, dy: np.ndarray, places: Any, kernel: Ints, stride: Ints) -> None:
-        """Write the gradient of x into dx, as `max_pool_into` has gone."""
+        """Write the gradient of x into dx, from the places of `max_pool_into`."""
         if isinstance(places, list):
             super().max_pool_back_into(dx, dy, places, kernel, stride)
-        elif not self._max_pool(True, dx, dy, places, kernel, stride):  # their cells are not in one piece
+        elif not self._max_pool(True, dx, dy, places, kernel, stride):  # not contiguous
             whole = np.empty(dx.shape, dx.dtype)
             self._max_pool(True, whole, np.ascontiguousarray(dy, dx.dtype), places, kernel, stride)
             self.copy(whole, dx)
@@ -80,7 +80,7 @@ class HostKernels(CompiledConvolution):
         """Return the valid correlation of every channel with one window after the other, None if it is not compiled."""
         for window, stride in windows:
             out = out_extent(x.shape[1:-1], window.shape, stride, (1,) * len(stride))
-            y = self.same_for_all(FORWARD, x, window, stride, out)
+            y = self.filter_each(FORWARD, x, window, stride, out)
             if y is None:
                 return None
             x = y
@@ -92,7 +92,7 @@ class HostKernels(CompiledConvolution):
         for window, stride in windows[:-1]:
             extents.append(out_extent(extents[-1], window.shape, stride, (1,) * len(stride)))
         for (window, stride), seen in zip(reversed(windows), reversed(extents), strict=True):
-            dx = self.same_for_all(INPUT, dy, window, stride, seen)
+            dx = self.filter_each(INPUT, dy, window, stride, seen)
             if dx is None:
                 return None
             dy = dx
@@ -116,7 +116,7 @@ class HostKernels(CompiledConvolution):
 
 
 class NarrowHostKernels(NarrowProducts, HostKernels):
-    """Those of NumPy's arrays."""
+    """Kernels over NumPy's arrays with operands of 16 bits."""
 
     def __init__(self, precision: ComputePrecision) -> None:
         super().__init__()
@@ -128,6 +128,6 @@ def _boxes(kernel: Ints, stride: Ints) -> list[Window]:
 
 
 def _lines(taps: Taps) -> list[Window]:
-    """Return each axis' taps as a window of as many axes as there are."""
+    """Return each axis' taps as a window over all axes."""
     one = (1,) * len(taps)
     return [(np.reshape(weights, (*one[:axis], -1, *one[axis + 1 :])), one) for axis, weights in enumerate(taps)]

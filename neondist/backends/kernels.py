@@ -1,6 +1,6 @@
-"""The table of kernels, written once for the arrays of any namespace; other libraries override what they do better.
+"""The table of kernels, written once for any array namespace; backends override what they do better.
 
-Kernels work on views, so every convolution and pooling is 'valid': padding and halo are there already. Activations are
+Kernels work on views, so every convolution and pooling is 'valid': views include padding and halo. Activations are
 channels-last (N, *spatial, C), weights (*kernel, C_in / groups, C_out). Extents may be zero.
 """
 
@@ -19,25 +19,25 @@ from ..system.memory import room_for_each
 from .cells import CellKernels
 from .conv import Convolution
 from .pool import Pooling
-from .windows import Sides, StripAccumulator, clear_between, clear_sides, cropped, every, strips
+from .windows import Sides, StripAccumulator, clear_sides, clear_skipped, cropped, strided_cells, strips
 
 Ints = Sequence[int]
 
 
 class Graph(NamedTuple):
-    """Launches that a device starts again all at once.
+    """Captured launches that a device replays together.
 
     Attributes
     ----------
     launches : the library's graph
-    kept : arrays that they read, kept alive for as long as the graph
+    kept : arrays that the launches read, kept alive with the graph
     """
 
     launches: Any
     kept: Sequence[Any]
 
     def replay(self) -> None:
-        """Start them, in the order of what the device computes."""
+        """Start the launches on the device's current stream."""
         self.launches.replay()
 
 
@@ -50,15 +50,15 @@ class Kernels(CellKernels, Convolution, Pooling):
         Array namespace with NumPy's functions.
     """
 
-    #: Numbers of a strip: smaller ones compute more overlap, larger ones leave the cache
+    #: Numbers of a strip: smaller strips compute more overlap, larger ones exceed the cache
     strip = 1 << 16
-    #: Whether many small copies cost more than one: then messages are packed, and unpacked, all at once
+    #: Whether many small copies cost more than one, so that messages are packed and unpacked together
     packs = False
     #: Whether convolutions can have operands of TF32
     tf32: bool = False
-    #: What is raised where there is no memory for an array
+    #: Exceptions raised when an array cannot be allocated
     memory_errors: tuple[type[Exception], ...] = (MemoryError,)
-    #: Whether launches can be captured, and started again all at once
+    #: Whether launches can be captured in a graph and replayed
     captures = False
 
     def __init__(self, xp: Any = np) -> None:
@@ -70,7 +70,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         self._closing.close()
 
     def room(self, ranks: int) -> int | None:
-        """Return the bytes that each of so many ranks on this machine may still allocate; None if unknown."""
+        """Return the bytes that each of `ranks` ranks on this machine may still allocate; None if unknown."""
         return room_for_each(ranks)
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
@@ -79,7 +79,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         Raises
         ------
         ConfigError
-            If there are none.
+            If this backend does not support the precision.
         """
         if precision.narrow:
             raise ConfigError(
@@ -104,15 +104,15 @@ class Kernels(CellKernels, Convolution, Pooling):
         """Return cached memory to the system, if this process holds more bytes than a limit."""
 
     def capture(self, function: Callable[[], Any], after: Graph | None = None) -> tuple[Any, Graph]:
-        """Return what a function returns, and a graph of its launches, of which none is done before `replay`.
+        """Return a function's result and a graph of its launches; none runs before `replay`.
 
-        What the function reads stays where it is as long as the graph is there; numbers of the host are those of now.
-        What makes the host wait, or reads an array of the host, raises an exception.
+        Arrays that the function reads must stay in place while the graph exists; numbers of the host are frozen.
+        Waiting for the device, or reading an array of the host, raises an exception.
 
         Parameters
         ----------
         after : Graph, optional
-            Is always replayed before this one, and shares its memory.
+            The graph that is always replayed before this one; shares its memory.
         """
         raise NotImplementedError
 
@@ -142,12 +142,12 @@ class Kernels(CellKernels, Convolution, Pooling):
         """
         kernel = weights.shape[:-2]
         if prod(kernel) == 1 < prod(stride):
-            x, stride, outside = x[every(stride)], (1,) * len(stride), None
-        how = stride, dilation, groups
+            x, stride, outside = x[strided_cells(stride)], (1,) * len(stride), None
+        conv_args = stride, dilation, groups
         rows, *columns = outside or ((0, 0),) * len(kernel)
         for strip in strips(x, y, kernel, stride, dilation, self._conv_strip(x, y, weights, stride, dilation)):
             zeros = strip.outside(rows, x), *columns
-            finish(self.conv_forward(x[strip.view], weights, *how, bias, zeros), y[strip.out])
+            finish(self.conv_forward(x[strip.view], weights, *conv_args, bias, zeros), y[strip.out])
 
     def conv_back_into(
         self,
@@ -185,7 +185,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         """
         kernel, passed = weights.shape[:-2], None
         if prod(kernel) == 1 < prod(stride):
-            cells, passed = every(stride), dx if dx is None else (dx, stride)
+            cells, passed = strided_cells(stride), dx if dx is None else (dx, stride)
             dx, x, stride, outside = None if dx is None else dx[cells], x[cells], (1,) * len(stride), None
         rows, *columns = outside or ((0, 0),) * len(kernel)
         by_weights, by_bias = None, self.xp.zeros(weights.shape[-1:], x.dtype)
@@ -196,17 +196,17 @@ class Kernels(CellKernels, Convolution, Pooling):
             accumulator = StripAccumulator(inside, dy, write, stride[0], rows[0])
         for strip in strips(x, dy, kernel, stride, dilation, self._conv_strip(x, dy, weights, stride, dilation)):
             dz, seen = begin(strip.out), x[strip.view]
-            how = stride, dilation, groups
+            conv_args = stride, dilation, groups
             zeros = strip.outside(rows, x), *columns
             if weighted:
-                part = self.conv_backward_weights(seen, dz, kernel, *how, zeros)
+                part = self.conv_backward_weights(seen, dz, kernel, *conv_args, zeros)
                 by_weights = part if by_weights is None else self.xp.add(by_weights, part, out=by_weights)
             if weighted and biased:
                 by_bias += self.channel_sum(dz)
             if accumulator is not None:
-                accumulator.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *how, zeros))
+                accumulator.add(strip, self.conv_backward_input(dz, weights, seen.shape[1:-1], *conv_args, zeros))
         if passed is not None:
-            clear_between(*passed)
+            clear_skipped(*passed)
         return self.xp.zeros(weights.shape, x.dtype) if by_weights is None else by_weights, by_bias
 
     def _writing(self, dx: Any, x: Any | None = None) -> Callable[[Any, tuple], None]:
@@ -216,7 +216,7 @@ class Kernels(CellKernels, Convolution, Pooling):
         return lambda part, index: self.relu_backward(x[index], part, dx[index])
 
     def _conv_strip(self, x: Any, y: Any, weights: Any, stride: Ints, dilation: Ints) -> int:
-        """Return the numbers of a strip: more where the overlap, or what weights take once a strip, would count."""
+        """Return the numbers of a strip: more where the overlap, or the cost of weights per strip, would matter."""
         step, span = stride[0], dilation[0] * (weights.shape[0] - 1) + 1
         row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
         return max(self.strip, min(4 * self.strip, max(4 * (span - step) * row, 8 * weights.size)))

@@ -1,7 +1,7 @@
-"""Products whose operands have 16 bits: on processors without such instructions by those of float32, the same but slow.
+"""Products with operands of 16 bits, emulated in float32: the same results, but slower.
 
-Operands are rounded to bfloat16 or float16, products are exact and sums float32; what a convolution gives is rounded
-again. `matmul`, by which other kernels add up, rounds nothing.
+Operands are rounded to bfloat16 or float16, products are exact and sums float32; results of convolutions are rounded
+again. `matmul`, which other kernels use for sums, rounds nothing.
 """
 
 from __future__ import annotations
@@ -60,28 +60,28 @@ class NarrowProducts(Kernels):
         groups: int,
         zeros: Sides | None = None,
     ) -> Any:
-        """Return the gradient of the weights, which is not rounded: others are added."""
+        """Return the gradient of the weights, not rounded, since it is accumulated."""
         x, dy = self._operand(x), self._operand(dy)
         return super().conv_backward_weights(x, dy, kernel, stride, dilation, groups, zeros)
 
-    def conv_into(self, *how: Any) -> None:
-        """Write finish(convolution plus bias) into y, by the functions above."""
-        Kernels.conv_into(self, *how)
+    def conv_into(self, *args: Any) -> None:
+        """Write finish(convolution plus bias) into y, through the functions above."""
+        Kernels.conv_into(self, *args)
 
-    def conv_back_into(self, *how: Any) -> tuple[Any, Any]:
-        """Return the gradients of weights and bias, and write that of x into dx, by the functions above."""
-        return Kernels.conv_back_into(self, *how)
+    def conv_back_into(self, *args: Any) -> tuple[Any, Any]:
+        """Return the gradients of weights and bias, and write that of x into dx, through the functions above."""
+        return Kernels.conv_back_into(self, *args)
 
     def product(self, a: Any, b: Any) -> Any:
-        """Return the matrix product, which is not rounded: ranks add theirs up."""
+        """Return the matrix product, not rounded, since ranks sum their parts."""
         return self.matmul(self._operand(a), self._operand(b))
 
     @property
     def exact(self) -> Kernels:
-        """The same kernels, which round nothing."""
-        found = copy(self)
-        found.precision = FLOAT32
-        return found
+        """The same kernels without rounding."""
+        kernels = copy(self)
+        kernels.precision = FLOAT32
+        return kernels
 
     def _operand(self, array: Any) -> Any:
         return self.round_operand(array, self.precision) if self.precision.narrow else array

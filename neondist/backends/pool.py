@@ -18,9 +18,9 @@ class Pooling:
     xp: Any
 
     def max_pool(self, x: Any, kernel: Ints, stride: Ints) -> tuple[Any, Any]:
-        """Return the maxima and, for the way back, the place of each window's first maximum in row-major order.
+        """Return the maxima and, for the backward pass, the place of each window's first maximum in row-major order.
 
-        Ties so do not depend on tiles. What a place is, these kernels alone know.
+        Ties therefore do not depend on tiles. The encoding of places is private to these kernels.
         """
         xp, ones = self.xp, (1,) * len(kernel)
         out = out_extent(x.shape[1:-1], kernel, stride, ones)
@@ -35,7 +35,7 @@ class Pooling:
         return best, place
 
     def max_pool_backward(self, dy: Any, place: Any, extent: Ints, kernel: Ints, stride: Ints) -> Any:
-        """Return the gradient of x (N, *extent, C): all of it goes to the first maximum."""
+        """Return the gradient of x (N, *extent, C), which is passed to the first maximum of each window."""
         dx = self.xp.zeros((len(dy), *extent, dy.shape[-1]), dy.dtype)
         ones = (1,) * len(kernel)
         apart = all(s >= k for s, k in zip(stride, kernel, strict=True))

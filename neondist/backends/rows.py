@@ -1,4 +1,4 @@
-"""Convolutions by products of matrices of which nothing is gathered, compiled (_rows.h)."""
+"""Compiled convolutions through matrix products on rows in place, without im2col (_rows.h)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .kernels import Kernels
 from .windows import Sides, clear_sides, cropped, out_extent, strips
 
 Ints = Sequence[int]
-How = tuple[Ints, Ints, int]
-"""stride, dilation, groups"""
+Args = tuple[Ints, Ints, int]
+"""stride, dilation and groups of a convolution"""
 _PIECES = 128  # of a window, at most, as _rows.h has them
 VECTOR = 32  # bytes: a product of fewer columns leaves lanes idle
-_FACTOR = 1 << 20  # numbers of a product's second factor: to bring more in order takes too long
+_FACTOR = 1 << 20  # numbers of a product's second factor: reordering more takes too long
 _ROW = 16  # outputs: sums over fewer would be written as often as they are added to
 
 
 class Rows(CompiledCells, Kernels):
-    """Convolution of NumPy's arrays, row by row, whatever the stride and dilation; else as the table does it.
+    """Convolution of NumPy's arrays, row by row, with any stride and dilation; falls back to the table.
 
     A row of a window is one piece of memory, so that a row of outputs is a product of matrices. Strided gradients of
     the input are convolutions of stride 1, one for each place between the outputs, with part of the weights.
@@ -61,8 +61,8 @@ class Rows(CompiledCells, Kernels):
     ) -> np.ndarray:
         """Return the gradient of x (N, *extent, C_in), without `crop`."""
         if len(stride) == 1:
-            how = (1, *extent), (1, *stride), (1, *dilation), groups, crop and ((0, 0), *crop)
-            return self.conv_backward_input(dy[:, None], weights[None], *how)[:, 0]
+            args = (1, *extent), (1, *stride), (1, *dilation), groups, crop and ((0, 0), *crop)
+            return self.conv_backward_input(dy[:, None], weights[None], *args)[:, 0]
         if self.compiles(dy, weights.shape, groups):
             sides = crop or ((0, 0),) * len(stride)
             inside = [max(0, n - sum(ends)) for n, ends in zip(extent, sides, strict=True)]
@@ -83,8 +83,8 @@ class Rows(CompiledCells, Kernels):
     ) -> np.ndarray:
         """Return the gradient of the weights (*kernel, C_in / groups, C_out)."""
         if len(stride) == 1:
-            how = (1, *kernel), (1, *stride), (1, *dilation), groups, zeros and ((0, 0), *zeros)
-            return self.conv_backward_weights(x[:, None], dy[:, None], *how)[0]
+            args = (1, *kernel), (1, *stride), (1, *dilation), groups, zeros and ((0, 0), *zeros)
+            return self.conv_backward_weights(x[:, None], dy[:, None], *args)[0]
         shape = *kernel, x.shape[-1] // groups, dy.shape[-1]
         if self.compiles(x, shape, groups):
             gradient = np.empty(shape, x.dtype)
@@ -105,10 +105,10 @@ class Rows(CompiledCells, Kernels):
         outside: Sides | None = None,
     ) -> None:
         """Write finish(convolution plus bias) into y, in place."""
-        done, how = self.compiles(x, weights.shape, groups), (stride, dilation)
-        for strip in strips(x, y, weights.shape[:-2], *how, self._conv_strip(x, y, weights, *how)) if done else ():
+        done, args = self.compiles(x, weights.shape, groups), (stride, dilation)
+        for strip in strips(x, y, weights.shape[:-2], *args, self._conv_strip(x, y, weights, *args)) if done else ():
             part = y[strip.out]
-            done = self._convolve(x[strip.view], weights, part, bias, (*how, groups))
+            done = self._convolve(x[strip.view], weights, part, bias, (*args, groups))
             if not done:
                 break
             finish(part, part)
@@ -134,21 +134,21 @@ class Rows(CompiledCells, Kernels):
 
         Each row of dx is computed once: a strip begins with the rows of the one before that it still needs.
         """
-        kernel, how = weights.shape[:-2], (stride, dilation, groups)
-        one = prod(kernel) == 1 < prod(stride)  # of which the table makes stride 1
-        if one or not (self.compiles(x, weights.shape, groups) and dy.size):
-            return super().conv_back_into(dx, x, dy, weights, *how, begin, outside, weighted, clears, biased)
+        kernel, args = weights.shape[:-2], (stride, dilation, groups)
+        pointwise = prod(kernel) == 1 < prod(stride)  # which the table turns into stride 1
+        if pointwise or not (self.compiles(x, weights.shape, groups) and dy.size):
+            return super().conv_back_into(dx, x, dy, weights, *args, begin, outside, weighted, clears, biased)
         sides, step, reach = outside or ((0, 0),) * len(stride), stride[0], (kernel[0] - 1) * dilation[0]
         by_weights, by_bias = np.zeros(weights.shape, x.dtype), np.zeros(weights.shape[-1], x.dtype)
         inside = None if dx is None else clear_sides(dx, sides)
         (skipped, _), *columns = sides
-        for strip in strips(x, dy, kernel, *how[:2], self._conv_strip(x, dy, weights, *how[:2])):
+        for strip in strips(x, dy, kernel, *args[:2], self._conv_strip(x, dy, weights, *args[:2])):
             rows, done = strip.rows, True
             first = max(0, rows.start - reach // step) if inside is not None else rows.start
             dz = begin((strip.samples, slice(first, rows.stop)))
             if weighted:
                 own = dz[:, rows.start - first :]
-                by_weights += self.conv_backward_weights(x[strip.view], own, kernel, *how)
+                by_weights += self.conv_backward_weights(x[strip.view], own, kernel, *args)
                 by_bias += self.channel_sum(own) if biased else 0
             if inside is not None:
                 stop = None if strip.last else max(0, rows.stop * step - skipped)
@@ -156,83 +156,83 @@ class Rows(CompiledCells, Kernels):
                 place = inside[strip.samples, rows]
                 target = np.empty(place.shape, place.dtype) if clears else place
                 before = rows.start + skipped - first * step, *(side for side, _ in columns)
-                done = self._convolve_back(dz, weights, target, how, before)
+                done = self._convolve_back(dz, weights, target, args, before)
                 if done and clears:
                     self.relu_backward(cropped(x, sides)[strip.samples, rows], target, place)
             if not done:
-                return super().conv_back_into(dx, x, dy, weights, *how, begin, outside, weighted, clears, biased)
+                return super().conv_back_into(dx, x, dy, weights, *args, begin, outside, weighted, clears, biased)
         return by_weights, by_bias
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return the matrix product, by the threads of the other kernels: NumPy's would wait for them (both spin)."""
         several = self.start and a.ndim == b.ndim == 2 and len(b) and b.size <= _FACTOR
-        found = self._product(a, b) if several and hasattr(self.compiled, "convolve") else None
-        return super().matmul(a, b) if found is None else found
+        result = self._product(a, b) if several and hasattr(self.compiled, "convolve") else None
+        return super().matmul(a, b) if result is None else result
 
     def _product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray | None:
-        turned = a.strides[0] == a.itemsize < a.strides[1]
-        rows = len(b) if turned else len(a)
+        transposed = a.strides[0] == a.itemsize < a.strides[1]
+        rows = len(b) if transposed else len(a)
         shares = next((count for count in range(4 * self.threads, 0, -1) if rows % count == 0), 1)
-        if rows < _ROW or b.shape[1] * b.itemsize < VECTOR or not (turned or a.strides[1] == a.itemsize):
+        if rows < _ROW or b.shape[1] * b.itemsize < VECTOR or not (transposed or a.strides[1] == a.itemsize):
             return None
-        how, cut = ((1, 1), (1, 1), 1), (shares, 1, rows // shares)
+        args, cut = ((1, 1), (1, 1), 1), (shares, 1, rows // shares)
         y = np.empty((a.shape[0], b.shape[1]), a.dtype)
-        if turned:
-            done = self._sum_weights(a.T.reshape(*cut, len(a)), b.reshape(*cut, b.shape[1]), y[None, None], how)
+        if transposed:
+            done = self._sum_weights(a.T.reshape(*cut, len(a)), b.reshape(*cut, b.shape[1]), y[None, None], args)
         else:
-            done = self._convolve(a.reshape(*cut, len(b)), b[None, None], y.reshape(*cut, b.shape[1]), None, how)
+            done = self._convolve(a.reshape(*cut, len(b)), b[None, None], y.reshape(*cut, b.shape[1]), None, args)
         return y if done else None
 
     def compiles(self, x: np.ndarray, shape: Ints, groups: int) -> bool:
-        """Return whether a convolution of, or back to, x with weights of such a shape is to go this way."""
+        """Return whether a compiled kernel applies to a convolution of, or back to, x with weights of this shape."""
         return groups == 1 and x.ndim > 3 and x.strides[-1] == x.itemsize and hasattr(self.compiled, "convolve")
 
     def _convolve(
-        self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, how: How, before: Ints = ()
+        self, x: np.ndarray, weights: np.ndarray, y: np.ndarray, bias: np.ndarray | None, args: Args, before: Ints = ()
     ) -> bool:
-        """Write a convolution into y; outside of x, of which windows see `before` cells, is zero.
+        """Write a convolution into y; cells outside of x, of which windows see `before`, are zero.
 
         False: these arrays are not supported.
         """
-        steps = three(how[0], 1), three(how[1], 1), three(before, 0), self.threads, self.start
+        steps = as_triple(args[0], 1), as_triple(args[1], 1), as_triple(before, 0), self.threads, self.start
         done: bool = self.compiled.convolve(x, weights, y, bias, *steps)
         return done
 
-    def _convolve_back(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, how: How, crop: Ints) -> bool:
+    def _convolve_back(self, dy: np.ndarray, weights: np.ndarray, dx: np.ndarray, args: Args, crop: Ints) -> bool:
         """Write the gradient of x but for `crop` cells before dx into dx; False: these arrays are not supported."""
-        stride, dilation, _ = how
+        stride, dilation, _ = args
         joined = dilation[-1] == 1 and dy.strides[-2] == dy.shape[-1] * dy.itemsize
-        many = prod(weights.shape[: -3 if joined else -2]) > _PIECES  # before anything is written
+        many = prod(weights.shape[: -3 if joined else -2]) > _PIECES  # checked before anything is written
         if many or any(s > 1 < d for s, d in zip(stride, dilation, strict=True)):
             return False
         axes = zip(dx.shape[1:-1], weights.shape[:-2], stride, dilation, crop, strict=True)
-        turned = weights.swapaxes(-1, -2)
+        transposed = weights.swapaxes(-1, -2)
         for phase in product(*(_phases(*axis) for axis in axes)):
             cells, seen, before = zip(*phase, strict=True)
-            part, its = dx[(slice(None), *cells)], turned[seen]
-            if 0 in its.shape:
+            part, part_weights = dx[(slice(None), *cells)], transposed[seen]
+            if 0 in part_weights.shape:
                 part[...] = 0
-            elif not self._convolve(dy, its, part, None, ((1,) * len(stride), dilation, 1), before):
+            elif not self._convolve(dy, part_weights, part, None, ((1,) * len(stride), dilation, 1), before):
                 return False
         return True
 
-    def _sum_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, how: How) -> bool:
-        """Write the gradient of the weights; False: it is faster otherwise, or these arrays are not supported."""
-        (*kernel, inner, outer), (stride, dilation, _) = gradient.shape, how
+    def _sum_weights(self, x: np.ndarray, dy: np.ndarray, gradient: np.ndarray, args: Args) -> bool:
+        """Write the gradient of the weights; False: another kernel is faster, or these arrays are not supported."""
+        (*kernel, inner, outer), (stride, dilation, _) = gradient.shape, args
         if prod(kernel) * prod(stride) == 1:
-            if fills(x) and not fills(dy):
-                turned = np.empty((*kernel, outer, inner), x.dtype)
-                done = self._sum_weights(dy, x, turned, how)
-                gradient[...] = turned.swapaxes(-1, -2)
+            if aligned(x) and not aligned(dy):
+                transposed = np.empty((*kernel, outer, inner), x.dtype)
+                done = self._sum_weights(dy, x, transposed, args)
+                gradient[...] = transposed.swapaxes(-1, -2)
                 return done
-            if x.flags.c_contiguous and dy.flags.c_contiguous:  # rows as long as can be
+            if x.flags.c_contiguous and dy.flags.c_contiguous:  # rows as long as possible
                 x, dy = (cells.reshape(len(cells), 1, prod(cells.shape[1:-1]), cells.shape[-1]) for cells in (x, dy))
                 gradient, stride, dilation = gradient.reshape(1, 1, inner, outer), (1, 1), (1, 1)
         if not (
-            hasattr(self.compiled, "weights") and dy.shape[-2] >= _ROW and fills(dy) and x.strides[-1] == x.itemsize
+            hasattr(self.compiled, "weights") and dy.shape[-2] >= _ROW and aligned(dy) and x.strides[-1] == x.itemsize
         ):
             return False
-        steps = three(stride, 1), three((*dilation[:-1], 1), 1), self.threads, self.start
+        steps = as_triple(stride, 1), as_triple((*dilation[:-1], 1), 1), self.threads, self.start
         if kernel[-1] == 1 or (dilation[-1] == 1 and x.strides[-2] == inner * x.itemsize):
             return bool(self.compiled.weights(x, dy, gradient, *steps))
         column = np.empty((*kernel[:-1], 1, inner, outer), x.dtype)  # a window's row is in pieces
@@ -243,18 +243,18 @@ class Rows(CompiledCells, Kernels):
         return True
 
 
-def three(numbers: Ints, missing: int) -> tuple[int, ...]:
-    """Return those of planes, rows and columns."""
+def as_triple(numbers: Ints, missing: int) -> tuple[int, ...]:
+    """Return numbers for planes, rows and columns, `missing` for absent axes."""
     return *(missing,) * (3 - len(numbers)), *numbers
 
 
-def fills(cells: np.ndarray) -> bool:
-    """Return whether channels fill vectors."""
+def aligned(cells: np.ndarray) -> bool:
+    """Return whether the channels are contiguous and a multiple of the vector length."""
     return cells.shape[-1] * cells.itemsize % VECTOR == 0 and cells.strides[-1] == cells.itemsize
 
 
 def _phases(extent: int, kernel: int, step: int, dilation: int, crop: int) -> Iterator[tuple[slice, slice, int]]:
-    """Yield for each place between outputs its cells of dx, what of the kernel sees them, and how far before dy."""
+    """Yield, for each phase of the stride, its cells of dx, the kernel cells that see them, and the offset in dy."""
     for first in range(min(step, extent)):
         skipped, start = divmod(first + crop, step)
         count = len(range(start, kernel, step))

@@ -1,6 +1,6 @@
 """PyTorch as a library of kernels over NumPy arrays: nothing is copied, nothing is recorded for autograd.
 
-It is imported when a kernel is first needed that only it has: a process is 200 MiB smaller without it.
+PyTorch is imported when one of its kernels is first needed: a process is 200 MiB smaller without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .windows import Sides, out_extent, strips
 
 Ints = Sequence[int]
 Taps = Sequence[Sequence[float]]
-_FEW = 4  # with fewer channels torch's pooling does not fill a vector, and NumPy is as fast or faster
+_MIN_CHANNELS = 4  # with fewer, torch's pooling does not fill a vector, and NumPy is as fast or faster
 
 
 class TorchTable(Kernels):
@@ -33,9 +33,9 @@ class TorchTable(Kernels):
     The numbers below are NumPy's time over PyTorch's: float32, one thread, AVX2.
     """
 
-    #: Numbers, or multiplications, below which a call of torch alone takes longer than NumPy needs
+    #: Numbers, or multiplications, below which the overhead of a torch call exceeds NumPy's time
     small = 1 << 15
-    #: Multiplications of a product for whose threads it is worth to import torch
+    #: Multiplications from which on torch's threads are worth its import
     many = 1 << 28
 
     @cached_property
@@ -111,15 +111,15 @@ class TorchTable(Kernels):
         sides = zeros or ((0, 0),) * len(stride)
         return self.torch.conv.backward_weights(x, dy, kernel, stride, dilation, groups, sides)
 
-    def conv_into(self, y: np.ndarray, x: np.ndarray, weights: np.ndarray, *how: Any) -> None:
-        """Write finish(convolution plus bias) into y: the weights are brought into oneDNN's order once."""
-        super().conv_into(y, x, self._arranged(x, weights), *how)
+    def conv_into(self, y: np.ndarray, x: np.ndarray, weights: np.ndarray, *args: Any) -> None:
+        """Write finish(convolution plus bias) into y, with the weights reordered for oneDNN once."""
+        super().conv_into(y, x, self._arranged(x, weights), *args)
 
     def conv_back_into(
-        self, dx: np.ndarray | None, x: np.ndarray, dy: np.ndarray, weights: np.ndarray, *how: Any
+        self, dx: np.ndarray | None, x: np.ndarray, dy: np.ndarray, weights: np.ndarray, *args: Any
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the gradients of weights and bias, as the table does: the weights are brought into order once."""
-        by_weights, by_bias = super().conv_back_into(dx, x, dy, self._arranged(x, weights), *how)
+        """Return the gradients of weights and bias, as the table does, with the weights reordered once."""
+        by_weights, by_bias = super().conv_back_into(dx, x, dy, self._arranged(x, weights), *args)
         return (by_weights if by_weights.flags.c_contiguous else self.torch.conv.in_order(by_weights)), by_bias
 
     def max_pool(self, x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, Any]:
@@ -135,7 +135,7 @@ class TorchTable(Kernels):
         return self.torch.pool.max_backward(dy, place, extent, kernel, stride)
 
     def max_pool_back_into(self, dx: np.ndarray, dy: np.ndarray, places: Any, kernel: Ints, stride: Ints) -> None:
-        """Write the gradient of x into dx: without a copy, where that is whole and strips are of whole images."""
+        """Write the gradient of x into dx: without a copy if dx is contiguous and strips are whole images."""
         parts = list(strips(dx, dy, kernel, stride, (1,) * len(kernel), self.strip))
         whole = dx.flags.c_contiguous and all(part.last and not part.rows.start for part in parts)
         whole = whole and isinstance(places, list) and all(positive is None for _, positive in places)
@@ -182,16 +182,16 @@ class TorchTable(Kernels):
         """
         if max(stride) > 1 and prod(kernel) == 1:
             return False
-        wanted = x.dtype == np.float32 and x.ndim > 3 and 0 not in (x.size, *out) and self.torch is not None
-        return wanted and (x.ndim < 5 or len(x) > 1 or self.torch.conv.takes(x))
+        supported = x.dtype == np.float32 and x.ndim > 3 and 0 not in (x.size, *out) and self.torch is not None
+        return supported and (x.ndim < 5 or len(x) > 1 or self.torch.conv.takes(x))
 
     def _pools(self, x: np.ndarray, out: Ints) -> bool:
-        """Return whether torch's pooling is the faster."""
-        return 0 not in (x.size, *out) and x.shape[-1] >= _FEW and x.ndim > 3 and self.torch is not None
+        """Return whether torch's pooling is faster."""
+        return 0 not in (x.size, *out) and x.shape[-1] >= _MIN_CHANNELS and x.ndim > 3 and self.torch is not None
 
 
 class TorchCalls(NamedTuple):
-    """The functions that call PyTorch: modules, which are imported at first use."""
+    """Modules of functions that call PyTorch, imported at first use."""
 
     conv: Any
     pool: Any
@@ -209,7 +209,7 @@ class TorchKernels(HostKernels, TorchTable):
         self.strip = 1 << 19 if self.cores == 1 else 1 << 20
         self._closing.callback(keep_freed_memory())
         if "torch" in sys.modules:
-            _ = self.torch  # which has all cores, if it was there before the launcher
+            _ = self.torch  # limits its threads, if it was imported before the launcher set them
 
     def in_precision(self, precision: ComputePrecision) -> Kernels:
         """Return kernels with operands of a precision."""
@@ -219,12 +219,12 @@ class TorchKernels(HostKernels, TorchTable):
         return NarrowTorchKernels(precision)
 
     def give_back_freed(self, above: int) -> None:
-        """Give back what malloc keeps."""
+        """Return memory cached by malloc to the system."""
         give_back_freed(above)
 
 
 class NarrowTorchTable(NarrowProducts, TorchTable):
-    """Those that have PyTorch's convolutions of 16 bits, where they are fast."""
+    """Kernels with PyTorch's convolutions of 16 bits, where they are fast."""
 
     @cached_property
     def narrow(self) -> Any:
@@ -243,7 +243,7 @@ class NarrowTorchTable(NarrowProducts, TorchTable):
         zeros: Sides | None = None,
     ) -> Any:
         """Return the valid convolution plus bias (N, *out, C_out)."""
-        if not self._goes_narrow(x, weights, stride):
+        if not self._uses_narrow(x, weights, stride):
             return super().conv_forward(x, weights, stride, dilation, groups, bias, zeros)
         return self.narrow.forward(self.precision.name, x, weights, stride, dilation, groups, bias)
 
@@ -258,22 +258,22 @@ class NarrowTorchTable(NarrowProducts, TorchTable):
         crop: Sides | None = None,
     ) -> Any:
         """Return the gradient of x (N, *extent, C_in), without `crop`."""
-        if not self._goes_narrow(dy, weights, stride):
+        if not self._uses_narrow(dy, weights, stride):
             return super().conv_backward_input(dy, weights, extent, stride, dilation, groups, crop)
         return self.narrow.backward_input(self.precision.name, dy, weights, extent, stride, dilation, groups, crop)
 
     def _is_fast(self, calls: Any) -> bool:
-        """Return whether this processor, or GPU, multiplies such numbers itself."""
+        """Return whether this processor or GPU has instructions for the precision."""
         fast: bool = calls.is_fast(self.precision.name)
         return fast
 
-    def _goes_narrow(self, x: Any, weights: Any, stride: Ints) -> bool:
+    def _uses_narrow(self, x: Any, weights: Any, stride: Ints) -> bool:
         narrow = self.precision.narrow and self.narrow is not None
         return narrow and self._convolves(x, weights.shape, weights.shape[:-2], stride)
 
 
 class NarrowTorchKernels(NarrowTorchTable, TorchKernels):
-    """Those over NumPy's arrays."""
+    """Kernels over NumPy's arrays with operands of 16 bits."""
 
     def __init__(self, precision: ComputePrecision) -> None:
         super().__init__()
@@ -283,5 +283,5 @@ class NarrowTorchKernels(NarrowTorchTable, TorchKernels):
         """Return float32 numbers rounded to the nearest of a precision: PyTorch is 10 times as fast as NumPy."""
         if x.size < self.small or x.dtype != np.float32 or self.torch is None:
             return super().round_operand(x, precision)
-        found: np.ndarray = self.torch.narrow.rounded(precision.name, x)
-        return found
+        result: np.ndarray = self.torch.narrow.rounded(precision.name, x)
+        return result

@@ -17,9 +17,9 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def tensor(array: Any) -> torch.Tensor:
-    """Return a tensor over the array's memory; a copy only if it is read-only or runs backwards: torch refuses.
+    """Return a tensor over the array's memory; a copy if it is read-only or has negative strides, which torch rejects.
 
-    A device's array becomes one by DLPack, in the order of what the device computes.
+    A device's array is converted by DLPack, ordered on its current stream.
     """
     if not isinstance(array, np.ndarray):
         return torch.from_dlpack(array)
@@ -28,9 +28,9 @@ def tensor(array: Any) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def array_like(like: Any, found: torch.Tensor) -> Any:
-    """Return an array over a tensor's memory, of the namespace of another array."""
-    return found.numpy() if isinstance(like, np.ndarray) else namespace(like).from_dlpack(found)
+def array_like(like: Any, result: torch.Tensor) -> Any:
+    """Return an array over a tensor's memory, in the namespace of `like`."""
+    return result.numpy() if isinstance(like, np.ndarray) else namespace(like).from_dlpack(result)
 
 
 def channels_first(x: Any) -> torch.Tensor:
@@ -42,10 +42,10 @@ def channels_first(x: Any) -> torch.Tensor:
 def channels_last(like: Any, y: torch.Tensor) -> Any:
     """Return (N, C, *spatial) as a contiguous array (N, *spatial, C), without a copy where torch kept the order.
 
-    Of the namespace of another array.
+    The namespace is that of `like`.
     """
-    found = array_like(like, y).transpose(0, *range(2, y.ndim), 1)
-    return namespace(like).ascontiguousarray(found)
+    result = array_like(like, y).transpose(0, *range(2, y.ndim), 1)
+    return namespace(like).ascontiguousarray(result)
 
 
 def empty(samples: int, extent: Sequence[int], channels: int, like: torch.Tensor) -> torch.Tensor:

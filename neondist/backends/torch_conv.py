@@ -14,13 +14,13 @@ from .windows import Sides, blocks, cropped, unreached
 
 Ints = Sequence[int]
 _aten = torch.ops.aten
-_WORTH = 0.97  # of the products: with fewer left, oneDNN's padding is worth a copy
+_WORTH = 0.97  # of the products: below this share, oneDNN's padding is worth a copy
 _SMALL = 20480  # channels * rows of a single volume, up to which PyTorch takes its own kernel instead of oneDNN's
 _BLOCK = 1 << 19  # gathered numbers at a time; measured best of 2^17 ... 2^22
 
 
 def takes(x: np.ndarray) -> bool:
-    """Return whether oneDNN takes such arrays, the host's."""
+    """Return whether oneDNN supports such arrays of the host."""
     return isinstance(x, np.ndarray) and x.dtype == np.float32 and torch.backends.mkldnn.is_available()
 
 
@@ -47,8 +47,8 @@ def backward_input(
 ) -> np.ndarray:
     """Return the gradient of x (N, *extent, C_in) without `crop`: the transposed convolution.
 
-    It is as fast as the backward kernel, which wants x beside it and uses nothing but its shape. What both ends are to
-    lose it does not compute (measured: 1.25 times faster for 5 x 5 on 14 cells).
+    It is as fast as the backward kernel, which also takes x but uses only its shape. Cells cropped at both ends are not
+    computed (measured: 1.25 times faster for 5 x 5 on 14 cells).
     """
     cut = tuple(min(sides) if n > 2 * min(sides) else 0 for sides, n in zip(crop, extent, strict=True))
     unseen = unreached(extent, weights.shape[:-2], stride, dilation)
@@ -67,7 +67,7 @@ def backward_weights(
 ) -> np.ndarray:
     """Return the gradient of the weights (*kernel, C_in / groups, C_out), in the order of memory of `arranged`.
 
-    PyTorch takes slow kernels of its own for 1 x 1, with one thread and few samples: rows become samples.
+    PyTorch uses slow kernels for 1 x 1 with one thread and few samples: rows become samples.
     """
     many = groups == 1 and min(x.shape[-1], dy.shape[-1]) >= 16 and isinstance(x, np.ndarray)
     if many and torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -91,14 +91,14 @@ def backward_weights(
 
 
 def arranged(weights: np.ndarray) -> np.ndarray:
-    """Return the weights in the order of memory that oneDNN reads, so that it is made once and not for each strip."""
+    """Return the weights in oneDNN's memory order, reordered once and not for each strip."""
     *_, channels = shape = weights.shape
-    rows = tensor(weights).reshape(-1, channels).t().contiguous()  # torch's copy of a matrix is 4 times the others'
+    rows = tensor(weights).reshape(-1, channels).t().contiguous()  # 4 times faster than other ways to copy a matrix
     return array_like(weights, rows.reshape(channels, *shape[:-1]).movedim(0, -1))
 
 
 def in_order(gradient: np.ndarray) -> np.ndarray:
-    """Return what is arranged so as a contiguous array."""
+    """Return a gradient in the order of `arranged` as a contiguous array."""
     if gradient.flags.c_contiguous:
         return gradient
     rows = tensor(gradient).movedim(-1, 0).reshape(gradient.shape[-1], -1)
@@ -106,14 +106,14 @@ def in_order(gradient: np.ndarray) -> np.ndarray:
 
 
 def _unpadded(x: np.ndarray, kernel: Ints, stride: Ints, dilation: Ints, zeros: Sides) -> tuple[np.ndarray, Ints]:
-    """Return x without zeros at both ends, and how many oneDNN is to think of instead: it spares their products."""
+    """Return x without zeros at both ends, and oneDNN's padding in their place, whose products it skips."""
     padding = _padding(x.shape[1:-1], tuple(kernel), tuple(stride), tuple(dilation), tuple(map(min, zeros)))
     return (cropped(x, [(p, p) for p in padding]), padding) if any(padding) else (x, padding)
 
 
 @lru_cache
 def _padding(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints, zeros: Ints) -> Ints:
-    """Return how many zeros at both ends are worth the copy that x becomes without them."""
+    """Return the zeros at both ends whose removal is worth a copy of x."""
     padding, left = [], 1.0
     for n, k, s, d, z in zip(extent, kernel, stride, dilation, zeros, strict=True):
         p = min(z, d * (k - 1), (n - 1) // 2)
@@ -124,25 +124,25 @@ def _padding(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints, zeros: In
 
 
 def _to_halve(x: np.ndarray, dy: np.ndarray) -> int:
-    """Return the axis along which a single volume is to be two samples, or 0: PyTorch has a slow kernel for small."""
+    """Return the axis along which to split a single small volume into two samples, or 0: PyTorch's kernel is slow."""
     if x.ndim < 5 or len(x) > 1 or x[0, :, :, 0].size > _SMALL or not takes(x):
         return 0
     return next((axis for axis in (1, 2, 3) if dy.shape[axis] % 2 == 0), 1)
 
 
 def _halves(x: np.ndarray, dy: np.ndarray, axis: int, step: int, span: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a single volume as two samples, whose views overlap by what windows span."""
+    """Return a single volume as two samples, whose views overlap by the span of a window."""
     rows = dy.shape[axis]
     count = -(-rows // 2)
     shape = (2, *x.shape[1:axis], (count - 1) * step + span, *x.shape[axis + 1 :])
     strides = ((rows - count) * step * x.strides[axis], *x.strides[1:])
-    both = np.ascontiguousarray(np.lib.stride_tricks.as_strided(x, shape, strides))
+    halves = np.ascontiguousarray(np.lib.stride_tricks.as_strided(x, shape, strides))
     if axis == 1 and rows % 2 == 0:
-        return both, dy.reshape(2, count, *dy.shape[2:])
+        return halves, dy.reshape(2, count, *dy.shape[2:])
     first, second = np.split(dy, [count], axis)
     if rows % 2:  # the row between them is the first one's
         second = np.concatenate([np.zeros_like(first.take([0], axis)), second], axis)
-    return both, np.concatenate([first, second])
+    return halves, np.concatenate([first, second])
 
 
 def weights_by_gemm(
@@ -153,7 +153,7 @@ def weights_by_gemm(
     On CPUs without AVX-512 oneDNN's own kernel reaches a fifth to a half of it.
 
     Windows are gathered along all axes but the first; along that one, a row of the kernel is a shift of the gathered
-    rows, so that they are copied once and not for each row of the kernel. Small images go many at a time.
+    rows, so that they are copied once and not for each row of the kernel. Small images are batched.
 
     Parameters
     ----------

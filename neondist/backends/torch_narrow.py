@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 
 def is_fast(dtype: str) -> bool:
-    """Return whether this processor multiplies such numbers itself: else oneDNN makes them float32, slowly."""
+    """Return whether this processor has instructions for a dtype: otherwise oneDNN converts to float32, slowly."""
     fast: bool
     if dtype == "float16":
         fast = torch.ops.mkldnn._is_mkldnn_fp16_supported()

@@ -24,18 +24,18 @@ def max_forward(x: np.ndarray, kernel: Ints, stride: Ints) -> tuple[np.ndarray, 
 
 
 def max_backward(dy: np.ndarray, place: torch.Tensor, extent: Ints, kernel: Ints, stride: Ints) -> np.ndarray:
-    """Return the gradient of x: all of it goes to the first maximum."""
+    """Return the gradient of x, which is passed to the first maximum of each window."""
     dx = namespace(dy).empty((len(dy), *extent, dy.shape[-1]), dy.dtype)
     max_backward_into(dx, dy, place, kernel, stride)
     return dx
 
 
 def max_backward_into(dx: np.ndarray, dy: np.ndarray, place: torch.Tensor, kernel: Ints, stride: Ints) -> None:
-    """Write it into a contiguous array."""
+    """Write the gradient of x into a contiguous array."""
     gradient, target = channels_first(dy), channels_first(dx)
     back = _aten.max_pool2d_with_indices_backward if len(kernel) == 2 else _aten.max_pool3d_with_indices_backward
     none, ones = (0,) * len(kernel), (1,) * len(kernel)
-    # of x it wants the shape alone
+    # only the shape of x is used
     back.grad_input(gradient, target, kernel, stride, none, ones, False, place, grad_input=target)
 
 
@@ -43,7 +43,7 @@ def window_sum(x: np.ndarray, kernel: Ints, stride: Ints) -> np.ndarray:
     """Return the sum over every window: convolution of each channel with ones, large boxes one axis at a time."""
     sums = channels_first(x)
     for box, step in boxes(kernel, stride):
-        sums = _each_channel(sums, _ones(box), step)
+        sums = _convolve_channels(sums, _ones(box), step)
     return channels_last(x, sums)
 
 
@@ -52,7 +52,7 @@ def window_spread(dy: np.ndarray, extent: Ints, kernel: Ints, stride: Ints) -> n
     gradient = channels_first(dy)
     if max(stride) == 1:
         for box, step in reversed(boxes(kernel, stride)):
-            gradient = _each_channel(gradient, _ones(box), step, transposed=True)
+            gradient = _convolve_channels(gradient, _ones(box), step, transposed=True)
         return channels_last(dy, gradient)
     dx = empty(len(dy), extent, dy.shape[-1], gradient)
     _aten.avg_pool2d_backward.grad_input(gradient, dx, kernel, stride, (0, 0), False, True, 1, grad_input=dx)
@@ -63,7 +63,7 @@ def separable_filter(x: np.ndarray, taps: Taps) -> np.ndarray:
     """Return the valid correlation with the product of `taps`, one axis after the other."""
     y = channels_first(x)
     for weights in _along_axes(taps):
-        y = _each_channel(y, weights, (1,) * len(taps))
+        y = _convolve_channels(y, weights, (1,) * len(taps))
     return channels_last(x, y)
 
 
@@ -71,15 +71,15 @@ def separable_spread(dy: np.ndarray, taps: Taps) -> np.ndarray:
     """Return the adjoint of `separable_filter`, axes in the opposite order."""
     gradient = channels_first(dy)
     for weights in reversed(_along_axes(taps)):
-        gradient = _each_channel(gradient, weights, (1,) * len(taps), transposed=True)
+        gradient = _convolve_channels(gradient, weights, (1,) * len(taps), transposed=True)
     return channels_last(dy, gradient)
 
 
-def _each_channel(x: torch.Tensor, weights: torch.Tensor, stride: Ints, transposed: bool = False) -> torch.Tensor:
+def _convolve_channels(x: torch.Tensor, weights: torch.Tensor, stride: Ints, transposed: bool = False) -> torch.Tensor:
     """Return the convolution, or its adjoint, of every channel with the same weights (*kernel)."""
     channels, none, ones = x.shape[1], (0,) * len(stride), (1,) * len(stride)
-    each = weights.to(x).expand(channels, 1, *weights.shape).contiguous()
-    return _aten.convolution(x, each, None, stride, none, ones, transposed, none, channels)
+    repeated = weights.to(x).expand(channels, 1, *weights.shape).contiguous()
+    return _aten.convolution(x, repeated, None, stride, none, ones, transposed, none, channels)
 
 
 def _ones(box: Ints) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _ones(box: Ints) -> torch.Tensor:
 
 
 def _along_axes(taps: Taps) -> list[torch.Tensor]:
-    """Return each axis' taps as weights of as many axes as there are."""
+    """Return each axis' taps as weights over all axes."""
     return [
         torch.tensor(weights, dtype=torch.float64).reshape([-1 if a == axis else 1 for a in range(len(taps))])
         for axis, weights in enumerate(taps)

@@ -1,7 +1,7 @@
 """Windows of an array as views, and outputs in blocks and strips.
 
-A convolution's activation and, on the way back, the gradients of weights, bias and input all work on one strip, which
-is in the cache, before the next is touched. Results go into arrays that exist already, of any strides: the interior of
+A convolution's activation and, in the backward pass, the gradients of weights, bias and input are all computed for one
+strip, which is in the cache, before the next. Results are written into existing arrays of any strides: the interior of
 a padded buffer.
 """
 
@@ -38,7 +38,7 @@ def unreached(extent: Ints, kernel: Ints, stride: Ints, dilation: Ints) -> list[
 
 
 def all_windows(x: Any, kernel: Ints, stride: Ints, dilation: Ints) -> Any:
-    """Return x (N, *spatial, C) as a view (N, *out, *kernel, C), to be read alone."""
+    """Return x (N, *spatial, C) as a view (N, *out, *kernel, C), read-only."""
     out = out_extent(x.shape[1:-1], kernel, stride, dilation)
     spatial = x.strides[1:-1]
     steps = [b * s for b, s in zip(spatial, stride, strict=True)] + [
@@ -59,7 +59,7 @@ def offsets(kernel: Ints, stride: Ints, dilation: Ints, out: Ints) -> Iterator[t
 def blocks(samples: int, out: Ints, cells_per_row: int, budget: int) -> Iterator[tuple[slice, slice]]:
     """Cut (samples, out[0]) into even blocks of at most about `budget` cells: whole samples, or rows of one sample.
 
-    `cells_per_row` is what one index of out[0] takes.
+    `cells_per_row` is the size of one index of out[0].
     """
     rows = out[0]
     if samples * rows * cells_per_row == 0:
@@ -79,7 +79,7 @@ def blocks(samples: int, out: Ints, cells_per_row: int, budget: int) -> Iterator
 
 
 def _even(count: int, at_most: int) -> int:
-    """Return how many go together so that no block is much smaller than the others: kernels are slow on small ones."""
+    """Return the block size at which no block is much smaller than the others: kernels are slow on small ones."""
     return -(-count // -(-count // at_most))
 
 
@@ -102,13 +102,13 @@ class Strip(NamedTuple):
         return self.samples, self.seen
 
     def outside(self, rows: tuple[int, int], x: Any) -> tuple[int, int]:
-        """Return how many of so many first and last rows of the view are the first and last that this strip sees."""
+        """Return how many of the view's `rows` first and last rows are the first and last that this strip sees."""
         before, after = rows[0] - self.seen.start, self.seen.stop - (x.shape[1] - rows[1])
         return max(0, before), max(0, after)
 
 
 def strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints, numbers: int) -> Iterator[Strip]:
-    """Cut a valid kernel from x (N, *extent, C) to y (N, *out, C') into strips of about so many numbers."""
+    """Cut a valid kernel from x (N, *extent, C) to y (N, *out, C') into strips of about `numbers` numbers."""
     step, span = stride[0], dilation[0] * (kernel[0] - 1) + 1
     per_row = max(prod(y.shape[2:]), min(step, span) * prod(x.shape[2:]))
     for samples, rows in blocks(len(y), y.shape[1:-1], per_row, numbers):
@@ -117,7 +117,7 @@ def strips(x: Any, y: Any, kernel: Ints, stride: Ints, dilation: Ints, numbers: 
 
 
 def cropped(array: Any, sides: Sides | None) -> Any:
-    """Return (N, *spatial, C) without so many cells at the ends of every axis."""
+    """Return (N, *spatial, C) without `sides` cells at the ends of every axis."""
     if sides is None:
         return array
     ends = zip(sides, array.shape[1:-1], strict=True)
@@ -125,7 +125,7 @@ def cropped(array: Any, sides: Sides | None) -> Any:
 
 
 def clear_sides(dx: Any, sides: Sides) -> Any:
-    """Fill the ends of all spatial axes with zeros; return what is between them."""
+    """Fill the ends of all spatial axes with zeros; return the interior."""
     for axis, (before, after) in enumerate(sides, start=1):
         whole = (slice(None),) * axis
         stop = max(before, dx.shape[axis] - after)
@@ -135,13 +135,13 @@ def clear_sides(dx: Any, sides: Sides) -> Any:
     return dx
 
 
-def every(stride: Ints) -> tuple[slice, ...]:
-    """Return the index of the cells of (N, *spatial, C) that windows of one cell see."""
+def strided_cells(stride: Ints) -> tuple[slice, ...]:
+    """Return the index of the cells of (N, *spatial, C) that windows of one cell with a stride see."""
     return slice(None), *(slice(None, None, step) for step in stride)
 
 
-def clear_between(dx: Any, stride: Ints) -> None:
-    """Fill the other cells with zeros."""
+def clear_skipped(dx: Any, stride: Ints) -> None:
+    """Fill the cells between those of `strided_cells` with zeros."""
     for axis, step in enumerate(stride, start=1):
         whole = (slice(None),) * axis
         for first in range(1, step):
@@ -150,28 +150,28 @@ def clear_between(dx: Any, stride: Ints) -> None:
 
 
 class StripAccumulator:
-    """Adds up, in `dx`, what strips send back; they overlap, and cells that no window sees become zero.
+    """Accumulates the gradients of overlapping strips in `dx`; cells that no window sees become zero.
 
-    No row is written before the last strip that sees it has come, so that dx may be the memory of the view.
+    No row is written before the last strip that sees it, so that dx may be the memory of the view.
 
     Parameters
     ----------
     write : callable
         `write(part, index)` writes a sum into dx[index].
     step : int
-        By how many rows of the view windows are apart.
+        Distance between windows, in rows of the view.
     first : int
-        Which row of the view is the first of dx. Strips bring no rows before it, nor behind the last.
+        The row of the view that is the first of dx. Strips have no rows before it, nor after the last.
     """
 
     def __init__(self, dx: Any, dy: Any, write: Callable[[Any, tuple], None], step: int, first: int = 0) -> None:
         self.dx, self.write, self.step, self.first = dx, write, step, first
-        self.done, self.rest = 0, None  # rows that are written, and what the next ones have so far
+        self.done, self.rest = 0, None  # rows already written, and partial sums of the next ones
         if not dy.size:
             dx[...] = 0
 
     def add(self, strip: Strip, part: Any) -> None:
-        """Take the gradient of the rows that a strip sees; strips come in order."""
+        """Add the gradient of the rows that a strip sees; strips must come in order."""
         dx, start = self.dx[strip.samples], max(0, strip.seen.start - self.first)
         stop = start + part.shape[1]
         if not strip.rows.start:
@@ -187,7 +187,7 @@ class StripAccumulator:
 
 
 def boxes(kernel: Ints, stride: Ints) -> list[tuple[Ints, Ints]]:
-    """Return the box whole, or as one box for each axis where that is faster (measured from 7 x 7 on)."""
+    """Return the box, or one box for each axis where that is faster (measured from 7 x 7 on)."""
     if prod(kernel) < 49:
         return [(kernel, stride)]
     one = (1,) * len(kernel)

@@ -10,26 +10,26 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 LARGE = 1 << 16
-"""bytes; smaller blocks do not count"""
+"""bytes; smaller blocks are not counted"""
 
 
 PURPOSES = {
-    "conv2d": "outputs of a strip, before they go through the activation into the next layer's view",
+    "conv2d": "outputs of a strip, before the activation writes them into the next layer's view",
     "conv3d": "the same, of volumes",
     "mkldnn_convolution": "outputs of a strip, by oneDNN",
-    "mkldnn::_convolution_transpose_pointwise": "gradient of what a strip sees, by oneDNN",
-    "convolution": "gradient of what a strip sees, before it goes into the gradient of the view",
+    "mkldnn::_convolution_transpose_pointwise": "gradient of a strip's view, by oneDNN",
+    "convolution": "gradient of a strip's view, before it is added to the gradient of the view",
     "convolution_backward": "gradient of weights, by oneDNN",
     "reshape": "windows of some rows, gathered for the gradient of weights by GEMM",
     "empty": "gradient of a strip before the ReLU",
-    "contiguous": "a strip or weights in the order that a kernel wants",
-    "max_pool2d_with_indices": "maxima of a strip; their places, kept until the way back",
-    "max_pool2d_with_indices_backward": "outputs' gradient of a strip in a row, where it is a part of a larger array",
-    "addmm_": "a factor of a product in the order that BLAS wants",
-    "zeros": "sums to be",
+    "contiguous": "a strip or weights in the memory order of a kernel",
+    "max_pool2d_with_indices": "maxima of a strip; their places, kept for the backward pass",
+    "max_pool2d_with_indices_backward": "contiguous gradient of a strip's outputs, where it is part of a larger array",
+    "addmm_": "a factor of a product in the memory order of BLAS",
+    "zeros": "accumulators",
     "matmul": "products of a fully connected layer",
 }
-"""what operators allocate large blocks for, and cannot do without: they write into new memory alone"""
+"""purposes of the large blocks of each operator, which are unavoidable: the operator writes only to new memory"""
 
 
 class Allocated(NamedTuple):
@@ -42,9 +42,9 @@ class Allocated(NamedTuple):
 
 
 def allocations(call: Callable[[], object]) -> list[Allocated]:
-    """Return what operators allocate while `call` runs, by the operator that the backend has called; largest first.
+    """Return allocations while `call` runs, by the operator that the backend has called; largest first.
 
-    Blocks that oneDNN and MKL take from the system for their own scratch are not PyTorch's, and are not seen.
+    Scratch memory that oneDNN and MKL allocate themselves is not included.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -56,15 +56,15 @@ def allocations(call: Callable[[], object]) -> list[Allocated]:
     for event in events:
         if event.name() == "[memory]" and event.nbytes() >= LARGE:
             at = event.start_ns()
-            outer = min((one for one in calls if one[0] <= at <= one[1]), default=(0, 0, ""))
+            outer = min((entry for entry in calls if entry[0] <= at <= entry[1]), default=(0, 0, ""))
             sizes[outer[2].removeprefix("aten::")].append(event.nbytes())
-    found = [Allocated(name, len(blocks), max(blocks), sum(blocks)) for name, blocks in sizes.items()]
-    return sorted(found, key=lambda one: -one.largest)
+    allocated = [Allocated(name, len(blocks), max(blocks), sum(blocks)) for name, blocks in sizes.items()]
+    return sorted(allocated, key=lambda entry: -entry.largest)
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Let the profiler's library say nothing about itself: it writes to the process' standard error."""
+    """Suppress the messages of the profiler's library, which writes to the standard error of the process."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

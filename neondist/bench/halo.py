@@ -1,4 +1,4 @@
-"""`neondist bench halo`: the exchange of a halo against the same messages in plain mpi4py, and against memcpy."""
+"""`neondist bench halo`: halo exchange compared with the same messages in plain mpi4py, and with memcpy."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def _size(grid: ProcessGrid, n: int) -> dict[str, Any]:
 
 
 def _times(world: Transport, contestants: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Return every contestant's seconds per call for each round; in each round all of them have their turn."""
+    """Return every contestant's seconds per call for each round; each round runs all of them."""
     counts = {}
     for name, call in contestants.items():
         call()
         counts[name] = max(1, int(ROUND / max(_timed(world, call, 3), 1e-7)))
     rounds = [{name: _timed(world, call, counts[name]) for name, call in contestants.items()} for _ in range(ROUNDS)]
-    return {name: [one[name] for one in rounds] for name in contestants}
+    return {name: [seconds[name] for seconds in rounds] for name in contestants}
 
 
 def _timed(world: Transport, call: Callable[[], object], count: int) -> float:
@@ -76,7 +76,7 @@ def _timed(world: Transport, call: Callable[[], object], count: int) -> float:
 
 
 def _raw(world: Transport, view: np.ndarray) -> Callable[[], object]:
-    """Return the same exchange as one would write it with mpi4py: subarrays, receives first."""
+    """Return the same exchange written in plain mpi4py: subarrays, receives first."""
     comm, mpi = getattr(world, "comm", None), getattr(world, "mpi", None)
     if comm is None or mpi is None:
         return lambda: None
@@ -91,8 +91,8 @@ def _raw(world: Transport, view: np.ndarray) -> Callable[[], object]:
     sends = [(strip(1), world.rank - 1)] * top + [(strip(rows - 2), world.rank + 1)] * bottom
 
     def exchange() -> None:
-        requests = [comm.Irecv(what, peer) for what, peer in receives]
-        requests += [comm.Isend(what, peer) for what, peer in sends]
+        requests = [comm.Irecv(part, peer) for part, peer in receives]
+        requests += [comm.Isend(part, peer) for part, peer in sends]
         mpi.Request.Waitall(requests)
 
     return exchange

@@ -9,21 +9,21 @@ from pathlib import Path
 
 
 def resident() -> int:
-    """Return what is in memory now."""
+    """Return the resident memory now."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
 
 
 def forget_peak() -> None:
-    """Let `peak` count from now on, where the system can."""
+    """Reset the peak, if the system supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak() -> int:
-    """Return the most that was in memory at a time."""
-    with contextlib.suppress(OSError, StopIteration):  # not Linux; there, getrusage would count the parent's memory too
+    """Return the peak resident memory."""
+    with contextlib.suppress(OSError, StopIteration):  # not Linux, where getrusage would include the parent's memory
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -16,10 +16,10 @@ from .allocations import silent
 from .module_report import KINDS
 
 Shares = dict[str, dict[str, float]]
-"""'kinds': the share of each of KINDS; 'operators': that of each operator among kernels, largest first"""
+"""'kinds': the share of each of KINDS; 'operators': the share of each operator among kernels, largest first"""
 _MARK = "neondist::"
 _KINDS = {"wait": "messages", "halo": "copies", "redistribute": "copies", "reduce": "sums", "sync": "sums"}
-"""of what observers are told"""
+"""kinds of observed events"""
 _MOVES = """
 clone contiguous copy_ cat _to_copy to constant_pad_nd fill_ zero_ zeros zeros_like new_zeros empty empty_like
 empty_strided as_strided slice narrow reshape view _unsafe_view permute transpose t expand select split squeeze
@@ -35,40 +35,40 @@ instance_norm scaled_dot_product_attention einsum softmax gelu_ max_pool2d max_p
 adaptive_avg_pool3d dropout relu6 silu_ upsample mean
 """
 WRAPPERS = frozenset(f"aten::{name}" for name in _WRAPPERS.split())
-"""operators that call the one which computes, whose name tells more"""
+"""operators that only call the computing one, whose name is more specific"""
 COMPILED = frozenset({"_Convolution", "_ConvolutionBackward"})
 """functions of neondist.torch that call compiled kernels, which the profiler does not see"""
 
 
 class Marks(Observer):
-    """Marks in the profile what the observers of a grid are told of."""
+    """Marks the observed events of a grid in the profile."""
 
     def __init__(self) -> None:
         self._open: list[record_function | None] = []
 
     def begin(self, what: str, name: str, direction: str, subject: object) -> None:
-        """Begin a mark, if it is of a kind of its own."""
+        """Begin a mark for an event of its own kind."""
         mark = record_function(_MARK + what) if what in _KINDS else None
         if mark is not None:
             mark.__enter__()
         self._open.append(mark)
 
     def end(self, what: str, name: str, direction: str) -> None:
-        """End it."""
+        """End the mark."""
         mark = self._open.pop()
         if mark is not None:
             mark.__exit__(None, None, None)
 
 
 def shares_of(step: Callable[[], object], grid: ProcessGrid) -> Shares:
-    """Return where the time of a step goes on this rank; on each rank of the grid at the same time."""
+    """Return the breakdown of a step's time on this rank; call it on all ranks at the same time."""
     with silent(), grid.observers.watched_by(Marks()), profile(activities=[ProfilerActivity.CPU]) as recorded:
         begin = time.perf_counter()
         step()
         whole = time.perf_counter() - begin
     seconds, operators = Counter[str](), Counter[str]()
     for event in recorded.events() or ():
-        kind, name = classified(event)
+        kind, name = classify(event)
         seconds[kind] += event.self_cpu_time_total / 1e6
         if kind == "kernels":
             operators[name] += event.self_cpu_time_total / 1e6
@@ -80,10 +80,10 @@ def shares_of(step: Callable[[], object], grid: ProcessGrid) -> Shares:
     }
 
 
-def classified(event: Any) -> tuple[str, str]:
-    """Return the kind of an event's own time, and the operator that it belongs to.
+def classify(event: Any) -> tuple[str, str]:
+    """Return the kind of an event's own time, and its operator.
 
-    That is the outermost one that is not there to choose another; what is inside of a mark is of that one's kind.
+    The operator is the outermost one that is not a wrapper; events inside a mark have the kind of the mark.
     """
     name = ""
     while event is not None:

@@ -1,4 +1,4 @@
-"""The results of `neondist bench torch` to read: tables for a terminal and for a page."""
+"""Reports of `neondist bench torch`: tables for a terminal and for a page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tables import bytes_text, markdown, seconds_text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Made = dict[str, Any]
+Results = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
 KINDS = ("kernels", "messages", "copies", "sums", "other")
 """operators that compute; waiting inside MPI; views of tiles and operators that move data; reductions over ranks and
@@ -26,71 +26,71 @@ LEGEND = (
     " range over the rounds. memory: peak of a process above its memory before the module was created. first step:"
     " includes distributing or compiling."
 )
-PLACES = (
+SHARES = (
     "Breakdown of the step time above by PyTorch's profiler, mean over ranks. kernels: operators that compute;"
     " messages: inside MPI, including waiting for other ranks; copies: views of tiles and operators that move data;"
     " sums: reductions over ranks and their preparation; other: Python, autograd and dispatch."
 )
 
 
-def module_table(made: Made) -> RenderableType:
+def module_table(results: Results) -> RenderableType:
     """Return the tables for a rich console."""
     from rich.console import Group
     from rich.text import Text
 
     tables = [
         LayerTable([Column(head, [row[at] for row in rows], right=at > left) for at, head in enumerate(heads)], left=7)
-        for (heads, rows), left in ((_steps(made), 1), (_places(made), 1))
+        for (heads, rows), left in ((_steps(results), 1), (_breakdown(results), 1))
         if rows
     ]
-    parts = [part for table, text in zip(tables, (LEGEND, PLACES), strict=False) for part in (table, Text(), text, "")]
-    return Group(Text(head_text(made), style="bold"), Text(), *parts, *map(Text, _lines(made)))
+    parts = [part for table, text in zip(tables, (LEGEND, SHARES), strict=False) for part in (table, Text(), text, "")]
+    return Group(Text(head_text(results), style="bold"), Text(), *parts, *map(Text, _lines(results)))
 
 
-def module_markdown(made: Made) -> str:
-    """Return the same in Markdown."""
-    steps, places = _steps(made), _places(made)
-    parts = [f"{head_text(made)}.", markdown(*steps), "\n".join(f"* {line}" for line in _lines(made)), LEGEND]
-    parts += [markdown(*places), PLACES] if places[1] else []
+def module_markdown(results: Results) -> str:
+    """Return the results in Markdown."""
+    steps, places = _steps(results), _breakdown(results)
+    parts = [f"{head_text(results)}.", markdown(*steps), "\n".join(f"* {line}" for line in _lines(results)), LEGEND]
+    parts += [markdown(*places), SHARES] if places[1] else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _lines(made: Made) -> list[str]:
-    return [*means_lines(made), *made["notes"], *reasons(made)]
+def _lines(results: Results) -> list[str]:
+    return [*means_lines(results), *results["notes"], *reasons(results)]
 
 
-def _steps(made: Made) -> Table:
-    sides, ours = made["sides"], f"{made['ranks']} × {made['threads']}"
+def _steps(results: Results) -> Table:
+    sides, ranks_head = results["sides"], f"{results['ranks']} × {results['threads']}"
     compared = len(sides) > 1
-    heads = ["model", "input", ours, *sides[1:], *(["÷ best"] if compared else []), "memory"]
+    heads = ["model", "input", ranks_head, *sides[1:], *(["÷ best"] if compared else []), "memory"]
     heads += ["eager memory", "memory ÷ eager"] if "eager" in sides else []
     heads += ["first step", *(f"{side} first step" for side in sides[1:])]
     rows = []
-    for row in made["networks"]:
-        found: Mapping[str, Made] = row["sides"]
+    for row in results["networks"]:
+        measurements: Mapping[str, Results] = row["sides"]
         cells = [row["network"], by((row["batch_size"], *row["sample_shape"])) if "batch_size" in row else ""]
         for side in sides:
             star = "*" * (side == row["best"] and len(sides) > 2)
-            cells.append(seconds_text(found[side]["seconds"]) + star if side in found else "-")
+            cells.append(seconds_text(measurements[side]["seconds"]) + star if side in measurements else "-")
         cells += [ratio_text(row["ratios"].get("ranks"))] if compared else []
-        cells += [bytes_text(found.get("ranks", {}).get("peak_bytes", 0))]
+        cells += [bytes_text(measurements.get("ranks", {}).get("peak_bytes", 0))]
         if "eager" in sides:
             share = "-" if row["memory"] is None else f"{row['memory']:.2f}"
-            cells += [bytes_text(found.get("eager", {}).get("peak_bytes", 0)), share]
-        cells += [seconds_text(found.get(side, {}).get("first_seconds", 0)) for side in sides]
+            cells += [bytes_text(measurements.get("eager", {}).get("peak_bytes", 0)), share]
+        cells += [seconds_text(measurements.get(side, {}).get("first_seconds", 0)) for side in sides]
         rows.append(cells)
     return heads, rows
 
 
-def _places(made: Made) -> Table:
+def _breakdown(results: Results) -> Table:
     rows = []
-    for row in made["networks"]:
-        for side, what in SIDES.items():
-            found = row["sides"].get(side, {})
-            if "kinds" not in found:
+    for row in results["networks"]:
+        for side, label in SIDES.items():
+            measurement = row["sides"].get(side, {})
+            if "kinds" not in measurement:
                 continue
-            seconds, most = found["seconds"], list(found["operators"].items())[:TOP]
-            times = [seconds_text(seconds * found["kinds"][kind]) for kind in KINDS]
-            top = ", ".join(f"{name} {seconds_text(seconds * share)}" for name, share in most)
-            rows.append([row["network"], what, *times, top])
+            seconds, largest = measurement["seconds"], list(measurement["operators"].items())[:TOP]
+            times = [seconds_text(seconds * measurement["kinds"][kind]) for kind in KINDS]
+            top = ", ".join(f"{name} {seconds_text(seconds * share)}" for name, share in largest)
+            rows.append([row["network"], label, *times, top])
     return ["model", "", *KINDS, "most expensive operators"], rows

@@ -13,16 +13,16 @@ from torch.utils import _pytree as pytree
 
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..errors import ConfigError, NeondistError
-from ..torch.distributing import distribute
+from ..torch.module.distributing import distribute
 from . import memory
 from .module_profile import Shares, shares_of
 from .public_models import EXTENTS
 from .rest import rest
 
 LEAST = 0.3
-"""seconds of the steps of a turn"""
+"""minimum seconds of a turn"""
 RATE = 1e-6
-"""of the optimiser: with longer steps, losses of random targets grow until they are NaN"""
+"""learning rate: with larger ones, the loss of random targets diverges to NaN"""
 
 
 class ModuleStep:
@@ -34,16 +34,16 @@ class ModuleStep:
     factory : callable
         Returns the module.
     shape : (N, C, *spatial), optional
-        Default: by the module's first convolution.
+        Default: from the module's first convolution.
     world : Transport
-        Of one rank but for 'ranks'.
+        One rank, except for 'ranks'.
     compiled : bool
-        Of 'ranks': let torch.compile have what a rank computes between messages.
+        For 'ranks': apply torch.compile to the computation between messages.
 
     Raises
     ------
     UserError
-        The factory fails, or its module, or that cannot be distributed.
+        The factory or its module fails, or the module cannot be distributed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ModuleStep:
         self.grid = ProcessGrid(world)
         with all_or_none(world):
             torch.manual_seed(0)
-            module = _made(factory)
+            module = _create_module(factory)
             self.shape = tuple(shape or default_shape(module))
             image = torch.randn(self.shape)
         self.run: Any = torch.compile(module) if side == "compile" else module
@@ -78,23 +78,23 @@ class ModuleStep:
     def __call__(self) -> None:
         """Train once."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.loss_of(_numbers(self.run(self.x)), self.targets).backward()
+        self.loss_of(_tensors(self.run(self.x)), self.targets).backward()
         self.optimizer.step()
 
     def _first(self) -> None:
         try:
-            outputs = _numbers(self.run(self.x))
+            outputs = _tensors(self.run(self.x))
             source = torch.Generator().manual_seed(1)
             shapes = getattr(self.run, "output_shapes", [y.shape for y in outputs])
-            self.targets = [self.cut(torch.randn(tuple(one), generator=source)) for one in shapes]
+            self.targets = [self.cut(torch.randn(tuple(shape), generator=source)) for shape in shapes]
             self.loss_of(outputs, self.targets).backward()
         except NeondistError:
             raise
-        except Exception as error:  # the module's own, or a compiler's
-            words = str(error).strip().splitlines() or [""]
+        except Exception as error:  # from the module or a compiler
+            lines = str(error).strip().splitlines() or [""]
             raise ConfigError(
                 f"a training step for an input of {'×'.join(map(str, self.shape))} failed: {type(error).__name__}:"
-                f" {words[0]}; give --input N,C,H,W as the module expects it"
+                f" {lines[0]}; give --input N,C,H,W as the module expects it"
             ) from error
         self.optimizer.step()
 
@@ -109,14 +109,14 @@ class ModuleStep:
             begin = time.perf_counter()
             self()
             taken.append(time.perf_counter() - begin)
-        return [max(each) for each in zip(*self.grid.world.allgather(taken), strict=True)]
+        return [max(times) for times in zip(*self.grid.world.allgather(taken), strict=True)]
 
     def shares(self) -> Shares:
-        """Return where the time of a step goes, the mean over the ranks; collective."""
+        """Return the breakdown of a step's time, the mean over the ranks; collective."""
         rest(self.grid.world)
-        every = self.grid.world.allgather(shares_of(self, self.grid))
-        kinds, operators = [one["kinds"] for one in every], [one["operators"] for one in every]
-        means = {name: fmean(one.get(name, 0.0) for one in operators) for each in operators for name in each}
+        by_rank = self.grid.world.allgather(shares_of(self, self.grid))
+        kinds, operators = [one["kinds"] for one in by_rank], [one["operators"] for one in by_rank]
+        means = {name: fmean(one.get(name, 0.0) for one in operators) for totals in operators for name in totals}
         return {
             "kinds": {kind: fmean(one[kind] for one in kinds) for kind in kinds[0]},
             "operators": dict(sorted(means.items(), key=lambda one: -one[1])),
@@ -132,14 +132,14 @@ def measure_module(
     compiled: bool = False,
     profile: bool = False,
 ) -> dict[str, Any]:
-    """Return what a turn of `bench_suite` returns, the same on every rank; collective.
+    """Return the measurement of a turn of `bench_suite`, the same on every rank; collective.
 
     Parameters
     ----------
     steps : int
-        How many to time at least; the first two are not.
+        Minimum number of timed steps, after two that are not timed.
     profile : bool
-        Tell where the time of one more step goes.
+        Add the breakdown of the time of one more step.
     others : as of ModuleStep
     """
     empty = memory.resident()
@@ -158,7 +158,7 @@ def measure_module(
 
 
 def default_shape(module: nn.Module) -> tuple[int, ...]:
-    """Return the shape of an input, by the module's first convolution."""
+    """Return an input shape that fits the module's first convolution."""
     part: Any
     for part in module.modules():
         if hasattr(part, "in_channels") and hasattr(part, "dilation"):
@@ -166,7 +166,7 @@ def default_shape(module: nn.Module) -> tuple[int, ...]:
     raise ConfigError(f"{type(module).__name__} has no convolution to infer the input shape from; give --input N,C,H,W")
 
 
-def _made(factory: Callable[[], Any]) -> nn.Module:
+def _create_module(factory: Callable[[], Any]) -> nn.Module:
     try:
         module = factory()
     except Exception as error:
@@ -177,7 +177,7 @@ def _made(factory: Callable[[], Any]) -> nn.Module:
     return module.float().train()
 
 
-def _numbers(outputs: Any) -> list[torch.Tensor]:
+def _tensors(outputs: Any) -> list[torch.Tensor]:
     """Return the tensors among the outputs."""
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 

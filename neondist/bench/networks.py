@@ -32,13 +32,13 @@ Nodes = list[Node]
 
 
 class Case(NamedTuple):
-    """A network, and what it is trained on.
+    """A network and its training data.
 
     Attributes
     ----------
     batch : int
     shape : of a sample
-    layers : function that makes them
+    layers : function that returns new layers
     classes : int
     """
 
@@ -87,7 +87,7 @@ def _levels(channels: int, below: int) -> Nodes:
 
     def twice() -> Nodes:
         conv = lambda: ConvLayerDist(channels, 3, padding=1)  # noqa: E731
-        return [each for _ in range(2) for each in (conv(), InstanceNormLayerDist(affine=True), _relu())]
+        return [layer for _ in range(2) for layer in (conv(), InstanceNormLayerDist(affine=True), _relu())]
 
     if not below:
         return twice()
@@ -97,9 +97,9 @@ def _levels(channels: int, below: int) -> Nodes:
 
 def _separable(widths: Iterable[tuple[int, int, int]]) -> Nodes:
     return [
-        each
+        layer
         for inputs, channels, stride in widths
-        for each in (*_normed(inputs, 3, stride, inputs), _relu(), *_normed(channels, 1), _relu())
+        for layer in (*_normed(inputs, 3, stride, inputs), _relu(), *_normed(channels, 1), _relu())
     ]
 
 

@@ -14,7 +14,7 @@ class PublicModel(NamedTuple):
     family : str
     factory : 'MODULE:NAME'
     shape : (N, C, *spatial)
-    arguments : of the factory
+    arguments : arguments of the factory
     """
 
     family: str
@@ -43,6 +43,6 @@ MODELS = {
     "fno": PublicModel("FNO", "neuralop.models:FNO", (4, 3, 128, 128), _FNO),
     "tfno": PublicModel("FNO", "neuralop.models:TFNO", (4, 3, 128, 128), _FNO),
 }  # fmt: skip
-"""two of each of six families"""
+"""two models of each of six families"""
 EXTENTS = {1: (4096,), 2: (224, 224), 3: (64, 64, 64)}
-"""of inputs of other modules, by the spatial axes of their first convolution"""
+"""input extents of other modules, by the number of spatial axes of their first convolution"""

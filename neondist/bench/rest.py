@@ -1,4 +1,4 @@
-"""Waiting for the other ranks without using a core: measurements of one process must not share it with the others."""
+"""A barrier whose waiting ranks sleep, so that they do not disturb measurements of one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..comm import Transport
 
 
 def rest(world: Transport) -> None:
-    """Return once all ranks have come here; meanwhile sleep. MPI's own barrier keeps its core busy."""
+    """Wait for all ranks, sleeping; MPI's own barrier keeps its core busy."""
     comm = getattr(world, "comm", None)
     if comm is None:
         return

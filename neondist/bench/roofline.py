@@ -21,7 +21,7 @@ COPIED = 1 << 26
 
 
 def peaks(model: Model, world: Transport) -> dict[str, float]:
-    """Return what all ranks reach together: flops per second of a matrix product, bytes per second of a copy."""
+    """Return the peaks of all ranks together: flops per second of a matrix product, bytes per second of a copy."""
     kernels = model.leaves[0].kernels
     a, b = np.ones((2, SIDE, SIDE), model.dtype)
     source, target = np.ones((2, COPIED // 8))
@@ -34,24 +34,24 @@ def peaks(model: Model, world: Transport) -> dict[str, float]:
 
 
 def roofline_rows(model: Model, rows: list[dict[str, Any]], machine: dict[str, float]) -> list[dict[str, Any]]:
-    """Return the rows with the flops, bytes and limit of each layer or segment, and the share of the limit it reaches.
+    """Return the rows with the flops, bytes and limit of each layer or segment, and its share of the limit.
 
-    Bytes are those of its input, output and their gradients, each read or written once; what is computed twice counts
-    once. Sums over all ranks.
+    Bytes are those of its input, output and their gradients, each read or written once; recomputation is not counted.
+    Sums over all ranks.
     """
-    known = {name: _work(plans, model.batch_size, model.dtype.itemsize) for name, plans in model.compiled.units.items()}
-    made = []
+    work = {name: _work(plans, model.batch_size, model.dtype.itemsize) for name, plans in model.compiled.units.items()}
+    extended = []
     for row in rows:
         extra: dict[str, Any] = {}
-        if row["name"] in known:
-            flops, moved = known[row["name"]]
+        if row["name"] in work:
+            flops, moved = work[row["name"]]
             by_product, by_memory = flops / machine["flops_per_second"], moved / machine["bytes_per_second"]
             taken = row["forward"] + row["backward"]
             extra = {"flops": flops, "bytes_moved": moved, "limit": "GEMM" if by_product > by_memory else "memory"}
             extra["flops_per_second"] = flops / taken if taken else None
             extra["share_of_limit"] = max(by_product, by_memory) / taken if taken else None
-        made.append(row | extra)
-    return made
+        extended.append(row | extra)
+    return extended
 
 
 def _work(plans: list[LayerPlan], batch: int, itemsize: int) -> tuple[int, int]:
@@ -71,7 +71,7 @@ def products(plan: LayerPlan) -> int:
 
 
 def _best(world: Transport, call: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of some calls that all ranks make at once, of the slowest rank."""
+    """Return the seconds of the fastest of several simultaneous calls on all ranks, of the slowest rank."""
     call()
     times = []
     for _ in range(REPEATS):

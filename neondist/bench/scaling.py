@@ -1,4 +1,4 @@
-"""`neondist bench scaling`: the same training step on more and more ranks."""
+"""`neondist bench scaling`: the same training step on increasing rank counts."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ def bench_scaling(measure: Callable[[int], dict[str, Any]], ranks: Sequence[int]
     Parameters
     ----------
     measure : function of a rank count
-        Returns what `bench_step` does. All rank counts have their turn in every round, so that a machine that becomes
-        slower slows all of them down.
-    ranks : in the order to measure; speed-up and efficiency are relative to the first
+        Returns the result of `bench_step`. Every round measures all rank counts, so that a machine that slows down
+        affects all of them.
+    ranks : rank counts in the order to measure; speed-up and efficiency are relative to the first
     """
-    found = [[measure(count) for count in ranks] for _ in range(rounds)]
+    measured = [[measure(count) for count in ranks] for _ in range(rounds)]
     rows = []
-    for count, made in zip(ranks, zip(*found, strict=True), strict=True):
-        times = [one["seconds_per_step"] for one in made]
-        layers = made[0]["layers"]
+    for count, results in zip(ranks, zip(*measured, strict=True), strict=True):
+        times = [result["seconds_per_step"] for result in results]
+        layers = results[0]["layers"]
         rows.append(
             {
                 "ranks": count,
-                "batch_size": made[0]["batch_size"],
-                "grid": made[0]["grid"],
+                "batch_size": results[0]["batch_size"],
+                "grid": results[0]["grid"],
                 "seconds_per_step": median(times),
                 "all_seconds": times,
-                "samples_per_second": made[0]["batch_size"] / median(times),
-                "wait_seconds": median(sum(layer["wait"] for layer in one["layers"]) for one in made),
+                "samples_per_second": results[0]["batch_size"] / median(times),
+                "wait_seconds": median(sum(layer["wait"] for layer in result["layers"]) for result in results),
                 "bytes_sent": sum(layer["bytes_sent"] for layer in layers),
-                "peak_bytes": max(max(one["peak_bytes"]) for one in made),
+                "peak_bytes": max(max(result["peak_bytes"]) for result in results),
             }
         )
     first = rows[0]
     for at, row in enumerate(rows):
-        # samples per second compare a batch that grows (weak scaling) as well as one that stays (strong)
+        # samples per second suit weak scaling (growing batch) as well as strong scaling
         row["speedup"] = median(
-            one[at]["batch_size"] / one[at]["seconds_per_step"] * one[0]["seconds_per_step"] / one[0]["batch_size"]
-            for one in found
+            run[at]["batch_size"] / run[at]["seconds_per_step"] * run[0]["seconds_per_step"] / run[0]["batch_size"]
+            for run in measured
         )
         row["efficiency"] = row["speedup"] * first["ranks"] / row["ranks"]
     return rows
@@ -89,7 +89,7 @@ def _draw(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
     axes = figure.subplots()
     ranks = [row["ranks"] for row in rows]
     axes.plot(ranks, [row["speedup"] for row in rows], "o-", label="measured")
-    axes.plot(ranks, [count / ranks[0] for count in ranks], "k:", label="as many times faster as ranks")
+    axes.plot(ranks, [count / ranks[0] for count in ranks], "k:", label="ideal")
     axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="samples per second, relative", title=title)
     axes.set_xticks(ranks, labels=map(str, ranks), minor=False)
     axes.legend()

@@ -1,4 +1,4 @@
-"""Border schemes compared: accuracy, bytes and time of the same training run."""
+"""Comparison of border schemes: accuracy, bytes and time of the same training run."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ Row = dict[str, Any]
 
 
 def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Callable[[], Any]]]) -> list[Record]:
-    """Train whatever has no result in `folder` yet, and return all results; collective.
+    """Train all runs without a result in `folder`, and return all results; collective.
 
     Parameters
     ----------
-    runs : pairs of a description (with `scheme` and `seed`) and what loads its experiment
+    runs : pairs of a description (with `scheme` and `seed`) and a function that loads its experiment
     folder : Path
-        Gets results.jsonl, a line for each run as soon as it is complete.
+        Receives results.jsonl, one line per completed run.
     """
     rows: list[Record] = []
     with first_rank_progress(world.rank, sys.stderr, len(runs), "run", first=0) as progress:
-        for described, load in runs:
+        for description, load in runs:
             experiment = load()
             key = hashlib.sha256(f"{dump(experiment)}{world.size}".encode()).hexdigest()[:16]
-            known = {row["key"]: row for row in read_results(folder / RESULTS)} if world.rank == 0 else {}
-            row = world.bcast(known.get(key))
+            results = {row["key"]: row for row in read_results(folder / RESULTS)} if world.rank == 0 else {}
+            row = world.bcast(results.get(key))
             if row is None:
                 if progress is not None:
-                    progress.begin(f"{described.scheme}, seed {described.seed}")
-                row = Record(key=key, scheme=described.scheme, seed=described.seed, **_run(experiment, world))
+                    progress.begin(f"{description.scheme}, seed {description.seed}")
+                row = Record(key=key, scheme=description.scheme, seed=description.seed, **_run(experiment, world))
                 if world.rank == 0:
                     make_folder(folder)
                     append(folder / RESULTS, json.dumps(row) + "\n")
             elif progress is not None:
-                progress.before += 1  # an earlier command has trained it: no measure of the time left
+                progress.resumed += 1  # trained by an earlier command: excluded from the estimate of the time left
             if progress is not None:
                 error = f"{row.selection} error {100 * row.selected('error'):.2f} %"
                 emit(f"{row['scheme']}, {tiles_of(row)} tiles, seed {row['seed']}: {error}")
@@ -60,12 +60,12 @@ def bench_schemes(world: Transport, folder: Path, runs: Sequence[tuple[Any, Call
 
 def report(rows: Sequence[Record], folder: Path) -> str:
     """Write schemes.md and the pictures schemes.png and tiles.png into `folder`; return the table in Markdown."""
-    found = summaries(rows)
-    table = schemes_table(found)
+    summary = summaries(rows)
+    table = schemes_table(summary)
     write_text(folder / "schemes.md", table + "\n")
-    plot(found, folder / "schemes.png")
-    if len({row["tiles"] for row in found}) > 1:
-        plot_tiles(found, folder / "tiles.png")
+    plot(summary, folder / "schemes.png")
+    if len({row["tiles"] for row in summary}) > 1:
+        plot_tiles(summary, folder / "tiles.png")
     return table
 
 
@@ -75,7 +75,7 @@ def _run(experiment: Any, world: Transport) -> dict[str, Any]:
     last = history[-1]
     if last.selected("error") is None:
         raise ConfigError(
-            f"bench schemes compares wrong answers, but the {last.selection} split has no classes"
+            f"bench schemes compares classification errors, but the {last.selection} split has no classes"
         ).on_all_ranks()  # they have the same history
     return {
         "exact": all(layer.scheme.exact for layer in experiment.model.leaves if layer.window is not None),
@@ -89,7 +89,7 @@ def _run(experiment: Any, world: Transport) -> dict[str, Any]:
 
 
 def read_results(file: Path) -> list[Record]:
-    """Return the results that are there, of any version; a line that was not written to its end is left out."""
+    """Return the existing results, of any version; incomplete lines are skipped."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
         try:
@@ -100,49 +100,49 @@ def read_results(file: Path) -> list[Record]:
 
 
 def tiles_of(row: Record) -> int:
-    """Return how many tiles an image was cut into."""
+    """Return the number of tiles of an image."""
     return int(prod(row["grid"][1:]))
 
 
 def summaries(rows: Sequence[Record]) -> list[Row]:
-    """Return one row for each scheme and number of tiles: means over the seeds, deviations, and what is on the front.
+    """Return one row for each scheme and number of tiles: means over the seeds, deviations, and the Pareto front.
 
     A scheme is on the front if no other, on as many tiles, has both a lower mean error and fewer bytes.
     """
-    found = []
+    summary = []
     for tiles, scheme in dict.fromkeys((tiles_of(row), row["scheme"]) for row in rows):
-        mine = [row for row in rows if (tiles_of(row), row["scheme"]) == (tiles, scheme)]
-        errors = [row.selected("error") for row in mine]
-        found.append(
+        group = [row for row in rows if (tiles_of(row), row["scheme"]) == (tiles, scheme)]
+        errors = [row.selected("error") for row in group]
+        summary.append(
             {
                 "tiles": tiles,
                 "scheme": scheme,
-                "exact": mine[0]["exact"],
+                "exact": group[0]["exact"],
                 "formula": as_scheme(scheme).formula,
-                "runs": len(mine),
-                "split": mine[0].selection,
+                "runs": len(group),
+                "split": group[0].selection,
                 "error": mean(errors),
                 "deviation": stdev(errors) if len(errors) > 1 else 0.0,
-                "loss": mean(row.selected("loss") for row in mine),
-                "bytes": mean(row["bytes_per_step"] for row in mine),
-                "seconds": mean(row["seconds_per_epoch"] for row in mine),
+                "loss": mean(row.selected("loss") for row in group),
+                "bytes": mean(row["bytes_per_step"] for row in group),
+                "seconds": mean(row["seconds_per_epoch"] for row in group),
             }
         )
-    for row in found:
+    for row in summary:
         row["front"] = not any(
             other["tiles"] == row["tiles"]
             and other["error"] <= row["error"] and other["bytes"] <= row["bytes"]
             and (other["error"], other["bytes"]) != (row["error"], row["bytes"])
-            for other in found
+            for other in summary
         )  # fmt: skip
-    return found
+    return summary
 
 
 def schemes_table(rows: Sequence[Row]) -> str:
-    """Return the table."""
+    """Return the summaries as a Markdown table."""
     split = rows[0]["split"] if rows else "test"
-    judged = [f"{split} error, %", f"{split} loss"]
-    heads = ["tiles", "scheme", "exact", *judged, "kB sent a step", "s an epoch", "runs", "front"]
+    metrics = [f"{split} error, %", f"{split} loss"]
+    heads = ["tiles", "scheme", "exact", *metrics, "kB sent a step", "s an epoch", "runs", "front"]
     cells = [
         [
             str(row["tiles"]),
@@ -161,7 +161,7 @@ def schemes_table(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], file: Path) -> bool:
-    """Write error (mean and deviation) over bytes sent a step, a panel for each number of tiles, the front as a line.
+    """Plot error (mean and deviation) over bytes sent per step, a panel per number of tiles, the front as a line.
 
     Returns False without matplotlib.
     """
@@ -197,7 +197,7 @@ def _front(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def plot_tiles(rows: Sequence[Row], file: Path) -> bool:
-    """Write error (mean and deviation) over the number of tiles, a line for each scheme; False without matplotlib."""
+    """Plot error (mean and deviation) over the number of tiles, a line per scheme; False without matplotlib."""
     if not can_draw():
         return False
     from matplotlib.figure import Figure
@@ -205,9 +205,9 @@ def plot_tiles(rows: Sequence[Row], file: Path) -> bool:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for scheme in dict.fromkeys(row["scheme"] for row in rows):
-        mine = sorted((row for row in rows if row["scheme"] == scheme), key=lambda row: row["tiles"])
-        errors, deviations = ([100 * row[key] for row in mine] for key in ("error", "deviation"))
-        axes.errorbar([row["tiles"] for row in mine], errors, deviations, marker=".", capsize=3, label=scheme)
+        group = sorted((row for row in rows if row["scheme"] == scheme), key=lambda row: row["tiles"])
+        errors, deviations = ([100 * row[key] for row in group] for key in ("error", "deviation"))
+        axes.errorbar([row["tiles"] for row in group], errors, deviations, marker=".", capsize=3, label=scheme)
     counts = sorted({row["tiles"] for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])

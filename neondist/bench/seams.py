@@ -1,4 +1,4 @@
-"""The seam meter: what an approximate scheme breaks, and how far from the seams."""
+"""Errors of an approximate border scheme by the distance to the seams between tiles."""
 
 from __future__ import annotations
 
@@ -19,58 +19,58 @@ from .tables import markdown
 
 Profile = dict[str, list[float]]
 """'output' and 'gradient': relative differences, by distance to the nearest seam in cells."""
-Found = dict[str, dict[str, Profile]]
+SeamErrors = dict[str, dict[str, Profile]]
 """By scheme and layer."""
 SHOWN = 6
 KINDS = {"output": "output", "gradient of the input": "gradient"}
 
 
 def seam_error(exact: Model, approximate: Model, batches: Sequence[Any], seed: int = 0) -> dict[str, Profile]:
-    """Return, for each layer with tiles, how far outputs and input gradients are from the exact ones; collective.
+    """Return the relative errors of outputs and input gradients of each layer with tiles; collective.
 
-    A difference is the mean of the absolute differences of all cells at a distance, over the mean of the absolute exact
-    values of all cells. Distance 0 is next to a seam. Errors of the layers before (in gradients: after) are in it.
+    An error is the mean absolute difference of all cells at a distance, over the mean absolute exact value of all
+    cells. Distance 0 is next to a seam. Errors of previous layers (for gradients: following layers) are included.
 
     Parameters
     ----------
     exact, approximate : Model
-        Of the same layers and built on the same grid; the second one gets the first one's weights.
+        With the same layers, built on the same grid; the second receives the weights of the first.
     batches : sequence of array
-        This rank's tiles of images; all but the last are there for schemes with a memory.
+        This rank's tiles of images; only schemes with a memory need more than the last.
     """
     approximate.load_state(exact.state())
-    found: dict[str, Profile] = {}
-    one, other = (_traced(model, batches, seed) for model in (exact, approximate))
+    profiles: dict[str, Profile] = {}
+    traced, compared = (_trace(model, batches, seed) for model in (exact, approximate))
     for layer in exact.leaves:
         name = str(layer.name)
         shapes = {"output": layer.output_shape, "gradient": layer.input_shape}
-        found[name] = {
-            kind: _profile(exact.grid, shape[:-1], *(_own(layer, kind, kept[name, kind]) for kept in (one, other)))
+        profiles[name] = {
+            kind: _profile(exact.grid, shape[:-1], *(_own(layer, kind, a[name, kind]) for a in (traced, compared)))
             for kind, shape in shapes.items()
-            if len(shape) > 1 and one.get((name, kind)) is not None
-            # where tiles of the input overlap, each has a share of its gradient
+            if len(shape) > 1 and traced.get((name, kind)) is not None
+            # overlapping input tiles each have a share of the gradient
             if not (kind == "gradient" and layer.input.tiles.overlaps)
         }
-    return {name: profile for name, profile in found.items() if profile}
+    return {name: profile for name, profile in profiles.items() if profile}
 
 
-class _Kept(Observer):
+class _Recorder(Observer):
     """Copies of all outputs and input gradients of the last batch."""
 
     def __init__(self) -> None:
         self.arrays: dict[tuple[str, str], Any] = {}
 
     def value(self, layer: Layer | None, name: str, array: Any) -> None:
-        """Keep a copy."""
+        """Copy the array."""
         if layer is not None and name in KINDS:
             self.arrays[str(layer.name), KINDS[name]] = None if array is None else array.copy()
 
 
-def _traced(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, str], Any]:
-    """Return copies of all outputs and input gradients of the last batch; no weight changes."""
-    kept, step = _Kept(), model.step
+def _trace(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, str], Any]:
+    """Return copies of all outputs and input gradients of the last batch, without changing weights."""
+    recorder, step = _Recorder(), model.step
     try:
-        with model.grid.observers.watched_by(kept):
+        with model.grid.observers.watched_by(recorder):
             for number, x in enumerate(batches):
                 model.step = number
                 y = model.fprop(x)
@@ -79,11 +79,11 @@ def _traced(model: Model, batches: Sequence[Any], seed: int) -> dict[tuple[str, 
                 model.bprop(model.scatter_output(whole)[: len(y)])
     finally:
         model.step = step
-    return kept.arrays
+    return recorder.arrays
 
 
 def _own(layer: Layer, kind: str, array: Any) -> Any:
-    """Return the part of an output that no other rank has too; gradients are such."""
+    """Return the part of an output that only this rank has; gradients are unchanged."""
     if kind == "gradient":
         return array
     own = layer.context.grid.tile_box(layer.output_shape[:-1])
@@ -116,37 +116,37 @@ def seam_distance(partition: Partition, tile: int) -> np.ndarray:
     return np.where(nearest == far, 0, nearest) if partition.tiles == 1 else nearest
 
 
-def table(found: Found) -> str:
+def table(errors: SeamErrors) -> str:
     """Return the differences next to the seam and the first cells away from it, in Markdown."""
     return markdown(
         ["scheme", "layer", "kind", *(f"at {at}" for at in range(SHOWN))],
         [
             [f"`{scheme}`", layer, kind, *(f"{v:.1e}" for v in values[:SHOWN]), *[""] * (SHOWN - len(values))]
-            for scheme, layers in found.items()
+            for scheme, layers in errors.items()
             for layer, profile in layers.items()
             for kind, values in profile.items()
         ],
     )
 
 
-def write(folder: Path, found: Found) -> list[Path]:
+def write(folder: Path, errors: SeamErrors) -> list[Path]:
     """Write seams.json, seams.md and, if matplotlib is there, seams.png; return the files."""
     make_folder(folder)
     values, page, picture = (folder / f"seams.{kind}" for kind in ("json", "md", "png"))
-    write_text(values, json.dumps(found, indent=1) + "\n")
-    write_text(page, table(found) + "\n")
-    return [values, page, *([picture] if plot(found, picture) else [])]
+    write_text(values, json.dumps(errors, indent=1) + "\n")
+    write_text(page, table(errors) + "\n")
+    return [values, page, *([picture] if plot(errors, picture) else [])]
 
 
-def plot(found: Found, file: Path) -> bool:
-    """Write the profiles of all schemes, a row for each, outputs left and gradients right; False without matplotlib."""
+def plot(errors: SeamErrors, file: Path) -> bool:
+    """Plot the profiles of all schemes, one row each, outputs left and gradients right; False without matplotlib."""
     if not can_draw():
         return False
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 2.6 * len(found) + 0.6), layout="constrained")
-    panels = figure.subplots(len(found), 2, squeeze=False)
-    for row, (scheme, layers) in zip(panels, found.items(), strict=True):
+    figure = Figure(figsize=(10, 2.6 * len(errors) + 0.6), layout="constrained")
+    panels = figure.subplots(len(errors), 2, squeeze=False)
+    for row, (scheme, layers) in zip(panels, errors.items(), strict=True):
         for axes, kind in zip(row, ("output", "gradient"), strict=True):
             for name, profile in layers.items():
                 if kind in profile:

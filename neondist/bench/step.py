@@ -1,4 +1,4 @@
-"""`neondist bench step`: a training step, by layer, and against the same network in PyTorch's autograd."""
+"""`neondist bench step`: a training step by layer, compared with the same network in PyTorch's autograd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..comm import agree as agree_on
 from ..data import Split
 from ..errors import UserError
 from ..io.environment import environment
-from ..models import Model, ModelStep, TrainableModel, made_of_layers
+from ..models import Model, ModelStep, TrainableModel, require_layers
 from ..plan import ModelPlan
 from ..runtime.observers.clock import KINDS, Clock
 from ..runtime.observers.trace import write_trace
@@ -32,15 +32,15 @@ from .torch_baseline import TorchBaseline
 
 WARM_UP = 2
 ROUND = 0.3
-"""seconds that one side works before it is the other's turn"""
+"""seconds of a turn of one side"""
 TRACED = 3
 """steps"""
 READ, ROUNDS = 10, 5
-"""steps at least of a turn in which batches are read: one of them is read before; and how many turns"""
+"""minimum steps of a turn with batches that are read, one of them ahead; and number of turns"""
 HALOS = "halo", "ring"
-"""kinds of messages that are told of each layer"""
+"""kinds of messages that are reported for each layer"""
 CLOSE = {"float32": 1e-2, "float64": 1e-8}
-"""relative distance up to which gradients are the same: float32 adds up millions of terms"""
+"""relative tolerance of gradients: float32 sums have millions of terms"""
 
 
 def bench_step(
@@ -58,42 +58,42 @@ def bench_step(
     Parameters
     ----------
     experiment : FitExperiment
-        Of layers, or of a PyTorch module, whose steps are told by the modules that they are in.
+        Of layers, or of a PyTorch module, whose steps are reported by submodule.
     steps : int
-        How many to time.
+        Number of steps to time.
     against : {'torch'}, optional
-        Train the same network there as well, in turn.
+        Also train the same network in PyTorch, alternating.
     threads : int
-        Its threads: those of all ranks together.
+        Threads of PyTorch: those of all ranks together.
     roofline : bool
-        Measure what limits every layer: 'machine', and four more numbers in 'layers'. With PyTorch's kernels also
-        'allocations', what they allocate in a step of rank 0.
+        Add the roofline of every layer: 'machine', and four more numbers in 'layers'. With PyTorch's kernels also
+        'allocations', their allocations in a step of rank 0.
     trace : Path, optional
-        A file for Perfetto or chrome://tracing, which tells when each rank did what in a few steps more.
+        Trace file for Perfetto or chrome://tracing of a few more steps of all ranks.
     reading : bool
-        Time steps whose batches come from the data set as well, as in training, in turn.
+        Also time steps whose batches are read from the data set, as in training, alternating.
 
     Returns
     -------
     dict
-        What the JSON file says: seconds are medians, of the slowest rank; in 'layers' they are means over the ranks.
+        Contents of the JSON file: seconds are medians of the slowest rank; in 'layers', means over the ranks.
     """
     model, dataset, empty = experiment.model, experiment.dataset, memory.resident()
     plan = model.within(model.plan(dataset.sample_shape, grid.shape, experiment.batch_size))
-    dataset.open(grid.reading(plan.wide_tiles), augment=experiment.augment, seed=model.seed)
+    dataset.open(grid.with_tiles(plan.wide_tiles), augment=experiment.augment, seed=model.seed)
     batch = np.arange(experiment.batch_size) % len(dataset.train)
     lo, hi = grid.sample_range(len(batch))
-    mine = batch[lo:hi]
-    x, targets = dataset.train.images(mine, model.dtype), labels_for(plan, dataset.train.targets(mine))
+    own_samples = batch[lo:hi]
+    x, targets = dataset.train.images(own_samples, model.dtype), labels_for(plan, dataset.train.targets(own_samples))
     memory.forget_peak()
     model.build(dataset.sample_shape, len(batch), grid, plan)
     model.place(dataset.fields)
-    made = {"bench": "step", "batch_size": len(batch), "steps": steps, "sample_shape": list(dataset.sample_shape)}
-    made |= {"backend": get_backend(model.backend).name}
-    made |= environment(grid, dtype=str(model.dtype), seed=model.seed)
+    results = {"bench": "step", "batch_size": len(batch), "steps": steps, "sample_shape": list(dataset.sample_shape)}
+    results |= {"backend": get_backend(model.backend).name}
+    results |= environment(grid, dtype=str(model.dtype), seed=model.seed)
 
     def train(count: int, batches: Iterable[tuple[Any, np.ndarray]] = itertools.repeat((x, targets))) -> float:
-        """Return the seconds of the slowest rank for so many steps."""
+        """Return the seconds of `count` steps on the slowest rank."""
         rest(grid.world)
         begin = time.perf_counter()
         for images, labels in itertools.islice(batches, count):
@@ -103,44 +103,44 @@ def bench_step(
     with _baseline(model, grid, x, targets, len(batch), threads, against) as (baseline, agreement):
         train(WARM_UP)
         count = max(1, round(ROUND / train(1)))
-        rounds = [(train(count), *_their_turn(baseline, grid, count)) for _ in range(-(-steps // count))]
-    ours = median(seconds for seconds, *_ in rounds) / count
+        rounds = [(train(count), *_time_baseline(baseline, grid, count)) for _ in range(-(-steps // count))]
+    step_seconds = median(seconds for seconds, *_ in rounds) / count
     fastest = min(seconds for seconds, *_ in rounds) / count
-    made |= {"seconds_per_step": ours, "steps_per_second": 1 / ours, "fastest_seconds": fastest}
+    results |= {"seconds_per_step": step_seconds, "steps_per_second": 1 / step_seconds, "fastest_seconds": fastest}
     whole = grid.world.allgather((memory.peak(), memory.peak() - empty))
-    made |= {"process_bytes": [peak for peak, _ in whole], "peak_bytes": [above for _, above in whole]}
+    results |= {"process_bytes": [peak for peak, _ in whole], "peak_bytes": [above for _, above in whole]}
     if against:
-        made["against"] = agreement | {
+        results["against"] = agreement | {
             "name": against,
             "threads": threads,
             "seconds_per_step": median(theirs for _, theirs, _ in rounds) / count,
             "ratio": median(seconds / theirs for seconds, theirs, _ in rounds),
-            "ratio_of_fastest": min(mine for mine, *_ in rounds) / min(theirs for _, theirs, _ in rounds),
+            "ratio_of_fastest": min(own_samples for own_samples, *_ in rounds) / min(theirs for _, theirs, _ in rounds),
             "ratios": [seconds / theirs for seconds, theirs, _ in rounds],
             "peak_bytes": max(peak for *_, peak in rounds),
         }
     if reading:
-        with closing(_read(dataset.train, plan, grid, model.dtype, len(batch))) as batches:
+        with closing(_read_batches(dataset.train, plan, grid, model.dtype, len(batch))) as batches:
             turns = max(READ, steps)
             pairs = [(train(turns, batches), train(turns)) for _ in range(ROUNDS)]
         ratios = [seconds / theirs for seconds, theirs in pairs]
         seconds = median(seconds for seconds, _ in pairs) / turns
-        made["reading"] = {"seconds_per_step": seconds, "ratio": median(ratios), "ratios": ratios}
-    layers = _by_layer(model, grid, lambda: train(count), count)
+        results["reading"] = {"seconds_per_step": seconds, "ratio": median(ratios), "ratios": ratios}
+    layers = _layer_rows(model, grid, lambda: train(count), count)
     if roofline:
-        of_layers = made_of_layers(model, "roofline", "leave it out")
+        of_layers = require_layers(model, "roofline", "leave it out")
         machine = peaks(of_layers, grid.world)
-        made, layers = made | {"machine": machine}, roofline_rows(of_layers, layers, machine)
-        if made["backend"] == "torch":
-            found = allocations(lambda: train(1))
-            made |= {"allocations": grid.world.bcast([one._asdict() for one in found])}
+        results, layers = results | {"machine": machine}, roofline_rows(of_layers, layers, machine)
+        if results["backend"] == "torch":
+            allocated = allocations(lambda: train(1))
+            results |= {"allocations": grid.world.bcast([entry._asdict() for entry in allocated])}
     if trace is not None:
         write_trace(trace, grid, lambda: train(TRACED))
-    return made | {"layers": layers}
+    return results | {"layers": layers}
 
 
 def labels_for(plan: ModelPlan, targets: np.ndarray) -> np.ndarray:
-    """Return labels, those of images for each of their cells where the model tells of cells."""
+    """Return labels, those of images repeated for each cell if the model has outputs per cell."""
     cells = plan.label_cells
     if targets.ndim > 1 or not cells:
         return targets
@@ -148,10 +148,10 @@ def labels_for(plan: ModelPlan, targets: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(whole)
 
 
-def _read(
+def _read_batches(
     split: Split, plan: ModelPlan, grid: ProcessGrid, dtype: Any, batch: int
 ) -> Generator[tuple[Any, np.ndarray]]:
-    """Yield a replica's shares of one batch after the other, for ever, read ahead as in training."""
+    """Yield a replica's share of each batch, endlessly, prefetched as in training."""
     parts = (np.arange(first, first + batch) % len(split) for first in itertools.count(0, batch))
     with closing(split.batches((part[slice(*grid.sample_range(batch))] for part in parts), dtype)) as batches:
         for x, targets in batches:
@@ -162,11 +162,11 @@ def _read(
 def _baseline(
     trained: TrainableModel, grid: ProcessGrid, x: Any, targets: Any, batch: int, threads: int, against: str | None
 ) -> Iterator[tuple[TorchBaseline | None, dict[str, Any]]]:
-    """Start PyTorch's side on rank 0, and compare loss and gradients of the first weights."""
+    """Start the PyTorch baseline on rank 0, and compare the loss and gradients of the initial weights."""
     if not against:
         yield None, {}
         return
-    model = made_of_layers(trained, "against", "leave it out")
+    model = require_layers(trained, "against", "leave it out")
     whole, state = model.gather_input(x), model.state()
     local = np.repeat(model.local_targets(targets, batch)[..., None], model.output.channels, axis=-1)
     labels = model.output.gather(local)[..., 0]
@@ -176,10 +176,10 @@ def _baseline(
         try:
             if grid.rank == 0:
                 baseline = TorchBaseline(model, state, list(gradients), whole, labels.astype(np.int64), threads)
-                theirs, worst, where = baseline.check(gradients)
-                close = CLOSE[str(model.dtype)]
-                agree = abs(loss - theirs) <= close * abs(theirs) and worst <= close
-                agreement = {"loss": [loss, theirs], "gradients_worst": worst, "worst_at": where, "agree": agree}
+                baseline_loss, worst, name = baseline.check(gradients)
+                tolerance = CLOSE[str(model.dtype)]
+                agree = abs(loss - baseline_loss) <= tolerance * abs(baseline_loss) and worst <= tolerance
+                agreement = {"loss": [loss, baseline_loss], "gradients_worst": worst, "worst_at": name, "agree": agree}
         except UserError as problem:
             error = problem
         rest(grid.world)
@@ -190,15 +190,15 @@ def _baseline(
             baseline.close()
 
 
-def _their_turn(baseline: TorchBaseline | None, grid: ProcessGrid, count: int) -> tuple[float, int]:
+def _time_baseline(baseline: TorchBaseline | None, grid: ProcessGrid, count: int) -> tuple[float, int]:
     rest(grid.world)
     seconds, peak, _ = baseline.time(count) if baseline else ([], 0, 0)
-    rest(grid.world)  # before the broadcast, in which waiting ranks would keep cores busy
+    rest(grid.world)  # the broadcast would keep the cores of waiting ranks busy
     return grid.world.bcast((sum(seconds), peak))
 
 
 def _without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:
-    """Return loss and gradients of a step that changes no weights: random masks are not the same elsewhere."""
+    """Return loss and gradients of a step without an update and without dropout, whose masks differ in PyTorch."""
     rates: list[tuple[Any, float]] = [(layer, layer.rate) for layer in model.leaves if hasattr(layer, "rate")]
     state = model.state()
     try:
@@ -213,8 +213,8 @@ def _without_dropout(model: Model, train: Any) -> tuple[float, dict[str, Any]]:
     return loss, gradients
 
 
-def _by_layer(model: TrainableModel, grid: ProcessGrid, train: Any, count: int) -> list[dict[str, Any]]:
-    """Return what a step of every layer, or part of a module, takes, from steps that are watched."""
+def _layer_rows(model: TrainableModel, grid: ProcessGrid, train: Any, count: int) -> list[dict[str, Any]]:
+    """Return the time and bytes of a step for every layer, or part of a module, from observed steps."""
     plan, clock, before = model.compiled, Clock(), model.ledger()
     with grid.observers.watched_by(clock):
         train()
@@ -224,10 +224,10 @@ def _by_layer(model: TrainableModel, grid: ProcessGrid, train: Any, count: int) 
     for account, number in (model.ledger() - before).items():
         if account.kind in HALOS:
             moved[plan.row_of(account.layer)] += number * account.nbytes
-    told = {row for row, _ in seconds}  # on one rank a module's steps are not observed: the module itself runs
-    rows = list(dict.fromkeys([*(name for name in names if name in told), *(row for row, _ in seconds)]))
-    mine = {(row, kind): seconds[row, kind] / count for row in rows for kind in KINDS}
-    all_ranks = grid.world.allgather((mine, moved))
+    observed = {row for row, _ in seconds}  # on one rank, a module's steps are not observed: the original module runs
+    rows = list(dict.fromkeys([*(name for name in names if name in observed), *(row for row, _ in seconds)]))
+    own_seconds = {(row, kind): seconds[row, kind] / count for row in rows for kind in KINDS}
+    all_ranks = grid.world.allgather((own_seconds, moved))
     return [
         {"name": row, "class": names.get(row, "")}
         | {kind: sum(times[row, kind] for times, _ in all_ranks) / grid.size for kind in KINDS}

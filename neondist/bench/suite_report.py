@@ -1,4 +1,4 @@
-"""The suite's results to read: tables for a terminal and for a page, and a picture."""
+"""Reports of the suite: tables for a terminal and for a page, and a plot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tables import bytes_text, markdown, seconds_text, share_text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-Made = dict[str, Any]
+Results = dict[str, Any]
 LEGEND = (
     "÷ best: time of a step divided by that of PyTorch's fastest variant in the same round, median and range over the"
     " rounds; memory: peak of one whole process, including libraries"
@@ -26,63 +26,63 @@ ROOFLINE = (
 )
 
 
-def suite_table(made: Made) -> RenderableType:
-    """Return the networks, and what they have in common, for a rich console."""
+def suite_table(results: Results) -> RenderableType:
+    """Return the table of networks and its notes, for a rich console."""
     from rich.console import Group
     from rich.text import Text
 
-    heads, rows = _networks(made)
+    heads, rows = _networks(results)
     columns = [Column(head, [row[at] for row in rows], right=at > 1) for at, head in enumerate(heads)]
-    lines = [*means_lines(made), *_notes(made)]
+    lines = [*means_lines(results), *_notes(results)]
     return Group(
-        Text(head_text(made), style="bold"), Text(), LayerTable(columns, left=7), Text(),
+        Text(head_text(results), style="bold"), Text(), LayerTable(columns, left=7), Text(),
         *map(Text, lines), Text(), Text(LEGEND, style="dim"),
     )  # fmt: skip
 
 
-def suite_markdown(made: Made) -> str:
-    """Return the same in Markdown, with what limits each layer or segment of every network."""
+def suite_markdown(results: Results) -> str:
+    """Return the results in Markdown, with the roofline of each layer or segment of every network."""
     parts = [
-        f"{head_text(made)}.",
-        markdown(*_networks(made)),
-        "\n".join(f"* {line}" for line in means_lines(made)),
+        f"{head_text(results)}.",
+        markdown(*_networks(results)),
+        "\n".join(f"* {line}" for line in means_lines(results)),
         LEGEND + ".",
     ]
-    parts += ["\n".join(f"* {note}" for note in _notes(made))]
-    details = [part for row in made["networks"] for part in _roofline(row)]
+    parts += ["\n".join(f"* {note}" for note in _notes(results))]
+    details = [part for row in results["networks"] for part in _roofline(row)]
     parts += ["## Layer by layer", ROOFLINE, *details] if details else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def head_text(made: Made) -> str:
-    """Return when, on what and how it was measured."""
-    about = made["environment"]
+def head_text(results: Results) -> str:
+    """Return a heading with date, machine and settings of the measurement."""
+    about = results["environment"]
     versions = ", ".join(
         f"{name} {about['versions'][name]}" for name in ("numpy", "torch") if name in about["versions"]
     )
     return (
         f"{about['started'][:10]}, {about['processor']}, {about['cores']} cores, Python {about['python']}, {versions};"
-        f" {counted(made['ranks'], 'rank')} with {counted(made['threads'], 'thread')} each,"
-        f" or one process on all cores; {counted(made['rounds'], 'round')}"
+        f" {counted(results['ranks'], 'rank')} with {counted(results['threads'], 'thread')} each,"
+        f" or one process on all cores; {counted(results['rounds'], 'round')}"
     )
 
 
-def _networks(made: Made) -> tuple[list[str], list[list[str]]]:
-    ours = {"ranks": f"{made['ranks']} × {made['threads']}", "one": f"1 × {made['cores']}"}
-    sides = [side for side in (*ours, *THEIRS) if side in made["sides"]]
-    inside = [side for side in ours if side in sides]
-    compared = any(row["ratios"] for row in made["networks"])
-    heads = ["network", "input", *(ours.get(side, side) for side in sides)]
-    heads += [f"{ours[side]} ÷ best" for side in inside if compared]
+def _networks(results: Results) -> tuple[list[str], list[list[str]]]:
+    own_heads = {"ranks": f"{results['ranks']} × {results['threads']}", "one": f"1 × {results['cores']}"}
+    sides = [side for side in (*own_heads, *THEIRS) if side in results["sides"]]
+    own_sides = [side for side in own_heads if side in sides]
+    compared = any(row["ratios"] for row in results["networks"])
+    heads = ["network", "input", *(own_heads.get(side, side) for side in sides)]
+    heads += [f"{own_heads[side]} ÷ best" for side in own_sides if compared]
     heads += ["memory", *(["eager memory", "memory ÷ eager"] if compared else [])]
     rows = []
-    for row in made["networks"]:
+    for row in results["networks"]:
         cells = [row["network"], by((row["batch_size"], *row["sample_shape"])) if "layers" in row else ""]
         for side in sides:
-            found = row["sides"].get(side)
-            cells.append(seconds_text(found["seconds"]) + "*" * (side == row["best"]) if found else "-")
+            measurement = row["sides"].get(side)
+            cells.append(seconds_text(measurement["seconds"]) + "*" * (side == row["best"]) if measurement else "-")
         if compared:
-            cells += [ratio_text(row["ratios"].get(side)) for side in inside]
+            cells += [ratio_text(row["ratios"].get(side)) for side in own_sides]
         peaks = [row["sides"].get(side, {}).get("peak_bytes", 0) for side in ("one", "eager")]
         cells += [bytes_text(peaks[0])]
         if compared:
@@ -91,41 +91,42 @@ def _networks(made: Made) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
-def ratio_text(found: Made | None) -> str:
+def ratio_text(ratios: Results | None) -> str:
     """Return a ratio, and its range over the rounds."""
-    return f"{found['ratio']:.2f} ({min(found['all']):.2f} to {max(found['all']):.2f})" if found else "-"
+    return f"{ratios['ratio']:.2f} ({min(ratios['all']):.2f} to {max(ratios['all']):.2f})" if ratios else "-"
 
 
-def means_lines(made: Made) -> list[str]:
+def means_lines(results: Results) -> list[str]:
     """Return a line for each group of networks."""
-    words = {"ranks": f"{made['ranks']} × {made['threads']}", "one": f"1 × {made['cores']}", "memory": "memory"}
+    ranks, threads, cores = (results[name] for name in ("ranks", "threads", "cores"))
+    labels = {"ranks": f"{ranks} × {threads}", "one": f"1 × {cores}", "memory": "memory"}
     return [
-        f"geometric mean of {group}: " + ", ".join(f"{words[kind]} {value:.2f}" for kind, value in found.items())
-        for group, found in made["means"].items()
+        f"geometric mean of {group}: " + ", ".join(f"{labels[kind]} {value:.2f}" for kind, value in ratios.items())
+        for group, ratios in results["means"].items()
     ]
 
 
-def _notes(made: Made) -> list[str]:
-    notes = list(made["notes"])
-    if any(row["best"] for row in made["networks"]):
+def _notes(results: Results) -> list[str]:
+    notes = list(results["notes"])
+    if any(row["best"] for row in results["networks"]):
         notes.append(
             "PyTorch's variants: "
-            + "; ".join(f"{side}: {THEIRS[side]}" for side in THEIRS if side in made["sides"])
+            + "; ".join(f"{side}: {THEIRS[side]}" for side in THEIRS if side in results["sides"])
             + "; * marks the fastest"
         )
-    return notes + reasons(made)
+    return notes + reasons(results)
 
 
-def reasons(made: Made) -> list[str]:
-    """Return why sides of a network could not be measured."""
+def reasons(results: Results) -> list[str]:
+    """Return a line for each side of a network that could not be measured."""
     return [
-        f"{row['network']}, {', '.join(side for side, one in row['why'].items() if one == why)}: {why}"
-        for row in made["networks"]
-        for why in dict.fromkeys(row["why"].values())
+        f"{row['network']}, {', '.join(side for side, reason in row['why'].items() if reason == problem)}: {problem}"
+        for row in results["networks"]
+        for problem in dict.fromkeys(row["why"].values())
     ]
 
 
-def _roofline(row: Made) -> list[str]:
+def _roofline(row: Results) -> list[str]:
     if "machine" not in row:
         return []
     machine = row["machine"]
@@ -133,31 +134,31 @@ def _roofline(row: Made) -> list[str]:
     head = f"### {row['network']}\n\nLimits: {flops:.0f} Gflop/s in matrix products, {moved:.1f} GB/s in copies."
     heads = ["layer or segment", "forward", "backward", "exchange", "wait", "Gflop/s", "limit", "of limit"]
     rows = []
-    for one in row["layers"]:
-        times = [seconds_text(one[kind]) for kind in ("forward", "backward", "exchange", "wait")]
-        speed, share = one.get("flops_per_second"), one.get("share_of_limit")
-        speeds = [f"{speed / 1e9:.0f}" if speed else "", one.get("limit", ""), share_text(share)]
-        rows.append([one["name"], *times, *speeds])
+    for layer in row["layers"]:
+        times = [seconds_text(layer[kind]) for kind in ("forward", "backward", "exchange", "wait")]
+        speed, share = layer.get("flops_per_second"), layer.get("share_of_limit")
+        speeds = [f"{speed / 1e9:.0f}" if speed else "", layer.get("limit", ""), share_text(share)]
+        rows.append([layer["name"], *times, *speeds])
     return [head, markdown(heads, rows)]
 
 
-def draw(file: Path, made: Made) -> None:
-    """Draw the ratios of all networks, and where their layers are below the roofs of the machine."""
+def draw(file: Path, results: Results) -> None:
+    """Draw the ratios of all networks, and the rooflines with their layers."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    rows = made["networks"]
-    _draw_bars(left, made)
+    rows = results["networks"]
+    _draw_bars(left, results)
     marks = "osD^v<>Ph*Xd"
     machines = [row["machine"] for row in rows if "machine" in row]
     for at, row in enumerate(rows):
-        found = [one for one in row.get("layers", []) if one.get("flops_per_second")]
-        at_work = [one["flops"] / one["bytes_moved"] for one in found]
-        speeds = [one["flops_per_second"] / 1e9 for one in found]
-        right.plot(at_work, speeds, marks[at % len(marks)], label=row["network"], color=f"C{at % 10}", alpha=0.8)
+        layers = [layer for layer in row.get("layers", []) if layer.get("flops_per_second")]
+        intensities = [layer["flops"] / layer["bytes_moved"] for layer in layers]
+        speeds = [layer["flops_per_second"] / 1e9 for layer in layers]
+        right.plot(intensities, speeds, marks[at % len(marks)], label=row["network"], color=f"C{at % 10}", alpha=0.8)
     if machines:
-        flops, moved = (max(one[f"{what}_per_second"] for one in machines) / 1e9 for what in ("flops", "bytes"))
+        flops, moved = (max(layer[f"{unit}_per_second"] for layer in machines) / 1e9 for unit in ("flops", "bytes"))
         ends = [0.1, flops / moved, max(1e3, 10 * flops / moved)]
         right.plot(ends, [ends[0] * moved, flops, flops], "k-", label="limits")
     right.set(
@@ -167,31 +168,31 @@ def draw(file: Path, made: Made) -> None:
     write_figure(file, figure)
 
 
-def _draw_bars(axes: Any, made: Made) -> None:
-    rows = made["networks"]
+def _draw_bars(axes: Any, results: Results) -> None:
+    rows = results["networks"]
     labels = {
-        "ranks": f"{made['ranks']} ranks × {made['threads']} ÷ best",
-        "one": f"1 process × {made['cores']} ÷ best",
+        "ranks": f"{results['ranks']} ranks × {results['threads']} ÷ best",
+        "one": f"1 process × {results['cores']} ÷ best",
         "memory": "memory ÷ eager",
     }
     kinds = [kind for kind in labels if any(_value(row, kind) is not None for row in rows)]
     if not kinds:  # neondist alone
-        kinds, labels = [side for side in OURS if side in made["sides"]], {"ranks": "ranks, s", "one": "one process, s"}
+        kinds, labels = [s for s in OURS if s in results["sides"]], {"ranks": "ranks, s", "one": "one process, s"}
         axes.set(yscale="log", title="a training step", ylabel="seconds")
     else:
         axes.axhline(1, color="k", linewidth=0.8)
         axes.set(title="a training step ÷ PyTorch's best", ylabel="ratio")
     width = 0.8 / max(1, len(kinds))
     for at, kind in enumerate(kinds):
-        values = [_value(row, kind, not made["compared"]) or 0 for row in rows]
+        values = [_value(row, kind, not results["compared"]) or 0 for row in rows]
         axes.bar([x + (at - (len(kinds) - 1) / 2) * width for x in range(len(rows))], values, width, label=labels[kind])
     axes.set_xticks(range(len(rows)), labels=[row["network"] for row in rows], rotation=45, ha="right")
     axes.legend(fontsize="small")
 
 
-def _value(row: Made, kind: str, seconds: bool = False) -> float | None:
+def _value(row: Results, kind: str, seconds: bool = False) -> float | None:
     if seconds:
-        found = row["sides"].get(kind, {}).get("seconds")
+        value = row["sides"].get(kind, {}).get("seconds")
     else:
-        found = row["memory"] if kind == "memory" else row["ratios"].get(kind, {}).get("ratio")
-    return None if found is None else float(found)
+        value = row["memory"] if kind == "memory" else row["ratios"].get(kind, {}).get("ratio")
+    return None if value is None else float(value)

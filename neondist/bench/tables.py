@@ -1,4 +1,4 @@
-"""The results as tables for a terminal, and for a page."""
+"""Tables of results for a terminal and for a page."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 from ..plan.report import Column, LayerTable
 from ..runtime.observers.clock import KINDS
 
-_BEYOND = 3.0  # caches alone do not make a layer faster than its limit by more
+_BEYOND = 3.0  # caches alone do not exceed a limit by more
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def step_table(made: dict[str, Any]) -> RenderableType:
-    """Return what `bench_step` measured."""
+def step_table(results: dict[str, Any]) -> RenderableType:
+    """Return the results of `bench_step` as a table."""
     from rich.console import Group
     from rich.text import Text
 
-    rows = made["layers"]
+    rows = results["layers"]
     times = [
         Column(kind, [seconds_text(row[kind]) for row in rows], seconds_text(sum(row[kind] for row in rows)))
         for kind in KINDS
@@ -32,60 +32,60 @@ def step_table(made: dict[str, Any]) -> RenderableType:
             Column(
                 "sent", [bytes_text(row["bytes_sent"]) for row in rows], bytes_text(sum(r["bytes_sent"] for r in rows))
             ),
-            *_machine(made),
+            *_machine(results),
         ],
         left=4,
     )
-    head = f"{made['ranks']} ranks, backend {made['backend']}, {made['dtype']}, batches of {made['batch_size']}"
-    return Group(Text(head, style="bold"), Text(), table, Text(), *(Text(line) for line in _summary(made)))
+    head = "{ranks} ranks, backend {backend}, {dtype}, batches of {batch_size}".format(**results)
+    return Group(Text(head, style="bold"), Text(), table, Text(), *(Text(line) for line in _summary(results)))
 
 
 def share_text(share: float | None) -> str:
-    """Return the share of a limit; far beyond it another layer does the work, and the share is meaningless."""
+    """Return the share of a limit; '-' far beyond it, where another layer does the work."""
     if share is None:
         return ""
     return f"{share:.0%}" if share <= _BEYOND else "-"
 
 
-def _machine(made: dict[str, Any]) -> list[Column]:
-    if "machine" not in made:
+def _machine(results: dict[str, Any]) -> list[Column]:
+    if "machine" not in results:
         return []
-    shares = [row.get("share_of_limit") for row in made["layers"]]
+    shares = [row.get("share_of_limit") for row in results["layers"]]
     return [
-        Column("limit", [row.get("limit", "") for row in made["layers"]], right=False),
+        Column("limit", [row.get("limit", "") for row in results["layers"]], right=False),
         Column("of limit", [share_text(share) for share in shares]),
     ]
 
 
-def _summary(made: dict[str, Any]) -> list[str]:
+def _summary(results: dict[str, Any]) -> list[str]:
     lines = [
         "Means over the ranks; exchange: copies around messages; wait: inside MPI; sent: by all ranks",
-        f"step    {seconds_text(made['seconds_per_step'])}  ({made['steps_per_second']:.4g} steps per second)",
-        f"memory  {bytes_text(max(made['peak_bytes']))} at most on a rank, above the process before it had data",
+        f"step    {seconds_text(results['seconds_per_step'])}  ({results['steps_per_second']:.4g} steps per second)",
+        f"memory  {bytes_text(max(results['peak_bytes']))} at most on a rank, above the process before it had data",
     ]
-    if "machine" in made:
-        machine = made["machine"]
+    if "machine" in results:
+        machine = results["machine"]
         lines.append(
             f"limits  {machine['flops_per_second'] / 1e9:.4g} Gflop/s in a matrix product,"
             f" {bytes_text(machine['bytes_per_second'])}/s in a copy, by all ranks; of limit: share of it"
         )
-    if "reading" in made:
-        read, ratios = made["reading"], made["reading"]["ratios"]
+    if "reading" in results:
+        read, ratios = results["reading"], results["reading"]["ratios"]
         lines.append(
             f"reading {seconds_text(read['seconds_per_step'])} with batches of the data set,"
             f" {read['ratio']:.3f} of those in memory ({min(ratios):.3f} to {max(ratios):.3f})"
         )
-    other = made.get("against")
-    if other:
-        agree = "agree" if other["agree"] else "DO NOT AGREE"
+    baseline = results.get("against")
+    if baseline:
+        agree = "agree" if baseline["agree"] else "DO NOT AGREE"
         lines += [
-            f"{other['name']}   {seconds_text(other['seconds_per_step'])}, {other['threads']} threads,"
-            f" memory {bytes_text(other['peak_bytes'])}",
-            f"ratio   {other['ratio']:.3f}  ({min(other['ratios']):.3f} to {max(other['ratios']):.3f} in"
-            f" {len(other['ratios'])} rounds; {other['ratio_of_fastest']:.3f} of the fastest);"
-            f" memory {max(made['peak_bytes']) / max(1, other['peak_bytes']):.3f}",
-            f"losses {other['loss'][0]:.7g} and {other['loss'][1]:.7g}, gradients to {other['gradients_worst']:.1e}"
-            f" ({other['worst_at']}): they {agree}",
+            f"{baseline['name']}   {seconds_text(baseline['seconds_per_step'])}, {baseline['threads']} threads,"
+            f" memory {bytes_text(baseline['peak_bytes'])}",
+            f"ratio   {baseline['ratio']:.3f}  ({min(baseline['ratios']):.3f} to {max(baseline['ratios']):.3f} in"
+            f" {len(baseline['ratios'])} rounds; {baseline['ratio_of_fastest']:.3f} of the fastest);"
+            f" memory {max(results['peak_bytes']) / max(1, baseline['peak_bytes']):.3f}",
+            f"losses {baseline['loss'][0]:.7g} and {baseline['loss'][1]:.7g}, gradients to"
+            f" {baseline['gradients_worst']:.1e} ({baseline['worst_at']}): they {agree}",
         ]
     return lines
 
@@ -95,12 +95,12 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *rows])
 
 
-def halo_table(made: dict[str, Any]) -> RenderableType:
-    """Return what `bench_halo` measured."""
+def halo_table(results: dict[str, Any]) -> RenderableType:
+    """Return the results of `bench_halo` as a table."""
     from rich.console import Group
     from rich.text import Text
 
-    sizes = made["sizes"]
+    sizes = results["sizes"]
     columns = [
         Column("image", ["×".join(map(str, size["shape"])) for size in sizes], right=False),
         Column("sent", [bytes_text(size["bytes_sent"]) for size in sizes]),
@@ -114,19 +114,19 @@ def halo_table(made: dict[str, Any]) -> RenderableType:
         " scatter add: bprop; raw: the same messages in mpi4py"
     )
     return Group(
-        Text(f"{made['ranks']} ranks", style="bold"), Text(), LayerTable(columns, left=7), Text(), Text(legend)
+        Text(f"{results['ranks']} ranks", style="bold"), Text(), LayerTable(columns, left=7), Text(), Text(legend)
     )
 
 
 def seconds_text(count: float) -> str:
-    """Return a time in its unit."""
+    """Return a time with its unit."""
     if not count:
         return "-"
     return f"{count:.3g} s" if count >= 1 else f"{count * 1e3:.3g} ms" if count >= 1e-3 else f"{count * 1e6:.3g} µs"
 
 
 def bytes_text(count: float) -> str:
-    """Return a size in its unit."""
+    """Return a size with its unit."""
     if not count:
         return "-"
     for unit in ("B", "kB", "MB"):

@@ -1,4 +1,4 @@
-"""The process in which the same network trains in PyTorch."""
+"""The process that trains the same network in PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "SLURM_")
 
 
 class TorchBaseline:
-    """PyTorch's side; between the calls it sleeps.
+    """The PyTorch process; idle between calls.
 
     Parameters
     ----------
@@ -31,19 +31,19 @@ class TorchBaseline:
     state : dict of name to array
         Its arrays, whole.
     trained : sequence of str
-        Those that the optimiser changes.
+        Names of the trained arrays.
     x, targets : ndarray
         The whole batch: (N, *spatial, C), and labels.
     threads : int
     settings : dict, optional
-        More variables of its environment.
+        Additional environment variables.
 
     Raises
     ------
     ConfigError
-        PyTorch has no counterpart of a part of the model; by any method.
+        PyTorch has no counterpart of a part of the model; from any method.
     LaunchError
-        Its process ended; by any method.
+        Its process ended; from any method.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class TorchBaseline:
         _unbind(self.process.pid, threads)
 
     def check(self, gradients: Mapping[str, np.ndarray]) -> tuple[float, float, str]:
-        """Return the loss of the first weights, without dropout, and the worst gradient: how far off, and its name."""
-        loss, worst, where = self._ask("check", self._write("gradients.npz", {**self.state, **gradients}))
-        return loss, worst, where
+        """Return the loss of the initial weights, without dropout, and the worst gradient's error and name."""
+        loss, worst, name = self._ask("check", self._write("gradients.npz", {**self.state, **gradients}))
+        return loss, worst, name
 
     def compile(self) -> str:
-        """Let torch.compile make the steps from now on; return why it cannot, or nothing."""
+        """Use torch.compile from now on; return the problem, or ''."""
         return str(self._ask("compile"))
 
     def time(self, steps: int) -> tuple[list[float], int, int]:
-        """Return the seconds of each step, and the peak of memory in bytes: above that without network, and all."""
+        """Return the seconds of each step, and the peak memory in bytes: above the empty process, and in total."""
         seconds, above, peak = self._ask("time", steps)
         return seconds, above, peak
 
     def close(self) -> None:
         """End the process."""
-        self.process.communicate()  # it ends with its input
+        self.process.communicate()  # closes its input, at which it ends
         self.folder.cleanup()
 
     def _write(self, name: str, arrays: Mapping[str, np.ndarray]) -> str:
@@ -108,20 +108,20 @@ class TorchBaseline:
         if not answer:
             code = self.process.wait()
             raise LaunchError(f"PyTorch's process ended with exit code {code}; see its output above")
-        found = json.loads(answer)
-        if "error" in found:
-            raise ConfigError(f"PyTorch's side: {found['error']}")
-        return found["made"]
+        reply = json.loads(answer)
+        if "error" in reply:
+            raise ConfigError(f"PyTorch's side: {reply['error']}")
+        return reply["made"]
 
 
 def _unbind(process: int, threads: int) -> None:
-    """Let a new process of a rank that is bound to fewer cores run on all of those that the ranks share."""
+    """Let the process of a rank bound to fewer cores use all cores that the ranks share."""
     if hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) < threads:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(process, os.sched_getaffinity(os.getppid()))
 
 
 def _environment(env: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return the environment: all the threads that the ranks have together, and nothing of their MPI job."""
+    """Return an environment with the threads of all ranks together, and without their MPI job's variables."""
     kept = {name: value for name, value in env.items() if not name.startswith(LAUNCHERS)}
     return kept | dict.fromkeys(VARIABLES, str(threads))

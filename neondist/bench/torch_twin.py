@@ -1,7 +1,7 @@
 """The same network in PyTorch's autograd, as one would write it for a CPU: channels-last, in-place ReLUs.
 
 Runs as a process of its own, `python -m neondist.bench.torch_twin FOLDER`, with threads and memory of its own. The
-folder holds the model, its weights and the batch; requests come as lines of JSON, and are answered so.
+folder holds the model, its weights and the batch; requests and answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import neondist.train  # noqa: F401 - registers the classes that a model may name
+import neondist.train  # noqa: F401 - registers the classes of models
 
 from ..config import load_experiment
 from ..errors import ConfigError, UserError
@@ -30,7 +30,7 @@ from . import memory
 Arrays = dict[str, np.ndarray]
 _FORMATS: dict[int, Any] = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FRESH = (nn.modules.conv._ConvNd, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.Linear, SumOf)
-"""modules whose backward pass does without their results, so that a ReLU may write over them"""
+"""modules whose backward pass does not use their output, so that a ReLU may overwrite it"""
 COSTS, OPTIMIZERS = ("CrossEntropy", "SoftmaxCrossEntropy"), ("SGD", "Adam")
 
 
@@ -44,7 +44,7 @@ class TorchTwin:
     state : dict of name to array
         Its arrays, whole.
     trained : list of str
-        Those that the optimiser changes.
+        Names of the trained arrays.
     x, targets : array
         The whole batch: (N, *spatial, C), and labels.
 
@@ -57,13 +57,13 @@ class TorchTwin:
     def __init__(self, model: Model, state: Arrays, trained: list[str], x: np.ndarray, targets: np.ndarray) -> None:
         self.before = memory.resident()
         memory.forget_peak()
-        _known(model.cost, COSTS)
+        _check_supported(model.cost, COSTS)
         self.model, self.shape = model, x.shape[1:]
         self.module = module_of(model, self.shape, state)
         if x.ndim in _FORMATS:
             self.module.to(memory_format=_FORMATS[x.ndim])  # type: ignore[call-overload]
         for part in self.module.modules():
-            _write_over(part)
+            _set_inplace(part)
         tensors = dict(zip(self._names(state), self.module.parameters(), strict=True))
         for name, tensor in tensors.items():
             tensor.requires_grad_(name in trained)
@@ -73,11 +73,11 @@ class TorchTwin:
         self.run: Any = self.module
 
     def compile(self) -> str:
-        """Let torch.compile make the steps from now on; return why it cannot, or nothing."""
+        """Use torch.compile from now on; return the problem, or ''."""
         self.run = torch.compile(self.module)
         try:
             self.step()
-        except Exception as error:  # whatever a compiler finds wrong
+        except Exception as error:  # compilers raise many types
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         return ""
 
@@ -91,26 +91,26 @@ class TorchTwin:
         return float(loss.detach())
 
     def check(self, file: str) -> tuple[float, float, str]:
-        """Return the loss, how far the worst gradient is from that in a file, and its name; without dropout.
+        """Return the loss, and the error and name of the gradient that differs most from a file; without dropout.
 
-        Nothing changes. The file has all arrays of the model, gradients in the place of what is trained.
+        No state changes. The file has all arrays of the model, with gradients in place of trained arrays.
         """
-        kept = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
+        state_dict = {name: tensor.clone() for name, tensor in self.module.state_dict().items()}
         dropouts = [part for part in self.module.modules() if isinstance(part, nn.Dropout)]
         for part in dropouts:
             part.eval()
         loss = self.step(update=False)
         for part in dropouts:
             part.train()
-        self.module.load_state_dict(kept)
+        self.module.load_state_dict(state_dict)
         with np.load(file) as arrays:
             state = dict(arrays)
-        ours = dict(zip(self._names(state), module_of(self.model, self.shape, state).parameters(), strict=True))
-        theirs = {name: tensor.grad for name, tensor in self.trained.items() if tensor.grad is not None}
-        return loss, *worst_gradient({name: ours[name].detach() for name in theirs}, theirs)
+        references = dict(zip(self._names(state), module_of(self.model, self.shape, state).parameters(), strict=True))
+        gradients = {name: tensor.grad for name, tensor in self.trained.items() if tensor.grad is not None}
+        return loss, *worst_gradient({name: references[name].detach() for name in gradients}, gradients)
 
     def time(self, steps: int) -> tuple[list[float], int, int]:
-        """Return the seconds of each of so many steps, and the most memory: above that without network, and all."""
+        """Return the seconds of each step, and the peak memory: above the empty process, and in total."""
         taken = []
         for _ in range(steps):
             begin = time.perf_counter()
@@ -119,28 +119,28 @@ class TorchTwin:
         return taken, memory.peak() - self.before, memory.peak()
 
     def _names(self, state: Arrays) -> list[str]:
-        """Return our names of the module's parameters: those of arrays that go the same way as the weights."""
+        """Return neondist's names of the module's parameters, found by converting numbered arrays."""
         numbers = {name: np.full(array.shape, float(at)) for at, (name, array) in enumerate(state.items())}
-        made = module_of(self.model, self.shape, numbers)
-        return [list(state)[int(one.detach().flatten()[0])] for one in made.parameters()]
+        module = module_of(self.model, self.shape, numbers)
+        return [list(state)[int(parameter.detach().flatten()[0])] for parameter in module.parameters()]
 
 
-def worst_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Return the largest relative distance and its name; gradients next to nothing count less (before a batch norm)."""
+def worst_gradient(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """Return the largest relative error and its name; tiny gradients (before a batch norm) count less."""
     norms = {name: float(gradient.norm()) for name, gradient in expected.items()}
     least = 1e-3 * max(norms.values())
-    return max((float((found[name] - expected[name]).norm()) / max(norms[name], least), name) for name in expected)
+    return max((float((gradients[name] - expected[name]).norm()) / max(norms[name], least), name) for name in expected)
 
 
-def _write_over(part: nn.Module) -> None:
-    """Let the ReLUs of a chain write in place where they may."""
+def _set_inplace(part: nn.Module) -> None:
+    """Make the ReLUs of a chain in-place where possible."""
     inside = list(part) if isinstance(part, nn.Sequential) else []
     for before, after in pairwise(inside):
         if isinstance(after, nn.ReLU) and isinstance(before, _FRESH) and len(getattr(before, "branches", "ab")) > 1:
             after.inplace = True
 
 
-def _known(piece: Any, names: tuple[str, ...]) -> str:
+def _check_supported(piece: Any, names: tuple[str, ...]) -> str:
     name = serial_class(type(piece)).__name__
     if name not in names:
         raise ConfigError(f"{name} has no counterpart; choose from {', '.join(names)}")
@@ -148,20 +148,20 @@ def _known(piece: Any, names: tuple[str, ...]) -> str:
 
 
 def _optimizer(model: Model, tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
-    kind, how = _known(model.optimizer, OPTIMIZERS), model.optimizer.arguments()
-    for name, nothing in (("decay_all", True), ("clip_norm", None), ("ema", None)):
-        if how.pop(name) != nothing:
+    kind, settings = _check_supported(model.optimizer, OPTIMIZERS), model.optimizer.arguments()
+    for name, neutral in (("decay_all", True), ("clip_norm", None), ("ema", None)):
+        if settings.pop(name) != neutral:
             raise ConfigError(f"{name}: {kind} of PyTorch has no counterpart; leave it out")
-    how.pop("schedule")
-    rate = how.pop("learning_rate")
+    settings.pop("schedule")
+    rate = settings.pop("learning_rate")
     if kind == "SGD":
-        return torch.optim.SGD(tensors, rate, **how)
-    betas = how.pop("beta1"), how.pop("beta2")
-    return torch.optim.Adam(tensors, rate, betas, **how)
+        return torch.optim.SGD(tensors, rate, **settings)
+    betas = settings.pop("beta1"), settings.pop("beta2")
+    return torch.optim.Adam(tensors, rate, betas, **settings)
 
 
 def read(folder: Path) -> TorchTwin:
-    """Return the twin that a folder describes."""
+    """Return the twin described by a folder."""
     model = load_experiment(folder / "model.yaml", top="Model")
     trained = json.loads((folder / "trained.json").read_text(encoding="utf-8"))
     with np.load(folder / "weights.npz") as weights, np.load(folder / "batch.npz") as batch:
@@ -169,7 +169,7 @@ def read(folder: Path) -> TorchTwin:
 
 
 def serve(folder: Path, requests: TextIO, answers: TextIO) -> None:
-    """Make the twin; then call what each request names."""
+    """Create the twin, then call the method of each request."""
     twin, problem = None, ""
     try:
         twin = read(folder)

@@ -1,8 +1,8 @@
 """The command line: neondist run | launch | evaluate | predict | sweep | check | bench | serve | doctor | data.
 
-arguments: what can be typed; options: what several commands share. experiment: from words to an experiment. A file for
-each command, which adds its options and runs it: run (and check), launch, apply (evaluate, predict), sweep, bench,
-serve, doctor, data, files (init, schema, report). complete: what shells are told.
+arguments: the parser; options: options shared by several commands. experiment: loading of an experiment. One file per
+command, which adds its options and runs it: run (and check), launch, apply (evaluate, predict), sweep, bench, serve,
+doctor, data, files (init, schema, report). complete: shell completion.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _NO_OUTPUT = errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0 done, 2 invalid input, 75 stopped with a checkpoint, 130 interrupted, 141 the output was closed. Anything else is
-    a defect: its traceback, and exit code 1. Without `argv`, the process is the command: it reads sys.argv, and handles
-    signals until it ends.
+    0 done, 2 invalid input, 75 stopped with a checkpoint, 130 interrupted, 141 closed output. Anything else is a bug:
+    a traceback and exit code 1. Without `argv`, the process is the command: it reads sys.argv, and handles signals
+    until it exits.
     """
     if argv is not None:
         signals = Signals().listen()
         try:
-            return _flushed(argv, signals)
+            return _run_and_flush(argv, signals)
         finally:
             signals.restore()
     signals = listening() or Signals(whole_process=True).listen()
@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_with_supervisor(os.environ)
     send(os.environ, "listens")
     try:
-        code = _flushed(sys.argv[1:], signals)
-    except SystemExit as end:
-        send(os.environ, "failed" if isinstance(end.code, str) else f"ended {end.code or 0}")
+        code = _run_and_flush(sys.argv[1:], signals)
+    except SystemExit as exit_:
+        send(os.environ, "failed" if isinstance(exit_.code, str) else f"ended {exit_.code or 0}")
         raise
-    except BaseException:  # an interruption may have become something else on its way
+    except BaseException:  # an interrupt may surface as another exception
         send(os.environ, "failed")
         if not signals.interrupted:
             raise
@@ -58,32 +58,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals.end()
     send(os.environ, f"ended {code}")
     if signals.interrupted:
-        os._exit(INTERRUPTED)  # threads may still be at work
+        os._exit(INTERRUPTED)  # threads may still be running
     return code
 
 
-def _flushed(argv: Sequence[str], signals: Signals) -> int:
+def _run_and_flush(argv: Sequence[str], signals: Signals) -> int:
     try:
         try:
-            return _command(argv, signals)
+            return _run_command(argv, signals)
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except OSError as error:
         if error.filename is not None or error.errno not in _NO_OUTPUT:
             raise
-        _send_nowhere()
-        if isinstance(error, BrokenPipeError):  # of `neondist doctor | head -1`
+        _redirect_to_null()
+        if isinstance(error, BrokenPipeError):  # such as `neondist doctor | head -1`
             return 141
         report(OutputError(f"standard output: cannot be written to ({reason(error)}); {REMEDY}"))
         return 2
 
 
-def _command(argv: Sequence[str], signals: Signals) -> int:
-    typed = parser()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow
-        complete(typed)
-    arguments = typed.parse_args(argv)
+def _run_command(argv: Sequence[str], signals: Signals) -> int:
+    command_parser = parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        complete(command_parser)
+    arguments = command_parser.parse_args(argv)
     arguments.signals = signals
     if not arguments.stops:
         signals.give_up()
@@ -96,16 +96,16 @@ def _command(argv: Sequence[str], signals: Signals) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
-        if arguments.watchdog is not None and not signals.whole_process:  # the caller's process goes on
+        if arguments.watchdog is not None and not signals.whole_process:  # the caller's process continues
             arguments.watchdog.stop()
 
 
-def _send_nowhere() -> None:
-    """Let what stdout and stderr cannot be rid of go to /dev/null."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+def _redirect_to_null() -> None:
+    """Redirect stdout and stderr to /dev/null if they cannot be flushed."""
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except OSError:
-            os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+            os.dup2(null, stream.fileno())
+    os.close(null)

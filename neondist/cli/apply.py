@@ -1,4 +1,4 @@
-"""`neondist evaluate` and `neondist predict`: a checkpoint at work."""
+"""`neondist evaluate` and `neondist predict`: evaluation and inference with a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,108 +24,108 @@ from .experiment import load_factory, loaded, validated
 from .run import duration
 
 EVERY = 30.0
-"""seconds between two looks for checkpoints"""
-_OF_WEIGHTS = "windows", "stride", "scale", "mean", "std"
+"""seconds between two polls for checkpoints"""
+_WEIGHTS_OPTIONS = "windows", "stride", "scale", "mean", "std"
 
 
 def add(commands: Any) -> None:
-    """Say what can be typed."""
-    one = commands.add_parser(
+    """Register the commands."""
+    cmd = commands.add_parser(
         "evaluate",
         help="evaluate a checkpoint on the data of an experiment, or a trained module on files",
         allow_abbrev=False,
     )
-    options.experiment(one, required=False)
-    _checkpoint(one, required=False)
-    _of_weights(one)
-    one.add_argument(
+    options.experiment(cmd, required=False)
+    _add_checkpoint_option(cmd, required=False)
+    _add_weights_options(cmd)
+    cmd.add_argument(
         "--follow", type=options.path, metavar="DIR",
         help="instead of --checkpoint: evaluate each new checkpoint of a run or session until it completes",
     )  # fmt: skip
-    one.add_argument("--every", type=duration, metavar="TIME", help="with --follow: polling interval (default 30s)")
-    one.add_argument("--max-time", type=duration, metavar="TIME", help="with --follow: stop after this time")
-    one.add_argument(
+    cmd.add_argument("--every", type=duration, metavar="TIME", help="with --follow: polling interval (default 30s)")
+    cmd.add_argument("--max-time", type=duration, metavar="TIME", help="with --follow: stop after this time")
+    cmd.add_argument(
         "--output", type=options.path, metavar="DIR",
         help="with --follow: folder for metrics.jsonl and loggers (default evaluation/ in the followed folder)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--split", choices=["train", "validation", "test"],
         help="split to evaluate (default test, or validation if there is no test split)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--input", type=options.path, metavar="X", help="images of any size in a file, instead of the data set"
     )
-    one.add_argument("--labels", type=options.path, metavar="T", help="classes or targets of these images, in a file")
-    one.add_argument(
+    cmd.add_argument("--labels", type=options.path, metavar="T", help="classes or targets of these images, in a file")
+    cmd.add_argument(
         "--report", type=options.path, metavar="FILE.html",
         help="also write a page with metrics, confusion matrix, and images with targets and predictions",
     )  # fmt: skip
-    _block(one)
-    one.set_defaults(command=evaluate, watched=True)
+    _add_block_option(cmd)
+    cmd.set_defaults(command=evaluate, watched=True)
 
-    one = commands.add_parser(
+    cmd = commands.add_parser(
         "predict",
         help="apply a checkpoint or a trained module to new images",
         allow_abbrev=False,
     )
-    options.experiment(one, required=False)
-    _checkpoint(one, required=False)
-    _of_weights(one)
-    one.add_argument(
+    options.experiment(cmd, required=False)
+    _add_checkpoint_option(cmd, required=False)
+    _add_weights_options(cmd)
+    cmd.add_argument(
         "--input", type=options.path, metavar="X", required=True,
         help="images of any size: a file such as .npy, .h5 (or FILE.h5:NAME), .tif or .zarr",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--output", type=options.path, metavar="Y", required=True, help="output file, in one of these formats"
     )
-    one.add_argument("--classes", action="store_true", help="write the class (argmax) of each pixel")
-    one.add_argument("--probabilities", action="store_true", help="write the softmax probabilities of each pixel")
-    one.add_argument("--raw", action="store_true", help="write the raw outputs (default)")
-    _block(one)
-    one.add_argument(
+    cmd.add_argument("--classes", action="store_true", help="write the class (argmax) of each pixel")
+    cmd.add_argument("--probabilities", action="store_true", help="write the softmax probabilities of each pixel")
+    cmd.add_argument("--raw", action="store_true", help="write the raw outputs (default)")
+    _add_block_option(cmd)
+    cmd.add_argument(
         "--steps", type=options.positive, metavar="N",
         help="for networks trained on ClimateFiles: roll out N forecasts from the last times of the input",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--overwrite", action="store_true", help="replace an existing output, or an unfinished one of another job"
     )
-    one.set_defaults(command=predict, watched=True)
+    cmd.set_defaults(command=predict, watched=True)
 
 
-def _of_weights(one: argparse.ArgumentParser) -> None:
-    """Add what a module of PyTorch and its weights need in the place of an experiment and a checkpoint."""
-    one.add_argument(
+def _add_weights_options(cmd: argparse.ArgumentParser) -> None:
+    """Add the options for a PyTorch module and its weights, which replace an experiment and a checkpoint."""
+    cmd.add_argument(
         "--weights", type=options.path, metavar="W",
         help="instead of FILE.yaml and --checkpoint: a state_dict as .safetensors or .pt",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--factory",
         type=options.path,
         metavar="FILE.py:NAME",
         help="with --weights: class or function that returns the torch.nn.Module",
     )
-    one.add_argument(
+    cmd.add_argument(
         "--windows", type=options.positive, metavar="CELLS",
         help="with --weights: apply a tile classifier to windows of this size and write a map of its scores",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--stride", type=options.positive, metavar="CELLS", help="distance between windows (default: their size)"
     )
-    one.add_argument(
+    cmd.add_argument(
         "--scale", type=options.positive_number, metavar="S",
         help="with --weights: the module's input is (x / S - M) / D for pixel values x (default 1)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--mean", type=options.numbers, metavar="M", help="one value, or one per channel: 0.485,0.456,0.406"
     )
-    one.add_argument("--std", type=options.numbers, metavar="D", help="one value, or one per channel")
+    cmd.add_argument("--std", type=options.numbers, metavar="D", help="one value, or one per channel")
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Print the cost and the metrics of a checkpoint, or of each that a job writes, as a line of JSON."""
+    """Print the cost and metrics of a checkpoint, or of each one that a job writes, as a line of JSON."""
     if arguments.weights is not None:
         return _evaluate_module(arguments)
-    _refuse_options_of_weights(arguments)
+    _reject_weights_options(arguments)
     if arguments.file is None:
         raise ConfigError("evaluate: give FILE.yaml, or --weights W and --factory FILE.py:NAME")
     if (arguments.checkpoint is None) == (arguments.follow is None):
@@ -145,28 +145,28 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..train import evaluate_checkpoint, evaluate_files
-        from ..train.html_report import page_of_numbers
+        from ..train.html_report import result_page
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
         if None in files:
-            found = evaluate_checkpoint(experiment, arguments.checkpoint, grid, arguments.split, samples)
+            results = evaluate_checkpoint(experiment, arguments.checkpoint, grid, arguments.split, samples)
         else:
-            found = evaluate_files(experiment, arguments.checkpoint, *files, grid, arguments.block, samples)
+            results = evaluate_files(experiment, arguments.checkpoint, *files, grid, arguments.block, samples)
         with all_or_none(grid.world):
             if grid.rank == 0:
-                emit(json.dumps(found))
+                emit(json.dumps(results))
                 if arguments.report is not None:
-                    of = {"checkpoint": arguments.checkpoint}
+                    facts = {"checkpoint": arguments.checkpoint}
                     if arguments.input is not None:
-                        of["images"] = arguments.input
-                    write_text(Path(arguments.report), page_of_numbers(Path(arguments.file).stem, of, found, samples))
+                        facts["images"] = arguments.input
+                    write_text(Path(arguments.report), result_page(Path(arguments.file).stem, facts, results, samples))
 
     find = partial(validated, arguments) if None in files else lambda world, ranks: loaded(arguments, world)
     return _on_ranks(arguments, find, work)
 
 
 def _evaluate_module(arguments: argparse.Namespace) -> int:
-    """Print the loss and the error of a module with weights of a file, over images and labels in files."""
+    """Print the loss and error of a module with weights from a file, on images and labels in files."""
     for name in ("follow", "every", "max_time", "output", "split"):
         if getattr(arguments, name) is not None:
             raise ConfigError(
@@ -176,18 +176,18 @@ def _evaluate_module(arguments: argparse.Namespace) -> int:
         raise ConfigError("evaluate: --weights needs images and labels; give --input X and --labels T")
 
     def work(trained: Any, grid: ProcessGrid) -> None:
-        from ..train.html_report import page_of_numbers
+        from ..train.html_report import result_page
         from ..train.inference import evaluate_module
 
         samples: dict[str, Any] | None = None if arguments.report is None else {}
-        found = evaluate_module(trained, arguments.input, arguments.labels, grid, arguments.block, samples)
+        results = evaluate_module(trained, arguments.input, arguments.labels, grid, arguments.block, samples)
         with all_or_none(grid.world):
             if grid.rank == 0:
-                emit(json.dumps(found))
+                emit(json.dumps(results))
                 if arguments.report is not None:
-                    of = {"checkpoint": arguments.weights, "images": arguments.input}
+                    facts = {"checkpoint": arguments.weights, "images": arguments.input}
                     write_text(
-                        Path(arguments.report), page_of_numbers(Path(arguments.weights).stem, of, found, samples)
+                        Path(arguments.report), result_page(Path(arguments.weights).stem, facts, results, samples)
                     )
 
     return _with_module(arguments, work)
@@ -197,7 +197,7 @@ def _follow(arguments: argparse.Namespace) -> int:
     for name in ("split", "input", "labels", "report", "block"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"evaluate: --{name} applies to a single checkpoint; leave it out, or give --checkpoint")
-    arguments.watched = False  # it waits, perhaps for hours
+    arguments.watched = False  # may wait for hours
 
     def work(experiment: Any, grid: ProcessGrid) -> None:
         from ..session import follow_checkpoints
@@ -209,26 +209,26 @@ def _follow(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Write the outputs for new images; the experiment's data need not be there."""
-    with _unfinished_output_noted(Path(arguments.output)):
+    """Write the outputs for new images; the experiment's data set is not needed."""
+    with _note_unfinished_output(Path(arguments.output)):
         return _predict_module(arguments) if arguments.weights is not None else _predict_experiment(arguments)
 
 
 @contextmanager
-def _unfinished_output_noted(path: Path) -> Iterator[None]:
-    """Say, once, how a command that failed or was interrupted can go on from the blocks that are complete."""
+def _note_unfinished_output(path: Path) -> Iterator[None]:
+    """Print once how to resume a failed or interrupted command from its completed blocks."""
     part, job = unfinished(path), detect(os.environ)
     journal = part.with_name(f"{part.name}.journal")
 
-    def written() -> int | None:
+    def journal_time() -> int | None:
         return journal.stat().st_mtime_ns if journal.exists() else None
 
-    before = written()
+    before = journal_time()
     try:
         yield
     finally:
         first = LAUNCHED not in os.environ and (job is None or job.first)
-        if first and written() not in (None, before):
+        if first and journal_time() not in (None, before):
             say(
                 f"note: {part} keeps the completed blocks; repeat the command to continue, or give --overwrite to"
                 " start over",
@@ -237,8 +237,8 @@ def _unfinished_output_noted(path: Path) -> Iterator[None]:
 
 
 def _predict_experiment(arguments: argparse.Namespace) -> int:
-    """Write the outputs of a checkpoint of an experiment."""
-    _refuse_options_of_weights(arguments)
+    """Write the outputs of an experiment's checkpoint."""
+    _reject_weights_options(arguments)
     if arguments.file is None or arguments.checkpoint is None:
         raise ConfigError("predict: give FILE.yaml and --checkpoint FILE, or --weights W and --factory FILE.py:NAME")
 
@@ -246,13 +246,13 @@ def _predict_experiment(arguments: argparse.Namespace) -> int:
         from ..train import predict
 
         files = arguments.checkpoint, arguments.input, arguments.output
-        _tell_written(arguments, grid, predict(experiment, *files, grid, steps=arguments.steps, **_asked(arguments)))
+        _report(arguments, grid, predict(experiment, *files, grid, steps=arguments.steps, **_options(arguments)))
 
     return _on_ranks(arguments, lambda world, ranks: loaded(arguments, world), work)
 
 
 def _predict_module(arguments: argparse.Namespace) -> int:
-    """Write the outputs of a module with weights of a file, which need no experiment."""
+    """Write the outputs of a module with weights from a file; needs no experiment."""
 
     if arguments.steps is not None:
         raise ConfigError("predict: --steps applies to networks trained on ClimateFiles; leave it out with --weights")
@@ -260,25 +260,25 @@ def _predict_module(arguments: argparse.Namespace) -> int:
     def work(trained: Any, grid: ProcessGrid) -> None:
         from ..train.inference import predict_module
 
-        shape = predict_module(trained, arguments.input, arguments.output, grid, **_asked(arguments))
-        _tell_written(arguments, grid, shape)
+        shape = predict_module(trained, arguments.input, arguments.output, grid, **_options(arguments))
+        _report(arguments, grid, shape)
 
     return _with_module(arguments, work)
 
 
-def _refuse_options_of_weights(arguments: argparse.Namespace) -> None:
+def _reject_weights_options(arguments: argparse.Namespace) -> None:
     command = arguments.words[0]
-    for name in ("factory", *_OF_WEIGHTS):
+    for name in ("factory", *_WEIGHTS_OPTIONS):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"{command}: --{name} requires --weights W; leave it out, or add --weights W")
 
 
 def _with_module(arguments: argparse.Namespace, work: Callable[[Any, ProcessGrid], None]) -> int:
-    """Work with the module of `--factory` and the weights of a file, here or on ranks that mpirun starts."""
+    """Run `work` on the module of `--factory` with its weights, here or on ranks started by mpirun."""
     command = arguments.words[0]
     for name in ("file", "checkpoint"):
-        if (given := getattr(arguments, name)) is not None:
-            raise ConfigError(f"{command}: --weights needs no {given}; leave out one of them")
+        if (value := getattr(arguments, name)) is not None:
+            raise ConfigError(f"{command}: --weights needs no {value}; leave out one of them")
     if arguments.factory is None:
         raise ConfigError(f"{command}: --weights W contains no network; give --factory FILE.py:NAME, which returns one")
     memory = [word.removeprefix("memory=") for word in arguments.settings if word.startswith("memory=")]
@@ -290,11 +290,11 @@ def _with_module(arguments: argparse.Namespace, work: Callable[[Any, ProcessGrid
     def prepare(world: Transport, ranks: int) -> Any:
         from ..train.inference import TrainedModule
 
-        given = {name: value for name in _OF_WEIGHTS if (value := getattr(arguments, name)) is not None}
-        given |= {"memory": memory[-1]} if memory else {}
+        module_options = {name: value for name in _WEIGHTS_OPTIONS if (value := getattr(arguments, name)) is not None}
+        module_options |= {"memory": memory[-1]} if memory else {}
         with _preparing(arguments, world), all_or_none(world):
             factory = load_factory(arguments.factory, "--factory ")
-            trained = TrainedModule(factory, arguments.weights, arguments.factory, **given)
+            trained = TrainedModule(factory, arguments.weights, arguments.factory, **module_options)
             trained.check(arguments.input)
         return trained
 
@@ -309,30 +309,30 @@ def _with_module(arguments: argparse.Namespace, work: Callable[[Any, ProcessGrid
 
 
 def _preparing(arguments: argparse.Namespace, world: Transport) -> AbstractContextManager[object]:
-    """Print after a few seconds that the command is preparing: to import PyTorch may take long."""
+    """Report after a few seconds that the command is preparing; importing PyTorch may be slow."""
     from ..train.inference.progress import first_rank_progress
 
     return first_rank_progress(world.rank, sys.stderr if arguments.words[0] == "evaluate" else None)
 
 
-def _asked(arguments: argparse.Namespace) -> dict[str, Any]:
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in ("classes", "probabilities", "raw", "block", "overwrite")}
 
 
-def _tell_written(arguments: argparse.Namespace, grid: ProcessGrid, shape: tuple[int, ...]) -> None:
+def _report(arguments: argparse.Namespace, grid: ProcessGrid, shape: tuple[int, ...]) -> None:
     if grid.rank == 0:
         emit(f"written: {arguments.output}, {' x '.join(map(str, shape))}")
 
 
-def _block(one: argparse.ArgumentParser) -> None:
-    one.add_argument(
+def _add_block_option(cmd: argparse.ArgumentParser) -> None:
+    cmd.add_argument(
         "--block", type=options.positive, metavar="CELLS",
         help="process images in blocks of at most this size (default: only if they do not fit in memory)",
     )  # fmt: skip
 
 
-def _checkpoint(one: argparse.ArgumentParser, required: bool = True) -> None:
-    one.add_argument(
+def _add_checkpoint_option(cmd: argparse.ArgumentParser, required: bool = True) -> None:
+    cmd.add_argument(
         "--checkpoint",
         type=options.path,
         metavar="FILE",
@@ -346,7 +346,7 @@ def _on_ranks(
     find: Callable[[Transport, int], Any],
     work: Callable[[Any, ProcessGrid], None],
 ) -> int:
-    """Work on the experiment that `find` returns, here or on ranks that mpirun starts."""
+    """Run `work` on the experiment that `find` returns, here or on ranks started by mpirun."""
 
     def do(world: Transport, experiment: Any) -> int:
         grid = experiment.open_grid(world)

@@ -6,25 +6,25 @@ import argparse
 import os
 from typing import Any
 
-from .arguments import plain
+from .arguments import expand
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that asks by argcomplete, and end; the environment says what was typed."""
+    """Print completions for a shell's argcomplete request, and exit; the environment has the command line."""
     from argcomplete import autocomplete
     from argcomplete.completers import FilesCompleter
 
-    def words(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **more: Any) -> list[str]:
+    def words(prefix: str, action: argparse.Action, parsed_args: argparse.Namespace, **options: Any) -> list[str]:
         if action.dest in ("settings", "spaces"):
             return fields_of(getattr(parsed_args, "file", None))
-        return list(FilesCompleter()(prefix=prefix, action=action, parsed_args=parsed_args, **more))
+        return list(FilesCompleter()(prefix=prefix, action=action, parsed_args=parsed_args, **options))
 
     line, point = os.environ.get("COMP_LINE", ""), int(os.environ.get("COMP_POINT", 0))
     head, _, word = line[:point].rpartition(" ")
     typed = head.split()
-    again = "".join(f"{option} " for option in plain([*typed, "x="])[len(plain(typed)) : -1])  # one more of --set's
-    if again and not word.startswith("-"):
-        os.environ |= {"COMP_LINE": f"{head} {again}{word}{line[point:]}", "COMP_POINT": str(point + len(again))}
+    repeated = "".join(f"{option} " for option in expand([*typed, "x="])[len(expand(typed)) : -1])  # implicit --set
+    if repeated and not word.startswith("-"):
+        os.environ |= {"COMP_LINE": f"{head} {repeated}{word}{line[point:]}", "COMP_POINT": str(point + len(repeated))}
     completer: Any = words
     autocomplete(parser, default_completer=completer)
 

@@ -22,51 +22,51 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Say what can be typed."""
-    top = commands.add_parser("data", help="download a data set, or convert images to HDF5")
-    parts = top.add_subparsers(required=True, metavar="WHAT")
+    """Register the commands."""
+    group = commands.add_parser("data", help="download a data set, or convert images to HDF5")
+    parts = group.add_subparsers(required=True, metavar="WHAT")
 
-    one = parts.add_parser("mnist", help="download the MNIST files")
-    one.add_argument("--to", type=options.path, metavar="DIR", required=True, help="output folder")
-    one.add_argument("--mirror", metavar="URL", help="URL of the folder with the files (default: the public mirror)")
-    one.set_defaults(command=download)
+    cmd = parts.add_parser("mnist", help="download the MNIST files")
+    cmd.add_argument("--to", type=options.path, metavar="DIR", required=True, help="output folder")
+    cmd.add_argument("--mirror", metavar="URL", help="URL of the folder with the files (default: the public mirror)")
+    cmd.set_defaults(command=download)
 
-    one = parts.add_parser(
+    cmd = parts.add_parser(
         "convert", help="convert images to an HDF5 file from which each rank reads its tile", allow_abbrev=False
     )
-    one.add_argument(
+    cmd.add_argument(
         "source", type=options.path, nargs="+", metavar="SOURCE",
         help="a folder of images (a subfolder for each class), IMAGES.npy LABELS.npy, a .npz, IDX files or their"
         " folder, CIFAR-10 in binary form",
     )  # fmt: skip
-    one.add_argument("--to", type=options.path, metavar="FILE.h5", required=True, help="the file to write")
-    one.add_argument(
+    cmd.add_argument("--to", type=options.path, metavar="FILE.h5", required=True, help="the file to write")
+    cmd.add_argument(
         "--labels", type=options.path, metavar="FILE.csv", help="rows of FILE,LABEL for a folder of images"
     )
-    one.add_argument(
+    cmd.add_argument(
         "--maps", type=options.path, metavar="DIR", help="folder of class maps with the same names as the images"
     )
-    one.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="scale images to this size")
-    one.add_argument(
+    cmd.add_argument("--size", nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="scale images to this size")
+    cmd.add_argument(
         "--mode", choices=["L", "RGB", "RGBA"], help="colour mode of images (default: that of the first one)"
     )
-    one.add_argument("--compress", action="store_true", help="compress with gzip: smaller, slower to read")
-    one.set_defaults(command=convert)
+    cmd.add_argument("--compress", action="store_true", help="compress with gzip: smaller, slower to read")
+    cmd.set_defaults(command=convert)
 
-    one = parts.add_parser("records", help="write records to a CSV or a RecordIO file", allow_abbrev=False)
-    one.add_argument("source", metavar="SOURCE", help="records, as for `neondist train --training-data`")
-    one.add_argument(
+    cmd = parts.add_parser("records", help="write records to a CSV or a RecordIO file", allow_abbrev=False)
+    cmd.add_argument("source", metavar="SOURCE", help="records, as for `neondist train --training-data`")
+    cmd.add_argument(
         "--role",
         choices=[mode.value for mode in Mode],
         default="training",
         help="split to write, if the source has several",
     )
-    one.add_argument("--to", type=options.file, metavar="FILE", required=True, help="output file, .csv or .recordio")
-    one.set_defaults(command=write_records)
+    cmd.add_argument("--to", type=options.file, metavar="FILE", required=True, help="output file, .csv or .recordio")
+    cmd.set_defaults(command=write_records)
 
 
 def download(arguments: argparse.Namespace) -> int:
-    """Download the files, with a progress bar, and name them."""
+    """Download the files with a progress bar, and print their paths."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     from ..data.datasets.download import download_mnist
@@ -98,7 +98,7 @@ def write_records(arguments: argparse.Namespace) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Convert, with a progress bar, and say what was written and how it is used."""
+    """Convert with a progress bar, and print the shapes and the data set field."""
     from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
     from ..data.convert import convert, parts_of
@@ -126,17 +126,17 @@ def convert(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def bars(*columns: ProgressColumn) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show a bar for each name on the console while open, and columns beside it; yields a call that moves them on."""
+    """Show a progress bar per name with extra columns while open; yields the callable that updates them."""
     from rich.progress import BarColumn, Progress, TextColumn
 
     from ..terminal.rich_console import Console
 
     tasks: dict[str, Any] = {}
-    with Progress(TextColumn("{task.description}", markup=False), BarColumn(), *columns, console=Console()) as shown:
+    with Progress(TextColumn("{task.description}", markup=False), BarColumn(), *columns, console=Console()) as display:
 
         def show(name: str, done: int, total: int | None) -> None:
             if name not in tasks:
-                tasks[name] = shown.add_task(name, total=total)
-            shown.update(tasks[name], completed=done, total=total)
+                tasks[name] = display.add_task(name, total=total)
+            display.update(tasks[name], completed=done, total=total)
 
         yield show

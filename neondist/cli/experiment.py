@@ -1,4 +1,4 @@
-"""From the words on the command line to an experiment: its file, `--set`, and `--import` of the user's own classes."""
+"""Experiment from the command line: its file, `--set`, and `--import` of the user's own classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..launcher.launch import FORCE
 from ..launcher.workers import SERVERS
 from ..registry import suggest
 
-_ONE_AT_A_TIME = threading.Lock()  # ranks may be threads
+_IMPORT_LOCK = threading.Lock()  # ranks may be threads
 
 
 def load(arguments: argparse.Namespace) -> Any:
@@ -32,20 +32,20 @@ def load(arguments: argparse.Namespace) -> Any:
     modules = [import_module(module) for module in arguments.modules]
     experiment = load_experiment(arguments.file, arguments.settings, modules=modules)
     if SERVERS in os.environ and experiment.server_strategy is not None:
-        experiment.grid |= {"replicas": 1}  # this process's; the others are workers of their own
+        experiment.grid |= {"replicas": 1}  # other replicas are separate workers
     return experiment
 
 
 def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
-    """Return the experiment once it is right on every rank: file, data and grid; collective."""
+    """Return the experiment after validating file, data and grid on every rank; collective."""
 
-    from ..models import made_of_layers
+    from ..models import require_layers
 
     def check(experiment: Any) -> None:
         experiment.validate(ranks)
-        what, remedy = getattr(arguments, "of_layers", None) or ("", "")
-        if what:
-            made_of_layers(experiment.model, what, remedy)
+        feature, remedy = getattr(arguments, "of_layers", None) or ("", "")
+        if feature:
+            require_layers(experiment.model, feature, remedy)
         replicas, cells = experiment.grid.get("replicas", 1) or ranks, prod(experiment.dataset.sample_shape[:-1])
         if ranks > replicas * cells and not arguments.force:
             raise LaunchError(
@@ -58,7 +58,7 @@ def validated(arguments: argparse.Namespace, world: Transport, ranks: int) -> An
 
 
 def loaded(arguments: argparse.Namespace, world: Transport, check: Callable[[Any], None] | None = None) -> Any:
-    """Return the experiment of the file, once it passes `check` on every rank; collective."""
+    """Return the experiment of the file after `check` on every rank; collective."""
     from ..comm import agree
 
     experiment: Any = None
@@ -68,7 +68,7 @@ def loaded(arguments: argparse.Namespace, world: Transport, check: Callable[[Any
         if check is not None:
             check(experiment)
     except UserError as problem:
-        error = place(problem)  # now, because the message travels to the other ranks and its subject does not
+        error = place(problem)  # now: other ranks receive the message without its subject
     except Exception as problem:
         error = problem
     agree(world, error)
@@ -76,39 +76,39 @@ def loaded(arguments: argparse.Namespace, world: Transport, check: Callable[[Any
 
 
 def import_module(name: str, option: str = "--import ") -> str:
-    """Import a module by its dotted name, or a .py file by its path, and return its name; twice does nothing more.
+    """Import a module by its dotted name, or a .py file by its path, and return its name; idempotent.
 
     Parameters
     ----------
     name : str
     option : str
-        What messages begin with, before the name.
+        Prefix of the name in error messages.
 
     Raises
     ------
     ConfigError
-        The module is not there, or fails while it is imported; the message says where.
+        The module does not exist or fails to import; the message names the line.
     """
-    with _ONE_AT_A_TIME:
+    with _IMPORT_LOCK:
         return _import(name, option)
 
 
 def load_factory(text: str, option: str) -> Callable[..., Any]:
-    """Return what FILE.py:NAME, or MODULE:NAME, is; ConfigError, with the option, if it is not a function."""
+    """Return the callable FILE.py:NAME or MODULE:NAME; ConfigError, with the option, if it is not one."""
     place, colon, name = text.rpartition(":")
     if not (colon and place and name):
         raise ConfigError(f"{option}{text}: does not name a function; expected FILE.py:NAME or MODULE:NAME")
     module = sys.modules[import_module(place, option)]
-    found = getattr(module, name, None)
-    if not callable(found):
+    member = getattr(module, name, None)
+    if not callable(member):
         members = inspect.getmembers(module, callable)
-        own = [n for n, one in members if getattr(one, "__module__", None) == module.__name__]
+        own = [n for n, value in members if getattr(value, "__module__", None) == module.__name__]
         remedy = f"; name one of {', '.join(own)}" if own else "; define a class or a function"
-        if found is not None:
-            raise ConfigError(f"{option}{text}: {name} is a {type(found).__name__}{remedy}")
+        if member is not None:
+            raise ConfigError(f"{option}{text}: {name} is a {type(member).__name__}{remedy}")
         raise ConfigError(f"{option}{text}: {place} has no '{name}'{suggest(name, own) or remedy}")
-    made: Callable[..., Any] = found
-    return made
+    factory: Callable[..., Any] = member
+    return factory
 
 
 def _import(name: str, option: str) -> str:
@@ -122,23 +122,23 @@ def _import(name: str, option: str) -> str:
         if is_file:
             _import_file(path)
         else:
-            _reach(Path.cwd())
+            _add_to_path(Path.cwd())
             importlib.import_module(name)
     except (Exception, SystemExit) as error:
         sys.modules.pop(path.stem if is_file else name, None)
         if isinstance(error, ModuleNotFoundError) and error.name == name:
-            what = "no module of this name; give a module's name, or the path of a .py file"
+            problem = "no module of this name; give a module's name, or the path of a .py file"
         else:
-            what = f"{_line(error)}{type(error).__name__}: {error}; a module must import without errors"
-        raise ConfigError(f"{option}{name}: {what}") from error
+            problem = f"{_line(error)}{type(error).__name__}: {error}; a module must import without errors"
+        raise ConfigError(f"{option}{name}: {problem}") from error
     return path.stem if is_file else name
 
 
 def _import_file(path: Path) -> None:
-    known = sys.modules.get(path.stem)
-    if getattr(known, "__file__", None) == str(path.absolute()):
-        return  # a second time it would make other classes of the same names
-    _reach(path.resolve().parent)  # as for a script: files next to it can be imported
+    loaded_module = sys.modules.get(path.stem)
+    if getattr(loaded_module, "__file__", None) == str(path.absolute()):
+        return  # reloading would define different classes of the same names
+    _add_to_path(path.resolve().parent)  # as for a script: its folder is on the path
     spec = importlib.util.spec_from_file_location(path.stem, path.absolute())
     assert spec is not None
     assert spec.loader is not None
@@ -147,13 +147,13 @@ def _import_file(path: Path) -> None:
     spec.loader.exec_module(module)
 
 
-def _reach(folder: Path) -> None:
+def _add_to_path(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 def _line(error: BaseException) -> str:
-    """Return 'FILE:LINE: ' of the user's code that failed."""
+    """Return 'FILE:LINE: ' of the failing user code."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: "
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

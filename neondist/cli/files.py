@@ -1,4 +1,4 @@
-"""`neondist init`, `schema` and `report`: a first experiment file, what editors know of such files, a page on a run."""
+"""`neondist init`, `schema` and `report`: initial experiment file, JSON Schema for editors, HTML page of a run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MASKS = ("masks", "labels")
 
 
 def add(commands: Any) -> None:
-    """Say what can be typed."""
-    one = commands.add_parser("schema", help="print the JSON Schema of experiment files, for editors")
-    one.add_argument(
+    """Register the commands."""
+    cmd = commands.add_parser("schema", help="print the JSON Schema of experiment files, for editors")
+    cmd.add_argument(
         "--import",
         dest="modules",
         action="append",
@@ -30,29 +30,29 @@ def add(commands: Any) -> None:
         metavar="MODULE",
         help="a module or .py file that registers your own classes",
     )
-    one.add_argument(
+    cmd.add_argument(
         "--tags", action="store_true", help="print the tags instead, for the editor setting yaml.customTags"
     )
-    one.set_defaults(command=print_schema)
+    cmd.set_defaults(command=print_schema)
 
-    one = commands.add_parser("init", help="write an experiment for a folder of images")
-    one.add_argument(
+    cmd = commands.add_parser("init", help="write an experiment for a folder of images")
+    cmd.add_argument(
         "images",
         type=options.path,
         metavar="DIR",
         help="one subfolder per class, or images/ and masks/ with the same file names, or a labels.csv",
     )
-    one.add_argument("--to", type=options.path, metavar="FILE.yaml", help="default: the folder's name, here")
-    one.set_defaults(command=init)
+    cmd.add_argument("--to", type=options.path, metavar="FILE.yaml", help="default: the folder's name, here")
+    cmd.set_defaults(command=init)
 
-    one = commands.add_parser("report", help="write report.html for a run, a self-contained page")
-    one.add_argument("run", type=options.path, metavar="DIR", help="the folder of the run")
-    one.add_argument("--to", type=options.path, metavar="FILE.html", help="default: report.html in the folder")
-    one.set_defaults(command=report)
+    cmd = commands.add_parser("report", help="write report.html for a run, a self-contained page")
+    cmd.add_argument("run", type=options.path, metavar="DIR", help="the folder of the run")
+    cmd.add_argument("--to", type=options.path, metavar="FILE.html", help="default: report.html in the folder")
+    cmd.set_defaults(command=report)
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Write the page."""
+    """Write the page of a run."""
     from ..train.html_report import report as page
 
     folder = Path(arguments.run)
@@ -63,7 +63,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def print_schema(arguments: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the JSON Schema."""
     import neondist.train  # noqa: F401  registers the classes that a file may name
 
     from ..config.schema import schema, tags
@@ -76,7 +76,7 @@ def print_schema(arguments: argparse.Namespace) -> int:
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Look at the folder and write the file."""
+    """Inspect the folder and write the experiment file."""
     folder = Path(arguments.images)
     target = Path(arguments.to or f"{folder.resolve().name}.yaml")
     if not folder.is_dir():
@@ -90,36 +90,36 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def _classification(folder: Path) -> str:
-    from ..data.datasets.image_lists import labelled, matching, samples_of
+    from ..data.datasets.image_lists import match_files, read_labels, samples_of
 
     tables = sorted(folder.glob("*.csv"))
-    inside = folder / "images" if (folder / "images").is_dir() else folder
-    classes = sorted(one for one in folder.iterdir() if one.is_dir() and _images(one))
-    if len(tables) == 1 and _images(inside):
-        images, pattern, labels = _images(inside), _pattern(inside), str(tables[0])
+    image_folder = folder / "images" if (folder / "images").is_dir() else folder
+    classes = sorted(sub for sub in folder.iterdir() if sub.is_dir() and _images(sub))
+    if len(tables) == 1 and _images(image_folder):
+        images, pattern, labels = _images(image_folder), _pattern(image_folder), str(tables[0])
     elif len(classes) < 2:
-        if within := sorted(one.parent for one in folder.glob("*/*") if one.is_dir() and _images(one)):
-            inner = within[0]
-            raise DataError(f"{folder}: has no images, but {inner.name}/ has folders of them: neondist init {inner}")
+        if nested := sorted(sub.parent for sub in folder.glob("*/*") if sub.is_dir() and _images(sub)):
+            first = nested[0]
+            raise DataError(f"{folder}: has no images, but {first.name}/ has folders of them: neondist init {first}")
         raise DataError(
             f"{folder}: has {len(classes)} subfolders with images; give a subfolder for each class, or images/ and"
             " masks/, or images and one table labels.csv of FILE,CLASS or FILE,NUMBER"
         )
     else:
-        images, pattern, labels = [path for one in classes for path in _images(one)], _pattern(folder, "*"), "folders"
+        images, pattern, labels = [path for sub in classes for path in _images(sub)], _pattern(folder, "*"), "folders"
     crop = _crop(images)
-    values, count, known = labelled(labels, samples_of(matching("images", pattern), len(crop)), None)
+    values, count, are_classes = read_labels(labels, samples_of(match_files("images", pattern), len(crop)), None)
     if values.ndim > 1:
-        what, outputs, cost, metrics = "Which numbers belong to an image?", values.shape[1], "!MSE {}", ""
+        task, outputs, cost, metrics = "Regression: numbers per image", values.shape[1], "!MSE {}", ""
     else:
         outputs = count or 0
-        names = f" {', '.join(one.name for one in classes)[:200]}" if labels == "folders" else ""
-        if labels != "folders" and not known:
-            names = " The table's whole numbers are classes, from 0; write values to be predicted as 250.0"
-        what, cost = f"Which of {count} classes is an image of?{names}", "!CrossEntropy {}"
+        names = f": {', '.join(sub.name for sub in classes)[:200]}" if labels == "folders" else ""
+        if labels != "folders" and not are_classes:
+            names = ". Integers in the table are classes, from 0; write regression targets as 250.0"
+        task, cost = f"Image classification, {count} classes{names}", "!CrossEntropy {}"
         metrics = "!Accuracy {}, !F1 {}, !ConfusionMatrix {}"
     return _FILE.format(
-        what=visible(what, keep=""), crop=crop, images=_quoted(pattern), labels=_quoted(labels),
+        task=visible(task, keep=""), crop=crop, images=_quoted(pattern), labels=_quoted(labels),
         layers=_CLASSIFIER.format(outputs),
         cost=cost, metrics=metrics, number="validation_error" if metrics else "validation_loss",
     )  # fmt: skip
@@ -130,58 +130,58 @@ def _segmentation(folder: Path, masks: str) -> str:
 
     from ..data.datasets.image_lists import open_mask
 
-    images, drawn = _images(folder / "images"), _images(folder / masks)
-    if not images or not drawn:
-        raise DataError(f"{folder}: images/ has {len(images)} images, {masks}/ has {len(drawn)}; give both some")
-    found, numbers = set[int](), 0
-    for path in drawn[:20]:
+    images, mask_paths = _images(folder / "images"), _images(folder / masks)
+    if not images or not mask_paths:
+        raise DataError(f"{folder}: images/ has {len(images)} images, {masks}/ has {len(mask_paths)}; both need images")
+    classes, channels = set[int](), 0
+    for path in mask_paths[:20]:
         with open_mask(str(path)) as source:
             if source.dtype.kind == "f":
-                numbers = source.shape[-1]
+                channels = source.shape[-1]
                 break
-            found |= set(np.unique(source.read([(0, n) for n in source.shape])).tolist())
+            classes |= set(np.unique(source.read([(0, n) for n in source.shape])).tolist())
     labels = _quoted(_pattern(folder / masks))
-    if numbers:
-        what = "Which numbers has each cell of an image? The masks hold floats; classes are whole numbers"
-        outputs, cost, metrics = numbers, "!MSE {}", ""
+    if channels:
+        task = "Regression: numbers per cell; the masks hold floats, classes would be integers"
+        outputs, cost, metrics = channels, "!MSE {}", ""
     else:
-        none = min(found) if min(found) < 0 else 255 if max(found) == 255 > len(found) else None
-        ignored = {none} & found
-        outputs = max(found - ignored, default=0) + 1
+        void = min(classes) if min(classes) < 0 else 255 if max(classes) == 255 > len(classes) else None
+        ignored = {void} & classes
+        outputs = max(classes - ignored, default=0) + 1
         if outputs < 2:
-            raise DataError(f"{folder / masks}: holds {sorted(found)} alone; number the classes 0, 1, and so on")
-        what = f"Which class has each cell of an image? The first masks hold 0 to {outputs - 1}"
+            raise DataError(f"{folder / masks}: holds {sorted(classes)} alone; number the classes 0, 1, and so on")
+        task = f"Segmentation: a class per cell; the first masks hold 0 to {outputs - 1}"
         cost, metrics = "!DiceCE {}", "!IoU {}, !F1 {}"
-        labels += f"\n  classes: {outputs}             # a mask with others ends the run"
+        labels += f"\n  classes: {outputs}             # other values in a mask are an error"
         if ignored:
-            what += f", and {none} where there is not a class"
-            labels, cost = f"{labels}\n  ignore_index: {none}", f"!DiceCE {{ignore_index: {none}}}"
+            task += f", and {void} for unlabelled cells"
+            labels, cost = f"{labels}\n  ignore_index: {void}", f"!DiceCE {{ignore_index: {void}}}"
     return _FILE.format(
-        what=visible(what, keep=""), crop=_crop(images), images=_quoted(_pattern(folder / "images")), labels=labels,
+        task=visible(task, keep=""), crop=_crop(images), images=_quoted(_pattern(folder / "images")), labels=labels,
         layers=_SEGMENTER.format(outputs), cost=cost, metrics=metrics, number="validation_loss",
     )  # fmt: skip
 
 
 def _images(folder: Path) -> list[Path]:
-    from ..formats.table import known
+    from ..formats.table import is_known
 
-    return sorted(path for path in folder.iterdir() if known(path) and not path.name.startswith("."))
+    return sorted(path for path in folder.iterdir() if is_known(path) and not path.name.startswith("."))
 
 
 def _pattern(folder: Path, below: str = "") -> str:
-    """Return what the images in a folder, or in its subfolders, are called."""
-    folders = [one for one in (folder.glob(below) if below else [folder]) if one.is_dir()]
-    kinds = {path.suffix for one in folders for path in _images(one)}
+    """Return the file pattern of the images in a folder or its subfolders."""
+    folders = [sub for sub in (folder.glob(below) if below else [folder]) if sub.is_dir()]
+    kinds = {path.suffix for sub in folders for path in _images(sub)}
     return str(Path(escape(str(folder)), below, f"*{kinds.pop()}" if len(kinds) == 1 else "*.*"))
 
 
 def _quoted(text: str) -> str:
-    """Return a text in quotes for YAML, on one line whatever it has in it."""
+    """Return a text quoted for YAML, on one line."""
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
 
 
 def _crop(paths: list[Path]) -> list[int]:
-    """Return the extents of crops that lie in all images, and can be halved."""
+    """Return crop extents that fit in all images and can be halved."""
     from ..formats import open_source
 
     crop: list[int] = []
@@ -194,16 +194,16 @@ def _crop(paths: list[Path]) -> list[int]:
 
 
 _FILE = """\
-# {what}
+# {task}
 # Fields and their defaults: the reference of neondist; `neondist schema` lets an editor complete and check them.
 !FitExperiment
 dataset: !ImageFiles
   images: {images}
   labels: {labels}
-  crop: {crop}         # what the network sees at once; larger ones show more of an image
+  crop: {crop}         # cells per sample; larger crops give more context
   crops_per_image: 4
-  validation: 0.2        # this share of the images is judged, and not trained with
-augment: [!Flip {{}}]      # images are as likely mirrored; leave out what would change their meaning
+  validation: 0.2        # fraction of the images held out for validation
+augment: [!Flip {{}}]      # remove transforms that change the meaning of an image
 model: !ConvnetDist
   layers:
 {layers}
@@ -215,7 +215,7 @@ model: !ConvnetDist
 batch_size: 16
 epochs: 30
 metrics: [{metrics}]
-best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5, and ends a run that gets no better
+best: !Best {{number: {number}, patience: 10}}  # keeps checkpoint_best.h5; early stopping
 """
 _BLOCK = """\
     - !ConvLayerDist {{out_channels: {0}, kernel_size: 3, padding: 1, bias: false}}

@@ -13,18 +13,18 @@ from . import options, run
 
 def add(commands: Any) -> None:
     """Add the command's arguments: a resource file, then those of `run`."""
-    one = commands.add_parser(
+    cmd = commands.add_parser(
         "launch", help="check several machines, then run an experiment or a script on them", allow_abbrev=False,
         usage="neondist launch RESOURCES.yaml [options] FILE.yaml | SCRIPT.py [arguments of the script]",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "resource_file",
         type=options.path,
         metavar="RESOURCES.yaml",
         help="resource specification: nodes, devices, SSH settings",
     )
-    run.add_options(one)
-    one.set_defaults(command=launch, stops=True, watched=True)
+    run.add_options(cmd)
+    cmd.set_defaults(command=launch, stops=True, watched=True)
 
 
 def launch(arguments: argparse.Namespace) -> int:
@@ -41,6 +41,6 @@ def launch(arguments: argparse.Namespace) -> int:
     if arguments.restarts is not None or arguments.spares:
         arguments.source = HostSource(arguments.resource_file)
     if arguments.ranks is None:
-        fixed = max(1, arguments.resources.replicas - arguments.spares)
-        arguments.ranks = arguments.elastic[1] if arguments.elastic else fixed
+        total = max(1, arguments.resources.replicas - arguments.spares)
+        arguments.ranks = arguments.elastic[1] if arguments.elastic else total
     return run.run(arguments)

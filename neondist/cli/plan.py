@@ -1,4 +1,4 @@
-"""`neondist plan`: which grid and strategy make a step fastest on a machine, and what each parameter's would be."""
+"""`neondist plan`: the fastest grid and strategy on a machine, with the strategy of each parameter."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ UNKNOWN = "predicted, not measured: `neondist bench model calibrate` measures a 
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    one = commands.add_parser("plan", help="choose a grid and a strategy by a cost model; no MPI", allow_abbrev=False)
-    options.experiment(one, "ranks to plan for (default: the replicas of --resources, or 1); nothing is started")
-    one.add_argument(
+    cmd = commands.add_parser("plan", help="choose a grid and a strategy by a cost model; no MPI", allow_abbrev=False)
+    options.experiment(cmd, "ranks to plan for (default: the replicas of --resources, or 1); nothing is started")
+    cmd.add_argument(
         "--resources", type=options.file, metavar="FILE", help="resource specification: nodes and their devices"
     )
-    one.add_argument(
+    cmd.add_argument(
         "--machine",
         type=options.file,
         metavar="FILE",
         help="machine file of `bench model calibrate` (default: typical figures)",
     )
-    one.add_argument("--to", type=options.file, metavar="FILE.yaml", help="write the strategy to a file for --strategy")
-    one.set_defaults(command=plan)
+    cmd.add_argument("--to", type=options.file, metavar="FILE.yaml", help="write the strategy to a file for --strategy")
+    cmd.set_defaults(command=plan)
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the table and the choice; write the strategy if asked to."""
+    """Print the table and the choice; write the strategy to --to, if given."""
     from ..cluster import ResourceSpec
     from ..plan import search
     from ..system.machine import Machine, read
@@ -50,11 +50,11 @@ def plan(arguments: argparse.Namespace) -> int:
             raise ConfigError("dist_flag: false runs in one process; plan needs dist_flag: true")
         limit, within = _limits(experiment, ranks, machine)
         builders = _builders(experiment.model)
-        found = search.choices(_plans(experiment, ranks, machine), builders, machine, resources)
-        choice, runner_up, left = search.best(found, limit, within)
+        candidates = search.choices(_plans(experiment, ranks, machine), builders, machine, resources)
+        choice, runner_up, rejected = search.best(candidates, limit, within)
     except UserError as error:
         raise place(error) from None
-    Console(soft_wrap=True).print(search.table(choice, runner_up, left, _error(machine)))
+    Console(soft_wrap=True).print(search.table(choice, runner_up, rejected, _error(machine)))
     if arguments.to is not None:
         choice.strategy.save(arguments.to)
         emit(Path(arguments.to))
@@ -64,33 +64,33 @@ def plan(arguments: argparse.Namespace) -> int:
 def _error(machine: Any) -> str:
     if not machine.error:
         return UNKNOWN
-    return f"predicted, not measured: steps of small networks were {machine.error:.0%} off in the mean on this machine"
+    return f"predicted, not measured: steps of small networks were {machine.error:.0%} off on average on this machine"
 
 
 def _builders(model: Any) -> Sequence[Any]:
-    """Return the strategy that the experiment names, or those of which the planner chooses."""
+    """Return the experiment's strategy, or the candidates of the planner."""
     from ..strategies import AutoStrategy
     from ..strategies.auto import candidates
 
-    given, model.strategy = model.strategy, None
-    return candidates() if given is None or isinstance(given, AutoStrategy) else [given]
+    strategy, model.strategy = model.strategy, None
+    return candidates() if strategy is None or isinstance(strategy, AutoStrategy) else [strategy]
 
 
 def _limits(experiment: Any, ranks: int, machine: Any) -> tuple[int | None, Any]:
-    """Return the bytes of a rank where memory is limited, and what makes a plan of strips within a limit."""
+    """Return the memory limit per rank in bytes, if any, and a function that plans strips within a limit."""
     from ..system.memory import PROCESS, words
 
     model, memory = experiment.model, experiment.model.memory
     model.memory = model.room = None
     if memory is None:
         return None, None
-    here = min(ranks, machine.cores_per_node)
-    if memory // here <= PROCESS:
+    local_ranks = min(ranks, machine.cores_per_node)
+    if memory // local_ranks <= PROCESS:
         raise ConfigError(
-            f"memory: {words(memory)} for {here} ranks on a machine; each needs {words(PROCESS)} before it loads"
-            f" any image: give more than {words(PROCESS * here)}"
+            f"memory: {words(memory)} for {local_ranks} ranks on a machine; each needs {words(PROCESS)} before it loads"
+            f" any image: give more than {words(PROCESS * local_ranks)}"
         )
-    return memory // here - PROCESS, partial(_in_strips, experiment)
+    return memory // local_ranks - PROCESS, partial(_in_strips, experiment)
 
 
 def _in_strips(experiment: Any, plan: Any, limit: int) -> Any:
@@ -105,39 +105,39 @@ def _in_strips(experiment: Any, plan: Any, limit: int) -> Any:
 
 
 def _with_schemes(experiment: Any, grid: Any, machine: Any) -> Any:
-    """Return the plan of a grid with the exact schemes that cost least; None if that is `halo`, or others are given."""
+    """Return the plan of a grid with the cheapest exact schemes; None if these are `halo` or set explicitly."""
     from ..halo import scheme_text
     from ..models import Model
     from ..plan.choices import choose, figures_on, put_schemes
     from ..plan.search import PlanWithSchemes
 
     model, shape, batch = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
-    if not isinstance(model, Model) or {scheme_text(one.scheme or model.scheme) for one in model.leaves} != {"halo"}:
+    if not isinstance(model, Model) or {scheme_text(leaf.scheme or model.scheme) for leaf in model.leaves} != {"halo"}:
         return None
     figures = figures_on(machine, grid, batch, model.dtype.itemsize)
-    chosen = choose(model.chain, shape, grid, figures)
-    schemes = {choice.layer: choice.scheme for choice in chosen if choice.scheme != "halo"}
-    given = {layer: layer.scheme for layer in model.leaves}
+    choices = choose(model.chain, shape, grid, figures)
+    schemes = {choice.layer: choice.scheme for choice in choices if choice.scheme != "halo"}
+    original = {leaf: leaf.scheme for leaf in model.leaves}
     try:
         return PlanWithSchemes(model.plan(shape, grid, batch), schemes) if put_schemes(model.leaves, schemes) else None
     finally:
-        for layer, scheme in given.items():
-            layer.scheme = scheme
+        for leaf, scheme in original.items():
+            leaf.scheme = scheme
 
 
 def _plans(experiment: Any, ranks: int, machine: Any) -> list[Any]:
-    """Return the plans of all grids to compare; the error of the last one, if there is none."""
+    """Return the plans of all grids to compare; raise the last error if no grid is valid."""
     from ..plan.search import grids
 
     model, dataset, batch = experiment.model, experiment.dataset, experiment.batch_size
     dataset.check()
-    shape, found, error = dataset.sample_shape, [], None
+    shape, plans, error = dataset.sample_shape, [], None
     for grid in grids(ranks, experiment.grid, batch, shape[:-1]):
         try:
-            found.append(model.plan(shape, grid, batch))
-            found += [chosen] if grid.tiles > 1 and (chosen := _with_schemes(experiment, grid, machine)) else []
+            plans.append(model.plan(shape, grid, batch))
+            plans += [variant] if grid.tiles > 1 and (variant := _with_schemes(experiment, grid, machine)) else []
         except UserError as problem:
             error = problem
-    if not found and error is not None:
+    if not plans and error is not None:
         raise error
-    return found
+    return plans

@@ -1,4 +1,4 @@
-"""`neondist run` and `neondist check`: train what a file describes, or run a script; or tell what every layer does."""
+"""`neondist run` and `neondist check`: train an experiment or run a script; print the plan of each layer."""
 
 from __future__ import annotations
 
@@ -21,127 +21,127 @@ from ..train import Hook
 from . import options
 from .experiment import load, validated
 
-_OF_EXPERIMENTS = (
+_EXPERIMENT_OPTIONS = (
     "settings", "output", "virtual", "resume", "overwrite", "init_from", "time_limit", "stall_timeout", "debug_halo",
     "snapshot",
 )  # fmt: skip
-_WITH_FILES = ("--import", "--set", "--hosts-from", "--init-from", "--output", "--strategy")
-"""options whose value may look like a script"""
+_FILE_OPTIONS = ("--import", "--set", "--hosts-from", "--init-from", "--output", "--strategy")
+"""Options whose value may look like a script."""
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def add(commands: Any) -> None:
-    """Say what can be typed."""
-    one = commands.add_parser(
+    """Register the commands."""
+    cmd = commands.add_parser(
         "run", help="train an experiment from a YAML file, or run a script on all ranks", allow_abbrev=False,
         usage="neondist run [options] FILE.yaml | SCRIPT.py [arguments of the script]",
     )  # fmt: skip
-    add_options(one)
-    one.set_defaults(command=run, stops=True, watched=True)
+    add_options(cmd)
+    cmd.set_defaults(command=run, stops=True, watched=True)
 
-    one = commands.add_parser("check", help="validate a YAML file and print the plan of each layer", allow_abbrev=False)
-    options.experiment(one, "ranks to plan for (default 1); nothing is started")
-    one.set_defaults(command=check)
+    cmd = commands.add_parser("check", help="validate a YAML file and print the plan of each layer", allow_abbrev=False)
+    options.experiment(cmd, "ranks to plan for (default 1); nothing is started")
+    cmd.set_defaults(command=check)
 
 
-def add_options(one: argparse.ArgumentParser) -> None:
+def add_options(cmd: argparse.ArgumentParser) -> None:
     """Add the file and the options of `run`."""
-    options.experiment(one)
-    one.add_argument("--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE)")
-    options.virtual(one)
-    one.add_argument(
+    options.experiment(cmd)
+    cmd.add_argument("--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE)")
+    options.virtual(cmd)
+    cmd.add_argument(
         "--resume", nargs="?", default=False, const=True, type=resume_mode, metavar="auto",
         help="resume from the checkpoint in the output directory; with auto, start from scratch if there is none",
     )  # fmt: skip
-    one.add_argument("--overwrite", action="store_true", help="replace the run that is in the output directory")
-    one.add_argument("--init-from", metavar="FILE", help="initialise the weights from a checkpoint, by name")
-    one.add_argument(
+    cmd.add_argument("--overwrite", action="store_true", help="replace the run that is in the output directory")
+    cmd.add_argument("--init-from", metavar="FILE", help="initialise the weights from a checkpoint, by name")
+    cmd.add_argument(
         "--time-limit", type=duration, metavar="TIME",
         help="write a checkpoint and stop with exit code 75 before this time limit: 3h30m, 03:30:00 or seconds",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--stall-timeout", type=duration, metavar="TIME",
         help="abort the job if no batch completes for this long, and report what each rank is waiting for (default"
              " 10m)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--debug-halo", action="store_true",
         help="debug your own layers and schemes (slow): views start as NaN, and messages are delayed",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--restarts", type=options.positive, metavar="K",
         help="with -n: if a rank is killed, restart from the newest complete checkpoint, at most K times",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--elastic", type=bounds, metavar="MIN:MAX",
         help="with --restarts or --hosts-from: continue on the remaining ranks, at least MIN; starts with MAX"
              " ranks, or -n",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--hosts-from", type=options.path, metavar="FILE|SCRIPT",
         help="hosts to start ranks on: a host file, a resource file, or a program that prints HOST:SLOTS lines;"
              " reread regularly with --elastic",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--spares", type=options.not_negative, default=0, metavar="K",
         help="keep K slots idle to replace lost ranks, so that the next generation has the same grid",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--cool-down", type=duration, metavar="TIME",
         help="do not use a failed host for this long (default 1m)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--wait", type=duration, metavar="TIME",
         help="give up after waiting this long for enough hosts (default 10m)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--snapshot", type=snapshots, metavar="auto|STEPS|off",
         help="with --restarts: keep snapshots of the run in the memory of two nodes, every STEPS steps or using at"
              " most 2 %% of the time (auto, the default)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--lease", type=duration, metavar="TIME",
         help="with -n: treat a rank that is stopped or unreachable for this long as lost (default 15s)",
     )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train in this process, on virtual ranks, in the MPI job that this process is in, or under mpirun."""
+    """Train in this process, on virtual ranks, in the current MPI job, or under mpirun."""
     if arguments.script:
         return _run_script(arguments)
-    from ..io.output import missing, remove_empty
+    from ..io.output import missing_folders, remove_empty
 
     def work(world: Transport, experiment: Any) -> int:
         start = {"resume": arguments.resume, "init_from": arguments.init_from, "overwrite": arguments.overwrite}
-        places = {"output": arguments.folder, "resolved": dump(experiment), "snapshot": arguments.snapshot or None}
-        place = worker_place(os.environ) if experiment.server_strategy is not None else None
+        outputs = {"output": arguments.folder, "resolved": dump(experiment), "snapshot": arguments.snapshot or None}
+        worker = worker_place(os.environ) if experiment.server_strategy is not None else None
         hooks = hooks_of(arguments)
-        result = experiment.run(experiment.open_grid(world), **places, hooks=hooks, **start, worker=place)
+        result = experiment.run(experiment.open_grid(world), **outputs, hooks=hooks, **start, worker=worker)
         if world.rank == 0:
             options.print_written(result.files)
         return result.stop.code if result.stop else 0
 
-    made = missing(arguments.folder)
+    new_folders = missing_folders(arguments.folder)
     try:
         return on_ranks(arguments, partial(_prepare, arguments), work, partial(run_workers, arguments))
     finally:
-        remove_empty(made)
+        remove_empty(new_folders)
 
 
 def split_script(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words of `run` or `launch` up to a script, and the script with its own words; [] without one."""
+    """Return the words of `run` or `launch` up to a script, and the script with its arguments ([] without one)."""
     first = {"run": 1, "launch": 2}.get(words[0] if words else "", len(words))
     for at in range(first, len(words)):
         word = words[at]
-        is_value = words[at - 1] in _WITH_FILES or re.match(r"[\w.-]+=", word) is not None
+        is_value = words[at - 1] in _FILE_OPTIONS or re.match(r"[\w.-]+=", word) is not None
         if word.endswith(".py") and not word.startswith("-") and not is_value:
             return list(words[: at + 1]), list(words[at:])
     return list(words), []
 
 
 def _run_script(arguments: argparse.Namespace) -> int:
-    """Run a script on all ranks, with the words that follow it."""
-    for name in _OF_EXPERIMENTS:
+    """Run a script on all ranks with the arguments that follow it."""
+    for name in _EXPERIMENT_OPTIONS:
         if getattr(arguments, name) not in (None, False, []):
             option = "--set, --memory and --strategy" if name == "settings" else f"--{name.replace('_', '-')}"
             verb, leave = ("are", "them") if name == "settings" else ("is", "it")
@@ -170,11 +170,11 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
-    """Return the experiment once nothing stands in its way: file, data, grid and output directory; collective."""
+    """Return the experiment after validating file, data, grid and output directory; collective."""
     from ..io.output import prepare
     from ..train.inference.progress import first_rank_progress
 
-    with first_rank_progress(world.rank, sys.stderr):  # to import PyTorch and a module's file may take long
+    with first_rank_progress(world.rank, sys.stderr):  # importing PyTorch and a module's file may be slow
         experiment = validated(arguments, world, ranks)
     check_workers(arguments, experiment, ranks)
     prepare(world, arguments.folder, arguments.resume, arguments.overwrite)
@@ -182,27 +182,27 @@ def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any
 
 
 def hooks_of(arguments: argparse.Namespace) -> list[Hook]:
-    """Return the hooks that show, watch and stop a run."""
+    """Return the hooks for progress, watchdog and stopping of a run."""
     from ..train import DebugHalo, ProgressBar, StopOnSignal, TimeLimit
 
-    watches = arguments.watchdog or new_watchdog(arguments, whole_process=False)
-    found: list[Hook] = [ProgressBar(), StopOnSignal(arguments.signals), watches]
+    watchdog = arguments.watchdog or new_watchdog(arguments, whole_process=False)
+    hooks: list[Hook] = [ProgressBar(), StopOnSignal(arguments.signals), watchdog]
     if arguments.time_limit is not None:
-        found.append(TimeLimit(arguments.time_limit, float(os.environ.get(STARTED, time.time()))))
+        hooks.append(TimeLimit(arguments.time_limit, float(os.environ.get(STARTED, time.time()))))
     if arguments.debug_halo:
-        found.append(DebugHalo())
-    return found
+        hooks.append(DebugHalo())
+    return hooks
 
 
 def resume_mode(text: str) -> bool | str:
-    """Read the value of --resume."""
+    """Parse the value of --resume."""
     if text not in ("yes", "auto"):
         raise argparse.ArgumentTypeError(f"'{text}' is invalid; expected --resume or --resume auto")
     return text == "yes" or text
 
 
 def bounds(text: str) -> tuple[int, int]:
-    """Read '2:8'."""
+    """Parse a range such as '2:8'."""
     numbers = [int(part) if part.isdecimal() else 0 for part in text.split(":")]
     if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
         raise argparse.ArgumentTypeError(f"'{text}' is not a valid range of ranks; expected MIN:MAX, such as 2:8")
@@ -210,7 +210,7 @@ def bounds(text: str) -> tuple[int, int]:
 
 
 def snapshots(text: str) -> int | Literal["auto"]:
-    """Return the steps between snapshots: a number, 'auto', or 0 for 'off'."""
+    """Parse the steps between snapshots: a number, 'auto', or 0 for 'off'."""
     if text == "auto":
         return "auto"
     if text != "off" and not (text.isdecimal() and int(text)):
@@ -220,13 +220,13 @@ def snapshots(text: str) -> int | Literal["auto"]:
 
 def duration(text: str) -> float:
     """Return the seconds of '3h30m', '90', '2.5h', '01:30:00' (hours first) or Slurm's '1-12:00:00' (days)."""
-    seconds = _in_units(text) if ":" not in text else _clock(text)
+    seconds = _parse_units(text) if ":" not in text else _parse_clock(text)
     if not seconds:
         raise argparse.ArgumentTypeError(f"'{text}' is not a duration; expected 3h30m, 03:30:00 or a number of seconds")
     return seconds
 
 
-def _in_units(text: str) -> float:
+def _parse_units(text: str) -> float:
     if re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
         return float(text)
     number = r"[0-9]+(?:\.[0-9]+)?"
@@ -235,9 +235,9 @@ def _in_units(text: str) -> float:
     return sum(float(n) * _UNITS[unit] for n, unit in re.findall(f"({number})([dhms])", text))
 
 
-def _clock(text: str) -> float:
-    found = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9])(?::([0-5][0-9]))?", text)
-    if not found:
+def _parse_clock(text: str) -> float:
+    match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9])(?::([0-5][0-9]))?", text)
+    if not match:
         return 0.0
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,4 +1,4 @@
-"""`neondist serve`: a service of a job as a process of its own. Jobs start them; their workers find them by address."""
+"""`neondist serve`: a service of a job as a separate process, started by the job, reached by its address."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from . import options
 
 def add(commands: Any) -> None:
     """Add the command and its services."""
-    one = commands.add_parser(
+    cmd = commands.add_parser(
         "serve", help="run a service of a job: a parameter server, or the master", allow_abbrev=False
     )
-    services = one.add_subparsers(required=True, metavar="SERVICE")
+    services = cmd.add_subparsers(required=True, metavar="SERVICE")
     ps = services.add_parser(
         "ps", help="a parameter server", allow_abbrev=False,
         description="Run a parameter server. NEONDIST_TOKEN holds the job's secret, the same for all of its processes.",
     )  # fmt: skip
-    _address(ps)
+    _add_address_option(ps)
     ps.add_argument(
         "--checkpoint-dir", type=options.file, metavar="DIR", help="folder of checkpoints, shared by all servers"
     )
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
                     " same folder, it resumes. NEONDIST_TOKEN holds the job's secret, the same for all of its"
                     " processes.",
     )  # fmt: skip
-    _address(master)
+    _add_address_option(master)
     master.add_argument(
         "--servers", type=_addresses, required=True, metavar="HOST:PORT,...", help="addresses of all parameter servers"
     )
@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
 
 
 def serve_parameters(arguments: argparse.Namespace) -> int:
-    """Run a parameter server until the process is ended."""
+    """Run a parameter server until the process is terminated."""
     from ..services.server import ParameterServer
     from ..services.wire import ServiceHost, read_token
 
@@ -65,7 +65,7 @@ def serve_parameters(arguments: argparse.Namespace) -> int:
 
 
 def serve_master(arguments: argparse.Namespace) -> int:
-    """Run the master of a job until the process is ended."""
+    """Run the master of a job until the process is terminated."""
     from ..services.group import ServerGroup
     from ..services.master import Master
     from ..services.recovery import ServerRecovery
@@ -82,8 +82,8 @@ def serve_master(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _address(one: argparse.ArgumentParser) -> None:
-    one.add_argument(
+def _add_address_option(cmd: argparse.ArgumentParser) -> None:
+    cmd.add_argument(
         "--address", default="127.0.0.1:0", metavar="HOST:PORT",
         help="address to listen on, which is printed (default: 127.0.0.1 and any free port)",
     )  # fmt: skip
@@ -92,10 +92,10 @@ def _address(one: argparse.ArgumentParser) -> None:
 def _addresses(text: str) -> list[str]:
     from ..services.wire import split_address
 
-    found = text.split(",")
+    addresses = text.split(",")
     try:
-        for address in found:
+        for address in addresses:
             split_address(address)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return found
+    return addresses

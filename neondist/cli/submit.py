@@ -21,10 +21,10 @@ IMAGE = f"neondist:{__version__}"
 
 def add(commands: Any) -> None:
     """Add the command's parser."""
-    one = commands.add_parser(
+    cmd = commands.add_parser(
         "submit", help="write, and optionally submit, a job for Slurm or Kubernetes", allow_abbrev=False
     )
-    kinds = one.add_mutually_exclusive_group(required=True)
+    kinds = cmd.add_mutually_exclusive_group(required=True)
     kinds.add_argument(
         "--slurm", dest="kind", action="store_const", const="slurm",
         help="a batch script that requeues itself until the run completes",
@@ -37,23 +37,23 @@ def add(commands: Any) -> None:
         "--trainjob", dest="kind", action="store_const", const="trainjob",
         help="a TrainJob for Kubeflow Trainer, with its runtime",
     )  # fmt: skip
-    options.experiment(one, "total number of ranks (default: one per node)")
-    one.add_argument("--nodes", type=options.positive, metavar="N", help="number of machines or pods (default 1)")
-    one.add_argument(
+    options.experiment(cmd, "total number of ranks (default: one per node)")
+    cmd.add_argument("--nodes", type=options.positive, metavar="N", help="number of machines or pods (default 1)")
+    cmd.add_argument(
         "--elastic", type=bounds, metavar="MIN:MAX",
         help="range of ranks to continue on after a loss (--mpijob: default from one worker to all)",
     )  # fmt: skip
-    one.add_argument("--name", metavar="NAME", help="name of the job (default: that of the file)")
-    one.add_argument(
+    cmd.add_argument("--name", metavar="NAME", help="name of the job (default: that of the file)")
+    cmd.add_argument(
         "--image", metavar="IMAGE", help=f"container image, such as one built from the Dockerfile (default {IMAGE})"
     )
-    one.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim for the folder of the run")
-    one.add_argument("--output", type=options.file, metavar="FILE", help="write the script or manifest there")
-    one.add_argument(
+    cmd.add_argument("--claim", metavar="NAME", help="a PersistentVolumeClaim for the folder of the run")
+    cmd.add_argument("--output", type=options.file, metavar="FILE", help="write the script or manifest there")
+    cmd.add_argument(
         "--apply", action="store_true", help="submit the job; on Kubernetes, follow its state and log until it ends"
     )
-    one.add_argument("--delete", action="store_true", help="delete the job and what was created with it (Kubernetes)")
-    one.set_defaults(command=submit)
+    cmd.add_argument("--delete", action="store_true", help="delete the job and what was created with it (Kubernetes)")
+    cmd.set_defaults(command=submit)
 
 
 def submit(arguments: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ def submit(arguments: argparse.Namespace) -> int:
 
 
 def _job(arguments: argparse.Namespace) -> Submission:
-    """Return the job, once its experiment is right for so many ranks."""
+    """Return the job after validating its experiment for its number of ranks."""
     if arguments.apply and arguments.delete:
         raise ConfigError("--apply creates the job and --delete deletes it; give one of them")
     nodes = arguments.nodes or 1
@@ -108,14 +108,14 @@ def _slurm(arguments: argparse.Namespace, job: Submission) -> int:
 
 
 def _write(arguments: argparse.Namespace, text: str) -> None:
-    """Write the text to --output; print it if it is to go nowhere else."""
+    """Write the text to --output; print it if there is no --output or --apply."""
     if arguments.output is not None:
         try:
             arguments.output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--output {arguments.output}: cannot be written ({error.strerror})") from error
     elif not arguments.apply:
-        sys.stdout.write(text)  # as it is: a module may have tabs
+        sys.stdout.write(text)  # unchanged: a module may contain tabs
 
 
 def _kubernetes(objects: list[Manifest], arguments: argparse.Namespace) -> int:
@@ -130,5 +130,5 @@ def _kubernetes(objects: list[Manifest], arguments: argparse.Namespace) -> int:
         return cluster.follow(job)
     except KeyboardInterrupt:
         name = job["metadata"]["name"]
-        say(f"{job['kind']} {name} is still running; use --delete in place of --apply to end it", sys.stderr)
+        say(f"{job['kind']} {name} is still running; use --delete in place of --apply to delete it", sys.stderr)
         raise

@@ -1,4 +1,4 @@
-"""`neondist sweep`: many runs of one experiment, whose fields optuna chooses."""
+"""`neondist sweep`: hyperparameter search over fields of an experiment with Optuna."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..comm import SingleTransport
 from ..config import dump
 from ..errors import ConfigError, DataError, LaunchError, MissingPackageError, OutputError
 from ..io.files import file_errors, write_text
-from ..io.output import held
+from ..io.output import lock_folder
 from ..io.regular_file import read_bytes
 from ..launcher.pinning import SWITCH
 from ..launcher.ranks import must_launch
@@ -47,39 +47,39 @@ STORE = "sweep.db"
 PRUNERS = {"median": "MedianPruner", "halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner"}
 _POLL = 0.1  # seconds
 _ORDER = {"COMPLETE": 0, "PRUNED": 1}
-_MANY = 10_000  # more values, or combinations, are never all tried
+_MANY = 10_000  # limit of values or combinations for an exhaustive search
 _SPACE = "write KEY=LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP, or [A, B, ...]"
 
 
 def add(commands: Any) -> None:
-    """Say what can be typed."""
-    one = commands.add_parser("sweep", help="search for good hyperparameters of an experiment", allow_abbrev=False)
-    options.experiment(one, "ranks of each run (default 1)")
-    one.add_argument(
+    """Register the command."""
+    cmd = commands.add_parser("sweep", help="search for good hyperparameters of an experiment", allow_abbrev=False)
+    options.experiment(cmd, "ranks of each run (default 1)")
+    cmd.add_argument(
         "--vary", dest="spaces", action="append", required=True, metavar="KEY.PATH=SPACE",
         help="search space: LOW..HIGH (integers stay integers), LOW..HIGH:log, LOW..HIGH:STEP, or a list [A, B]",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--trials", type=options.positive, default=20, metavar="K",
         help="total number of runs, including those of earlier calls (default 20, or all combinations if fewer)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--number", metavar="NAME",
         help="what to optimise, at the best epoch of each run (default: that of best:, or the validation loss)",
     )  # fmt: skip
-    one.add_argument("--jobs", type=options.positive, default=1, metavar="K", help="runs in parallel (default 1)")
-    one.add_argument("--prune", choices=PRUNERS, help="stop unpromising runs early (Optuna's pruners)")
-    one.add_argument(
+    cmd.add_argument("--jobs", type=options.positive, default=1, metavar="K", help="runs in parallel (default 1)")
+    cmd.add_argument("--prune", choices=PRUNERS, help="stop unpromising runs early (Optuna's pruners)")
+    cmd.add_argument(
         "--output",
         type=options.path,
         metavar="DIR",
         help="output folder, from which the sweep also resumes (default runs/NAME-sweep)",
     )
-    one.set_defaults(command=sweep, stops=True)
+    cmd.set_defaults(command=sweep, stops=True)
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    """Train until there are so many trials; go on where an earlier call was ended."""
+    """Train until `--trials` trials exist; resume where an earlier call stopped."""
     try:
         import optuna
     except ImportError:
@@ -89,35 +89,35 @@ def sweep(arguments: argparse.Namespace) -> int:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     must_launch(arguments, None)
     spaces = dict(map(space, arguments.spaces))
-    with Progress(file=sys.stderr):  # to import PyTorch and a module's file may take long
-        experiment = _checked(arguments, spaces)
+    with Progress(file=sys.stderr):  # importing PyTorch and a module's file may be slow
+        experiment = _validate_spaces(arguments, spaces)
     best = Best(arguments.number) if arguments.number else experiment.best or Best()
     best.check(experiment.metrics)
     folder = options.folder(arguments, "sweep")
-    with held(SingleTransport(), folder, overwrite=True), _stored(folder / STORE):
+    with lock_folder(SingleTransport(), folder, overwrite=True), _storage_errors(folder / STORE):
         study = optuna.create_study(
             study_name="sweep", storage=f"sqlite:///{folder / STORE}", load_if_exists=True,
             direction="maximize" if best.larger(experiment.metrics) else "minimize",
             pruner=getattr(optuna.pruners, PRUNERS.get(arguments.prune, "NopPruner"))(),
         )  # fmt: skip
         job = {"experiment": dump(experiment), "--vary": sorted(arguments.spaces), "--number": best.number}
-        before = study.user_attrs.get("job", job)
-        if differ := [name for name in job if job[name] != before[name]]:
+        previous = study.user_attrs.get("job", job)
+        if differ := [name for name in job if job[name] != previous[name]]:
             raise OutputError(
                 f"{folder}: holds a sweep started with another {' and another '.join(differ)}; give the original to"
                 " resume it, or another folder with --output"
             )
         study.set_user_attr("job", job)
-        return _try(study, arguments, spaces, best, experiment.metrics, folder)
+        return _run_trials(study, arguments, spaces, best, experiment.metrics, folder)
 
 
 def space(text: str) -> tuple[str, BaseDistribution]:
-    """Read 'a.b=1e-4..1e-1:log', 'a=8..64:8' or 'a=[!ReLU {}, !Tanh {}]': the field, and what to choose from.
+    """Parse 'a.b=1e-4..1e-1:log', 'a=8..64:8' or 'a=[!ReLU {}, !Tanh {}]' into the field and its search space.
 
     Raises
     ------
     ConfigError
-        It is none of these.
+        The text is none of these.
     """
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -127,67 +127,67 @@ def space(text: str) -> tuple[str, BaseDistribution]:
             items: Any = yaml.compose(values, yaml.SafeLoader)
             marks = [(item.start_mark.index, item.end_mark.index) for item in items.value]
             return key, CategoricalDistribution([values[slice(*mark)].strip() for mark in marks])
-        found = re.fullmatch(r"(.+?)\.\.(.+?)(?::(.+))?", values)
-        if found is None:
+        match = re.fullmatch(r"(.+?)\.\.(.+?)(?::(.+))?", values)
+        if match is None:
             raise ValueError("is neither a range nor a list")
-        log, step = found[3] == "log", None if found[3] == "log" else found[3]
-        if all(re.fullmatch(r"[-+]?\d+", end) for end in (found[1], found[2], step or "1")):
-            return key, IntDistribution(int(found[1]), int(found[2]), log, int(step or 1))
-        return key, FloatDistribution(float(found[1]), float(found[2]), log, None if step is None else float(step))
+        log, step = match[3] == "log", None if match[3] == "log" else match[3]
+        if all(re.fullmatch(r"[-+]?\d+", end) for end in (match[1], match[2], step or "1")):
+            return key, IntDistribution(int(match[1]), int(match[2]), log, int(step or 1))
+        return key, FloatDistribution(float(match[1]), float(match[2]), log, None if step is None else float(step))
     except (ValueError, yaml.YAMLError) as error:
-        what = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(f"--vary {text}: {what}; {_SPACE}") from None
+        problem = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"--vary {text}: {problem}; {_SPACE}") from None
 
 
-def _checked(arguments: argparse.Namespace, spaces: Mapping[str, Any]) -> Any:
-    """Return the experiment with the first value of each field, once there is one with each end of each space."""
-    ends = {key: getattr(of, "choices", None) or (of.low, of.high) for key, of in spaces.items()}
-    first = {key: of[0] for key, of in ends.items()}
-    for key, of in ends.items():
-        for value in of[1:]:
-            load(_with(arguments, first | {key: value}))
-    return validated(_with(arguments, first), SingleTransport(), arguments.ranks or 1)
+def _validate_spaces(arguments: argparse.Namespace, spaces: Mapping[str, Any]) -> Any:
+    """Return the experiment with the first value of each field, after loading it with the ends of each space."""
+    ends = {key: getattr(domain, "choices", None) or (domain.low, domain.high) for key, domain in spaces.items()}
+    first = {key: values[0] for key, values in ends.items()}
+    for key, values in ends.items():
+        for value in values[1:]:
+            load(_override(arguments, first | {key: value}))
+    return validated(_override(arguments, first), SingleTransport(), arguments.ranks or 1)
 
 
-def _with(arguments: argparse.Namespace, values: Mapping[str, Any]) -> argparse.Namespace:
+def _override(arguments: argparse.Namespace, values: Mapping[str, Any]) -> argparse.Namespace:
     settings = [*arguments.settings, *(f"{key}={value}" for key, value in values.items())]
     return argparse.Namespace(**{**vars(arguments), "settings": settings})
 
 
 @contextmanager
-def _stored(path: Path) -> Iterator[None]:
-    """Raise OutputError for what the data base refuses."""
+def _storage_errors(path: Path) -> Iterator[None]:
+    """Raise OutputError for errors of the database."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
     except (SQLAlchemyError, StorageInternalError) as error:
-        what = str(error.__cause__ or error).splitlines()[0]
-        raise OutputError(f"{path}: cannot be used ({what}); choose another folder with --output") from error
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise OutputError(f"{path}: cannot be used ({reason}); choose another folder with --output") from error
 
 
 class _Run:
-    """A trial that is being trained."""
+    """A trial in training."""
 
     def __init__(self, trial: Trial, process: Any, folder: Path) -> None:
         self.trial, self.process, self.folder = trial, process, folder
-        self.pruned = self._told = False
+        self.pruned = self._terminated = False
         self._size = 0
         self._reported = len(trial.study.trials[trial.number].intermediate_values)
 
-    def end(self) -> None:
-        """Ask it to end, once."""
-        if not self._told:
-            self._told = True
+    def terminate(self) -> None:
+        """Send SIGTERM to the process, once."""
+        if not self._terminated:
+            self._terminated = True
             self.process.terminate()
 
     def report(self, best: Best) -> None:
-        """Tell optuna of its new epochs, one by one, and end it where one of them is not worth going on."""
+        """Report new epochs to Optuna one by one, and terminate the run if it should be pruned."""
         path = self.folder / "metrics.jsonl"
-        with suppress(DataError, FileNotFoundError):  # there is none yet, or half of a line
-            before, self._size = self._size, path.stat().st_size
-            if self.pruned or self._size == before:
+        with suppress(DataError, FileNotFoundError):  # no file yet, or an incomplete line
+            previous, self._size = self._size, path.stat().st_size
+            if self.pruned or self._size == previous:
                 return
             records = read_records(path)
             name = best.name(records)
@@ -197,67 +197,66 @@ class _Run:
                 self._reported += 1
                 if self.trial.should_prune():
                     self.pruned = True
-                    self.end()
+                    self.terminate()
                     return
 
 
-def _try(
+def _run_trials(
     study: Study, arguments: argparse.Namespace, spaces: dict[str, Any], best: Best, metrics: Any, folder: Path
 ) -> int:
-    """Train every trial, some at a time, and tell of it."""
+    """Train all trials, up to `--jobs` at a time, and print their results."""
     from optuna.trial import TrialState
 
-    waiting, running, stopped = _trials(study, arguments.trials, spaces), list[_Run](), 0
+    trials, running, stopped = _trials(study, arguments.trials, spaces), list[_Run](), 0
     progress = Progress(unit="trial", file=sys.stderr, first=0)
-    before = len([one for one in study.trials if one.state.is_finished()])
-    progress.expect(len(_grid(arguments.trials, spaces)) or arguments.trials, before)
+    finished = len([t for t in study.trials if t.state.is_finished()])
+    progress.expect(len(_grid(arguments.trials, spaces)) or arguments.trials, finished)
     while True:
-        while len(running) < arguments.jobs and not stopped and (trial := next(waiting, None)) is not None:
-            run = _run(folder, trial.number)
-            process = start(_words(_with(arguments, trial.params), run), _log(run), _environment(arguments))
-            running.append(_Run(trial, process, run))
-            progress.begin(", ".join(str(one.trial.number) for one in running))
+        while len(running) < arguments.jobs and not stopped and (trial := next(trials, None)) is not None:
+            target = _run(folder, trial.number)
+            process = start(_words(_override(arguments, trial.params), target), _log(target), _environment(arguments))
+            running.append(_Run(trial, process, target))
+            progress.begin(", ".join(str(run.trial.number) for run in running))
         if not running:
             progress.close()
             return stopped or _conclude(study, folder)
         time.sleep(_POLL)
-        for one in list(running):
-            code = one.process.poll()
+        for run in list(running):
+            code = run.process.poll()
             if arguments.prune:
-                one.report(best)
+                run.report(best)
             if arguments.signals.received or stopped:
-                one.end()
+                run.terminate()
             if code is None:
                 continue
-            running.remove(one)
-            number = one.trial.number
-            if one.pruned:
+            running.remove(run)
+            number = run.trial.number
+            if run.pruned:
                 result = study.tell(number, state=TrialState.PRUNED)
             elif arguments.signals.received or code in (STOPPED, INTERRUPTED):
                 stopped = code if code == INTERRUPTED else STOPPED
                 say(f"stopped in trial {number}; repeat the command to continue")
                 continue
             else:
-                value = _value(one.folder, best, metrics) if code == 0 else None
+                value = _value(run.folder, best, metrics) if code == 0 else None
                 result = study.tell(number, value, TrialState.FAIL if value is None else TrialState.COMPLETE)
             chosen = ", ".join(f"{k}={v}" for k, v in result.params.items())
-            before_line = "\r\x1b[K" if progress.terminal else ""
-            say(f"trial {number}: {chosen}: {_result(result, folder)}", start=before_line)
+            line_start = "\r\x1b[K" if progress.terminal else ""
+            say(f"trial {number}: {chosen}: {_result(result, folder)}", start=line_start)
             progress.add(1)
 
 
 def _grid(count: int, spaces: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return all combinations of values, if these are no more than the trials; else none."""
-    values = [_values(of) for of in spaces.values()]
-    few = 0 < prod(map(len, values)) <= min(count, _MANY)
-    return [dict(zip(spaces, each, strict=True)) for each in product(*values)] if few else []
+    """Return all combinations of values if there are no more than `count`; else none."""
+    values = [_values(domain) for domain in spaces.values()]
+    exhaustive = 0 < prod(map(len, values)) <= min(count, _MANY)
+    return [dict(zip(spaces, combination, strict=True)) for combination in product(*values)] if exhaustive else []
 
 
 def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]:
-    """Yield trials to be run: one that an earlier call was ended in, and new ones.
+    """Yield trials to run: an interrupted one of an earlier call, and new ones.
 
-    What is chosen follows from the results before and the number of the trial alone: a sweep that was ended goes on as
-    if it had not been.
+    The choice depends only on earlier results and the number of the trial: a resumed sweep equals an uninterrupted one.
     """
     from optuna.samplers import TPESampler
     from optuna.trial import Trial, TrialState
@@ -265,7 +264,7 @@ def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]
     for trial in study.get_trials(states=[TrialState.RUNNING]):
         if trial.params.keys() == spaces.keys():
             yield Trial(study, trial._trial_id)
-        else:  # the call was ended while this one was chosen
+        else:  # interrupted while this trial was sampled
             study.tell(trial.number, state=TrialState.FAIL)
     grid = _grid(count, spaces)
     new = [trial for trial in study.trials if trial.state != TrialState.WAITING]
@@ -276,12 +275,12 @@ def _trials(study: Study, count: int, spaces: dict[str, Any]) -> Iterator[Trial]
         yield study.ask(spaces)
 
 
-def _values(of: Any) -> Sequence[Any]:
-    """Return all that there is to choose from; nothing, if that has no end."""
-    if hasattr(of, "choices"):
-        return list(of.choices)
-    count = int((of.high - of.low) / of.step + 1.5) if of.step else 0
-    return [of.low + at * of.step for at in range(count)] if count <= _MANY else ()
+def _values(domain: Any) -> Sequence[Any]:
+    """Return all values of a search space; none if it is continuous."""
+    if hasattr(domain, "choices"):
+        return list(domain.choices)
+    count = int((domain.high - domain.low) / domain.step + 1.5) if domain.step else 0
+    return [domain.low + at * domain.step for at in range(count)] if count <= _MANY else ()
 
 
 def _run(folder: Path, number: int) -> Path:
@@ -296,18 +295,18 @@ def _words(arguments: argparse.Namespace, run: Path) -> list[str]:
 
 
 def _environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return that of a run: several at a time share the cores."""
-    more = {}
+    """Return the environment of a run; parallel runs share the cores."""
+    extra = {}
     if arguments.jobs > 1:
-        more[SWITCH] = "no"
+        extra[SWITCH] = "no"
         if not threads.chosen(os.environ):
-            each = threads.share(arguments.jobs * (arguments.ranks or 1))
-            more |= dict.fromkeys(threads.VARIABLES, str(each))
-    return {**os.environ, **more}
+            thread_count = threads.share(arguments.jobs * (arguments.ranks or 1))
+            extra |= dict.fromkeys(threads.VARIABLES, str(thread_count))
+    return {**os.environ, **extra}
 
 
 def start(words: Sequence[str], log: Path, env: Mapping[str, str]) -> Any:
-    """Start a process that trains, and says into a file what it says."""
+    """Start a process that trains, with its output in a log file."""
     with file_errors(log), log.open("ab") as file:
         return subprocess.Popen(
             safe_path.command("neondist", *words, bound=True), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
@@ -316,7 +315,7 @@ def start(words: Sequence[str], log: Path, env: Mapping[str, str]) -> Any:
 
 
 def _value(run: Path, best: Best, metrics: Any) -> float | None:
-    """Return the number of a run's best epoch; None if it is finite in none."""
+    """Return the number to optimise at a run's best epoch; None if it is finite in none."""
     records = read_records(run / "metrics.jsonl")
     epoch = best.epoch(records, metrics)
     values = [record.get(best.name(records)) for record in records if record["epoch"] == epoch]
@@ -327,26 +326,26 @@ def _log(run: Path) -> Path:
     return run.with_suffix(".log")
 
 
-def _last_words(run: Path) -> str:
-    """Return the last line of what a trial has said."""
+def _last_line(run: Path) -> str:
+    """Return the last line of a trial's log."""
     path = _log(run)
     lines = read_bytes(path, root=path.parent).decode(errors="replace").split("\n") if path.exists() else []
-    return next((line.removeprefix("error: ") for line in reversed(lines) if line.strip()), "without a word")
+    return next((line.removeprefix("error: ") for line in reversed(lines) if line.strip()), "no output")
 
 
 def _result(trial: FrozenTrial, folder: Path) -> str:
-    """Return what came out of a trial."""
+    """Return the result of a trial as text."""
     if trial.state.name == "COMPLETE":
         return f"{trial.value:.6g}"
     if trial.state.name == "PRUNED":
         return f"pruned after epoch {trial.last_step}"
-    return f"failed: {_last_words(_run(folder, trial.number))}"
+    return f"failed: {_last_line(_run(folder, trial.number))}"
 
 
-def _marked(trial: FrozenTrial, key: str) -> tuple[float, float] | None:
-    """Return the point of the best trial in the plot of a field; None where the field is not a number."""
-    at, value = trial.params[key], trial.value
-    return (at, value) if is_number(at) and value is not None else None
+def _best_point(trial: FrozenTrial, key: str) -> tuple[float, float] | None:
+    """Return the point of the best trial in the plot of a field; None if the field is not a number."""
+    position, value = trial.params[key], trial.value
+    return (position, value) if is_number(position) and value is not None else None
 
 
 def _conclude(study: Study, folder: Path) -> int:
@@ -359,7 +358,7 @@ def _conclude(study: Study, folder: Path) -> int:
     trials = sorted(study.trials, key=lambda t: (_ORDER.get(t.state.name, 2), sign * (t.value or 0), t.number))
     if trials[0].value is None:
         raise ConfigError(
-            f"sweep: no trial has a result; trial {trials[0].number}: {_last_words(_run(folder, trials[0].number))}"
+            f"sweep: no trial has a result; trial {trials[0].number}: {_last_line(_run(folder, trials[0].number))}"
         )
     keys = list(trials[0].params)
     ends = [key.rpartition(".")[2] for key in keys]
@@ -369,25 +368,25 @@ def _conclude(study: Study, folder: Path) -> int:
         [format_value(v) for v in (t.number, _result(t, folder), *(t.params.get(key) for key in keys))]
         for t in trials
     ]  # fmt: skip
-    shown = Table(*head)
+    trial_table = Table(*head)
     for row in rows:
-        shown.add_row(*row)
-    Console(soft_wrap=True).print(shown)
-    done = [t for t in trials if t.state.name == "COMPLETE"]
-    good = [(t.number, float(t.value or 0), t.params) for t in sorted(done, key=lambda t: t.number)]
-    points = {key: [(of[key], value) for _, value, of in good if is_number(of[key])] for key in keys}
+        trial_table.add_row(*row)
+    Console(soft_wrap=True).print(trial_table)
+    completed = [t for t in trials if t.state.name == "COMPLETE"]
+    finished = [(t.number, float(t.value or 0), t.params) for t in sorted(completed, key=lambda t: t.number)]
+    points = {key: [(params[key], value) for _, value, params in finished if is_number(params[key])] for key in keys}
     text = read_bytes(_run(folder, trials[0].number) / "experiment.yaml", root=folder).decode()
     origin = f"# trial {trials[0].number} of {visible(str(folder), keep='')}: {trials[0].value:.6g}"
     write_text(folder / "best.yaml", f"{origin}\n{text}")
     write_text(folder / "sweep.html", page(folder.resolve().name, [
         f"<p class='lead'>Best {safe(head[1])}: {format_value(trials[0].value)}, trial {trials[0].number}</p>",
         "<h2>Results</h2>", plot(
-            head[1], {head[1]: [(number, value) for number, value, _ in good]}, dots=True,
+            head[1], {head[1]: [(number, value) for number, value, _ in finished]}, dots=True,
             best=(trials[0].number, float(trials[0].value)), along="trial",
         ),
-        *(plot(head[1], {head[1]: of}, dots=True, powers=getattr(trials[0].distributions[key], "log", False),
-               best=_marked(trials[0], key), along=key)
-          for key, of in points.items() if of),
+        *(plot(head[1], {head[1]: values}, dots=True, powers=getattr(trials[0].distributions[key], "log", False),
+               best=_best_point(trials[0], key), along=key)
+          for key, values in points.items() if values),
         table(head, rows), f"<h2>Best experiment</h2><pre>{safe(text, len(text))}</pre>",
     ]))  # fmt: skip
     options.print_written([folder / "best.yaml", folder / "sweep.html"])

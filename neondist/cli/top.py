@@ -12,18 +12,18 @@ from ..system.memory import words
 from . import options
 
 QUIET = 10.0
-"""Seconds without a new state after which that is said."""
+"""Seconds without a new state until a warning."""
 
 
 def add(commands: Any) -> None:
     """Add the command."""
-    one = commands.add_parser(
+    cmd = commands.add_parser(
         "top", help="show the workers, tasks and servers of a run, live", allow_abbrev=False,
         description="Show workers, tasks, servers and throughput of a run with parameter servers until it has ended.",
     )  # fmt: skip
-    one.add_argument("run", type=options.path, metavar="RUN", help="the folder of the run")
-    one.add_argument("--once", action="store_true", help="print the state once")
-    one.set_defaults(command=top)
+    cmd.add_argument("run", type=options.path, metavar="RUN", help="the folder of the run")
+    cmd.add_argument("--once", action="store_true", help="print the state once")
+    cmd.set_defaults(command=top)
 
 
 def top(arguments: argparse.Namespace) -> int:
@@ -36,17 +36,17 @@ def top(arguments: argparse.Namespace) -> int:
     folder, console = Path(arguments.run) / RECOVERY, Console(soft_wrap=True)
     status = JobStatus.read(folder)
     if arguments.once or not console.is_terminal:
-        console.print(shown(status, time.time()))
+        console.print(render(status, time.time()))
         return 0
-    with Live(shown(status, time.time()), console=console, auto_refresh=False) as live:
+    with Live(render(status, time.time()), console=console, auto_refresh=False) as display:
         while not status.ended:
             time.sleep(0.5)
             status = JobStatus.read(folder)
-            live.update(shown(status, time.time()), refresh=True)
+            display.update(render(status, time.time()), refresh=True)
     return 0
 
 
-def shown(status: Any, now: float) -> Any:
+def render(status: Any, now: float) -> Any:
     """Return tables of a state for a console."""
     from rich.console import Group
     from rich.table import Table
@@ -62,6 +62,6 @@ def shown(status: Any, now: float) -> Any:
         workers.add_row(name, str(steps))
     servers = Table("server", "version", "samples", "parameters", "rows", "refused", title_justify="left")
     servers.title = "servers"
-    for at, one in enumerate(status.servers):
-        servers.add_row(str(at), str(one.version), str(one.samples), words(one.bytes), str(one.rows), str(one.refused))
+    for at, ps in enumerate(status.servers):
+        servers.add_row(str(at), str(ps.version), str(ps.samples), words(ps.bytes), str(ps.rows), str(ps.refused))
     return Group(*lines, workers, servers)

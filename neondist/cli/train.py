@@ -1,4 +1,4 @@
-"""`neondist train MODEL.py`, and evaluate, predict and check of such a file."""
+"""`neondist train MODEL.py`, and evaluate, predict and check for model-definition files."""
 
 from __future__ import annotations
 
@@ -31,102 +31,102 @@ if TYPE_CHECKING:
     from ..services.state import UpdateRule
 
 STRATEGIES = ("Local", "AllreduceStrategy", "ParameterServerStrategy")
-OF_MODELS = {"evaluate": "evaluate-model", "predict": "predict-model", "check": "check-model"}
-"""Commands that take a model-definition file, or an experiment; and what the parser calls them for the former."""
+MODEL_COMMANDS = {"evaluate": "evaluate-model", "predict": "predict-model", "check": "check-model"}
+"""Commands for experiments or model-definition files, and their parser names for the latter."""
 
 
 def add(commands: Any) -> None:
-    """Say what can be typed."""
-    one = commands.add_parser("train", help="train from a model-definition file", allow_abbrev=False)
-    _file(one)
-    one.add_argument("--training-data", required=True, metavar="F", help=_DATA)
-    one.add_argument("--validation-data", metavar="F", help="records for validation after every epoch")
-    _model_options(one)
-    one.add_argument("--num-epochs", type=options.positive, default=1, metavar="N")
-    one.add_argument(
+    """Register the commands."""
+    cmd = commands.add_parser("train", help="train from a model-definition file", allow_abbrev=False)
+    _add_file(cmd)
+    cmd.add_argument("--training-data", required=True, metavar="F", help=_DATA)
+    cmd.add_argument("--validation-data", metavar="F", help="records for validation after every epoch")
+    _add_model_options(cmd)
+    cmd.add_argument("--num-epochs", type=options.positive, default=1, metavar="N")
+    cmd.add_argument(
         "--num-workers", type=workers, default=1, metavar="N|MIN:MAX",
         help="replicas (default 1); with servers, MIN:MAX lets the number vary with the slots that other jobs leave"
              " free",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--hosts-from", dest="slots_from", type=options.path, metavar="FILE|SCRIPT",
         help="with MIN:MAX workers: hosts as HOST:SLOTS lines, reread regularly (default: this machine, as"
              " localhost:CORES)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--wait", dest="slots_wait", type=duration, metavar="TIME",
         help="with MIN:MAX workers: give up after waiting this long for slots for MIN workers (default 10m)",
     )  # fmt: skip
-    one.add_argument("--num-ps", type=options.not_negative, default=0, metavar="N", help="parameter servers")
-    one.add_argument(
+    cmd.add_argument("--num-ps", type=options.not_negative, default=0, metavar="N", help="parameter servers")
+    cmd.add_argument(
         "--tiles", type=tiles, default=(1, 1), metavar="RxC", help="tiles of an image in each replica (default 1x1)"
     )
-    one.add_argument("--distribution-strategy", choices=STRATEGIES, default="Local")
-    one.add_argument(
+    cmd.add_argument("--distribution-strategy", choices=STRATEGIES, default="Local")
+    cmd.add_argument(
         "--use-async", action="store_true", help="apply each gradient immediately, without synchronisation"
     )
-    one.add_argument(
+    cmd.add_argument(
         "--grads-to-wait", type=options.positive, metavar="N",
         help="number of gradients that servers average per update, without --use-async; at most the number of workers"
         " (default 1; with MIN:MAX workers MAX)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--sync-version-tolerance", type=options.not_negative, default=0, metavar="N",
         help="maximum staleness of gradients in updates, without --use-async (default 0)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--lr-staleness-modulation", action="store_true",
         help="divide the learning rate by the staleness of the gradient, with --use-async",
     )  # fmt: skip
-    one.add_argument("--num-minibatches-per-task", type=options.positive, default=8, metavar="N", help="(default 8)")
-    one.add_argument(
+    cmd.add_argument("--num-minibatches-per-task", type=options.positive, default=8, metavar="N", help="(default 8)")
+    cmd.add_argument(
         "--evaluation-steps", type=options.not_negative, default=0, metavar="N",
         help="also validate every N steps (default 0: only after each epoch)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--checkpoint-steps", type=options.not_negative, default=0, metavar="N",
         help="write a checkpoint every N steps (default 0: every epoch)",
     )  # fmt: skip
-    one.add_argument("--checkpoint-dir", type=options.path, metavar="D", help="folder of the run (default --output)")
-    one.add_argument(
+    cmd.add_argument("--checkpoint-dir", type=options.path, metavar="D", help="folder of the run (default --output)")
+    cmd.add_argument(
         "--output", type=options.path, metavar="D",
         help="folder for checkpoint.h5 and weights.safetensors (default runs/NAME OF THE FILE)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--resume", nargs="?", default=False, const=True, type=resume_mode, metavar="auto",
         help="resume from the checkpoint in the folder of the run; with auto, start from scratch if there is none",
     )  # fmt: skip
-    one.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
-    options.ranks(one, argparse.SUPPRESS)  # -n is that of a worker in a job of its own
-    one.set_defaults(
+    cmd.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+    options.ranks(cmd, argparse.SUPPRESS)  # -n is for a worker in its own job
+    cmd.set_defaults(
         command=train, stops=True, watched=True, strategy=None, virtual=None, time_limit=None, debug_halo=False
     )
 
-    one = _of_model(commands, "evaluate")
-    one.add_argument("--validation-data", required=True, metavar="F", help=_DATA)
-    _checkpoint(one)
-    one.set_defaults(command=evaluate)
+    cmd = _add_model_command(commands, "evaluate")
+    cmd.add_argument("--validation-data", required=True, metavar="F", help=_DATA)
+    _add_checkpoint(cmd)
+    cmd.set_defaults(command=evaluate)
 
-    one = _of_model(commands, "predict")
-    one.add_argument("--prediction-data", required=True, metavar="F", help=_DATA)
-    _checkpoint(one)
-    one.add_argument("--output", type=options.path, metavar="Y.npy", help="also write the outputs of all records here")
-    one.set_defaults(command=predict)
+    cmd = _add_model_command(commands, "predict")
+    cmd.add_argument("--prediction-data", required=True, metavar="F", help=_DATA)
+    _add_checkpoint(cmd)
+    cmd.add_argument("--output", type=options.path, metavar="Y.npy", help="also write the outputs of all records here")
+    cmd.set_defaults(command=predict)
 
-    one = _of_model(commands, "check")
-    one.add_argument("--training-data", metavar="F", help="records to feed: also check shapes, and print the plan")
-    one.set_defaults(command=check)
+    cmd = _add_model_command(commands, "check")
+    cmd.add_argument("--training-data", metavar="F", help="records to feed: also check shapes, and print the plan")
+    cmd.set_defaults(command=check)
 
 
 def of_model(words: list[str]) -> list[str]:
-    """Return the words with the command that takes a model-definition file, if they name one."""
-    if words and words[0] in OF_MODELS and any(word.endswith(".py") for word in _operands(words[1:])):
-        return [OF_MODELS[words[0]], *words[1:]]
+    """Return the words with the command for model-definition files, if they name one."""
+    if words and words[0] in MODEL_COMMANDS and any(word.endswith(".py") for word in _operands(words[1:])):
+        return [MODEL_COMMANDS[words[0]], *words[1:]]
     return words
 
 
 def train(arguments: argparse.Namespace) -> int:
-    """Train in this process, or on the replicas and tiles that are asked for."""
+    """Train in this process, or on several replicas and tiles."""
     _settle(arguments)
 
     def prepare(world: Transport, ranks: int) -> tuple[Any, Any]:
@@ -135,7 +135,7 @@ def train(arguments: argparse.Namespace) -> int:
         with all_or_none(world):
             definition = load_definition(arguments.file, _names(arguments))
             data = arguments.training_data, arguments.validation_data
-            experiment = experiment_of(definition, arguments, *data, speaks=world.rank == 0)
+            experiment = experiment_of(definition, arguments, *data, verbose=world.rank == 0)
             if arguments.update_rule is not None:
                 experiment.use_servers()
             experiment.validate(ranks)
@@ -171,13 +171,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     definition = load_definition(arguments.file, _names(arguments))
     experiment = experiment_of(definition, arguments, None, arguments.validation_data)
-    found = evaluate_checkpoint(experiment, _file_of(arguments.checkpoint), ProcessGrid.serial(), "validation")
-    emit(json.dumps(found))
+    results = evaluate_checkpoint(experiment, _file_of(arguments.checkpoint), ProcessGrid.serial(), "validation")
+    emit(json.dumps(results))
     return 0
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Hand the outputs for all records, in their order, to PredictionOutputsProcessor, or write them."""
+    """Pass the outputs for all records, in order, to PredictionOutputsProcessor, or write them."""
     from ..train.inference.records import predictions
 
     definition = load_definition(arguments.file, _names(arguments))
@@ -185,24 +185,24 @@ def predict(arguments: argparse.Namespace) -> int:
     if processor is None and arguments.output is None:
         raise ConfigError(f"{arguments.file}: has no PredictionOutputsProcessor; define one, or give --output Y.npy")
     samples = samples_of(definition, arguments.prediction_data, Mode.PREDICTION, arguments.skip_bad_records)
-    model, kept, count = definition.model(arguments.seed), [], 0
+    model, all_outputs, count = definition.model(arguments.seed), [], 0
     for outputs in predictions(model, samples, arguments.minibatch_size, _file_of(arguments.checkpoint)):
         count += len(outputs)
         if processor is not None:
             _process(arguments.file, processor, outputs)
         if arguments.output is not None:
-            kept.append(outputs)
+            all_outputs.append(outputs)
     if arguments.output is not None:
         from ..io.files import replacing
 
         with replacing(Path(arguments.output)) as file:
-            np.save(file, np.concatenate(kept))
+            np.save(file, np.concatenate(all_outputs))
     emit(f"predicted: {count} records")
     return 0
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Say what the file has; with records, print the plan of the model."""
+    """Validate the file; with records, print the plan of the model."""
     definition = load_definition(arguments.file, _names(arguments))
     definition.metrics()
     definition.model(arguments.seed)
@@ -228,13 +228,13 @@ _DATA = "CSV, RecordIO, a folder of those, FILE.h5[:ARRAY], a table as SQLAlchem
 
 def _operands(words: list[str]) -> list[str]:
     """Return the words that are neither options nor the values of options."""
-    before = ["", *words]
-    is_value = [word.startswith("-") and "=" not in word and word not in _FLAGS for word in before]
+    preceding = ["", *words]
+    is_value = [word.startswith("-") and "=" not in word and word not in _FLAGS for word in preceding]
     return [word for word, value in zip(words, is_value, strict=False) if not (value or word.startswith("-"))]
 
 
 def _settle(arguments: argparse.Namespace) -> None:
-    """Find contradictions of the options, and set ranks and the folder of the run."""
+    """Validate the options, and set ranks and the folder of the run."""
     rows, cols = arguments.tiles
     _settle_bounds(arguments)
     ranks, strategy = arguments.num_workers * rows * cols, arguments.distribution_strategy
@@ -258,10 +258,10 @@ def _settle(arguments: argparse.Namespace) -> None:
 
 
 def _settle_bounds(arguments: argparse.Namespace) -> None:
-    """Read MIN:MAX workers, and where their slots come from; `num_workers` is the most there can be."""
+    """Resolve MIN:MAX workers and the source of their slots; `num_workers` becomes the maximum."""
     if isinstance(arguments.num_workers, int):
-        for name, given in (("--hosts-from", arguments.slots_from), ("--wait", arguments.slots_wait)):
-            if given is not None:
+        for name, value in (("--hosts-from", arguments.slots_from), ("--wait", arguments.slots_wait)):
+            if value is not None:
                 raise ConfigError(f"{name} applies to a varying number of workers; give --num-workers MIN:MAX")
         return
     arguments.bounds = low, high = arguments.num_workers
@@ -283,7 +283,7 @@ def _settle_bounds(arguments: argparse.Namespace) -> None:
 
 
 def _update_rule(arguments: argparse.Namespace) -> UpdateRule | None:
-    """Return how servers apply gradients; None: there are no servers, since the workers themselves own parameters."""
+    """Return the update rule of the servers; None: no servers, the workers own the parameters."""
     workers, tolerance = arguments.num_workers, arguments.sync_version_tolerance
     elastic, modulate = arguments.bounds is not None, arguments.lr_staleness_modulation
     wait = arguments.grads_to_wait or (workers if elastic and not arguments.use_async else 1)
@@ -309,17 +309,17 @@ def _extra_hooks(arguments: argparse.Namespace, experiment: Any) -> list[Any]:
     from ..train.callbacks.evaluations import Evaluations
     from ..train.callbacks.local_tasks import LocalTasks
 
-    found: list[Any] = []
+    hooks: list[Any] = []
     if arguments.distribution_strategy == "Local":
         records = arguments.minibatch_size * arguments.num_minibatches_per_task
-        found.append(LocalTasks(arguments.folder, records, arguments.training_data))
+        hooks.append(LocalTasks(arguments.folder, records, arguments.training_data))
     if arguments.evaluation_steps:
-        found.append(Evaluations(arguments.folder, arguments.evaluation_steps, experiment.metrics))
-    return found
+        hooks.append(Evaluations(arguments.folder, arguments.evaluation_steps, experiment.metrics))
+    return hooks
 
 
 def _exported(arguments: argparse.Namespace) -> list[Path]:
-    """Copy the results to --output, where the run has another folder."""
+    """Copy the results to --output, if the run has another folder."""
     if arguments.output is None or Path(arguments.output) == arguments.folder:
         return []
     target = Path(arguments.output)
@@ -342,23 +342,23 @@ def _process(file: str, processor: Any, outputs: np.ndarray) -> None:
     except UserError:
         raise
     except Exception as error:
-        what = f"PredictionOutputsProcessor.process failed: {type(error).__name__}: {error}"
-        raise ConfigError(f"{file}: {what}") from error
+        problem = f"PredictionOutputsProcessor.process failed: {type(error).__name__}: {error}"
+        raise ConfigError(f"{file}: {problem}") from error
 
 
-def _of_model(commands: Any, command: str) -> argparse.ArgumentParser:
-    one: argparse.ArgumentParser = commands.add_parser(
-        OF_MODELS[command], prog=f"neondist {command}", allow_abbrev=False
+def _add_model_command(commands: Any, command: str) -> argparse.ArgumentParser:
+    cmd: argparse.ArgumentParser = commands.add_parser(
+        MODEL_COMMANDS[command], prog=f"neondist {command}", allow_abbrev=False
     )
-    _file(one)
-    _model_options(one)
-    one.set_defaults(num_workers=1, tiles=(1, 1), num_epochs=1, checkpoint_steps=0, strategy=None)
-    return one
+    _add_file(cmd)
+    _add_model_options(cmd)
+    cmd.set_defaults(num_workers=1, tiles=(1, 1), num_epochs=1, checkpoint_steps=0, strategy=None)
+    return cmd
 
 
-def _file(one: argparse.ArgumentParser) -> None:
-    one.add_argument("file", type=options.path, metavar="MODEL.py", help="the model-definition file")
-    group = one.add_argument_group("other names of objects in the file")
+def _add_file(cmd: argparse.ArgumentParser) -> None:
+    cmd.add_argument("file", type=options.path, metavar="MODEL.py", help="the model-definition file")
+    group = cmd.add_argument_group("other names of objects in the file")
     for name in NAMES:
         option = {"custom_model": "model-def", "PredictionOutputsProcessor": "prediction-outputs-processor"}
         word = option.get(name, name.replace("_", "-"))
@@ -366,23 +366,23 @@ def _file(one: argparse.ArgumentParser) -> None:
 
 
 def _names(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the names that the file has for what is given; of FILE.NAME, as ElasticDL has it, the last part."""
-    given = {name: getattr(arguments, f"name_{name}") for name in NAMES}
-    return {name: own.rpartition(".")[2] for name, own in given.items() if own is not None}
+    """Return the names of objects in the file by option; of FILE.NAME, as in ElasticDL, the last part."""
+    names = {name: getattr(arguments, f"name_{name}") for name in NAMES}
+    return {name: own.rpartition(".")[2] for name, own in names.items() if own is not None}
 
 
-def _model_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument(
+def _add_model_options(cmd: argparse.ArgumentParser) -> None:
+    cmd.add_argument(
         "--minibatch-size", type=options.positive, default=64, metavar="N", help="batch size of a worker (default 64)"
     )
-    one.add_argument(
+    cmd.add_argument(
         "--seed", type=options.not_negative, default=0, metavar="N", help="random seed of weights and data order"
     )
-    one.add_argument("--skip-bad-records", action="store_true", help="skip unreadable records and list them")
+    cmd.add_argument("--skip-bad-records", action="store_true", help="skip unreadable records and list them")
 
 
-def _checkpoint(one: argparse.ArgumentParser) -> None:
-    one.add_argument(
+def _add_checkpoint(cmd: argparse.ArgumentParser) -> None:
+    cmd.add_argument(
         "--checkpoint", "--checkpoint-dir", type=options.path, required=True, metavar="FILE|D",
         help="checkpoint.h5 of a run, or its folder",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`neondist zoo init`: a first model-definition project."""
+"""`neondist zoo init`: a template of a model-definition project."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from . import options
 _README = """\
 # A model-definition project of neondist
 
-`model.py` has a PyTorch model, its loss, its optimiser, and `feed`, which makes features and labels of records.
+`model.py` defines a PyTorch model, its loss and optimiser, and `feed`, which converts records to features and labels.
 
     neondist check model.py
     neondist data records '!MNIST {}' --to train.csv
@@ -28,16 +28,16 @@ _README = """\
 
 
 def add(commands: Any) -> None:
-    """Say what can be typed."""
-    top = commands.add_parser("zoo", help="write a model-definition project")
-    parts = top.add_subparsers(required=True, metavar="WHAT")
-    one = parts.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
-    one.add_argument("project", type=options.file, nargs="?", default=Path("."), metavar="DIR", help="(default: here)")
-    one.set_defaults(command=init)
+    """Register the commands."""
+    group = commands.add_parser("zoo", help="write a model-definition project")
+    parts = group.add_subparsers(required=True, metavar="WHAT")
+    cmd = parts.add_parser("init", help="write model.py and README.md", allow_abbrev=False)
+    cmd.add_argument("project", type=options.file, nargs="?", default=Path("."), metavar="DIR", help="(default: here)")
+    cmd.set_defaults(command=init)
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Write the files; nothing that is there is replaced."""
+    """Write the files; existing ones are not replaced."""
     template = read_bytes(Path(__file__).with_name("model_definition.txt")).decode()
     texts = {"model.py": template, "README.md": _README}
     for name in texts:

@@ -1,4 +1,4 @@
-"""Hosts that come and go: where their list comes from, and which of them may be used now."""
+"""Changing lists of hosts: their source, and the currently usable hosts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SSH_TIMEOUT = 15.0
 """seconds in which a host has to answer"""
 SSH_ARGS = "PRTE_MCA_plm_ssh_args"
 DEFAULT_SLOTS = "OMPI_MCA_orte_set_default_slots"
-"""Environment variable in which the MPI operator says how many ranks each host takes: its script prints names alone."""
+"""Environment variable with the slots of each host, set by the MPI operator, whose script prints names only."""
 UNREACHABLE = "cannot be reached"
-"""Why a host is not used that does not answer, or not within SSH_TIMEOUT."""
+"""Reason for the exclusion of a host that does not respond within SSH_TIMEOUT."""
 _PROBE = '[ -x "$1" ] && [ -f "$2" ] || exit 113; grep -qF "$3" "$2" || exit 114'
 _REASONS: dict[int | None, str] = {
     113: f"has no {sys.executable} with neondist; install it there at the same path",
@@ -39,36 +39,36 @@ _LINE = re.compile(rf"{_HOST}(?::(?P<colon>\d{{1,6}})|(?P<rest>(?:\s+\w+=\d{{1,6
 
 
 def slots_of(resources: ResourceSpec) -> dict[str, int]:
-    """Return how many ranks each node takes: one for each GPU, or, where there is none, each CPU."""
+    """Return the slots of each node: one per GPU, or one per CPU without GPUs."""
     return {node.address: len(node.gpus or node.cpus) for node in resources.nodes}
 
 
-def parse_hosts(text: str, where: str) -> dict[str, int]:
+def parse_hosts(text: str, label: str) -> dict[str, int]:
     """Return hosts and their slots, in order, from lines 'HOST', 'HOST:SLOTS' or 'HOST slots=N'; '#' begins a comment.
 
-    A host without slots has as many as the environment variable OMPI_MCA_orte_set_default_slots says, or 1.
+    The default number of slots is the environment variable OMPI_MCA_orte_set_default_slots, or 1.
 
     Raises
     ------
     ConfigError
-        'WHERE:LINE: what, and the remedy'; or the variable is no positive integer.
+        A line is invalid ('LABEL:LINE: problem; remedy'), or the variable is not a positive integer.
     """
     default = os.environ.get(DEFAULT_SLOTS, "1")
     if not re.fullmatch(r"0*[1-9]\d{0,5}", default):
         raise ConfigError(f"{DEFAULT_SLOTS}: expected the number of ranks per host, got '{default}'")
-    found: dict[str, int] = {}
+    slots_by_host: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0].strip()
         if not content:
             continue
         match = _LINE.fullmatch(content)
         if match is None:
-            raise ConfigError(f"{where}:{number}: '{content}' is not a host; expected HOST, HOST:SLOTS or HOST slots=N")
+            raise ConfigError(f"{label}:{number}: '{content}' is not a host; expected HOST, HOST:SLOTS or HOST slots=N")
         slots = re.search(r"\bslots=(\d+)", match["rest"] or "")
         count = int(match["colon"] or (slots[1] if slots else default))
         if count:
-            found[match["host"]] = found.get(match["host"], 0) + count
-    return found
+            slots_by_host[match["host"]] = slots_by_host.get(match["host"], 0) + count
+    return slots_by_host
 
 
 class HostSource:
@@ -77,7 +77,7 @@ class HostSource:
     Raises
     ------
     ConfigError
-        There is no such file.
+        The file does not exist.
     """
 
     def __init__(self, path: str) -> None:
@@ -89,16 +89,16 @@ class HostSource:
 
     @cached_property
     def at_start(self) -> dict[str, int]:
-        """The hosts at the start of the command, read once for all that is checked and placed by them; as `read`."""
+        """Hosts at the start of the command, read once for all checks and placements; as `read`."""
         return self.read()
 
     def read(self) -> dict[str, int]:
-        """Return the hosts that there are now, with their slots, in order.
+        """Return the current hosts with their slots, in order.
 
         Raises
         ------
         ConfigError
-            The list cannot be had: the script fails, or the file is wrong.
+            The script fails, or the file is invalid.
         """
         if self.is_resources:
             return slots_of(ResourceSpec(self.path))
@@ -114,7 +114,7 @@ class HostSource:
 
     def _output(self) -> str:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [str(self.path.absolute())],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -125,33 +125,33 @@ class HostSource:
             raise ConfigError(f"{self.path}: has not ended within {SCRIPT_TIMEOUT:g} s") from None
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be run ({error.strerror}); begin it with #!/bin/sh") from None
-        if done.returncode:
-            said = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
+        if process.returncode:
+            message = (process.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1][:300]
             raise ConfigError(
-                f"{self.path}: exit code {done.returncode} ({said}); correct the script, which must print"
+                f"{self.path}: exit code {process.returncode} ({message}); correct the script, which must print"
                 " HOST:SLOTS lines"
             )
-        return done.stdout.decode(errors="replace")
+        return process.stdout.decode(errors="replace")
 
 
 class HostPool:
-    """Hosts that may be used now: those of a source, without those that have failed and cool down.
+    """Usable hosts: those of a source, except hosts that cool down after a failure.
 
     Parameters
     ----------
     read : callable
         Returns hosts and slots, as `HostSource.read`.
     cool_down : float
-        Seconds for which a host that has failed is not used.
+        Seconds for which a failed host is excluded.
     clock : callable
-        time.monotonic, but for tests.
+        Replacement of time.monotonic in tests.
 
     Attributes
     ----------
     listed : dict of str to int
-        Slots of each host, as of the last `refresh`.
+        Slots of each host, as of the last successful `refresh`.
     error : str
-        Why the source could not be read then, in which case the list stays; '' where it could.
+        Reason why the last `refresh` failed, which keeps the list; '' if it succeeded.
     """
 
     def __init__(
@@ -170,21 +170,21 @@ class HostPool:
             self.error = str(error)
 
     def fail(self, host: str) -> None:
-        """Do not use a host until it has cooled down."""
+        """Exclude a host until it has cooled down."""
         self._failed[host] = self._clock() + self.cool_down
 
     def cooling(self) -> dict[str, float]:
-        """Return the hosts on the list that cool down, and for how many seconds still."""
+        """Return the listed hosts that cool down, with the remaining seconds."""
         now = self._clock()
         return {host: end - now for host, end in self._failed.items() if end > now and host in self.listed}
 
     def usable(self) -> dict[str, int]:
-        """Return hosts that may be used, with their slots."""
+        """Return the usable hosts with their slots."""
         cooling = self.cooling()
         return {host: slots for host, slots in self.listed.items() if host not in cooling}
 
     def match(self, name: str) -> str:
-        """Return the listed host with this name, fully qualified or not; '' if there is none."""
+        """Return the listed host with a name, fully qualified or not; '' if there is none."""
         if name in self.listed:
             return name
         short = name.partition(".")[0]
@@ -192,35 +192,35 @@ class HostPool:
 
 
 def fill(hosts: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return how many of so many ranks each host runs, filled in order; hosts without any are left out."""
-    found, left = {}, ranks
+    """Return the number of ranks on each host, filled in order; hosts without ranks are omitted."""
+    counts, remaining = {}, ranks
     for host, slots in hosts.items():
-        if take := min(slots, left):
-            found[host] = take
-        left -= take
-    return found
+        if count := min(slots, remaining):
+            counts[host] = count
+        remaining -= count
+    return counts
 
 
-def host_command(host: str, words: Sequence[str], env: Mapping[str, str], more: Sequence[str] = ()) -> list[str]:
-    """Return the words that run a command on a host: by ssh, with `more` options, or by the agent of mpirun's."""
+def host_command(host: str, words: Sequence[str], env: Mapping[str, str], extra: Sequence[str] = ()) -> list[str]:
+    """Return the command that runs a command on a host by ssh, with `extra` options, or by mpirun's agent."""
     options = shlex.split(env.get(SSH_ARGS, ""))
-    options += [] if AGENT in env else ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *more]
+    options += [] if AGENT in env else ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *extra]
     return remote_command(host, options, words, env)
 
 
 def unusable(hosts: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
-    """Return the hosts that cannot run ranks, and why; all are asked at once, over the connections of mpirun.
+    """Return the unusable hosts with reasons; all are checked in parallel, over the connections of mpirun.
 
-    A host has to answer within 15 seconds, and to have this version of neondist for this Python, at the same paths.
+    A host must respond within 15 seconds, and have this version of neondist for this Python at the same paths.
     """
     hosts = [host for host in hosts if host not in ("localhost", os.uname().nodename)]
     words = ["sh", "-c", _PROBE, "sh", sys.executable, version.__file__, f'"{version.__version__}"']
 
-    async def ask(host: str) -> int | None:
-        nowhere = asyncio.subprocess.DEVNULL
+    async def check(host: str) -> int | None:
+        null = asyncio.subprocess.DEVNULL
         try:
             process = await asyncio.create_subprocess_exec(
-                *host_command(host, words, env), stdin=nowhere, stdout=nowhere, stderr=nowhere, env=dict(env)
+                *host_command(host, words, env), stdin=null, stdout=null, stderr=null, env=dict(env)
             )
         except OSError:
             return None
@@ -231,8 +231,8 @@ def unusable(hosts: Iterable[str], env: Mapping[str, str]) -> dict[str, str]:
             await process.wait()
             return None
 
-    async def ask_all() -> list[int | None]:
-        return await asyncio.gather(*map(ask, hosts))
+    async def check_all() -> list[int | None]:
+        return await asyncio.gather(*map(check, hosts))
 
-    codes = zip(hosts, asyncio.run(ask_all()), strict=True)
+    codes = zip(hosts, asyncio.run(check_all()), strict=True)
     return {host: _REASONS.get(code, UNREACHABLE) for host, code in codes if code != 0}

@@ -1,4 +1,4 @@
-"""Check of all nodes before a job is started over them, in parallel, over the connections that mpirun will use."""
+"""Parallel check of all nodes before the start of a job, over the connections that mpirun will use."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any
 
 from ..errors import LaunchError
 from .resources import Node, ResourceSpec, SSHConfig
-from .ssh_config import python_of, settings_of, ssh_command, typed_command
+from .ssh_config import format_ssh_command, python_of, settings_of, ssh_command
 
 PATIENCE = 60.0
 """seconds for a node"""
 SKEW = 30.0
 """seconds by which a node's clock may differ"""
-EACH = 64 << 20
-"""bytes that a rank takes at least"""
+RANK_BYTES = 64 << 20
+"""minimum memory of a rank, in bytes"""
 _MARK = "neondist-preflight "
-# needs nothing but Python; its argument is a list in JSON: [path of mpirun, working folder, a file that shows whether
-# that is shared, files to compare]
+# requires only Python; its argument is a JSON list: [path of mpirun, working folder, a file that exists there if the
+# folder is shared, files to compare]
 _PROGRAM = """
 import hashlib, importlib.util, json, os, subprocess, sys, time
 from importlib import metadata
@@ -40,11 +40,11 @@ def memory():
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
 def mpi():
     os.stat(os.path.join(os.path.dirname(mpirun), "prted"))
-    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20).stdout
-    return said.splitlines()[0].split()[-1]
-found = attempt(importlib.util.find_spec, "neondist")
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20).stdout
+    return version.splitlines()[0].split()[-1]
+spec = attempt(importlib.util.find_spec, "neondist")
 print("MARK" + json.dumps({"host": os.uname().nodename, "python": "%d.%d" % sys.version_info[:2],
-    "neondist": found and attempt(metadata.version, "neondist"), "package": found and os.path.dirname(found.origin),
+    "neondist": spec and attempt(metadata.version, "neondist"), "package": spec and os.path.dirname(spec.origin),
     "mpi4py": attempt(metadata.version, "mpi4py"), "mpi": attempt(mpi), "memory": attempt(memory),
     "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     "clock": time.time(),
@@ -56,18 +56,18 @@ print("MARK" + json.dumps({"host": os.uname().nodename, "python": "%d.%d" % sys.
 
 @dataclass
 class NodeReport:
-    """Facts about a node, and what keeps it from taking part.
+    """Facts about a node, and the problems that make it unusable.
 
     Attributes
     ----------
     node : Node
     ssh : SSHConfig
     ranks : int
-        That it is to run.
+        Number of its ranks.
     python : str
         Path of its Python.
     facts : dict
-        What the check has found; empty for a node that does not answer.
+        Results of the check; empty for a node that does not respond.
     problems : list of str
     skew : float
         Seconds by which its clock is ahead.
@@ -82,15 +82,15 @@ class NodeReport:
     skew: float = 0.0
 
     def row(self) -> tuple[str, ...]:
-        """Return what a table says of it."""
+        """Return the row of the table for this node."""
         facts = self.facts
         if not facts:
             return (self.node.address, str(self.ranks), *["-"] * (len(COLUMNS) - 2))
-        where = "shared" if facts["shared"] else "copied" if facts["folder"] and all(facts["files"]) else "missing"
+        files = "shared" if facts["shared"] else "copied" if facts["folder"] and all(facts["files"]) else "missing"
         free = "?" if facts["memory"] is None else f"{facts['memory'] / 2**30:.1f} GiB"
         versions = (str(facts[name] or "none") for name in ("python", "neondist", "mpi4py", "mpi"))
         return (
-            self.node.address, str(self.ranks), *versions, str(facts["cores"]), free, f"{self.skew:+.1f} s", where
+            self.node.address, str(self.ranks), *versions, str(facts["cores"]), free, f"{self.skew:+.1f} s", files
         )  # fmt: skip
 
 
@@ -105,45 +105,45 @@ def check_nodes(
     files: Sequence[Path],
     env: Mapping[str, str],
 ) -> list[NodeReport]:
-    """Check all nodes of a job at the same time, and return what was found; nothing is started.
+    """Check all nodes of a job in parallel, without starting anything; return the reports.
 
     Parameters
     ----------
     resources : ResourceSpec
     ranks : mapping of addresses to numbers of ranks
-        Nodes without any are left out.
+        Nodes without ranks are skipped.
     config : Path
-        An ssh_config, as of `write_ssh_config`.
+        Path of an ssh_config written by `write_ssh_config`.
     mpirun : str
-        Its path, which has to be the same on all nodes: its daemons are started from the folder around it.
+        Path of mpirun, the same on all nodes, next to the program of its daemons.
     files : sequence of Path
-        Those that every node must have, with the same content.
+        Files that must exist on all nodes with the same content.
     env : mapping
-        This process's environment, which may name another agent than ssh.
+        Environment of this process, which may name an agent instead of ssh.
     """
     folder = Path.cwd()
     witness = folder / f".neondist-{secrets.token_hex(8)}"
     words = [mpirun, str(folder), str(witness), [str(folder / file) for file in files]]
     reports = []
     for node in (node for node in resources.nodes if ranks.get(node.address)):
-        where = f"ssh.{node.ssh_config}.python_venv"
+        location = f"ssh.{node.ssh_config}.python_venv"
         ssh = settings_of(resources, node)
-        reports.append(NodeReport(node, ssh, ranks[node.address], python_of(ssh, where, sys.executable)))
+        reports.append(NodeReport(node, ssh, ranks[node.address], python_of(ssh, location, sys.executable)))
     with suppress(OSError):
         witness.touch()
     try:
-        asyncio.run(_ask_all(reports, config, json.dumps(words), env))
+        asyncio.run(_check_all(reports, config, json.dumps(words), env))
     finally:
         with suppress(OSError):
             witness.unlink()
-    first = next((one.facts for one in reports if one.node.chief and one.facts), {})
+    chief = next((report.facts for report in reports if report.node.chief and report.facts), {})
     for report in reports:
-        report.problems += list(_problems(report, first, mpirun, folder, files))
+        report.problems += list(_find_problems(report, chief, mpirun, folder, files))
     return reports
 
 
 class NodesError(LaunchError):
-    """Nodes cannot take part in a job.
+    """Nodes of a job are unusable.
 
     Attributes
     ----------
@@ -155,26 +155,26 @@ class NodesError(LaunchError):
 
 
 def refuse(reports: Iterable[NodeReport]) -> None:
-    """Raise NodesError, with all problems of all nodes, if there are any."""
+    """Raise NodesError with the problems of all nodes, if any."""
     reports = list(reports)
-    found = [f"{report.node.address}: {problem}" for report in reports for problem in report.problems]
-    if found:
+    problems = [f"{report.node.address}: {problem}" for report in reports for problem in report.problems]
+    if problems:
         nodes = tuple(report.node.address for report in reports if report.problems)
-        error = NodesError("\n  ".join([f"{len(nodes)} of {len(reports)} nodes are unusable:", *found]))
+        error = NodesError("\n  ".join([f"{len(nodes)} of {len(reports)} nodes are unusable:", *problems]))
         error.nodes = nodes
         raise error
 
 
-async def _ask_all(reports: Sequence[NodeReport], config: Path, words: str, env: Mapping[str, str]) -> None:
-    await asyncio.gather(*(_ask(report, config, words, env) for report in reports))
+async def _check_all(reports: Sequence[NodeReport], config: Path, words: str, env: Mapping[str, str]) -> None:
+    await asyncio.gather(*(_check_node(report, config, words, env) for report in reports))
 
 
-async def _ask(report: NodeReport, config: Path, words: str, env: Mapping[str, str]) -> None:
-    """Run the check on a node, and note what it says."""
+async def _check_node(report: NodeReport, config: Path, words: str, env: Mapping[str, str]) -> None:
+    """Run the check on a node, and record its result."""
     command = [report.python, "-c", _PROGRAM, words]
     if report.node.ssh_config is not None:
         command = ssh_command(report.node, config, command, env)
-    began, pipe = time.time(), asyncio.subprocess.PIPE
+    start_time, pipe = time.time(), asyncio.subprocess.PIPE
     try:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=dict(env)
@@ -192,20 +192,20 @@ async def _ask(report: NodeReport, config: Path, words: str, env: Mapping[str, s
     line = next((line for line in out.decode(errors="replace").splitlines() if line.startswith(_MARK)), "")
     if line:
         report.facts = json.loads(line.removeprefix(_MARK))
-        report.skew = report.facts["clock"] - (began + time.time()) / 2
+        report.skew = report.facts["clock"] - (start_time + time.time()) / 2
         return
-    said = (err.decode(errors="replace").strip().splitlines() or ["no output"])[-1][:300]
+    message = (err.decode(errors="replace").strip().splitlines() or ["no output"])[-1][:300]
     if process.returncode == 255 and report.node.ssh_config is not None:
-        said += f"; check address, username, port and key_file: {typed_command(report.node, report.ssh)}"
-        report.problems.append(f"cannot be reached: {said}")
+        message += f"; check address, username, port and key_file: {format_ssh_command(report.node, report.ssh)}"
+        report.problems.append(f"cannot be reached: {message}")
     else:
-        report.problems.append(f"{report.python} does not run ({said}); set python_venv to its virtual environment")
+        report.problems.append(f"{report.python} does not run ({message}); set python_venv to its virtual environment")
 
 
-def _problems(
-    report: NodeReport, first: Mapping[str, Any], mpirun: str, folder: Path, files: Sequence[Path]
+def _find_problems(
+    report: NodeReport, chief: Mapping[str, Any], mpirun: str, folder: Path, files: Sequence[Path]
 ) -> Iterable[str]:
-    """Yield what keeps a node that answers from taking part, in comparison with the chief."""
+    """Yield the problems of a node that responded, compared to the chief."""
     facts = report.facts
     if not facts:
         return
@@ -214,15 +214,15 @@ def _problems(
     if facts["mpi"] is None:
         yield f"{mpirun} is missing or does not run; install Open MPI at the same path on all nodes"
     for name, title in (("python", "Python"), ("neondist", "neondist"), ("mpi4py", "mpi4py"), ("mpi", "Open MPI")):
-        if first and facts[name] is not None and facts[name] != first[name]:
-            yield f"{title} {facts[name]} there, {first[name]} on the chief; install the same version"
+        if chief and facts[name] is not None and facts[name] != chief[name]:
+            yield f"{title} {facts[name]} there, {chief[name]} on the chief; install the same version"
     if not facts["folder"]:
         yield f"the folder {folder} is missing; share it, or copy it to the same path"
     else:
-        for file, found, other in zip(files, facts["files"], first.get("files", facts["files"]), strict=True):
-            if found is None or found != other:
-                yield f"{file} {'cannot be read' if found is None else 'has another content'}; share or copy it"
-    if facts["memory"] is not None and facts["memory"] < report.ranks * EACH:
+        for file, digest, expected in zip(files, facts["files"], chief.get("files", facts["files"]), strict=True):
+            if digest is None or digest != expected:
+                yield f"{file} {'cannot be read' if digest is None else 'has different content'}; share or copy it"
+    if facts["memory"] is not None and facts["memory"] < report.ranks * RANK_BYTES:
         yield f"{facts['memory'] >> 20} MiB are free, too little for {report.ranks} ranks; give it fewer cpus or gpus"
     if abs(report.skew) > SKEW:
         yield f"its clock is {report.skew:+.0f} s from the chief's; synchronise it (chrony or ntpd)"

@@ -18,7 +18,7 @@ from ..yaml_nodes import fault, join, node_of, parse_file, value_of
 _SSH = "username", "port", "key_file", "python_venv", "shared_envs"
 _NODE = "address", "cpus", "gpus", "chief", "ssh_config", "network_bandwidth"
 FLAT = "default"
-"""The name of a flat `ssh:` map, which serves all nodes."""
+"""Name of a flat `ssh:` mapping, which applies to all nodes."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SSHConfig:
     Attributes
     ----------
     username : str
-        '' stands for the user of this process.
+        '' for the user of this process.
     port : int
     key_file : str or None
         Absolute; None: OpenSSH's default keys.
@@ -95,7 +95,7 @@ class ResourceSpec:
     ----------
     resources : path of a YAML file, or mapping
         `nodes`: a list of {address, cpus, gpus, chief, ssh_config, network_bandwidth}; `ssh`: a mapping of names to
-        {username, port, key_file, python_venv, shared_envs}, or one such map for all nodes. Relative paths of key files
+        {username, port, key_file, python_venv, shared_envs}, or one for all nodes. Relative paths of key files
         are relative to the file.
 
     Attributes
@@ -126,8 +126,8 @@ class ResourceSpec:
         entries = _list(top["nodes"], "nodes")
         if not entries:
             raise fault(top["nodes"], "nodes", "is empty; list at least one machine, such as {address: localhost}")
-        alone = len(entries) == 1
-        self.nodes = [self._node(node, join("nodes", at), alone) for at, node in enumerate(entries)]
+        is_single = len(entries) == 1
+        self.nodes = [self._node(node, join("nodes", index), is_single) for index, node in enumerate(entries)]
         self._check_chief(top["nodes"], entries)
         self._check_addresses(entries)
 
@@ -152,63 +152,63 @@ class ResourceSpec:
         """Number of devices that can own parameters: CPUs, at least one of each node."""
         return sum(len(node.cpus) for node in self.nodes)
 
-    def _node(self, node: yaml_nodes.Node, path: str, alone: bool) -> Node:
-        given = _mapping(node, path, _NODE)
-        if "address" not in given:
+    def _node(self, node: yaml_nodes.Node, path: str, is_single: bool) -> Node:
+        fields = _mapping(node, path, _NODE)
+        if "address" not in fields:
             raise fault(node, join(path, "address"), "missing; give the host name or IP address")
-        where = given["address"], join(path, "address")
-        address = str(given["address"].value) if isinstance(given["address"].value, str | int) else ""
+        location = fields["address"], join(path, "address")
+        address = str(fields["address"].value) if isinstance(fields["address"].value, str | int) else ""
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._:-]*|[0-9A-Fa-f:]+", address):
-            raise fault(*where, f"invalid address, got {given['address']}; expected a host name or IP address")
-        cpus, gpus = (_devices(given[key], join(path, key)) if key in given else () for key in ("cpus", "gpus"))
-        chief = alone
-        if "chief" in given:
-            chief = value_of(given["chief"], join(path, "chief"), bool, "true or false") or alone
+            raise fault(*location, f"invalid address, got {fields['address']}; expected a host name or IP address")
+        cpus, gpus = (_devices(fields[key], join(path, key)) if key in fields else () for key in ("cpus", "gpus"))
+        chief = is_single
+        if "chief" in fields:
+            chief = value_of(fields["chief"], join(path, "chief"), bool, "true or false") or is_single
         bandwidth: float = 1
-        if "network_bandwidth" in given:
-            at = given["network_bandwidth"]
-            if not isinstance(at.value, int | float) or isinstance(at.value, bool) or not 0 < at.value < math.inf:
-                raise fault(at, join(path, "network_bandwidth"), f"expected Gbit/s above 0, got {at}")
-            bandwidth = at.value
-        return Node(address, cpus or (0,), gpus, chief, self._ssh_config(node, given, path, chief), bandwidth)
+        if "network_bandwidth" in fields:
+            rate = fields["network_bandwidth"]
+            if not isinstance(rate.value, int | float) or isinstance(rate.value, bool) or not 0 < rate.value < math.inf:
+                raise fault(rate, join(path, "network_bandwidth"), f"expected Gbit/s above 0, got {rate}")
+            bandwidth = rate.value
+        return Node(address, cpus or (0,), gpus, chief, self._ssh_config(node, fields, path, chief), bandwidth)
 
     def _ssh_config(
-        self, node: yaml_nodes.Node, given: Mapping[str, yaml_nodes.Node], path: str, chief: bool
+        self, node: yaml_nodes.Node, fields: Mapping[str, yaml_nodes.Node], path: str, chief: bool
     ) -> str | None:
         name = FLAT if FLAT in self.ssh and len(self.ssh) == 1 else None
-        if "ssh_config" in given:
-            at = given["ssh_config"]
-            name = value_of(at, join(path, "ssh_config"), str, "a name below ssh")
+        if "ssh_config" in fields:
+            entry = fields["ssh_config"]
+            name = value_of(entry, join(path, "ssh_config"), str, "a name below ssh")
             if name not in self.ssh:
-                raise fault(at, join(path, "ssh_config"), f"no entry '{name}' below ssh{suggest(name, self.ssh)}")
+                raise fault(entry, join(path, "ssh_config"), f"no entry '{name}' below ssh{suggest(name, self.ssh)}")
         if name is None and not chief:
             remedy = f"; choose from {', '.join(self.ssh)}" if self.ssh else ", and an entry of that name below ssh"
             raise fault(node, join(path, "ssh_config"), f"missing; every node but the chief needs one{remedy}")
         return name
 
-    def _check_chief(self, where: yaml_nodes.Node, entries: list[yaml_nodes.Node]) -> None:
-        chiefs = [at for at, node in enumerate(self.nodes) if node.chief]
+    def _check_chief(self, parent: yaml_nodes.Node, entries: list[yaml_nodes.Node]) -> None:
+        chiefs = [index for index, node in enumerate(self.nodes) if node.chief]
         if not chiefs:
-            raise fault(where, "nodes", "no node is the chief; add chief: true to the one where the job is started")
+            raise fault(parent, "nodes", "no node is the chief; add chief: true to the one where the job is started")
         if len(chiefs) > 1:
-            first, second = (self.nodes[at].address for at in chiefs[:2])
+            first, second = (self.nodes[index].address for index in chiefs[:2])
             path = join(join("nodes", chiefs[1]), "chief")
             raise fault(entries[chiefs[1]], path, f"two nodes are chief, {first} and {second}; keep one")
 
     def _check_addresses(self, entries: list[yaml_nodes.Node]) -> None:
-        seen: dict[str, int] = {}
-        for at, (entry, node) in enumerate(zip(entries, self.nodes, strict=True)):
-            path = join(join("nodes", at), "address")
-            if node.address in seen:
+        indices: dict[str, int] = {}
+        for index, (entry, node) in enumerate(zip(entries, self.nodes, strict=True)):
+            path = join(join("nodes", index), "address")
+            if node.address in indices:
                 raise fault(entry, path, f"'{node.address}' is listed twice; list each machine once, with all devices")
-            seen[node.address] = at
+            indices[node.address] = index
         local = [node.address for node in self.nodes if _loopback(node.address)]
         if local and len(self.nodes) > 1 and ("localhost" in local or len(local) < len(self.nodes)):
-            at = seen["localhost" if "localhost" in local else local[0]]
-            address = self.nodes[at].address
+            index = indices["localhost" if "localhost" in local else local[0]]
+            address = self.nodes[index].address
             remedy = "give the address by which the other nodes reach it"
-            path = join(join("nodes", at), "address")
-            raise fault(entries[at], path, f"'{address}' means this machine alone; {remedy}")
+            path = join(join("nodes", index), "address")
+            raise fault(entries[index], path, f"'{address}' means this machine alone; {remedy}")
 
 
 def _loopback(address: str) -> bool:
@@ -219,67 +219,67 @@ def _loopback(address: str) -> bool:
 
 
 def _ssh(node: yaml_nodes.Node, folder: Path) -> dict[str, SSHConfig]:
-    given = value_of(node, "ssh", dict, "a mapping of names to SSH settings")
-    if any(name in _SSH and not isinstance(child.value, dict) for name, child in given.items()):
+    entries = value_of(node, "ssh", dict, "a mapping of names to SSH settings")
+    if any(name in _SSH and not isinstance(child.value, dict) for name, child in entries.items()):
         return {FLAT: _ssh_config(node, "ssh", folder)}
-    return {name: _ssh_config(child, join("ssh", name), folder) for name, child in given.items()}
+    return {name: _ssh_config(child, join("ssh", name), folder) for name, child in entries.items()}
 
 
 def _ssh_config(node: yaml_nodes.Node, path: str, folder: Path) -> SSHConfig:
-    given = _mapping(node, path, _SSH)
+    fields = _mapping(node, path, _SSH)
     values: dict[str, Any] = {}
     for name in ("username", "python_venv"):
-        if name in given:
-            values[name] = _line(given[name], join(path, name))
+        if name in fields:
+            values[name] = _line(fields[name], join(path, name))
     if values.get("username", "").startswith("-") or re.search(r"[\s@]", values.get("username", "")):
-        raise fault(given["username"], join(path, "username"), f"invalid user name, got {given['username']}")
-    if "port" in given:
-        port = given["port"]
+        raise fault(fields["username"], join(path, "username"), f"invalid user name, got {fields['username']}")
+    if "port" in fields:
+        port = fields["port"]
         if not isinstance(port.value, int) or isinstance(port.value, bool) or not 1 <= port.value <= 65535:
             raise fault(port, join(path, "port"), f"expected an integer from 1 to 65535, got {port}")
         values["port"] = port.value
-    if "key_file" in given:
-        values["key_file"] = _key_file(given["key_file"], join(path, "key_file"), folder)
-    if "shared_envs" in given:
-        at = join(path, "shared_envs")
-        variables = value_of(given["shared_envs"], at, dict, "a mapping of variable names to text")
+    if "key_file" in fields:
+        values["key_file"] = _key_file(fields["key_file"], join(path, "key_file"), folder)
+    if "shared_envs" in fields:
+        variables_path = join(path, "shared_envs")
+        variables = value_of(fields["shared_envs"], variables_path, dict, "a mapping of variable names to text")
         for name, child in variables.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise fault(child, join(at, name), "invalid name of an environment variable")
-        values["shared_envs"] = {name: _line(child, join(at, name)) for name, child in variables.items()}
+                raise fault(child, join(variables_path, name), "invalid name of an environment variable")
+        values["shared_envs"] = {name: _line(child, join(variables_path, name)) for name, child in variables.items()}
     return SSHConfig(**values)
 
 
 def _key_file(node: yaml_nodes.Node, path: str, folder: Path) -> str:
-    """Return the absolute path; of a relative one, which may be written before the file is, the launcher checks."""
-    given = Path(_line(node, path)).expanduser()
-    if given.is_absolute() and not given.is_file():
-        raise fault(node, path, f"'{given}' does not exist; give the path of a private key")
-    return str((folder / given).absolute())
+    """Return the absolute path; the launcher checks relative ones, whose files may be created later."""
+    file = Path(_line(node, path)).expanduser()
+    if file.is_absolute() and not file.is_file():
+        raise fault(node, path, f"'{file}' does not exist; give the path of a private key")
+    return str((folder / file).absolute())
 
 
 def _devices(node: yaml_nodes.Node, path: str) -> tuple[int, ...]:
-    found: list[int] = []
-    for at, item in enumerate(_list(node, path)):
+    indices: list[int] = []
+    for position, item in enumerate(_list(node, path)):
         if not isinstance(item.value, int) or isinstance(item.value, bool) or item.value < 0:
-            raise fault(item, join(path, at), f"expected a device number of at least 0, got {item}")
-        if item.value in found:
-            raise fault(item, join(path, at), f"device {item.value} is listed twice; list each once")
-        found.append(item.value)
-    return tuple(found)
+            raise fault(item, join(path, position), f"expected a device number of at least 0, got {item}")
+        if item.value in indices:
+            raise fault(item, join(path, position), f"device {item.value} is listed twice; list each once")
+        indices.append(item.value)
+    return tuple(indices)
 
 
 def _mapping(node: yaml_nodes.Node, path: str, names: Iterable[str]) -> dict[str, yaml_nodes.Node]:
-    given: dict[str, yaml_nodes.Node] = value_of(node, path, dict, f"a mapping with {', '.join(names)}")
-    for name, child in given.items():
+    fields: dict[str, yaml_nodes.Node] = value_of(node, path, dict, f"a mapping with {', '.join(names)}")
+    for name, child in fields.items():
         if name not in names:
             raise fault(child, join(path, name), f"unknown key{suggest(name, names)}")
-    return given
+    return fields
 
 
 def _list(node: yaml_nodes.Node, path: str) -> list[yaml_nodes.Node]:
-    found: list[yaml_nodes.Node] = value_of(node, path, list, "a list")
-    return found
+    items: list[yaml_nodes.Node] = value_of(node, path, list, "a list")
+    return items
 
 
 def _line(node: yaml_nodes.Node, path: str) -> str:

@@ -1,4 +1,4 @@
-"""The ssh_config of a job: what reaches its nodes, for the check before the start and for mpirun's daemons alike."""
+"""The ssh_config of a job, used to check its nodes and to start mpirun's daemons on them."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from ..errors import ConfigError
 from .resources import Node, ResourceSpec, SSHConfig
 
 OWN = "NEONDIST_SSH_CONFIG"
-"""An ssh_config of the user's that is included instead of ~/.ssh/config."""
+"""Environment variable with a user's ssh_config to include instead of ~/.ssh/config."""
 AGENT = "PRTE_MCA_plm_ssh_agent"
-"""A program that mpirun starts daemons with instead of ssh: AGENT [OPTIONS] HOST COMMAND."""
+"""Environment variable with a program that mpirun uses instead of ssh: AGENT [OPTIONS] HOST COMMAND."""
 _ACTIVATE = re.compile(r"(?P<folder>.+)/bin/activate")
 
 
 def settings_of(resources: ResourceSpec, node: Node) -> SSHConfig:
-    """Return the SSH settings of a node; the defaults for one that is reached without SSH."""
+    """Return the SSH settings of a node; the defaults for a node reached without SSH."""
     return resources.ssh[node.ssh_config] if node.ssh_config is not None else SSHConfig()
 
 
 def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]) -> None:
-    """Write the settings of all nodes that are reached by SSH.
+    """Write the settings of all nodes reached by SSH.
 
-    Those of the user's own configuration apply where these leave something open. A host that is not known yet is
-    accepted once; one whose key has changed is refused. Nothing asks for a password.
+    The user's own configuration applies to settings that are left open. The key of an unknown host is accepted on first
+    use; a changed key is rejected. No password is requested.
 
     Raises
     ------
     ConfigError
-        The path of a key that OpenSSH would not take as it is.
+        OpenSSH does not accept the user name or the path of a key.
     """
     lines = []
     for node in resources.nodes:
@@ -40,43 +40,43 @@ def write_ssh_config(resources: ResourceSpec, path: Path, env: Mapping[str, str]
             continue
         ssh = settings_of(resources, node)
         lines += [f"Host {node.address}", f"  Port {ssh.port}"]
-        lines += [f"  User {_quoted(ssh.username, f'ssh.{node.ssh_config}.username')}"] if ssh.username else []
+        lines += [f"  User {_quote(ssh.username, f'ssh.{node.ssh_config}.username')}"] if ssh.username else []
         if ssh.key_file is not None:
-            key = _quoted(ssh.key_file, f"ssh.{node.ssh_config}.key_file").replace("%", "%%")
+            key = _quote(ssh.key_file, f"ssh.{node.ssh_config}.key_file").replace("%", "%%")
             lines += [f"  IdentityFile {key}", "  IdentitiesOnly yes"]
     lines += ["Host *", "  BatchMode yes", "  ConnectTimeout 10", "  StrictHostKeyChecking accept-new"]
-    own = env.get(OWN, "~/.ssh/config")
-    lines += [f"Include {_quoted(own, OWN)}", "Include /etc/ssh/ssh_config"]
+    user_config = env.get(OWN, "~/.ssh/config")
+    lines += [f"Include {_quote(user_config, OWN)}", "Include /etc/ssh/ssh_config"]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def ssh_command(
     node: Node, config: Path, command: list[str], env: Mapping[str, str], options: Sequence[str] = ()
 ) -> list[str]:
-    """Return the words that run a command on a node; `options` are further ones of ssh."""
+    """Return the command that runs a command on a node; `options` are additional options of ssh."""
     return remote_command(node.address, ["-F", str(config), *options], command, env)
 
 
 def remote_command(host: str, options: Sequence[str], command: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Return the words that run a command on a host: by ssh with options, or by the agent that mpirun uses."""
+    """Return the command that runs a command on a host by ssh with options, or by mpirun's agent."""
     agent = shlex.split(env.get(AGENT, "ssh")) or ["ssh"]
     return [*agent, *options, host, shlex.join(command)]
 
 
-def typed_command(node: Node, ssh: SSHConfig) -> str:
-    """Return the command with which a user tries the connection to a node."""
+def format_ssh_command(node: Node, ssh: SSHConfig) -> str:
+    """Return an ssh command with which the user can test the connection to a node."""
     words = ["ssh", *(["-p", str(ssh.port)] if ssh.port != 22 else [])]
     words += ["-i", ssh.key_file] if ssh.key_file is not None else []
     return shlex.join([*words, f"{ssh.username}@{node.address}" if ssh.username else node.address])
 
 
-def python_of(ssh: SSHConfig, where: str, default: str) -> str:
-    """Return the path of Python on a node with these settings: that of its virtual environment, or the default.
+def python_of(ssh: SSHConfig, location: str, default: str) -> str:
+    """Return the path of Python on a node: that of its virtual environment, or the default.
 
     Raises
     ------
     ConfigError
-        `python_venv` is something else than a virtual environment: it is no shell command that could be run.
+        `python_venv` is not a virtual environment; other shell commands are not run.
     """
     if not ssh.python_venv:
         return default
@@ -84,18 +84,18 @@ def python_of(ssh: SSHConfig, where: str, default: str) -> str:
         words = shlex.split(ssh.python_venv)
     except ValueError:
         words = []
-    found = _ACTIVATE.fullmatch(words[1]) if len(words) == 2 and words[0] in ("source", ".") else None
-    folder = found["folder"] if found else words[0] if len(words) == 1 else ""
+    match = _ACTIVATE.fullmatch(words[1]) if len(words) == 2 and words[0] in ("source", ".") else None
+    folder = match["folder"] if match else words[0] if len(words) == 1 else ""
     if not os.path.isabs(folder):
         raise ConfigError(
-            f"{where}: '{ssh.python_venv}' is not a virtual environment; give its absolute path,"
+            f"{location}: '{ssh.python_venv}' is not a virtual environment; give its absolute path,"
             " or 'source /PATH/bin/activate'"
         )
     return f"{folder}/bin/python"
 
 
-def _quoted(text: str, where: str) -> str:
-    """Return an argument of ssh_config, which has quotes, but no way to write a quote or a variable's sign."""
+def _quote(text: str, location: str) -> str:
+    """Return a quoted argument of ssh_config, which cannot escape quotes and variables."""
     if re.search(r'["\\]|\$\{', text):
-        raise ConfigError(f"{where}: '{text}' has characters that ssh_config cannot take (\" \\ ${{); rename it")
+        raise ConfigError(f"{location}: '{text}' has characters that ssh_config cannot take (\" \\ ${{); rename it")
     return f'"{text}"'

@@ -1,4 +1,4 @@
-"""The task of a process: its role and index, from the environment that a cluster manager sets."""
+"""Task of a process: its role and index, from the environment set by a cluster manager."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANKS = (
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_RESTART_COUNT"),
     ("JOB_COMPLETION_INDEX", "NEONDIST_WORKERS", ""),
 )
-"""Variables of torchrun, Open MPI, Slurm and indexed jobs: the process's number, how many there are, the generation."""
+"""Variables of torchrun, Open MPI, Slurm and indexed jobs: rank, number of ranks, number of restarts."""
 
 
 class TaskSpecDef:
@@ -76,13 +76,13 @@ class TaskSpecDef:
         if task_type not in _TYPES:
             raise ConfigError(f"task type '{task_type}' is unknown{suggest(str(task_type), _TYPES)}")
         self.type, self.index, self.trial, self.generation = _TYPES[task_type], index, trial, generation
-        self.ps_hosts, self.worker_hosts, self.master = _hosts(ps_hosts), _hosts(worker_hosts), master
+        self.ps_hosts, self.worker_hosts, self.master = _split_hosts(ps_hosts), _split_hosts(worker_hosts), master
         self.num_ps = len(self.ps_hosts)
         self._workers = len(self.worker_hosts) if num_workers is None else num_workers
-        known = {"ps": self.num_ps, "worker": self._workers, "master": 1}.get(self.type)
-        if index < 0 or (known and index >= known):
+        count = {"ps": self.num_ps, "worker": self._workers, "master": 1}.get(self.type)
+        if index < 0 or (count and index >= count):
             raise ConfigError(
-                f"index: {index} of task type '{self.type}', but there are only {known or 0}, numbered from 0"
+                f"index: {index} of task type '{self.type}', but there are only {count or 0}, numbered from 0"
             )
         self.num_workers = max(1, self._workers + (master is not None))
 
@@ -140,7 +140,7 @@ class TaskSpecDef:
         Collective over the training tasks. A parameter server does not return: it serves until the master ends its
         session or SIGTERM is received, and then exits with code 0.
 
-        Tasks that were started separately and know each other's addresses connect at the address of the master or of
+        Separately started tasks that know each other's addresses connect at the address of the master or of
         worker 0, which requires PyTorch. `ProcessGrid(task.create_server(), replicas=None)` makes each task a replica.
 
         Returns
@@ -161,7 +161,7 @@ class TaskSpecDef:
             When a parameter server has finished.
         """
         if self.is_ps():
-            sys.exit(import_module("neondist.services.job").serve_task(self))  # by name: it lies above, with gRPC
+            sys.exit(import_module("neondist.services.job").serve_task(self))  # by name: a higher layer with gRPC
         if self.is_evaluator() or self.num_ps:
             return None
         if not self.worker_hosts:
@@ -216,9 +216,9 @@ def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
     """
     environ = os.environ if environ is None else environ
     if environ.get("TF_CONFIG"):
-        return _of_tf_config(environ["TF_CONFIG"])
+        return _parse_tf_config(environ["TF_CONFIG"])
     if environ.get("JOB_NAME"):
-        return _named(
+        return _create_task(
             "JOB_NAME",
             task_type=environ["JOB_NAME"],
             index=_integer(environ, "TASK_INDEX", "0"),
@@ -226,22 +226,22 @@ def TaskSpec(environ: Mapping[str, str] | None = None) -> TaskSpecDef:
             worker_hosts=environ.get("WORKER_HOSTS"),
             master=environ.get("MASTER_HOST") or None,
         )
-    for number, count, restarts in _RANKS:
-        if number in environ and count in environ:
-            index, workers = _integer(environ, number), _integer(environ, count)
+    for rank, size, restarts in _RANKS:
+        if rank in environ and size in environ:
+            index, workers = _integer(environ, rank), _integer(environ, size)
             generation = _integer(environ, restarts, "0") if restarts else 0
-            return _named(number, task_type="worker", index=index, num_workers=workers, generation=generation)
+            return _create_task(rank, task_type="worker", index=index, num_workers=workers, generation=generation)
     return TaskSpecDef()
 
 
 def _torch_transport() -> Any:
     try:
-        return import_module("neondist.torch.transport")  # by name: it lies above, and imports PyTorch
+        return import_module("neondist.torch.exchange.transport")  # by name: a higher layer with PyTorch
     except ImportError:
         raise LaunchError("create_server: connecting tasks needs PyTorch: pip install 'neondist[torch]'") from None
 
 
-def _of_tf_config(text: str) -> TaskSpecDef:
+def _parse_tf_config(text: str) -> TaskSpecDef:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -252,7 +252,7 @@ def _of_tf_config(text: str) -> TaskSpecDef:
     if not isinstance(index, int) or isinstance(index, bool):
         raise ConfigError(f"TF_CONFIG: task.index: expected an integer, got {index!r}")
     trial = task.get("trial")
-    return _named(
+    return _create_task(
         "TF_CONFIG",
         task_type=str(task.get("type", "master")),
         index=index,
@@ -263,7 +263,7 @@ def _of_tf_config(text: str) -> TaskSpecDef:
     )
 
 
-def _named(variable: str, **arguments: Any) -> TaskSpecDef:
+def _create_task(variable: str, **arguments: Any) -> TaskSpecDef:
     try:
         return TaskSpecDef(**arguments)
     except ConfigError as error:
@@ -271,22 +271,22 @@ def _named(variable: str, **arguments: Any) -> TaskSpecDef:
 
 
 def _mapping(config: Any, name: str) -> dict[str, Any]:
-    found = config.get(name, {}) if isinstance(config, dict) else None
-    if not isinstance(found, dict):
-        raise ConfigError(f"TF_CONFIG: {name}: expected an object, got {type(found).__name__}")
-    return found
+    section = config.get(name, {}) if isinstance(config, dict) else None
+    if not isinstance(section, dict):
+        raise ConfigError(f"TF_CONFIG: {name}: expected an object, got {type(section).__name__}")
+    return section
 
 
 def _addresses(cluster: Mapping[str, Any], name: str) -> list[str]:
-    found = cluster.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+    addresses = cluster.get(name, [])
+    if not isinstance(addresses, list) or not all(isinstance(address, str) for address in addresses):
         raise ConfigError(f"TF_CONFIG: cluster.{name}: expected a list of addresses")
-    return found
+    return addresses
 
 
-def _hosts(hosts: Sequence[str] | str | None) -> list[str]:
-    given = hosts.split(",") if isinstance(hosts, str) else list(hosts or ())
-    return [host.strip() for host in given if host.strip()]
+def _split_hosts(hosts: Sequence[str] | str | None) -> list[str]:
+    names = hosts.split(",") if isinstance(hosts, str) else list(hosts or ())
+    return [host.strip() for host in names if host.strip()]
 
 
 def _integer(environ: Mapping[str, str], name: str, default: str | None = None) -> int:

@@ -1,9 +1,9 @@
-"""Ranks and what travels between them.
+"""Communication between ranks.
 
-transport: what a communicator must offer. single, loopback (with turns), mpi: one process, P threads, MPI. grid: who
-holds which tile. reductions: sums over ranks, recorded. redistribution: the same values, cut differently. agree:
-errors. effects: what grids change in their process. debug: looks for mistakes. segments: MPI's own files. Importing
-this package does not start MPI.
+transport: interface of a communicator. single, loopback (with turns), mpi: one process, P threads, MPI. grid:
+assignment of ranks to tiles. reductions: recorded sums over ranks. redistribution: change of partition. agree:
+cross-rank agreement on errors and calls. effects: process-wide effects of grids. debug: transport that checks for
+mistakes. segments: MPI's shared-memory files. Importing this package does not start MPI.
 """
 
 from . import loopback
@@ -14,13 +14,13 @@ from .grid import ProcessGrid
 from .redistribution import Redistribution
 from .reductions import GROUPS, Reductions, group_of
 from .single import SingleTransport
-from .transport import Done, Exchange, Message, ReduceOp, Request, Transport
+from .transport import CompletedRequest, Exchange, Message, ReduceOp, Request, Transport
 
 __all__ = [
     "CALL",
     "GROUPS",
+    "CompletedRequest",
     "DebugTransport",
-    "Done",
     "Exchange",
     "Message",
     "ProcessGrid",

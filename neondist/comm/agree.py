@@ -1,4 +1,4 @@
-"""All ranks raise, or none does; and all make the same call, or all raise."""
+"""Cross-rank agreement: all ranks raise or none does, and all make the same call or all raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .. import errors
 from .transport import Transport
 
 CALL = "the call"
-"""The first fact of a collective call."""
+"""Name of the first fact of a collective call."""
 ROWS, ROW = 16, 8192
 
 
@@ -32,15 +32,15 @@ def agree(transport: Transport, error: Exception | None) -> None:
     if failures:
         rank, (kind, is_users, message) = failures[0]
         if is_users:
-            of_kind: type[errors.UserError] = getattr(errors, kind, errors.UserError)
-            raise of_kind(message).on_all_ranks()
+            error_class: type[errors.UserError] = getattr(errors, kind, errors.UserError)
+            raise error_class(message).on_all_ranks()
         raise errors.RemoteError(f"rank {rank} failed: {kind}: {message}")
 
 
 def checksum_of(array: np.ndarray, start: int = 0) -> int:
-    """Return a checksum of an array's bits, as cheap as reading it once; it goes on from that of another.
+    """Return a checksum of an array's bits at the cost of reading it once; `start` chains checksums.
 
-    Of sixteen rows of 8 KiB the sum is taken, 64 bits at a time, before the CRC-32: that is bound by the memory alone.
+    Sixteen rows of 8 KiB are summed, 64 bits at a time, before the CRC-32, which is then bound by memory only.
     """
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     rows = data.size // (ROWS * ROW)
@@ -50,7 +50,7 @@ def checksum_of(array: np.ndarray, start: int = 0) -> int:
 
 @contextmanager
 def all_or_none(world: Transport) -> Iterator[None]:
-    """Run a block that does not communicate; then agree on whether a rank raised (collective)."""
+    """Run a block without communication, then raise on all ranks if any rank raised; collective."""
     error: Exception | None = None
     try:
         yield
@@ -62,39 +62,38 @@ def all_or_none(world: Transport) -> Iterator[None]:
 def check_alike(
     world: Transport, facts: Mapping[str, Any], error: Exception | None = None, versions: Sequence[int] = ()
 ) -> bool:
-    """Raise on all ranks if any has an error, or if one says other facts than rank 0; collective.
+    """Raise on all ranks if any rank has an error, or facts that differ from rank 0's; collective.
 
-    One small message comes before anything else of a call, so that ranks that make different calls do not wait for each
-    other.
+    One small message precedes every call, so that ranks that make different calls do not wait for each other.
 
     Parameters
     ----------
     facts : dict of name to value
-        What all ranks must say alike, with the CALL first; values are compared as text.
+        Facts that must be equal on all ranks, CALL first; values are compared as text.
     error : Exception, optional
-        Of this rank.
+        Error of this rank.
     versions : sequence of int
-        Numbers that may differ: whether all have the same is returned.
+        Numbers that may differ; the result is whether they are equal on all ranks.
     """
     if world.size == 1:
         if error is not None:
             raise error
         return True
-    said = {name: str(value) for name, value in facts.items()}
-    world.begin(said.get(CALL, ""))
-    digest = hashlib.sha256(repr((said, tuple(versions))).encode()).digest()
+    texts = {name: str(value) for name, value in facts.items()}
+    world.begin(texts.get(CALL, ""))
+    digest = hashlib.sha256(repr((texts, tuple(versions))).encode()).digest()
     number = int.from_bytes(digest[:7], "little")
     ends = np.array([number, -number] if error is None else [2**62, 2**62])
     world.allreduce(ends, "max")
     if ends[0] == -ends[1]:
         return True
     agree(world, error)
-    every = world.allgather(said)
-    for rank, other in enumerate(every):
-        for name in (*every[0], *other):
-            if every[0].get(name) != other.get(name):
+    first, *others = world.allgather(texts)
+    for rank, other in enumerate(others, 1):
+        for name in (*first, *other):
+            if first.get(name) != other.get(name):
                 raise errors.ConfigError(
-                    f"rank {rank}: {name} is {_short(other.get(name))}, but {_short(every[0].get(name))} on rank 0;"
+                    f"rank {rank}: {name} is {_short(other.get(name))}, but {_short(first.get(name))} on rank 0;"
                     " all ranks must make the same call"
                 ).on_all_ranks()
     return False
@@ -102,5 +101,5 @@ def check_alike(
 
 def _short(value: str | None) -> str:
     if value is None:
-        return "not there"
+        return "missing"
     return value if len(value) < 120 else f"{value[:50]}...{value[-50:]}"

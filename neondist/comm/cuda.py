@@ -1,4 +1,4 @@
-"""Support of the MPI library for addresses of a GPU's memory: as it reports it, and as a message proves it."""
+"""Support of the MPI library for GPU memory: as it reports, and as a test message verifies."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _CUDA = 0
 """MPIX_GPU_SUPPORT_CUDA of MPICH"""
 
 
-def says_cuda(mpi: Any) -> bool | None:
-    """Return whether the library that mpi4py has started says that it takes them; None: it has no call that tells.
+def reports_cuda(mpi: Any) -> bool | None:
+    """Return whether mpi4py's library reports support for GPU memory; None: it has no such query.
 
-    Open MPI and MVAPICH have one call for that, MPICH another.
+    Open MPI and MVAPICH have one query, MPICH another.
     """
     library, answer = ctypes.CDLL(mpi.__file__), ctypes.c_int()
     if hasattr(library, "MPIX_Query_cuda_support"):
@@ -24,16 +24,16 @@ def says_cuda(mpi: Any) -> bool | None:
     return None
 
 
-def is_proven(comm: Any, array: Any) -> bool:
-    """Return whether this rank's message to itself, from one half of a device's array to the other, arrives.
+def verify_device_messages(comm: Any, array: Any) -> bool:
+    """Return whether a message of this rank to itself, between two halves of a device array, arrives.
 
     Parameters
     ----------
-    array : (2 n,) of a device
+    array : device array (2 n,)
     """
     half = len(array) // 2
     array[:half], array[half:] = 1, 0
-    array.get()  # both are done
+    array.get()  # wait for both
     try:
         comm.Sendrecv(array[:half], comm.Get_rank(), 0, array[half:], comm.Get_rank(), 0)
     except Exception:  # mpi4py's, or the library's through it

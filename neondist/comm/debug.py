@@ -1,4 +1,4 @@
-"""A transport that looks for mistakes around messages: slow, for `--debug-halo`."""
+"""Transport that checks for mistakes around messages: slow, for `--debug-halo`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..errors import HaloError
 from .transport import Exchange, Message, ReduceOp, Request, Transport
 
 DELAY = 0.002
-"""Seconds that a message is held back at most."""
+"""Maximum delay of a message in seconds."""
 
 
 class DebugTransport(Transport):
-    """Another transport, whose messages come late, and whose buffers are watched while they are under way.
+    """Wrapper of a transport that delays messages and checks their buffers between `start` and `finish`.
 
-    Everything travels in copies: what a message is to be received into is poisoned until `finish`, and what is written
-    to either end between `start` and `finish` is an error. Results are those of the other transport, bit for bit.
+    Messages are copied: receive boxes are poisoned until `finish`, and a write to either end between `start` and
+    `finish` is an error. Results are bit-for-bit those of the wrapped transport.
 
     Parameters
     ----------
     inner : Transport
     seed : int
-        Of the delays; every rank has its own.
+        Seed of the delays, which differ between ranks.
     """
 
     def __init__(self, inner: Transport, seed: int = 0) -> None:
@@ -39,20 +39,20 @@ class DebugTransport(Transport):
         time.sleep(self.random.random() * DELAY)
 
     def split(self, color: int, key: int) -> Transport:
-        """Return the group of the ranks that gave the same colour, watched as well."""
+        """Return the checked group of the ranks with the same colour."""
         return DebugTransport(self.inner.split(color, key), self.seed)
 
     def cut(self, tiles: int) -> tuple[Transport, Transport]:
-        """Return the groups of tiles and of replicas, watched as well."""
-        one, other = self.inner.cut(tiles)
-        return DebugTransport(one, self.seed), DebugTransport(other, self.seed)
+        """Return the checked groups of tiles and of replicas."""
+        tile_group, replica_group = self.inner.cut(tiles)
+        return DebugTransport(tile_group, self.seed), DebugTransport(replica_group, self.seed)
 
     def begin(self, call: str) -> None:
-        """Pass on the call that begins."""
+        """Record the call that begins."""
         self.inner.begin(call)
 
     def close(self) -> None:
-        """Close the group that is watched."""
+        """Close the wrapped group."""
         super().close()
         self.inner.close()
 
@@ -61,32 +61,32 @@ class DebugTransport(Transport):
         return _DebugExchange(self, sends, receives)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
-        """Replace the array by its sum, or maximum, late."""
+        """Replace the array by its sum, or maximum, after a delay."""
         self.delay()
         self.inner.allreduce(array, op)
 
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Begin to sum, late."""
+        """Begin a sum after a delay."""
         self.delay()
         return self.inner.iallreduce(array)
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
-        """Return every rank's array, late."""
+        """Return every rank's array, after a delay."""
         self.delay()
         return self.inner.allgather_array(array)
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """Send an array to every rank, and return what every rank sent to this one, late."""
+        """Send an array to every rank, and return what every rank sent to this one, after a delay."""
         self.delay()
         return self.inner.all_to_all(sends, receive_shapes)
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return every rank's value, late."""
+        """Return every rank's value, after a delay."""
         self.delay()
         return self.inner.allgather(value)
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """Return the value of rank `root`, late."""
+        """Return the value of rank `root`, after a delay."""
         self.delay()
         return self.inner.bcast(value, root)
 
@@ -100,7 +100,7 @@ class _DebugExchange(Exchange):
 
     def __init__(self, transport: DebugTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
-        self.leaving, self.arriving = ([_detached(m) for m in messages] for messages in (self.sends, self.receives))
+        self.leaving, self.arriving = ([_detach(m) for m in messages] for messages in (self.sends, self.receives))
         self.inner = transport.inner.exchange(self.leaving, self.arriving)
 
     def _start(self) -> None:
@@ -115,28 +115,28 @@ class _DebugExchange(Exchange):
         self.inner.finish()
         for message, copy in zip(self.sends, self.leaving, strict=True):
             if not _equal(message.cells, copy.array):
-                raise self._error(f"cells on their way to rank {message.peer}")
+                raise self._error(f"outgoing cells for rank {message.peer}")
         for message, copy in zip(self.receives, self.arriving, strict=True):
             if not _equal(message.cells, poison(np.empty_like(copy.array))):
-                raise self._error(f"cells that rank {message.peer} was sending to")
+                raise self._error(f"cells being received from rank {message.peer}")
             message.cells[...] = copy.array
 
-    def _error(self, what: str) -> HaloError:
+    def _error(self, subject: str) -> HaloError:
         group = self.transport
         return HaloError(
-            f"rank {group.rank} of {group.size}: {what} were modified between start and finish of an exchange; do"
+            f"rank {group.rank} of {group.size}: {subject} were modified between start and finish of an exchange; do"
             " not modify its arrays until finish, or send copies"
         )
 
 
 def poison(array: np.ndarray) -> np.ndarray:
-    """Fill an array with NaN, or with the largest integer, and return it."""
+    """Fill an array with NaN, or the largest integer, and return it."""
     array[...] = np.nan if array.dtype.kind in "fc" else np.iinfo(array.dtype).max
     return array
 
 
-def _detached(message: Message) -> Message:
-    """Return a message of the same shape, of a new array of its own."""
+def _detach(message: Message) -> Message:
+    """Return a message of the same shape with a new array."""
     array = np.zeros_like(message.cells, order="C")
     return Message(message.peer, array, tuple(slice(0, n) for n in array.shape))
 

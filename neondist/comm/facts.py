@@ -1,4 +1,4 @@
-"""Text of arguments, equal on all ranks that have equal ones."""
+"""Text of arguments for comparison across ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 from .agree import checksum_of
 
-_FEW = 10  # numbers that are written one by one
+_FEW = 10  # arrays with fewer elements are written out
 
 
 def text_of(arguments: Mapping[str, object]) -> str:
-    """Return arguments as text: without paths, since data may lie elsewhere on each machine; objects by their class."""
+    """Return arguments as text, without paths, which may differ between machines; objects by their class."""
     kept = {k: v for k, v in arguments.items() if not (k.endswith("path") or isinstance(v, os.PathLike))}
     return ", ".join(f"{name}: {_text(value)}" for name, value in kept.items())
 
 
-def described(thing: object, arguments: Mapping[str, object]) -> str:
-    """Return the class of an object, and its arguments."""
+def describe_object(thing: object, arguments: Mapping[str, object]) -> str:
+    """Return the class and arguments of an object as text."""
     return f"{type(thing).__name__} {text_of(arguments)}".rstrip()
 
 

@@ -52,7 +52,7 @@ class ProcessGrid:
         If replicas x planes x rows x cols is not the number of ranks. Later, if the grid is used after `close`.
     """
 
-    _wide: Partition | None = None
+    _tiles: Partition | None = None
     _owns_world = False
 
     @checked
@@ -66,8 +66,8 @@ class ProcessGrid:
     ) -> None:
         self.world, self.observers = _transport(comm), Observers()
         if self.world.size > 1:
-            asked = {"replicas": replicas, "planes": planes, "rows": rows, "cols": cols}
-            check_alike(self.world, {CALL: "ProcessGrid", **asked})
+            requested = {"replicas": replicas, "planes": planes, "rows": rows, "cols": cols}
+            check_alike(self.world, {CALL: "ProcessGrid", **requested})
         self.shape: GridShape = grid_shape(self.world.size, replicas, rows, cols, planes)
         self.size, self.rank = self.world.size, self.world.rank
         self.replicas, self.planes = self.shape.replicas, planes
@@ -75,17 +75,17 @@ class ProcessGrid:
         self.replica, self.tile = divmod(self.rank, self.shape.tiles)
         place, self.col = divmod(self.tile, self.cols)
         self.plane, self.row = divmod(place, self.rows)
-        #: the ranks of this replica, by tile; and those that hold this tile, by replica
+        #: transports over the ranks of this replica, by tile, and of this tile, by replica
         self.tile_comm, self.replica_comm = self.world.cut(self.shape.tiles)
-        #: what is made once for a grid by those who use it, by a key of their own
+        #: objects that users create once per grid, by keys of their own
         self.kept: dict[Any, Any] = {}
-        #: a number that stands for this grid where objects cannot go, as into operators of PyTorch
+        #: number that identifies this grid where objects cannot be passed, as in PyTorch operators
         self.handle = next(_NUMBERS)
         _GRIDS[self.handle] = self
         self._whole: dict[str, int] = {}
         self._closing = ExitStack()
         self._owns_world = self.world is not comm
-        if self._owns_world:  # a caller's own transport stays open, and the process as it is
+        if self._owns_world:  # a caller's transport stays open, and the process unchanged
             self._closing.callback(self.world.close)
             if self.size > 1:
                 self._closing.callback(Effects.enter(self.world).leave, self.world)
@@ -112,40 +112,40 @@ class ProcessGrid:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the grid; with an error that other ranks may not have, leave that to who catches it, or end the job."""
+        """Close the grid, unless an error that other ranks may not have is propagating."""
         if error is None or getattr(error, "agreed", False) or self.size == 1:
             self.close()
 
-    def note_whole(self, what: str, array: Any) -> None:
-        """Take note of a whole array that all ranks were given alike; the next `check` compares it.
+    def note_replicated(self, name: str, array: Any) -> None:
+        """Record an array that must be equal on all ranks; the next `check` compares it.
 
         Parameters
         ----------
-        what : str
-            Such as 'the image passed to scatter'.
+        name : str
+            Description, such as 'the image passed to scatter'.
         array : np.ndarray, or int
-            Or a checksum of it.
+            The array, or its checksum.
         """
         if self.size > 1:
-            before = self._whole.get(what, 0)
+            previous = self._whole.get(name, 0)
             number = array if isinstance(array, int) else checksum_of(array)
-            self._whole[what] = (before * 31 + number) % 2**32  # of several, in their order
+            self._whole[name] = (previous * 31 + number) % 2**32  # combines several, in order
 
     def check(
         self, call: str, facts: Mapping[str, Any] = MappingProxyType({}), error: Exception | None = None,
         versions: Sequence[int] = (),
     ) -> bool:  # fmt: skip
-        """Raise on all ranks unless all begin this call, with these facts and the same whole arrays; collective.
+        """Raise on all ranks unless all begin this call with equal facts and replicated arrays; collective.
 
-        It is `check_alike` with what was noted by `note_whole`.
+        Calls `check_alike`, adding the arrays recorded by `note_replicated`.
         """
         whole, self._whole = self._whole, {}
-        found = {what: f"of checksum {number:08x}" for what, number in whole.items()}
+        checksums = {name: f"of checksum {number:08x}" for name, number in whole.items()}
         with self.observers.during("wait", subject="world"):
-            return check_alike(self.world, {CALL: call, **found, **facts}, error, versions)
+            return check_alike(self.world, {CALL: call, **checksums, **facts}, error, versions)
 
     def on_close(self, work: Callable[[], object]) -> None:
-        """Do something when the grid is closed, before its communicators are."""
+        """Register a callback for `close`, called before the communicators are freed."""
         self._closing.callback(work)
 
     def group(self, name: str) -> Transport:
@@ -163,31 +163,31 @@ class ProcessGrid:
         return cls(SingleTransport())
 
     def partition(self, extent: Sequence[int]) -> Partition:
-        """Return the cut of an image of this extent into tiles."""
+        """Return the partition of an image of this extent into tiles."""
         return self.shape.partition(extent)
 
     def tile_box(self, extent: Sequence[int]) -> Box:
         """Return this rank's cells of an image of this extent."""
-        if self._wide is not None and tuple(extent) == self._wide.extent:
-            return self._wide.box(self.tile)
+        if self._tiles is not None and tuple(extent) == self._tiles.extent:
+            return self._tiles.box(self.tile)
         return self.partition(extent).box(self.tile)
 
-    def reading(self, tiles: Partition | None) -> ProcessGrid:
-        """Return this grid with other tiles of the images of one extent, which may overlap: for reading them."""
+    def with_tiles(self, tiles: Partition | None) -> ProcessGrid:
+        """Return this grid with other, possibly overlapping, tiles for images of one extent."""
         if tiles is None:
             return self
-        found = copy.copy(self)
-        found._wide = tiles
-        return found
+        grid = copy.copy(self)
+        grid._tiles = tiles
+        return grid
 
-    def of_strip(self, shape: GridShape, strip: int) -> ProcessGrid:
-        """Return a grid of this process alone, which takes itself for a tile of another shape, and sends nothing."""
-        found = ProcessGrid.serial()
-        found.shape, found.tile = shape, strip
-        return found
+    def strip_grid(self, shape: GridShape, strip: int) -> ProcessGrid:
+        """Return a grid of one process that stands for a tile of another grid shape."""
+        grid = ProcessGrid.serial()
+        grid.shape, grid.tile = shape, strip
+        return grid
 
     def sample_range(self, batch: int) -> tuple[int, int]:
-        """Return the half-open range of samples, of a batch, that this rank's replica takes."""
+        """Return the half-open range of a batch's samples on this rank's replica."""
         return split(batch, self.replicas, self.replica)
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""Messages of more elements than an MPI call can count: before MPI 4 counts are 32-bit integers, and so are extents."""
+"""Messages of more elements than an MPI call can count: counts and extents before MPI 4 are 32-bit integers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 MOST = 2**30
-"""Elements, or bytes, that one count stands for at most."""
+"""Largest count, in elements or bytes."""
 
 
 def chunks(size: int, most: int) -> Iterator[slice]:
-    """Yield the slices of at most `most` elements that a flat array is made of."""
+    """Yield slices of at most `most` elements that cover a flat array."""
     return (slice(first, min(first + most, size)) for first in range(0, size, most))
 
 
 def box_type(cell: Any, shape: Sequence[int], strides: Sequence[int], offset: int, most: int) -> Any:
-    """Return the MPI datatype of a box of cells, committed; no count in it is above `most`.
+    """Return the committed MPI datatype of a box of cells, with no count above `most`.
 
     Parameters
     ----------
@@ -26,25 +26,25 @@ def box_type(cell: Any, shape: Sequence[int], strides: Sequence[int], offset: in
     offset : int
         Bytes from the start of the buffer to the first cell.
     """
-    found = cell.Dup()
+    datatype = cell.Dup()
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
-        found = _repeated(found, extent, stride, most)
-    return _replaced(found, found.Create_hindexed([1], [offset])).Commit()
+        datatype = _repeat(datatype, extent, stride, most)
+    return _replace(datatype, datatype.Create_hindexed([1], [offset])).Commit()
 
 
-def _repeated(item: Any, count: int, stride: int, most: int) -> Any:
-    """Return the datatype of so many items, so many bytes apart; the item is freed."""
+def _repeat(item: Any, count: int, stride: int, most: int) -> Any:
+    """Return the datatype of `count` items, `stride` bytes apart; the item is freed."""
     blocks, rest = divmod(count, most)
     if not blocks:
-        return _replaced(item, item.Create_hvector(rest, 1, stride))
+        return _replace(item, item.Create_hvector(rest, 1, stride))
     after = item.Create_hvector(rest, 1, stride)
-    block = _replaced(item, item.Create_hvector(most, 1, stride))
-    before = _repeated(block, blocks, most * stride, most)
-    found = item.Create_struct([1, 1], [0, blocks * most * stride], [before, after])
+    block = _replace(item, item.Create_hvector(most, 1, stride))
+    before = _repeat(block, blocks, most * stride, most)
+    datatype = item.Create_struct([1, 1], [0, blocks * most * stride], [before, after])
     before.Free()
-    return _replaced(after, found)
+    return _replace(after, datatype)
 
 
-def _replaced(old: Any, new: Any) -> Any:
+def _replace(old: Any, new: Any) -> Any:
     old.Free()
     return new

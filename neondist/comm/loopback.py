@@ -22,43 +22,43 @@ from .transport import CLOSED, Exchange, Message, ReduceOp, Request, Transport
 from .turns import Turns, closed_gate
 
 _TICK = 0.2
-"""Seconds after which the caller of virtual ranks wakes: Python's handlers of signals run in no other thread."""
+"""Seconds after which the caller of virtual ranks wakes to run signal handlers, which need the main thread."""
 
 
 @dataclass(eq=False)
 class _Mailbox:
-    """Messages from one rank to another, with a gate at which the receiver waits."""
+    """Queue of messages from one rank to another, with a gate at which the receiver waits."""
 
     values: deque[Any] = field(default_factory=deque)
     gate: threading.Lock | None = None
 
 
 class _World:
-    """State that the threads share: their turns, the calls that they are in, and whether one of them failed."""
+    """State shared by the threads: turns, current calls, and whether a rank has failed."""
 
     def __init__(self, timeout: float, turns: Turns) -> None:
         self.timeout, self.turns, self.failed = timeout, turns, False
-        self.calls: dict[int, str] = {}  # that each rank is in
+        self.calls: dict[int, str] = {}  # current call of each rank
         self._ended: set[int] = set()
-        self._waiting: dict[_Mailbox, int] = {}  # and the rank that is to send
+        self._waiting: dict[_Mailbox, int] = {}  # sender of each awaited mailbox
 
     def put(self, box: _Mailbox, value: Any) -> None:
-        """Put a value into a mailbox, and let who waits for it have the next turn that is free."""
+        """Put a value into a mailbox, and queue its waiting receiver for the next free turn."""
         with self.turns.lock:
             box.values.append(value)
             self._wake(box)
 
     def receive(self, box: _Mailbox, ends: tuple[int, int]) -> Any:
-        """Take the next value of a mailbox; `ends` are the ranks of its sender and its receiver in the world."""
+        """Take the next value of a mailbox; `ends` are the world ranks of its sender and receiver."""
         sender, rank = ends
         with self.turns.lock:
             if box.values:
                 return box.values.popleft()
             if self.failed or sender in self._ended:
-                raise self._nothing_comes(sender, rank)
+                raise self._receive_error(sender, rank)
             box.gate = gate = closed_gate()
             self._waiting[box] = sender
-            self.turns.pass_on()  # others compute while this rank waits
+            self.turns.pass_on()  # other ranks compute while this one waits
         if not gate.acquire(timeout=self.timeout):
             with self.turns.lock:
                 self._wake(box)
@@ -67,10 +67,10 @@ class _World:
         with self.turns.lock:
             if box.values:
                 return box.values.popleft()
-            raise self._nothing_comes(sender, rank)
+            raise self._receive_error(sender, rank)
 
     def end(self, rank: int) -> None:
-        """Record that a rank has ended, and release those that wait for it."""
+        """Record that a rank has ended, and release the ranks that wait for it."""
         with self.turns.lock:
             self._ended.add(rank)
             for box in [box for box, sender in self._waiting.items() if sender == rank]:
@@ -89,7 +89,7 @@ class _World:
             self.turns.offer(box.gate)
             box.gate = None
 
-    def _nothing_comes(self, sender: int, rank: int) -> Exception:
+    def _receive_error(self, sender: int, rank: int) -> Exception:
         if self.failed:
             return RemoteError("another virtual rank failed")
         if sender in self._ended:
@@ -100,10 +100,10 @@ class _World:
 
 
 class _Group:
-    """The mailboxes of a group of ranks, which live as long as a member."""
+    """Mailboxes of a group of ranks, which live as long as a member."""
 
     def __init__(self, members: Sequence[int], ranks: Sequence[int]) -> None:
-        self.members, self.ranks = members, ranks  # of the group that this is a part of; and of the world
+        self.members, self.ranks = members, ranks  # in the parent group; in the world
         self._lock = threading.Lock()
         self._boxes: defaultdict[tuple, _Mailbox] = defaultdict(_Mailbox)
 
@@ -122,26 +122,26 @@ class LoopbackTransport(Transport):
         self._pairs: Counter[tuple[int, int]] = Counter()
 
     def send(self, peer: int, value: Any) -> None:
-        """Put a copy of a value into the mailbox of `peer`."""
-        self._put(peer, pickle.dumps(value))
+        """Send a copy of a value to `peer`."""
+        self._send(peer, pickle.dumps(value))
 
     def receive(self, peer: int) -> Any:
-        """Take the next value that `peer` sent."""
-        return pickle.loads(self._take(peer))
+        """Receive the next value from `peer`."""
+        return pickle.loads(self._receive(peer))
 
-    def _put(self, peer: int, value: Any) -> None:
-        """Put a value that is not modified later into the mailbox of `peer`."""
+    def _send(self, peer: int, value: Any) -> None:
+        """Send a value that is not modified later to `peer`, without copying."""
         self.world.put(self.group.box(self.rank, peer), value)
 
-    def _take(self, peer: int) -> Any:
+    def _receive(self, peer: int) -> Any:
         return self.world.receive(self.group.box(peer, self.rank), self.ends(peer))
 
     def ends(self, peer: int) -> tuple[int, int]:
-        """Return the ranks of `peer` and of this one in the world."""
+        """Return the world ranks of `peer` and of this rank."""
         return self.group.ranks[peer], self.group.ranks[self.rank]
 
     def begin(self, call: str) -> None:
-        """Take note of the call that begins."""
+        """Record the call that begins."""
         if call and not self.closed:
             self.world.calls[self.group.ranks[self.rank]] = call
 
@@ -155,12 +155,12 @@ class LoopbackTransport(Transport):
         return boxes
 
     def split(self, color: int, key: int) -> Transport:
-        """Return the group of the ranks that gave the same colour, ordered by key."""
-        group = self._through_first((color, key, self.rank, self.group.ranks[self.rank]), _grouped)[color]
+        """Return the group of the ranks with the same colour, ordered by key."""
+        group = self._via_root((color, key, self.rank, self.group.ranks[self.rank]), _make_groups)[color]
         return LoopbackTransport(self.world, group, group.members.index(self.rank), len(group.members))
 
     def close(self) -> None:
-        """Let go of the mailboxes."""
+        """Release the mailboxes."""
         super().close()
         self.world = self.group = CLOSED
 
@@ -171,7 +171,7 @@ class LoopbackTransport(Transport):
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
         """Replace the array by its sum, or maximum, over all ranks, taken in rank order."""
         combine = {"sum": np.add, "max": np.maximum}[op]
-        array[...] = self._through_first(array.copy(), lambda arrays: reduce(combine, arrays))
+        array[...] = self._via_root(array.copy(), lambda arrays: reduce(combine, arrays))
 
     def iallreduce(self, array: np.ndarray) -> Request:
         """Begin to replace the array by its sum over all ranks, taken in rank order."""
@@ -181,39 +181,39 @@ class LoopbackTransport(Transport):
         return _LoopbackRequest(self, array)
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
-        """Return every rank's array, one above the other."""
-        return self._through_first(array.copy(), lambda arrays: np.stack(list(arrays))).copy()
+        """Return every rank's array, stacked."""
+        return self._via_root(array.copy(), lambda arrays: np.stack(list(arrays))).copy()
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Send an array to every rank, and return what every rank sent to this one."""
         for peer, array in enumerate(sends):
-            self._put(peer, np.array(array, order="C"))
-        received: list[np.ndarray] = [self._take(peer) for peer in range(self.size)]
+            self._send(peer, np.array(array, order="C"))
+        received: list[np.ndarray] = [self._receive(peer) for peer in range(self.size)]
         for peer, (array, shape) in enumerate(zip(received, receive_shapes, strict=True)):
-            if array.shape != tuple(shape):  # MPI would mix them up
-                raise ValueError(f"rank {peer} sent an array of shape {array.shape}, not {tuple(shape)} as agreed")
+            if array.shape != tuple(shape):  # MPI would mix up the data
+                raise ValueError(f"rank {peer} sent an array of shape {array.shape}; expected {tuple(shape)}")
         return received
 
     def allgather(self, value: Any) -> list[Any]:
         """Return copies of every rank's value, in rank order."""
-        return [pickle.loads(sent) for sent in self._through_first(pickle.dumps(value), list)]
+        return [pickle.loads(data) for data in self._via_root(pickle.dumps(value), list)]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return a copy of the value of rank `root`."""
-        mine = pickle.dumps(value) if self.rank == root else None
-        return pickle.loads(self._through_first(mine, lambda sent: list(sent)[root]))
+        data = pickle.dumps(value) if self.rank == root else None
+        return pickle.loads(self._via_root(data, lambda values: list(values)[root]))
 
-    def _through_first(self, value: Any, joined: Callable[[Iterator[Any]], Any]) -> Any:
-        """Return what rank 0 makes of all values: 2 P messages, where all to all would be P².
+    def _via_root(self, value: Any, combine: Callable[[Iterator[Any]], Any]) -> Any:
+        """Return the values of all ranks combined on rank 0: 2 P messages instead of P².
 
-        All ranks get the very same object, and none may change it, or the value that it gave.
+        All ranks receive the same object, and must modify neither it nor their own value.
         """
         if self.rank:
-            self._put(0, value)
-            return self._take(0)
-        result = joined(value if peer == 0 else self._take(peer) for peer in range(self.size))
+            self._send(0, value)
+            return self._receive(0)
+        result = combine(value if peer == 0 else self._receive(peer) for peer in range(self.size))
         for peer in range(1, self.size):
-            self._put(peer, result)
+            self._send(peer, result)
         return result
 
     def abort(self, code: int) -> None:
@@ -222,11 +222,11 @@ class LoopbackTransport(Transport):
         raise SystemExit(code)
 
 
-def _grouped(given: Iterable[tuple[int, int, int, int]]) -> dict[int, _Group]:
-    """Return a group for each colour, from the colour, key, rank and rank in the world of everybody."""
+def _make_groups(entries: Iterable[tuple[int, int, int, int]]) -> dict[int, _Group]:
+    """Return a group for each colour, given (colour, key, rank, world rank) of all ranks."""
     members: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    for color, _, rank, of_world in sorted(given):
-        members[color].append((rank, of_world))
+    for color, _, rank, world_rank in sorted(entries):
+        members[color].append((rank, world_rank))
     return {color: _Group(*zip(*ranks, strict=True)) for color, ranks in members.items()}
 
 
@@ -235,10 +235,10 @@ class _LoopbackRequest(Request):
         self.transport, self.array = transport, array
 
     def wait(self) -> None:
-        here = self.transport
-        peers = range(here.size)
-        boxes = (here.group.box(peer, here.rank, 0) for peer in peers)  # exchanges count theirs from 1
-        self.array[...] = reduce(np.add, map(here.world.receive, boxes, map(here.ends, peers)))
+        transport = self.transport
+        peers = range(transport.size)
+        boxes = (transport.group.box(peer, transport.rank, 0) for peer in peers)  # exchanges number theirs from 1
+        self.array[...] = reduce(np.add, map(transport.world.receive, boxes, map(transport.ends, peers)))
 
 
 class _LoopbackExchange(Exchange):
@@ -246,7 +246,7 @@ class _LoopbackExchange(Exchange):
 
     def __init__(self, transport: LoopbackTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         super().__init__(transport, sends, receives)
-        # a mailbox of their own: messages of several exchanges may be under way, as with MPI
+        # separate mailboxes: several exchanges may be in progress, as with MPI
         self.outboxes = transport.mailboxes({m.peer for m in self.sends}, outgoing=True)
         self.inboxes = transport.mailboxes({m.peer for m in self.receives}, outgoing=False)
 
@@ -304,7 +304,7 @@ def run(ranks: int, function: Callable[[LoopbackTransport], Any], timeout: float
         thread.start()
     for thread in threads:
         while thread.is_alive():
-            thread.join(_TICK)  # a signal that came just before it began to wait is handled when it wakes
+            thread.join(_TICK)  # wakes to handle a signal that arrived just before the wait
     turns.begin(0)
     if errors:
         raise errors[0]

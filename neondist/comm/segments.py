@@ -1,7 +1,7 @@
-"""Open MPI's shared memory between the ranks of a machine, which shall not outlive them.
+"""Cleanup of Open MPI's shared-memory files, which must not outlive their ranks.
 
-Its files have names only so that ranks can find them. Once all have, the names can go: then nothing is left behind,
-however a rank ends.
+The files have names only so that ranks can open them. Once all ranks have, the names are removed, so nothing is left
+behind however a rank ends.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from pathlib import Path
 from typing import Any
 
 BACKING = "OMPI_MCA_btl_sm_backing_directory"
-"""Where Open MPI puts the files."""
+"""Open MPI's variable for the folder of the files."""
 PREFIX = "neondist-"
-"""Of folders that are made for one job."""
+"""Prefix of folders created for one job."""
 MAPS = Path("/proc/self/maps")
 _LAUNCHERS = ("PMIX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMI_FD", "SLURM_PROCID")
 
 
 @contextmanager
 def tidy_start() -> Iterator[None]:
-    """Let MPI start in here: in the folder of the job, or, without a launcher, in one that goes at once."""
+    """Start MPI inside the block in the folder of the job, or, without a launcher, in a temporary folder."""
     folder = Path(os.environ.get(BACKING, ""))
     machines = os.environ.get("OMPI_COMM_WORLD_SIZE") != os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     if folder.name.startswith(PREFIX) and machines:
-        folder.mkdir(mode=0o700, exist_ok=True)  # only mpirun's own machine has it already
+        folder.mkdir(mode=0o700, exist_ok=True)  # exists only on mpirun's machine
     if any(name in os.environ for name in _LAUNCHERS):
         yield
         return
-    before = os.environ.get("TMPDIR")
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as passing:
-        os.environ["TMPDIR"] = passing
+    previous = os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as temporary:
+        os.environ["TMPDIR"] = temporary
         try:
             yield
         finally:
             os.environ.pop("TMPDIR")
-            if before is not None:
-                os.environ["TMPDIR"] = before
+            if previous is not None:
+                os.environ["TMPDIR"] = previous
 
 
-def forget_names(mpi: Any) -> None:
-    """Remove the names of the shared memory of all ranks, if each has what it needs; collective over all ranks."""
+def unlink_segments(mpi: Any) -> None:
+    """Remove the names of the shared-memory files once all ranks have opened them; collective over all ranks."""
     if mpi.get_vendor()[0] != "Open MPI":
         return
     machine = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
-    names = _mapped()
+    names = _mapped_files()
     if machine.allreduce(len(names) == machine.size, op=mpi.LAND) and machine.rank == 0:
         for name in names:
             with suppress(OSError):
@@ -60,8 +60,8 @@ def forget_names(mpi: Any) -> None:
     machine.Free()
 
 
-def _mapped() -> set[Path]:
-    """Return the files of shared memory, of all ranks of this machine, that this rank has and that have names."""
+def _mapped_files() -> set[Path]:
+    """Return the named shared-memory files that this rank has mapped, of all ranks of this machine."""
     try:
         maps = MAPS.read_text()
     except OSError:  # not Linux

@@ -1,4 +1,4 @@
-"""A group of one rank: serial runs, no MPI."""
+"""Transport of a single process, without MPI."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .transport import Done, Exchange, Message, ReduceOp, Request, Transport
+from .transport import CompletedRequest, Exchange, Message, ReduceOp, Request, Transport
 
 
-class _NothingToDo(Exchange):
+class _EmptyExchange(Exchange):
     def _start(self) -> None:
         pass
 
@@ -21,7 +21,7 @@ class _NothingToDo(Exchange):
 
 
 class SingleTransport(Transport):
-    """One process alone."""
+    """Transport of one process."""
 
     rank = 0
     size = 1
@@ -32,17 +32,17 @@ class SingleTransport(Transport):
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
         """Return an exchange with no messages."""
-        return _NothingToDo(self, sends, receives)
+        return _EmptyExchange(self, sends, receives)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
-        """Leave the array as it is."""
+        """Do nothing: the array is its own sum."""
 
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Leave the array as it is."""
-        return Done()
+        """Do nothing: the array is its own sum."""
+        return CompletedRequest()
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
-        """Return a copy of the array, with an axis of one rank before it."""
+        """Return a copy of the array with a leading axis of length 1."""
         return array[None].copy()
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
@@ -50,7 +50,7 @@ class SingleTransport(Transport):
         return [array.copy() for array in sends]
 
     def allgather(self, value: Any) -> list[Any]:
-        """Return a copy of the value alone."""
+        """Return a list with a copy of the value."""
         return [copy.deepcopy(value)]
 
     def bcast(self, value: Any, root: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Interface of a communicator; MPI, loopback and a single process implement it alike."""
+"""Interface of transports: MPI, loopback and single process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ReduceOp = Literal["sum", "max"]
 
 @dataclass(frozen=True)
 class Message:
-    """A box of a fixed array that goes to, or comes from, rank `peer`."""
+    """A box of a fixed array that is sent to, or received from, rank `peer`."""
 
     peer: int
     array: Any
@@ -27,7 +27,7 @@ class Message:
 
     @property
     def cells(self) -> Any:
-        """The part of the array that travels (a view)."""
+        """View of the transferred part of the array."""
         return self.array[self.box]
 
     @property
@@ -37,84 +37,84 @@ class Message:
 
 
 class Exchange(ABC):
-    """Messages that are planned once and run many times; empty messages are left out.
+    """Set of messages that is planned once and run many times; empty messages are omitted.
 
     Parameters
     ----------
     transport : Transport
-        Once it is closed nothing can be sent.
+        Running the exchange after it is closed is an error.
 
     Attributes
     ----------
     sends, receives : list of Message
     bytes_sent : int
-        Of one run.
+        Bytes sent per run.
     runs : int
-        How often they were sent.
+        Number of runs so far.
     observers : Observers
-        Are told when it waits.
+        Notified of waits.
     under_way : bool
-        Whether they have been started and not finished.
+        Whether it has been started and not finished.
     """
 
     def __init__(self, transport: Transport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         self.transport = transport
         self._direct = [m.array for m in (*sends, *receives) if m.nbytes and transport.takes_of_device(m.array)]
-        self.sends, self._leaving = self._on_host([message for message in sends if message.nbytes])
-        self.receives, self._arriving = self._on_host([message for message in receives if message.nbytes])
+        self.sends, self._outgoing = self._on_host([message for message in sends if message.nbytes])
+        self.receives, self._incoming = self._on_host([message for message in receives if message.nbytes])
         self.bytes_sent = sum(message.nbytes for message in self.sends)
         self.runs, self.under_way = 0, False
         self.observers = Observers()
 
     def run(self) -> None:
-        """Send what the send boxes hold now, and fill the receive boxes."""
+        """Send the contents of the send boxes, and fill the receive boxes."""
         self.start()
         self.finish()
 
     def start(self) -> None:
-        """Send what the send boxes hold now; none of the arrays may be touched before `finish`."""
+        """Send the contents of the send boxes; the arrays must not be accessed before `finish`."""
         if self.transport.closed:
             raise closed_error()
         self.runs, self.under_way = self.runs + 1, True
-        for twin in self._arriving:
+        for twin in self._incoming:
             twin.settle()
-        for twin in self._leaving:
+        for twin in self._outgoing:
             twin.fetch()
         for array in self._direct[:1]:
             wait_for(array)
         self._watched(self._start)
 
     def finish(self) -> None:
-        """Wait until the receive boxes are filled and the send boxes free again; at once, if nothing is under way."""
+        """Wait until the receive boxes are filled and the send boxes can be reused; return at once if not started."""
         if self.under_way:
             self._watched(self._finish)
             self.under_way = False
-            for twin in self._arriving:
+            for twin in self._incoming:
                 twin.put()
 
     def _on_host(self, messages: Sequence[Message]) -> tuple[list[Message], list[HostTwin]]:
-        """Return messages of arrays that the transport takes, and the twins of those that it does not.
+        """Return messages of arrays that the transport accepts, with host twins in place of those it does not.
 
-        An array that its messages fill has one twin, which is copied at once.
+        An array covered by its messages has one twin, copied as a whole.
         """
-        found, twins, whole = [], list[HostTwin](), dict[int, HostTwin]()
-        filled = Counter[int]()
+        accepted, twins, twin_of = [], list[HostTwin](), dict[int, HostTwin]()
+        covered = Counter[int]()
         for message in messages:
-            filled[id(message.array)] += message.nbytes
+            covered[id(message.array)] += message.nbytes
         for message in messages:
             array, key = message.array, id(message.array)
             if self.transport.takes(array):
-                found.append(message)
-            elif filled[key] == array.nbytes:
-                if key not in whole:
-                    whole[key] = HostTwin(array)
-                    twins.append(whole[key])
-                found.append(Message(message.peer, whole[key].host, message.box))
+                accepted.append(message)
+            elif covered[key] == array.nbytes:
+                if key not in twin_of:
+                    twin_of[key] = HostTwin(array)
+                    twins.append(twin_of[key])
+                accepted.append(Message(message.peer, twin_of[key].host, message.box))
             else:
                 twins.append(HostTwin(message.cells))
                 box = tuple(slice(0, n) for n in twins[-1].host.shape)
-                found.append(Message(message.peer, twins[-1].host, box))
-        return found, twins
+                accepted.append(Message(message.peer, twins[-1].host, box))
+        return accepted, twins
 
     def _watched(self, work: Callable[[], None]) -> None:
         if not self.observers:
@@ -130,30 +130,30 @@ class Exchange(ABC):
     def _finish(self) -> None: ...
 
 
-class _Closed:
+class _ClosedTransport:
     def __getattr__(self, name: str) -> Any:
         raise closed_error()
 
 
 def closed_error() -> GridError:
-    """Return the error that tells that a grid is closed."""
+    """Return the error of calls on a closed grid."""
     return GridError("this process grid is closed: create another with nd.ProcessGrid(), and build models on it")
 
 
-CLOSED: Any = _Closed()
-"""Stands where a communicator was: whatever is asked of it is an error."""
+CLOSED: Any = _ClosedTransport()
+"""Placeholder of a closed communicator: every attribute access raises."""
 
 
 class Request(ABC):
-    """A sum under way."""
+    """A nonblocking sum."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the array holds the sum; until then it must not be accessed."""
+        """Wait until the array holds the sum; it must not be accessed before."""
 
 
-class Done(Request):
-    """There was nothing to wait for."""
+class CompletedRequest(Request):
+    """A request that is complete already."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -168,11 +168,11 @@ class Transport(ABC):
     closed : bool
         Whether `close` was called.
     tensors : tuple of str
-        The kinds of devices whose PyTorch tensors it takes itself, in exchanges and as `allreduce`'s array.
+        Device types whose PyTorch tensors exchanges and `allreduce` accept directly.
     one_process : bool
-        Whether all ranks share one process, and so the global generators of random numbers.
+        Whether all ranks share one process, and so its global random generators.
     call : str
-        The collective call that this rank has begun last, for messages about ranks that do not join it.
+        Last collective call begun by this rank, for error messages.
     """
 
     rank: int
@@ -184,41 +184,41 @@ class Transport(ABC):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """Whether nothing can be sent anymore."""
         return self.closed
 
     def takes(self, array: Any) -> bool:
-        """Return whether exchanges and `allreduce` take an array themselves; others go through the host."""
-        kind = getattr(getattr(array, "device", None), "type", None)  # PyTorch's
+        """Return whether exchanges and `allreduce` accept an array directly; others are staged on the host."""
+        kind = getattr(getattr(array, "device", None), "type", None)  # of PyTorch tensors
         return isinstance(array, np.ndarray) or kind in self.tensors or self.takes_of_device(array)
 
     def takes_of_device(self, array: Any) -> bool:
-        """Return whether it takes an array of CuPy's from the device, where what computes it has to be waited for."""
+        """Return whether it accepts a CuPy array in device memory, once its kernels have finished."""
         return False
 
     def begin(self, call: str) -> None:
-        """Take note of the collective call that this rank begins."""
+        """Record the collective call that this rank begins."""
         self.call = call
 
     @abstractmethod
     def split(self, color: int, key: int) -> Transport:
-        """Return the group of the ranks that gave the same colour, ordered by key."""
+        """Return the group of the ranks with the same colour, ordered by key."""
 
     def split_by(self, color: Callable[[int], int]) -> Transport:
-        """Return the group of the ranks of this one's colour, in their order; every rank gives the same function."""
+        """Return the group of the ranks with this rank's colour, in order; `color` must be equal on all ranks."""
         return self.split(color(self.rank), self.rank)
 
     def cut(self, tiles: int) -> tuple[Transport, Transport]:
-        """Return the group of `tiles` consecutive ranks that this one is in, and that of its place in all of them."""
+        """Return the groups of this rank's `tiles` consecutive ranks, and of the same position in all such groups."""
         replica, tile = divmod(self.rank, tiles)
         return self.split(replica, tile), self.split(tile, replica)
 
     def close(self) -> None:
-        """Free what this group has of its own; nothing can be sent through it any more."""
+        """Free the group's resources; nothing can be sent through it anymore."""
         self.closed = True
 
     def share_cores(self) -> Callable[[], None]:
-        """Let ranks on one machine share its cores unless threads are set by the user; return a function to undo it."""
+        """Share a machine's cores among its ranks unless the user has set threads; return a function to undo it."""
         return lambda: None
 
     @abstractmethod
@@ -231,9 +231,9 @@ class Transport(ABC):
 
     @abstractmethod
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Begin to replace a contiguous array by its sum over all ranks; all ranks begin their sums in the same order.
+        """Begin to replace a contiguous array by its sum over all ranks.
 
-        They wait for them in that order, too.
+        All ranks begin their sums, and wait for them, in the same order.
         """
 
     @abstractmethod
@@ -247,9 +247,9 @@ class Transport(ABC):
         Parameters
         ----------
         sends : one array for each rank
-            Of one dtype on all ranks; shapes may differ, and arrays may be empty.
+            All of one dtype; shapes may differ, and arrays may be empty.
         receive_shapes : one shape for each rank
-            Of what it sends to this one.
+            Shapes of the arrays that the ranks send to this one.
 
         Returns
         -------
@@ -259,11 +259,11 @@ class Transport(ABC):
 
     @abstractmethod
     def allgather(self, value: Any) -> list[Any]:
-        """Return copies of every rank's value, in rank order; values are what `pickle` can copy."""
+        """Return copies of every rank's picklable value, in rank order."""
 
     @abstractmethod
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """Return a copy of the value of rank `root`; what other ranks give does not matter."""
+        """Return a copy of the value of rank `root`; values of other ranks are ignored."""
 
     @abstractmethod
     def abort(self, code: int) -> None:

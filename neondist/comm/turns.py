@@ -12,15 +12,15 @@ import numpy as np
 
 
 class Turns:
-    """The right to compute, which at most `at_once` ranks have at a time; it goes to those that wait in their order.
+    """Turns to compute, which at most `at_once` ranks have at a time, in first-come order.
 
-    If it is one, the process's global random generators (Python's, NumPy's, PyTorch's) are in the states of the rank
-    whose turn it is: all ranks begin with those of the caller.
+    With at_once=1 the process's global random generators (Python's, NumPy's, PyTorch's) are in the states of the rank
+    whose turn it is; all ranks begin with the caller's states.
 
     Attributes
     ----------
     lock : threading.Lock
-        Held by callers of `offer` and `pass_on`, and for whatever decides whether they wait.
+        Held by callers of `offer` and `pass_on`, and around their decisions to wait.
     """
 
     def __init__(self, ranks: int, at_once: int) -> None:
@@ -38,19 +38,19 @@ class Turns:
         self.begun(rank)
 
     def begun(self, rank: int) -> None:
-        """Let the random generators be those of a rank whose turn it is now."""
+        """Switch the random generators to a rank whose turn has begun."""
         if self._states and rank != self._last:
-            self._states[self._last] = now = self._states[self._last].read()
-            self._states[rank].restore(now)
+            self._states[self._last] = current = self._states[self._last].read()
+            self._states[rank].restore(current)
             self._last = rank
 
     def end(self) -> None:
-        """Give the turn to another rank."""
+        """Pass the turn to another rank."""
         with self.lock:
             self.pass_on()
 
     def offer(self, gate: threading.Lock) -> None:
-        """Open a gate as soon as there is a turn for who waits at it."""
+        """Open a gate as soon as a turn is free for the rank that waits at it."""
         self._gates.append(gate)
         if self._free:
             self._free -= 1
@@ -82,33 +82,33 @@ class _Generators:
         self.cuda = torch.cuda.get_rng_state_all() if torch is not None and torch.cuda.is_initialized() else None
 
     def read(self) -> _Generators:
-        """Return the present states; self, if none has changed since."""
+        """Return the current states; self, if unchanged."""
         torch = sys.modules.get("torch")
-        same = self._words_tell() and self.words == _numpy_words() and self.python == random.getstate()
+        same = self._words_suffice() and self.words == _numpy_words() and self.python == random.getstate()
         if torch is not None:
             same = same and self.torch is not None and torch.equal(self.torch, torch.get_rng_state())
             same = same and not torch.cuda.is_initialized()
         return self if same else _Generators()
 
-    def restore(self, now: _Generators) -> None:
-        """Make these the states, given the present ones."""
-        if now is self:
+    def restore(self, current: _Generators) -> None:
+        """Restore these states, given the current ones."""
+        if current is self:
             return
         random.setstate(self.python)
-        if not (self._words_tell() and now._words_tell() and self.words == now.words):
+        if not (self._words_suffice() and current._words_suffice() and self.words == current.words):
             np.random.set_state(self.numpy)
         if self.torch is not None:
             sys.modules["torch"].set_rng_state(self.torch)
         if self.cuda is not None:
             sys.modules["torch"].cuda.set_rng_state_all(self.cuda)
 
-    def _words_tell(self) -> bool:
-        """Return whether any number that NumPy draws changes the words of its generator."""
+    def _words_suffice(self) -> bool:
+        """Return whether the words of NumPy's generator are its whole state."""
         return self.words is not None and not self.numpy["has_gauss"]
 
 
 def _numpy_words() -> bytes | None:
-    """Return the memory of NumPy's generator, whose state takes 100 times longer; None: it is not the usual one."""
+    """Return the memory of NumPy's generator, 100 times faster than its state; None: not the default generator."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return None

@@ -1,7 +1,7 @@
-"""YAML files to experiments, and back.
+"""Experiments from YAML files, and back.
 
-parse → `tree` of nodes that know their line → `overrides` from the command line → `build`: each tag's class, its fields
-`fit` to the constructor's type hints. Nothing outside the registry can be made, and every error says FILE:LINE.
+parse → tree of nodes with line numbers → `overrides` from the command line → `build`: each tag's class, its fields
+converted by `fit` to the constructor's type hints. Only registered classes are instantiated; errors state FILE:LINE.
 """
 
 from .dump import dump

@@ -1,4 +1,4 @@
-"""A tree of nodes to the objects that it names."""
+"""Construction of objects from a tree of nodes."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from ..errors import ConfigError, MissingPackageError, UserError
 from ..registry import Distributed, Registered, dist_class, registered, serial_class, suggest
 from ..registry.fields import Field, fields
 from ..registry.functions import Function
-from ..registry.names import below, called_in_fields, named
+from ..registry.names import classes_by_name, classes_by_short_name, subclasses
 from ..registry.words import bases, words
 from ..yaml_nodes.tree import Node, fault, join
 from .fit import fit
 from .source import Source, locate, mark, place
 
-OF_TORCH = "TorchLoss", "TorchModel", "TorchOptimizer"
-"""Tags whose classes come with PyTorch, which takes seconds to import."""
+TORCH_TAGS = "TorchLoss", "TorchModel", "TorchOptimizer"
+"""Tags whose classes need PyTorch, which takes seconds to import."""
 
 
 def find_class(node: Node, path: str, hint: Any = Any) -> type:
-    """Return the class that a node's tag names; where none is near, the message lists those that `hint` allows."""
+    """Return the class named by a node's tag; without a close match, the error lists those that `hint` allows."""
     name = node.tag or ""
-    if name in OF_TORCH:
+    if name in TORCH_TAGS:
         try:
             from .. import torch  # noqa: F401 - registers them
         except MissingPackageError as error:
             raise fault(node, path, str(error)) from None
     for base in bases(hint):
-        if name in (known := called_in_fields(base)):
-            return known[name]
+        if name in (short_names := classes_by_short_name(base)):
+            return short_names[name]
     classes = registered()
     if name in classes:
-        found = [cls for cls in below(Registered) if name in named([cls])]
-        mine = [cls.__module__ for cls in found if not cls.__module__.startswith("neondist.")]
-        if mine and len(mine) < len(found):
-            raise fault(node, path, f"!{name} is a class of both neondist and {mine[0]}; rename the latter")
+        matches = [cls for cls in subclasses(Registered) if name in classes_by_name([cls])]
+        user_modules = [cls.__module__ for cls in matches if not cls.__module__.startswith("neondist.")]
+        if user_modules and len(user_modules) < len(matches):
+            raise fault(node, path, f"!{name} is a class of both neondist and {user_modules[0]}; rename the latter")
         return classes[name]
-    near = suggest(name, [*classes, *OF_TORCH])
-    wanted = tuple(bases(hint))
-    if wanted and not near.startswith("; did"):
-        near = suggest(name, [known for known, cls in classes.items() if issubclass(cls, wanted)])
+    near = suggest(name, [*classes, *TORCH_TAGS])
+    allowed = tuple(bases(hint))
+    if allowed and not near.startswith("; did"):
+        near = suggest(name, [other for other, cls in classes.items() if issubclass(cls, allowed)])
     raise fault(node, path, f"unknown tag !{name}{near}")
 
 
@@ -51,54 +51,54 @@ class Builder:
     Parameters
     ----------
     dist : True for distributed classes, False for serial ones
-    modules : whose functions the file may name
+    modules : names of modules whose functions the file may name
     """
 
     def __init__(self, dist: bool, modules: Collection[str] = ()) -> None:
         self.dist, self.modules = dist, modules
 
     def build(self, node: Node, path: str = "", hint: Any = Any) -> Any:
-        """Return the object of a tagged node, its fields built first; of a text the function that it names."""
+        """Return the object of a tagged node, whose fields are built first, or the function named by a text."""
         if node.tag is None:
-            return self._function(node, path)
-        cls = self._twin(find_class(node, path, hint), node, path)
-        given = node.value if isinstance(node.value, dict) else {}
-        known = fields(cls)
-        for name, child in given.items():
-            if name not in known:
-                raise fault(child, join(path, name), unknown_field(cls, name, known))
-        for name, field in known.items():
-            if field.required and name not in given:
+            return self._find_function(node, path)
+        cls = self._find_twin(find_class(node, path, hint), node, path)
+        nodes = node.value if isinstance(node.value, dict) else {}
+        params = fields(cls)
+        for name, child in nodes.items():
+            if name not in params:
+                raise fault(child, join(path, name), describe_unknown_field(cls, name, params))
+        for name, field in params.items():
+            if field.required and name not in nodes:
                 needs = "" if field.hint is Any else f" ({words(field.hint)})"
                 raise fault(node, join(path, name), f"missing; {cls.__name__} requires it: add '{name}: ...'{needs}")
-        arguments = {name: fit(child, known[name].hint, join(path, name), self.build) for name, child in given.items()}
-        places = {name: given[name].place if name in given else node.place for name in known}
+        arguments = {name: fit(child, params[name].hint, join(path, name), self.build) for name, child in nodes.items()}
+        places = {name: nodes[name].place if name in nodes else node.place for name in params}
         source = Source(node.place, path, places)
         try:
-            made = cls(**arguments)
+            obj = cls(**arguments)
         except UserError as error:
-            if locate(getattr(error, "subject", None)):  # about a part that was built before
+            if locate(getattr(error, "subject", None)):  # about a part built earlier
                 raise place(error) from None
             error.args = (source.message(str(error)),)
             raise
-        mark(made, source)
-        return made
+        mark(obj, source)
+        return obj
 
-    def _function(self, node: Node, path: str) -> Function:
+    def _find_function(self, node: Node, path: str) -> Function:
         module, _, name = str(node.value).partition(":")
         if module not in self.modules:
             remedy = f"add --import {module} (or the path of {module}.py)" if module else "write MODULE:NAME"
             raise fault(node, path, f"'{node.value}': no module '{module}' is imported; {remedy}")
-        known = [name for name, value in vars(sys.modules[module]).items() if callable(value) and name[:1] != "_"]
-        if name not in known:
-            raise fault(node, path, f"'{node.value}': {module} has no function '{name}'{suggest(name, known)}")
-        found = getattr(sys.modules[module], name)
-        owner = str(getattr(found, "__module__", ""))
-        if owner.partition(".")[0] != module.partition(".")[0]:  # such as subprocess.run, that the module uses itself
+        names = [name for name, value in vars(sys.modules[module]).items() if callable(value) and name[:1] != "_"]
+        if name not in names:
+            raise fault(node, path, f"'{node.value}': {module} has no function '{name}'{suggest(name, names)}")
+        function = getattr(sys.modules[module], name)
+        owner = str(getattr(function, "__module__", ""))
+        if owner.partition(".")[0] != module.partition(".")[0]:  # such as an imported subprocess.run
             raise fault(node, path, f"'{node.value}': is defined in {owner}; name a function defined in {module}")
-        return Function(str(node.value), found)
+        return Function(str(node.value), function)
 
-    def _twin(self, cls: type, node: Node, path: str) -> type:
+    def _find_twin(self, cls: type, node: Node, path: str) -> type:
         if not self.dist:
             return serial_class(cls)
         if issubclass(cls, Distributed):
@@ -111,6 +111,6 @@ class Builder:
             return cls
 
 
-def unknown_field(cls: type, name: str, known: dict[str, Field]) -> str:
+def describe_unknown_field(cls: type, name: str, names: dict[str, Field]) -> str:
     """Return the message for a field that the class does not have."""
-    return f"{cls.__name__} has no field '{name}'{suggest(name, known) or '; it has none'}"
+    return f"{cls.__name__} has no field '{name}'{suggest(name, names) or '; it has none'}"

@@ -1,4 +1,4 @@
-"""An object back to YAML text, every default written out."""
+"""Serialisation of objects to YAML text, including all defaults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..registry.functions import Function
 from ..yaml_nodes.scalars import needs_quotes
 from ..yaml_nodes.tree import join
 
-_PLAIN: tuple[Any, ...] = (bool, int, float, str)
+_SCALAR_TYPES: tuple[Any, ...] = (bool, int, float, str)
 
 
 def dump(obj: Registered) -> str:
@@ -26,7 +26,7 @@ def dump(obj: Registered) -> str:
     Raises
     ------
     ConfigError
-        Where an argument is something that YAML cannot name, such as a function; says which.
+        If an argument cannot be represented in YAML, such as a lambda.
     """
     return yaml.serialize(_node(obj, ""), Dumper=yaml.SafeDumper, width=100, allow_unicode=True)
 
@@ -38,17 +38,17 @@ def _node(value: Any, path: str) -> yaml.Node:
         return _mapping("tag:yaml.org,2002:map", value, path)
     if isinstance(value, list | tuple | set | frozenset):
         items = [_node(item, join(path, i)) for i, item in enumerate(value)]
-        flow = all(_short(item) and not isinstance(item, yaml.MappingNode) for item in items)
+        flow = all(_is_short(item) and not isinstance(item, yaml.MappingNode) for item in items)
         return yaml.SequenceNode("tag:yaml.org,2002:seq", items, flow_style=flow)
     return _scalar(value, path)
 
 
 def _mapping(tag: str, values: dict[str, Any], path: str) -> yaml.Node:
     pairs = [(_scalar(str(name), path), _node(value, join(path, name))) for name, value in values.items()]
-    return yaml.MappingNode(tag, pairs, flow_style=all(_short(value) for _, value in pairs))
+    return yaml.MappingNode(tag, pairs, flow_style=all(_is_short(value) for _, value in pairs))
 
 
-def _short(node: yaml.Node) -> bool:
+def _is_short(node: yaml.Node) -> bool:
     return not isinstance(node, yaml.CollectionNode) or bool(node.flow_style)
 
 
@@ -61,12 +61,12 @@ def _scalar(value: Any, path: str) -> yaml.ScalarNode:
         value = value.item()
     if hasattr(value, "itemsize") and isinstance(getattr(value, "name", None), str):  # a NumPy dtype
         value = value.name
-    for kind in _PLAIN:  # a subclass of float is written as a float
+    for kind in _SCALAR_TYPES:  # a subclass of float is written as a float
         if isinstance(value, kind):
             value = kind(value)
             break
-    if value is not None and type(value) not in _PLAIN:
-        raise ConfigError(f"{path}: {value!r} cannot be written to a YAML file; use a class below nd.Registered")
+    if value is not None and type(value) not in _SCALAR_TYPES:
+        raise ConfigError(f"{path}: {value!r} cannot be written to a YAML file; use a subclass of nd.Registered")
     node = SafeRepresenter().represent_data(value)
     assert isinstance(node, yaml.ScalarNode)
     if isinstance(value, str) and needs_quotes(value):

@@ -1,4 +1,4 @@
-"""A node of the file to a value of the type that a field asks for."""
+"""Conversion of nodes to the types of fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from ..errors import ConfigError
 from ..registry import registered, suggest
 from ..registry.arguments import within
-from ..registry.functions import takes_functions
+from ..registry.functions import accepts_functions
 from ..registry.words import bare, bases, members, words
 from ..yaml_nodes.tree import Node, fault, join
 
@@ -19,74 +19,74 @@ Build: TypeAlias = Callable[[Node, str, Any], Any]
 
 
 class Mismatch(ConfigError):
-    """The value's type does not fit; another alternative of a union may."""
+    """The value's type does not match; another member of a union may."""
 
     path: str = ""
 
 
 def fit(node: Node, hint: Any, path: str, build: Build) -> Any:
-    """Return the node's value as `hint` asks: int for float, lists for tuples; `build(node, path, hint)` makes objects.
+    """Return the node's value converted to `hint`: int to float, lists to tuples, objects by `build(node, path, hint)`.
 
     Raises
     ------
     ConfigError
-        With place, path, what is expected and what is there.
+        If the value does not match; states place, path, the expected type and the value.
     """
-    value = _object(node, hint, path, build) if node.tag is not None else _value(node, hint, path, build)
+    value = _fit_object(node, hint, path, build) if node.tag is not None else _fit_plain(node, hint, path, build)
     if not within(value, hint):
         raise _mismatch(node, hint, path)
     return value
 
 
-def _value(node: Node, hint: Any, path: str, build: Build) -> Any:
-    if isinstance(node.value, str) and ":" in node.value and takes_functions(hint):
+def _fit_plain(node: Node, hint: Any, path: str, build: Build) -> Any:
+    if isinstance(node.value, str) and ":" in node.value and accepts_functions(hint):
         return build(node, path, hint)
     choices = members(hint)
     if not isinstance(node.value, list | dict) and type(node.value) in choices:
-        return node.value  # at once, so that `float | int` keeps an int
-    deeper: list[Mismatch] = []
+        return node.value  # first, so that `float | int` keeps an int
+    inner_errors: list[Mismatch] = []
     for choice in choices:
         try:
-            return _one(node, choice, path, build)
+            return _fit_member(node, choice, path, build)
         except Mismatch as error:
             if error.path != path:
-                deeper.append(error)
-    if len(deeper) == 1:  # the only list type among them: say which of its items is wrong
-        raise deeper[0]
+                inner_errors.append(error)
+    if len(inner_errors) == 1:  # from the only list type of the union: name the wrong item
+        raise inner_errors[0]
     raise _mismatch(node, hint, path)
 
 
-def _object(node: Node, hint: Any, path: str, build: Build) -> Any:
+def _fit_object(node: Node, hint: Any, path: str, build: Build) -> Any:
     value = build(node, path, hint)
-    if not any(_is(value, choice) for choice in members(hint)):
+    if not any(_matches(value, choice) for choice in members(hint)):
         raise _mismatch(node, hint, path)
     return value
 
 
-def _one(node: Node, hint: Any, path: str, build: Build) -> Any:
+def _fit_member(node: Node, hint: Any, path: str, build: Build) -> Any:
     value, origin, args = node.value, typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object or isinstance(hint, typing.TypeVar):
-        return _free(node, path, build)
+        return _fit_untyped(node, path, build)
     if origin is typing.Literal:
         if any(value == arg and type(value) is type(arg) for arg in args):
             return value
     elif isinstance(value, list):
-        return _list(node, value, origin or hint, args, path, build)
+        return _fit_list(node, value, origin or hint, args, path, build)
     elif isinstance(value, dict):
-        if _takes(origin or hint, dict):
+        if _accepts(origin or hint, dict):
             item = args[1] if len(args) == 2 else Any
             return {name: fit(child, item, join(path, name), build) for name, child in value.items()}
     elif isinstance(value, str) and isinstance(hint, type) and issubclass(hint, PurePath):
         return hint(value)
     elif hint is float and type(value) is int:
         return float(value)
-    elif _plain(value, hint):
+    elif _matches_plain(value, hint):
         return value
     raise _mismatch(node, hint, path)
 
 
-def _list(node: Node, items: list[Node], kind: Any, args: tuple[Any, ...], path: str, build: Build) -> Any:
-    if not _takes(kind, tuple if kind is tuple else list):
+def _fit_list(node: Node, items: list[Node], kind: Any, args: tuple[Any, ...], path: str, build: Build) -> Any:
+    if not _accepts(kind, tuple if kind is tuple else list):
         raise _mismatch(node, kind, path)
     fixed = kind is tuple and args and args[-1] is not Ellipsis
     if fixed and len(items) != len(args):
@@ -96,8 +96,8 @@ def _list(node: Node, items: list[Node], kind: Any, args: tuple[Any, ...], path:
     return tuple(values) if kind is tuple else set(values) if kind is set else values
 
 
-def _free(node: Node, path: str, build: Build) -> Any:
-    """Return the value as it is written, where the class does not say what it wants."""
+def _fit_untyped(node: Node, path: str, build: Build) -> Any:
+    """Return the value as written, for fields without a type."""
     if isinstance(node.value, list):
         return [fit(item, Any, join(path, i), build) for i, item in enumerate(node.value)]
     if isinstance(node.value, dict):
@@ -105,24 +105,24 @@ def _free(node: Node, path: str, build: Build) -> Any:
     return node.value
 
 
-def _takes(kind: Any, given: type) -> bool:
-    """Return whether a value of type `given` passes for `kind`, a class or an abstract collection."""
+def _accepts(kind: Any, value_type: type) -> bool:
+    """Return whether `kind`, a class or an abstract collection, accepts values of type `value_type`."""
     if kind in (list, tuple, set, dict):
-        return kind is given or (kind is set and given is list)
-    return isinstance(kind, type) and kind is not str and issubclass(given, kind)
+        return kind is value_type or (kind is set and value_type is list)
+    return isinstance(kind, type) and kind is not str and issubclass(value_type, kind)
 
 
-def _plain(value: Any, hint: Any) -> bool:
-    """Return whether a plain value passes: True is not a number here, and text is not a list of letters."""
+def _matches_plain(value: Any, hint: Any) -> bool:
+    """Return whether a plain value matches; True is not a number, and text not a list of letters."""
     if isinstance(value, bool):
         return hint is bool
     kind = typing.get_origin(hint) or hint
     if isinstance(value, str) and isinstance(kind, type) and issubclass(kind, collections.abc.Collection):
         return kind is str
-    return _is(value, hint)
+    return _matches(value, hint)
 
 
-def _is(value: Any, hint: Any) -> bool:
+def _matches(value: Any, hint: Any) -> bool:
     hint = bare(hint)
     if hint is Any or isinstance(hint, typing.TypeVar):
         return True
@@ -131,7 +131,7 @@ def _is(value: Any, hint: Any) -> bool:
         return callable(value)
     try:
         return isinstance(value, kind)
-    except TypeError:  # a protocol or a special form: the class itself has to judge
+    except TypeError:  # a protocol or a special form: left to the class itself
         return True
 
 
@@ -152,7 +152,7 @@ def _remedy(node: Node, hint: Any) -> str:
     if isinstance(value, str) and literals:
         near = suggest(value, map(str, literals))
         return near if near.startswith("; did") else ""
-    if isinstance(value, str) and {int, float} & set(kinds) and _number(value):
+    if isinstance(value, str) and {int, float} & set(kinds) and _is_number(value):
         return "; remove the quotes"
     if type(value) is float and int in kinds and value.is_integer():
         return f"; write {int(value)}"
@@ -161,7 +161,7 @@ def _remedy(node: Node, hint: Any) -> str:
     return ""
 
 
-def _number(text: str) -> bool:
+def _is_number(text: str) -> bool:
     try:
         float(text)
     except ValueError:

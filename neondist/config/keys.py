@@ -15,20 +15,20 @@ from ..yaml_nodes.tree import Node, join
 
 
 def keys_of(path: str) -> list[str]:
-    """Return 'epochs=', 'model.layers.0.kernel_size=', ...: all fields of a file, given or not; [] of a wrong one."""
+    """Return 'epochs=', 'model.layers.0.kernel_size=', ...: all fields of a file, set or not; [] if it is invalid."""
     try:
         root = parse(read_bytes(path, MAX_BYTES).decode(), str)
     except (OSError, UnicodeDecodeError, UserError):
         return []
-    return [] if root is None else [f"{key}=" for key in _below(root, "")]
+    return [] if root is None else [f"{key}=" for key in _iterate_keys(root, "")]
 
 
-def _below(node: Node, path: str) -> Iterator[str]:
-    inside: dict[Any, Node] = {}
+def _iterate_keys(node: Node, path: str) -> Iterator[str]:
+    children: dict[Any, Node] = {}
     if isinstance(node.value, list | dict):
-        inside.update(enumerate(node.value) if isinstance(node.value, list) else node.value.items())
+        children.update(enumerate(node.value) if isinstance(node.value, list) else node.value.items())
     cls = registered().get(node.tag or "")
-    for name in dict.fromkeys([*(fields(cls) if cls is not None else ()), *inside]):
+    for name in dict.fromkeys([*(fields(cls) if cls is not None else ()), *children]):
         yield join(path, name)
-        if name in inside:
-            yield from _below(inside[name], join(path, name))
+        if name in children:
+            yield from _iterate_keys(children[name], join(path, name))

@@ -1,4 +1,4 @@
-"""An experiment file to the experiment object."""
+"""Loading of experiment files."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def load_experiment(
 ) -> Any:
     """Return the experiment that a YAML file describes.
 
-    A tag names a registered class and its fields are that class's constructor arguments; nothing else can be made, nor
-    called, but functions of `modules` that it names. Modules that define the classes must have been imported before.
+    A tag names a registered class and its fields are that class's constructor arguments; nothing else can be
+    instantiated or called, except functions of `modules`. Modules that define the classes must be imported before.
 
     Parameters
     ----------
-    path : the file, named in messages as it is given here
+    path : the file; messages show it as given
     overrides : 'key.path=value' strings, applied to the file before anything is built
-    text : the file's content, if it is already known; the file is then not read
-    top : the class that the top object must be of
-    modules : names of imported modules, whose functions the file may name as MODULE:NAME
+    text : the file's content, if already read
+    top : name of the class of the top object
+    modules : names of imported modules whose functions the file may name as MODULE:NAME
 
     Raises
     ------
     ConfigError
-        'FILE:LINE: field: what, and the remedy'. Errors of the classes' own constructors keep their class.
+        As 'FILE:LINE: field: problem and remedy'. Errors raised by the constructors keep their class.
     """
     name = str(path)
     root = parse_file(Path(path), text)
@@ -50,11 +50,11 @@ def load_experiment(
     cls = find_class(root, "")
     if top not in [base.__name__ for base in cls.__mro__]:
         raise fault(root, "", f"the top object must be !{top}, got !{root.tag}")
-    return Builder(_dist(root, cls), modules).build(root)
+    return Builder(_read_dist_flag(root, cls), modules).build(root)
 
 
-def _dist(root: Node, cls: type) -> bool:
-    """Return the experiment's dist_flag, which decides the classes and so must be known before any is built."""
+def _read_dist_flag(root: Node, cls: type) -> bool:
+    """Return the experiment's dist_flag, needed before any object is built since it selects the classes."""
     assert isinstance(root.value, dict)
     field = fields(cls).get("dist_flag")
     if field is None or "dist_flag" not in root.value:

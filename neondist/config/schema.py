@@ -1,4 +1,4 @@
-"""JSON Schema of experiment files, from the same constructors as the check of a file; for editors."""
+"""JSON Schema of experiment files for editors, derived from the constructors that also check a file."""
 
 from __future__ import annotations
 
@@ -13,120 +13,122 @@ from typing import Any
 from ..layers import Node
 from ..registry import registered
 from ..registry.fields import Field, fields
-from ..registry.names import below, named
+from ..registry.names import classes_by_name, subclasses
 from ..registry.ranges import Range
 from ..registry.words import bare, bases, members, ranges
 
-_PLAIN: dict[Any, dict[str, Any]] = {
+_SCALARS: dict[Any, dict[str, Any]] = {
     int: {"type": "integer"},
     float: {"type": "number"},
     bool: {"type": "boolean"},
     str: {"type": "string"},
     type(None): {"type": "null"},
 }
-_CHAIN = "layers"  # each a layer, or a list of layers again
+_CHAIN = "layers"  # each a layer or a nested list of layers
 
 
 def schema(top: str = "FitExperiment") -> dict[str, Any]:
-    """Return the JSON Schema of files whose top object is of the class of that name.
+    """Return the JSON Schema of files whose top object is of the class `top`.
 
-    Editors check a tagged value by its fields alone: where several classes may stand, it is that of any of them.
+    Editors check a tagged value by its fields alone, which must be those of any of the possible classes.
     """
     classes = registered()
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "neondist experiment",
         "$ref": f"#/definitions/{top}",
-        "definitions": {name: _of_class(cls) for name, cls in sorted(classes.items())}
-        | {_CHAIN: {"type": "array", "items": {"anyOf": [_of_hint(Node), {"$ref": f"#/definitions/{_CHAIN}"}]}}},
+        "definitions": {name: _for_class(cls) for name, cls in sorted(classes.items())}
+        | {_CHAIN: {"type": "array", "items": {"anyOf": [_for_hint(Node), {"$ref": f"#/definitions/{_CHAIN}"}]}}},
     }
 
 
 def tags() -> list[str]:
-    """Return all tags, as the setting yaml.customTags of editors takes them."""
+    """Return all tags in the form of the editor setting yaml.customTags."""
     return [f"!{name} mapping" for name in sorted(registered())]
 
 
-def _of_class(cls: type) -> dict[str, Any]:
-    known, told = fields(cls), _docs(cls)
-    head = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
-    properties = {name: _of_field(field, told.get(name)) for name, field in known.items()}
-    needed = [name for name, field in known.items() if field.required]
-    more = {"required": needed} if needed else {}
+def _for_class(cls: type) -> dict[str, Any]:
+    class_fields, descriptions = fields(cls), _argument_docs(cls)
+    summary = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+    properties = {name: _for_field(field, descriptions.get(name)) for name, field in class_fields.items()}
+    required = [name for name, field in class_fields.items() if field.required]
+    extra = {"required": required} if required else {}
     return {
-        "type": "object" if needed else ["object", "null"],
-        "description": head,
+        "type": "object" if required else ["object", "null"],
+        "description": summary,
         "properties": properties,
         "additionalProperties": False,
-        **more,
+        **extra,
     }
 
 
-def _of_field(field: Field, told: str | None) -> dict[str, Any]:
-    found = _of_hint(field.hint)
-    if told:
-        found = {"description": told} | (found if "$ref" not in found else {"allOf": [found]})
+def _for_field(field: Field, description: str | None) -> dict[str, Any]:
+    result = _for_hint(field.hint)
+    if description:
+        result = {"description": description} | (result if "$ref" not in result else {"allOf": [result]})
     if not field.required and isinstance(field.default, bool | int | float | str):
-        found |= {"default": field.default}
-    return found
+        result |= {"default": field.default}
+    return result
 
 
-def _of_hint(hint: Any) -> dict[str, Any]:
+def _for_hint(hint: Any) -> dict[str, Any]:
     bounds = _bounds(ranges(hint))
     options: list[dict[str, Any]] = []
     for member in members(hint):
-        one = _of_member(member)
-        if one.get("type") in ("integer", "number"):
-            one = one | bounds
-        options += one["anyOf"] if set(one) == {"anyOf"} else [one]
-    options = [one for at, one in enumerate(options) if one not in options[:at]]
+        option = _for_member(member)
+        if option.get("type") in ("integer", "number"):
+            option = option | bounds
+        options += option["anyOf"] if set(option) == {"anyOf"} else [option]
+    options = [option for index, option in enumerate(options) if option not in options[:index]]
     if {} in options:
         return {}
     return options[0] if len(options) == 1 else {"anyOf": options}
 
 
-def _of_member(hint: Any) -> dict[str, Any]:
+def _for_member(hint: Any) -> dict[str, Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return {"enum": list(args)}
     kind = origin or hint
-    if found := bases(hint):
-        names = sorted(name for name, cls in named([*found, *below(found[0])]).items() if name == cls.__name__)
+    if classes := bases(hint):
+        named = classes_by_name([*classes, *subclasses(classes[0])])
+        names = sorted(name for name, cls in named.items() if name == cls.__name__)
         return {"anyOf": [{"$ref": f"#/definitions/{name}"} for name in names]}
-    if kind in _PLAIN:
-        return dict(_PLAIN[kind])
+    if kind in _SCALARS:
+        return dict(_SCALARS[kind])
     if not isinstance(kind, type) or kind is object:
         return {}
     if issubclass(kind, PathLike) or kind is collections.abc.Callable:
         return {"type": "string"}
     if issubclass(kind, collections.abc.Mapping):
-        return {"type": "object", **({"additionalProperties": _of_hint(args[-1])} if args else {})}
+        return {"type": "object", **({"additionalProperties": _for_hint(args[-1])} if args else {})}
     if issubclass(kind, tuple) and args and args[-1] is not Ellipsis:
-        return {"type": "array", "items": [_of_hint(arg) for arg in args], "minItems": len(args), "maxItems": len(args)}
+        n = len(args)
+        return {"type": "array", "items": [_for_hint(arg) for arg in args], "minItems": n, "maxItems": n}
     if issubclass(kind, collections.abc.Iterable) and Node in members(*args[:1] or (None,)):
         return {"$ref": f"#/definitions/{_CHAIN}"}
     if issubclass(kind, collections.abc.Iterable):
-        return {"type": "array", **({"items": _of_hint(bare(args[0]) and args[0])} if args else {})}
+        return {"type": "array", **({"items": _for_hint(bare(args[0]) and args[0])} if args else {})}
     return {}
 
 
-def _bounds(found: tuple[Range, ...]) -> dict[str, Any]:
+def _bounds(intervals: tuple[Range, ...]) -> dict[str, Any]:
     bounds: dict[str, Any] = {}
-    for one in found:
-        if one.low > -math.inf:
-            bounds["exclusiveMinimum" if one.above else "minimum"] = one.low
-        if one.high < math.inf:
-            bounds["exclusiveMaximum" if one.below else "maximum"] = one.high
+    for limit in intervals:
+        if limit.low > -math.inf:
+            bounds["exclusiveMinimum" if limit.above else "minimum"] = limit.low
+        if limit.high < math.inf:
+            bounds["exclusiveMaximum" if limit.below else "maximum"] = limit.high
     return bounds
 
 
-def _docs(cls: type) -> dict[str, str]:
-    """Return what the docstrings of a class and its bases say of each argument."""
-    found: dict[str, str] = {}
+def _argument_docs(cls: type) -> dict[str, str]:
+    """Return the description of each argument from the docstrings of a class and its bases."""
+    docs: dict[str, str] = {}
     for base in cls.__mro__:
         text = inspect.cleandoc(vars(base).get("__doc__") or "")
         _, _, rest = text.partition("Parameters\n----------\n")
         for names, body in re.findall(r"^(\w[\w, ]*?)(?: :.*)?\n((?:    .*\n?|\n(?=    ))+)", rest + "\n", re.M):
             for name in names.split(", "):
-                found.setdefault(name, " ".join(body.split()))
-    return found
+                docs.setdefault(name, " ".join(body.split()))
+    return docs

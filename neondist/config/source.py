@@ -1,4 +1,4 @@
-"""Source positions of objects in a file, for errors that are found later."""
+"""Source positions of objects in a file, for later error messages."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ class Source:
     ----------
     place : 'FILE:LINE' or '--set key=value'
     path : the dotted path of the object
-    fields : the place of each field that the class has; the object's own for one that is not given
+    fields : the place of each field of the class; the object's own for fields that are not set
     """
 
     place: str
     path: str = ""
     fields: Mapping[str, str] = field(default_factory=dict)
 
-    def message(self, what: str) -> str:
-        """Return 'FILE:LINE: path: what', that of the field if `what` begins with the name of one.
+    def message(self, text: str) -> str:
+        """Return 'FILE:LINE: path: text', with the field's place and path if `text` begins with a field name.
 
-        Or 'who it is: ' and then the name, such as "layer 0 'conv1': kernel_size 9 is too large".
+        The name may follow a subject, as in "layer 0 'conv1': kernel_size 9 is too large".
         """
-        for name in re.findall(r"^(?:[^:]*: )?(\w+)", what) + re.findall(r"^\w+", what):
+        for name in re.findall(r"^(?:[^:]*: )?(\w+)", text) + re.findall(r"^\w+", text):
             if name in self.fields:
-                return message(self.fields[name], join(self.path, name), what.removeprefix(f"{name}: "))
-        return message(self.place, self.path, what)
+                return message(self.fields[name], join(self.path, name), text.removeprefix(f"{name}: "))
+        return message(self.place, self.path, text)
 
 
 def mark(obj: Any, source: Source) -> None:
-    """Remember where `obj` was written."""
-    with contextlib.suppress(AttributeError):  # a class with __slots__: its errors come without a line
+    """Store the source position of `obj`."""
+    with contextlib.suppress(AttributeError):  # a class with __slots__: its errors have no line
         object.__setattr__(obj, "_source", source)
 
 
 def locate(obj: Any) -> str:
-    """Return 'FILE:LINE: path' of an object built from a file, '' of any other."""
+    """Return 'FILE:LINE: path' of an object built from a file, otherwise ''."""
     source = getattr(obj, "_source", None)
     return message(source.place, source.path, "") if isinstance(source, Source) else ""
 
 
 def place(error: E) -> E:
-    """Put the place of the object that an error is about (`error.subject`) before its message; return the error."""
+    """Prefix an error's message with the place of its `subject`, an object built from a file; return the error."""
     source = getattr(getattr(error, "subject", None), "_source", None)
     if isinstance(source, Source):
         error.args = (source.message(str(error)),)

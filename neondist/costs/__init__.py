@@ -1,4 +1,4 @@
-"""Costs: what training makes small, as local sums and their gradients."""
+"""Costs minimised by training, as local sums and their gradients."""
 
 from .base import Cost
 from .cross_entropy import CrossEntropy, SoftmaxCrossEntropy

@@ -74,7 +74,7 @@ class Cost(Registered, ABC):
         return math.prod(y_shape[:-1])
 
     def sums_for(self, y_shape: tuple[int, ...]) -> int:
-        """Return how many elements (float64) per sample `value` and `gradient` pass to `total` together."""
+        """Return the number of float64 elements per sample that `value` and `gradient` pass to `total` together."""
         return 0
 
     def check(self, y_shape: tuple[int, ...], classes: int | None) -> None:

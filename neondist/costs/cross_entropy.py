@@ -43,13 +43,13 @@ class CrossEntropy(Cost):
         """Return the sum of -log p over the local cells, summed in float64."""
         xp, shifted = namespace(y), _shifted(y)
         if self._plain(y, targets):
-            fitted, weight = pick(shifted, targets)[..., 0], 1.0
+            label_terms, weight = pick(shifted, targets)[..., 0], 1.0
         else:
-            wanted = self.wanted(y, targets)
-            fitted = (wanted * shifted).sum(axis=-1, dtype="f8")
-            weight = wanted.sum(axis=-1, dtype="f8")
+            weights = self.target_weights(y, targets)
+            label_terms = (weights * shifted).sum(axis=-1, dtype="f8")
+            weight = weights.sum(axis=-1, dtype="f8")
         mass = xp.exp(shifted, out=shifted).sum(axis=-1, dtype="f8")
-        return (weight * xp.log(mass) - fitted).sum()
+        return (weight * xp.log(mass) - label_terms).sum()
 
     def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return softmax(y) minus the targets, each weighted, (n, C) or (n, *spatial, C)."""
@@ -57,9 +57,9 @@ class CrossEntropy(Cost):
         if self._plain(y, targets):
             p -= one_hot(p, targets)
         else:
-            wanted = self.wanted(y, targets)
-            p *= wanted.sum(axis=-1, keepdims=True)
-            p -= wanted
+            weights = self.target_weights(y, targets)
+            p *= weights.sum(axis=-1, keepdims=True)
+            p -= weights
         return p
 
     def weight(self, shape: Sequence[int], targets: Any) -> float:
@@ -76,22 +76,22 @@ class CrossEntropy(Cost):
         super().check(y_shape, classes)
         self.check_weights("class_weights", self.class_weights, y_shape[-1])
 
-    def wanted(self, y: Any, targets: Any) -> Any:
+    def target_weights(self, y: Any, targets: Any) -> Any:
         """Return the weights of -log p of every class in every cell, with the shape of `y`."""
         xp, keep = namespace(y), None
         if is_dense(y.shape, targets, self.ignore_index):
-            wanted = xp.asarray(targets)
+            weights = xp.asarray(targets)
         else:
             targets, keep = without_ignored(targets, self.ignore_index)
-            wanted = one_hot(y, targets).astype(y.dtype)
+            weights = one_hot(y, targets).astype(y.dtype)
         if self.label_smoothing:
-            wanted = wanted * (1 - self.label_smoothing) + self.label_smoothing / y.shape[-1]
+            weights = weights * (1 - self.label_smoothing) + self.label_smoothing / y.shape[-1]
         if self.class_weights is not None:
-            wanted = wanted * xp.asarray(self.class_weights, y.dtype)
-        return wanted if keep is None else wanted * xp.asarray(keep)[..., None]
+            weights = weights * xp.asarray(self.class_weights, y.dtype)
+        return weights if keep is None else weights * xp.asarray(keep)[..., None]
 
     def _plain(self, y: Any, targets: Any) -> bool:
-        """Return whether targets are labels that all count alike."""
+        """Return whether targets are labels with equal weights."""
         return not (self.weighted or self.label_smoothing or is_dense(y.shape, targets))
 
 

@@ -41,7 +41,7 @@ class Dice(Cost):
         return namespace(y).concatenate([_over_cells((p + t) * keep), _over_cells(p * t)], axis=1)
 
     def of_samples(self, sums: Any, whole: Any | None = None) -> Any:
-        """Return the loss of each sample (n,), given these sums; the share of a part, given p + t of the `whole`."""
+        """Return the loss of each sample (n,) from its sums; a part's share, given p + t of the `whole` image."""
         classes = sums.shape[1] // 2
         both, overlap = sums[:, :classes], sums[:, classes:]
         return ((both - 2 * overlap) / ((both if whole is None else whole) + self.smooth)).sum(axis=1) / classes
@@ -65,7 +65,7 @@ class Dice(Cost):
         return 1
 
     def _one_hot(self, y: Any, targets: Any) -> tuple[Any, Any]:
-        """Return the targets, zeros where they do not count, and which cells count."""
+        """Return the targets, 0 in ignored cells, and the mask of counted cells."""
         xp = namespace(y)
         if is_dense(y.shape, targets, self.ignore_index):
             return xp.asarray(targets), 1.0
@@ -73,8 +73,8 @@ class Dice(Cost):
         t = one_hot(y, labels).astype(y.dtype)
         if keep is None:
             return t, 1.0
-        counts = xp.asarray(keep, y.dtype)[..., None]
-        return t * counts, counts
+        mask = xp.asarray(keep, y.dtype)[..., None]
+        return t * mask, mask
 
 
 class DiceCE(Cost):

@@ -1,4 +1,4 @@
-"""Costs of single outputs: squared, absolute and Huber's differences, and the binary cross entropy."""
+"""Elementwise costs: squared, absolute and Huber errors, and the binary cross entropy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .labels import is_dense, one_hot, values_of, without_ignored
 
 
 class Regression(Cost):
-    """The mean over batch, cells and outputs of what a difference costs.
+    """Base class of means over batch, cells and outputs of a function of the difference.
 
     Outputs `y` are (n, C) or (n, *spatial, C), local to this rank. Targets are numbers of the shape of `y`, or, of one
     output, without the last axis; integer labels of several outputs stand for their one-hot vectors.
@@ -28,7 +28,7 @@ class Regression(Cost):
     ----------
     weights : str, optional
         Weight of each cell, relative to the mean over all cells: 'cos(lat)' for a data set with latitudes, or a file,
-        'FILE.nc:NAME'. Default: all alike.
+        'FILE.nc:NAME'. Default: uniform.
     """
 
     _cells: Any = None  # weights of the local cells (*tile, 1)
@@ -37,11 +37,11 @@ class Regression(Cost):
         self.weights = weights
 
     def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
-        """Return the sum over everything local, summed in float64."""
+        """Return the sum over the local cells, summed in float64."""
         return self._weighted(self.costs(y - values_of(y, targets))).sum(dtype="f8")
 
     def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
-        """Return the slope at every difference."""
+        """Return the derivative at every difference."""
         return self._weighted(self.slopes(y - values_of(y, targets)))
 
     def _weighted(self, cells: Any) -> Any:
@@ -66,13 +66,13 @@ class Regression(Cost):
         """Return the cost with the weights of a box of cells."""
         if self.weights is None:
             return self
-        found = copy(self)
-        found._cells = cell_weights(self.weights, extent, box, fields)
-        return found
+        cost = copy(self)
+        cost._cells = cell_weights(self.weights, extent, box, fields)
+        return cost
 
     @abstractmethod
     def costs(self, difference: Any) -> Any:
-        """Return what each difference costs."""
+        """Return the cost of each difference."""
 
     @abstractmethod
     def slopes(self, difference: Any) -> Any:
@@ -141,12 +141,12 @@ class Huber(Regression):
         self.delta = float(delta)
 
     def costs(self, difference: Any) -> Any:
-        """Return the squares of small ones, and lines beyond."""
+        """Return quadratic costs of small differences and linear costs of large ones."""
         xp, size = namespace(difference), abs(difference)
         return xp.where(size <= self.delta, 0.5 * size * size, self.delta * (size - 0.5 * self.delta))
 
     def slopes(self, difference: Any) -> Any:
-        """Return the differences, none beyond delta."""
+        """Return the differences, clamped to delta."""
         xp = namespace(difference)
         return xp.minimum(xp.maximum(difference, -self.delta), self.delta)
 
@@ -173,12 +173,12 @@ class BCE(Cost):
         self.weighted = ignore_index is not None
 
     def value(self, y: Any, targets: Any, total: Total = alone) -> Any:
-        """Return the sum over everything local, summed in float64."""
+        """Return the sum over the local cells, summed in float64."""
         xp = namespace(y)
         t, positive, keep = self._targets(y, targets)
-        lost = xp.log1p(xp.exp(-abs(y)))  # of what is right
-        found = positive * t * (lost + xp.maximum(-y, 0)) + (1 - t) * (lost + xp.maximum(y, 0))
-        return (found * keep).sum(dtype="f8")
+        base = xp.log1p(xp.exp(-abs(y)))  # common term of both classes
+        costs = positive * t * (base + xp.maximum(-y, 0)) + (1 - t) * (base + xp.maximum(y, 0))
+        return (costs * keep).sum(dtype="f8")
 
     def gradient(self, y: Any, targets: Any, total: Total = alone) -> Any:
         """Return p (1 - t) - (1 - p) t, the latter times its weight, with p the logistic function of `y`."""
@@ -207,7 +207,7 @@ class BCE(Cost):
         self.check_weights("pos_weight", many, y_shape[-1])
 
     def _targets(self, y: Any, targets: Any) -> tuple[Any, Any, Any]:
-        """Return the targets as numbers, the weights of positive ones, and which cells count."""
+        """Return the targets as numbers, the weights of positive ones, and the mask of counted cells."""
         xp, outputs = namespace(y), y.shape[-1]
         positive = 1.0 if self.pos_weight is None else xp.asarray(self.pos_weight, y.dtype)
         if targets.dtype.kind == "f" or is_dense((*y.shape[:-1], max(2, outputs)), targets, self.ignore_index):

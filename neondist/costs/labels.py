@@ -17,9 +17,9 @@ def is_dense(shape: Sequence[int], targets: Any, ignored: int | None = None) -> 
     Parameters
     ----------
     shape : sequence of int
-        Of the outputs, (n, C) or (n, *spatial, C).
+        Shape of the outputs, (n, C) or (n, *spatial, C).
     ignored : int, optional
-        A label that is not looked at, whatever it is.
+        A label that is exempt from validation.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def is_dense(shape: Sequence[int], targets: Any, ignored: int | None = None) -> 
 
 
 def without_ignored(labels: np.ndarray, ignored: int | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return labels with class 0 where they are to be ignored, and where they are not; None: nowhere ignored."""
+    """Return labels with class 0 in ignored cells, and the mask of other cells; None: no cell is ignored."""
     if ignored is None:
         return labels, None
     keep = labels != ignored
@@ -63,7 +63,7 @@ def without_ignored(labels: np.ndarray, ignored: int | None) -> tuple[np.ndarray
 def values_of(y: Any, targets: Any) -> Any:
     """Return targets as numbers of the shape and dtype of `y`.
 
-    They have it, or that without a last axis of one output; labels become their one-hot vectors.
+    For a single output the last axis may be missing; labels become one-hot vectors.
     """
     xp = namespace(y)
     if y.shape[-1] == 1 and targets.shape == y.shape[:-1]:
@@ -74,12 +74,12 @@ def values_of(y: Any, targets: Any) -> Any:
 
 
 def labels_of(y: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return integer labels of the shape of `y` without its last axis; of dense targets the largest."""
+    """Return integer labels of the shape of `y` without its last axis; argmax of dense targets."""
     return targets.argmax(axis=-1) if is_dense(y.shape, targets) else targets
 
 
 def tells_classes(y: np.ndarray, targets: np.ndarray) -> bool:
-    """Return whether `targets` are labels, one-hot vectors or probabilities, and not numbers to be met (regression)."""
+    """Return whether `targets` are labels, one-hot vectors or probabilities, and not regression targets."""
     if not is_dense(y.shape, targets):
         return True
     sums = targets.sum(axis=-1, dtype=np.float64)
@@ -87,12 +87,12 @@ def tells_classes(y: np.ndarray, targets: np.ndarray) -> bool:
 
 
 def pick(values: Any, labels: Any) -> Any:
-    """Return from every cell of `values` the entry of its label, with the last axis kept (length 1)."""
+    """Return the entry of each cell's label from `values`, with the last axis kept (length 1)."""
     xp = namespace(values)
     return xp.take_along_axis(values, xp.asarray(labels)[..., None].astype("i8", copy=False), axis=-1)
 
 
 def one_hot(y: Any, labels: Any) -> Any:
-    """Return where in every cell of `y` the entry of its label is: booleans of the shape of `y`."""
+    """Return one-hot vectors of labels as booleans of the shape of `y`."""
     xp = namespace(y)
     return xp.asarray(labels)[..., None] == xp.arange(y.shape[-1])

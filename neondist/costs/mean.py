@@ -1,4 +1,4 @@
-"""From sums of all ranks to the mean that training makes small."""
+"""Mean cost from the sums of all ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .base import Cost
 
 
 def parts_of(cost: Any) -> Sequence[tuple[float, Cost]]:
-    """Return a cost's parts; what only behaves like a cost, as a stage's of pretraining, is its only one."""
+    """Return a cost's parts; an object without parts, such as a pretraining stage's cost, is its only part."""
     return getattr(cost, "parts", ((1.0, cost),))
 
 
 def weighted(cost: Any) -> list[Cost]:
-    """Return the parts whose mean depends on targets."""
+    """Return the parts whose denominator depends on the targets."""
     return [part for _, part in parts_of(cost) if getattr(part, "weighted", False)]
 
 
@@ -25,18 +25,18 @@ def weights_of(cost: Any, shape: Sequence[int], targets: Any) -> list[float]:
 
 
 def terms_of(cost: Any, weights: Iterable[float], samples: int, y_shape: tuple[int, ...]) -> list[tuple[float, float]]:
-    """Return the factor of each part, and what its sum over all ranks is divided by.
+    """Return the factor of each part and the denominator of its mean.
 
     Parameters
     ----------
     weights : iterable of float
-        Those of `weights_of`, summed over all ranks.
+        Weights of `weights_of`, summed over all ranks.
     samples, y_shape
-        Of all ranks; the shape is global, without the batch.
+        Global number of samples, and global shape without the batch.
     """
-    known = iter(weights)
+    remaining = iter(weights)
     return [
-        (factor, next(known) if part in weighted(cost) else samples * part.cells(y_shape))
+        (factor, next(remaining) if part in weighted(cost) else samples * part.cells(y_shape))
         for factor, part in parts_of(cost)
     ]
 
@@ -44,7 +44,7 @@ def terms_of(cost: Any, weights: Iterable[float], samples: int, y_shape: tuple[i
 def mean_of(
     cost: Any, totals: Iterable[float], weights: Iterable[float], samples: int, y_shape: tuple[int, ...]
 ) -> float:
-    """Return the mean cost, given the sums of its parts and of their weights over all ranks; NaN of nothing."""
+    """Return the mean cost from the sums of its parts and their weights over all ranks; NaN if empty."""
     terms = terms_of(cost, weights, samples, y_shape)
     means = [factor * (total / n) if n else math.nan for total, (factor, n) in zip(totals, terms, strict=True)]
     return float(sum(means))

@@ -1,7 +1,7 @@
-"""Data sets that hand every rank its own tile of each image, and the labels whole.
+"""Data sets that give every rank its tile of each image, and whole labels.
 
-base: a data set. split: its samples and their targets. datasets: those that come with neondist. cache: what they keep
-between runs. convert: other files to HDF5. split_source, chunks: samples on their way into a file, and from it.
+base: base class. split: samples and their targets. datasets: the data sets included in neondist. cache: tiles cached
+between runs. convert: conversion to HDF5. split_source, chunks: sources of a conversion, and chunk shapes.
 """
 
 from .base import Dataset

@@ -1,4 +1,4 @@
-"""A data set: splits, of which a rank keeps its tile of every image and all the targets."""
+"""A data set: splits of samples, of which a rank holds its tile of every image and all targets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from ..comm import ProcessGrid, agree
-from ..comm.facts import described
+from ..comm.facts import describe_object
 from ..errors import ConfigError, DataError, NotReadyError, UserError
 from ..formats.fields import Fields
 from ..geometry import Overlapping
@@ -54,11 +54,11 @@ class Dataset(Registered, ABC):
     content: str = ""
     needs_selection = True
     """Whether `open` refuses data without a validation and a test split."""
-    _kept: float | int | None = None  # for classes whose constructor does not call this one
+    _validation: float | int | None = None  # for subclasses that do not call this constructor
     _shard: tuple[int, int] | None = None
-    _grid: ProcessGrid | None = None  # that it was opened on
+    _grid: ProcessGrid | None = None  # set by `open`
 
-    #: how many shards the training samples were divided into, and how many samples the smallest of them has
+    #: number of shards of the training samples, and number of samples in the smallest
     num_shards, least_shard = 1, 0
 
     sample_shape: tuple[int, ...]
@@ -69,10 +69,10 @@ class Dataset(Registered, ABC):
 
     def __init__(self, validation: float | int | None = None) -> None:
         require_share("validation", validation)
-        self._kept = validation
+        self._validation = validation
 
     def __getattr__(self, name: str) -> Any:
-        """Say what is missing where the data are used before they have been looked at or loaded."""
+        """Raise NotReadyError for attributes that `check` or `open` has yet to set."""
         if name in (*SPLITS, "sample_shape", "classes"):
             call = "open(grid)" if name in SPLITS else "check()"
             raise NotReadyError(f"dataset: {type(self).__name__} has no '{name}' yet; call its {call} first")
@@ -81,8 +81,8 @@ class Dataset(Registered, ABC):
     @property
     def splits(self) -> dict[str, Split]:
         """The existing splits by name: train, validation, test."""
-        found = {name: getattr(self, name) for name in SPLITS}
-        return {name: split for name, split in found.items() if split is not None}
+        splits = {name: getattr(self, name) for name in SPLITS}
+        return {name: split for name, split in splits.items() if split is not None}
 
     @property
     def selection(self) -> Split:
@@ -100,9 +100,9 @@ class Dataset(Registered, ABC):
 
     @abstractmethod
     def load(self, grid: ProcessGrid) -> tuple[Split, Split] | tuple[Split, Split | None, Split | None]:
-        """Return the training and the test split, or training, validation and test, None for one that is missing.
+        """Return the training and the test split, or training, validation and test; None for a missing one.
 
-        Each holds this rank's tile, `tile_slices(grid, sample_shape)`; without communication.
+        Each holds this rank's tile, `tile_slices(grid, sample_shape)`. Must not communicate.
         """
 
     def open(self, grid: ProcessGrid, checked: bool = False, augment: Sequence[Transform] = (), seed: int = 0) -> None:
@@ -112,24 +112,24 @@ class Dataset(Registered, ABC):
         ----------
         grid : ProcessGrid
         checked : bool
-            Whether `check` has already been called on every rank, and the arguments been compared.
+            Whether every rank has already called `check`, and the arguments have been compared.
         augment : sequence of Transform
             Random augmentations of the images of `train` and their label maps, redrawn in every `train.epoch`. Memory
-            holds the cells from which a tile may be taken.
+            holds all cells that a tile may be computed from.
         seed : int
-            Of the augmentation.
+            Seed of the augmentation.
 
         Raises
         ------
         DataError
-            If the source is missing, damaged, too large or not what it should be, on any rank.
+            If the source is missing, damaged, too large or of another kind, on any rank.
         ConfigError
             If an augmentation does not apply to images of this shape.
         """
         facts = dict[str, object]()
         if not checked:
-            facts["the data set"] = described(self, self.arguments())
-            facts["the augmentation"] = [described(transform, transform.arguments()) for transform in augment]
+            facts["the data set"] = describe_object(self, self.arguments())
+            facts["the augmentation"] = [describe_object(transform, transform.arguments()) for transform in augment]
             facts["its seed"] = seed if augment else None
         grid.check("open", facts)
         error: Exception | None = None
@@ -140,11 +140,11 @@ class Dataset(Registered, ABC):
                 transform.check(self.sample_shape)
             tile = AugmentedTile(augment, seed, self.sample_shape, grid.tile_box(self.sample_shape[:-1]))
             reading = Overlapping.one(self.sample_shape[:-1], tile.held) if augment else None
-            self.train, *own, self.test = self.load(grid.reading(reading))
-            self.validation = own[0] if own else None
-            if self.validation is None and self._kept is not None:
+            self.train, *validation, self.test = self.load(grid.with_tiles(reading))
+            self.validation = validation[0] if validation else None
+            if self.validation is None and self._validation is not None:
                 samples = len(self.train)
-                first = samples - self.count_kept(samples)
+                first = samples - self.count_validation(samples)
                 self.train, self.validation = self.train.part(0, first), self.train.part(first, samples)
             if len(self.splits) == 1 and self.needs_selection:
                 raise DataError("dataset: has neither a validation nor a test split; give validation, such as 0.1")
@@ -153,13 +153,13 @@ class Dataset(Registered, ABC):
                 self._divide(*self._shard, grid)
             if augment:
                 self._augment(tile)
-        except MemoryError as problem:
-            what = f" ({problem})" if str(problem) else ""
+        except MemoryError as caught:
+            detail = f" ({caught})" if str(caught) else ""
             error = DataError(
-                f"dataset: a rank has not enough memory for its part{what}; use more ranks, or fewer samples"
+                f"dataset: a rank has not enough memory for its part{detail}; use more ranks, or fewer samples"
             )
-        except Exception as problem:
-            error = problem
+        except Exception as caught:
+            error = caught
         agree(grid.world, error)
 
     def shard(self: AnyDataset, num_shards: int, index: int) -> AnyDataset:
@@ -168,7 +168,7 @@ class Dataset(Registered, ABC):
         A shard has the samples `index`, `index + num_shards`, ... of those not held out for validation: shards are
         disjoint and together contain all samples. Shuffling happens afterwards, within a shard. The ranks of a replica
         need the same shard; if each rank passes its own number, as `shard(task.num_workers, task.shard_index)` does in
-        an MPI job, that of its replica is used. Collective if the data set is open.
+        an MPI job, the shard of its replica is used. Collective if the data set is open.
 
         Parameters
         ----------
@@ -182,33 +182,33 @@ class Dataset(Registered, ABC):
             If the shard does not exist; or, on all ranks when the data set is opened, if the ranks of a replica have
             different shards or a shard is empty.
         """
-        for name, value, least in (("num_shards", num_shards, 1), ("index", index, 0)):
-            integer(f"shard: {name}", value, least)
+        for name, value, minimum in (("num_shards", num_shards, 1), ("index", index, 0)):
+            integer(f"shard: {name}", value, minimum)
         if index >= num_shards:
             raise ConfigError(f"shard: index: {index}, but there are {num_shards} shards, numbered from 0")
         if self.num_shards > 1 or self._shard is not None:
-            raise ConfigError("shard: the data set is divided already; take one shard of it, of more")
-        found = copy(self)
-        found._shard = num_shards, index
+            raise ConfigError("shard: the data set is already a shard; call shard once, with more shards")
+        shard = copy(self)
+        shard._shard = num_shards, index
         if self._grid is not None:
             error: Exception | None = None
             try:
-                found._divide(num_shards, index, self._grid)
+                shard._divide(num_shards, index, self._grid)
             except UserError as problem:
                 error = problem
             agree(self._grid.world, error)
-        return found
+        return shard
 
     def _divide(self, num_shards: int, index: int, grid: ProcessGrid) -> None:
         """Keep one shard of the training samples; collective over the tiles of a replica."""
-        given = grid.world.allgather((num_shards, index)) if grid.size > 1 else [(num_shards, index)]
-        mine = given[grid.replica * grid.shape.tiles :][: grid.shape.tiles]
-        if given == [(grid.size, rank) for rank in range(grid.size)]:
+        shards = grid.world.allgather((num_shards, index)) if grid.size > 1 else [(num_shards, index)]
+        own = shards[grid.replica * grid.shape.tiles :][: grid.shape.tiles]
+        if shards == [(grid.size, rank) for rank in range(grid.size)]:
             num_shards, index = grid.replicas, grid.replica
-        elif len(set(mine)) > 1:
+        elif len(set(own)) > 1:
             raise ConfigError(
-                f"shard: the ranks of replica {grid.replica} hold tiles of the same samples, but have shards {mine};"
-                " give them one, shard(grid.replicas, grid.replica)"
+                f"shard: the ranks of replica {grid.replica} hold tiles of the same samples, but have shards {own};"
+                " give them the same, shard(grid.replicas, grid.replica)"
             )
         samples = len(self.train)
         if samples < num_shards:
@@ -217,24 +217,24 @@ class Dataset(Registered, ABC):
         self.train = self.train.every(num_shards, index)
 
     def _augment(self, tile: AugmentedTile) -> None:
-        """Let the training split give augmented tiles, and the others tiles of what has been read with them."""
+        """Augment the training split; cut the tiles of the other splits from the cells read for augmentation."""
         for split in self.splits.values() if tile.moves else ():
             if are_maps(split.labels, tile.box) and shape_of(split.labels)[: tile.box.ndim] != tile.held.shape:
                 raise DataError(
-                    f"augment: label maps that are not as large as the images, {tile.shape[:-1]}, cannot be moved with"
+                    f"augment: label maps of another size than the images, {tile.shape[:-1]}, cannot be moved with"
                     " them; leave out Flip, QuarterTurns, Shift and Elastic"
                 )
         self.train = self.train.augmented(tile)
         if tile.moves:
             others = (self.validation, self.test)
-            self.validation, self.test = (None if one is None else one.augmented(tile.plain()) for one in others)
+            self.validation, self.test = (None if split is None else split.augmented(tile.plain()) for split in others)
 
-    def count_kept(self, samples: int) -> int:
-        """Return the number of training samples held out for validation; DataError if that is all of them."""
-        return count_of("validation", self._kept or 0, samples)
+    def count_validation(self, samples: int) -> int:
+        """Return the number of training samples held out for validation; DataError if none would remain."""
+        return count_of("validation", self._validation or 0, samples)
 
     def fingerprint(self) -> list[str]:
-        """Return the facts that must agree on all ranks once the data set is open, one per line."""
+        """Return the properties that must agree on all ranks once the data set is open, one per line."""
         lines = [f"{name} split: {split.fingerprint()}" for name, split in self.splits.items()]
         return [*lines, *([f"data of hash {self.content}"] if self.content else [])]
 
@@ -244,22 +244,22 @@ class Dataset(Registered, ABC):
             split.close()
 
 
-def require_share(field: str, kept: Any) -> None:
-    """Raise ConfigError unless that much of the training samples can be kept for another split."""
-    whole = isinstance(kept, Integral) and not isinstance(kept, bool)
-    if kept is not None and not (kept > 0 if whole else _is_fraction(kept)):
+def require_share(field: str, share: Any) -> None:
+    """Raise ConfigError unless `share` is a fraction or a number of samples to hold out for another split."""
+    is_count = isinstance(share, Integral) and not isinstance(share, bool)
+    if share is not None and not (share > 0 if is_count else _is_fraction(share)):
         raise ConfigError(
-            f"{field}: {kept!r} is invalid; expected a fraction of the training samples, such as 0.1, or a number of"
+            f"{field}: {share!r} is invalid; expected a fraction of the training samples, such as 0.1, or a number of"
             " them"
         )
 
 
-def count_of(field: str, kept: float | int, samples: int) -> int:
-    """Return how many of the training samples are kept for another split; DataError if that would be all."""
+def count_of(field: str, share: float | int, samples: int) -> int:
+    """Return the number of training samples held out for another split; DataError if none would remain."""
     limit = samples - 1
-    count = kept if isinstance(kept, Integral) else min(max(1, round(kept * samples)), limit)
+    count = share if isinstance(share, Integral) else min(max(1, round(share * samples)), limit)
     if not 0 < count <= limit:
-        raise DataError(f"{field}: {kept} of {samples} training samples leave no training samples; give fewer")
+        raise DataError(f"{field}: {share} of {samples} training samples leave no training samples; give fewer")
     return int(count)
 
 
@@ -268,5 +268,5 @@ def _is_fraction(value: object) -> bool:
 
 
 def tile_slices(grid: ProcessGrid, sample_shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of this rank's tile in one sample of global shape (*spatial, C); channels are never cut."""
+    """Return the index of this rank's tile in one sample of global shape (*spatial, C); channels are never split."""
     return (*grid.tile_box(tuple(sample_shape[:-1])).slices, slice(0, sample_shape[-1]))

@@ -1,7 +1,7 @@
-"""This rank's part of a data set in one HDF5 file, rebuilt whenever it may be out of date.
+"""Cache of this rank's part of a data set in an HDF5 file, rebuilt whenever it may be out of date.
 
-A cache is only ever a copy: it is used if its fingerprint (sources, tile, grid, format) and its checksums are right,
-and made again otherwise. It is written beside its final name and renamed, so that a partial one is never visible.
+A cache is used if its fingerprint (sources, tile, grid, format) and its checksums match, and rebuilt otherwise. It is
+written under a temporary name and renamed, so that a partial file is never visible.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Arrays = dict[str, np.ndarray]
 
 
 class CachedDataset(Dataset):
-    """Small images that a rank decodes once, to keep its tile of all of them in memory, and in a file between runs.
+    """Base class of data sets of small images, decoded once by each rank to tiles in memory, and cached in a file.
 
-    A subclass says what files the images come from (`sources`) and how to `decode` them.
+    A subclass implements `sources`, the files of the images, and `decode`.
     """
 
     mean: float | tuple[float, ...]
@@ -49,20 +49,20 @@ class CachedDataset(Dataset):
 
     @abstractmethod
     def sources(self) -> list[Path]:
-        """Return the files that everything is read from."""
+        """Return the files that the images and targets are read from."""
 
     @abstractmethod
     def decode(self, tile: tuple[slice, ...]) -> Arrays:
         """Return one tile of the images (N, h, w, C) and the targets (N,) of 'train' and 'test', and 'content'."""
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
-        """Return the splits with this rank's tile, from the cache where it is good."""
+        """Return the splits with this rank's tile, from the cache if it is valid."""
         build = partial(self.decode, tile_slices(grid, self.sample_shape))
         if self.serialized_path is None:
             arrays = build()
         else:
             stamp = fingerprint(type(self).__name__, self.sources(), grid, self.sample_shape[:-1])
-            arrays = cached(cache_path(self.serialized_path, grid), stamp, build)
+            arrays = load_or_build(cache_path(self.serialized_path, grid), stamp, build)
         self.content = arrays["content"].tobytes().hex()
         train, test = (
             Split(arrays[f"{name}/images"], arrays[f"{name}/targets"], self.mean, self.std)
@@ -72,28 +72,28 @@ class CachedDataset(Dataset):
 
 
 def fingerprint(name: str, sources: Iterable[Path], grid: ProcessGrid, extent: tuple[int, ...]) -> str:
-    """Return everything that the cached tile depends on, as text; reads the sources once for their checksums."""
+    """Return the properties that the cached tile depends on, as text; reads the sources once for their checksums."""
     box = grid.tile_box(extent)
-    facts = {
+    key = {
         "format": FORMAT,
         "data set": name,
-        "sources": [_source(path) for path in sources],
+        "sources": [_describe_source(path) for path in sources],
         "extent": extent,
         "tile": [box.lo, box.hi],
         "ranks": grid.size,
     }
-    return json.dumps(facts, sort_keys=True)
+    return json.dumps(key, sort_keys=True)
 
 
-def cached(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
-    """Return the arrays kept in `path` under the fingerprint `stamp`; where it has none, `build` them and keep them.
+def load_or_build(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
+    """Return the arrays cached in `path` with the fingerprint `stamp`; otherwise `build` and cache them.
 
     Raises
     ------
     DataError
-        If the file cannot be written, is no regular file, or another user's.
+        If the file cannot be written, is not a regular file, or belongs to another user.
     """
-    with suppress(OSError):  # it is not there; or reading and writing tell what is wrong
+    with suppress(OSError):  # missing, or reading and writing report the error
         _require_own(path, os.stat(path))
     arrays = read(path, stamp)
     if arrays is None:
@@ -102,19 +102,18 @@ def cached(path: Path, stamp: str, build: Callable[[], Arrays]) -> Arrays:
     return arrays
 
 
-def _require_own(path: Path, found: os.stat_result) -> None:
-    """Refuse a file whose content another user has chosen: its fingerprint is not secret."""
-    if stat.S_ISDIR(found.st_mode):
+def _require_own(path: Path, status: os.stat_result) -> None:
+    """Raise DataError for a file of another user, who could forge its fingerprint."""
+    if stat.S_ISDIR(status.st_mode):
         return
-    if not stat.S_ISREG(found.st_mode):  # a pipe would block, and a device be replaced
+    if not stat.S_ISREG(status.st_mode):  # a pipe would block, and a device be replaced
         raise DataError(
             f"serialized_path: {path} exists but is not a regular file, so it is not used; choose another path"
         )
-    if os.name == "posix" and found.st_uid not in (os.geteuid(), 0):
+    if os.name == "posix" and status.st_uid not in (os.geteuid(), 0):
         raise DataError(
-            f"serialized_path: {path} belongs to another user (uid {found.st_uid}), so it is not used; choose a"
-            " folder of"
-            " your own, for instance ~/.cache/neondist"
+            f"serialized_path: {path} belongs to another user (uid {status.st_uid}), so it is not used; choose a"
+            " folder of your own, for instance ~/.cache/neondist"
         )
 
 
@@ -123,14 +122,14 @@ def _writable_by_others(file: IO[bytes]) -> bool:
 
 
 def read(path: Path, stamp: str) -> Arrays | None:
-    """Return the arrays in `path`; None if it is missing, damaged, of another fingerprint, or open to other writers."""
+    """Return the arrays in `path`; None if it is missing, damaged, outdated, or writable by other users."""
     try:
         opened = open_regular(path)
     except OSError:
         return None
     with opened:
-        _require_own(path, os.fstat(opened.fileno()))  # another file may have taken the name since it was looked at
-        with suppress(Exception):  # of a damaged file HDF5 may raise nearly anything: the cache is made again
+        _require_own(path, os.fstat(opened.fileno()))  # the file may have been replaced since the first check
+        with suppress(Exception):  # HDF5 may raise nearly any error for a damaged file; the cache is rebuilt
             return _read(opened, stamp)
     return None
 
@@ -142,14 +141,14 @@ def _read(opened: BinaryIO, stamp: str) -> Arrays | None:
         if _writable_by_others(opened) or hdf5.get_text(file.attrs, "stamp") != stamp:
             return None
         sums: dict[str, str] = json.loads(hdf5.get_text(file.attrs, "checksums"))
-        found = {name: hdf5.find(file, name) for name in sums}
-        arrays = {name: np.asarray(array[()]) for name, array in found.items() if hdf5.plain(array)}
+        entries = {name: hdf5.find(file, name) for name in sums}
+        arrays = {name: np.asarray(array[()]) for name, array in entries.items() if hdf5.is_numeric(array)}
     return arrays if checksums(arrays) == sums else None
 
 
 def write(path: Path, stamp: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays to `path`: whole, or not at all; DataError if the place cannot be written or is another's."""
-    if _foreign(path):
+    """Write the arrays atomically to `path`; DataError if it cannot be written, or is another kind of file."""
+    if _is_foreign(path):
         raise DataError(
             f"serialized_path: {path} exists but is not a neondist cache, so it is not replaced; choose another name"
         )
@@ -172,37 +171,37 @@ def checksums(arrays: Mapping[str, np.ndarray]) -> dict[str, str]:
     return {n: f"{a.shape} {a.dtype} {zlib.crc32(np.ascontiguousarray(a).data):08x}" for n, a in arrays.items()}
 
 
-def _foreign(path: Path) -> bool:
-    """Return whether a file is surely something else than a cache of any version, damaged or not."""
+def _is_foreign(path: Path) -> bool:
+    """Return whether a file is certainly not a cache of any version, damaged or not."""
     import h5py
 
     try:
-        with open_regular(path) as there:
-            head = there.read(len(hdf5.SIGNATURE))
-            if head != hdf5.SIGNATURE:
-                return bool(head) and path.suffix not in (".h5", ".hdf5")
-            with h5py.File(there, "r") as file:
+        with open_regular(path) as opened:
+            signature = opened.read(len(hdf5.SIGNATURE))
+            if signature != hdf5.SIGNATURE:
+                return bool(signature) and path.suffix not in (".h5", ".hdf5")
+            with h5py.File(opened, "r") as file:
                 return "stamp" not in file.attrs
     except FileNotFoundError:
         return False
-    # a damaged HDF5 file, or one that cannot be read: of the one in its place writing tells
+    # a damaged HDF5 file, or an unreadable one: writing reports it
     except Exception:
         return False
 
 
-def _source(path: Path) -> list[Any]:
+def _describe_source(path: Path) -> list[Any]:
     crc = 0
     try:
         with open_regular(path) as file:
-            facts = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
             while piece := file.read(PIECE):
                 crc = zlib.crc32(piece, crc)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
-    return [path.name, facts.st_size, facts.st_mtime_ns, crc]
+    return [path.name, status.st_size, status.st_mtime_ns, crc]
 
 
-_PADDED = re.compile(r"(0?[1-9])?d?")  # a wider number could be made as long as memory
+_PADDED = re.compile(r"(0?[1-9])?d?")  # limits the width: format strings could exhaust the memory
 _EXAMPLE = "for instance ~/.cache/neondist/mnist_{rank}_of_{size}.h5"
 
 
@@ -212,8 +211,8 @@ def check_template(template: object) -> None:
         raise ConfigError(f"serialized_path: {template!r} is not a path; give one, {_EXAMPLE}")
     text = os.fspath(template)
     try:
-        unknown = _fields(text) - {"rank", "size"}
-        wide = [spec for _, _, spec, conversion in _parts(text) if conversion or not _PADDED.fullmatch(spec or "")]
+        unknown = _field_names(text) - {"rank", "size"}
+        wide = [spec for _, _, spec, conversion in _parse(text) if conversion or not _PADDED.fullmatch(spec or "")]
         if wide:
             raise ValueError(f"'{wide[0]}' is not a valid format width")
         if "\0" in text:
@@ -230,10 +229,10 @@ def check_template(template: object) -> None:
 
 
 def cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
-    """Return this rank's file; ConfigError where ranks would share one (replicas hold equal tiles, yet write apart)."""
+    """Return this rank's file; ConfigError if ranks would share it (replicas, too, write separately)."""
     check_template(template)
     text = os.fspath(template)
-    if grid.size > 1 and "rank" not in _fields(text):
+    if grid.size > 1 and "rank" not in _field_names(text):
         raise ConfigError(
             f"serialized_path: {text!r} has no {{rank}}, but each of the {grid.size} ranks needs a file of its own; add"
             f" {{rank}} to the name, {_EXAMPLE}"
@@ -241,11 +240,11 @@ def cache_path(template: str | os.PathLike[str], grid: ProcessGrid) -> Path:
     return Path(os.path.expanduser(text.format(rank=grid.rank, size=grid.size)))
 
 
-def _fields(text: str) -> set[str]:
-    return {name for _, name, _, _ in _parts(text)}
+def _field_names(text: str) -> set[str]:
+    return {name for _, name, _, _ in _parse(text)}
 
 
-def _parts(text: str) -> list[tuple[str, str, str | None, str | None]]:
+def _parse(text: str) -> list[tuple[str, str, str | None, str | None]]:
     """Return literal text, name, width and conversion of each field."""
     return [
         (literal, name, spec, conversion)

@@ -10,29 +10,29 @@ from numpy.typing import ArrayLike, DTypeLike
 from ..errors import DataError
 
 
-def filled(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray:
-    """Return cells of a file with `fill` instead of NaN; DataError for NaN without `fill`, and for infinities."""
+def fill_missing(name: str, cells: np.ndarray, fill: float | None) -> np.ndarray:
+    """Return cells of a file with NaN replaced by `fill`; DataError for NaN without `fill`, and for infinities."""
     if cells.dtype.kind != "f" or np.isfinite(cells.sum(dtype=np.float64)):
         return cells
-    gone = np.isnan(cells)
+    missing = np.isnan(cells)
     if np.isinf(cells).any():
-        raise DataError(f"{name}: has infinite values; replace them by NaN and give the data set fill, or remove them")
-    if not gone.any():
+        raise DataError(f"{name}: has infinite values; replace them by NaN and set the data set's fill, or remove them")
+    if not missing.any():
         return cells
     if fill is None:
-        raise DataError(f"{name}: has missing values (NaN); replace them in the file, or give the data set fill")
-    return np.where(gone, fill, cells).astype(cells.dtype)
+        raise DataError(f"{name}: has missing values (NaN); replace them in the file, or set the data set's fill")
+    return np.where(missing, fill, cells).astype(cells.dtype)
 
 
-def normalised(raw: ArrayLike, factor: Sequence[float], offset: Sequence[float], dtype: DTypeLike) -> np.ndarray:
+def normalise(raw: ArrayLike, factor: Sequence[float], offset: Sequence[float], dtype: DTypeLike) -> np.ndarray:
     """Return `raw` (n, *tile, C) times `factor` minus `offset`, each one number or one per channel, contiguous."""
     raw, out = np.asarray(raw), np.empty(np.shape(raw), dtype)
     scale, shift = np.asarray(factor, out.dtype), np.asarray(offset, out.dtype)
-    rows, into = raw, out
+    rows, target = raw, out
     if max(scale.size, shift.size) > 1 and raw.size and raw.ndim > 2 and raw.flags.c_contiguous:
-        rows, into = raw.reshape(*raw.shape[:-2], -1), out.reshape(*raw.shape[:-2], -1)  # NumPy is slow on short axes
+        rows, target = raw.reshape(*raw.shape[:-2], -1), out.reshape(*raw.shape[:-2], -1)  # NumPy is slow on short axes
         scale, shift = np.resize(scale, rows.shape[-1]), np.resize(shift, rows.shape[-1])
-    np.multiply(rows, scale, out=into, dtype=out.dtype, casting="unsafe")
+    np.multiply(rows, scale, out=target, dtype=out.dtype, casting="unsafe")
     if shift.any():
-        into -= shift
+        target -= shift
     return out

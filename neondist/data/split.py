@@ -1,4 +1,4 @@
-"""Samples and their targets, of which a rank keeps its tile; parts of them, which are made or read on demand."""
+"""Samples and their targets, of which a rank holds its tile, in memory or computed or read on demand."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..geometry import Box
 from ..io.hdf5 import checksum
 from ..system.lazy import LazyTile
 from .augment import AugmentedTile
-from .raw import normalised
+from .raw import normalise
 
 
 class Tiles(Protocol):
-    """This rank's tile of every sample, indexed by an integer array: a NumPy array, or what makes them on demand."""
+    """This rank's tile of every sample, indexed by an integer array: an array, or an object that computes them."""
 
     def __len__(self) -> int: ...
 
@@ -29,7 +29,7 @@ class Tiles(Protocol):
 
 
 class Sampler(Protocol):
-    """The order in which samples are trained, such as that of a queue of tasks."""
+    """Order of the training samples, such as that of a queue of tasks."""
 
     def order(self, epoch: int, /) -> np.ndarray:
         """Return the order of an epoch's samples (int, shape (N,)), the same on every rank."""
@@ -65,8 +65,8 @@ class Split:
 
     epoch = 0
     sampler: Sampler | None = None
-    fill: float | None = None  # what `tiles` have instead of NaN
-    fields: Fields | None = None  # what targets are, if they are physical fields
+    fill: float | None = None  # value in `tiles` instead of NaN
+    fields: Fields | None = None  # metadata of targets that are physical fields
     _tile: AugmentedTile | None = None
 
     def __init__(
@@ -75,7 +75,7 @@ class Split:
         if len(tiles) != len(labels):
             raise ShapeError(f"split: {len(tiles)} samples but {len(labels)} labels; give one label per sample")
         self.tiles = tiles
-        if isinstance(labels, Sequence) or hasattr(labels, "__array__"):  # and not made or read on demand
+        if isinstance(labels, Sequence) or hasattr(labels, "__array__"):  # in memory, not on demand
             labels = np.asarray(labels)
             labels = labels.astype(np.int64) if labels.ndim == 1 and labels.dtype.kind in "iu" else labels
         self.labels: Tiles = labels
@@ -89,20 +89,20 @@ class Split:
         numbers = _sample_numbers(indices)
         if self._tile is not None:
             return self._tile.images(partial(self._part, dtype), numbers, self.epoch)
-        return normalised(self.tiles[numbers], *self.normalisation, dtype)
+        return normalise(self.tiles[numbers], *self.normalisation, dtype)
 
     def lazily(self, indices: ArrayLike, dtype: DTypeLike = "float32") -> LazyTile:
         """Return the same images, read and normalised lazily."""
         return _LazyImages(self, _sample_numbers(indices), np.dtype(dtype))
 
     def _part(self, dtype: DTypeLike, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
-        return normalised(part_of(self.tiles, numbers, cells), *self.normalisation, dtype)
+        return normalise(part_of(self.tiles, numbers, cells), *self.normalisation, dtype)
 
     def augmented(self, tile: AugmentedTile) -> Split:
         """Return a split that returns `tile` of the samples, augmented from the cells of this split."""
-        found = copy(self)
-        found._tile = tile
-        return found
+        split = copy(self)
+        split._tile = tile
+        return split
 
     def plain(self) -> Split:
         """Return the split without augmentation."""
@@ -125,7 +125,7 @@ class Split:
         return shuffled(len(self), seed, epoch) if self.sampler is None else self.sampler.order(epoch)
 
     def fingerprint(self) -> str:
-        """Return the facts that agree on all ranks as text: size, scale, and labels that are not maps."""
+        """Return the properties that agree on all ranks as text: size, scale, and labels that are not maps."""
         whole = isinstance(self.labels, np.ndarray) and self.labels.ndim < 3
         labels = f", labels {checksum(self.labels):08x}" if whole else ""  # type: ignore[arg-type]
         factor, offset = self.normalisation
@@ -186,7 +186,7 @@ class _LazyImages(LazyTile):
 
 
 class _Slice:
-    """Some of the samples that are made or read on demand."""
+    """Subset of samples that are computed or read on demand."""
 
     def __init__(self, samples: Tiles, first: int, end: int, step: int = 1) -> None:
         self._samples, self._numbers = samples, np.arange(first, end, step)
@@ -210,17 +210,17 @@ class _Slice:
 
 
 def part_of(tiles: Tiles, numbers: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
-    """Return cells (n, *cells, ...) of the tiles of some samples; of those made on demand, from whole tiles."""
+    """Return cells (n, *cells, ...) of the tiles of some samples, cut from whole tiles if `tiles` has no `part`."""
     if hasattr(tiles, "part"):
-        found: np.ndarray = tiles.part(numbers, cells)
-        return found
+        part: np.ndarray = tiles.part(numbers, cells)
+        return part
     if isinstance(tiles, np.ndarray):
         return np.stack([tiles[number][cells] for number in numbers]) if len(numbers) else tiles[(slice(0), *cells)]
     return tiles[numbers][(slice(None), *cells)]
 
 
 def shape_of(tiles: Tiles) -> tuple[int, ...]:
-    """Return the shape of a tile; where it is not told, of the first one."""
+    """Return the shape of a tile; that of the first one if `tiles` has no shape."""
     return tuple(getattr(tiles, "shape", None) or tiles[np.arange(1)].shape)[1:]
 
 

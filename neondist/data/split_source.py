@@ -1,4 +1,4 @@
-"""The samples of one split on their way into a file: read once, from front to back, a few at a time."""
+"""Source of the samples of a split for conversion, read once and sequentially, a few at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import DataError
 
 Block = tuple[np.ndarray, np.ndarray]
-BLOCK = 1 << 24  # bytes of images that are in memory at once, if one image is not larger
+BLOCK = 1 << 24  # bytes of images in memory at once, or one image if larger
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class SplitSource:
     count : number of samples
     shape : (*spatial, C) of a sample
     dtype : of the images
-    label_shape : () of classes, or that of a sample's map
+    label_shape : shape of a sample's label: () for classes, or that of a map
     label_dtype : of the labels
     blocks : called once; yields images (n, *spatial, C) and labels (n, ...)
-    names : of the classes, where they have names
-    notes : lines to tell, such as what of a source is left out
+    names : names of the classes, if any
+    notes : messages for the user, such as files left out
     """
 
     count: int
@@ -41,17 +41,17 @@ class SplitSource:
 
     @property
     def per_block(self) -> int:
-        """Number of samples that make a block."""
+        """Number of samples of a block."""
         return per_block(self.shape, self.dtype)
 
 
 def per_block(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Return how many samples of this shape are read at once."""
+    """Return the number of samples of this shape in a block."""
     return max(1, BLOCK // max(1, int(np.prod(shape, dtype=object)) * dtype.itemsize))
 
 
 def with_channels(path: Path, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape (*spatial, C) of samples of an array: without channels, (H, W), they have one."""
+    """Return the shape (*spatial, C) of the samples of an array; samples (H, W) get one channel."""
     if len(shape) == 2:
         return (*shape, 1)
     if not 2 < len(shape) < 5 or 0 in shape:

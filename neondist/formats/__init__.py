@@ -1,10 +1,10 @@
-"""The field's files in and out: any box of an array that lies in a file, and a file that many ranks fill box by box.
+"""Readers and writers of image files: any box of an array in a file, and files that many ranks write box by box.
 
-base: what a source and a sink are. axes: the order of a file's axes, and channels-last. cache: what has been decoded
-before. draft: a file under another name until it is complete. placed: cells that lie in a file as they are, so that
-every rank writes its own. tiles: into what pieces. table: which class reads and writes which files; `open_source` and
-`create_sink` choose by the name. Then one file a format, each over the library that is best kept; image_loader:
-pictures as Pillow decodes them. tiff_tags, ome: what files tell of place, time and calibration.
+base: interfaces of sources and sinks. axes: axis order of a file, and channels-last. cache: decoded chunks. draft:
+files under a temporary name until they are complete. placed: uncompressed cells, which every rank writes in place.
+tiles: default chunk sizes. table: the classes of each file type; `open_source` and `create_sink` choose by the suffix.
+Then one module per format, each on a maintained library; image_loader: pictures decoded by Pillow. tiff_tags, ome:
+metadata of position, time and calibration.
 """
 
 from .base import TileSink, TileSource

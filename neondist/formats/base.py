@@ -18,13 +18,13 @@ from ..comm import ProcessGrid, all_or_none
 from ..errors import ConfigError, DataError, OutputError, ShapeError, UserError
 from ..io.files import REMEDY, reason
 from ..system.memory import require_room, words
-from .axes import Axes, BoxLike, Cells, cells_of, relative
+from .axes import Axes, BoxLike, Cells, box_to_slices, relative
 from .cache import ChunkCache
 from .conventions import AuxiliaryVariable
 
-LARGEST_CHUNK = 1 << 30  # bytes that have to be decoded at once; files in use have chunks of a few MiB
+LARGEST_CHUNK = 1 << 30  # bytes decoded at once; chunks are usually a few MiB
 BY_AXIS: dict[str, tuple[Any, ...]] = {"scale": (1.0,), "translation": (0.0,), "units": (None,)}
-"""metadata by axis, and the values that say nothing"""
+"""metadata by axis, and the values that carry no information"""
 
 
 class TileSource(ABC):
@@ -119,64 +119,64 @@ class TileSource(ABC):
         ShapeError
             If the box extends beyond the array.
         """
-        cells = cells_of(box, self.shape, self.path)
+        cells = box_to_slices(box, self.shape, self.path)
         shape = tuple(cut.stop - cut.start for cut in cells)
         if 0 in shape:
             return np.empty(shape, self.dtype)
         require_room(prod(shape) * self.dtype.itemsize, f"{self.path}: a box of {list(shape)}", "read smaller ones")
         with faults(self.path), self._reading:  # a file has one position
             if self.cache is None or self.chunks is None:
-                return self._decoded(cells)
-            return self._through(self.cache, cells, self.chunks)
+                return self._decode(cells)
+            return self._read_cached(self.cache, cells, self.chunks)
 
-    def _decoded(self, cells: Cells) -> np.ndarray:
+    def _decode(self, cells: Cells) -> np.ndarray:
         shape = [cut.stop - cut.start for cut in cells]
-        found = self.stored.from_file(np.asarray(self._read(self.stored.to_stored(cells))))
-        if list(found.shape) != shape:
-            raise DataError(f"{self.path}: returned {list(found.shape)} for a box of {shape}; it is damaged")
-        self.bytes_read += self._touched(cells)
-        return np.ascontiguousarray(found, self.dtype)
+        array = self.stored.from_file(np.asarray(self._read(self.stored.to_stored(cells))))
+        if list(array.shape) != shape:
+            raise DataError(f"{self.path}: returned {list(array.shape)} for a box of {shape}; it is damaged")
+        self.bytes_read += self._touched_bytes(cells)
+        return np.ascontiguousarray(array, self.dtype)
 
-    def _through(self, cache: ChunkCache, cells: Cells, chunks: Sequence[int]) -> np.ndarray:
-        """Return cells by the chunks that they lie in, of which those that are not in the cache are read, by lines."""
+    def _read_cached(self, cache: ChunkCache, cells: Cells, chunks: Sequence[int]) -> np.ndarray:
+        """Return cells from the cache; read chunks that are not cached, each row of neighbouring chunks at once."""
         out = np.empty([cut.stop - cut.start for cut in cells], self.dtype)
         spans = [_spans(cut, c, n) for cut, c, n in zip(cells, chunks, self.shape, strict=True)]
-        along = max(range(len(spans)), key=lambda axis: len(spans[axis]))
-        for line in product(*spans[:along], spans[along][:1], *spans[along + 1 :]):
+        longest = max(range(len(spans)), key=lambda axis: len(spans[axis]))
+        for line in product(*spans[:longest], spans[longest][:1], *spans[longest + 1 :]):
             missing = []
-            for span in spans[along]:
-                chunk, within, into = zip(*line[:along], span, *line[along + 1 :], strict=True)
-                kept = cache.get((self.path, self.shape, *(cut.start for cut in chunk)))
-                if kept is None:
+            for span in spans[longest]:
+                chunk, within, into = zip(*line[:longest], span, *line[longest + 1 :], strict=True)
+                cached = cache.get((self.path, self.shape, *(cut.start for cut in chunk)))
+                if cached is None:
                     missing.append((chunk, within, into))
                 else:
-                    out[into] = kept[within]
+                    out[into] = cached[within]
             if missing:
-                around = tuple(slice(a.start, b.stop) for a, b in zip(missing[0][0], missing[-1][0], strict=True))
-                read = self._decoded(around)
+                enclosing = tuple(slice(a.start, b.stop) for a, b in zip(missing[0][0], missing[-1][0], strict=True))
+                decoded = self._decode(enclosing)
                 for chunk, within, into in missing:
-                    kept = read[relative(chunk, around)].copy()
-                    cache.put((self.path, self.shape, *(cut.start for cut in chunk)), kept)
-                    out[into] = kept[within]
+                    cached = decoded[relative(chunk, enclosing)].copy()
+                    cache.put((self.path, self.shape, *(cut.start for cut in chunk)), cached)
+                    out[into] = cached[within]
         return out
 
     @abstractmethod
     def _read(self, cells: Cells) -> np.ndarray:
-        """Return cells in the order of the file."""
+        """Return cells in stored order."""
 
-    def known(self) -> list[str]:
+    def metadata_names(self) -> list[str]:
         """Return the names of the image's metadata."""
         return list(self.metadata)
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
-        """Return the coordinates and other variables of the array, and those that cannot be read."""
+        """Return the coordinates and other variables of the array, and the names of those that cannot be read."""
         return [], []
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of the array, if its format has any: text as str, numbers as arrays."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 - some have nothing to let go of
+    def close(self) -> None:  # noqa: B027 - optional
         """Close the file."""
 
     def __enter__(self) -> Any:
@@ -185,11 +185,11 @@ class TileSource(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _touched(self, cells: Cells) -> int:
+    def _touched_bytes(self, cells: Cells) -> int:
         bounds = [(cut.start, cut.stop) for cut in cells]
         if self.chunks is not None:
-            of = zip(bounds, self.chunks, self.shape, strict=True)
-            bounds = [(lo // c * c, min(n, ceil(hi / c) * c)) for (lo, hi), c, n in of]
+            extents = zip(bounds, self.chunks, self.shape, strict=True)
+            bounds = [(lo // c * c, min(n, ceil(hi / c) * c)) for (lo, hi), c, n in extents]
         return prod(hi - lo for lo, hi in bounds) * self.dtype.itemsize
 
 
@@ -234,25 +234,25 @@ class TileSink(ABC):
         ShapeError
             If the array does not have the box's shape, or its dtype cannot be stored.
         """
-        cells = cells_of(box, self.shape, str(self.path))
+        cells = box_to_slices(box, self.shape, str(self.path))
         shape = tuple(cut.stop - cut.start for cut in cells)
         array = np.asarray(array)
         if array.shape != shape or not np.can_cast(array.dtype, self.dtype, "same_kind"):
             raise ShapeError(
-                f"{self.path}: {list(array.shape)} cells, {array.dtype}, for a box of {list(shape)}, {self.dtype}"
+                f"{self.path}: expected {list(shape)} cells of {self.dtype}, got {list(array.shape)} of {array.dtype}"
             )
         if array.size:
-            with refused(self.path):
+            with write_errors(self.path):
                 self._write(cells, array.astype(self.dtype, copy=False))
 
     def commit(self) -> None:
         """Give the file its final name after all boxes are written; collective over the sink's grid, if any."""
-        with agreed_on(self.grid), refused(self.path):
+        with collective_errors(self.grid), write_errors(self.path):
             self.flush()
         self._complete()
-        with agreed_on(self.grid), refused(self.path):
+        with collective_errors(self.grid), write_errors(self.path):
             if self.grid is None or self.grid.rank == 0:
-                self._name()
+                self._publish()
 
     @abstractmethod
     def _write(self, cells: Cells, array: np.ndarray) -> None:
@@ -262,12 +262,12 @@ class TileSink(ABC):
     def flush(self) -> None:
         """Flush everything this rank has written to disk."""
 
-    def _complete(self) -> None:  # noqa: B027 - most have nothing to do
-        """Do what needs all cells, on every rank."""
+    def _complete(self) -> None:  # noqa: B027 - optional
+        """Finish the file after all cells are written, on every rank."""
 
     @abstractmethod
-    def _name(self) -> None:
-        """Give the file its name."""
+    def _publish(self) -> None:
+        """Give the file its final name."""
 
     @abstractmethod
     def close(self) -> None:
@@ -281,19 +281,19 @@ class TileSink(ABC):
 
 
 def _spans(cut: slice, chunk: int, n: int) -> list[tuple[slice, slice, slice]]:
-    """Return the chunks that cells of an axis lie in, and these cells as places in each chunk and among the cells."""
-    found = []
+    """Return, along one axis, each chunk that contains cells, and their slices in the chunk and in the box."""
+    spans = []
     for lo in range(cut.start // chunk * chunk, cut.stop, chunk):
         first, end = max(lo, cut.start), min(lo + chunk, cut.stop)
-        found.append(
+        spans.append(
             (slice(lo, min(lo + chunk, n)), slice(first - lo, end - lo), slice(first - cut.start, end - cut.start))
         )
-    return found
+    return spans
 
 
 @contextmanager
 def faults(path: str | Path) -> Iterator[None]:
-    """Raise DataError for whatever a damaged file makes a library raise in the block; a UserError passes."""
+    """Convert any exception that a library raises on a damaged file into DataError; a UserError passes."""
     try:
         yield
     except UserError:
@@ -302,7 +302,7 @@ def faults(path: str | Path) -> Iterator[None]:
         raise DataError(f"{path}: no such file; check the path") from error
     except PermissionError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
-    except Exception as error:  # readers of other people's files raise whatever their code happens to stumble over
+    except Exception as error:  # on damaged files, readers raise arbitrary exceptions
         text = " ".join(str(error).strip("'\"").split())[:200]
         text = "".join(letter if letter.isprintable() else "?" for letter in text)
         why = text or type(error).__name__
@@ -312,8 +312,8 @@ def faults(path: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def refused(path: Path) -> Iterator[None]:
-    """Raise OutputError for what the file system refuses, directly or through a library."""
+def write_errors(path: Path) -> Iterator[None]:
+    """Convert errors of the file system, raised directly or by a library, into OutputError."""
     try:
         yield
     except UserError:
@@ -323,8 +323,8 @@ def refused(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def agreed_on(grid: ProcessGrid | None) -> Iterator[None]:
-    """Raise on all ranks of a grid what one of them raises in the block; without a grid, do nothing."""
+def collective_errors(grid: ProcessGrid | None) -> Iterator[None]:
+    """Raise an exception of one rank on all ranks of a grid; without a grid, do nothing."""
     if grid is None:
         yield
     else:

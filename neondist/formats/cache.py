@@ -1,4 +1,4 @@
-"""Decoded chunks that are kept, because boxes that are read one after the other share them."""
+"""Cache of decoded chunks, which consecutive reads of overlapping boxes share."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import numpy as np
 
 
 class ChunkCache:
-    """The chunks that were used last, of one source or of several; one thread at a time uses it.
+    """Least-recently-used cache of chunks of one or several sources; not thread-safe.
 
     Parameters
     ----------
     nbytes : int
-        What they may take together.
+        Capacity.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes, self._held = nbytes, 0
+        self.nbytes, self._size = nbytes, 0
         self._chunks = OrderedDict[Hashable, np.ndarray]()
 
     def get(self, key: Hashable) -> np.ndarray | None:
-        """Return a chunk, if it is there."""
-        if (found := self._chunks.get(key)) is not None:
+        """Return a chunk, or None if it is not cached."""
+        if (chunk := self._chunks.get(key)) is not None:
             self._chunks.move_to_end(key)
-        return found
+        return chunk
 
     def put(self, key: Hashable, chunk: np.ndarray) -> None:
-        """Keep a chunk instead of the least recently used ones."""
+        """Add a chunk, and evict the least recently used ones."""
         self._chunks[key] = chunk
-        self._held += chunk.nbytes
-        while self._held > self.nbytes:
-            self._held -= self._chunks.popitem(last=False)[1].nbytes
+        self._size += chunk.nbytes
+        while self._size > self.nbytes:
+            self._size -= self._chunks.popitem(last=False)[1].nbytes

@@ -12,12 +12,12 @@ from .fields import Fields
 from .table import open_source
 
 COSINE = "cos(lat)"
-_POLE = 90.001  # degrees, since files may have them in other precision
-_ROWS = 256  # of a file that are summed at once
+_POLE = 90.001  # degrees, with a margin for rounding in files
+_ROWS = 256  # rows summed at once
 
 
 def check_weights(weights: str, extent: Sequence[int], fields: Fields | None) -> None:
-    """Raise DataError or ConfigError unless there are weights for outputs of this extent.
+    """Check that weights are available for outputs of this extent; else raise DataError or ConfigError.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ def check_weights(weights: str, extent: Sequence[int], fields: Fields | None) ->
         'cos(lat)', or a file: 'FILE.nc:NAME'.
     extent : tuple of int, global
     fields : Fields, or None
-        What the outputs are.
+        Metadata of the outputs.
     """
     if weights == COSINE:
         _latitude(extent, fields)
@@ -34,24 +34,24 @@ def check_weights(weights: str, extent: Sequence[int], fields: Fields | None) ->
 
 
 def cell_weights(weights: str, extent: Sequence[int], box: Box, fields: Fields | None) -> np.ndarray:
-    """Return the weights (*box, 1) of the cells of a box, in float64; those of all cells have the mean 1.
+    """Return the float64 weights (*box, 1) of the cells of a box, normalised to a global mean of 1.
 
     Raises
     ------
     DataError, ConfigError
-        As `check_weights`; or weights are negative, or all zero.
+        As `check_weights`; or if weights are negative, or all zero.
     """
     if weights == COSINE:
         latitude = _latitude(extent, fields)
-        found = np.cos(np.deg2rad(latitude))
-        found = np.maximum(found, 0.0)  # rounding, at the poles
-        whole = np.broadcast_to(found[:, None] if found.ndim == 1 else found, tuple(extent))
-        return np.ascontiguousarray((whole[box.slices] / found.mean())[..., None])
-    opened = _Weights(weights, extent)
+        cosine = np.cos(np.deg2rad(latitude))
+        cosine = np.maximum(cosine, 0.0)  # rounding, at the poles
+        whole = np.broadcast_to(cosine[:, None] if cosine.ndim == 1 else cosine, tuple(extent))
+        return np.ascontiguousarray((whole[box.slices] / cosine.mean())[..., None])
+    variable = _Weights(weights, extent)
     try:
-        return (opened.read(box) / opened.mean())[..., None]
+        return (variable.read(box) / variable.mean())[..., None]
     finally:
-        opened.close()
+        variable.close()
 
 
 def _latitude(extent: Sequence[int], fields: Fields | None) -> np.ndarray:
@@ -82,26 +82,26 @@ class _Weights:
 
     def __init__(self, name: str, extent: Sequence[int]) -> None:
         self._source, self._extent = open_source(name), tuple(extent)
-        given = {letter: n for letter, n in zip(self._source.axes, self._source.shape, strict=True) if n > 1}
-        wanted = dict(zip("ZYX"[3 - len(self._extent) :], self._extent, strict=True))
-        if any(wanted.get(letter) != n for letter, n in given.items()):
+        stored = {letter: n for letter, n in zip(self._source.axes, self._source.shape, strict=True) if n > 1}
+        expected = dict(zip("ZYX"[3 - len(self._extent) :], self._extent, strict=True))
+        if any(expected.get(letter) != n for letter, n in stored.items()):
             self._source.close()
-            raise DataError(f"{name}: has weights for {given}, but outputs have {wanted}; give one for each cell")
+            raise DataError(f"{name}: has weights for {stored}, but outputs have {expected}; give one for each cell")
 
     def read(self, box: Box) -> np.ndarray:
         """Return the weights of a box."""
         names = "ZYX"[3 - box.ndim :]
-        known = dict(zip(names, box.slices, strict=True))
-        letters = dict(zip(self._source.axes, self._source.shape, strict=True))
-        cells = [known[x] if x in known and n > 1 else slice(0, 1) for x, n in letters.items()]
-        found = self._source.read(cells)
-        kept = [cut.stop - cut.start if letters.get(x, 1) > 1 else 1 for x, cut in known.items()]
-        order = [x for x in letters if x in known]
-        found = found.reshape([n for x, n in zip(letters, found.shape, strict=True) if x in known])
-        found = np.transpose(found, [order.index(x) for x in names if x in order]).reshape(kept).astype(np.float64)
-        if not (np.isfinite(found).all() and (found >= 0).all()):
+        cuts = dict(zip(names, box.slices, strict=True))
+        extents = dict(zip(self._source.axes, self._source.shape, strict=True))
+        cells = [cuts[x] if x in cuts and n > 1 else slice(0, 1) for x, n in extents.items()]
+        values = self._source.read(cells)
+        shape = [cut.stop - cut.start if extents.get(x, 1) > 1 else 1 for x, cut in cuts.items()]
+        order = [x for x in extents if x in cuts]
+        values = values.reshape([n for x, n in zip(extents, values.shape, strict=True) if x in cuts])
+        values = np.transpose(values, [order.index(x) for x in names if x in order]).reshape(shape).astype(np.float64)
+        if not (np.isfinite(values).all() and (values >= 0).all()):
             raise DataError(f"{self._source.path}: has negative or missing weights; correct them")
-        return np.broadcast_to(found, box.shape)
+        return np.broadcast_to(values, box.shape)
 
     def mean(self) -> float:
         """Return the mean over all cells, read by rows: the same on every rank."""

@@ -1,4 +1,4 @@
-"""Times of the CF conventions, 'hours since 2000-01-01' in a calendar, as seconds that compare across files."""
+"""Conversion of CF times ('hours since 2000-01-01' in a calendar) to seconds that are comparable across files."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ _BEFORE = np.cumsum([0, 31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30])
 
 
 def seconds_since(where: str, values: Any, units: str, calendar: str = "standard") -> np.ndarray:
-    """Return times as seconds from one moment that is the same for all units of a calendar.
+    """Convert times to seconds since an epoch that depends only on the calendar.
 
     Parameters
     ----------
     where : str
-        The coordinate, as messages name it.
+        Name of the coordinate, for messages.
     values : array of numbers
     units : str
-        'days since 1850-01-01', as the attribute has it.
+        The attribute, such as 'days since 1850-01-01'.
     calendar : str
-        One of CF's; years without or of only leap days among them.
+        A calendar of CF, including noleap, all_leap and 360_day.
 
     Raises
     ------
     DataError
-        The units are none of a fixed length since a date, the calendar is unknown, or a time is missing.
+        If the units are not a fixed length since a date, the calendar is unknown, or a time is missing.
     """
     kind = _kind(where, calendar)
-    found = _SINCE.fullmatch(units.strip())
-    unit = _SECONDS.get(found["unit"].lower()) if found else None
-    if found is None or unit is None:
+    match = _SINCE.fullmatch(units.strip())
+    unit = _SECONDS.get(match["unit"].lower()) if match else None
+    if match is None or unit is None:
         raise DataError(
             f"{where}: units '{units}' are not supported; use days, hours, minutes or seconds since a date, such as"
             " 'hours since 2000-01-01 00:00:00'"
@@ -64,24 +64,24 @@ def seconds_since(where: str, values: Any, units: str, calendar: str = "standard
     if not np.isfinite(times).all():
         number = int(np.flatnonzero(~np.isfinite(np.ravel(times)))[0]) + 1
         raise DataError(f"{where}: value {number} is missing; give every time a value, or remove that time")
-    year = int(found["year"])
-    year += year < 0 and kind in ("standard", "julian")  # which have no year 0
-    date = year, int(found["month"]), int(found["day"])
-    hours = int(found["hour"] or 0), int(found["minute"] or 0), float(found["second"] or 0)
+    year = int(match["year"])
+    year += year < 0 and kind in ("standard", "julian")  # these have no year 0
+    date = year, int(match["month"]), int(match["day"])
+    hours = int(match["hour"] or 0), int(match["minute"] or 0), float(match["second"] or 0)
     if not _exists(kind, *date, *hours):
         raise DataError(
             f"{where}: units '{units}' begin at a date that does not exist in the calendar '{calendar}'; correct"
             " its month, day or hour"
         )
-    start = 86400.0 * _day(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone(found["zone"])
+    start = 86400.0 * _day(kind, *date) + 3600 * hours[0] + 60 * hours[1] + hours[2] - _zone(match["zone"])
     return start + unit * times
 
 
 def comparable(where: str, calendar: str, other: str) -> bool:
-    """Return whether dates of two calendars name the same days since 1582; DataError for unknown calendars."""
-    alike = {"gregorian": "standard", "julian": "standard"}
-    a, b = (_kind(where, one) for one in (calendar, other))
-    return alike.get(a, a) == alike.get(b, b)
+    """Return whether two calendars agree on all dates since 1582; DataError for unknown calendars."""
+    classes = {"gregorian": "standard", "julian": "standard"}
+    a, b = (_kind(where, name) for name in (calendar, other))
+    return classes.get(a, a) == classes.get(b, b)
 
 
 def _kind(where: str, calendar: str) -> str:
@@ -92,7 +92,7 @@ def _kind(where: str, calendar: str) -> str:
 
 
 def _zone(text: str | None) -> float:
-    """Return the seconds that a zone is ahead."""
+    """Return the offset of a time zone from UTC in seconds."""
     if not text:
         return 0.0
     hours, minutes = text[1:].replace(":", "")[:2], text[1:].replace(":", "")[2:]
@@ -100,17 +100,17 @@ def _zone(text: str | None) -> float:
 
 
 def _exists(kind: str, year: int, month: int, day: int, hour: int, minute: int, second: float) -> bool:
-    """Return whether a calendar has a moment."""
+    """Return whether a date and time exist in a calendar."""
     if not (1 <= month <= 12 and day >= 1 and hour < 24 and minute < 60 and second < 60):
         return False
-    later = (year, month + 1, 1) if month < 12 else (year + 1, 1, 1)
-    found = _day(kind, year, month, day)
+    following = (year, month + 1, 1) if month < 12 else (year + 1, 1, 1)
+    number = _day(kind, year, month, day)
     gap = kind == "standard" and (1582, 10, 5) <= (year, month, day) < _FIRST_GREGORIAN
-    return _day(kind, year, month, 1) <= found < _day(kind, *later) and not gap
+    return _day(kind, year, month, 1) <= number < _day(kind, *following) and not gap
 
 
 def _day(kind: str, year: int, month: int, day: int) -> int:
-    """Return the number of a day in a calendar."""
+    """Return the day number of a date in a calendar."""
     if kind == "360_day":
         return 360 * year + 30 * (month - 1) + day
     if kind in ("noleap", "all_leap"):

@@ -1,4 +1,4 @@
-"""Axes by the attributes of coordinates (CF, NUG, Common Data Model), and by names where these say nothing."""
+"""Axes inferred from attributes of coordinates (CF, NUG, Common Data Model), or else from names."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy as np
 from ..errors import AxesError, DataError
 
 FREE = "NMLKJHGFE"
-"""letters of axes that are samples"""
+"""letters for axes that count as samples"""
 _POINTS = {"Y", "X"}
 LARGEST = 1 << 28
-"""bytes of coordinates that are copied into an output"""
-NAMING = ("coordinates", "bounds", "climatology", "grid_mapping", "cell_measures", "formula_terms")
+"""limit in bytes for coordinates that are copied into an output"""
+REFERENCE_ATTRIBUTES = ("coordinates", "bounds", "climatology", "grid_mapping", "cell_measures", "formula_terms")
 """attributes that name other variables"""
-TELLING = ("axis", "units", "standard_name", "positive", "cartesian_axis", "_CoordinateAxisType", "long_name")
-"""attributes of a coordinate that tell its axis"""
-PLACE = (*NAMING, "cell_methods")
-"""attributes of a variable that say of its cells where and what they are"""
+AXIS_ATTRIBUTES = ("axis", "units", "standard_name", "positive", "cartesian_axis", "_CoordinateAxisType", "long_name")
+"""attributes of a coordinate that identify its axis"""
+POSITION_ATTRIBUTES = (*REFERENCE_ATTRIBUTES, "cell_methods")
+"""attributes of a variable that describe the position and meaning of its cells"""
 
 _TYPES = {
     "time": "T", "runtime": "N", "ensemble": "N", "lat": "Y", "geoy": "Y", "lon": "X", "geox": "X", "height": "Z",
@@ -62,16 +62,16 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Variable:
-    """Names and attributes that tell the axes of a variable of a file.
+    """Names and attributes from which the axes of a variable are inferred.
 
     Attributes
     ----------
     dimensions : tuple of str
-        The name of each; '' where it has none.
+        Their names; '' for one without a name.
     attributes : mapping
         Text as str.
     coordinates : mapping
-        Name to Variable: those of its dimensions' names, and those that its attribute `coordinates` lists.
+        Variables by name: those named like its dimensions, and those listed in its attribute `coordinates`.
     """
 
     dimensions: tuple[str, ...]
@@ -81,20 +81,20 @@ class Variable:
 
 @dataclass(frozen=True)
 class AuxiliaryVariable:
-    """A variable that another needs: the coordinates of a dimension or of cells, their bounds, a projection.
+    """A variable that another refers to: the coordinates of a dimension or of cells, their bounds, a projection.
 
     Attributes
     ----------
     name : str
-        '' is the variable itself, '/' its file.
+        '' for the variable itself, '/' for its file.
     dimensions : tuple of str
-        The names of its own.
+        Names of its dimensions.
     values : numpy.ndarray, or None
-        None: a dimension without coordinates.
+        None for a dimension without coordinates.
     attributes : dict
-        Numbers, and text as bytes.
+        Numbers as they are, text as bytes.
     unread : tuple of str
-        The names of attributes that cannot be read.
+        Names of attributes that cannot be read.
     """
 
     name: str
@@ -105,70 +105,69 @@ class AuxiliaryVariable:
 
 
 def unread_text(attribute: str, variable: str) -> str:
-    """Return what is wrong with an attribute that is not text of fixed length, and the remedy."""
+    """Return the error text, with its remedy, for an attribute of variable-length text."""
     return (
         f"{attribute} as variable-length text, which is not supported; write it as characters, for instance: ncatted -a"
         f" {attribute},{variable},o,c,TEXT FILE"
     )
 
 
-def names_of(beside: Sequence[AuxiliaryVariable], lost: Sequence[str]) -> list[str]:
-    """Return the names of what belongs to an array, and of what of it cannot be read."""
-    of_file = [name for one in beside if one.name in ("", "/") for name in one.attributes]
-    return [*(one.name for one in beside if one.values is not None), *of_file, *lost]
+def list_names(variables: Sequence[AuxiliaryVariable], lost: Sequence[str]) -> list[str]:
+    """Return the names of auxiliary variables and attributes of an array, including unreadable (`lost`) ones."""
+    own = [name for one in variables if one.name in ("", "/") for name in one.attributes]
+    return [*(one.name for one in variables if one.values is not None), *own, *lost]
 
 
 def collect(
-    own: Mapping[str, Any], along: Sequence[AuxiliaryVariable], of: Callable[[str], AuxiliaryVariable]
+    own: Mapping[str, Any], dimensions: Sequence[AuxiliaryVariable], load: Callable[[str], AuxiliaryVariable]
 ) -> list[AuxiliaryVariable]:
-    """Return what a variable needs: itself by its attributes, its dimensions, and what these name in turn."""
-    found = [AuxiliaryVariable("", (), None, {name: own[name] for name in PLACE if name in own}), *along]
+    """Return the variable's own attributes, its dimensions, and all variables that these refer to, recursively."""
+    position = {name: own[name] for name in POSITION_ATTRIBUTES if name in own}
+    variables = [AuxiliaryVariable("", (), None, position), *dimensions]
     while missing := sorted(
-        {name for one in found for name in references(one.attributes)} - {one.name for one in found}
+        {name for one in variables for name in references(one.attributes)} - {one.name for one in variables}
     ):
-        found += [of(name) for name in missing]
-    return found
+        variables += [load(name) for name in missing]
+    return variables
 
 
 def references(attributes: Mapping[str, Any]) -> list[str]:
-    """Return the variables that attributes name: 'lat lon', 'crs: x y', 'area: areacella', 'ap: ap b: b ps: ps'."""
-    found = []
-    for key in NAMING:
+    """Return the variables that attributes refer to: 'lat lon', 'crs: x y', 'area: areacella', 'ap: ap b: b ps: ps'."""
+    names = []
+    for key in REFERENCE_ATTRIBUTES:
         keyed = key in ("cell_measures", "formula_terms")
-        found += [word.strip(":") for word in words(attributes.get(key)) if not (keyed and word.endswith(":"))]
-    return found
+        names += [word.strip(":") for word in split_words(attributes.get(key)) if not (keyed and word.endswith(":"))]
+    return names
 
 
-def words(text: Any) -> list[str]:
-    """Return the words of an attribute that is text."""
+def split_words(text: Any) -> list[str]:
+    """Split a text attribute into words."""
     return plain_text(text).split()
 
 
 def plain_text(value: Any) -> str:
-    """Return an attribute that is text, as bytes or str; '' for others."""
+    """Return a text attribute, given as bytes or str, as str; '' for others."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
 
 
-def letters(where: str, variable: Variable, shape: Sequence[int]) -> str:
+def infer_axes(where: str, variable: Variable, shape: Sequence[int]) -> str:
     """Return a letter for each axis of a variable.
 
-    Attributes of coordinates come before names, and what neither tells follows from the order T Z Y X where that leaves
-    one choice.
+    Attributes of coordinates take precedence over names; remaining axes follow the order T Z Y X if it is unambiguous.
 
     Raises
     ------
     DataError
-        It is unclear which axes are rows and columns; AxesError where none has a name.
+        If rows and columns are ambiguous; AxesError if no axis has a name.
     """
-    names, found = variable.dimensions, [""] * len(variable.dimensions)
+    names, axes = variable.dimensions, [""] * len(variable.dimensions)
 
     def unclear(why: str) -> DataError:
-        told = ", ".join(name or "(no name)" for name in names)
+        listed = ", ".join(name or "(no name)" for name in names)
         message = (
-            f"{where}: which of its axes ({told}) are rows and columns is ambiguous: {why}; give axes, one letter"
+            f"{where}: which of its axes ({listed}) are rows and columns is ambiguous: {why}; give axes, one letter"
             f" per axis in the stored order, such as axes='{'TZYX'[-len(names) :] if len(names) < 5 else 'NTZYX'}',"
-            " or its"
-            " coordinates the attribute axis (X, Y, Z or T)"
+            " or its coordinates the attribute axis (X, Y, Z or T)"
         )
         if any(names):
             return DataError(message)
@@ -177,105 +176,105 @@ def letters(where: str, variable: Variable, shape: Sequence[int]) -> str:
         return error
 
     lower = [name.lower() for name in names]
-    claims: list[dict[str, int]] = []  # of each dimension: letter to how weak its evidence is
+    claims: list[dict[str, int]] = []  # per dimension: letter to rank, 0 for the strongest evidence
     for name in names:
         own = variable.coordinates.get(name) if name else None
-        told = _of_attributes(own.attributes) if own is not None and own.dimensions[:1] == (name,) else set()
-        if len(told) > 1:
-            raise unclear(f"the attributes of '{name}' say {' and '.join(sorted(told))}")
-        beside = _beside(name, variable) if name and not told else set()
-        if beside >= _POINTS:
+        declared = _attribute_letters(own.attributes) if own is not None and own.dimensions[:1] == (name,) else set()
+        if len(declared) > 1:
+            raise unclear(f"the attributes of '{name}' say {' and '.join(sorted(declared))}")
+        auxiliary = _listed_letters(name, variable) if name and not declared else set()
+        if auxiliary >= _POINTS:
             raise unclear(
                 f"'{name}' has both latitudes and longitudes, so it lists points and is not an axis of a grid"
             )
-        known = _of_name(name) or (_of_title(own.attributes) if own is not None else set())
-        unread = [key for key in TELLING if own.attributes.get(key, "") is None] if own is not None else []
-        if unread and not (told or beside or known):
+        by_name = _name_letters(name) or (_title_letters(own.attributes) if own is not None else set())
+        unread = [key for key in AXIS_ATTRIBUTES if own.attributes.get(key, "") is None] if own is not None else []
+        if unread and not (declared or auxiliary or by_name):
             raise unclear(f"its coordinate '{name}' has {unread_text(unread[0], name)}")
         if name.lower() == "height" and "width" in lower:  # of pictures
-            known = {"Y"}
-        ranked = [*((one, 0) for one in told), *((one, 1) for one in beside if len(beside) == 1)]
-        claims.append(dict([*ranked, *((one, 2) for one in known)][:1]))
+            by_name = {"Y"}
+        ranked = [*((one, 0) for one in declared), *((one, 1) for one in auxiliary if len(auxiliary) == 1)]
+        claims.append(dict([*ranked, *((one, 2) for one in by_name)][:1]))
     for letter in "TNC" + "ZYX":
-        given = {at: claim[letter] for at, claim in enumerate(claims) if letter in claim}
-        best = [at for at, rank in given.items() if rank == min(given.values())]
+        ranks = {at: claim[letter] for at, claim in enumerate(claims) if letter in claim}
+        best = [at for at, rank in ranks.items() if rank == min(ranks.values())]
         if len(best) > 1 and letter not in "TN":
             raise unclear(f"{' and '.join(repr(names[at]) for at in best)} are both {letter}")
-        for at in given:
-            found[at] = letter if at == best[0] else "-"
+        for at in ranks:
+            axes[at] = letter if at == best[0] else "-"
     for at, claim in enumerate(claims):
-        found[at] = "-" if "-" in claim else found[at]
-    _from_curvilinear(variable, found)
-    _from_order(found)
-    if "" in found and not set(found) >= _POINTS:
+        axes[at] = "-" if "-" in claim else axes[at]
+    _fill_curvilinear(variable, axes)
+    _fill_by_order(axes)
+    if "" in axes and not set(axes) >= _POINTS:
         raise unclear("neither attributes nor names identify them")
-    for at, letter in enumerate(found):
+    for at, letter in enumerate(axes):
         if letter in ("", "-"):
-            found[at] = next(free for free in FREE if free not in found)
-    return "".join(found)
+            axes[at] = next(free for free in FREE if free not in axes)
+    return "".join(axes)
 
 
-def _from_curvilinear(variable: Variable, found: list[str]) -> None:
-    """Fill in the two axes of a latitude and longitude that have both: rows come first."""
-    for name in words(variable.attributes.get("coordinates")):
+def _fill_curvilinear(variable: Variable, axes: list[str]) -> None:
+    """Fill in the axes of two-dimensional latitudes and longitudes, rows first."""
+    for name in split_words(variable.attributes.get("coordinates")):
         other = variable.coordinates.get(name)
-        told = (_of_attributes(other.attributes) or _of_name(name)) if other is not None else set()
-        if other is None or len(told) != 1 or not told <= _POINTS:
+        claimed = (_attribute_letters(other.attributes) or _name_letters(name)) if other is not None else set()
+        if other is None or len(claimed) != 1 or not claimed <= _POINTS:
             continue
         both = [variable.dimensions.index(of) for of in other.dimensions if of and of in variable.dimensions]
-        both = [at for at in both if found[at] in ("", "Y", "X")]
+        both = [at for at in both if axes[at] in ("", "Y", "X")]
         if len(both) == 2:
-            _fill_in(found, both)
+            _fill_rows_columns(axes, both)
 
 
-def _from_order(found: list[str]) -> None:
-    """Fill in rows and columns by the order T Z Y X, if it leaves one choice."""
-    unknown = [at for at, letter in enumerate(found) if not letter]
-    if len(found) == 1:
-        found[0] = found[0] or "X"
-    elif len(unknown) == 2 and not _POINTS & set(found):
-        _fill_in(found, unknown)
-    elif len(unknown) == 1 and len(_POINTS & set(found)) == 1:
+def _fill_by_order(axes: list[str]) -> None:
+    """Fill in rows and columns by the order T Z Y X, if it is unambiguous."""
+    unknown = [at for at, letter in enumerate(axes) if not letter]
+    if len(axes) == 1:
+        axes[0] = axes[0] or "X"
+    elif len(unknown) == 2 and not _POINTS & set(axes):
+        _fill_rows_columns(axes, unknown)
+    elif len(unknown) == 1 and len(_POINTS & set(axes)) == 1:
         (at,) = unknown
-        beside = found.index("Y") + 1 == at if "Y" in found else at + 1 == found.index("X")
-        if beside or len(found) == 2:
-            found[at] = "X" if "Y" in found else "Y"
+        adjacent = axes.index("Y") + 1 == at if "Y" in axes else at + 1 == axes.index("X")
+        if adjacent or len(axes) == 2:
+            axes[at] = "X" if "Y" in axes else "Y"
 
 
-def _fill_in(found: list[str], both: list[int]) -> None:
-    """Fill in what is missing of rows and columns, rows first."""
-    missing = [letter for letter in "YX" if letter not in found]
+def _fill_rows_columns(axes: list[str], both: list[int]) -> None:
+    """Fill in missing rows and columns, rows first."""
+    missing = [letter for letter in "YX" if letter not in axes]
     for at in both:
-        if not found[at] and missing:
-            found[at] = missing.pop(0)
+        if not axes[at] and missing:
+            axes[at] = missing.pop(0)
 
 
-def _beside(name: str, variable: Variable) -> set[str]:
-    """Return what the listed coordinates along one dimension alone say of it."""
-    listed = [variable.coordinates.get(other) for other in words(variable.attributes.get("coordinates"))]
+def _listed_letters(name: str, variable: Variable) -> set[str]:
+    """Return the letters of a dimension by listed coordinates that vary along it alone."""
+    listed = [variable.coordinates.get(other) for other in split_words(variable.attributes.get("coordinates"))]
     along = [other for other in listed if other is not None and other.dimensions == (name,)]
-    return {letter for other in along for letter in _of_attributes(other.attributes)} - {"N", "C"}
+    return {letter for other in along for letter in _attribute_letters(other.attributes)} - {"N", "C"}
 
 
-def _of_attributes(attributes: Mapping[str, Any]) -> set[str]:
-    """Return the letters that the attributes of a coordinate say, more than one if they contradict each other."""
+def _attribute_letters(attributes: Mapping[str, Any]) -> set[str]:
+    """Return the letters that attributes of a coordinate imply, more than one if they contradict each other."""
     text = {key: value.strip("\0 ") for key, value in attributes.items() if isinstance(value, str)}
     standard = {letter for letter, pattern in _STANDARD.items() if re.fullmatch(pattern, text.get("standard_name", ""))}
     if standard == {"N"}:
         return standard
-    said = {text.get("axis", "").upper(), text.get("cartesian_axis", "").upper()} & {*"TZYX"}
-    said |= {"N"} if text.get("axis", "").upper() == "E" else set()
+    implied = {text.get("axis", "").upper(), text.get("cartesian_axis", "").upper()} & {*"TZYX"}
+    implied |= {"N"} if text.get("axis", "").upper() == "E" else set()
     kind = _TYPES.get(text.get("_CoordinateAxisType", "").lower())
     units = {letter for letter, pattern in _UNITS.items() if re.fullmatch(pattern, text.get("units", "").lower())}
     upright = {"Z"} if text.get("positive", "").lower() in ("up", "down") else set()
-    said |= standard | units | ({kind} if kind else set()) | upright
-    return said - {"C"} if "C" in said and len(said) > 1 else said
+    implied |= standard | units | ({kind} if kind else set()) | upright
+    return implied - {"C"} if "C" in implied and len(implied) > 1 else implied
 
 
-def _of_name(name: str) -> set[str]:
+def _name_letters(name: str) -> set[str]:
     return {next((letter for letter, pattern in _NAMES.items() if re.fullmatch(pattern, name.lower())), "")} - {""}
 
 
-def _of_title(attributes: Mapping[str, Any]) -> set[str]:
-    """Return the letter that the long_name of a coordinate says: 'Longitude', 'x coordinate of projection'."""
-    return _of_name("_".join(words(attributes.get("long_name"))))
+def _title_letters(attributes: Mapping[str, Any]) -> set[str]:
+    """Return the letter that the long_name of a coordinate implies: 'Longitude', 'x coordinate of projection'."""
+    return _name_letters("_".join(split_words(attributes.get("long_name"))))

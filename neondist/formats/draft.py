@@ -1,4 +1,4 @@
-"""A file that many ranks make under another name, which gets its own at the end, and a later process finds again."""
+"""Files that many ranks write under a temporary name until they are complete, and that later processes can resume."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ..io.files import give_name, partial, write_text
 from ..io.regular_file import read_bytes
 from ..registry import suggest
 from ..system.memory import words
-from .base import BY_AXIS, TileSink, TileSource, agreed_on, refused
+from .base import BY_AXIS, TileSink, TileSource, collective_errors, write_errors
 
 PACKED, LOCK = ".packed", ".lock"
-"""after the name of a draft: what it is packed to, and what ranks lock that write to the same chunk"""
+"""suffixes of a draft's name: its compressed copy, and the lock for ranks that write to the same chunk"""
 _EXISTS = "has been created meanwhile; choose another name, or overwrite it (--overwrite)"
-_LONGEST, _MOST = 80, 40
-"""letters of a name that a file gives, and such names, in a message"""
+_MAX_LENGTH, _MAX_NAMES = 80, 40
+"""limits for messages: length of a metadata name, and number of names"""
 
 
 class DraftSink(TileSink):
-    """A sink whose file, or folder, is made by rank 0 and opened by all; what was asked for is noted beside it.
+    """Sink whose file or folder is created by rank 0 and opened by all ranks; a note beside it describes the request.
 
     Attributes
     ----------
     choices : dict
-        The options of the format and their defaults.
+        Options of the format and their defaults.
     """
 
     choices: ClassVar[dict[str, Any]] = {}
@@ -61,14 +61,14 @@ class DraftSink(TileSink):
                 f"{path}: has no option '{unknown[0]}'{suggest(unknown[0], self.choices) or '; leave it out'}"
             )
         self._options = {**self.choices, **options}
-        self._overwrite, self._stays, self._open = overwrite, resume, False
-        self._kept = dict[str, set[str]]()
+        self._overwrite, self._keep, self._open = overwrite, resume, False
+        self._copied = dict[str, set[str]]()
         self._part = partial(path)
-        self._note = _note_of(path)
-        with agreed_on(grid), refused(path):
+        self._note = _note_path(path)
+        with collective_errors(grid), write_errors(path):
             if grid is None or grid.rank == 0:
                 self._begin(like, resume)
-        with agreed_on(grid), refused(path):
+        with collective_errors(grid), write_errors(path):
             note = json.loads(read_bytes(self._note))
             self.resumed, self.chunks = note["resumed"], note["chunks"] and tuple(note["chunks"])
             self.lost = note.get("lost", [])
@@ -77,154 +77,154 @@ class DraftSink(TileSink):
 
     @abstractmethod
     def _make(self, like: TileSource | None) -> dict[str, Any]:
-        """Make the file at `_part`, without its cells, on rank 0; return what `_attach` has to know.
+        """Create the file at `_part` without its cells, on rank 0, and return the facts for `_attach`.
 
-        It sets `chunks` to what they become.
+        Set `chunks` to those of the file.
         """
 
     @abstractmethod
     def _attach(self, facts: dict[str, Any]) -> None:
-        """Open the file that rank 0 has made, on every rank."""
+        """Open the file that rank 0 has created, on every rank."""
 
     @abstractmethod
     def _detach(self) -> None:
-        """Close it."""
+        """Close the file."""
 
     def close(self) -> None:
-        """Let go of the file; not committed and not to be resumed, it is removed."""
+        """Close the file, and remove it if it was neither committed nor created with `resume`."""
         if self._open:
             self._open = False
             self._detach()
-            if not self._stays and (self.grid is None or self.grid.rank == 0):
-                with refused(self.path):
-                    self._forget()
+            if not self._keep and (self.grid is None or self.grid.rank == 0):
+                with write_errors(self.path):
+                    self._remove_files()
 
     def _begin(self, like: TileSource | None, resume: bool) -> None:
-        """Find the file of an earlier process, or make a new one."""
-        asked = {
+        """Resume the file of an earlier process, or create a new one."""
+        request = {
             "shape": list(self.shape), "dtype": self.dtype.str, "axes": self.axes,
             "chunks": self.chunks and list(self.chunks), "options": repr(sorted(self._options.items())),
         }  # fmt: skip
         if resume and self._note.exists() and self._part.exists():
             with suppress(ValueError, KeyError):
                 note = json.loads(read_bytes(self._note))
-                if note["asked"] != asked:
+                if note["asked"] != request:
                     raise OutputError(f"{self._part}: belongs to another array; remove it, or choose another name")
                 write_text(self._note, json.dumps(note | {"resumed": True}))
                 return
-        if not self.path.exists() and _replaced(self.path).exists():  # by a process that ended before it named its own
-            os.rename(_replaced(self.path), self.path)
+        if not self.path.exists() and _replaced_path(self.path).exists():  # by a process that was killed
+            os.rename(_replaced_path(self.path), self.path)
             if not self._overwrite:
                 raise OutputError(f"{self.path}: {_EXISTS}")
-        self._forget()
+        self._remove_files()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             facts = self._make(like)
             if like is not None:
-                self._name_losses(like)
-            note = {"asked": asked, "resumed": False, "chunks": self.chunks, "facts": facts, "lost": self.lost}
+                self._list_lost(like)
+            note = {"asked": request, "resumed": False, "chunks": self.chunks, "facts": facts, "lost": self.lost}
             write_text(self._note, json.dumps(note))
         except BaseException:
-            self._forget()
+            self._remove_files()
             raise
 
-    def _keep(self, like: TileSource | None, name: str, axes: str = "") -> Any:
-        """Return what is known of the image that the file is like, and note that the file keeps it.
+    def _copy_metadata(self, like: TileSource | None, name: str, axes: str = "") -> Any:
+        """Return metadata of the `like` image by name, for the given axes if it is by axis, and note that it is copied.
 
-        Of what is known by axis, only these axes; where nothing is known, None, or by axis {}.
+        Missing metadata is None, or {} if it is by axis.
         """
-        found = None if like is None else like.metadata.get(name)
+        value = None if like is None else like.metadata.get(name)
         if like is None or name in like.metadata:
-            self._kept.setdefault(name, set()).update(axes)
-        return {axis: value for axis, value in (found or {}).items() if axis in axes} if name in BY_AXIS else found
+            self._copied.setdefault(name, set()).update(axes)
+        return {axis: v for axis, v in (value or {}).items() if axis in axes} if name in BY_AXIS else value
 
-    def _name_losses(self, like: TileSource) -> None:
-        """Note in `lost` what is known of the image that the file is like, and what the file does not keep."""
-        for name in like.known():
-            kept, by_axis = self._kept.get(name), BY_AXIS.get(name, ())
-            rest = [axis for axis, value in like.metadata[name].items() if value not in by_axis] if by_axis else []
-            gone = [axis for axis in rest if axis not in (kept or ())]
-            if by_axis and gone:
-                self.lost.append(name if gone == rest else f"{name} of {' '.join(gone)}")
-            elif not by_axis and kept is None:
+    def _list_lost(self, like: TileSource) -> None:
+        """List in `lost` the metadata of the `like` image that the file does not store."""
+        for name in like.metadata_names():
+            copied, defaults = self._copied.get(name), BY_AXIS.get(name, ())
+            declared = [axis for axis, v in like.metadata[name].items() if v not in defaults] if defaults else []
+            missing = [axis for axis in declared if axis not in (copied or ())]
+            if defaults and missing:
+                self.lost.append(name if missing == declared else f"{name} of {' '.join(missing)}")
+            elif not defaults and copied is None:
                 self.lost.append(name)
-        names = ["".join(one if one.isprintable() else "?" for one in name[:_LONGEST]) for name in self.lost]
-        self.lost = names[:_MOST] + ([f"{len(names) - _MOST} more"] if len(names) > _MOST else [])
+        names = ["".join(c if c.isprintable() else "?" for c in name[:_MAX_LENGTH]) for name in self.lost]
+        self.lost = names[:_MAX_NAMES] + ([f"{len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else [])
 
     def _require_room(self) -> None:
-        """Raise OutputError if the disk cannot take all cells as they are."""
+        """Raise OutputError if there is no disk space for all cells, uncompressed."""
         needed, free = prod(self.shape) * self.dtype.itemsize, shutil.disk_usage(self.path.parent).free
         if needed > free:
             raise OutputError(f"{self.path}: needs {words(needed)}, but only {words(free)} are free; free disk space")
 
-    def _forget(self) -> None:
-        _remove_beside(self.path)
+    def _remove_files(self) -> None:
+        _remove_side_files(self.path)
 
-    def _name(self) -> None:
+    def _publish(self) -> None:
         if self.path.exists() and not self._overwrite:
             raise OutputError(f"{self.path}: {_EXISTS}")
-        part, old = self._finished(), _replaced(self.path)
-        who = os.stat(part)
-        write_text(self._note, json.dumps(json.loads(read_bytes(self._note)) | {"named": who.st_ino}))
-        moved = self.path.is_dir()  # no folder is replaced by a rename
-        if moved:
+        part, old = self._complete_file(), _replaced_path(self.path)
+        identity = os.stat(part)
+        write_text(self._note, json.dumps(json.loads(read_bytes(self._note)) | {"named": identity.st_ino}))
+        is_folder = self.path.is_dir()  # a rename cannot replace a folder
+        if is_folder:
             _remove(old)
             os.rename(self.path, old)
         try:
-            give_name(part, self.path, who)
+            give_name(part, self.path, identity)
         except OSError:
-            if moved and not self.path.exists():
+            if is_folder and not self.path.exists():
                 os.rename(old, self.path)
             raise
-        self._stays = True
-        _remove_beside(self.path)
+        self._keep = True
+        _remove_side_files(self.path)
 
-    def _finished(self) -> Path:
+    def _complete_file(self) -> Path:
         """Return the complete file under its temporary name."""
         return self._part
 
 
-def is_named(path: Path) -> bool:
-    """Whether the file of an unfinished job has its name already; removes what a process that ended then has left.
+def is_published(path: Path) -> bool:
+    """Return whether the complete file of an interrupted job already has its final name; then remove leftover files.
 
-    Of a job whose cells are all written: what else lies under the name is the file that is to be replaced.
+    Only for jobs whose cells are all written; another file under that name is the one to be replaced.
     """
-    note = _note_of(path)
+    note = _note_path(path)
     if not path.exists():
         return False
     if not note.exists():
         return not partial(path).exists()
-    with refused(path):
+    with write_errors(path):
         try:
-            named = json.loads(read_bytes(note))["named"]
+            inode = json.loads(read_bytes(note))["named"]
         except (ValueError, KeyError, TypeError):
             return False
-        if named != os.stat(path).st_ino:
+        if inode != os.stat(path).st_ino:
             return False
-        _remove_beside(path)
+        _remove_side_files(path)
     return True
 
 
-def _note_of(path: Path) -> Path:
-    """Return where it is noted what was asked for."""
+def _note_path(path: Path) -> Path:
+    """Return the path of the note."""
     part = partial(path)
     return part.with_name(part.name + ".json")
 
 
-def _replaced(path: Path) -> Path:
-    """Return where a folder lies that another one is to replace."""
+def _replaced_path(path: Path) -> Path:
+    """Return the temporary path of a folder that is being replaced."""
     return path.with_name(path.name + ".replaced")
 
 
-def _remove_beside(path: Path) -> None:
-    """Remove all that a sink makes beside its file; the note last, which tells a later process of the others."""
+def _remove_side_files(path: Path) -> None:
+    """Remove all temporary files of a sink; the note last, since later processes find the others by it."""
     part = partial(path)
     packed = part.with_name(part.name + PACKED)
-    for one in (_replaced(path), packed, partial(packed), part.with_name(part.name + LOCK), part):
-        _remove(one)
-    note = _note_of(path)
-    for one in (partial(note), note):
-        _remove(one)
+    for temporary in (_replaced_path(path), packed, partial(packed), part.with_name(part.name + LOCK), part):
+        _remove(temporary)
+    note = _note_path(path)
+    for temporary in (partial(note), note):
+        _remove(temporary)
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Metadata of physical fields on a grid: names and units of channels, and the places of cells."""
+"""Metadata of physical fields on a grid: names and units of channels, and cell positions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Channel:
 
     Attributes
     ----------
-    name : 't2m', or of a level 'z500'
-    variable : of the file
-    level : number of the level in the file, and its value; None where there is none
-    units : '' where the file has none
-    attributes : those of the variable
+    name : 't2m', or 'z500' for a level
+    variable : name of the variable in the file
+    level : index of the level in the file and its value; None for variables without levels
+    units : '' if the file has none
+    attributes : of the variable
     """
 
     name: str
@@ -31,29 +31,29 @@ class Channel:
 
 @dataclass(frozen=True)
 class Fields:
-    """The channels that a network is to give, in which scale it gives them, and where their cells lie.
+    """Output channels of a network, their normalisation, and their cell positions.
 
     Attributes
     ----------
     source : str
-        A file that has them, as messages name it.
+        A file with these fields, for messages.
     channels : sequence of Channel
     extent : (H, W), global
     latitude : array (H,) or (H, W), or None
         In degrees.
     mean, std : array (C,)
-        Of the training range: a network gives (x - mean) / std.
+        Over the training range; the network predicts (x - mean) / std.
     climatology : array (*tile, C), or None
-        The mean over the training range of each cell that this rank owns, in physical units.
+        Mean over the training range of each cell owned by this rank, in physical units.
     inputs : sequence of str
-        The names of the channels that the network is given.
+        Names of the input channels.
     input_units : sequence of str
     lead : int
-        How many times after the last of its images a target is.
+        Number of time steps from the last input to the target.
     step : float
-        Seconds from time to time.
+        Length of a time step in seconds.
     order : (str, str)
-        Whether coordinates of rows and columns are 'ascending' or 'descending'; '' where that is not known.
+        'ascending' or 'descending' coordinates of rows and of columns; '' if unknown.
     """
 
     source: str

@@ -1,7 +1,7 @@
-"""One image file to an array, by Pillow: as it is in the file, or as it was asked for, and never less without a word.
+"""Conversion of image files to arrays with Pillow, without silent loss of information.
 
-Pillow turns many kinds of pixels into its few: 16 bits of colour into 8, numbers above 255 into 255, a palette of 4
-classes into shades of grey. Whatever would lose numbers is refused here.
+Pillow converts many pixel formats to a few: 16-bit colour to 8 bits, values above 255 to 255, a palette of 4 classes to
+grey levels. Conversions that would lose values are refused.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _WITH_ALPHA = {"L": "LA", "P": "RGBA", "PA": "RGBA", "RGB": "RGBA"}
 _ORIENTATION, _SAMPLE_FORMAT, _BITS = 274, 339, 258  # tags of EXIF and TIFF
 _ON_ITS_SIDE = (5, 6, 7, 8)
 _LAYOUT = (*range(254, 270), *range(273, 282), 284, 317, 322, 323, 324, 325, 338, _SAMPLE_FORMAT)
-"""tags of TIFF files, which Pillow counts as EXIF, that say how pixels lie"""
-_INCH = 2  # as TIFF counts units of resolution
+"""TIFF tags for the pixel layout, which Pillow includes in EXIF"""
+_INCH = 2  # TIFF's code for the unit of resolution
 _FACTS = {"icc_profile": "colour profile", "comment": "comment", "gamma": "gamma"}
 _UNSIGNED, _SIGNED = 1, 2
-_ONE_AT_A_TIME = threading.Lock()  # Pillow's limit and Python's warnings are the process's; ranks may be threads
-_SILENT = logging.NullHandler()  # without one, Python prints what Pillow notes before it raises
+_ONE_AT_A_TIME = threading.Lock()  # Pillow's limit and Python's warnings are process-wide; ranks may be threads
+_SILENT = logging.NullHandler()  # otherwise Python prints what Pillow logs before it raises
 _COPIES = 3  # of an image while it is decoded, turned into an array, and written
 
 
@@ -45,8 +45,8 @@ class Loader:
 
     Attributes
     ----------
-    mode : 'L', 'RGB', 'RGBA', or None: as the image is
-    size : (H, W) that images are scaled to, or None: all have one size
+    mode : 'L', 'RGB', 'RGBA', or None to keep the mode of the image
+    size : (H, W) to which images are scaled, or None if all have the same size
     """
 
     mode: str | None = None
@@ -58,7 +58,7 @@ class Loader:
         Raises
         ------
         DataError
-            It is damaged or no image, too large for this machine, or would lose numbers.
+            If it is damaged or not an image, too large for this machine, or would lose values.
         """
         from PIL import ImageSequence
 
@@ -70,7 +70,7 @@ class Loader:
             return _array(self._picture(path, image))
 
     def labels(self, path: Path) -> np.ndarray:
-        """Return a map of classes (H, W): the numbers that the file holds, of a palette its indices."""
+        """Return a class map (H, W): the stored values, or palette indices."""
         from PIL import Image
 
         with _opened(path, self.size) as image:
@@ -85,7 +85,7 @@ class Loader:
             raw = _raw_mode(image)
             if image.format == "PPM" and image.tile[0].codec_name != "raw":
                 raise DataError(f"{path}: its values are scaled to the maximum in its header; save it as PNG")
-            if image.mode == "L" and ";" in raw:  # 'L;4', 'L;I': shades of grey, which Pillow stretches or turns round
+            if image.mode == "L" and ";" in raw:  # 'L;4', 'L;I': grey levels, which Pillow stretches or inverts
                 raise DataError(f"{path}: its values are grey levels ({raw}); save the map with 8 bits per pixel")
             image = _upright(image, path)
             size = image.size if self.size is None else self.size[::-1]
@@ -93,7 +93,7 @@ class Loader:
         return array.astype(np.uint8) if array.dtype == bool else array.astype(array.dtype.newbyteorder("="))
 
     def picture(self, path: Path) -> Any:
-        """Return an image as Pillow's, in memory; DataError as of `load`, or if it has several pages."""
+        """Return an image as a Pillow image; DataError as for `load`, or if it has several pages."""
         with _opened(path, self.size) as image:
             if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
                 raise DataError(f"{path}: has several pages; save each as an image")
@@ -102,76 +102,75 @@ class Loader:
     def extents(self, path: Path) -> tuple[int, int]:
         """Return (H, W) of an image before it is scaled, without decoding it; DataError if it cannot be decoded."""
         with _opened(path, self.size) as image:
-            # of TIFF, Pillow tells the extents as they will be
-            turned = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
-            return image.size if turned else image.size[::-1]
+            # for TIFF, Pillow returns the extents after rotation
+            transposed = image.format != "TIFF" and image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+            return image.size if transposed else image.size[::-1]
 
     def look(self, path: Path) -> tuple[tuple[int, ...], np.dtype]:
-        """Return the shape and dtype of what `load` returns for an image that is not scaled, without decoding it."""
+        """Return the shape and dtype of an unscaled image as returned by `load`, without decoding it."""
         with _opened(path, None) as image:
             if image.format != "TIFF":
                 _check_depth(path, image)
-                wanted = self._mode_of(path, image)
-                turned = image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
-                width, height = image.size[::-1] if turned else image.size
-                kind = {"I": "i4", "F": "f4"}.get(wanted, "u2" if wanted in _WIDE_MODES else "u1")
-                return (height, width, 1 if wanted in _WIDE_MODES else len(wanted)), np.dtype(kind)
+                mode = self._mode_of(path, image)
+                transposed = image.getexif().get(_ORIENTATION, 1) in _ON_ITS_SIDE
+                width, height = image.size[::-1] if transposed else image.size
+                kind = {"I": "i4", "F": "f4"}.get(mode, "u2" if mode in _WIDE_MODES else "u1")
+                return (height, width, 1 if mode in _WIDE_MODES else len(mode)), np.dtype(kind)
         cells = self.load(path)
         return cells.shape, cells.dtype
 
     def facts(self, path: Path) -> dict[str, Any]:
-        """Return what the file tells beside its pixels: resolution, EXIF, colour profile, texts."""
+        """Return metadata: resolution, EXIF, colour profile, texts."""
         with _opened(path, None) as image:
             info = image.info
-            found = {name: info[key] for key, name in _FACTS.items() if info.get(key)}
+            metadata = {name: info[key] for key, name in _FACTS.items() if info.get(key)}
             dpi = info.get("dpi", ())
             if len(dpi) == 2 and min(dpi) > 0:
-                found["resolution"] = (float(dpi[0]), float(dpi[1]), _INCH)
-            found |= {f"text '{name}'": value for name, value in info.items() if isinstance(value, str)}
+                metadata["resolution"] = (float(dpi[0]), float(dpi[1]), _INCH)
+            metadata |= {f"text '{name}'": value for name, value in info.items() if isinstance(value, str)}
             exif = {tag: value for tag, value in image.getexif().items() if tag not in (_ORIENTATION, *_LAYOUT)}
-            return found | ({"EXIF": exif} if exif else {})
+            return metadata | ({"EXIF": exif} if exif else {})
 
     def _mode_of(self, path: Path, image: Any) -> str:
-        """Return the mode in which an image is kept by default."""
+        """Return the default mode of the array."""
         mode = image.mode
-        wanted = _WITH_ALPHA.get(mode, mode) if image.has_transparency_data else {"1": "L", "P": "RGB"}.get(mode, mode)
-        if wanted not in _KEPT:
+        target = _WITH_ALPHA.get(mode, mode) if image.has_transparency_data else {"1": "L", "P": "RGB"}.get(mode, mode)
+        if target not in _KEPT:
             raise DataError(f"{path}: has {mode} pixels; give --mode RGB to convert them, or save them as RGB")
-        return str(wanted)
+        return str(target)
 
     def _picture(self, path: Path, image: Any) -> Any:
         _check_depth(path, image)
         image = _upright(image, path)
         mode, transparent = image.mode, image.has_transparency_data
         if self.mode is None:
-            wanted = self._mode_of(path, image)
+            target = self._mode_of(path, image)
         else:
-            wanted = self.mode
+            target = self.mode
             if mode in _WIDE_MODES:
                 raise DataError(
                     f"{path}: has {mode} pixels, with values beyond the 8 bits of --mode {self.mode}; leave --mode"
-                    " out, or"
-                    " scale them to 0 ... 255 yourself"
+                    " out, or scale them to 0 ... 255 yourself"
                 )
-            if transparent and wanted != "RGBA":
+            if transparent and target != "RGBA":
                 image = image.convert("RGBA")
                 if image.getextrema()[-1][0] < 255:
                     raise DataError(
-                        f"{path}: has transparent pixels, which --mode {wanted} would lose; give --mode RGBA, or"
+                        f"{path}: has transparent pixels, which --mode {target} would lose; give --mode RGBA, or"
                         " composite it on a background yourself"
                     )
-        image = image if image.mode == wanted else image.convert(wanted)
+        image = image if image.mode == target else image.convert(target)
         if self.size is not None and image.size != self.size[::-1]:
             image = image.resize(self.size[::-1])
         return image
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """Return the pictures of a folder in the order of their names; DataError if it has none."""
-    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
-    if not found:
+    """Return the image files of a folder, sorted by name; DataError if it has none."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    if not paths:
         raise DataError(f"{folder}: has no images ({', '.join(SUFFIXES)}); give a folder with images")
-    return found
+    return paths
 
 
 def _array(image: Any) -> np.ndarray:
@@ -181,18 +180,18 @@ def _array(image: Any) -> np.ndarray:
 
 
 def _raw_mode(image: Any) -> str:
-    """Return how pixels lie in the file, in Pillow's words; '' if it does not say."""
+    """Return Pillow's raw mode, which describes the pixels in the file; '' if unknown."""
     arguments = image.tile[0].args if image.tile else ""
     first = arguments[0] if isinstance(arguments, tuple) and arguments else arguments
     return first if isinstance(first, str) else ""
 
 
 def _check_depth(path: Path, image: Any) -> None:
-    """Refuse pixels of which Pillow keeps only a part; look before it decodes them."""
+    """Refuse pixels of which Pillow would keep only a part, before decoding."""
     raw, tags = _raw_mode(image), getattr(image, "tag_v2", {})
     arguments = image.tile[0].args if image.tile else ()
     most = arguments[1] if image.format == "PPM" and isinstance(arguments, tuple) and len(arguments) > 1 else 0
-    if image.mode in _BYTE_MODES and ((";16" in raw and raw != "BGR;16") or most > 255):  # that has 5 or 6 bits each
+    if image.mode in _BYTE_MODES and ((";16" in raw and raw != "BGR;16") or most > 255):  # it has 5 or 6 bits each
         raise DataError(
             f"{path}: has 16 bits per channel, of which only 8 would be kept; save it as .npy, or with 8 bits"
         )
@@ -208,7 +207,7 @@ def _check_depth(path: Path, image: Any) -> None:
 
 
 def _upright(image: Any, path: Path) -> Any:
-    """Return the image as it is to be seen: cameras note how they were held."""
+    """Return the image rotated according to its EXIF orientation."""
     from PIL import ImageOps
 
     image.load()
@@ -216,7 +215,7 @@ def _upright(image: Any, path: Path) -> Any:
 
 
 def _check_room(path: Path, size: tuple[int, ...], channels: int, pages: int = 1) -> None:
-    """Refuse what cannot be decoded here, from its extents alone."""
+    """Refuse images that do not fit in memory, based on their extents."""
     extents = " x ".join(map(str, size)) + (f" x {pages} pages" if pages > 1 else "")
     needed = prod(size) * channels * pages * _COPIES
     require_room(
@@ -226,15 +225,15 @@ def _check_room(path: Path, size: tuple[int, ...], channels: int, pages: int = 1
 
 @contextmanager
 def _opened(path: Path, size: tuple[int, int] | None) -> Iterator[Any]:
-    """Open an image of which one frame, or pages, can be decoded here; tell what is wrong with it."""
+    """Open an image of one frame, or pages, that can be decoded; convert errors into DataError."""
     try:
         from PIL import Image
     except ImportError:
         raise ConfigError("images need Pillow; install it with: pip install pillow (or neondist[images])") from None
     logging.getLogger("PIL").addHandler(_SILENT)  # adding it again does nothing
-    # by its name, Pillow would map the file: a shorter one then ends the process, a turned one comes out scrambled
+    # given a name, Pillow would map the file, which crashes on truncated and scrambles rotated images
     with _ONE_AT_A_TIME, _faults(path), open_regular(path) as file, warnings.catch_warnings(), _without_limit(Image):
-        # a TIFF file whose tags are not right may be read as something else; a wrong date in a JPEG does not matter
+        # invalid tags of a TIFF file may change its pixels; a wrong date in a JPEG does not matter
         warnings.simplefilter("error" if file.read(2) in (b"II", b"MM") else "ignore", UserWarning)
         file.seek(0)
         with Image.open(file) as image:
@@ -259,7 +258,7 @@ def _without_limit(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _faults(path: Path) -> Iterator[None]:
-    """Raise DataError for whatever a damaged image makes Pillow raise or warn of; a UserError passes."""
+    """Convert exceptions and warnings of Pillow on damaged images into DataError; a UserError passes."""
     try:
         yield
     except UserError:

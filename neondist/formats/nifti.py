@@ -1,4 +1,4 @@
-"""NIfTI volumes, by nibabel: the affine that says where they lie is kept."""
+"""NIfTI volumes, read and written with nibabel, including the affine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .draft import PACKED
 from .ome import base_unit, is_extent
 from .placed import PlacedSink, Placement
 
-_AXES = "XYZTC"  # as nibabel has them, the first fastest
+_AXES = "XYZTC"  # in nibabel's order, the first one fastest
 _UNITS = {
     "meter": 1, "millimeter": 2, "micrometer": 3, "second": 8, "millisecond": 16, "microsecond": 24, "hertz": 32,
     "ppm": 40, "radian": 48,
 }  # fmt: skip
-_TIME = 8  # the code of the first unit of time
+_TIME = 8  # code of the first time unit
 _FACTORS = {"micrometer": 1e-6, "second": 1.0}
 _AFFINE = (
     "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z",
@@ -40,50 +40,50 @@ _OTHERS = {
     "display range": ("cal_min", "cal_max"),
     "description": ("descrip", "aux_file"),
 }
-"""names of what a header tells, and its fields"""
+"""metadata names, and the header fields of each"""
 _SILENT = logging.NullHandler()
-_MOST_PACKED = 1032  # deflate cannot pack more bytes into one
+_MAX_RATIO = 1032  # maximal compression ratio of deflate
 
 
 class NIfTISource(TileSource):
-    """A volume (X, Y, Z), a series of them, or one with several numbers a voxel; scaled where the file says how.
+    """Volume (X, Y, Z), time series, or volume with several values per voxel; values are scaled as the header declares.
 
-    Of a .nii.gz each read unpacks all that lies before: unpack files that are read often.
+    Each read of a .nii.gz decompresses everything before it: decompress files that are read often.
     """
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         import nibabel
 
-        with faults(path), nibabel.imageglobals.LoggingOutputSuppressor():  # it prints what it notes about odd files
-            nibabel.imageglobals.logger.addHandler(_SILENT)  # and Python where nothing else does
+        with faults(path), nibabel.imageglobals.LoggingOutputSuppressor():  # it prints warnings about unusual files
+            nibabel.imageglobals.logger.addHandler(_SILENT)  # otherwise Python prints them
             check_regular(path)
-            found: Any = nibabel.load(path, mmap=False)  # a file that becomes shorter would end the process
-            proxy = found.dataobj
+            image: Any = nibabel.load(path, mmap=False)  # truncating a mapped file would kill the process
+            proxy = image.dataobj
             shape, stored = tuple(map(int, proxy.shape)), proxy.dtype
             kept = [axis for axis, n in enumerate(shape) if axis < 2 or n != 1]
             if not shape or max(kept) >= len(_AXES):
                 raise DataError(f"{path}: has an array of shape {list(shape)}; give one of up to 5 axes")
             size, needed = path.stat().st_size, prod(shape) * stored.itemsize
-            if needed > (size - proxy.offset if path.suffix == ".nii" else _MOST_PACKED * size):
+            if needed > (size - proxy.offset if path.suffix == ".nii" else _MAX_RATIO * size):
                 raise DataError(f"{path}: is truncated: its header specifies {list(shape)} voxels; restore the file")
-            self._proxy, self._kept = proxy, kept
+            self._proxy, self._stored_axes = proxy, kept
             scaled = (proxy.slope, proxy.inter) != (1, 0)
-            self._as = np.dtype(np.float64) if scaled else stored
+            self._dtype = np.dtype(np.float64) if scaled else stored
             usual = "".join(_AXES[axis] for axis in kept)
-            facts = _facts(found.header, kept, axes or usual, usual)
-            super().__init__(path, axes or usual, [shape[axis] for axis in kept], self._as, metadata=facts)
+            facts = _facts(image.header, kept, axes or usual, usual)
+            super().__init__(path, axes or usual, [shape[axis] for axis in kept], self._dtype, metadata=facts)
 
     def _read(self, cells: Cells) -> np.ndarray:
         index: list[Any] = [0] * len(self._proxy.shape)
-        for axis, cut in zip(self._kept, cells, strict=True):
+        for axis, cut in zip(self._stored_axes, cells, strict=True):
             index[axis] = cut
-        return np.asarray(self._proxy[tuple(index)], self._as)
+        return np.asarray(self._proxy[tuple(index)], self._dtype)
 
 
 class NIfTISink(PlacedSink):
-    """A new NIfTI file, with the affine of the volume that it belongs to; a .nii.gz is packed at the end, by rank 0."""
+    """New NIfTI file with the affine of the `like` volume; a .nii.gz is compressed at the end, by rank 0."""
 
-    def _lay(self, part: Path, like: TileSource | None) -> Placement:
+    def _lay_out(self, part: Path, like: TileSource | None) -> Placement:
         import nibabel
 
         extents = {name: n for name, n in zip(self.axes, self.shape, strict=True) if name != "C" or n > 1}
@@ -115,31 +115,31 @@ class NIfTISink(PlacedSink):
         return Placement(axes, self.dtype.str, shape, shape, (start,))
 
     def _calibrate(self, header: Any, like: TileSource | None, axes: list[str]) -> None:
-        """Write what is known of the image into a header: extents of cells, units, the affine, times."""
+        """Write metadata of the `like` image into a header: voxel sizes, units, affine, times."""
         units, sizes = ({} if like is None else like.metadata.get(name, {}) for name in ("units", "scale"))
-        for among, base, standard in (("XYZ", "m", "micrometer"), ("T", "s", "second")):
-            of = "".join(axis for axis in among if axis in axes and is_extent(axis, sizes.get(axis, 1.0)))
-            scale, named = self._keep(like, "scale", of), {units.get(axis, "") for axis in of}
-            measures = {axis: base_unit(units.get(axis, "")) or ("", 1.0) for axis in of}
+        for candidates, base, standard in (("XYZ", "m", "micrometer"), ("T", "s", "second")):
+            chosen = "".join(axis for axis in candidates if axis in axes and is_extent(axis, sizes.get(axis, 1.0)))
+            scale, named = self._copy_metadata(like, "scale", chosen), {units.get(axis, "") for axis in chosen}
+            measures = {axis: base_unit(units.get(axis, "")) or ("", 1.0) for axis in chosen}
             unit = named.pop() if len(named) == 1 else ""
             if unit not in _UNITS or (_UNITS[unit] < _TIME) != (base == "m"):
                 unit = ""
-                if of and len(scale) == len(of) and {kind for kind, _ in measures.values()} == {base}:
-                    unit = standard  # of several units, or one that NIfTI has not
+                if chosen and len(scale) == len(chosen) and {kind for kind, _ in measures.values()} == {base}:
+                    unit = standard  # for several units, or one that NIfTI does not have
                     scale = {axis: n * measures[axis][1] / _FACTORS[unit] for axis, n in scale.items()}
             if unit:
-                self._keep(like, "units", of)
+                self._copy_metadata(like, "units", chosen)
                 header["xyzt_units"] += _UNITS[unit]
             for axis, n in scale.items():
                 header["pixdim"][1 + _AXES.index(axis)] = n
-        source = self._keep(like, "affine")
+        source = self._copy_metadata(like, "affine")
         if source is not None:
             header["pixdim"][:4] = source["pixdim"][:4]
-        for names, given in ((_AFFINE, source), *((_TIMES[name], self._keep(like, name)) for name in _TIMES)):
-            for name in names if given is not None else ():
-                header[name] = given[name]
+        for names, origin in ((_AFFINE, source), *((_TIMES[name], self._copy_metadata(like, name)) for name in _TIMES)):
+            for name in names if origin is not None else ():
+                header[name] = origin[name]
 
-    def _finished(self) -> Path:
+    def _complete_file(self) -> Path:
         if self.path.suffix.lower() != ".gz":
             return self._part
         packed = self._part.with_name(self._part.name + PACKED)
@@ -149,7 +149,7 @@ class NIfTISink(PlacedSink):
 
 
 def _facts(header: Any, kept: list[int], axes: str, usual: str) -> dict[str, Any]:
-    """Return the metadata of a volume: extents of cells and units by axis, and the header for what else it tells."""
+    """Return the metadata of a volume: voxel sizes and units by axis, and the header for other metadata."""
     zooms, code = header.get_zooms(), int(header["xyzt_units"])
     names = {number: unit for unit, number in _UNITS.items()}
     space, time = names.get(code % _TIME), names.get(code - code % _TIME)
@@ -159,7 +159,7 @@ def _facts(header: Any, kept: list[int], axes: str, usual: str) -> dict[str, Any
         "units": {axis: unit for axis, unit in units.items() if unit},
     }
     if header["qform_code"] or header["sform_code"]:
-        facts["affine" if axes == usual else f"affine of {usual}"] = header  # of axes called otherwise, another one
+        facts["affine" if axes == usual else f"affine of {usual}"] = header  # under another name if axes are renamed
     for name, fields in (_TIMES | _OTHERS).items():
         if any(header[one].tobytes().strip(b"\0") for one in fields):
             facts[name] = header

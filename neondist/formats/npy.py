@@ -1,4 +1,4 @@
-"""NPY: an array, and nothing beside it."""
+"""NPY files: one array without metadata."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 from numpy.lib import format as npy
 
 from ..errors import DataError
-from ..io.hdf5 import state
+from ..io.hdf5 import file_state
 from ..io.regular_file import open_regular
-from .axes import Cells, bare, guess
+from .axes import Cells, drop_channel_axis, guess
 from .base import TileSource, faults
 from .placed import PlacedSink, Placement, read_placed
 
 _PARSING = Lock()
-"""NumPy parses a header as Python: not in several threads at once before CPython 3.11.8 and 3.12.2 (gh-106905)"""
+"""NumPy parses headers as Python, which is not thread-safe before CPython 3.11.8 and 3.12.2 (gh-106905)"""
 
 
 class NPYSource(TileSource):
-    """A .npy file; its axes are guessed from its shape unless they are given."""
+    """Array of a .npy file; axes that are not given are guessed from its shape."""
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         with faults(path):
-            self._state, self._file = state(path), open_regular(path)
+            self._state, self._file = file_state(path), open_regular(path)
             try:
                 self._place = _placement(path, self._file, axes)
                 super().__init__(path, self._place.axes, self._place.shape, self._place.dtype, named=axes is not None)
@@ -35,11 +35,11 @@ class NPYSource(TileSource):
                 raise
 
     def _read(self, cells: Cells) -> np.ndarray:
-        # nothing is mapped: a file that becomes shorter would end the process
-        found = read_placed(self._file, self.path, self._place, cells)
-        if state(Path(self.path)) != self._state:
+        # not memory-mapped: truncating a mapped file would kill the process
+        array = read_placed(self._file, self.path, self._place, cells)
+        if file_state(Path(self.path)) != self._state:
             raise DataError(f"{self.path}: has changed since it was opened; run the command again")
-        return found
+        return array
 
     def close(self) -> None:
         """Close the file."""
@@ -47,19 +47,19 @@ class NPYSource(TileSource):
 
 
 class NPYSink(PlacedSink):
-    """A new .npy file; of a single channel it has no axis, if `channels` is False."""
+    """New .npy file; if `channels` is False, a single channel gets no axis."""
 
     choices: ClassVar[dict[str, Any]] = {"channels": True}
 
-    def _lay(self, part: Path, like: TileSource | None) -> Placement:
-        axes, shape = bare(self.axes, self.shape, self._options)
+    def _lay_out(self, part: Path, like: TileSource | None) -> Placement:
+        axes, shape = drop_channel_axis(self.axes, self.shape, self._options)
         with open(part, "xb") as file:
             npy.write_array_header_1_0(file, {"descr": self.dtype.str, "fortran_order": False, "shape": shape})
             return Placement(axes, self.dtype.str, shape, shape, (file.tell(),))
 
 
 def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return the shape, whether the first axis is the fastest, and the dtype; the cells follow in the stream."""
+    """Return the shape, whether the order is Fortran's, and the dtype; the cells follow in the stream."""
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     with _PARSING:
@@ -67,7 +67,7 @@ def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _placement(path: Path, file: BinaryIO, axes: str | None) -> Placement:
-    """Return where the cells of an open file lie."""
+    """Return the placement of the cells in an open file."""
     shape, fortran, dtype = read_header(file)
     if dtype.hasobject or dtype.itemsize == 0:
         raise DataError(f"{path}: holds {dtype}, not numbers; give an array of numbers")

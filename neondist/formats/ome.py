@@ -1,4 +1,4 @@
-"""Calibration of images as OME writes it: extents, places and units of cells, in XML and in the attributes of Zarr."""
+"""Calibration metadata of OME: sizes, positions and units of cells, in OME-XML and in Zarr attributes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from .conventions import Variable
 
-_OLD_AXES = "tczyx"  # of versions that do not name them
+_OLD_AXES = "tczyx"  # of versions without axis names
 _PREFIXES = {
     "Y": ("yotta", 24), "Z": ("zetta", 21), "E": ("exa", 18), "P": ("peta", 15), "T": ("tera", 12), "G": ("giga", 9),
     "M": ("mega", 6), "k": ("kilo", 3), "h": ("hecto", 2), "da": ("deca", 1), "": ("", 0), "d": ("deci", -1),
@@ -24,10 +24,10 @@ _UNITS = {
     "yd": ("yard", "m", 0.9144), "mi": ("mile", "m", 1609.344), "min": ("minute", "s", 60.0),
     "h": ("hour", "s", 3600.0), "d": ("day", "s", 86400.0),
 }  # fmt: skip
-"""symbols of OME-XML: the names of OME-Zarr, what they measure, and how many metres or seconds they are"""
+"""OME-XML symbols: OME-Zarr name, base unit, and size in metres or seconds"""
 _NAMES = {symbol: name for symbol, (name, _, _) in _UNITS.items()} | {"um": "micrometer", "μm": "micrometer"}
 _SYMBOLS = {name: symbol for symbol, (name, _, _) in _UNITS.items()}
-_NO_UNIT = "reference frame"  # of OME-XML, whose sizes without one are micrometres
+_NO_UNIT = "reference frame"  # of OME-XML, where the default unit is micrometres
 _SIZES = {**{axis: f"PhysicalSize{axis}" for axis in "XYZ"}, "T": "TimeIncrement"}
 _STRUCTURE = {
     "Image": {"ID", "Name"},
@@ -41,26 +41,26 @@ _STRUCTURE = {
     "UUID": {"FileName"},
     "Plane": {"TheZ", "TheC", "TheT"},
 }
-"""elements and attributes of OME-XML that say how cells lie in the file"""
+"""elements and attributes of OME-XML that describe the file layout"""
 
 
 def unit_name(text: str) -> str:
-    """Return a unit by the name that OME-Zarr has for it, as it is if it has none."""
+    """Return OME-Zarr's name of a unit, or the text itself if there is none."""
     return _NAMES.get(text.strip(), text.strip())
 
 
 def base_unit(name: str) -> tuple[str, float] | None:
-    """Return 'm' or 's', and how many of these a unit is; None if it is another one."""
+    """Return the base unit, 'm' or 's', and the conversion factor; None for other units."""
     return _UNITS[_SYMBOLS[name]][1:] if name in _SYMBOLS else None
 
 
 def is_extent(axis: str, size: float) -> bool:
-    """Return whether a number is the extent of a cell, as formats that know no direction have it; of times 0 may be."""
+    """Return whether a number is a valid cell size: positive, or 0 for time."""
     return size > 0 or (axis == "T" and size == 0)
 
 
 def facts_of_xml(text: str | None, number: int) -> dict[str, Any]:
-    """Return the metadata of an image of a file: its scale and units, and by name what else its OME-XML tells."""
+    """Return the metadata of an image of a file: scale, units, and other contents of its OME-XML by name."""
     try:
         root = ElementTree.fromstring(text or "<none/>")
     except ElementTree.ParseError:
@@ -69,8 +69,8 @@ def facts_of_xml(text: str | None, number: int) -> dict[str, Any]:
     scale, units, facts = dict[str, float](), dict[str, str](), dict[str, Any]()
     if number < len(images):
         for one in images[number].iter():
-            known = _STRUCTURE.get(_tag(one), set())
-            facts |= {f"{_tag(one)} {name}": value for name, value in one.attrib.items() if name not in known}
+            structural = _STRUCTURE.get(_tag(one), set())
+            facts |= {f"{_tag(one)} {name}": value for name, value in one.attrib.items() if name not in structural}
             if (one.text or "").strip() and _tag(one) != "UUID":
                 facts[_tag(one)] = (one.text or "").strip()
         for pixels in (one for one in images[number] if _tag(one) == "Pixels"):
@@ -86,53 +86,48 @@ def facts_of_xml(text: str | None, number: int) -> dict[str, Any]:
 
 
 def planes_of(attributes: Mapping[str, str]) -> float:
-    """Return the largest number of planes, or of their labels, that an element of OME-XML specifies."""
-    known = {name: _number(value) or 0.0 for name, value in attributes.items()}
-    counts = [known.get(name, 0.0) for name in ("NumPlanes", "PlaneCount", "IFD")]
-    counts.append(prod(known.get(f"Size{axis}", 1.0) for axis in "ZCT"))
-    if {"Start", "End"} <= {*known}:
-        counts.append(abs(known["End"] - known["Start"]) / (abs(known.get("Step", 1.0)) or 1e-30))
+    """Return the largest number of planes, or of plane indices, that an element of OME-XML specifies."""
+    numbers = {name: _number(value) or 0.0 for name, value in attributes.items()}
+    counts = [numbers.get(name, 0.0) for name in ("NumPlanes", "PlaneCount", "IFD")]
+    counts.append(prod(numbers.get(f"Size{axis}", 1.0) for axis in "ZCT"))
+    if {"Start", "End"} <= {*numbers}:
+        counts.append(abs(numbers["End"] - numbers["Start"]) / (abs(numbers.get("Step", 1.0)) or 1e-30))
     return max(inf if isnan(count) else count for count in counts)
 
 
 def sizes_for_xml(scale: Mapping[str, float], units: Mapping[str, str]) -> dict[str, Any]:
-    """Return the extents of cells that OME-XML can hold, positive and in its units, by its names."""
-    found: dict[str, Any] = {}
+    """Return the valid cell sizes with OME-XML units, by OME-XML attribute."""
+    sizes: dict[str, Any] = {}
     for axis, name in _SIZES.items():
         unit = _SYMBOLS.get(units[axis]) if axis in units else None if axis == "T" else _NO_UNIT
-        measures = "m" if axis != "T" else "s"
-        if (
-            axis in scale
-            and is_extent(axis, scale[axis])
-            and unit
-            and (unit == _NO_UNIT or _UNITS[unit][1] == measures)
-        ):
-            found |= {name: scale[axis], name + "Unit": unit}
-    return found
+        base = "m" if axis != "T" else "s"
+        if axis in scale and is_extent(axis, scale[axis]) and unit and (unit == _NO_UNIT or _UNITS[unit][1] == base):
+            sizes |= {name: scale[axis], name + "Unit": unit}
+    return sizes
 
 
 def axes_in(sizes: Mapping[str, Any]) -> str:
-    """Return the axes of which OME-XML holds the extents of cells."""
+    """Return the axes with cell sizes among OME-XML attributes."""
     return "".join(axis for axis, name in _SIZES.items() if name in sizes)
 
 
 @dataclass
 class Multiscale:
-    """An image of OME-Zarr: its levels, axes, and where the cells of one level are.
+    """Image of OME-Zarr: its levels, axes, and the cell positions of one level.
 
     Attributes
     ----------
     levels : list of str
-        The paths of their arrays.
+        Paths of the arrays.
     names : list of str
-        Of the axes, as they lie in the file.
+        Names of the axes, in stored order.
     units : list of str or None
     types : list of str
-        Of the axes: 'time', 'channel', 'space' or others, '' for one without.
+        Types of the axes: 'time', 'channel', 'space' or others, '' for one without.
     scale, translation : list of float
-        Extent of a cell and centre of the first, by axis: the transforms of the level and then those of the image.
+        Cell size and centre of the first cell, by axis: transforms of the level, then those of the image.
     others : dict
-        What else is known of it, by name.
+        Other metadata by name.
     """
 
     levels: list[str]
@@ -144,7 +139,7 @@ class Multiscale:
     types: list[str] = field(default_factory=list)
 
     def variable(self) -> Variable:
-        """Return what tells the axes: their types, and their names."""
+        """Return names and types, from which the axes are inferred."""
         along = zip(self.names, self.types, strict=False)
         coordinates = {name: Variable((name,), {"_CoordinateAxisType": kind}) for name, kind in along}
         return Variable(tuple(self.names), {}, coordinates)
@@ -163,7 +158,7 @@ class Multiscale:
 
 
 def read_multiscale(image: Mapping[str, Any], level: int, others: Mapping[str, Any]) -> Multiscale:
-    """Return the description of an image from its entry in 'multiscales', for one of its levels."""
+    """Parse an entry of 'multiscales', for one level of its image."""
     levels = [str(one["path"]) for one in image["datasets"]]
     axes = image.get("axes", list(_OLD_AXES))
     names = [str(axis["name"] if isinstance(axis, dict) else axis) for axis in axes]
@@ -173,16 +168,16 @@ def read_multiscale(image: Mapping[str, Any], level: int, others: Mapping[str, A
     for step in [*steps, *image.get("coordinateTransformations", [])]:
         kind = str(step.get("type"))
         values = [_number(value) for value in step.get(kind) or []] if kind in ("scale", "translation") else []
-        found = [value for value in values if value is not None and isfinite(value)]
-        if kind == "scale" and len(found) == len(names):
-            scale = [a * b for a, b in zip(scale, found, strict=True)]
-            translation = [a * b for a, b in zip(translation, found, strict=True)]
-        elif kind == "translation" and len(found) == len(names):
-            translation = [a + b for a, b in zip(translation, found, strict=True)]
+        finite = [value for value in values if value is not None and isfinite(value)]
+        if kind == "scale" and len(finite) == len(names):
+            scale = [a * b for a, b in zip(scale, finite, strict=True)]
+            translation = [a * b for a, b in zip(translation, finite, strict=True)]
+        elif kind == "translation" and len(finite) == len(names):
+            translation = [a + b for a, b in zip(translation, finite, strict=True)]
         elif kind != "identity":
             rest[f"transform '{kind}'"] = step
-    known = {"version", "name", "type", "axes", "datasets", "coordinateTransformations"}
-    rest |= {name: value for name, value in image.items() if name not in known}
+    standard = {"version", "name", "type", "axes", "datasets", "coordinateTransformations"}
+    rest |= {name: value for name, value in image.items() if name not in standard}
     types = [str(axis.get("type") or "") if isinstance(axis, dict) else "" for axis in axes]
     return Multiscale(levels, names, units, scale, translation, rest, types)
 
@@ -197,14 +192,14 @@ def multiscale(
     translation: Mapping[str, float],
     units: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the entry in 'multiscales' of an image: its cells are the first of those that they stand for, or means."""
+    """Return the 'multiscales' entry of an image; coarse cells are the first of those merged (`nearest`), or means."""
     kinds = {"T": "time", "C": "channel"}
     datasets = []
     for level in range(levels):
-        more = {axis: 2**level if axis in halved else 1 for axis in axes}
-        step = [scale.get(axis, 1.0) * more[axis] for axis in axes]
+        factors = {axis: 2**level if axis in halved else 1 for axis in axes}
+        step = [scale.get(axis, 1.0) * factors[axis] for axis in axes]
         shift = [
-            translation.get(axis, 0.0) + scale.get(axis, 1.0) * (0 if nearest else (more[axis] - 1) / 2)
+            translation.get(axis, 0.0) + scale.get(axis, 1.0) * (0 if nearest else (factors[axis] - 1) / 2)
             for axis in axes
         ]
         transforms: list[dict[str, Any]] = [{"type": "scale", "scale": step}]

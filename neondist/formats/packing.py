@@ -1,4 +1,4 @@
-"""Packed and missing values by the attributes of NetCDF (NUG, CF) and of xarray's Zarr."""
+"""Packed and missing values as declared by attributes of NetCDF (NUG, CF) and of xarray's Zarr."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _DEFAULT = {
 OF_VALUES = frozenset(
     ("_FillValue", "missing_value", "valid_min", "valid_max", "valid_range", "scale_factor", "add_offset", "_Unsigned")
 )
-"""Attributes that say how numbers are stored."""
+"""Attributes that declare how numbers are stored."""
 
 
 class Packing:
-    """From the numbers of a variable as they are stored to their values.
+    """Conversion of the stored numbers of a variable to values.
 
-    The values of packed integers are floats of the type of `scale_factor` and `add_offset`, of floats at least their
-    own; missing ones are NaN. Integers without a scale stay as they are, and so do those among them that are missing.
+    Packed integers become floats of the type of `scale_factor` and `add_offset`, packed floats of at least their own
+    type; missing values become NaN. Integers without a scale are not converted, and their missing values are kept.
 
     Parameters
     ----------
     where : str
-        The variable, as messages name it.
+        Name of the variable, for messages.
     stored : numpy.dtype
     attributes : mapping
-        Numbers as arrays, text as str; None for what cannot be read.
+        Numbers as arrays, text as str, None for unreadable ones.
     prefilled : bool
-        Whether cells without a fill value of their own are missing where they are NetCDF's, as netCDF4 has it. Bytes
-        have none, nor have signed numbers that are taken for unsigned.
+        Whether NetCDF's default fill value marks missing cells if no fill value is declared, as in netCDF4. There is no
+        default for bytes, and for signed numbers that are read as unsigned.
 
     Attributes
     ----------
@@ -45,14 +45,14 @@ class Packing:
     Raises
     ------
     DataError
-        An attribute is not a number, or can be understood in two ways.
+        If an attribute is not a number, or is ambiguous.
     """
 
     def __init__(self, where: str, stored: Any, attributes: Mapping[str, Any], prefilled: bool = False) -> None:
         self._where, self._attributes = where, attributes
         stored = np.dtype(stored)
         self._signed, self._stored = stored, self._with_sign(stored)
-        self._scale, self._offset = self._one("scale_factor"), self._one("add_offset")
+        self._scale, self._offset = self._scalar("scale_factor"), self._scalar("add_offset")
         packing = [one.dtype for one in (self._scale, self._offset) if one is not None]
         self.dtype = self._stored.newbyteorder("=")
         self._missing, self._low, self._high = np.empty(0, self._stored), None, None
@@ -69,70 +69,70 @@ class Packing:
         raw = raw.view(self._stored)
         if self.dtype.kind != "f":
             return raw
-        gone = np.isin(raw, self._missing)
+        missing = np.isin(raw, self._missing)
         if self._low is not None:
-            gone |= raw < self._low
+            missing |= raw < self._low
         if self._high is not None:
-            gone |= raw > self._high
+            missing |= raw > self._high
         values = raw.astype(self.dtype)
         if self._scale is not None:
             values *= self.dtype.type(self._scale)
         if self._offset is not None:
             values += self.dtype.type(self._offset)
-        values[gone] = np.nan
+        values[missing] = np.nan
         return values
 
     def _with_sign(self, stored: np.dtype) -> np.dtype:
-        """Return the type of the stored numbers as `_Unsigned` says."""
+        """Return the type of the stored numbers according to `_Unsigned`."""
         if "_Unsigned" not in self._attributes or stored.kind not in "iu":
             return stored
         text = self._attributes["_Unsigned"]
         unsigned = text.strip("\0 ").lower() if isinstance(text, str) else ""
         if unsigned not in ("true", "false") or (unsigned == "false" and stored.kind == "u"):
-            raise self._unclear("_Unsigned", f"is neither 'true' nor 'false' but {stored}", "c,true")
+            raise self._invalid("_Unsigned", f"is neither 'true' nor 'false' but {stored}", "c,true")
         return np.dtype(stored.str.replace("i", "u")) if unsigned == "true" else stored
 
     def _find_missing(self, prefilled: bool, packed: bool) -> None:
-        fill = self._exact(self._numbers("_FillValue"))
+        fill = self._representable(self._numbers("_FillValue"))
         default = _DEFAULT.get(self._stored.str[1:])
         if prefilled and not fill and default is not None and self._stored == self._signed:
-            fill = self._exact(np.array(default))
-        self._missing = np.array(fill + self._exact(self._numbers("missing_value")), self._stored)
+            fill = self._representable(np.array(default))
+        self._missing = np.array(fill + self._representable(self._numbers("missing_value")), self._stored)
         name = "valid_range" if "valid_range" in self._attributes else "valid_min"
         bounds = {name: self._numbers(name)}
         if name == "valid_range":
             if bounds[name].size != 2:
-                raise self._unclear(name, "does not have two numbers", "d,LOW,HIGH")
+                raise self._invalid(name, "does not have two numbers", "d,LOW,HIGH")
             low, high = bounds[name].ravel()
         else:
             bounds["valid_max"] = self._numbers("valid_max")
-            low, high = self._one("valid_min"), self._one("valid_max")
-        for each, found in bounds.items():
-            if packed and self._stored.kind in "iu" and found.size and found.dtype.kind == "f":
-                told = f"is {found.dtype} for packed {self._stored}, and could refer to packed numbers or to values"
-                raise self._unclear(each, told, "s,PACKED")
+            low, high = self._scalar("valid_min"), self._scalar("valid_max")
+        for bound, values in bounds.items():
+            if packed and self._stored.kind in "iu" and values.size and values.dtype.kind == "f":
+                problem = f"is {values.dtype} for packed {self._stored}, and could refer to packed numbers or to values"
+                raise self._invalid(bound, problem, "s,PACKED")
         self._low, self._high = self._bound(low), self._bound(high)
 
-    def _bound(self, given: Any) -> Any:
-        """Return a bound of stored numbers to compare them with, or None."""
-        if given is None or np.isnan(given):
+    def _bound(self, value: Any) -> Any:
+        """Return a bound in terms of stored numbers, or None."""
+        if value is None or np.isnan(value):
             return None
         if self._stored.kind == "f":
             with np.errstate(over="ignore"):
-                return self._stored.type(given)
-        bound = int(given)
+                return self._stored.type(value)
+        bound = int(value)
         if bound < 0 and self._stored != self._signed:
             bound += 1 << 8 * self._stored.itemsize
         return bound
 
-    def _exact(self, given: np.ndarray) -> list[Any]:
-        """Return which of some numbers a stored one can be: of integers none is rounded, and none wraps round."""
+    def _representable(self, numbers: np.ndarray) -> list[Any]:
+        """Return the numbers that the stored type represents exactly, without rounding or wrap-around of integers."""
         if self._stored.kind == "f":
             with np.errstate(over="ignore", invalid="ignore"):
-                cast = given.ravel().astype(self._stored)
-            return list(cast[np.isfinite(cast) == np.isfinite(given.ravel())])
-        found = []
-        for number in given.ravel().tolist():
+                cast = numbers.ravel().astype(self._stored)
+            return list(cast[np.isfinite(cast) == np.isfinite(numbers.ravel())])
+        exact = []
+        for number in numbers.ravel().tolist():
             if isinstance(number, float) and not number.is_integer():
                 continue
             whole = int(number)
@@ -140,28 +140,28 @@ class Packing:
             if self._stored != self._signed and signed.min <= whole < 0:
                 whole += 1 << 8 * self._stored.itemsize
             if self._stored.kind == "b" or np.iinfo(self._stored).min <= whole <= np.iinfo(self._stored).max:
-                found.append(whole)
-        return found
+                exact.append(whole)
+        return exact
 
     def _numbers(self, name: str) -> np.ndarray:
         if name not in self._attributes:
             return np.empty(0)
-        found = self._attributes[name]
-        if found is None or isinstance(found, str):
-            raise self._unclear(name, "is not a number", "d,NUMBER")
-        return np.asarray(found)
+        value = self._attributes[name]
+        if value is None or isinstance(value, str):
+            raise self._invalid(name, "is not a number", "d,NUMBER")
+        return np.asarray(value)
 
-    def _one(self, name: str) -> Any:
-        """Return an attribute that is one finite number, or None where there is none."""
+    def _scalar(self, name: str) -> Any:
+        """Return an attribute that is one finite number, or None if it is missing."""
         if name not in self._attributes:
             return None
-        found = self._numbers(name)
-        if found.size != 1 or (name in ("scale_factor", "add_offset") and not np.isfinite(found).all()):
-            raise self._unclear(name, "is not a single finite number", "d,NUMBER")
-        return found.ravel()[0]
+        values = self._numbers(name)
+        if values.size != 1 or (name in ("scale_factor", "add_offset") and not np.isfinite(values).all()):
+            raise self._invalid(name, "is not a single finite number", "d,NUMBER")
+        return values.ravel()[0]
 
-    def _unclear(self, name: str, what: str, remedy: str) -> DataError:
+    def _invalid(self, name: str, problem: str, remedy: str) -> DataError:
         return DataError(
-            f"{self._where}: its attribute {name} {what}; remove or correct it, for instance: ncatted -a"
+            f"{self._where}: its attribute {name} {problem}; remove or correct it, for instance: ncatted -a"
             f" {name},VARIABLE,o,{remedy} FILE"
         )

@@ -1,4 +1,4 @@
-"""PNG, JPEG and what else Pillow reads and writes, which is decoded and packed whole; and folders of images."""
+"""PNG, JPEG and other formats of Pillow, decoded and encoded as whole images; and folders of images."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PACKED = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
 
 
 class PictureSource(TileSource):
-    """A picture, decoded at the first read and kept until it is closed."""
+    """Picture, decoded at the first read and cached until it is closed."""
 
-    largest_chunk = 1 << 62  # the loader looks whether there is memory for it
+    largest_chunk = 1 << 62  # the loader checks available memory
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         shape, dtype = Loader().look(path)
@@ -40,12 +40,12 @@ class PictureSource(TileSource):
         return Loader().load(self._file)
 
     def close(self) -> None:
-        """Let go of the cells."""
+        """Release the cells."""
         self._cells = None
 
 
 class IndexedSource(PictureSource):
-    """A map of classes in a picture: the numbers in the file, of a palette its indices."""
+    """Class map in a picture: its stored values, or palette indices."""
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         self._file = path
@@ -57,7 +57,7 @@ class IndexedSource(PictureSource):
 
 
 class FolderSource(TileSource):
-    """The images of a folder, in the order of their names, as samples; all have one shape."""
+    """Images of a folder as samples, sorted by name; all have the same shape."""
 
     largest_chunk = 1 << 62
 
@@ -65,19 +65,19 @@ class FolderSource(TileSource):
         self._files = pictures_in(path)
         with open_source(self._files[0], level=level) as first:
             shape, chunks = first.shape, first.chunks
-            facts = {f"{name} of each image": None for name in first.known()}
-            many = (len(self._files), *shape)
-            super().__init__(path, "N" + first.axes, many, first.dtype, chunks and (1, *chunks), first.levels, facts)
+            facts = {f"{name} of each image": None for name in first.metadata_names()}
+            stacked = (len(self._files), *shape)
+            super().__init__(path, "N" + first.axes, stacked, first.dtype, chunks and (1, *chunks), first.levels, facts)
         self._level = level
         for file in self._files[1:]:
             self._open(file).close()
 
     def _read(self, cells: Cells) -> np.ndarray:
-        found = []
+        samples = []
         for file in self._files[cells[0]]:
             with self._open(file) as source:
-                found.append(source.read(cells[1:]))
-        return np.stack(found)
+                samples.append(source.read(cells[1:]))
+        return np.stack(samples)
 
     def _open(self, file: Path) -> TileSource:
         source = open_source(file, level=self._level)
@@ -91,19 +91,19 @@ class FolderSource(TileSource):
 
 
 class PictureSink(PlacedSink):
-    """A new PNG or JPEG file: its cells lie on the disk as they are until it is packed at the end, by rank 0.
+    """New PNG or JPEG file, stored uncompressed until rank 0 encodes it at the end.
 
     Parameters
     ----------
     quality : int
-        Of a JPEG, 1 to 95.
+        JPEG quality, 1 to 95.
     palette : bool
-        Of a PNG of bytes with one channel: they are numbers of classes, each shown in a colour of its own, 0 in black.
+        For an 8-bit PNG with one channel: cells are class indices, each shown in its own colour, 0 in black.
     """
 
     choices: ClassVar[dict[str, Any]] = {"quality": 90, "palette": False}
 
-    def _lay(self, part: Path, like: TileSource | None) -> Placement:
+    def _lay_out(self, part: Path, like: TileSource | None) -> Placement:
         kind = _PACKED.get(self.path.suffix.lower())
         if kind is None:
             raise ConfigError(f"{self.path}: writing this format is not supported; choose .png or .tif")
@@ -120,7 +120,7 @@ class PictureSink(PlacedSink):
         self.chunks = None
         return Placement(self.axes, self.dtype.str, self.shape, self.shape, (0,))
 
-    def _finished(self) -> Path:
+    def _complete_file(self) -> Path:
         from PIL import Image
 
         cells = np.fromfile(self._part, self.dtype).reshape(self.shape)

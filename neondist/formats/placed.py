@@ -1,8 +1,7 @@
-"""Sinks whose cells lie in the file as they are, so that any rank, thread or later process writes its own in place.
+"""Sinks of uncompressed files, in which any rank, thread or later process writes its cells in place.
 
-A library makes the file, of full length and empty; the offsets of its blocks are noted beside it. From then on the
-library is not needed: a box is written by pwrite, which waits for no other rank, and whatever was written before a
-process was killed is there.
+A library creates the empty file in full length; the offsets of its blocks are noted beside it. From then on, boxes are
+written by pwrite, without the library and without waiting for other ranks, and what a killed process has written stays.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 from ..errors import DataError
 from .axes import Axes, Cells, relative
-from .base import TileSource, refused
+from .base import TileSource, write_errors
 from .draft import DraftSink
 
 
@@ -30,10 +29,10 @@ class Placement:
 
     Attributes
     ----------
-    axes : a letter an axis, as they lie in the file
-    dtype : as NumPy writes it, with the byte order: '<f4'
-    shape : of the array, in that order
-    block : of a block, row-major; those at the end of an axis are whole as well
+    axes : one letter per axis, in stored order
+    dtype : NumPy type string with byte order: '<f4'
+    shape : of the array, in stored order
+    block : shape of a block, row-major; those at the end of an axis are full-sized as well
     offsets : of the blocks, row-major
     """
 
@@ -44,7 +43,7 @@ class Placement:
     offsets: tuple[int, ...]
 
     def runs(self, cells: Cells) -> Iterator[tuple[Cells, np.ndarray, int]]:
-        """Yield (cells of the box, offsets of runs, bytes of a run) of each block that a box touches."""
+        """Yield (cells relative to the box, offsets of runs, bytes per run) for each block that intersects a box."""
         counts = [ceil(n / b) for n, b in zip(self.shape, self.block, strict=True)]
         item = np.dtype(self.dtype).itemsize
         strides = [item * prod(self.block[axis + 1 :]) for axis in range(len(self.block))]
@@ -56,7 +55,7 @@ class Placement:
                 for cut, lo, b in zip(cells, first, self.block, strict=True)
             ]
             extents = [cut.stop - cut.start for cut in part]
-            whole = len(part)  # axes from here on, but for the first of them, are whole
+            whole = len(part)  # all axes after `whole - 1` are covered completely
             while whole > 1 and extents[whole - 1] == self.block[whole - 1]:
                 whole -= 1
             at = np.array([self.offsets[int(np.ravel_multi_index(place, counts))]], np.int64)
@@ -67,29 +66,29 @@ class Placement:
 
 
 class PlacedSink(DraftSink):
-    """A file that is laid out first, and whose cells are then written in place."""
+    """Sink that lays out the file first, and then writes cells in place."""
 
     @abstractmethod
-    def _lay(self, part: Path, like: TileSource | None) -> Placement:
-        """Make the file, without its cells, and return where they belong; set `chunks` to what they become."""
+    def _lay_out(self, part: Path, like: TileSource | None) -> Placement:
+        """Create the file without its cells, and return their placement; set `chunks` to those of the file."""
 
     def flush(self) -> None:
-        """Return when what this rank has written is on the disk."""
-        with refused(self.path):
+        """Flush everything this rank has written to disk."""
+        with write_errors(self.path):
             os.fsync(self._fd)
 
     def _make(self, like: TileSource | None) -> dict[str, Any]:
         self._require_room()
-        place = self._lay(self._part, like)
+        place = self._lay_out(self._part, like)
         end = max(place.offsets) + prod(place.block) * np.dtype(place.dtype).itemsize
         os.truncate(self._part, max(end, self._part.stat().st_size))
         return asdict(place)
 
     def _attach(self, facts: dict[str, Any]) -> None:
-        listed: dict[str, Any] = {
+        fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in facts.items()
         }
-        self._place = Placement(**listed)
+        self._place = Placement(**fields)
         self._stored = Axes(self._place.axes)
         self._fd = os.open(self._part, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
 
@@ -109,7 +108,7 @@ class PlacedSink(DraftSink):
 
 
 def read_placed(file: Any, path: str, place: Placement, cells: Cells) -> np.ndarray:
-    """Return cells of an open file; DataError if it is too short by now."""
+    """Return cells of an open file; DataError if it has been truncated."""
     out = np.empty([cut.stop - cut.start for cut in cells], place.dtype)
     for inner, offsets, size in place.runs(cells):
         buffer = bytearray(size * len(offsets))

@@ -1,4 +1,4 @@
-"""Table of the classes that read and write files: built-in ones, and those of installed plugins."""
+"""Table of file formats and the classes that read and write them: built-in ones, and those of installed plugins."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .axes import ORDER, Axes
 from .base import LARGEST_CHUNK, TileSink, TileSource
 
 PLUGINS = "neondist.formats"
-"""the group of entry points, each of which is a Format"""
+"""group of entry points, each of which is a Format"""
 
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of file, and what reads and writes it.
+    """File format, with its reader and writer.
 
     Attributes
     ----------
-    name : as people call it
+    name : display name
     suffixes : of its files, lower case, with the dot
-    source, sink : callable, or 'MODULE:NAME' that is imported when it is needed, or None
+    source, sink : callable, or 'MODULE:NAME' that is imported on demand, or None
         source(path, inside, level, axes) returns a TileSource; `inside` names the array in the file, '' if not given,
-        and `axes` are its axes as they lie in the file, None if not given. sink(path, shape, dtype, axes, chunks)
-        returns a TileSink; like, overwrite, resume, grid and options of the format come by name.
-    package : the library it needs, or ''
+        and `axes` are its stored axes, None if not given. sink(path, shape, dtype, axes, chunks) returns a TileSink;
+        like, overwrite, resume, grid and options of the format are keyword arguments.
+    package : required library, or ''
     """
 
     name: str
@@ -43,19 +43,19 @@ class Format:
     sink: str | Callable[..., TileSink] | None = None
     package: str = ""
 
-    def load(self, what: str, path: Path) -> Callable[..., Any]:
-        """Return what makes a 'source' or a 'sink'; MissingPackageError says what to install."""
-        found = self.source if what == "source" else self.sink
-        if found is None:
-            verb = "read" if what == "source" else "written"
-            raise ConfigError(f"{path}: {self.name} cannot be {verb} here; choose {_choices(what)}")
-        if not _is_there(self):
+    def load(self, role: str, path: Path) -> Callable[..., Any]:
+        """Return the factory of a 'source' or a 'sink'; MissingPackageError if its library is not installed."""
+        factory = self.source if role == "source" else self.sink
+        if factory is None:
+            verb = "read" if role == "source" else "written"
+            raise ConfigError(f"{path}: {self.name} cannot be {verb} here; choose {_choices(role)}")
+        if not _available(self):
             raise MissingPackageError(f"{path}: {self.name} needs {self.package}: pip install 'neondist[files]'")
-        if callable(found):
-            return found
-        module, _, name = found.partition(":")
-        maker: Callable[..., Any] = getattr(import_module(module), name)
-        return maker
+        if callable(factory):
+            return factory
+        module, _, name = factory.partition(":")
+        imported: Callable[..., Any] = getattr(import_module(module), name)
+        return imported
 
 
 def _built_in(name: str, suffixes: str, module: str, kind: str, sink: bool = True, package: str = "") -> Format:
@@ -63,7 +63,7 @@ def _built_in(name: str, suffixes: str, module: str, kind: str, sink: bool = Tru
     return Format(name, tuple(suffixes.split()), place + "Source", place + "Sink" if sink else None, package)
 
 
-_PICTURES = ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff"  # the last two where there is no tifffile
+_PICTURES = ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff"  # the last two if tifffile is not installed
 _FOLDER = _built_in("a folder of images", "", "pictures", "Folder", sink=False)
 FORMATS = (
     _built_in("HDF5", ".h5 .hdf5", "hdf5", "HDF5"),
@@ -71,9 +71,7 @@ FORMATS = (
     _built_in("NIfTI", ".nii .nii.gz", "nifti", "NIfTI", package="nibabel"),
     _built_in("NPY", ".npy", "npy", "NPY"),
     _built_in("TIFF", ".tif .tiff .svs .ndpi .scn .btf", "tiff", "TIFF", package="tifffile"),
-    _built_in(
-        "PNG, JPEG", ".png .jpg .jpeg .bmp .pgm .ppm .gif .webp .tif .tiff", "pictures", "Picture", package="PIL"
-    ),
+    _built_in("PNG, JPEG", _PICTURES, "pictures", "Picture", package="PIL"),
     _built_in("Zarr", ".zarr", "zarr_files", "Zarr", package="zarr"),
 )
 
@@ -104,14 +102,14 @@ def open_source(path: str | Path, *, level: int | None = None, axes: str | None 
     ...     tile = source.read([(0, 512), (512, 1024), (0, 3)])
     """
     text = str(path)
-    if level is None and not os.path.exists(text) and (found := re.fullmatch(r"(.+)#(\d+)", text)):
-        text, level = found[1], int(found[2])
+    if level is None and not os.path.exists(text) and (match := re.fullmatch(r"(.+)#(\d+)", text)):
+        text, level = match[1], int(match[2])
     file, inside = _parts(text)
     kind = _find(file) or _by_content(file)
     if kind is None:
-        what = f"unknown file type; choose from {_choices('source')}" if os.path.exists(file) else "no such file"
-        raise DataError(f"{text}: {what}")
-    if not os.path.exists(file):  # and not Path.exists, which raises where a name is too long
+        problem = f"unknown file type; choose from {_choices('source')}" if os.path.exists(file) else "no such file"
+        raise DataError(f"{text}: {problem}")
+    if not os.path.exists(file):  # unlike Path.exists, it does not raise for names that are too long
         raise DataError(f"{text}: no such file; check the path")
     source: TileSource = kind.load("source", file)(file, inside, level or 0, axes)
     if not 0 <= (level or 0) < source.levels:
@@ -133,7 +131,7 @@ def create_sink(
     grid: ProcessGrid | None = None,
     **options: Any,
 ) -> TileSink:
-    """Create a file whose type is given by its suffix, and return its sink; collective over `grid`, if given.
+    """Create a file whose type is own by its suffix, and return its sink; collective over `grid`, if own.
 
     Parameters
     ----------
@@ -185,13 +183,13 @@ def create_sink(
     if path.exists() and not overwrite:
         raise OutputError(f"{path}: exists already; choose another name, or overwrite it (--overwrite)")
     if like is not None:
-        given, wanted = (
-            {name: n for name, n in zip(of, on, strict=True) if name in "ZYX"}
-            for of, on in ((axes, extents), (like.axes, like.shape))
+        own, expected = (
+            {name: n for name, n in zip(letters, sizes, strict=True) if name in "ZYX"}
+            for letters, sizes in ((axes, extents), (like.axes, like.shape))
         )
-        if given != wanted:
+        if own != expected:
             raise ConfigError(
-                f"{path}: its extents {given} differ from {wanted}, those of {like.path}: its physical position"
+                f"{path}: its extents {own} differ from {expected}, those of {like.path}: its physical position"
                 " would be wrong; give like=None"
             )
     sink: TileSink = make(
@@ -203,39 +201,39 @@ def create_sink(
 def formats() -> Iterator[Format]:
     """Yield all formats, the built-in ones first."""
     yield from FORMATS
-    from importlib.metadata import entry_points  # slow to import, and `import neondist` is not to wait for it
+    from importlib.metadata import entry_points  # slow to import
 
     for point in entry_points(group=PLUGINS):
-        found = point.load()
-        if not isinstance(found, Format):
+        plugin = point.load()
+        if not isinstance(plugin, Format):
             raise ConfigError(
                 f"entry point {point.value} of {PLUGINS} is not a neondist.formats.Format; correct the plugin"
             )
-        yield found
+        yield plugin
 
 
-def known(path: Path) -> bool:
-    """Return whether the name is one of a format's files."""
+def is_known(path: Path) -> bool:
+    """Return whether the suffix belongs to a format."""
     return _find(path) is not None
 
 
 def _find(path: Path) -> Format | None:
-    """Return the format with the longest suffix that the name ends with, one whose library is there before others.
+    """Return the format with the longest matching suffix, preferably one whose library is installed.
 
-    Plugins come after what is built in.
+    Built-in formats take precedence over plugins.
     """
     name = path.name.lower()
     for kinds in (FORMATS, formats()):
         fits = [
-            (len(suffix), _is_there(kind), kind) for kind in kinds for suffix in kind.suffixes if name.endswith(suffix)
+            (len(suffix), _available(kind), kind) for kind in kinds for suffix in kind.suffixes if name.endswith(suffix)
         ]
         if fits:
-            return max(fits, key=lambda found: found[:2])[2]
+            return max(fits, key=lambda match: match[:2])[2]
     return None
 
 
 def _by_content(path: Path) -> Format | None:
-    """Return the format of a folder, whose name tells nothing: inside of a Zarr folder, or with images."""
+    """Return the format of a folder by its content: a Zarr group or array, or images."""
     inside_zarr = any(os.path.isfile(path / name) for name in ("zarr.json", ".zarray", ".zgroup"))
     if inside_zarr:
         return next(kind for kind in FORMATS if kind.name == "Zarr")
@@ -243,19 +241,19 @@ def _by_content(path: Path) -> Format | None:
 
 
 def _parts(text: str) -> tuple[Path, str]:
-    """Return the file and the name of the array in it, of 'FILE:NAME'."""
+    """Split 'FILE:NAME' into the file and the name of the array in it."""
     file, colon, inside = text.rpartition(":")
     if colon and not os.path.exists(text) and _find(Path(file)) is not None:
         return Path(file).expanduser(), inside
     return Path(text).expanduser(), ""
 
 
-def _is_there(kind: Format) -> bool:
+def _available(kind: Format) -> bool:
     return not kind.package or find_spec(kind.package) is not None
 
 
-def _choices(what: str) -> str:
-    kinds = [kind for kind in formats() if getattr(kind, what) is not None]
-    missing = sorted({kind.package for kind in kinds if not _is_there(kind)})
+def _choices(role: str) -> str:
+    kinds = [kind for kind in formats() if getattr(kind, role) is not None]
+    missing = sorted({kind.package for kind in kinds if not _available(kind)})
     listed = ", ".join(f"{kind.name} ({' '.join(kind.suffixes)})" for kind in kinds)
     return listed + (f"; {', '.join(missing)} not installed: pip install 'neondist[files]'" if missing else "")

@@ -1,4 +1,4 @@
-"""TIFF, BigTIFF, OME-TIFF, GeoTIFF and the pyramids of slide scanners, by tifffile; only tiles touched are decoded."""
+"""TIFF, BigTIFF, OME-TIFF, GeoTIFF and slide-scanner pyramids, with tifffile; only tiles in the box are decoded."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .base import LARGEST_CHUNK, TileSource, faults
 from .ome import axes_in, planes_of, sizes_for_xml
 from .placed import PlacedSink, Placement, read_placed
 from .tiff_segments import Segments
-from .tiff_tags import GEOREFERENCE, check_colours, check_pages, check_side_file, facts_as_told, facts_of, nodata_of
+from .tiff_tags import GEOREFERENCE, check_colours, check_pages, check_side_file, facts_of, nodata_of, rename_axes
 from .tiles import default_chunks
 
 _NAMES = {"I": "Z", "Q": "Z", "R": "N"}
-"""tifffile's letters for pages whose meaning the file does not tell, which `neondist data convert` takes for depth"""
-_ORIENTATION, _FROM_BELOW, _FROM_THE_RIGHT, _ON_ITS_SIDE = 274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8)
-_MOST_PLANES = 1_000_000
-_MASK = 4  # a bit of the kind of a page
-_SILENT = logging.NullHandler()  # without one, Python prints what tifffile notes about odd files
+"""tifffile's letters for pages of unknown meaning, which `neondist data convert` takes as depth"""
+_ORIENTATION, _FLIPPED_Y, _FLIPPED_X, _TRANSPOSED = 274, (3, 4, 6, 7), (2, 3, 7, 8), (5, 6, 7, 8)
+_MAX_PLANES = 1_000_000
+_MASK = 4  # a bit of the page's subfile type
+_SILENT = logging.NullHandler()  # otherwise Python prints tifffile's warnings about unusual files
 
 
 class TIFFSource(TileSource):
-    """One image of a TIFF file: its first, or that of the number after the colon; levels are those of its pyramid.
+    """Image of a TIFF file: the first, or that with the number after the colon; levels are those of its pyramid.
 
-    Cells of floats that GDAL's tag calls nodata, or a mask beside the image (in the file, or FILE.msk) leaves out, are
-    NaN, as they are in NetCDF; whole numbers stay as they are. An image is upright, as its tag of orientation says.
+    Cells of floating-point images that are GDAL's nodata, or excluded by a mask (in the file, or FILE.msk), are NaN, as
+    in NetCDF; integers are not converted. Images are rotated according to their orientation tag.
     """
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
@@ -86,33 +86,33 @@ class TIFFSource(TileSource):
         chunks: tuple[int, ...] | None = (*(1 for _ in leading), *(self._segments.chunk[axis] for axis in self._within))
         missing = nodata_of(path, levels[0].keyframe) if series.dtype.kind in "fiu" else None
         self._missing = missing if series.dtype.kind == "f" else None
-        self._fill = _fill(missing, series.dtype)
+        self._fill_value = _fill_value(missing, series.dtype)
         self._place = self._placement(outer + inner, shape, series)
         if self._place is not None:
             chunks = None
         else:
             self._segments.check()
-        lying, turned = outer + inner, key.tags[_ORIENTATION].value if _ORIENTATION in key.tags else 1
-        told = list(axes or lying)
-        if turned in _ON_ITS_SIDE and len(told) == len(lying):
-            y, x = lying.index("Y"), lying.index("X")
-            told[y], told[x] = told[x], told[y]
-        ways = (("Y", _FROM_BELOW), ("X", _FROM_THE_RIGHT))
-        self._flipped = [lying.index(axis) for axis, of in ways if turned in of]
+        stored, orientation = outer + inner, key.tags[_ORIENTATION].value if _ORIENTATION in key.tags else 1
+        named = list(axes or stored)
+        if orientation in _TRANSPOSED and len(named) == len(stored):
+            y, x = stored.index("Y"), stored.index("X")
+            named[y], named[x] = named[x], named[y]
+        flips = (("Y", _FLIPPED_Y), ("X", _FLIPPED_X))
+        self._flipped = [stored.index(axis) for axis, codes in flips if orientation in codes]
         masks, facts = _masks(images, number), facts_of(self._file, path, number, level)
-        facts = facts_as_told(facts, lying, "".join(told), turned) | ({"mask": None} if masks else {})
+        facts = rename_axes(facts, stored, "".join(named), orientation) | ({"mask": None} if masks else {})
         name = f"{path}:{inside}" if inside else str(path)
-        super().__init__(name, "".join(told), shape, series.dtype, chunks, len(levels), facts, named=axes is not None)
+        super().__init__(name, "".join(named), shape, series.dtype, chunks, len(levels), facts, named=axes is not None)
         if series.dtype.kind == "f":
             check_side_file(path)
-            self._open_mask(path, masks[:1] or number, level, axes, upright=turned == 1)
+            self._open_mask(path, masks[:1] or number, level, axes, upright=orientation == 1)
 
-    def _open_mask(self, path: Path, of: list[int] | int, level: int, axes: str | None, upright: bool) -> None:
-        """Open the mask of the image, a list of one number in the file, or beside the file that of its first image."""
+    def _open_mask(self, path: Path, image: list[int] | int, level: int, axes: str | None, upright: bool) -> None:
+        """Open the mask of the image: [its number] in the file, or FILE.msk if the image, by number, is the first."""
         axes, side = axes and axes.replace("C", ""), path.with_name(path.name + ".msk")
-        if isinstance(of, list):
-            self._mask = TIFFSource(path, str(of[0]), level, axes)
-        elif of == 0 and side.is_file():
+        if isinstance(image, list):
+            self._mask = TIFFSource(path, str(image[0]), level, axes)
+        elif image == 0 and side.is_file():
             self._mask = TIFFSource(side, "", level, axes)
         if self._mask is not None:
             fits = self._mask.shape[:-1] == self.shape[:-1] and self._mask.shape[-1] in (1, self.shape[-1])
@@ -132,15 +132,15 @@ class TIFFSource(TileSource):
         if self._mask is not None:
             self._mask.close()
 
-    def _decoded(self, cells: Cells) -> np.ndarray:
-        found = super()._decoded(cells)
+    def _decode(self, cells: Cells) -> np.ndarray:
+        array = super()._decode(cells)
         if self._mask is not None:
-            of = cells[-1] if self._mask.shape[-1] > 1 else slice(0, 1)
-            found[np.broadcast_to(self._mask.read((*cells[:-1], of)) == 0, found.shape)] = np.nan
-        return found
+            channels = cells[-1] if self._mask.shape[-1] > 1 else slice(0, 1)
+            array[np.broadcast_to(self._mask.read((*cells[:-1], channels)) == 0, array.shape)] = np.nan
+        return array
 
     def _placement(self, axes: str, shape: tuple[int, ...], series: Any) -> Placement | None:
-        """Return where the cells lie, if they lie there as they are."""
+        """Return the placement of the cells, or None if they are compressed."""
         block = (*(1 for _ in self._leading), *shape[len(self._leading) :])
         dtype = np.dtype(self._file.byteorder + series.dtype.char).str
         if series.dataoffset is not None:
@@ -150,16 +150,16 @@ class TIFFSource(TileSource):
         return None
 
     def _read(self, cells: Cells) -> np.ndarray:
-        lying = list(cells)
+        stored = list(cells)
         for axis in self._flipped:
             n = self.stored.to_stored(self.shape)[axis]
-            lying[axis] = slice(n - cells[axis].stop, n - cells[axis].start)
-        found = np.flip(self._raw(tuple(lying)), tuple(self._flipped))
+            stored[axis] = slice(n - cells[axis].stop, n - cells[axis].start)
+        array = np.flip(self._read_stored(tuple(stored)), tuple(self._flipped))
         if self._missing is not None:
-            found[_near(found, self._missing)] = np.nan
-        return found
+            array[_is_nodata(array, self._missing)] = np.nan
+        return array
 
-    def _raw(self, cells: Cells) -> np.ndarray:
+    def _read_stored(self, cells: Cells) -> np.ndarray:
         file = self._file.filehandle
         if self._place is not None:
             return read_placed(file, self.path, self._place, cells)
@@ -171,10 +171,10 @@ class TIFFSource(TileSource):
         return np.stack(pages).reshape([cut.stop - cut.start for cut in cells])
 
     def _page(self, place: tuple[int, ...], box: list[slice]) -> np.ndarray:
-        """Return cells of one page, on the five axes that tifffile gives every page."""
+        """Return cells of one page, on the five axes of tifffile's pages."""
         number = int(np.ravel_multi_index(place, self._leading)) if place else 0
         page, key, file = self._pages[number], self._key, self._file.filehandle
-        out = np.full([cut.stop - cut.start for cut in box], self._fill, self.dtype)
+        out = np.full([cut.stop - cut.start for cut in box], self._fill_value, self.dtype)
         if page is None:
             return out
         chunk = self._segments.chunk
@@ -183,7 +183,7 @@ class TIFFSource(TileSource):
             index = int(np.ravel_multi_index(at, counts))
             offset, size = page.dataoffsets[index], page.databytecounts[index]
             if not size:
-                continue  # nothing was written there
+                continue  # was never written
             if size > min(file.size, LARGEST_CHUNK):
                 raise DataError(f"{self.path}: a tile of {size} bytes exceeds the file size")
             file.seek(offset)
@@ -193,41 +193,41 @@ class TIFFSource(TileSource):
             tile, corner, extents = self._segments.decode(data, index, page)
             if tile is None:
                 continue
-            there, here = [], []
+            target, source = [], []
             for cut, lo, n in zip(box, corner, (1, *extents), strict=True):
                 start, stop = max(cut.start, lo), min(cut.stop, lo + n)
-                there.append(slice(start - cut.start, stop - cut.start))
-                here.append(slice(start - lo, stop - lo))
-            out[tuple(there)] = tile[None][tuple(here)]
+                target.append(slice(start - cut.start, stop - cut.start))
+                source.append(slice(start - lo, stop - lo))
+            out[tuple(target)] = tile[None][tuple(source)]
         return out
 
 
 class TIFFSink(PlacedSink):
-    """A new tiled BigTIFF, an OME-TIFF if its name says so, with the georeference of the image that it belongs to."""
+    """New tiled BigTIFF, or OME-TIFF if named so, with the georeference of the `like` image."""
 
-    def _lay(self, part: Path, like: TileSource | None) -> Placement:
+    def _lay_out(self, part: Path, like: TileSource | None) -> Placement:
         import tifffile
 
         extents = dict(zip(self.axes, self.shape, strict=True))
         if not {"Y", "X"} <= set(self.axes):
             raise ConfigError(f"{self.path}: TIFF files hold images; axes '{self.axes}' have no Y and X")
-        asked = dict(zip(self.axes, self.chunks or default_chunks(self.shape, self.axes, self.dtype), strict=True))
-        tile = tuple(ceil(asked[name] / 16) * 16 for name in "YX")
+        chunks = dict(zip(self.axes, self.chunks or default_chunks(self.shape, self.axes, self.dtype), strict=True))
+        tile = tuple(ceil(chunks[name] / 16) * 16 for name in "YX")
         channels = extents["C"] > 1
         axes, shape = self.axes[: None if channels else -1], self.shape[: None if channels else -1]
         rgb = extents["C"] in (3, 4) and self.dtype in (np.uint8, np.uint16)
         ome = self.path.name.lower().endswith((".ome.tif", ".ome.tiff"))
         if ome and "N" in axes:
             raise ConfigError(f"{self.path}: OME-TIFF has no axis for samples; name it T, or Z")
-        place, more, known = self._keep(like, "georeference") or {}, dict[str, Any](), dict[str, Any]()
-        if resolution := self._keep(like, "resolution"):
-            more = {"resolution": resolution[:2], "resolutionunit": resolution[2]}
+        place, tags, calibration = self._copy_metadata(like, "georeference") or {}, dict[str, Any](), dict[str, Any]()
+        if resolution := self._copy_metadata(like, "resolution"):
+            tags = {"resolution": resolution[:2], "resolutionunit": resolution[2]}
         if ome and like is not None:
-            known = sizes_for_xml(like.metadata.get("scale", {}), like.metadata.get("units", {}))
+            calibration = sizes_for_xml(like.metadata.get("scale", {}), like.metadata.get("units", {}))
             for name in ("scale", "units"):
-                self._keep(like, name, axes_in(known))
-            if date := self._keep(like, "AcquisitionDate"):
-                known["AcquisitionDate"] = date
+                self._copy_metadata(like, name, axes_in(calibration))
+            if date := self._copy_metadata(like, "AcquisitionDate"):
+                calibration["AcquisitionDate"] = date
         tifffile.imwrite(
             part,
             shape=shape,
@@ -239,8 +239,8 @@ class TIFFSink(PlacedSink):
             planarconfig="contig" if channels else None,
             metadata={
                 "axes": axes.replace("C", "S").replace("N", "R"),
-                **known,
-                # tifffile would draw one: the same cells make the same file
+                **calibration,
+                # tifffile's would be random; equal cells make equal files
                 **({"UUID": str(uuid5(NAMESPACE_OID, f"{self.path.name} {shape} {self.dtype}"))} if ome else {}),
             },
             extratags=[
@@ -248,7 +248,7 @@ class TIFFSink(PlacedSink):
                 for code, kind in GEOREFERENCE.items()
                 if code in place
             ],
-            **more,
+            **tags,
         )
         with tifffile.TiffFile(part) as file:
             offsets = tuple(offset for page in file.pages for offset in page.dataoffsets)
@@ -259,18 +259,18 @@ class TIFFSink(PlacedSink):
 
 
 def _masks(images: Any, number: int) -> list[int]:
-    """Return the numbers of the masks of an image: pages of its size after it, before another such image."""
-    of, found = images[number].keyframe, list[int]()
+    """Return the numbers of the masks of an image: mask pages of the same size that follow it directly."""
+    key, masks = images[number].keyframe, list[int]()
     for at, image in enumerate(images[number + 1 :], number + 1):
-        if (image.keyframe.imagelength, image.keyframe.imagewidth) == (of.imagelength, of.imagewidth):
+        if (image.keyframe.imagelength, image.keyframe.imagewidth) == (key.imagelength, key.imagewidth):
             if not image.keyframe.subfiletype & _MASK:
                 break
-            found.append(at)
-    return [] if of.subfiletype & _MASK else found
+            masks.append(at)
+    return [] if key.subfiletype & _MASK else masks
 
 
-def _fill(missing: float | None, dtype: np.dtype) -> Any:
-    """Return what GDAL reads where nothing was written: nodata, rounded to whole numbers in range."""
+def _fill_value(missing: float | None, dtype: np.dtype) -> Any:
+    """Return GDAL's value of unwritten cells: nodata, rounded to integers and clipped to their range."""
     if dtype.kind == "f":
         return 0 if missing is None else np.nan
     if dtype.kind == "b" or missing is None or np.isnan(missing):
@@ -280,8 +280,8 @@ def _fill(missing: float | None, dtype: np.dtype) -> Any:
     return most if whole >= most else least if whole <= least else int(whole)
 
 
-def _near(cells: np.ndarray, missing: float) -> np.ndarray:
-    """Return which cells GDAL takes for nodata: what differs less than text with 7 digits, in the image's precision."""
+def _is_nodata(cells: np.ndarray, missing: float) -> np.ndarray:
+    """Return a mask of the cells that GDAL takes as nodata: equal to 7 digits, in the image's precision."""
     kind = np.result_type(cells.dtype, np.float32).type
     with np.errstate(over="ignore", invalid="ignore"):
         number, values = kind(missing), cells.astype(kind, copy=False)
@@ -290,15 +290,15 @@ def _near(cells: np.ndarray, missing: float) -> np.ndarray:
 
 
 def check_ome(path: Path, ome: str | None) -> None:
-    """Refuse an OME-TIFF in several files, or of more planes than a file can have, all of which tifffile lists."""
+    """Refuse an OME-TIFF of several files, or of too many planes, all of which tifffile would list."""
     with suppress(ElementTree.ParseError):
         root = ElementTree.fromstring(ome or "<none/>")
         parts = {(one.text, one.get("FileName")) for one in root.iter() if one.tag.endswith("}UUID")}
         if len({uuid for uuid, _ in parts} | ({root.attrib["UUID"]} if parts and "UUID" in root.attrib else set())) > 1:
             raise DataError(f"{path}: is part of an OME-TIFF of several files; write the image into one file")
-        most = max(planes_of(one.attrib) for one in root.iter())
-        if most > _MOST_PLANES:
+        count = max(planes_of(one.attrib) for one in root.iter())
+        if count > _MAX_PLANES:
             raise DataError(
-                f"{path}: its OME-XML specifies {most:.0f} planes, but at most {_MOST_PLANES:,} are supported;"
+                f"{path}: its OME-XML specifies {count:.0f} planes, but at most {_MAX_PLANES:,} are supported;"
                 " correct it"
             )

@@ -1,4 +1,4 @@
-"""Tags of TIFF files: what they tell of place, time and calibration, of cells without a value, and of colours."""
+"""Tags of TIFF files: position, time, calibration, missing values and colours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .base import BY_AXIS
 from .ome import facts_of_xml, unit_name
 
 GEOREFERENCE = {33550: "d", 33922: "d", 34264: "d", 34735: "H", 34736: "d", 34737: "s", 50844: "d"}
-"""tags that say where on Earth the image lies, and their types"""
+"""georeference tags and their types"""
 RESOLUTION = (282, 283, 296)
 _SCALES, _TIE_POINTS, _MATRIX, _KEYS, _RASTER_TYPE, _POINTS = 33550, 33922, 34264, 34735, 1025, 2
 _ORIENTATION, _NODATA = 274, 42113
@@ -22,8 +22,8 @@ _OTHERS = {
     34675: "colour profile", 42112: "GDAL metadata", _NODATA: "nodata",
 }  # fmt: skip
 _SIDE_FILES = (".aux.xml", ".tfw", ".tifw", ".wld", ".prj", ".msk", ".ovr")
-_OF_ROWS = ("georeference", "resolution")
-_LARGEST = 1 << 24  # bytes of a side file that are looked at
+_ROW_DEPENDENT = ("georeference", "resolution")
+_MAX_BYTES = 1 << 24  # of a side file that are searched
 _IMAGEJ = {
     *("ImageJ", "images", "channels", "slices", "frames", "hyperstack", "mode", "loop", "unit", "spacing", "finterval"),
     *("axes", "shape", "order"),
@@ -32,19 +32,19 @@ _OWN_KINDS = {"ome", "imagej", "shaped", "gdal", "geotiff", "uniform", "bigtiff"
 _MPP = re.compile(r"\bMPP\s*=\s*([0-9.]+)")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _YCBCR, _CIELAB, _SEPARATED, _INK_SET = 6, 8, 5, 332
-_CODECS_OF_COLOURS = {6, 7, 22610, 33003, 33004, 33005, 33007, 34712, 34892, 34927, 34934, 50001, 50002, 52546}
+_COLOUR_CODECS = {6, 7, 22610, 33003, 33004, 33005, 33007, 34712, 34892, 34927, 34934, 50001, 50002, 52546}
 
 
 def facts_of(file: Any, path: Path, number: int, level: int) -> dict[str, Any]:
-    """Return the metadata of an image of an open file, at one of its resolutions."""
+    """Return the metadata of an image of an open file, at one resolution level."""
     levels = file.series[number].levels
     first, key = levels[0].keyframe, levels[level].keyframe
     ratio = {"X": first.imagewidth / key.imagewidth, "Y": first.imagelength / key.imagelength}
     tags = {tag.code: tag.value for tag in first.tags}
     facts: dict[str, Any] = {}
     if place := {code: tags[code] for code in GEOREFERENCE if code in tags}:
-        moved = _reduced(place, ratio) if level else place
-        facts["georeference" if moved else "georeference of level 0"] = moved or place
+        scaled = _scaled_georeference(place, ratio) if level else place
+        facts["georeference" if scaled else "georeference of level 0"] = scaled or place
     if {*RESOLUTION[:2]} <= {*tags} and ((tags[282], tags[283]) != ((1, 1), (1, 1)) or tags.get(296, 1) != 1):
         x, y = (_ratio(tags[code]) / ratio[axis] for code, axis in ((282, "X"), (283, "Y")))
         facts["resolution"] = (x, y, tags.get(296)) if level else (tags[282], tags[283], tags.get(296))
@@ -55,12 +55,12 @@ def facts_of(file: Any, path: Path, number: int, level: int) -> dict[str, Any]:
     if file.is_ome:
         facts |= facts_of_xml(file.ome_metadata, number)
     elif file.is_imagej:
-        facts |= _of_imagej(file.imagej_metadata or {}, tags)
+        facts |= _imagej_facts(file.imagej_metadata or {}, tags)
     elif first.is_shaped:
-        known: dict[str, Any] = (file.shaped_metadata or ({},))[0]
-        facts |= {str(name): value for name, value in known.items() if name not in ("shape", "axes", "truncate")}
-    elif found := _MPP.search(str(tags.get(270, ""))):
-        facts |= {"scale": dict.fromkeys("XY", float(found[1])), "units": dict.fromkeys("XY", "micrometer")}
+        shaped: dict[str, Any] = (file.shaped_metadata or ({},))[0]
+        facts |= {str(name): value for name, value in shaped.items() if name not in ("shape", "axes", "truncate")}
+    elif match := _MPP.search(str(tags.get(270, ""))):
+        facts |= {"scale": dict.fromkeys("XY", float(match[1])), "units": dict.fromkeys("XY", "micrometer")}
     if "scale" in facts:
         facts["scale"] = {axis: size * ratio.get(axis, 1.0) for axis, size in facts["scale"].items()}
     facts |= {f"{name} metadata": None for name in sorted({*file.flags} - _OWN_KINDS)}
@@ -72,7 +72,7 @@ def facts_of(file: Any, path: Path, number: int, level: int) -> dict[str, Any]:
 
 
 def nodata_of(path: Path, key: Any) -> float | None:
-    """Return the number that stands for cells without a value, by GDAL's tag; DataError if it cannot be read."""
+    """Return the nodata value of GDAL's tag, or None; DataError if it cannot be read."""
     text = str(key.tags[_NODATA].value).partition("\0")[0].strip().replace(",", ".") if _NODATA in key.tags else ""
     if not text:
         return None
@@ -87,26 +87,26 @@ def nodata_of(path: Path, key: Any) -> float | None:
     )
 
 
-def facts_as_told(facts: dict[str, Any], lying: str, told: str, turned: int) -> dict[str, Any]:
-    """Return the metadata of axes that lie in a file under other names, or of an image that is turned upright."""
-    if turned == 1 and lying == told:
+def rename_axes(facts: dict[str, Any], stored: str, axes: str, orientation: int) -> dict[str, Any]:
+    """Return the metadata for renamed axes, and for an image rotated by its orientation tag."""
+    if orientation == 1 and stored == axes:
         return facts
-    moved = turned != 1 or [lying.find(axis) for axis in "YX"] != [told.find(axis) for axis in "YX"]
-    found = dict[str, Any]()
+    rearranged = orientation != 1 or [stored.find(axis) for axis in "YX"] != [axes.find(axis) for axis in "YX"]
+    renamed = dict[str, Any]()
     for name, value in facts.items():
         if name in BY_AXIS:
-            found[name] = {to: value[of] for of, to in zip(lying, told, strict=False) if of in value}
+            renamed[name] = {to: value[of] for of, to in zip(stored, axes, strict=False) if of in value}
         else:
-            found[f"{name} before it is turned" if moved and name in _OF_ROWS else name] = value
-    return found
+            renamed[f"{name} before it is turned" if rearranged and name in _ROW_DEPENDENT else name] = value
+    return renamed
 
 
 def check_side_file(path: Path) -> None:
-    """Refuse an image whose cells without a value are told beside the file; DataError."""
+    """Raise DataError for an image whose nodata value is declared in a side file."""
     side = path.with_name(path.name + ".aux.xml")
     if side.is_file():
         with open_regular(side) as file:
-            if b"<NoDataValue" in file.read(_LARGEST):
+            if b"<NoDataValue" in file.read(_MAX_BYTES):
                 raise DataError(
                     f"{path}: {side.name} marks cells without data; write the mask into the image:"
                     f" gdal_translate {path.name} NEW.tif"
@@ -114,10 +114,10 @@ def check_side_file(path: Path) -> None:
 
 
 def check_colours(path: Path, key: Any) -> None:
-    """Refuse cells that are coordinates of colours which other readers convert; DataError."""
+    """Raise DataError for colour spaces that readers convert differently."""
     samples, ink = key.samplesperpixel, key.tags[_INK_SET].value if _INK_SET in key.tags else 1
-    of_jpeg = key.compression in _CODECS_OF_COLOURS
-    if key.photometric == _CIELAB or (key.photometric == _YCBCR and not of_jpeg) or (
+    converted = key.compression in _COLOUR_CODECS
+    if key.photometric == _CIELAB or (key.photometric == _YCBCR and not converted) or (
         key.photometric == _SEPARATED and samples == 4 and ink == 1
     ):  # fmt: skip
         raise DataError(
@@ -126,22 +126,22 @@ def check_colours(path: Path, key: Any) -> None:
 
 
 def check_pages(path: Path, key: Any, pages: Sequence[Any]) -> None:
-    """Refuse an image of which one page is turned otherwise, or has other cells without a value; DataError."""
+    """Raise DataError for an image whose pages differ in orientation or nodata value."""
 
-    def told(page: Any) -> tuple[Any, ...]:
+    def tags_of(page: Any) -> tuple[Any, ...]:
         return tuple(page.tags[code].value if code in page.tags else None for code in (_ORIENTATION, _NODATA))
 
-    of_first = told(key)
+    expected = tags_of(key)
     for number, page in enumerate(pages):
-        if hasattr(page, "tags") and told(page) != of_first:
+        if hasattr(page, "tags") and tags_of(page) != expected:
             raise DataError(
                 f"{path}: page {number} has another orientation or another no-data mask than the first; write each"
                 " page to a separate file"
             )
 
 
-def _reduced(place: Mapping[int, Any], ratio: Mapping[str, float]) -> dict[int, Any] | None:
-    """Return the georeference of a lower resolution; None if it does not follow from that of the first."""
+def _scaled_georeference(place: Mapping[int, Any], ratio: Mapping[str, float]) -> dict[int, Any] | None:
+    """Return the georeference of a lower resolution; None if it cannot be derived from that of level 0."""
     keys = list(place.get(_KEYS, ()))
     if any(keys[at] == _RASTER_TYPE and keys[at + 3] == _POINTS for at in range(4, len(keys) - 3, 4)):
         return None
@@ -154,20 +154,20 @@ def _reduced(place: Mapping[int, Any], ratio: Mapping[str, float]) -> dict[int, 
     return None
 
 
-def _of_imagej(known: Mapping[str, Any], tags: Mapping[int, Any]) -> dict[str, Any]:
+def _imagej_facts(metadata: Mapping[str, Any], tags: Mapping[int, Any]) -> dict[str, Any]:
     scale, units = dict[str, float](), dict[str, str]()
-    unit = unit_name(str(known.get("unit") or "").replace("\\u00B5", "µ"))
+    unit = unit_name(str(metadata.get("unit") or "").replace("\\u00B5", "µ"))
     for axis, code in (("X", 282), ("Y", 283)):
         if code in tags and _ratio(tags[code]):
             scale[axis] = 1 / _ratio(tags[code])
-    if "spacing" in known:
-        scale["Z"] = float(known["spacing"])
+    if "spacing" in metadata:
+        scale["Z"] = float(metadata["spacing"])
     if unit and unit != "pixel":
         units = dict.fromkeys(scale, unit)
-    if known.get("finterval"):
-        scale["T"], units["T"] = float(known["finterval"]), "second"
+    if metadata.get("finterval"):
+        scale["T"], units["T"] = float(metadata["finterval"]), "second"
     return {"scale": scale, "units": units} | {
-        f"ImageJ {name}": value for name, value in known.items() if name not in _IMAGEJ
+        f"ImageJ {name}": value for name, value in metadata.items() if name not in _IMAGEJ
     }
 
 

@@ -1,4 +1,4 @@
-"""Sizes of the chunks of a new file."""
+"""Default chunk sizes of new files."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _CELLS = {1: 1 << 16, 2: 256, 3: 64}  # along each axis, by the number of spatia
 _MOST = 1 << 23  # bytes
 
 
-def default_chunks(shape: Sequence[int], axes: str, dtype: Any, wanted: int = 0) -> tuple[int, ...]:
-    """Return chunks of 256 x 256 or 64 x 64 x 64 cells with all channels, smaller where a cell has many bytes.
+def default_chunks(shape: Sequence[int], axes: str, dtype: Any, least: int = 0) -> tuple[int, ...]:
+    """Return chunks of 256 x 256 or 64 x 64 x 64 cells with all channels, or fewer cells of many bytes.
 
-    Those of fewer than `wanted` bytes become larger.
+    Chunks are enlarged up to `least` bytes.
     """
     spatial = [axis for axis, name in enumerate(axes) if name in "ZYX"]
     rank, cell = max(1, len(spatial)), shape[-1] * np.dtype(dtype).itemsize
     side = _CELLS[rank]
     while side > 16 and side**rank * cell > _MOST:
         side //= 2
-    while (2 * side) ** rank * cell <= wanted:
+    while (2 * side) ** rank * cell <= least:
         side *= 2
     return (*(min(n, side) if axis in spatial else 1 for axis, n in enumerate(shape[:-1])), shape[-1])

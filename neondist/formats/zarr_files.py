@@ -1,4 +1,4 @@
-"""Zarr 2 and 3, and OME-Zarr, by zarr: a file a chunk, so that ranks write packed arrays beside each other."""
+"""Zarr 2 and 3, and OME-Zarr, with zarr: one file per chunk, so that ranks write compressed chunks concurrently."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import numpy as np
 
 from ..errors import ConfigError, DataError, OutputError
 from .axes import Axes, Cells, guess, relative
-from .base import TileSource, agreed_on, faults, refused
+from .base import TileSource, collective_errors, faults, write_errors
 from .class_colours import class_colours
-from .conventions import AuxiliaryVariable, letters, names_of
+from .conventions import AuxiliaryVariable, infer_axes, list_names
 from .draft import LOCK, DraftSink
 from .ome import Multiscale, multiscale, read_multiscale
 from .packing import OF_VALUES, Packing
 from .tiles import default_chunks
-from .zarr_fields import METADATA, attributes, auxiliary_variables, choose, dimensions, require_harmless, variable
+from .zarr_fields import METADATA, attributes, auxiliary_variables, choose, dimensions, require_no_pickle, variable
 
 _SMALL = 512  # cells along the longest axis of the last level of a pyramid
 
 
 class ZarrSource(TileSource):
-    """An array of a Zarr folder, or the image of an OME-Zarr group with its levels."""
+    """Array of a Zarr folder, or image of an OME-Zarr group with its levels."""
 
     def __init__(self, path: Path, inside: str, level: int, axes: str | None) -> None:
         import zarr
@@ -39,43 +39,42 @@ class ZarrSource(TileSource):
             raise DataError(f"{name}: points outside the folder; name an array in it")
         with faults(name):
             if inside.strip("/") and not (path / inside.strip("/")).exists():
-                there = sorted(one.name for one in path.iterdir() if any((one / each).is_file() for each in METADATA))
-                raise DataError(f"{path}: has no array '{inside}'; it has {', '.join(there) or 'none'}")
+                names = sorted(one.name for one in path.iterdir() if any((one / file).is_file() for file in METADATA))
+                raise DataError(f"{path}: has no array '{inside}'; it has {', '.join(names) or 'none'}")
             store = FolderStore(path, read_only=True)
-            found: Any = zarr.open(store, path=inside.strip("/"), mode="r")
+            node: Any = zarr.open(store, path=inside.strip("/"), mode="r")
             image = Multiscale([""])
-            if isinstance(found, zarr.Group):
-                found, image = _image(name, found, level)
+            if isinstance(node, zarr.Group):
+                node, image = _image(name, node, level)
             paths = image.levels
-            names: Any = image.names
             at = paths[min(level, len(paths) - 1)]
             if ".." in at.split("/"):
                 raise DataError(f"{name}: level {level} points outside the folder; restore it from a good copy")
-            array = found[at] if at else found
+            array = node[at] if at else node
             if not isinstance(array, zarr.Array):
                 raise DataError(f"{name}: level {level} is not an array; restore it from a good copy")
-            require_harmless(name, array)
+            require_no_pickle(name, array)
             store.expect(array)
-            told, facts = axes, dict[str, Any]()
+            facts = dict[str, Any]()
             self._packing, self._place = None, path / inside.strip("/") / at
-            if names:
-                told = told or letters(name, image.variable(), array.shape)
-            elif known := dimensions(array):
-                self._packing, facts = Packing(name, array.dtype, attributes(array)), {"dimensions": list(known)}
-                told = told or letters(name, variable(self._place, array), array.shape)
+            if image.names:
+                axes = axes or infer_axes(name, image.variable(), array.shape)
+            elif dims := dimensions(array):
+                self._packing, facts = Packing(name, array.dtype, attributes(array)), {"dimensions": list(dims)}
+                axes = axes or infer_axes(name, variable(self._place, array), array.shape)
             self._array = array
             if self._packing is None:
                 image.others |= {key: value for key, value in array.attrs.items() if key != "_ARRAY_DIMENSIONS"}
-                facts = image.facts(told or guess(array.shape, name))
+                facts = image.facts(axes or guess(array.shape, name))
             super().__init__(
                 name,
-                told or guess(array.shape, name),
+                axes or guess(array.shape, name),
                 array.shape,
                 array.dtype if self._packing is None else self._packing.dtype,
                 array.chunks,
                 len(paths),
                 facts,
-                named=told is not None,
+                named=axes is not None,
             )
 
     def _read(self, cells: Cells) -> np.ndarray:
@@ -83,7 +82,7 @@ class ZarrSource(TileSource):
         return raw if self._packing is None else self._packing.decode(raw)
 
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
-        """Return the coordinates and other variables that belong to the array, and what of these cannot be read."""
+        """Return the coordinates and other variables of the array, and the names of those that cannot be read."""
         with faults(self.path):
             return auxiliary_variables(self._place, self._array) if self._packing is not None else ([], [])
 
@@ -91,29 +90,29 @@ class ZarrSource(TileSource):
         """Return the attributes of the array."""
         return {name: value for name, value in attributes(self._array).items() if value is not None}
 
-    def known(self) -> list[str]:
-        """Return the names of what is known of the array beside its cells."""
+    def metadata_names(self) -> list[str]:
+        """Return the names of the array's metadata."""
         if self._packing is None:
-            return super().known()
+            return super().metadata_names()
         own = [name for name, value in attributes(self._array).items() if not isinstance(value, str)]
         return list(
-            dict.fromkeys([*names_of(*self.auxiliary_variables()), *(name for name in own if name not in OF_VALUES)])
+            dict.fromkeys([*list_names(*self.auxiliary_variables()), *(name for name in own if name not in OF_VALUES)])
         )
 
 
 class ZarrSink(DraftSink):
-    """A new Zarr array; called .ome.zarr, an OME-Zarr image with a pyramid.
+    """New Zarr array, or OME-Zarr image with a pyramid if named .ome.zarr.
 
     Parameters
     ----------
     ome : {'0.5', '0.4'}
-        The version of OME-Zarr; that of Zarr is then 3 or 2.
+        Version of OME-Zarr, which implies Zarr 3 or 2.
     nearest : bool, optional
-        Whether lower resolutions take one cell of each 2 x 2, as maps of classes need, or their mean. Default: of
-        whole numbers one, of others the mean.
+        Whether lower resolutions take one cell of each 2 x 2, as class maps require, or their mean. Default: True for
+        integers.
     classes : int
-        Of an OME-Zarr image: its cells are numbers of so many classes, and it is a label image with a colour for each,
-        0 transparent. 0: it is none.
+        Number of classes of an OME-Zarr label image, in which each class has a colour, and class 0 is transparent.
+        0 for other images.
     """
 
     choices: ClassVar[dict[str, Any]] = {"ome": "0.5", "nearest": None, "classes": 0}
@@ -139,14 +138,14 @@ class ZarrSink(DraftSink):
         halved, shape = self._halved(), list(self.shape)
         levels: list[str] = []
         while True:
-            to = Axes(axes)
-            self._create(f"{self._part}/{len(levels)}", axes, to.to_stored(shape), to.to_stored(self.chunks), version)
+            ax = Axes(axes)
+            self._create(f"{self._part}/{len(levels)}", axes, ax.to_stored(shape), ax.to_stored(self.chunks), version)
             levels.append(str(len(levels)))
             if max(shape[axis] for axis in halved) <= _SMALL:
                 break
             shape = [ceil(n / 2) if axis in halved else n for axis, n in enumerate(shape)]
-        known = [self._keep(like, name, axes) for name in ("scale", "translation", "units")]
-        image = multiscale(self.path.name, axes, len(levels), {self.axes[axis] for axis in halved}, nearest, *known)
+        scaling = [self._copy_metadata(like, name, axes) for name in ("scale", "translation", "units")]
+        image = multiscale(self.path.name, axes, len(levels), {self.axes[axis] for axis in halved}, nearest, *scaling)
         labels = self._label_metadata()
         if ome == "0.4":
             group.attrs["multiscales"] = [{"version": ome, **image}]
@@ -162,7 +161,7 @@ class ZarrSink(DraftSink):
         return {"image-label": {"colors": entries}} if entries else {}
 
     def flush(self) -> None:
-        """Nothing is held back: what was written is the system's to put on the disk."""
+        """Do nothing: writes are not buffered by this process."""
 
     def _create(
         self, path: str, axes: Sequence[str], shape: Sequence[int], chunks: Sequence[int], version: Literal[2, 3]
@@ -177,24 +176,24 @@ class ZarrSink(DraftSink):
             shape=tuple(shape),
             chunks=tuple(chunks),
             dtype=self.dtype,
-            fill_value=0 if version == 3 else None,  # of Zarr 2 it is what xarray takes for missing
+            fill_value=0 if version == 3 else None,  # in Zarr 2, xarray takes it as missing
             zarr_format=version,
             chunk_key_encoding={"name": "v2" if version == 2 else "default", "separator": "/"},
             **names,
         )
 
     def _names(self, like: TileSource | None) -> list[str]:
-        """Return the dimensions of the array, those of the one that it is like; coordinates have no place beside it."""
+        """Return the dimension names, copied from the `like` array; coordinates are not written."""
         stored = zip(like.stored.stored, like.metadata.get("dimensions", ()), strict=False) if like is not None else ()
         names = {letter: name for letter, name in stored if name}
         return [names.get(axis, axis) for axis in self.axes]
 
     def _halved(self) -> list[int]:
-        """Return the axes whose extent halves from level to level: Y and X, and Z where it is not much shorter."""
+        """Return the axes that are halved from level to level: Y, X, and Z unless it is much shorter."""
         extents = dict(zip(self.axes, self.shape, strict=True))
         longest = max(extents.get("Y", 1), extents.get("X", 1))
-        kept = {"Y", "X", *("Z" if 2 * extents.get("Z", 0) >= longest else "")}
-        return [axis for axis, name in enumerate(self.axes) if name in kept]
+        halved = {"Y", "X", *("Z" if 2 * extents.get("Z", 0) >= longest else "")}
+        return [axis for axis, name in enumerate(self.axes) if name in halved]
 
     def _attach(self, facts: dict[str, Any]) -> None:
         import zarr
@@ -206,8 +205,8 @@ class ZarrSink(DraftSink):
     def _detach(self) -> None:
         os.close(self._lock)
 
-    def _finished(self) -> Path:
-        """Return the folder, without chunks of which a killed process has written but a part, under names of zarr's."""
+    def _complete_file(self) -> Path:
+        """Remove zarr's temporary files of partially written chunks, and return the folder."""
         if self.resumed:
             for path in self._part.rglob("*.partial"):
                 path.unlink()
@@ -215,43 +214,43 @@ class ZarrSink(DraftSink):
 
     def _write(self, cells: Cells, array: np.ndarray) -> None:
         target, stored, whole = self._levels[0], self._stored.to_file(array), self._stored.to_stored(cells)
-        for part, alone in _by_chunks(whole, target.chunks, target.shape):
+        for part, complete in _split_by_chunks(whole, target.chunks, target.shape):
             inner = relative(part, whole)
-            if alone:
+            if complete:
                 target[part] = stored[inner]
-            else:  # others may write the rest of these chunks
+            else:  # other ranks may write the rest of these chunks
                 with _locked(self._lock):
                     target[part] = stored[inner]
 
     def _complete(self) -> None:
-        """Make the pyramid, every rank some chunks of each level."""
+        """Write the pyramid; chunks of each level are distributed over ranks."""
         rank, size = (0, 1) if self.grid is None else (self.grid.rank, self.grid.size)
         for finer, coarser in zip(self._levels, self._levels[1:], strict=False):
-            with agreed_on(self.grid), refused(self.path):
+            with collective_errors(self.grid), write_errors(self.path):
                 counts = [ceil(n / c) for n, c in zip(coarser.shape, coarser.chunks, strict=True)]
                 for number, place in enumerate(product(*map(range, counts))):
                     if number % size == rank:
                         bounds = zip(place, coarser.chunks, coarser.shape, strict=True)
                         box = tuple(slice(at * c, min(n, at * c + c)) for at, c, n in bounds)
-                        coarser[box] = _half(finer, box, coarser.shape, self._nearest)
+                        coarser[box] = _downsample(finer, box, coarser.shape, self._nearest)
 
 
 def _image(name: str, group: Any, level: int) -> tuple[Any, Multiscale]:
-    """Return the group that has an image, and what describes that; or, of a group with one array, the array as such."""
-    for found in (group, *([group["0"]] if "0" in group else [])):
-        attributes = dict(found.attrs)
+    """Return the group of an image and its description; for a group with one array, describe that array."""
+    for node in (group, *([group["0"]] if "0" in group else [])):
+        attributes = dict(node.attrs)
         ome = attributes.pop("ome", attributes)
-        several = _several(ome)
-        if several:
-            raise DataError(f"{name}: is {several[0]}, not one image; name one of them, such as {name}/{several[1]}")
+        members = _image_collection(ome)
+        if members:
+            raise DataError(f"{name}: is {members[0]}, not one image; name one of them, such as {name}/{members[1]}")
         if images := ome.get("multiscales"):
             rest = {key: value for key, value in {**attributes, **ome}.items() if key not in ("multiscales", "version")}
-            return found, read_multiscale(images[0], level, rest)
+            return node, read_multiscale(images[0], level, rest)
     return group, Multiscale([choose(name, dict(group.arrays()))], others=dict(group.attrs))
 
 
-def _several(ome: Any) -> tuple[str, str] | None:
-    """Return the kind of a group of images and the path of its first; None if it is neither a plate nor a well."""
+def _image_collection(ome: Any) -> tuple[str, str] | None:
+    """Return the kind of a plate or well and the path of its first image; None for other groups."""
     wells = [str(one["path"]) for one in ome.get("plate", {}).get("wells", [])]
     if wells:
         return f"a plate of {len(wells)} wells", f"{wells[0]}/0"
@@ -259,8 +258,8 @@ def _several(ome: Any) -> tuple[str, str] | None:
     return (f"a well of {len(fields)} images", fields[0]) if len(fields) > 1 else None
 
 
-def _by_chunks(cells: Cells, chunks: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[Cells, bool]]:
-    """Yield the parts of a box, and whether one covers its chunks: at most one that does, and slabs around it."""
+def _split_by_chunks(cells: Cells, chunks: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[Cells, bool]]:
+    """Split a box into an aligned part of complete chunks and slabs around it; yield (part, is complete)."""
     rest = list(cells)
     for axis, (chunk, n) in enumerate(zip(chunks, shape, strict=True)):
         cut = rest[axis]
@@ -274,8 +273,8 @@ def _by_chunks(cells: Cells, chunks: Sequence[int], shape: Sequence[int]) -> Ite
         yield tuple(rest), True
 
 
-def _half(finer: Any, box: Cells, shape: Sequence[int], nearest: bool) -> np.ndarray:
-    """Return a box of a level from the next finer one."""
+def _downsample(finer: Any, box: Cells, shape: Sequence[int], nearest: bool) -> np.ndarray:
+    """Compute a box of a level from the next finer one."""
     factors = [1 if n == m else 2 for n, m in zip(finer.shape, shape, strict=True)]
     bounds = zip(box, factors, finer.shape, strict=True)
     cells = np.asarray(finer[tuple(slice(cut.start * f, min(n, cut.stop * f)) for cut, f, n in bounds)])
@@ -289,7 +288,7 @@ def _half(finer: Any, box: Cells, shape: Sequence[int], nearest: bool) -> np.nda
 
 @contextmanager
 def _locked(descriptor: int) -> Iterator[None]:
-    """Let one rank at a time write to chunks that several share."""
+    """Lock chunks that several ranks write to."""
     import fcntl
 
     fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The files of a Zarr folder that is read: regular ones inside of it."""
+"""Store for reading a Zarr folder, restricted to regular files inside it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ..io.regular_file import open_regular
 from ..system.memory import require_room, words
 
 _FACTOR, _LEAST = 16, 1 << 20
-"""limit of an unpacked chunk, as a multiple of its cells and in bytes: filters store other types"""
+"""limit of a decompressed chunk: a multiple of its cells' bytes, since filters may change types, plus a constant"""
 _DOCUMENTS = (".json", ".zarray", ".zgroup", ".zattrs")
-_NOTHING = 2**64 - 1  # in the index of a shard: a chunk that was never written
+_NO_CHUNK = 2**64 - 1  # marks a chunk without data in the index of a shard
 _OUTSIDE = "has an index that points outside of it"
 
 
 class FolderStore(LocalStore):
-    """A folder, whose metadata and chunks are regular files, and not links out of it; else DataError."""
+    """Folder whose metadata and chunks must be regular files, not links out of it; else DataError."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
-        self.packed, self.most = "", 0
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.codec, self.limit = "", 0
         self.shard: ShardIndex | None = None
 
     def expect(self, array: Any) -> None:
-        """Refuse from now on chunks that are empty, or unpack to much more than those of an array."""
+        """From now on, refuse chunks that are empty, or that decompress to much more than those of an array."""
         metadata = array.metadata
         codecs = list(metadata.codecs) if metadata.zarr_format == 3 else []
         if shards := [one for one in codecs if hasattr(one, "index_codecs")]:
@@ -42,22 +42,22 @@ class FolderStore(LocalStore):
         names = [str(one.to_dict()["name"]).removeprefix("numcodecs.") for one in codecs]
         if metadata.zarr_format == 2 and metadata.compressor is not None:
             names = [str(metadata.compressor.codec_id)]
-        self.packed = next((name for name in reversed(names) if name != "crc32c"), "")
-        self.most = _FACTOR * prod(array.chunks) * array.dtype.itemsize + _LEAST
+        self.codec = next((name for name in reversed(names) if name != "crc32c"), "")
+        self.limit = _FACTOR * prod(array.chunks) * array.dtype.itemsize + _LEAST
 
     def get_sync(self, key: str, **options: Any) -> Any:
-        """Return the bytes of a file, or None if it is not there."""
+        """Return the bytes of a file, or None if it is missing."""
         byte_range = options.get("byte_range")
         self._check(key, byte_range)
-        return self._bounded(key, super().get_sync(key, **options), byte_range)
+        return self._check_content(key, super().get_sync(key, **options), byte_range)
 
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
-        """Return the bytes of a file, or None if it is not there."""
+        """Return the bytes of a file, or None if it is missing."""
         self._check(key, byte_range)
-        return self._bounded(key, await super().get(key, prototype, byte_range), byte_range)
+        return self._check_content(key, await super().get(key, prototype, byte_range), byte_range)
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
-        """Return some bytes of files."""
+        """Return ranges of bytes of files."""
         ranges = list(key_ranges)
         for key, byte_range in ranges:
             self._check(key, byte_range)
@@ -70,14 +70,14 @@ class FolderStore(LocalStore):
                 size = os.fstat(file.fileno()).st_size
             if byte_range is None:
                 require_room(size, str(path), "restore it from a good copy, or write smaller chunks")
-            if not size and self.most and not key.endswith(_DOCUMENTS):
+            if not size and self.limit and not key.endswith(_DOCUMENTS):
                 raise self._damaged(key, "is empty")
 
-    def _bounded(self, key: str, found: Any, byte_range: Any) -> Any:
-        """Return the content of a file; DataError if it has a chunk that ends early or unpacks to more than it may."""
-        if found is None or not self.most or key.endswith(_DOCUMENTS):
-            return found
-        raw = memoryview(found.as_numpy_array())
+    def _check_content(self, key: str, content: Any, byte_range: Any) -> Any:
+        """Return the content of a file; DataError if one of its chunks is truncated, or exceeds the limit."""
+        if content is None or not self.limit or key.endswith(_DOCUMENTS):
+            return content
+        raw = memoryview(content.as_numpy_array())
         pieces = [raw]
         if self.shard is not None:
             of_index = byte_range is not None and (
@@ -90,58 +90,58 @@ class FolderStore(LocalStore):
                 if (entries[1:, 0] < entries[:-1].sum(axis=1)).any():
                     raise self._damaged(key, "has an index in which chunks overlap")
                 if of_index:
-                    return found
+                    return content
                 if (entries.sum(axis=1) > len(raw)).any() or not entries[:, 1].all():
                     raise self._damaged(key, _OUTSIDE)
                 pieces = [raw[start : start + length] for start, length in entries.tolist()]
             elif not 0 < byte_range.end - byte_range.start == len(raw):
                 raise self._damaged(key, _OUTSIDE)
         for piece in pieces:
-            if self._unpacked_size(piece) > self.most:
-                raise self._damaged(key, f"unpacks to more than {words(self.most)}, and its cells are fewer")
-        return found
+            if self._unpacked_size(piece) > self.limit:
+                raise self._damaged(key, f"unpacks to more than {words(self.limit)}, the limit for its shape")
+        return content
 
     def _unpacked_size(self, raw: memoryview) -> int:
-        if self.packed in ("gzip", "zlib") and deflate_fits(len(raw), self.most):
+        if self.codec in ("gzip", "zlib") and deflate_fits(len(raw), self.limit):
             return 0  # not unpacked twice
-        return unpacked_size(self.packed, raw, self.most) or 0
+        return unpacked_size(self.codec, raw, self.limit) or 0
 
-    def _damaged(self, key: str, what: str) -> DataError:
-        return DataError(f"{self.root / key}: {what}; restore it from a good copy")
+    def _damaged(self, key: str, problem: str) -> DataError:
+        return DataError(f"{self.root / key}: {problem}; restore it from a good copy")
 
 
 class ShardIndex:
-    """Index of the chunks in a shard, as far as its own codecs are the usual ones.
+    """Index of the chunks in a shard, if it is encoded with the usual codecs.
 
     Parameters
     ----------
     codec : zarr.codecs.ShardingCodec
     count : int
-        How many chunks a shard has.
+        Number of chunks in a shard.
 
     Attributes
     ----------
     at_start : bool
-        Whether it lies before the chunks.
+        Whether the index precedes the chunks.
     """
 
     def __init__(self, codec: Any, count: int) -> None:
-        told = [one.to_dict() for one in codec.index_codecs]
+        codecs = [one.to_dict() for one in codec.index_codecs]
         self.at_start = codec.index_location.value == "start"
-        self._count, self._sums = count, sum(4 for one in told if one["name"] == "crc32c")
-        self._usual = {one["name"] for one in told} <= {"bytes", "crc32c"}
-        big = any(one.get("configuration", {}).get("endian") == "big" for one in told)
+        self._count, self._sums = count, sum(4 for one in codecs if one["name"] == "crc32c")
+        self._usual = {one["name"] for one in codecs} <= {"bytes", "crc32c"}
+        big = any(one.get("configuration", {}).get("endian") == "big" for one in codecs)
         self._dtype = ">u8" if big else "<u8"
 
     def entries(self, raw: memoryview) -> np.ndarray:
-        """Return the start and the length of each chunk, in the order of the file: (n, 2), of an index or a shard.
+        """Return the start and length (n, 2) of each chunk of an index or a shard, in file order.
 
-        None where the index is another one or incomplete, of which zarr tells.
+        Empty for unusual codecs and for an incomplete index, which zarr reports.
         """
         size = 16 * self._count
         start = 0 if self.at_start else len(raw) - size - self._sums
         if not self._usual or start < 0 or size > len(raw):
             return np.empty((0, 2), np.uint64)
         pairs = np.frombuffer(raw[start : start + size], self._dtype).reshape(-1, 2)
-        pairs = pairs[(pairs != _NOTHING).any(axis=1)]
+        pairs = pairs[(pairs != _NO_CHUNK).any(axis=1)]
         return pairs[np.argsort(pairs[:, 0], kind="stable")].astype(np.uint64)

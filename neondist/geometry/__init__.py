@@ -1,8 +1,8 @@
 """Integer geometry of tiles, windows and halos; it imports neither MPI nor arrays.
 
-box: a half-open box of cells. split: balanced partitions. window: what a layer looks at. gradient_window: what
-looks at a cell. lattice: cells at equal distances, which such windows use. plan: who sends which cells to whom.
-regions: tiles that overlap. If the tests of this package fail, no distributed test can pass.
+box: a half-open box of cells. split: balanced partitions. window: the window of a layer. gradient_window: its adjoint,
+the outputs that depend on a cell. lattice: cells at equal distances, as in strided windows. plan: the cells that
+each tile sends and receives. regions: overlapping tiles. Distributed tests presuppose the tests of this package.
 """
 
 from .box import Box
@@ -10,7 +10,7 @@ from .gradient_window import GradientWindow, halo_volume
 from .grid_shape import GridShape, StripGrid, grid_shape
 from .lattice import Cells, Lattice, as_ranges, cells_used_by, clip_ranges, outputs_using, shift_range, to_slice
 from .plan import HaloPlan, Kinds, Level, Piece, RepartitionPlan, TransferPlan, fold, sources_within
-from .regions import Overlapping, hulls, looked_at, sources
+from .regions import Overlapping, hulls, sources, view_cells
 from .split import Partition, factorisations, split
 from .upsampling import Upsampling
 from .window import Window, same_padding
@@ -40,7 +40,6 @@ __all__ = [
     "grid_shape",
     "halo_volume",
     "hulls",
-    "looked_at",
     "outputs_using",
     "same_padding",
     "shift_range",
@@ -48,4 +47,5 @@ __all__ = [
     "sources_within",
     "split",
     "to_slice",
+    "view_cells",
 ]

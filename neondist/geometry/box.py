@@ -51,7 +51,7 @@ class Box:
         return Box(lo, hi)
 
     def hull(self, other: Box) -> Box:
-        """Return the smallest box that contains both; an empty box counts by its position."""
+        """Return the smallest box that contains both; an empty box counts with its position."""
         lo = tuple(min(a, b) for a, b in zip(self.lo, other.lo, strict=True))
         hi = tuple(max(a, b) for a, b in zip(self.hi, other.hi, strict=True))
         return Box(lo, hi)
@@ -68,14 +68,14 @@ class Box:
 
     def outside(self, inner: Box) -> list[Box]:
         """Return disjoint boxes that cover the cells not in `inner`."""
-        found, lo, hi = [], self.lo, self.hi
+        boxes, lo, hi = [], self.lo, self.hi
         for axis, (first, end) in enumerate(inner.axes()):
             below = (*hi[:axis], min(first, hi[axis]), *hi[axis + 1 :])
             above = (*lo[:axis], max(end, lo[axis]), *lo[axis + 1 :])
-            found += [Box(lo, below), Box(above, hi)]
+            boxes += [Box(lo, below), Box(above, hi)]
             lo = (*lo[:axis], max(first, lo[axis]), *lo[axis + 1 :])
             hi = (*hi[:axis], min(end, hi[axis]), *hi[axis + 1 :])
-        return [box for box in found if not box.empty]
+        return [box for box in boxes if not box.empty]
 
     def axes(self) -> Iterator[tuple[int, int]]:
         """Yield (lo, hi) of every axis."""

@@ -1,4 +1,4 @@
-"""The way back through a window: which output cells look at given input cells."""
+"""Adjoint of a window: the output cells that depend on given input cells."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .window import Window
 
 @dataclass(frozen=True, init=False)
 class GradientWindow(Window):
-    """A window that slides over the OUTPUT of `window`, and from whose view the gradient of an input cell follows.
+    """Window over the OUTPUT of `window` whose view determines the gradient of an input cell.
 
     Its outputs are the cells of the image of `extent` that `window` slides over; cells of the view beyond the first or
-    last output are zeros.
+    last output are zero.
     """
 
     window: Window
@@ -29,31 +29,31 @@ class GradientWindow(Window):
 
     @property
     def pointwise(self) -> bool:
-        """True if the window is so."""
+        """Whether the window is pointwise."""
         return self.window.pointwise
 
     def _fit(self, axis: int, n: int) -> int:
         return self.extent[axis]
 
     def needs(self, out: Box) -> Box:
-        """Return the output cells of the window that look at the input cells `out`, from the first to the last."""
+        """Return the box of output cells of the window that depend on the input cells `out`."""
         lo, hi = [], []
         for axis, ends in enumerate(out.axes()):
-            found = self.along(axis).used_cells(*ends)
-            lo.append(found[0].start if found else 0)
-            hi.append(found[-1].stop if found else 0)
+            used = self.along(axis).used_cells(*ends)
+            lo.append(used[0].start if used else 0)
+            hi.append(used[-1].stop if used else 0)
         return Box(tuple(lo), tuple(hi))
 
     def used_cells(self, lo: int, hi: int) -> Cells:
-        """Return the outputs of a window of one axis that are computed from the input cells [lo, hi)."""
+        """Return the outputs of a window of one axis that depend on the input cells [lo, hi)."""
         window = self.window
         (kernel,), (stride,), ((before, _),), (dilation,) = (
             window.kernel, window.stride, window.padding, window.dilation
         )  # fmt: skip
         return outputs_using(lo, hi, kernel, stride, before, dilation)
 
-    def pace(self, axis: int) -> tuple[int, int]:
-        """Return the inverse of the window's."""
+    def scale_factor(self, axis: int) -> tuple[int, int]:
+        """Return the inverse of the window's scale factor."""
         return 1, self.window.stride[axis]
 
     def along(self, axis: int) -> Window:
@@ -61,20 +61,20 @@ class GradientWindow(Window):
         return GradientWindow(self.window.along(axis), self.extent[axis : axis + 1])
 
     def check(self, extent: Sequence[int]) -> None:
-        """Accept every extent that the window has."""
+        """Accept every extent."""
 
 
 def halo_volume(partition: Partition, window: Window) -> int:
-    """Return the cells that all tiles together receive for a window of mode 'zeros'.
+    """Return the total number of cells that tiles receive for a window of mode 'zeros'.
 
-    Tiles are products of ranges, and so is what they need, so this takes no walk over the tiles.
+    Tiles and their views are products of ranges, so this does not iterate over the tiles.
     """
     outputs = window.output_extent(partition.extent)
     needed = kept = 1
     for axis, (n, out, parts) in enumerate(zip(partition.extent, outputs, partition.parts, strict=True)):
-        alone, needs, keeps = window.along(axis), 0, 0
+        axis_window, needs, keeps = window.along(axis), 0, 0
         for part in range(parts):
-            seen = alone.used_cells(*split(out, parts, part))
+            seen = axis_window.used_cells(*split(out, parts, part))
             needs += sum(map(len, clip_ranges(seen, 0, n)))
             keeps += sum(map(len, clip_ranges(seen, *split(n, parts, part))))
         needed, kept = needed * needs, kept * keeps

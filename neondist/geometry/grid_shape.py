@@ -1,4 +1,4 @@
-"""Numbers of replicas and tiles; pure arithmetic, so that a plan needs no MPI."""
+"""Shape of a process grid: numbers of replicas and tiles; needs no MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .split import Partition, factorisations, split
 
 @dataclass(frozen=True)
 class GridShape:
-    """replicas x planes x rows x cols ranks; ranks are numbered row-major, replicas slowest."""
+    """Grid of replicas x planes x rows x cols ranks, numbered row-major with replicas slowest."""
 
     replicas: int = 1
     rows: int = 1
@@ -23,12 +23,12 @@ class GridShape:
 
     @property
     def tiles(self) -> int:
-        """Ranks that share one sample."""
+        """Number of ranks that share one sample."""
         return self.planes * self.rows * self.cols
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.replicas * self.tiles
 
     def parts(self, ndim: int) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ class GridShape:
             return self.planes, self.rows, self.cols
         if ndim == 2:
             return self.planes * self.rows, self.cols
-        return (self.tiles,) * ndim  # one axis takes all tiles, and no axis none
+        return (self.tiles,) * ndim  # one axis is cut into all tiles; no axis, into none
 
     def partition(self, extent: Sequence[int]) -> Partition:
         """Return the partition of an image of `extent` cells; an image without axes is replicated."""
@@ -50,9 +50,9 @@ class GridShape:
 
 @dataclass(frozen=True)
 class StripGrid(GridShape):
-    """A grid whose tiles are cut into strips along the first axis; they are numbered as if they were tiles.
+    """Grid whose tiles are cut into strips along the first axis; strips are numbered like tiles.
 
-    Of each tile so many strips have cells, the last ones (default: all).
+    Only the last `last` strips of each tile (default: all) have cells.
     """
 
     strips: int = 1
@@ -60,7 +60,7 @@ class StripGrid(GridShape):
 
     @property
     def tiles(self) -> int:
-        """Strips of all tiles together."""
+        """Number of strips of all tiles."""
         return super().tiles * self.strips
 
     def parts(self, ndim: int) -> tuple[int, ...]:
@@ -74,25 +74,25 @@ class StripGrid(GridShape):
         return GridShape(self.replicas, self.rows, self.cols, self.planes)
 
     def partition(self, extent: Sequence[int]) -> Partition:
-        """Return the cut of an image into strips: each tile's cells are those of its strips."""
-        return _in_strips(self, tuple(extent))
+        """Return the partition of an image into strips, whose union is each tile."""
+        return _partition_strips(self, tuple(extent))
 
-    def of_tile(self, tile: int, ndim: int) -> list[int]:
-        """Return the numbers of a tile's strips, of images with `ndim` axes."""
+    def strips_of(self, tile: int, ndim: int) -> list[int]:
+        """Return the strips of a tile, for images with `ndim` axes."""
         others = self.whole.parts(ndim)[1:]
         place, rest = divmod(tile, prod(others))
         return [(place * self.strips + at) * prod(others) + rest for at in range(self.strips)]
 
 
 @lru_cache(maxsize=256)
-def _in_strips(grid: StripGrid, extent: tuple[int, ...]) -> Partition:
+def _partition_strips(grid: StripGrid, extent: tuple[int, ...]) -> Partition:
     tiles = grid.whole.partition(extent)
     if not extent:
         return Partition((), (), grid.tiles)
     ranges = [tuple(tiles.range(axis, part) for part in range(parts)) for axis, parts in enumerate(tiles.parts)]
-    none = 0 if grid.last is None else grid.strips - grid.last
+    empty = 0 if grid.last is None else grid.strips - grid.last
     cut = [[split(hi - lo, grid.strips, at) for at in range(grid.strips)] for lo, hi in ranges[0]]
-    cut = [[(strips[none][0],) * 2] * none + strips[none:] for strips in cut]
+    cut = [[(strips[empty][0],) * 2] * empty + strips[empty:] for strips in cut]
     ranges[0] = tuple((lo + a, lo + b) for (lo, _), strips in zip(ranges[0], cut, strict=True) for a, b in strips)
     return Overlapping(extent, grid.parts(len(extent)), grid.tiles, tuple(ranges))
 
@@ -102,7 +102,7 @@ def grid_shape(
 ) -> GridShape:
     """Return the grid for this many ranks; rows and cols default to the most square factorisation.
 
-    Without a number of replicas (None) rows and cols default to 1, and there are as many replicas as ranks allow.
+    With replicas=None, rows and cols default to 1, and the number of replicas follows from the ranks.
 
     Raises
     ------
@@ -127,10 +127,10 @@ def grid_shape(
 def _explain(
     ranks: int, replicas: int, rows: int | None, cols: int | None, planes: int, choices: list[tuple[int, ...]]
 ) -> str:
-    wanted = f"{replicas} replicas x " + (f"{planes} planes x " if planes > 1 else "")
-    wanted += f"{rows or 'any'} rows x {cols or 'any'} cols"
+    requested = f"{replicas} replicas x " + (f"{planes} planes x " if planes > 1 else "")
+    requested += f"{rows or 'any'} rows x {cols or 'any'} cols"
     if choices:
         fits = ", ".join(f"{r} x {c}" for r, c in choices)
-        return f"grid {wanted} does not match {ranks} ranks; rows x cols can be {fits}"
+        return f"grid {requested} does not match {ranks} ranks; rows x cols can be {fits}"
     counts = ", ".join(str(d) for d in range(1, ranks + 1) if ranks % d == 0)
-    return f"grid {wanted} does not match {ranks} ranks; replicas x planes must divide {ranks}: {counts}"
+    return f"grid {requested} does not match {ranks} ranks; replicas x planes must divide {ranks}: {counts}"

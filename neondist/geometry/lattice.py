@@ -10,7 +10,7 @@ from math import prod
 from .box import Box
 
 Cells = tuple[range, ...]
-"""Cells of one axis, as disjoint ranges with steps, by their first cells."""
+"""Cells of one axis: disjoint ranges with steps, ordered by their first cells."""
 
 
 @dataclass(frozen=True)
@@ -55,30 +55,30 @@ class Lattice:
 
 
 def to_slice(cells: range) -> slice:
-    """Return a range as an index; a step is given only where there is one."""
+    """Return a range as a slice, without a step of 1."""
     return slice(cells.start, cells.stop, cells.step) if cells.step > 1 else slice(cells.start, cells.stop)
 
 
 def shift_range(cells: range, by: int) -> range:
-    """Return a range moved by so many cells."""
+    """Return a range shifted by `by` cells."""
     return range(cells.start + by, cells.stop + by, cells.step)
 
 
 def clip_ranges(cells: Iterable[range], lo: int, hi: int) -> Iterator[range]:
-    """Yield the parts of ranges in [lo, hi) that are not empty."""
-    for each in cells:
-        step = each.step
-        first = each.start + max(0, -((each.start - lo) // step)) * step
-        found = range(first, min(each.stop, hi), step)
-        if found:
-            yield found
+    """Yield the non-empty intersections of ranges with [lo, hi)."""
+    for whole in cells:
+        step = whole.step
+        first = whole.start + max(0, -((whole.start - lo) // step)) * step
+        part = range(first, min(whole.stop, hi), step)
+        if part:
+            yield part
 
 
 def as_ranges(indices: Sequence[int]) -> Cells:
-    """Return ranges, few where the indices are regular, of exactly these indices, which are sorted and distinct."""
+    """Return ranges of exactly these sorted, distinct indices; few ranges if the indices are regular."""
     starts = [at for at, i in enumerate(indices) if not at or indices[at - 1] != i - 1]
     runs = [(indices[a], b - a) for a, b in pairwise([*starts, len(indices)])]
-    found: list[range] = []
+    ranges: list[range] = []
     first = 0
     while first < len(runs):
         start, length = runs[first]
@@ -86,16 +86,16 @@ def as_ranges(indices: Sequence[int]) -> Cells:
         while last + 1 < len(runs) and runs[last + 1] == (runs[last][0] + step, length):
             last += 1
         if last + 1 - first > length:  # one range for each cell of a run
-            found += [range(start + i, runs[last][0] + i + 1, step if last > first else 1) for i in range(length)]
+            ranges += [range(start + i, runs[last][0] + i + 1, step if last > first else 1) for i in range(length)]
         else:
             last = first
-            found.append(range(start, start + length))
+            ranges.append(range(start, start + length))
         first = last + 1
-    return tuple(found)
+    return tuple(ranges)
 
 
 def cells_used_by(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:
-    """Return the cells of an axis, inside the image or not, that the outputs [lo, hi) of a window are computed from."""
+    """Return the cells of an axis, inside the image or not, that the outputs [lo, hi) of a window depend on."""
     if lo >= hi:
         return ()
     first, steps = lo * stride - padding, (hi - lo - 1) * stride
@@ -108,13 +108,13 @@ def cells_used_by(lo: int, hi: int, kernel: int, stride: int, padding: int, dila
 
 
 def outputs_using(lo: int, hi: int, kernel: int, stride: int, padding: int, dilation: int) -> Cells:
-    """Return the outputs of a window, beyond the first and the last too, that are computed from the cells [lo, hi)."""
-    found: list[range] = []
+    """Return the outputs of a window, also beyond the first and last, that depend on the cells [lo, hi)."""
+    outputs: list[range] = []
     for tap in reversed(range(kernel)) if lo < hi else ():
         at = padding - dilation * tap
         first, stop = -(-(lo + at) // stride), (hi - 1 + at) // stride + 1
-        if found and first <= found[-1].stop:
-            found[-1] = range(found[-1].start, max(stop, found[-1].stop))
+        if outputs and first <= outputs[-1].stop:
+            outputs[-1] = range(outputs[-1].start, max(stop, outputs[-1].stop))
         elif first < stop:
-            found.append(range(first, stop))
-    return tuple(found)
+            outputs.append(range(first, stop))
+    return tuple(outputs)

@@ -1,7 +1,7 @@
-"""Halo plans: which tile sends which cells to which; pure integers, computed by every rank without communication.
+"""Halo plans: the cells that tiles send to each other, computed by every rank without communication.
 
-A plan names, for one tile, the cells that it owns, the cells that it needs, and the pieces that travel. The way back
-(bprop) is the same plan with the two ends swapped, adding instead of placing.
+A plan lists, for one tile, the cells that it owns, the cells that it needs, and the pieces that are sent. The adjoint
+(bprop) uses the same plan with the two ends swapped, and adds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Level: TypeAlias = Literal["messages", "extents", "all"]
 class Piece:
     """Cells that one tile owns and another (or the same) needs.
 
-    `source` is in image coordinates; `target` is where the needer keeps it, which differs only where the image wraps.
+    `source` is in image coordinates; `target` is the position on the receiver, different only if the image wraps.
     """
 
     peer: int
@@ -35,7 +35,7 @@ class Piece:
 
 
 class TransferPlan:
-    """The cells one tile owns and needs, and the pieces it receives, sends, and already has."""
+    """Cells that a tile owns and needs, and the pieces that it receives, sends and copies locally."""
 
     own: Box
     need: Box
@@ -45,12 +45,12 @@ class TransferPlan:
 
     @property
     def sent_cells(self) -> int:
-        """Cells that this tile sends in fprop; in bprop it receives as many."""
+        """Number of cells that this tile sends in fprop and receives in bprop."""
         return sum(piece.source.size for piece in self.sends)
 
     @property
     def halo_volume(self) -> int:
-        """Cells that this tile receives in fprop; in bprop it sends as many."""
+        """Number of cells that this tile receives in fprop and sends in bprop."""
         return sum(piece.source.size for piece in self.receives)
 
 
@@ -61,8 +61,8 @@ class HaloPlan(TransferPlan):
     `need` extends outside the image by the padding; `buffer` is the bounding box of the tile's array: owned cells,
     needed cells, and the sources of padding. Pieces are computed on first access.
 
-    Of the cells in `need` that other tiles own, only those are received that an output is computed from: not those
-    between the taps of a dilated window, or between windows whose stride exceeds their kernel. They hold the fill.
+    Of the cells in `need` that other tiles own, only those that an output depends on are received. Cells between the
+    taps of a dilated window, or between windows whose stride exceeds their kernel, hold the fill value.
     """
 
     own: Box
@@ -70,11 +70,11 @@ class HaloPlan(TransferPlan):
     buffer: Box
     extent: tuple[int, ...]
     window: Window
-    #: returns what it receives, sends, and has already
+    #: returns the received, sent and local pieces
     pieces: Callable[[], tuple[Sequence[Piece], Sequence[Piece], Sequence[Piece]]] = field(repr=False, compare=False)
-    #: whether tiles overlap: what a tile needs beside its own has no owner then, or is outside of the image
+    #: whether tiles overlap: cells needed beyond its own then have no owner or are outside the image
     overlaps: bool = False
-    #: along each axis, the cells that outputs of the tile are computed from; None: all of `need`
+    #: along each axis, the cells that outputs of the tile depend on; None: all of `need`
     used: tuple[Cells, ...] | None = None
 
     @property
@@ -84,12 +84,12 @@ class HaloPlan(TransferPlan):
 
     @property
     def prefilled(self) -> list[Box]:
-        """Parts of the buffer to set to the fill value before cells arrive: `outside`, or all around the own cells."""
+        """Parts of the buffer to set to the fill value before the exchange: `outside`, or all around the own cells."""
         return self.buffer.outside(self.own) if self.has_unused else self.outside
 
     @property
     def has_unused(self) -> bool:
-        """Whether `need` has cells that no output of the tile is computed from."""
+        """Whether `need` has cells that no output of the tile depends on."""
         used = self.used
         return used is not None and self.need.size != prod(sum(map(len, cells)) for cells in used)
 
@@ -99,9 +99,9 @@ class HaloPlan(TransferPlan):
         kept, modes = self.own if self.overlaps else Box.of(self.extent), self.window.modes
         if "zeros" not in modes:
             return []
-        if self.window.mode != "zeros":  # along other axes cells are copied, those outside of this one too
-            of = zip(modes, kept.axes(), self.buffer.axes(), strict=True)
-            kept = Box(*zip(*(there if mode == "zeros" else whole for mode, there, whole in of), strict=True))
+        if self.window.mode != "zeros":  # along other axes cells are copied, also outside this one
+            axes = zip(modes, kept.axes(), self.buffer.axes(), strict=True)
+            kept = Box(*zip(*(inner if mode == "zeros" else whole for mode, inner, whole in axes), strict=True))
         return self.buffer.outside(kept)
 
     @property
@@ -125,14 +125,14 @@ class HaloPlan(TransferPlan):
         return tuple(receives), tuple(sends), tuple(local)
 
     @classmethod
-    @lru_cache(maxsize=1024)  # virtual ranks, and every look at the same model, ask for the same
+    @lru_cache(maxsize=1024)  # shared by virtual ranks and by all plans of a model
     def of(cls, partition: Partition, window: Window, tile: int, outputs: Partition | None = None) -> HaloPlan:
-        """Return the plan of `tile` when `window` slides over the image that `partition` cuts.
+        """Return the plan of `tile` for a window that slides over a partitioned image.
 
         Parameters
         ----------
         outputs : Partition, optional
-            Which outputs each tile computes; default: the output is cut like the input.
+            Outputs that each tile computes; default: the output is partitioned like the input.
         """
         outputs = _output(partition, window) if outputs is None else outputs
         axes = [_axis(partition, window, axis, outputs) for axis in range(len(partition.extent))]
@@ -143,11 +143,11 @@ class HaloPlan(TransferPlan):
         )
 
         def pieces() -> tuple[list[Piece], list[Piece], list[Piece]]:
-            if partition.overlaps:  # tiles that share cells have all that they need
+            if partition.overlaps:  # overlapping tiles have all cells that they need
                 return [], [], []
             needed = _combine(partition, [axis.pieces(at) for axis, at in places])
-            shown = _combine(partition, [axis.pieces_from(at) for axis, at in places], by_needer=True)
-            others = ([piece for piece in found if piece.peer != tile] for found in (needed, shown))
+            sent = _combine(partition, [axis.pieces_from(at) for axis, at in places], by_needer=True)
+            others = ([piece for piece in group if piece.peer != tile] for group in (needed, sent))
             return *others, [piece for piece in needed if piece.peer == tile]  # type: ignore[return-value]
 
         buffer, used = need.hull(own).hull(folded), tuple(axis.used[at] for axis, at in places)
@@ -161,8 +161,8 @@ class HaloPlan(TransferPlan):
         Parameters
         ----------
         level : {'messages', 'extents', 'all'}
-            They have messages of the same numbers of cells; or boxes of the same extents, and are trivial or not; or
-            differ in nothing but their place.
+            Property that plans of the same kinds share: message sizes; extents of boxes, and whether they are trivial;
+            everything except position.
         """
         outputs = _output(cells, window) if outputs is None else outputs
         axes = [_axis(cells, window, axis, outputs) for axis in range(len(cells.extent))]
@@ -185,12 +185,12 @@ class Kinds(NamedTuple):
 
     @property
     def cross(self) -> list[int]:
-        """Tiles among whose parts there is every kind of each axis: some along the axes through tile 0."""
-        found = {0}
+        """Tiles that together cover every kind of each axis: some of those on the axes through tile 0."""
+        tiles = {0}
         for axis, kinds in enumerate(self.axes):
             firsts = {kind: part for part, kind in reversed(list(enumerate(kinds)))}
-            found.update(part * prod(self.parts[axis + 1 :]) for part in firsts.values())
-        return sorted(found)
+            tiles.update(part * prod(self.parts[axis + 1 :]) for part in firsts.values())
+        return sorted(tiles)
 
 
 @dataclass(frozen=True)
@@ -205,23 +205,23 @@ class RepartitionPlan(TransferPlan):
 
     @classmethod
     def of(cls, source: Sequence[Box], target: Sequence[Box], rank: int) -> RepartitionPlan:
-        """Return the plan of `rank`; source[q] is the box that rank q owns, and target[q] the box it needs.
+        """Return the plan of `rank`; source[q] is the box that rank q owns, and target[q] the box that it needs.
 
-        Boxes of `source` are disjoint or equal; one owner of equal boxes sends it to ranks that do not own it.
+        Boxes of `source` are disjoint or equal; one owner of equal boxes sends the box to ranks that do not own it.
         """
         owners = defaultdict(list)
         for peer, box in enumerate(source):
             owners[box].append(peer)
 
-        def giver(box: Box, needer: int) -> int:
+        def sender(box: Box, needer: int) -> int:
             return needer if source[needer] == box else owners[box][needer % len(owners[box])]
 
         def pieces(pairs: Iterable[tuple[int, Box]]) -> list[Piece]:
             return [Piece(peer, *[Lattice.of(cut)] * 2) for peer, cut in pairs if not cut.empty]
 
         own, need = source[rank], target[rank]
-        received = pieces((giver(box, rank), box.intersect(need)) for box in owners)
-        sent = pieces((q, own.intersect(box)) for q, box in enumerate(target) if giver(own, q) == rank)
+        received = pieces((sender(box, rank), box.intersect(need)) for box in owners)
+        sent = pieces((q, own.intersect(box)) for q, box in enumerate(target) if sender(own, q) == rank)
         return cls(
             own=own,
             need=need,
@@ -239,7 +239,7 @@ def _output(partition: Partition, window: Window) -> Partition:
 
 @dataclass(frozen=True)
 class _AxisPiece:
-    """One axis of a piece: the part at the other end, the owner's cells, and how far off the needer keeps them."""
+    """One axis of a piece: the part at the other end, the owner's cells, and their offset on the receiver."""
 
     part: int
     cells: range
@@ -247,26 +247,26 @@ class _AxisPiece:
 
 
 class _Axis:
-    """One axis of a halo: what tiles see is a product of axes, so every piece is a product of axis pieces."""
+    """One axis of a halo: views are products of ranges, so every piece is a product of axis pieces."""
 
     def __init__(self, partition: Partition, window: Window, axis: int, outputs: Partition) -> None:
         self.partition, self.axis, self.mode = partition, axis, window.modes[axis]
         self.n, self.parts = partition.extent[axis], partition.parts[axis]
         needs, step = needs_along(outputs, window, axis), window.stride[axis]
         self.used = used_along(outputs, window, axis)
-        if window.kernel[axis] == 1 < step:  # own cells behind the last that it sees, for that is often all of a tile
+        if window.kernel[axis] == 1 < step:  # include own cells after the last one seen: often the whole tile
             for part, (lo, hi) in enumerate(needs):
                 first, last = partition.range(axis, part)
                 if lo < hi and first < hi <= last:
                     needs[part] = lo, min(hi + step - 1, last)
         for part, (lo, hi) in enumerate(needs):
-            if lo >= hi:  # it sees nothing, and so nothing between its own cells and those of the last output
+            if lo >= hi:  # an empty view lies within its own cells
                 first, last = partition.range(axis, part)
                 needs[part] = (min(max(lo, first), last),) * 2
         self.needs = needs
 
     def has_unused(self, part: int) -> bool:
-        """Return whether the part's view has cells that none of its outputs is computed from."""
+        """Return whether the part's view has cells that none of its outputs depends on."""
         lo, hi = self.needs[part]
         return hi - lo != sum(map(len, self.used[part]))
 
@@ -275,7 +275,7 @@ class _Axis:
         return sources_within(*self.needs[part], self.n, self.mode)
 
     def pieces(self, part: int) -> list[_AxisPiece]:
-        """Return the cells that outputs of `part` are computed from, by owner."""
+        """Return the cells that outputs of `part` depend on, by owner."""
         lo, hi = self.sources(part)
         if lo >= hi:
             return []
@@ -288,7 +288,7 @@ class _Axis:
         ]
 
     def _used_inside(self, part: int) -> Cells:
-        """Return the cells inside the image, or (wrap) modulo it, that outputs of `part` are computed from."""
+        """Return the cells inside the image, or (wrap) modulo it, that outputs of `part` depend on."""
         seen = self.used[part]
         if self.mode in ("zeros", "wrap"):
             return seen
@@ -299,64 +299,64 @@ class _Axis:
         )
 
     def pieces_from(self, owner: int) -> list[_AxisPiece]:
-        """Return what any part needs of `owner`, by needer."""
+        """Return the pieces that `owner` sends, by receiver."""
         return self._by_owner.get(owner, [])
 
     def kinds(self, level: Level) -> list[Hashable]:
-        """Return for each part what its plan depends on."""
-        of = {"messages": self._messages, "extents": self._extents, "all": self._kind}[level]
-        return [of(part) for part in range(self.parts)]
+        """Return a key for each part that determines its plan up to `level`."""
+        key = {"messages": self._messages, "extents": self._extents, "all": self._kind}[level]
+        return [key(part) for part in range(self.parts)]
 
     def _pieces(self, part: int) -> list[list[_AxisPiece]]:
         return [] if self.partition.overlaps else [self.pieces(part), self.pieces_from(part)]
 
     def _messages(self, part: int) -> Hashable:
-        return tuple(tuple((p.part == part, len(p.cells)) for p in found) for found in self._pieces(part))
+        return tuple(tuple((p.part == part, len(p.cells)) for p in pieces) for pieces in self._pieces(part))
 
     def _extents(self, part: int) -> Hashable:
         own, need, seen = self.partition.range(self.axis, part), self.needs[part], self.sources(part)
         kept = min(own[0], need[0], seen[0]), max(own[1], need[1], seen[1])
-        moves = [(bool(found), any(p.part != part for p in found)) for found in self._pieces(part)]
+        moves = [(bool(pieces), any(p.part != part for p in pieces)) for pieces in self._pieces(part)]
         return (*(hi - lo for lo, hi in (own, need, kept)), need == own, need == kept, *moves)
 
     def _kind(self, part: int) -> Hashable:
         first, last = self.partition.range(self.axis, part)
         ends = (end - first for pair in (self.needs[part], self.sources(part)) for end in pair)
-        pieces = (tuple((p.part - part, shift_range(p.cells, -first)) for p in found) for found in self._pieces(part))
-        return (last - first, *ends, *pieces)
+        moved = (tuple((p.part - part, shift_range(p.cells, -first)) for p in pieces) for pieces in self._pieces(part))
+        return (last - first, *ends, *moved)
 
     @cached_property
     def _by_owner(self) -> dict[int, list[_AxisPiece]]:
-        found = defaultdict(list)
+        sent = defaultdict(list)
         for part in range(self.parts):
             for p in self.pieces(part):
-                found[p.part].append(_AxisPiece(part, p.cells, p.offset))
-        return found
+                sent[p.part].append(_AxisPiece(part, p.cells, p.offset))
+        return sent
 
 
-_axis = lru_cache(maxsize=512)(_Axis)  # the plans of all tiles share them
+_axis = lru_cache(maxsize=512)(_Axis)  # shared by the plans of all tiles
 
 
 def needs_along(outputs: Partition, window: Window, axis: int) -> list[tuple[int, int]]:
-    """Return the cells of an axis, those outside of the image too, that the windows of each part's outputs see."""
+    """Return the cells of an axis in the windows of each part's outputs, including those outside the image."""
     ranges = [outputs.range(axis, part) for part in range(outputs.parts[axis])]
     if window.pointwise:
         return ranges
-    alone = window.along(axis)
-    return [next(alone.needs(Box((lo,), (hi,))).axes()) for lo, hi in ranges]
+    axis_window = window.along(axis)
+    return [next(axis_window.needs(Box((lo,), (hi,))).axes()) for lo, hi in ranges]
 
 
 def used_along(outputs: Partition, window: Window, axis: int) -> list[Cells]:
-    """Return the cells of an axis, inside the image or not, that the outputs of each part are computed from."""
+    """Return the cells of an axis, inside the image or not, that the outputs of each part depend on."""
     ranges = [outputs.range(axis, part) for part in range(outputs.parts[axis])]
     if window.pointwise:
         return [(range(lo, hi),) for lo, hi in ranges]
-    alone = window.along(axis)
-    return [alone.used_cells(lo, hi) for lo, hi in ranges]
+    axis_window = window.along(axis)
+    return [axis_window.used_cells(lo, hi) for lo, hi in ranges]
 
 
 def sources_within(lo: int, hi: int, n: int, mode: str) -> tuple[int, int]:
-    """Return the range of cells of an axis of n that the cells [lo, hi) show; with 'wrap', modulo n."""
+    """Return the cells of an axis of n from which the cells [lo, hi) are filled; with 'wrap', modulo n."""
     if mode == "wrap" or lo >= hi:
         return lo, hi
     if mode == "zeros":
@@ -367,9 +367,9 @@ def sources_within(lo: int, hi: int, n: int, mode: str) -> tuple[int, int]:
 
 
 def _combine(partition: Partition, axes: list[list[_AxisPiece]], by_needer: bool = False) -> list[Piece]:
-    """Return the products of axis pieces; both ends of a message list its pieces in the same order."""
+    """Return the products of axis pieces, in the same order at both ends of a message."""
     pieces: list[Piece] = []
-    if not axes:  # a vector is known whole on every rank
+    if not axes:  # a vector is replicated
         return pieces
     for combination in product(*axes):
         peer = 0
@@ -381,7 +381,7 @@ def _combine(partition: Partition, axes: list[list[_AxisPiece]], by_needer: bool
 
 
 def fold(i: Any, n: int, mode: str) -> Any:
-    """Return the cell in [0, n) that cell i (or each of an array) shows, for the modes reflect, replicate and wrap."""
+    """Return the cell in [0, n) from which cell i (or each cell of an array) is filled: reflect, replicate or wrap."""
     if mode == "wrap":
         return i % n
     if mode == "replicate":

@@ -1,4 +1,4 @@
-"""Tiles that overlap: what a segment of layers computes twice at the borders, so that only its input has to travel."""
+"""Overlapping tiles, whose shared cells are computed redundantly so that only a segment's input is exchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Overlapping(Partition):
-    """An image cut into ranges that may overlap: ranges[a][p] are the cells of part p on axis a."""
+    """Partition of an image into ranges that may overlap: ranges[a][p] are the cells of part p on axis a."""
 
     ranges: tuple[tuple[Range, ...], ...] = ()
 
@@ -26,11 +26,11 @@ class Overlapping(Partition):
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.extent, self.ranges))  # there may be thousands
+        return hash((self.extent, self.ranges))  # cached: there may be thousands of ranges
 
     @classmethod
     def one(cls, extent: tuple[int, ...], box: Box) -> Overlapping:
-        """Return the one tile of an image that is wanted."""
+        """Return a single tile of an image."""
         return cls(extent, (1,) * len(extent), 1, tuple((cells,) for cells in box.axes()))
 
     def range(self, axis: int, part: int) -> Range:
@@ -38,17 +38,17 @@ class Overlapping(Partition):
         return self.ranges[axis][part]
 
 
-def hulls(one: Partition, other: Partition) -> Overlapping:
-    """Return the ranges around both of each part."""
+def hulls(first: Partition, other: Partition) -> Overlapping:
+    """Return the hull of each part over two partitions."""
     ranges = tuple(
-        tuple(_hull(one.range(axis, part), other.range(axis, part)) for part in range(parts))
-        for axis, parts in enumerate(one.parts)
+        tuple(_hull(first.range(axis, part), other.range(axis, part)) for part in range(parts))
+        for axis, parts in enumerate(first.parts)
     )
-    return Overlapping(one.extent, one.parts, one.copies, ranges)
+    return Overlapping(first.extent, first.parts, first.copies, ranges)
 
 
-def looked_at(outputs: Partition, window: Window, extent: tuple[int, ...]) -> Overlapping:
-    """Return the cells of an image that the windows of each part's outputs see, those outside of it too."""
+def view_cells(outputs: Partition, window: Window, extent: tuple[int, ...]) -> Overlapping:
+    """Return the cells in the windows of each part's outputs, including those outside the image."""
     ranges = tuple(tuple(needs_along(outputs, window, axis)) for axis in range(len(extent)))
     return Overlapping(extent, outputs.parts, outputs.copies, ranges)
 
@@ -56,7 +56,7 @@ def looked_at(outputs: Partition, window: Window, extent: tuple[int, ...]) -> Ov
 def sources(
     outputs: Partition, window: Window, extent: tuple[int, ...], owners: Partition | None = None
 ) -> Overlapping:
-    """Return the cells of an image from which each part can compute its part of `outputs`; the nearest, if it is none.
+    """Return the cells of an image that each part of `outputs` depends on; the nearest cell if there are none.
 
     Parameters
     ----------
@@ -65,21 +65,21 @@ def sources(
     window : Window
         Not of mode 'wrap'.
     owners : Partition, optional
-        Who owns the cells of the image; each part has its own, too.
+        Owners of the image's cells, which are included in the result.
     """
     ranges = []
-    for axis, (n, views) in enumerate(zip(extent, looked_at(outputs, window, extent).ranges, strict=True)):
-        found = []
+    for axis, (n, views) in enumerate(zip(extent, view_cells(outputs, window, extent).ranges, strict=True)):
+        axis_ranges = []
         for part, view in enumerate(views):
             lo, hi = sources_within(*view, n, window.modes[axis])
             nearest = min(max(lo, 0), n - 1)
-            found.append(_hull((lo, hi), (nearest, nearest + 1) if owners is None else owners.range(axis, part)))
-        ranges.append(tuple(found))
+            axis_ranges.append(_hull((lo, hi), (nearest, nearest + 1) if owners is None else owners.range(axis, part)))
+        ranges.append(tuple(axis_ranges))
     return Overlapping(extent, outputs.parts, outputs.copies, tuple(ranges))
 
 
 def _hull(a: Range, b: Range) -> Range:
-    """Return the range around both; an empty one counts for nothing."""
+    """Return the hull of two ranges; empty ranges are ignored."""
     if a[0] >= a[1]:
         return b
     return a if b[0] >= b[1] else (min(a[0], b[0]), max(a[1], b[1]))

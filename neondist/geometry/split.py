@@ -9,7 +9,7 @@ from .box import Box
 
 
 def split(n: int, parts: int, i: int) -> tuple[int, int]:
-    """Return the half-open range of part i of n cells split into `parts` parts: the first n % parts get one more."""
+    """Return the half-open range of part i of n cells in `parts` parts; the first n % parts have one cell more."""
     base, extra = divmod(n, parts)
     lo = i * base + min(i, extra)
     return lo, lo + base + (i < extra)
@@ -24,16 +24,16 @@ def part_of(n: int, parts: int, cell: int) -> int:
 
 @dataclass(frozen=True)
 class Partition:
-    """An image of `extent` cells, cut into parts[a] ranges on every axis a; tiles are numbered row-major.
+    """Partition of an image of `extent` cells into parts[a] ranges on every axis a; tiles are numbered row-major.
 
-    With no axes (a vector that every tile's rank knows whole) there are `copies` tiles, each of the one empty box.
+    Without axes (a replicated vector) there are `copies` tiles, each of the one empty box.
     """
 
     extent: tuple[int, ...]
     parts: tuple[int, ...]
     copies: int = 1
 
-    #: True where tiles share cells, as those of `Overlapping` do
+    #: whether tiles may share cells, as those of `Overlapping`
     overlaps = False
 
     @property
@@ -42,7 +42,7 @@ class Partition:
         return prod(self.parts) if self.extent else self.copies
 
     def coords(self, tile: int) -> tuple[int, ...]:
-        """Return the tile's place in the grid of tiles."""
+        """Return the tile's position in the grid of tiles."""
         place = []
         for parts in reversed(self.parts if self.extent else ()):
             tile, at = divmod(tile, parts)
@@ -55,7 +55,7 @@ class Partition:
         return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
 
     def range(self, axis: int, part: int) -> tuple[int, int]:
-        """Return the cells of one part of an axis."""
+        """Return the half-open range of one part of an axis."""
         return split(self.extent[axis], self.parts[axis], part)
 
     @property
@@ -69,7 +69,7 @@ class Partition:
         return [self.box(tile) for tile in range(self.tiles)]
 
     def owners(self, axis: int, lo: int, hi: int) -> list[tuple[int, int, int]]:
-        """Return (part, lo, hi) of every part of the axis that holds cells of [lo, hi)."""
+        """Return (part, lo, hi) of every part of the axis that intersects [lo, hi)."""
         n, parts = self.extent[axis], self.parts[axis]
         lo, hi = max(lo, 0), min(hi, n)
         if lo >= hi:
@@ -80,7 +80,7 @@ class Partition:
 
 
 def factorisations(n: int, axes: int) -> list[tuple[int, ...]]:
-    """Return every way to write n as an ordered product of `axes` factors."""
+    """Return all ordered factorisations of n into `axes` factors."""
     if axes == 1:
         return [(n,)]
     divisors = [d for d in range(1, n + 1) if n % d == 0]

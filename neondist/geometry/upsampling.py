@@ -1,4 +1,4 @@
-"""Windows of a layer that upsamples the image: they advance by a fraction of a cell."""
+"""Window of an upsampling layer, which advances by a fraction of a cell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .window import Window
 
 @dataclass(frozen=True, init=False)
 class Upsampling(Window):
-    """Output cell o looks at input cell o // factor (nearest), or at the two cells around its centre (linear).
+    """Window in which output cell o reads input cell o // factor (nearest), or the two around its centre (linear).
 
     Centres are aligned as in PyTorch with align_corners=False: output o lies at input (o + 1/2) / factor - 1/2.
     """
@@ -27,14 +27,14 @@ class Upsampling(Window):
 
     @property
     def pointwise(self) -> bool:
-        """True if every output cell sees exactly the input cell at its own place: a tile's halo may hold its source."""
+        """Whether every output cell depends only on the input cell at the same position."""
         return super().pointwise and all(factor == 1 for factor in self.factor)
 
     def _fit(self, axis: int, n: int) -> int:
         return n * self.factor[axis]
 
     def needs(self, out: Box) -> Box:
-        """Return the input cells that the output cells `out` look at; linear ones may reach one cell outside."""
+        """Return the input cells that the output cells `out` read; linear ones may extend one cell outside."""
         first = [self.cell(axis, lo) for axis, lo in enumerate(out.lo)]
         last = [
             self.cell(axis, lo + n - 1) + self.kernel[axis] if n else at
@@ -43,17 +43,17 @@ class Upsampling(Window):
         return Box(tuple(first), tuple(last))
 
     def used_cells(self, lo: int, hi: int) -> Cells:
-        """Return the input cells that the output cells [lo, hi) of a window of one axis are computed from."""
+        """Return the input cells that the output cells [lo, hi) of a window of one axis depend on."""
         ((first, last),) = self.needs(Box((lo,), (hi,))).axes()
         return (range(first, last),)
 
     def cell(self, axis: int, o: int) -> int:
-        """Return the first input cell that output cell o looks at."""
+        """Return the first input cell that output cell o reads."""
         f = self.factor[axis]
         return (2 * o + 1 - f) // (2 * f) if self.linear else o // f
 
-    def pace(self, axis: int) -> tuple[int, int]:
-        """Return 1 and the factor."""
+    def scale_factor(self, axis: int) -> tuple[int, int]:
+        """Return (1, factor)."""
         return 1, self.factor[axis]
 
     def along(self, axis: int) -> Window:

@@ -53,7 +53,7 @@ class Window:
         ndim: int | None = None,
     ) -> None:
         modes = (mode,) if isinstance(mode, str) else tuple(mode)
-        lengths = {len(v) for v in (kernel, stride, padding, dilation) if _several(v)}
+        lengths = {len(v) for v in (kernel, stride, padding, dilation) if _is_sequence(v)}
         lengths |= set() if isinstance(mode, str) else {len(modes)}
         if len(lengths) > 1 or (ndim is not None and lengths - {ndim}):
             raise ConfigError(
@@ -62,9 +62,9 @@ class Window:
                 " or from the number of spatial axes; give an int or one entry per axis"
             )
         axes = ndim if ndim is not None else (lengths.pop() if lengths else 2)
-        for each in modes:
-            if each not in MODES:
-                raise ConfigError(f"padding_mode '{each}' is unknown{suggest(str(each), MODES)}")
+        for name in modes:
+            if name not in MODES:
+                raise ConfigError(f"padding_mode '{name}' is unknown{suggest(str(name), MODES)}")
         self._set("kernel", _per_axis("kernel_size", kernel, axes, least=1))
         self._set("stride", _per_axis("stride", stride, axes, least=1))
         self._set("padding", _per_side(padding, axes))
@@ -130,21 +130,21 @@ class Window:
         return Box(tuple(lo), tuple(hi))
 
     def used_cells(self, lo: int, hi: int) -> Cells:
-        """Return the cells, inside the image or not, from which a window of one axis computes outputs [lo, hi)."""
+        """Return the cells, inside the image or not, that outputs [lo, hi) of a window of one axis depend on."""
         (kernel,), (stride,), ((before, _),), (dilation,) = self.kernel, self.stride, self.padding, self.dilation
         return cells_used_by(lo, hi, kernel, stride, before, dilation)
 
-    def pace(self, axis: int) -> tuple[int, int]:
-        """Return integers a and b such that moving by b outputs moves the window by a input cells."""
+    def scale_factor(self, axis: int) -> tuple[int, int]:
+        """Return integers a and b such that a shift by b outputs shifts the window by a input cells."""
         return self.stride[axis], 1
 
     def along(self, axis: int) -> Window:
         """Return the window of one axis."""
-        one = copy(self)
+        window = copy(self)
         for field in ("kernel", "stride", "padding", "dilation"):
-            one._set(field, (getattr(self, field)[axis],))
-        one._set("mode", self.modes[axis])
-        return one
+            window._set(field, (getattr(self, field)[axis],))
+        window._set("mode", self.modes[axis])
+        return window
 
     def check(self, extent: Sequence[int]) -> None:
         """Raise ShapeError or ConfigError if the window cannot slide over an image of this extent."""
@@ -167,7 +167,7 @@ class Window:
 def same_padding(
     extent: Sequence[int], kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the padding that makes the output ceil(extent / stride); an odd cell goes to the end."""
+    """Return the padding for an output of ceil(extent / stride) cells; an odd cell goes to the end."""
     total = [
         max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
         for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True)
@@ -175,13 +175,13 @@ def same_padding(
     return tuple((t // 2, t - t // 2) for t in total)
 
 
-def _several(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Return whether a value is a sequence; a model makes thousands of windows, so the usual types come first."""
+def _is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
+    """Return whether a value is a sequence, checking the common types first: models create thousands of windows."""
     return isinstance(value, tuple) or (not isinstance(value, int) and isinstance(value, Sequence))
 
 
 def _per_axis(field: str, value: int | Sequence[int], axes: int, least: int) -> tuple[int, ...]:
-    values: tuple[Any, ...] = tuple(value) if _several(value) else (value,) * axes
+    values: tuple[Any, ...] = tuple(value) if _is_sequence(value) else (value,) * axes
     if all(type(v) is int and v >= least for v in values):
         return values
     if any(isinstance(v, bool) or not isinstance(v, Integral) or v < least for v in values):
@@ -190,8 +190,8 @@ def _per_axis(field: str, value: int | Sequence[int], axes: int, least: int) -> 
 
 
 def _per_side(value: int | Sequence[Any], axes: int) -> tuple[tuple[int, int], ...]:
-    values = tuple(value) if _several(value) else (value,) * axes
-    sides = tuple(tuple(v) if _several(v) else (v, v) for v in values)
+    values = tuple(value) if _is_sequence(value) else (value,) * axes
+    sides = tuple(tuple(v) if _is_sequence(v) else (v, v) for v in values)
     if all(len(side) == 2 and type(side[0]) is type(side[1]) is int for side in sides):
         return sides
     if any(len(side) != 2 or any(not isinstance(p, Integral) for p in side) for side in sides):

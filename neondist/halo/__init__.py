@@ -1,10 +1,9 @@
-"""Views of activations that are cut into tiles: the exact halo, and what users may have cross instead.
+"""Halo exchange: views of tiled activations, exact or by a border scheme.
 
-Read in this order. global_array: an activation, the view that a window has of it, and the gradient of that. buffer: the
-memory of one view. exchange: cells of other tiles are gathered from their owners, and the adjoint scatters and adds.
-padding: cells that are copied from inside the image, or from inside the tile. policies: border schemes, one file each.
-fusion: schemes for several layers together, which change who computes what and leave the exchange as it is.
-redistribute: activations cut for another grid.
+In reading order. global_array: an activation, its view for a window, and the gradient of the view. buffer: memory of
+one view. exchange: gathering of ghost cells from their owners, and the adjoint, which scatters and adds. padding: cells
+copied from inside the image or the tile. policies: border schemes, one file each. fusion: schemes for several layers,
+which recompute cells of other tiles and leave the exchange exact. redistribute: activations on another grid.
 """
 
 from .exchange import HaloExchange, PackedExchange, Phase

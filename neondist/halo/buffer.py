@@ -1,4 +1,4 @@
-"""The memory of one view for one batch size; made once, used at every step."""
+"""Memory of one view for one batch size, allocated once and used at every step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .padding import fold_back, fold_in
 from .policies.base import ExchangePolicy
 
 Slots = tuple[Any, Any]
-"""Where a view and its gradient live: `.array(shape)` is their memory; None: in memory of their own."""
+"""Memory of a view and its gradient, by `.array(shape)`; None: separate memory."""
 
 
 class Owner(Protocol):
@@ -33,15 +33,15 @@ class Owner(Protocol):
 
 
 class HaloBuffer:
-    """One array around everything that a tile owns and needs, and the exchanges of its halo.
+    """Array of the cells that a tile owns and needs, and the exchanges of its halo.
 
     Attributes
     ----------
     cells, gradient : arrays (n, *buffer, C)
-    tile, view : the parts of `cells` that the tile owns, and that its window needs
-    dtile, dview : those of `gradient`
+    tile, view : parts of `cells` that the tile owns and that its window needs
+    dtile, dview : the same parts of `gradient`
     gather, scatter_add : HaloExchange
-        Cells come from their owners; the adjoint.
+        Gathering of ghost cells from their owners, and its adjoint.
     """
 
     def __init__(self, owner: Owner, samples: int, slots: Slots = (None, None)) -> None:
@@ -50,14 +50,14 @@ class HaloBuffer:
         self.cells, self._gradient_slot = self._new(slots[0]), slots[1]
         self.phase = WHOLE
         self.gradient: Any = None
-        self.dview: Any = None  # made at the first bprop: evaluation needs none
+        self.dview: Any = None  # allocated at the first bprop
         self.own, self.need = self.index(plan.own), self.index(plan.need)
         self.tile, self.view = self.cells[self.own], self.cells[self.need]
         self.outside = [self.cells[self.index(box)] for box in plan.prefilled]
         self.fill_outside()
         self.shared = slots[0] is not None
-        # own cells are in place already; what wraps around is needed a second time
-        self.again = [
+        # own cells are in place already; cells that wrap around are needed twice
+        self.wrapped = [
             (self.index(piece.target), self.index(piece.source)) for piece in plan.local if piece.target != piece.source
         ]
         forward, backward = ("backward", "forward") if owner.reverse else ("forward", "backward")
@@ -71,42 +71,42 @@ class HaloBuffer:
         self.phase = phase
         if tile is not self.tile:
             self.kernels.copy(tile, self.tile)
-        if self.shared:  # others may have used the memory
+        if self.shared:  # the memory may have been overwritten
             self.fill_outside()
         self._exchange(self.gather)
-        for target, source in self.again:
+        for target, source in self.wrapped:
             self.cells[target] = self.cells[source]
         fold_in(self.cells, self.plan)
         return self.view
 
     def backward(self, dview: Any, phase: Phase) -> Any:
-        """Unfold the padding, send the halo's gradient to its owners, add what comes; return the tile's gradient."""
+        """Unfold the padding, scatter and add the halo's gradient; return the tile's gradient."""
         self.phase = phase
         if dview is not self.dview:
             self.kernels.copy(dview, self.dview_place())
         fold_back(self.gradient, self.plan)
         self._exchange(self.scatter_add)
-        for target, source in self.again:
+        for target, source in self.wrapped:
             self.gradient[source] += self.gradient[target]
         return self.dtile
 
     def index(self, cells: Box | Lattice) -> tuple[slice, ...]:
-        """Return where cells of the image lie in the buffer."""
+        """Return the index of cells of the image in the buffer."""
         spatial = cells.relative_to(self.plan.buffer).slices
         return (slice(0, self.samples), *spatial, slice(0, self.owner.channels))
 
     def fill_outside(self) -> None:
-        """Set cells outside the image, and cells that may not be received, to the window's fill value."""
+        """Set cells outside the image, and cells that may not arrive, to the window's fill value."""
         for cells in self.outside:
             cells.fill(self.plan.window.fill)
 
     def keep_border(self, place: Any) -> None:
-        """Copy the cells around the tile into an array (n, numbers)."""
+        """Copy the cells around the tile to an array (n, elements)."""
         for index, part in self._border(place):
             part[...] = self.cells[index]
 
     def restored(self, slot: Any, place: Any, write: Callable[[Any], None]) -> Any:
-        """Rebuild the view in other memory: `write` fills in the tile, `keep_border` had its `place`."""
+        """Rebuild the view in other memory from the border saved in `place`; `write` fills in the tile."""
         cells = self._new(slot)
         for index, part in self._border(place):
             cells[index] = part
@@ -114,15 +114,15 @@ class HaloBuffer:
         return cells[self.need]
 
     def _border(self, place: Any) -> Iterator[tuple[tuple[slice, ...], Any]]:
-        """Yield where the boxes around the tile lie in the buffer, and the part of `place` that has each."""
-        done = 0
+        """Yield the index of each box around the tile, and its part of `place`."""
+        start = 0
         for box in self.plan.buffer.outside(self.plan.own):
             numbers = box.size * self.owner.channels
-            yield self.index(box), place[:, done : done + numbers].reshape(-1, *box.shape, self.owner.channels)
-            done += numbers
+            yield self.index(box), place[:, start : start + numbers].reshape(-1, *box.shape, self.owner.channels)
+            start += numbers
 
     def dview_place(self) -> Any:
-        """Return the part of the gradient that is the view's; zero around it."""
+        """Return the view's part of the gradient, with zeros around it."""
         if self.gradient is None:
             self.gradient = self._new(self._gradient_slot)
             self.dview, self.dtile = self.gradient[self.need], self.gradient[self.own]
@@ -131,7 +131,7 @@ class HaloBuffer:
         return self.dview
 
     def planned(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
-        """Return an exchange of messages, which the array's record has from now on."""
+        """Return a new exchange of messages, and record it."""
         owner, numbers = self.owner, [self.cells[cells].size for _, cells in halo.sends]
         owner.policy.check_messages(numbers, [m.nbytes for m in sends], owner.dtype.itemsize, halo.direction)
         exchange = owner.grid.tile_comm.exchange(sends, receives)
@@ -145,13 +145,13 @@ class HaloBuffer:
         if not (halo.sends or halo.receives):
             run(halo)
             return
-        before = self._started(direction)
+        before = self._count_started(direction)
         run(halo)
-        policy.check_exchanges(self._started(direction) - before, direction)
+        policy.check_exchanges(self._count_started(direction) - before, direction)
 
-    def _started(self, direction: str) -> int:
-        """Return how many exchanges of the array have been started so far; buffers may share them, as memory."""
-        return sum(exchange.runs for each, exchange in self.owner.recorded if each == direction)
+    def _count_started(self, direction: str) -> int:
+        """Return the number of started exchanges of the array, over all its buffers."""
+        return sum(exchange.runs for pass_, exchange in self.owner.recorded if pass_ == direction)
 
     def _new(self, slot: Any) -> Any:
         shape = self.samples, *self.plan.buffer.shape, self.owner.channels

@@ -1,6 +1,6 @@
-"""The exchange of one view's halo: cells are gathered from their owners; the adjoint scatters gradients, and adds.
+"""Halo exchange of one view: gathering of ghost cells from their owners, and the adjoint, which scatters and adds.
 
-This is all that a policy sees; it knows neither boxes nor messages.
+This is the interface of policies, which know neither boxes nor messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .padding import fill_locally, return_locally
 
 Shape = tuple[int, ...]
 Region = tuple[int, tuple[slice, ...]]
-"""The rank at the other end of a message, and where its cells are in the buffer."""
+"""Peer of a message, and the index of its cells in the buffer."""
 
 
 class Phase(NamedTuple):
@@ -33,7 +33,7 @@ class Phase(NamedTuple):
 
 
 WHOLE = Phase()
-"""Of calls that do not say."""
+"""Phase of calls without one."""
 
 
 class Buffer(Protocol):
@@ -46,10 +46,10 @@ class Buffer(Protocol):
     gradient: Any
 
     def index(self, cells: Box | Lattice) -> tuple[slice, ...]:
-        """Return where cells of the image lie in it."""
+        """Return the index of cells of the image in the buffer."""
 
     def planned(self, halo: HaloExchange, sends: list[Message], receives: list[Message]) -> Exchange:
-        """Return an exchange of messages, which the array's record has from now on."""
+        """Return a new exchange of messages, and record it."""
 
 
 class HaloExchange:
@@ -61,12 +61,12 @@ class HaloExchange:
     direction : 'forward' or 'backward'
         The pass.
     adds : bool
-        False: cells of other tiles come into the view. True, the adjoint: their gradients go to the owners, who add.
+        False: gather cells of other tiles. True, the adjoint: send their gradients to the owners, who add them.
 
     Attributes
     ----------
     memory : dict
-        Belongs to the policy; empty at first.
+        State of the policy; initially empty.
     """
 
     def __init__(self, buffer: Buffer, direction: str, adds: bool, memory: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class HaloExchange:
 
     @property
     def training(self) -> bool:
-        """Whether the pass at work trains; in evaluation there is not a step before."""
+        """Whether the current pass is a training pass; evaluation has no previous step."""
         return self.buffer.phase.training
 
     @property
@@ -99,24 +99,24 @@ class HaloExchange:
             self._direct.run()
 
     def drop(self) -> None:
-        """Nothing crosses: cells of other tiles are zero, or gradients of theirs are forgotten."""
+        """Send nothing: set cells of other tiles to zero, or drop their gradients."""
         for _, cells in () if self.adds else self.receives:
             self.array[cells] = 0
 
     def fill(self, mode: str) -> None:
-        """Fill cells of other tiles from the own ones ('zeros', 'reflect', 'replicate'), or do the adjoint of that.
+        """Fill cells of other tiles from own ones ('zeros', 'reflect', 'replicate'), or run the adjoint.
 
         'zeros' means the window's fill value; where that is infinite (max pooling), the nearest own cell.
         """
         (return_locally if self.adds else fill_locally)(self.array, self.buffer.plan, self.buffer.index, mode)
 
     def outgoing(self) -> list[Any]:
-        """Return the cells (n, *cells, C) that others wait for, one array for each message; not copies."""
+        """Return views (n, *cells, C) of the cells to send, one array for each message."""
         array = self.array
         return [array[cells] for _, cells in self.sends]
 
     def unpack(self, messages: Sequence[Any]) -> None:
-        """Put arrays in the place of what others would send, one for each message; gradients are added."""
+        """Store arrays as if received, one for each message; gradients are added."""
         array, boxes, kernels = self.array, [cells for _, cells in self.receives], self.buffer.kernels
         places = [array[box] for box in boxes]
         messages = [message.reshape(place.shape) for message, place in zip(messages, places, strict=True)]
@@ -126,12 +126,12 @@ class HaloExchange:
             kernels.copy_each(messages, places)
 
     def packed(self, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> PackedExchange:
-        """Return new messages of `shape(a message's shape)` and `dtype`; default: those of the cells."""
+        """Return a packed exchange with messages of `shape(message shape)` and `dtype`; default: those of the cells."""
         return PackedExchange(self, shape, dtype)
 
     @cached_property
     def _direct(self) -> Exchange:
-        """Straight from array to array."""
+        """Exchange directly between arrays."""
         ends = ([Message(peer, self.array, cells) for peer, cells in part] for part in (self.sends, self.receives))
         return self.buffer.planned(self, *ends)
 
@@ -141,12 +141,12 @@ class HaloExchange:
 
 
 class PackedExchange:
-    """Messages through contiguous buffers, so that they may change type or size, or travel while the step goes on.
+    """Exchange through contiguous buffers, which allows other types and sizes, and overlap with computation.
 
     Attributes
     ----------
     outgoing, incoming : flat arrays
-        What leaves and what has arrived, message after message.
+        Concatenated outgoing and received messages.
     """
 
     def __init__(self, halo: HaloExchange, shape: Callable[[Shape], Shape] | None = None, dtype: Any = None) -> None:
@@ -156,13 +156,13 @@ class PackedExchange:
         self.exchange = halo.buffer.planned(halo, sends, receives)
 
     def start(self, messages: Sequence[Any] | None = None) -> None:
-        """Send copies of these arrays, one for each message, or what `outgoing` holds; they travel until `wait`."""
+        """Send copies of these arrays, one for each message, or the contents of `outgoing`; finished by `wait`."""
         if messages is not None:
             self.kernels.copy_each(messages, self.sends)
         self.exchange.start()
 
     def wait(self) -> list[Any]:
-        """Return what has arrived, an array for each message; valid until the next `start`."""
+        """Return the received arrays, one for each message, valid until the next `start`."""
         self.exchange.finish()
         return self.receives
 
@@ -170,12 +170,12 @@ class PackedExchange:
 def _messages(
     halo: HaloExchange, regions: Sequence[Region], shape: Callable[[Shape], Shape] | None, dtype: Any
 ) -> tuple[Any, list[Any], list[Message]]:
-    """Return a flat array, its parts, one for each message, and the messages."""
+    """Return a flat array, its parts (one for each message), and the messages."""
     cells = halo.buffer.cells
-    shapes = [cells[where].shape for _, where in regions]
-    shapes = shapes if shape is None else [shape(each) for each in shapes]
+    shapes = [cells[index].shape for _, index in regions]
+    shapes = shapes if shape is None else [shape(size) for size in shapes]
     ends = list(accumulate(map(prod, shapes), initial=0))
     flat = namespace(cells).zeros((ends[-1],), np.dtype(dtype or cells.dtype))
-    parts = [flat[lo:hi].reshape(each) for (lo, hi), each in zip(pairwise(ends), shapes, strict=True)]
+    parts = [flat[lo:hi].reshape(size) for (lo, hi), size in zip(pairwise(ends), shapes, strict=True)]
     cuts = [(slice(lo, hi),) for lo, hi in pairwise(ends)]
     return flat, parts, [Message(peer, flat, cut) for (peer, _), cut in zip(regions, cuts, strict=True)]

@@ -1,6 +1,6 @@
-"""Schemes for several layers together: they change who computes what, and leave the exchange exact.
+"""Schemes that fuse several layers: tiles recompute cells of other tiles, and the exchange stays exact.
 
-The compiler asks them which layers to fuse; see plan/segments.py.
+The compiler reads the layers to fuse from them; see plan/segments.py.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from .policies.halo import Halo
 
 
 class Fusion(Halo):
-    """Consecutive layers compute cells of other tiles themselves, so that only the first one's input is exchanged.
+    """Base class of schemes for layers that recompute cells of other tiles, so that only the first input is exchanged.
 
     Attributes
     ----------
     layers : int
-        How many layers with windows are fused at most.
+        Maximum number of fused layers with windows.
     """
 
     layers: int
-    #: whether tiles of the image are read with all that they depend on
+    #: whether tiles of the image are read with all cells that they depend on
     reads_wide = False
-    #: how layers that normalise over the whole image add up among fused ones: None refuses them
+    #: reduction of fused layers that normalise over the whole image; None: such layers are rejected
     statistics: str | None = "global"
 
     @abstractmethod
     def __init__(self) -> None: ...
 
     def figures(self, ranks: int, samples: int | None = None) -> Figures | None:
-        """Return the figures from which a planner chooses what to fuse; None: as many layers as `layers` says.
+        """Return the machine figures by which a planner fuses layers; None: fuse up to `layers` layers.
 
         Parameters
         ----------
         ranks : int
-            Of the grid.
+            Number of ranks of the grid.
         samples : int, optional
-            Of a replica in a step.
+            Samples of a replica per step.
         """
         return None
 
@@ -94,12 +94,12 @@ class OverlapTile(Fusion):
         self.statistics = statistics
 
     def forward(self, halo: HaloExchange) -> None:
-        """Do nothing: the cells are there."""
+        """Do nothing: the tile has these cells."""
 
     backward = forward
 
     def exchanges(self, direction: str) -> tuple[int, float, int]:
-        """Return none."""
+        """Return zeros: nothing is exchanged."""
         return 0, 0, 0
 
 
@@ -124,7 +124,7 @@ class Auto(DeepHalo):
         Samples of a replica per step. Default: those of the experiment's batch.
     """
 
-    formula = "that of deep_halo, for the segments that the planner chooses"
+    formula = "as for deep_halo, with the segments chosen by the planner"
 
     def __init__(
         self,
@@ -135,14 +135,14 @@ class Auto(DeepHalo):
         samples: Count | None = None,
         machine: str | None = None,
     ) -> None:
-        given = {"latency": latency, "bandwidth": bandwidth, "speed": speed, "samples": samples}
-        self.given: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
+        parameters = {"latency": latency, "bandwidth": bandwidth, "speed": speed, "samples": samples}
+        self.overrides: dict[str, Any] = {field: value for field, value in parameters.items() if value is not None}
         super().__init__(layers=10**9)
         self.machine: Machine | None = None if machine is None else read(Path(machine).expanduser())
 
     def figures(self, ranks: int, samples: int | None = None) -> Figures:
         """Return the given figures, those of the machine, or defaults."""
-        found = Figures() if self.machine is None else self.machine.figures(ranks)
+        figures = Figures() if self.machine is None else self.machine.figures(ranks)
         if samples is not None:
-            found = replace(found, samples=samples)
-        return replace(found, **self.given)
+            figures = replace(figures, samples=samples)
+        return replace(figures, **self.overrides)

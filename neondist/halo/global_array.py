@@ -1,4 +1,4 @@
-"""An activation, and the view that a window has of it: its cells plus the cells around them."""
+"""Tiled activation, and its view for a window: own cells, halo and padding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .buffer import HaloBuffer, Slots
 from .exchange import WHOLE, HaloExchange, Phase
 from .policies.base import ExchangePolicy
 from .policies.halo import Halo
-from .redistribute import Boxes, boxes_of, redistributed
+from .redistribute import Boxes, boxes_of, redistribute
 
 
 class GlobalArray:
@@ -121,7 +121,7 @@ class GlobalArray:
             return None
         sides = []
         for (lo, hi), n in zip(self.need.axes(), self.extent, strict=True):
-            before = min(max(0, -lo), hi - lo)  # all of a view that sees nothing of the image
+            before = min(max(0, -lo), hi - lo)  # all cells, if the view is outside the image
             sides.append((before, min(max(0, hi - n), hi - lo - before)))
         return tuple(sides)
 
@@ -149,12 +149,12 @@ class GlobalArray:
         -------
         array (n, *need.shape, C)
         """
-        tile = self._taken("tile", tile)
+        tile = self._convert("tile", tile)
         self.check_tile("tile", tile)
         self._check_call("get_fprop_view", tile)
         if self.plan.trivial:
-            return self._given(tile)
-        return self._given(self.buffer(len(tile)).forward(tile, phase))
+            return self._returned(tile)
+        return self._returned(self.buffer(len(tile)).forward(tile, phase))
 
     def get_bprop_view(self, dview: Any, phase: Phase = WHOLE) -> Any:
         """Return the gradient of this rank's tile: the adjoint of `get_fprop_view`.
@@ -170,12 +170,12 @@ class GlobalArray:
         -------
         array (n, *own.shape, C)
         """
-        dview = self._taken("dview", dview)
+        dview = self._convert("dview", dview)
         self._check("dview", dview, self.view_shape[1:])
         self._check_call("get_bprop_view", dview)
         if self.plan.trivial:
-            return self._given(dview)
-        return self._given(self.buffer(len(dview)).backward(dview, phase))
+            return self._returned(dview)
+        return self._returned(self.buffer(len(dview)).backward(dview, phase))
 
     def scatter(self, whole: Any) -> Any:
         """Return this rank's tile of a whole array (N, *spatial, C), the same on every rank."""
@@ -183,7 +183,7 @@ class GlobalArray:
             expected = ", ".join(map(str, ("N", *self.global_shape[1:])))
             raise ShapeError(f"array of shape {whole.shape}: expected ({expected})")
         if self.grid.size > 1:
-            self.grid.note_whole("the array given to scatter", to_host(whole))
+            self.grid.note_replicated("the array given to scatter", to_host(whole))
         lo, hi = self.grid.sample_range(len(whole))
         return self.backend.from_host(whole[(slice(lo, hi), *self.own.slices)], self.dtype)
 
@@ -192,7 +192,7 @@ class GlobalArray:
         size, shape = self.grid.size, self.global_shape[1:]
         self.check_tile("tile", tile)
         self.grid.check("gather", {"the shape of samples": shape})
-        return self._moved(tile, self, lambda samples: [Box.of((samples, *shape))] * size)
+        return self._redistribute(tile, self, lambda samples: [Box.of((samples, *shape))] * size)
 
     def redistribute(self, tile: Any, other: GlobalArray) -> Any:
         """Return this rank's tile of another partition, given its tile of this array; one all-to-all.
@@ -213,13 +213,13 @@ class GlobalArray:
         GridError, ShapeError
             On every rank: the grids have different ranks, or the shapes differ.
         """
-        (here, shape), (there, wanted) = ((array.grid.size, array.global_shape[1:]) for array in (self, other))
-        if here != there:
+        (ranks, shape), (other_ranks, expected) = ((array.grid.size, array.global_shape[1:]) for array in (self, other))
+        if ranks != other_ranks:
             raise GridError(
-                f"redistribute: the grids have {here} and {there} ranks; create both on the same communicator"
+                f"redistribute: the grids have {ranks} and {other_ranks} ranks; create both on the same communicator"
             )
-        if shape != wanted:
-            raise ShapeError(f"redistribute: samples of shape {shape} and {wanted}; give arrays of the same shape")
+        if shape != expected:
+            raise ShapeError(f"redistribute: samples of shape {shape} and {expected}; give arrays of the same shape")
         replicas = range(other.grid.replicas)
         self.check_tile("tile", tile)
         self.grid.check("redistribute", {"the shape of samples": shape, "the replicas": len(replicas)})
@@ -227,7 +227,7 @@ class GlobalArray:
         def boxes(samples: int) -> list[Box]:
             return boxes_of((split(samples, len(replicas), at) for at in replicas), other.tiles, other.channels)
 
-        return self._moved(tile, other, boxes)
+        return self._redistribute(tile, other, boxes)
 
     def owned(self, tile: Any) -> Any:
         """Return the part of an array on this rank's tile that no other rank also holds."""
@@ -292,29 +292,29 @@ class GlobalArray:
         self.memory.clear()
         self.remember({key: arrays for key, arrays in memory.items() if arrays})
 
-    def _moved(self, tile: Any, other: GlobalArray, target: Boxes) -> Any:
-        return other.backend.from_host(redistributed(tile, self.grid, self.own, self.extent, target), other.dtype)
+    def _redistribute(self, tile: Any, other: GlobalArray, target: Boxes) -> Any:
+        return other.backend.from_host(redistribute(tile, self.grid, self.own, self.extent, target), other.dtype)
 
-    def _taken(self, name: str, array: Any) -> Any:
+    def _convert(self, name: str, array: Any) -> Any:
         return array if self.reuse else self.backend.real_array(name, array, self.dtype)
 
-    def _given(self, array: Any) -> Any:
+    def _returned(self, array: Any) -> Any:
         return array if self.reuse else array.copy()
 
     def check_tile(self, name: str, tile: Any) -> None:
-        """Raise ShapeError if an array is not this rank's tile, for any number of samples; `name` is the array's."""
+        """Raise ShapeError if the array `name` is not this rank's tile, for any number of samples."""
         self._check(name, tile, self.local_shape[1:])
 
     def _check_call(self, call: str, array: Any) -> None:
-        """Compare, where users call, whether all ranks of the replica make the same call."""
+        """Check that all ranks of the replica make the same call, unless layers call."""
         if not self.reuse:
             facts = {CALL: call, "the window": self.window, "samples": len(array), "channels": array.shape[-1]}
             check_alike(self.grid.world if self.grid.replicas == 1 else self.grid.tile_comm, facts)
 
     def _check(self, name: str, array: Any, expected: tuple[int, ...]) -> None:
         if array.shape[1:] != expected:
-            told = ", ".join(map(str, ("n", *expected)))
-            raise ShapeError(f"{name} of shape {array.shape}: rank {self.grid.rank} expects ({told})")
+            text = ", ".join(map(str, ("n", *expected)))
+            raise ShapeError(f"{name} of shape {array.shape}: rank {self.grid.rank} expects ({text})")
 
 
 class PaddedArray(GlobalArray):

@@ -1,7 +1,7 @@
-"""Cells that are copied from inside, and the adjoint: padding from inside the image, other tiles' from inside the own.
+"""Cells copied from inside, and the adjoint: padding from inside the image, ghost cells from inside the own tile.
 
-Both work on one axis after the other, so that corners come out right. Padding by `reflect` and `replicate` copies cells
-that are in the buffer already (HaloPlan asks for them).
+Both proceed axis by axis, so that corners are correct. Padding by `reflect` and `replicate` copies cells that HaloPlan
+includes in the buffer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def fold_in(buffer: Any, plan: HaloPlan) -> None:
 
 
 def fold_back(gradient: Any, plan: HaloPlan) -> None:
-    """Add the gradient of the cells outside the image to the cells that they were copied from."""
+    """Add the gradient of the cells outside the image to the cells from which they were copied."""
     for target, source in reversed(list(_pairs(plan))):
         gradient[source] += gradient[target]
 
@@ -43,11 +43,10 @@ def _pairs(plan: HaloPlan) -> Iterator[tuple[tuple, tuple]]:
 
 
 def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
-    """Fill cells of other tiles as if the image ended with the own one, which has nothing but zeros if it is empty.
+    """Fill cells of other tiles as if the image ended at the own tile; with zeros if the tile is empty.
 
-    Modes are 'zeros', 'reflect' and 'replicate'. 'zeros' is the window's fill value; where that is infinite (max
-    pooling), a window with no own cell would be infinite too, so the nearest own cell is taken, which changes no other
-    maximum.
+    Modes are 'zeros', 'reflect' and 'replicate'. 'zeros' is the window's fill value; if that is infinite (max pooling),
+    a window without own cells would be infinite, too, so the nearest own cell is used, which changes no other maximum.
     """
     own, constant = plan.own, plan.window.fill
     for piece in plan.receives:
@@ -62,7 +61,7 @@ def fill_locally(buffer: Any, plan: HaloPlan, index: Index, mode: str) -> None:
 
 
 def return_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> None:
-    """Add the gradients of those cells to the own cells that they were copied from."""
+    """Add the gradients of these cells to the own cells from which they were copied."""
     own = plan.own
     if own.empty or (mode == "zeros" and not isinf(plan.window.fill)):
         return
@@ -79,7 +78,7 @@ def return_locally(gradient: Any, plan: HaloPlan, index: Index, mode: str) -> No
 
 
 def _sources(target: Lattice, own: Box, mode: str) -> list[list[int]]:
-    """Return, for every axis, which of the tile's cells those of `target` are copies of."""
+    """Return, for every axis, the cells of the tile from which those of `target` are copied."""
     return [
         [mirror(cell - start, stop - start, mode) for cell in cells]
         for cells, (start, stop) in zip(target.ranges, own.axes(), strict=True)
@@ -87,7 +86,7 @@ def _sources(target: Lattice, own: Box, mode: str) -> list[list[int]]:
 
 
 def mirror(i: int, n: int, mode: str) -> int:
-    """Return the cell of a tile of n that cell i outside of it shows; what is reflected may be so many times."""
+    """Return the cell of a tile of n cells from which cell i is filled; reflection may repeat."""
     if mode != "reflect":
         return min(max(i, 0), n - 1)
     if n == 1:

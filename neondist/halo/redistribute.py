@@ -11,16 +11,16 @@ from ..comm import ProcessGrid, Redistribution
 from ..geometry import Box, Partition
 
 Boxes = Callable[[int], Sequence[Box]]
-"""The box (samples, *spatial, C) of each rank, for so many samples in all."""
+"""Returns the box (samples, *spatial, C) of each rank, given the total number of samples."""
 
 
-def redistributed(tile: Any, grid: ProcessGrid, own: Box, extent: tuple[int, ...], target: Boxes) -> Any:
-    """Return this rank's part of what `target` says, on the host, given its tile; collective over all ranks."""
+def redistribute(tile: Any, grid: ProcessGrid, own: Box, extent: tuple[int, ...], target: Boxes) -> Any:
+    """Return this rank's `target` box on the host, given its tile; collective over all ranks."""
     tiles = grid.partition(extent)
     ends = [0, *accumulate(grid.world.allgather(len(tile))[:: grid.shape.tiles])]
     cut = boxes_of(pairwise(ends), tiles, tile.shape[-1])
-    mine = tiles.box(grid.tile).relative_to(own)  # of tiles that overlap
-    part = to_host(tile)[(slice(None), *mine.slices)]
+    own_cells = tiles.box(grid.tile).relative_to(own)  # tiles may overlap
+    part = to_host(tile)[(slice(None), *own_cells.slices)]
     return Redistribution(grid.world.all_to_all, grid.rank, cut, target(ends[-1])).forward(part)
 
 

@@ -1,4 +1,4 @@
-"""First values of parameters."""
+"""Initialisers of parameters."""
 
 from .base import Initializer
 from .rules import Constant, FanInNormal, FanInUniform, Gaussian, GlorotUniform, Uniform

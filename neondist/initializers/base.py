@@ -1,4 +1,4 @@
-"""First values of parameters, keyed by global index so that any tile can make its own."""
+"""Base class of initialisers, whose values are functions of the global index, so that each tile computes its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The usual rules for first values."""
+"""Standard initialisers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Files: written whole or not at all, and not believed before they are looked at.
+"""Files: written atomically, and verified before they are used.
 
-files: text and folders. hdf5: HDF5 files with checksums of ours. checkpoint: whole arrays that any number of ranks
-writes and reads. output: the folder of a run; lock: one run at a time in it; environment: what it ran on.
+files: text and folders. hdf5: HDF5 files with checksums. checkpoint: global arrays, written and read by any number of
+ranks. output: run folders; lock: exclusive access to them; environment: versions, hosts and threads of a run.
 """

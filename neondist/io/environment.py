@@ -1,4 +1,4 @@
-"""environment.json: what a run ran on."""
+"""environment.json: versions, hosts and threads of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..version import versions
 
 
 def environment(grid: ProcessGrid, **extra: Any) -> dict[str, Any]:
-    """Return versions, ranks, grid, hosts and threads, and what is given beside; collective, for rank 0 to write."""
+    """Return versions, ranks, grid, hosts, threads and `extra` values, for rank 0 to write; collective."""
     hosts = Counter(grid.world.allgather(socket.gethostname()))
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -35,7 +35,7 @@ def environment(grid: ProcessGrid, **extra: Any) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the processor's name."""
+    """Return the processor model."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -43,12 +43,12 @@ def processor() -> str:
 
 
 def to_json(values: dict[str, Any]) -> str:
-    """Return readable JSON; what JSON does not know is written as text."""
+    """Return indented JSON; values of other types are converted to text."""
     return json.dumps(values, indent=2, default=str) + "\n"
 
 
 def _pools() -> dict[str, int]:
-    """Return the threads of each numerical library of this rank."""
+    """Return the number of threads of each numerical library on this rank."""
     try:
         from threadpoolctl import threadpool_info
     except ImportError:

@@ -1,7 +1,7 @@
-"""The one way in which files are written: whole or not at all, and what the file system refuses is an OutputError.
+"""Atomic writing of files; errors of the file system become OutputError.
 
-write_text, write_figure: a whole file. replacing: one that is written piece by piece. append: more lines. Draft is what
-they are made of, for those who have to go on while other ranks send.
+write_text, write_figure: a whole file. replacing: a file written in pieces. append: add lines. Draft: the underlying
+class, for callers that must not raise while other ranks send.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ REMEDY = "free disk space or check permissions, or choose another path"
 
 
 def partial(path: Path) -> Path:
-    """Return where a file is written before it gets its name."""
+    """Return the temporary path of a file that is being written."""
     return path.with_name(path.name + ".partial")
 
 
 class Draft:
-    """A new file beside its place, open for reading and writing, that gets its name when it is complete.
+    """New file under a temporary name, open for reading and writing, that is renamed when it is complete.
 
-    What was there under the name stays until then. A draft that a killed process has left is removed; nothing is opened
-    that is there already, so that a link in its place leads nowhere.
+    An existing file stays until then. A draft left by a killed process is removed; existing files are never opened, so
+    links are not followed.
 
     Parameters
     ----------
     path : the file
-    part : its name until it is complete, default that of `partial`
+    part : temporary path, default that of `partial`
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Draft:
     Raises
     ------
     OSError
-        It cannot be made; `finish` raises it too.
+        If it cannot be created, or in `finish`, cannot be written.
     """
 
     def __init__(self, path: Path, part: Path | None = None) -> None:
@@ -52,33 +52,33 @@ class Draft:
         except FileExistsError:
             self.part.unlink()
             self.file = open(self.part, "xb+")  # noqa: SIM115
-        self._who, self._named = os.fstat(self.file.fileno()), False
+        self._identity, self._published = os.fstat(self.file.fileno()), False
 
     def finish(self) -> None:
-        """Give the file its name, once its content is on the disk."""
+        """Flush the file to disk, and give it its name."""
         self.file.flush()
         os.fsync(self.file.fileno())
-        give_name(self.part, self.path, self._who)
-        self._named = True
+        give_name(self.part, self.path, self._identity)
+        self._published = True
         self.file.close()
 
     def discard(self) -> None:
-        """Leave nothing behind, after an error; after `finish`, do nothing."""
+        """Remove the file after an error; after `finish`, do nothing."""
         with suppress(OSError):
-            if not self._named and os.path.samestat(self._who, os.lstat(self.part)):
+            if not self._published and os.path.samestat(self._identity, os.lstat(self.part)):
                 self.part.unlink()
         with suppress(OSError):
             self.file.close()
 
 
-def give_name(part: Path, path: Path, who: os.stat_result) -> None:
-    """Give the file `part`, whose content is on the disk, its name; OSError if it is not that of `who`."""
-    if path.exists() and not (path.is_file() or path.is_dir()):  # of a folder, os.replace tells
+def give_name(part: Path, path: Path, identity: os.stat_result) -> None:
+    """Rename the file `part`, whose content is on disk, to `path`; OSError if it is not the file `identity`."""
+    if path.exists() and not (path.is_file() or path.is_dir()):  # os.replace reports folders
         raise OSError(errno.EEXIST, "it exists and is not a regular file", str(path))
-    if not os.path.samestat(who, os.lstat(part)):
+    if not os.path.samestat(identity, os.lstat(part)):
         raise OSError(errno.EBUSY, "another process is writing it", str(path))
     os.replace(part, path)
-    if os.name == "posix":  # the folder's entry as well, so that a crash cannot lose the new name
+    if os.name == "posix":  # sync the folder, so that a crash cannot lose the new name
         entry = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(entry)
@@ -87,16 +87,16 @@ def give_name(part: Path, path: Path, who: os.stat_result) -> None:
 
 
 @contextmanager
-def file_errors(path: Path, what: str = "cannot be written", remedy: str = REMEDY) -> Iterator[None]:
-    """Raise OutputError for what the file system refuses in the block: the path, what failed, the remedy."""
+def file_errors(path: Path, problem: str = "cannot be written", remedy: str = REMEDY) -> Iterator[None]:
+    """Convert OSError into OutputError with the path, the problem and the remedy."""
     try:
         yield
     except OSError as error:
-        raise OutputError(f"{path}: {what} ({reason(error)}); {remedy}") from error
+        raise OutputError(f"{path}: {problem} ({reason(error)}); {remedy}") from error
 
 
 def reason(error: BaseException) -> str:
-    """Return in a few words why the file system, or HDF5, has refused something."""
+    """Return a short description of an error of the file system or of HDF5."""
     number = getattr(error, "errno", None)
     text = str(getattr(error, "strerror", None) or error).split("\n")[0]
     return os.strerror(number) if number and number not in (errno.EEXIST, errno.EBUSY) else text
@@ -104,12 +104,12 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file to write to, which replaces that at `path` if the block ends well; else that stays.
+    """Yield a new file, which replaces the one at `path` unless the block raises.
 
     Raises
     ------
     OutputError
-        It cannot be written.
+        If it cannot be written.
     """
     with file_errors(path):
         draft = Draft(path)
@@ -121,39 +121,39 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all; OutputError if that fails."""
+    """Write a file atomically; OutputError if that fails."""
     with replacing(path) as file:
         file.write(text.encode())
 
 
 def can_draw() -> bool:
-    """Return whether matplotlib is there, whose figures are written."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def write_figure(path: Path, figure: Any, dpi: int = 120) -> None:
-    """Write a figure of matplotlib as the format that the name ends with; OutputError if that fails."""
+    """Write a matplotlib figure in the format of the suffix; OutputError if that fails."""
     with replacing(path) as file:
         figure.savefig(file, dpi=dpi, format=path.suffix[1:])
 
 
 def append(path: Path, text: str) -> None:
-    """Add lines to a file; OutputError if that fails, and then no piece of them stays."""
+    """Append lines to a file; OutputError if that fails, and then none of them is kept."""
     with file_errors(path):
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
         with open(os.open(path, flags, 0o666), "ab", buffering=0) as file:
-            before = os.fstat(file.fileno()).st_size
+            size = os.fstat(file.fileno()).st_size
             rest = memoryview(text.encode())
             try:
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError:
                 with suppress(OSError):
-                    os.ftruncate(file.fileno(), before)
+                    os.ftruncate(file.fileno(), size)
                 raise
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, unless it is there; OutputError if that fails."""
+    """Create a folder and its parents unless it exists; OutputError if that fails."""
     with file_errors(path, "the folder cannot be created"):
         path.mkdir(parents=True, exist_ok=True)

@@ -23,24 +23,24 @@ _LARGEST = 1 << 24  # bytes
 
 
 class GenerationLog:
-    """The log of a run, which this process appends to.
+    """Log of a run, to which this process appends.
 
     Parameters
     ----------
     folder : Path
-        Of the run.
+        Run folder.
     resumed : bool
-        The log of a resumed run is continued; otherwise it is rewritten.
+        Whether to continue the existing log; otherwise it is replaced.
 
     Attributes
     ----------
     key : str
-        Random name of the run, under which nodes keep its snapshots.
+        Random key of the run, under which nodes store its snapshots.
 
     Raises
     ------
     OutputError
-        It cannot be written.
+        If it cannot be written.
     """
 
     def __init__(self, folder: Path, resumed: bool = False) -> None:
@@ -56,26 +56,26 @@ class GenerationLog:
         append(self.path, format_event(event, **fields))
 
     def note(self, event: str, **fields: Any) -> None:
-        """Append an event if the file can be written; where it cannot, the run matters more."""
+        """Append an event, ignoring errors, so that the run continues."""
         with suppress(OutputError):
             self.add(event, **fields)
 
 
 def format_event(event: str, **fields: Any) -> str:
-    """Return an event as a line of the file."""
+    """Format an event as a line of the file."""
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
     return json.dumps({"time": now, "event": event, **fields}) + "\n"
 
 
 def read_run_key(folder: Path) -> str:
-    """Return the key of the run in a folder, '' if it has none."""
+    """Return the key of the run in a folder, or ''."""
     keys = [str(one.get("key", "")) for one in read_events(folder) if one["event"] == "run"]
     return keys[-1] if keys and re.fullmatch("[0-9a-f]{32}", keys[-1]) else ""
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the events of a run, in order; lines that are none are left out."""
-    path, found = folder / GENERATIONS, []
+    """Return the events of a run, in order, without invalid lines."""
+    path, events = folder / GENERATIONS, []
     if not path.is_file():
         return []
     for text in read_bytes(path, _LARGEST, folder).decode(errors="replace").splitlines():
@@ -84,5 +84,5 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(values, dict) and isinstance(values.get("event"), str):
-            found.append(values)
-    return found
+            events.append(values)
+    return events

@@ -1,4 +1,4 @@
-"""Journal of the completed parts of a long job: a few bytes for each, valid whenever the job is killed."""
+"""Journal of the completed parts of a long job: a few bytes each, consistent whenever the job is killed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _TITLE = "neondist journal 1"
 
 
 class Journal:
-    """A text file: what the job is, and a line for each part that is done.
+    """Text file with a description of the job and one line per completed part.
 
-    A line is complete or nothing, whoever else writes: it ends with its own checksum.
+    Each line ends with its own checksum, so that incomplete lines are ignored.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class Journal:
     Attributes
     ----------
     job : dict or None
-        What is said there of the job; None: nothing.
+        Description of the job in the file; None if there is none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,31 +38,31 @@ class Journal:
             text = read_bytes(path).decode(errors="replace") if path.exists() else ""
             lines = text.split("\n") if text else []
         try:
-            found = json.loads(lines[0]) if lines else None
+            header = json.loads(lines[0]) if lines else None
         except ValueError:
-            found = None
-        if isinstance(found, dict) and found.pop("title", None) == _TITLE:
-            self.job, self._key = found, zlib.crc32(lines[0].encode())
-            words = (line.split(" ") for line in lines[1:-1])  # what follows the last line break is not complete
+            header = None
+        if isinstance(header, dict) and header.pop("title", None) == _TITLE:
+            self.job, self._key = header, zlib.crc32(lines[0].encode())
+            words = (line.split(" ") for line in lines[1:-1])  # text after the last line break is incomplete
             self._done = {int(word[0]) for word in words if word == [word[0], self._crc(word[0])]}
 
     def done(self, job: dict[str, Any], overwrite: bool) -> set[int]:
-        """Return the numbers of the parts that are done.
+        """Return the numbers of the completed parts.
 
         Parameters
         ----------
         job : dict
-            By what it is called, what all parts follow from; plain JSON.
+            Named values that determine the results, as plain JSON.
         overwrite : bool
-            Nothing is done if the journal is of another job.
+            Whether to start over if the journal belongs to another job.
 
         Raises
         ------
         OutputError
-            It is of another job; what differs is named.
+            If it belongs to another job; names the values that differ.
         """
-        wanted = json.loads(json.dumps(job))
-        differ = [] if self.job is None else [name for name in wanted if wanted[name] != self.job.get(name)]
+        expected = json.loads(json.dumps(job))
+        differ = [] if self.job is None else [name for name in expected if expected[name] != self.job.get(name)]
         if differ and not overwrite:
             raise OutputError(
                 f"{self.path}: belongs to a job with another {' and another '.join(differ)}; give the same to"
@@ -72,21 +72,21 @@ class Journal:
 
     @property
     def empty(self) -> bool:
-        """Whether no part was done when the journal was read."""
+        """Whether no part was completed when the journal was read."""
         return not self._done
 
     def begin(self, job: dict[str, Any]) -> None:
-        """Write that nothing is done of a job."""
+        """Start the journal of a job without completed parts."""
         text = json.dumps({"title": _TITLE, **job})
         write_text(self.path, text + "\n")
         self.job, self._key, self._done = job, zlib.crc32(text.encode()), set()
 
     def add(self, number: int) -> None:
-        """Note that a part is done, whose data is on the disk."""
+        """Record a completed part, whose data is on disk."""
         append(self.path, f"{number} {self._crc(str(number))}\n")
 
     def remove(self) -> None:
-        """The job is done."""
+        """Remove the journal of a completed job."""
         with file_errors(self.path, "cannot be removed"):
             os.unlink(self.path)
 

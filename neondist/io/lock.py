@@ -1,9 +1,9 @@
-"""One run at a time in a folder, or at a file.
+"""Exclusive locks on run folders and output files.
 
-The lock is the kernel's (flock) on a file in the folder, so it goes with the process that holds it, however that ends:
-none is ever stale. NFS passes it to the server, so that other machines see it too; mounted with nolock or local_lock it
-guards against runs of the same machine only. Where a file system has no such locks (ENOLCK, ENOSYS), what the file says
-decides: a process of this machine that is gone holds nothing, one of another machine is believed.
+A lock is a kernel lock (flock) on a file, which is released when its process ends, so it never becomes stale. NFS
+forwards it to the server, so that other machines see it too; mounted with nolock or local_lock, it excludes only
+processes of the same machine. On file systems without locks (ENOLCK, ENOSYS), the content of the file decides: a
+process of this machine that has ended holds nothing, one of another machine is assumed to be alive.
 """
 
 from __future__ import annotations
@@ -24,58 +24,58 @@ from .regular_file import read_bytes
 
 try:
     import fcntl
-except ImportError:  # no POSIX: what the file says has to do
+except ImportError:  # not POSIX: the content of the file decides
     fcntl = None  # type: ignore[assignment]
 
 NAME = ".neondist-lock"
 PATIENCE = 5.0
-"""seconds in which a run that has just been killed may still end"""
+"""seconds to wait for a run that has just been killed to end"""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class Lock:
-    """Exclusive lock of this process on what it writes, from construction until `release`.
+    """Exclusive lock of this process, held from construction until `release`.
 
     Parameters
     ----------
-    path : of the lock's file
-    what : path
-        What is locked, for messages.
+    path : of the lock file
+    target : path
+        The locked folder or file, for messages.
     other : str
-        What to choose instead, for messages.
+        The suggested alternative, for messages.
 
     Raises
     ------
     OutputError
-        Another run holds it, or the lock's file cannot be written.
+        If another run holds it, or the lock file cannot be written.
     """
 
-    def __init__(self, path: Path, what: Path, other: str) -> None:
-        self.path, self.what, self.other = path, what, other
+    def __init__(self, path: Path, target: Path, other: str) -> None:
+        self.path, self.target, self.other = path, target, other
         end = time.monotonic() + PATIENCE
-        while not self._taken():
+        while not self._acquire():
             if time.monotonic() >= end:
                 raise OutputError(
-                    f"{what}: in use by another run ({_holder(path)}); wait until it ends, or choose another {other}"
+                    f"{target}: in use by another run ({_holder(path)}); wait until it ends, or choose another {other}"
                 )
             time.sleep(0.1)
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the lock."""
         with suppress(OSError):
-            self.path.unlink()  # before the lock is released, so that no other process's file is removed
+            self.path.unlink()  # before unlocking, so that no other process's file is removed
         with suppress(OSError):
             os.close(self._descriptor)
 
-    def _taken(self) -> bool:
-        with file_errors(self.what, "cannot be written to", f"choose another {self.other}"):
+    def _acquire(self) -> bool:
+        with file_errors(self.target, "cannot be written to", f"choose another {self.other}"):
             flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
             self._descriptor = os.open(self.path, flags, 0o644)
             taken = False
             try:
-                taken = self._lock()
+                taken = self._try_lock()
                 if taken:
-                    self._say()
+                    self._write_holder()
             except BaseException:
                 if taken:
                     self.release()
@@ -86,7 +86,7 @@ class Lock:
             os.close(self._descriptor)
         return taken
 
-    def _lock(self) -> bool:
+    def _try_lock(self) -> bool:
         try:
             if fcntl is None:
                 raise OSError(errno.ENOSYS, "no locks")
@@ -96,14 +96,14 @@ class Lock:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            return not _alive(_read(self.path))
+            return not _is_alive(_read(self.path))
         try:  # the holder may have removed the file between our open and our lock
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
         except FileNotFoundError:
             return False
 
-    def _say(self) -> None:
-        """Write who holds the lock."""
+    def _write_holder(self) -> None:
+        """Write the holder of the lock."""
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         text = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": since})
         os.ftruncate(self._descriptor, 0)
@@ -111,34 +111,34 @@ class Lock:
 
 
 class FolderLock(Lock):
-    """A folder that this process alone writes a run to."""
+    """Exclusive lock on a run folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / NAME, folder, "folder with --output")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what a lock's file says; nothing, if it is empty or no such file."""
+    """Return the content of a lock file; {} if it is empty, missing or invalid."""
     try:
-        found = json.loads(read_bytes(path)[:1000])
+        holder = json.loads(read_bytes(path)[:1000])
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _holder(path: Path) -> str:
-    said = {"process": "unknown", "host": "unknown", "since": "unknown"} | _read(path)
-    return f"process {said['process']} on {said['host']}, since {said['since']}"
+    holder = {"process": "unknown", "host": "unknown", "since": "unknown"} | _read(path)
+    return f"process {holder['process']} on {holder['host']}, since {holder['since']}"
 
 
-def _alive(said: dict[str, Any]) -> bool:
-    """Return whether the process that a lock's file names may still be there."""
-    if said.get("host") != socket.gethostname() or not isinstance(said.get("process"), int):
-        return bool(said)
-    if said["process"] == os.getpid():
+def _is_alive(holder: dict[str, Any]) -> bool:
+    """Return whether the process named by a lock file may still be running."""
+    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("process"), int):
+        return bool(holder)
+    if holder["process"] == os.getpid():
         return True
     try:
-        os.kill(said["process"], 0)
+        os.kill(holder["process"], 0)
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):

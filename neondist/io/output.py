@@ -1,4 +1,4 @@
-"""The folder that a run writes to."""
+"""Run folders: the files of a run."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ CHECKPOINT = "checkpoint.h5"
 EVALUATIONS = "evaluations.jsonl"
 TASKS = "tasks.sqlite"
 RECOVERY = "servers"
-"""The folder, in that of a run, of the checkpoints of its servers, with its queue."""
+"""Subfolder with the checkpoints of parameter servers and the task queue."""
 BEST = "checkpoint_best.h5"
 WEIGHTS = "weights.safetensors"
 COMPLETE = "complete.json"
-"""The mark of a run that has nothing left to train."""
+"""Marker file of a completed run."""
 STAGES = "pretrain_*.h5"
 CHECKPOINTS = (STAGES, "checkpoint-*.h5", CHECKPOINT)
 GENERATIONS = "generations.jsonl"
 LOGS = {"metrics.jsonl": 0, "pretrain.jsonl": 1}
-"""The logs of epochs, and how many records of each are written before anything is trained and can be resumed."""
+"""Epoch logs, and the number of records each has before the first resumable state."""
 LONGEST = 1 << 24
-"""Bytes of a line that are read at most."""
+"""Maximal number of bytes that are read of a line."""
 FILES = (
     "experiment.yaml",
     "environment.json",
@@ -54,30 +54,30 @@ FILES = (
     "worst.npz",
     "report.html",
 )
-"""All that a run may write; * stands for the number of a stage or of a step."""
+"""All files of a run; * is the number of a stage or step."""
 
 
 def prepare(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> None:
-    """Make the folder and find out whether a run may write there, on rank 0; collective.
+    """Create the folder and check that a run may write there, on rank 0; collective.
 
     Raises
     ------
     UserError
-        On every rank: OutputError if nothing can be written there, or another run does; ConfigError if an earlier run
-        would be lost; DataError if there is nothing to resume.
+        On every rank: OutputError if the folder cannot be written or another run uses it; ConfigError if an earlier run
+        would be lost; DataError if there is no run to resume.
     """
-    with held(world, folder, resume, overwrite):
+    with lock_folder(world, folder, resume, overwrite):
         pass
 
 
 @contextmanager
-def held(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> Iterator[None]:
-    """Have the folder for one run alone while the block runs; collective. It raises what `prepare` does."""
+def lock_folder(world: Transport, folder: Path, resume: bool | str = False, overwrite: bool = False) -> Iterator[None]:
+    """Lock the folder for this run while the block runs; collective. Raise as `prepare`."""
     lock: FolderLock | None = None
-    made: list[Path] = []
+    created: list[Path] = []
     with all_or_none(world):
         if world.rank == 0:
-            made = missing(folder)
+            created = missing_folders(folder)
             if resume is True and not folder.exists():
                 raise DataError(f"{folder}: no run to resume; check --output, or give --resume auto")
             make_folder(folder)
@@ -96,27 +96,27 @@ def held(world: Transport, folder: Path, resume: bool | str = False, overwrite: 
     except BaseException:
         if lock is not None:
             lock.release()
-        remove_empty(made)
+        remove_empty(created)
         raise
     if lock is not None:
         lock.release()
 
 
-def missing(folder: Path) -> list[Path]:
-    """Return the folder and those above it that do not exist, the innermost first."""
+def missing_folders(folder: Path) -> list[Path]:
+    """Return the folder and its parents that do not exist, the innermost first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def remove_empty(folders: Sequence[Path]) -> None:
-    """Remove folders that are empty."""
+    """Remove the folders that are empty."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
 
 
 @contextmanager
-def discarded_untrained(world: Transport, folder: Path | None, is_untrained: Callable[[], bool]) -> Iterator[None]:
-    """Remove the files of a run that bad data end before its first step, so that they do not count as a run."""
+def discard_untrained(world: Transport, folder: Path | None, is_untrained: Callable[[], bool]) -> Iterator[None]:
+    """Remove the files of a run that a DataError ends before its first step, so that it does not count as a run."""
     try:
         yield
     except DataError:
@@ -126,15 +126,15 @@ def discarded_untrained(world: Transport, folder: Path | None, is_untrained: Cal
 
 
 def has_run(folder: Path) -> bool:
-    """Return whether there is anything of a run that is worth keeping: a checkpoint, or the record of an epoch."""
+    """Return whether the folder has results of a run: a checkpoint, or the record of an epoch."""
     with file_errors(folder, "cannot be read"):
-        return any(_lines(folder / name) > untrained for name, untrained in LOGS.items()) or any(
+        return any(_count_lines(folder / name) > untrained for name, untrained in LOGS.items()) or any(
             path for name in CHECKPOINTS for path in folder.glob(name)
         )
 
 
-def _lines(log: Path) -> int:
-    """Return how many lines a file has, up to two."""
+def _count_lines(log: Path) -> int:
+    """Return the number of lines of a file, at most 2."""
     if not log.is_file():
         return 0
     with open_regular(log, log.parent) as file:
@@ -142,7 +142,7 @@ def _lines(log: Path) -> int:
 
 
 def is_new(folder: Path) -> bool:
-    """Return whether a run has begun here, or was about to, and is worth nothing yet."""
+    """Return whether the folder is empty, or has a run without results."""
     if has_run(folder):
         return False
     others = [
@@ -154,9 +154,9 @@ def is_new(folder: Path) -> bool:
 
 
 def clear(folder: Path, keep: Collection[str] = ()) -> None:
-    """Remove the files of an earlier run but those to `keep`, and nothing else.
+    """Remove the files of an earlier run except those in `keep`.
 
-    Its checkpoint goes last: until then the run can be resumed.
+    Checkpoints are removed last: until then, the run can be resumed.
     """
     for name in (*(name for name in FILES if name not in (*CHECKPOINTS, *keep)), *CHECKPOINTS):
         for path in folder.glob(name):
@@ -164,7 +164,7 @@ def clear(folder: Path, keep: Collection[str] = ()) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what an earlier run has left half written."""
+    """Remove partially written files of an earlier run."""
     for name in FILES:
         for path in folder.glob(partial(Path(name)).name):
             _remove(path)
@@ -175,6 +175,6 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def present(folder: Path) -> list[Path]:
-    """Return the files of a run that are there."""
+def output_files(folder: Path) -> list[Path]:
+    """Return the existing files of a run."""
     return [path for name in FILES for path in sorted(folder.glob(name)) if path.is_file()]

@@ -1,4 +1,4 @@
-"""Sizes of packed bytes: what they unpack to, before a library makes room for it."""
+"""Decompressed sizes of compressed bytes, determined before a library allocates memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 _MOST_PACKED = 1032
-"""bytes that deflate packs into one, at most"""
+"""maximal compression ratio of deflate"""
 _UNHARMFUL = 1 << 28
-"""bytes that unpacking may take, whatever the cells"""
+"""decompressed size in bytes that is always accepted"""
 _STREAMS: dict[str, Callable[[], Any]] = {
     "gzip": lambda: zlib.decompressobj(47), "zlib": lambda: zlib.decompressobj(47),
     "bz2": bz2.BZ2Decompressor, "lzma": lzma.LZMADecompressor,
@@ -23,52 +23,52 @@ _ZSTD, _ZSTD_SKIPPED = 0xFD2FB528, 0x184D2A50
 
 
 def unpacked_size(codec: str, raw: bytes | memoryview, most: int) -> int | None:
-    """Return the number of bytes that packed ones unpack to; once it exceeds `most`, some number above that.
+    """Return the size after decompression; if it exceeds `most`, any larger number.
 
     Parameters
     ----------
     codec : str
-        'gzip', 'zlib', 'bz2', 'lzma', 'zstd', 'blosc', 'lz4' (of numcodecs) or 'lzf'; of others, None is returned.
+        'gzip', 'zlib', 'bz2', 'lzma', 'zstd', 'blosc', 'lz4' (of numcodecs) or 'lzf'; for others, None is returned.
     raw : bytes
-        0 is returned if they are damaged or incomplete, as far as that shows.
+        If they are recognised as damaged or incomplete, 0 is returned.
     most : int
     """
     try:
         if codec in _STREAMS:
-            return _of_streams(_STREAMS[codec], raw, most)
+            return _streams_size(_STREAMS[codec], raw, most)
         return _KINDS[codec](raw, most) if codec in _KINDS else None
     except (zlib.error, OSError, ValueError, EOFError, lzma.LZMAError, IndexError):
         return 0
 
 
 def deflate_fits(size: int, most: int) -> bool:
-    """Return whether so many bytes of deflate cannot unpack to more than `most`, or to what does harm."""
+    """Return whether `size` bytes of deflate decompress to at most `most` bytes, or to an always accepted size."""
     return _MOST_PACKED * size <= max(most, _UNHARMFUL)
 
 
-def _of_streams(make: Callable[[], Any], raw: bytes | memoryview, most: int) -> int:
-    """Return the size of streams of the standard library, unpacked piece by piece; they may follow each other."""
+def _streams_size(make: Callable[[], Any], raw: bytes | memoryview, most: int) -> int:
+    """Return the size of consecutive streams of the standard library, decompressed in pieces."""
     size, rest = 0, bytes(raw)
     while True:
         stream = make()
         while not stream.eof and size <= most:
-            found = len(stream.decompress(rest, _AT_ONCE))
+            count = len(stream.decompress(rest, _AT_ONCE))
             rest = getattr(stream, "unconsumed_tail", b"")
-            size += found
-            if not found and not stream.eof and not rest and getattr(stream, "needs_input", True):
+            size += count
+            if not count and not stream.eof and not rest and getattr(stream, "needs_input", True):
                 return 0  # incomplete
         rest = stream.unused_data
         if size > most or not rest:
             return size
         with suppress(zlib.error, OSError, ValueError, lzma.LZMAError):
-            more = make()
-            more.decompress(rest, 1)
+            following = make()
+            following.decompress(rest, 1)
             continue
-        return size  # bytes that belong to nothing
+        return size  # trailing bytes
 
 
-def _of_zstd(raw: bytes | memoryview, most: int) -> int:
-    """Return the size of frames of Zstandard; where one does not tell its own, what its blocks can have at most."""
+def _zstd_size(raw: bytes | memoryview, most: int) -> int:
+    """Return the size of Zstandard frames; for frames without a size, the maximal size of their blocks."""
     at = size = 0
     while at < len(raw) and size <= most:
         kind = int.from_bytes(raw[at : at + 4], "little")
@@ -81,29 +81,29 @@ def _of_zstd(raw: bytes | memoryview, most: int) -> int:
         single, code = flags >> 5 & 1, flags >> 6
         at += 5 + (not single) + (0, 1, 2, 4)[flags & 3]
         count = (single, 2, 4, 8)[code]
-        told = int.from_bytes(raw[at : at + count], "little") + 256 * (code == 1) if count else None
-        at, found, last = at + count, 0, False
-        while not last and found <= most:
+        declared = int.from_bytes(raw[at : at + count], "little") + 256 * (code == 1) if count else None
+        at, bound, last = at + count, 0, False
+        while not last and bound <= most:
             header = int.from_bytes(raw[at : at + 3], "little")
             last, kind, length = bool(header & 1), header >> 1 & 3, header >> 3
             at += 3 + (1 if kind == 1 else length)
-            found += length if kind < 2 else _LONGEST_BLOCK
+            bound += length if kind < 2 else _LONGEST_BLOCK
             if at > len(raw):
                 return 0
-        size += found if told is None else told
+        size += bound if declared is None else declared
         at += 4 * (flags >> 2 & 1)
     return size
 
 
-def _of_blosc(raw: bytes | memoryview, most: int) -> int:
+def _blosc_size(raw: bytes | memoryview, most: int) -> int:
     whole = len(raw) >= max(_BLOSC_HEADER, int.from_bytes(raw[12:16], "little"))
     return int.from_bytes(raw[4:8], "little") if whole else 0
 
 
-def _of_lzf(raw: bytes | memoryview, most: int) -> int:
-    """Return the size of LZF, of which each run tells its own."""
+def _lzf_size(raw: bytes | memoryview, most: int) -> int:
+    """Return the size of LZF, the sum over its runs."""
     with suppress(ImportError, RuntimeError):
-        import imagecodecs  # many times as fast
+        import imagecodecs  # many times faster
 
         return len(imagecodecs.lzf_decode(bytes(raw), out=most + 1))
     at = size = 0
@@ -119,5 +119,6 @@ def _of_lzf(raw: bytes | memoryview, most: int) -> int:
 
 
 _KINDS: dict[str, Callable[[bytes | memoryview, int], int]] = {
-    "zstd": _of_zstd, "blosc": _of_blosc, "lzf": _of_lzf, "lz4": lambda raw, most: int.from_bytes(raw[:4], "little"),
+    "zstd": _zstd_size, "blosc": _blosc_size, "lzf": _lzf_size,
+    "lz4": lambda raw, most: int.from_bytes(raw[:4], "little"),
 }  # fmt: skip

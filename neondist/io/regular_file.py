@@ -1,6 +1,6 @@
-"""The one way in which files are opened to be read: regular files, and none that a link leads to out of its folder.
+"""Opening of files for reading: regular files only, and optionally no links that point outside a folder.
 
-A named pipe or a socket blocks its reader for ever, a device may have no end, and reading a terminal stops a job.
+Named pipes and sockets block the reader forever, devices may be endless, and reading a terminal stops a job.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import BinaryIO
 from ..errors import DataError
 
 LARGEST = 1 << 30
-"""bytes of a file that is read whole"""
+"""default limit in bytes for files that are read whole"""
 _OTHERS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 _FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def open_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> BinaryIO:
-    """Open a regular file for reading; what was opened is checked, not only the name.
+    """Open a regular file for reading; the open file is checked as well as the path.
 
     Parameters
     ----------
     path : path
     root : path, optional
-        The folder that the file belongs to, such as a run or a Zarr store: links out of it are refused.
+        Folder that contains the file, such as a run or a Zarr store: links that point outside it are refused.
 
     Raises
     ------
     OSError
-        As `open`: it is missing, a folder, or without permission.
+        As `open`: if it is missing, a folder, or not readable.
     DataError
-        It is a pipe, a socket or a device, or lies outside of `root`.
+        If it is a pipe, a socket or a device, or lies outside `root`.
     """
     place = os.fspath(path)
     if root is not None:
         place, folder = os.path.realpath(path), os.path.realpath(root)
         if not Path(place).is_relative_to(folder):
             raise DataError(f"{path}: is a link that points outside {root}; put the file itself there")
-    _require_regular(path, os.stat(place))  # before it is opened, which rewinds a tape
+    _require_regular(path, os.stat(place))  # before opening, which would rewind a tape
     file = open(place, "rb", opener=lambda name, flags: os.open(name, flags | _FLAGS))  # noqa: SIM115
     try:
         _require_regular(path, os.fstat(file.fileno()))
@@ -51,7 +51,7 @@ def open_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | No
 
 
 def check_regular(path: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> None:
-    """Raise what `open_regular` does, for libraries that open a file by its name."""
+    """Raise as `open_regular`, for libraries that open files by name."""
     open_regular(path, root).close()
 
 
@@ -64,9 +64,9 @@ def read_bytes(path: str | os.PathLike[str], most: int = LARGEST, root: str | os
     return content
 
 
-def _require_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
-    if stat.S_ISDIR(found.st_mode):
+def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if not stat.S_ISREG(found.st_mode):
-        what = _OTHERS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise DataError(f"{path}: is {what}, which is not supported; give a regular file")
+    if not stat.S_ISREG(status.st_mode):
+        kind = _OTHERS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise DataError(f"{path}: is {kind}, which is not supported; give a regular file")

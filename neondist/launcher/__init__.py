@@ -1,16 +1,16 @@
-"""Jobs of ranks: starting mpirun, watching it, and ending it without a trace.
+"""Start and supervision of MPI jobs: mpirun, its monitoring, and its cleanup.
 
-`neondist run -n 4` goes through it in this order:
+`neondist run -n 4` uses these modules in order:
 
-ranks: where a command's ranks come from: an MPI job, mpirun, threads of this process, or this process alone.
-launch: mpirun with the same command; what its ranks are told. mpirun: which one, and its options. pinning: their cores.
-supervise: signals go to mpirun, its exit code comes back. filter_mpirun: its output, less its own messages.
-parent_watch: no process outlives its parent. cleanup: nor do files; `comm.segments`: in the ranks.
-members: the hosts of a job, and how many ranks. generations: after a loss, or a change of hosts, the job goes on.
-restarts: from which checkpoint. snapshots: until when nodes keep theirs.
-fork_server: processes of a job with servers that have no imports left to do.
-report: an error is printed once, and ends all ranks.
-tell_mpi: a process of `neondist doctor`, which MPI may end or hang.
+ranks: source of a command's ranks: an MPI job, mpirun, threads of this process, or this process alone.
+launch: mpirun with the same command on every rank. mpirun: its executable and options. pinning: CPU affinity of ranks.
+supervise: forwards signals to mpirun, returns its exit code. filter_mpirun: removes mpirun's own messages from output.
+parent_watch: ends processes with their parent. cleanup: removes files; `comm.segments`: in the ranks.
+members: hosts and number of ranks. generations: continue a job after a loss or a change of hosts.
+restarts: checkpoint to resume from. snapshots: lifetime of snapshots on nodes.
+fork_server: forks processes of jobs with servers from one that has imported their modules.
+report: prints an error once, and ends all ranks.
+mpi_probe, import_probe: processes of `neondist doctor`, in which MPI or an import may crash or hang.
 
-`arguments` is a command as `neondist.cli.arguments` parses it: its words, what they mean, and what its parser sets.
+`arguments` is a command parsed by `neondist.cli.arguments`: its words, their values, and defaults of its parser.
 """

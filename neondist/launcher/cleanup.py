@@ -1,7 +1,7 @@
-"""A job's files go with it, even if mpirun or this process is killed: Open MPI's.
+"""Removal of Open MPI's files after a job, even if mpirun or this process is killed.
 
-mpirun removes its session files and the ranks' shared memory in the end, unless it is killed. So both get folders of
-their own, and an unrelated process waits at a pipe until this process and mpirun are gone, and removes them.
+mpirun removes its session files and the ranks' shared memory on exit, unless it is killed. Both are therefore placed in
+dedicated folders, which a detached process removes once this process and mpirun have closed a pipe.
 """
 
 from __future__ import annotations
@@ -17,75 +17,75 @@ from pathlib import Path
 from .mpirun import Mpirun
 
 SHARED_MEMORY = Path("/dev/shm")
-USERS = "NEONDIST_TMPDIR"
-"""What the user has for TMPDIR, for the ranks."""
-# without a word, something was killed: a rank that starts MPI may recreate the folders before it ends, too
+USER_TMPDIR = "NEONDIST_TMPDIR"
+"""Environment variable that passes the user's TMPDIR to the ranks."""
+# end of file without a word: a process was killed, and a rank starting MPI may recreate the folders
 _REMOVE = 'read word; rm -rf -- "$@"; [ "$word" ] && exit; for i in 1 2 3 4 5 6; do sleep 1; rm -rf -- "$@"; done'
 
 
 @dataclass
 class JobFolders:
-    """Folders and arguments for mpirun, so that its files are removed.
+    """Settings with which mpirun's files are removed.
 
     Attributes
     ----------
-    environment : variables to add
-    held : file descriptors that mpirun must inherit
-    orderly : whether mpirun, as far as is known, has ended by itself
+    environment : environment variables to add
+    inherited : file descriptors that mpirun must inherit
+    orderly : whether mpirun exited by itself, as far as known
     """
 
     environment: dict[str, str] = field(default_factory=dict)
-    held: tuple[int, ...] = ()
+    inherited: tuple[int, ...] = ()
     orderly: bool = True
 
 
 @contextmanager
 def job_folders(mpirun: Mpirun, env: Mapping[str, str]) -> Iterator[JobFolders]:
-    """Give a job of Open MPI folders that are removed when this block is left, or this process and mpirun are killed.
+    """Create folders for an Open MPI job that are removed on exit, or once this process and mpirun are killed.
 
-    Where the user has chosen the folder of the shared memory, that stays. Other MPIs get nothing.
+    A shared-memory folder set by the user is kept. Other MPI libraries need no folders.
     """
-    from ..comm.segments import BACKING, PREFIX  # the commands that start no job do without NumPy
+    from ..comm.segments import BACKING, PREFIX  # commands that start no job do not import NumPy
 
     if not mpirun.is_open_mpi:
         yield JobFolders()
         return
     folders = [tempfile.mkdtemp(prefix=PREFIX)]
-    new = {"TMPDIR": folders[0], USERS: env.get("TMPDIR", "")}
+    variables = {"TMPDIR": folders[0], USER_TMPDIR: env.get("TMPDIR", "")}
     if BACKING not in env and os.access(SHARED_MEMORY, os.W_OK):
         folders.append(tempfile.mkdtemp(prefix=PREFIX, dir=SHARED_MEMORY))
-        new[BACKING] = folders[-1]
-    end, held = os.pipe()
+        variables[BACKING] = folders[-1]
+    reading_end, writing_end = os.pipe()
     try:
         remover = subprocess.Popen(
             ["/bin/sh", "-c", _REMOVE, "sh", *folders],
-            stdin=end,
+            stdin=reading_end,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            start_new_session=True,  # whoever ends this process's group leaves it alone
+            start_new_session=True,  # survives a signal to this process's group
         )
     finally:
-        os.close(end)
-    job = JobFolders(new, (held,))
+        os.close(reading_end)
+    job = JobFolders(variables, (writing_end,))
     try:
         yield job
     finally:
         if job.orderly:
             with suppress(OSError):
-                os.write(held, b"done\n")
-        os.close(held)
+                os.write(writing_end, b"done\n")
+        os.close(writing_end)
         if job.orderly:
             with suppress(subprocess.TimeoutExpired):
                 remover.wait(10)
 
 
 def restore_tmpdir(env: MutableMapping[str, str]) -> None:
-    """Let a rank have the user's own TMPDIR again, now that MPI's is known to mpirun."""
-    users = env.pop(USERS, None)
-    if users is None:
+    """Restore the user's own TMPDIR in a rank, after mpirun has read MPI's."""
+    tmpdir = env.pop(USER_TMPDIR, None)
+    if tmpdir is None:
         return
     env.pop("TMPDIR", None)
-    if users:
-        env["TMPDIR"] = users
-    tempfile.tempdir = None  # it was looked up, perhaps
+    if tmpdir:
+        env["TMPDIR"] = tmpdir
+    tempfile.tempdir = None  # may be cached

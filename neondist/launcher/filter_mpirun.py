@@ -1,4 +1,4 @@
-"""mpirun's output, less its own messages that a rank ended with an error: the rank has said why."""
+"""Filter of mpirun's output: removes its notices about failed ranks, which report their errors themselves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from contextlib import suppress
 
 _RULE = b"-" * 60
-# mpirun closing pipes of, or answering, ranks that are gone
+# mpirun closes pipes of lost ranks, or replies to them
 _EVENTS = re.compile(
     rb"\[warn\] Epoll|\[[^\]\s]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH|plm:ssh: Warning: setpgid\(.*failed in parent)"
 )
-# MPI's own end of a rank: because another one is gone, as a rule
+# MPI aborts a rank, usually because another was lost
 _OF_MPI = re.compile(rb"\[[^\]\s]+:\d+\] \*\*\* ")
 _SIGNAL = re.compile(rb"noticed that process rank (\d+)[^\n]*\s+exited on (signal \d+ \([^)]*\))")
 _LOST_NODE = re.compile(rb"Remote daemon: .* on node (\S+)")
@@ -26,7 +26,7 @@ _ENDINGS = (
 
 
 def copy(source: int, target: int, messages: Filter | None = None) -> None:
-    """Copy one file descriptor to another until it ends, without what the filter leaves out."""
+    """Copy one file descriptor to another until end of file, through an optional filter."""
     while chunk := os.read(source, 1 << 16):
         _write(target, messages.feed(chunk) if messages else chunk)
     if messages:
@@ -34,84 +34,84 @@ def copy(source: int, target: int, messages: Filter | None = None) -> None:
 
 
 class Filter:
-    """Holds back what may become a message: lines from one rule of dashes to the next.
+    """Holds back possible notices: lines from one rule of dashes to the next.
 
     Attributes
     ----------
-    left_out : messages about exit codes
-    of_mpi : lines of ranks that MPI has ended
-    spoken : whether anything else has come
+    notices : removed notices about exit codes
+    from_mpi : lines of ranks that were aborted by MPI
+    has_output : whether any other output was received
     """
 
     def __init__(self) -> None:
-        self.left_out, self.of_mpi, self.spoken = b"", b"", False
+        self.notices, self.from_mpi, self.has_output = b"", b"", False
         self.line = b""
         self.block: list[bytes] = []
         self.dropped = False
 
     @property
     def lost_nodes(self) -> tuple[str, ...]:
-        """The nodes whose daemons mpirun has lost."""
-        found = [name.decode(errors="replace") for name in _LOST_NODE.findall(self.left_out)]
-        return tuple(dict.fromkeys(found))
+        """Nodes whose daemons mpirun has lost."""
+        names = [name.decode(errors="replace") for name in _LOST_NODE.findall(self.notices)]
+        return tuple(dict.fromkeys(names))
 
     @property
     def signals(self) -> dict[int, str]:
-        """The signals that have ended ranks, as far as mpirun says so."""
-        return {int(rank): text.decode(errors="replace") for rank, text in _SIGNAL.findall(self.left_out)}
+        """Signals that killed ranks, as reported by mpirun."""
+        return {int(rank): text.decode(errors="replace") for rank, text in _SIGNAL.findall(self.notices)}
 
     def feed(self, chunk: bytes) -> bytes:
-        """Return what can be passed on, now that these bytes have come."""
+        """Process bytes; return the output that can be written now."""
         out = b""
         for piece in chunk.replace(b"\0", b"").splitlines(keepends=True):  # mpirun ends a message with a NUL
             self.line += piece
             if piece.endswith(b"\n"):
-                out += self._whole_line()
-            elif not self.block and not self._may_go():
-                out += self._pass()  # an unfinished line, such as a progress bar, must not wait
-        self.spoken |= bool(out.strip())
+                out += self._process_line()
+            elif not self.block and not self._may_be_notice():
+                out += self._release_line()  # an unfinished line, such as a progress bar, must not wait
+        self.has_output |= bool(out.strip())
         return out
 
     def flush(self) -> bytes:
-        """Return the rest: no more will come."""
-        if self._after_message():
+        """Return the remaining output at the end of input."""
+        if self._follows_notice():
             return b""
         out, self.block, self.line = b"".join(self.block) + self.line, [], b""
-        self.spoken |= bool(out.strip())
+        self.has_output |= bool(out.strip())
         return out
 
-    def _may_go(self) -> bool:
-        """Return whether the line so far may be the beginning of what is left out."""
-        return self._after_message() or any(start.startswith(self.line[: len(start)]) for start in (_RULE, b"["))
+    def _may_be_notice(self) -> bool:
+        """Whether the partial line may be the beginning of a notice."""
+        return self._follows_notice() or any(start.startswith(self.line[: len(start)]) for start in (_RULE, b"["))
 
-    def _after_message(self) -> bool:
+    def _follows_notice(self) -> bool:
         return self.dropped and not self.line.strip()
 
-    def _pass(self) -> bytes:
+    def _release_line(self) -> bytes:
         out, self.line, self.dropped = self.line, b"", False
         return out
 
-    def _whole_line(self) -> bytes:
+    def _process_line(self) -> bytes:
         rule = self.line.startswith(_RULE)
         if not self.block and not rule:
             fatal = _OF_MPI.match(self.line)
-            if fatal or self._after_message() or _EVENTS.match(self.line):
-                self.of_mpi += self.line if fatal else b""
+            if fatal or self._follows_notice() or _EVENTS.match(self.line):
+                self.from_mpi += self.line if fatal else b""
                 self.line = b""
                 return b""
-            return self._pass()
+            return self._release_line()
         self.block.append(self.line)
         self.line = b""
         if not rule or len(self.block) == 1:
             return b""
         block, self.block = b"".join(self.block), []
         self.dropped = any(message in block for message in _ENDINGS)
-        self.left_out += block if self.dropped else b""
+        self.notices += block if self.dropped else b""
         return b"" if self.dropped else block
 
 
 def _write(target: int, data: bytes) -> None:
-    """Write all; nothing if the reader is gone or the disk is full: the job must not wait, or end, for that."""
+    """Write all data; ignore a closed reader or a full disk, which must not end the job."""
     with suppress(OSError):
         while data:
             data = data[os.write(target, data) :]

@@ -1,7 +1,7 @@
-"""A copy of this process that has imported what a job needs, and from which the processes of the job are forked.
+"""Fork server: a copy of this process with a job's imports loaded, from which the job's processes are forked.
 
-Importing PyTorch takes longer than all else before a worker's first step. The copy is made before any code of the user
-runs, and while no other thread does, so that locks, pools of threads and devices are as in a new process.
+Importing PyTorch dominates the startup time of a worker. The server is forked before user code runs and while no other
+thread does, so that locks, thread pools and devices are in the state of a new process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MOST_BYTES = 1 << 20
 _GO = b"go"
 _PATIENCE = 60.0
-"""Seconds for a process to be forked, and for the copy to end."""
+"""Seconds for a process to be forked, and for the fork server to exit."""
 
 
 class Process(Protocol):
-    """A child of this process, as `subprocess.Popen` has it."""
+    """Child process with the interface of `subprocess.Popen`."""
 
     pid: int
     stdout: IO[str] | None
@@ -55,7 +55,7 @@ class Process(Protocol):
 
 
 class ForkedProcess:
-    """A process that a ForkServer has forked; see `Process`."""
+    """Process forked by a ForkServer; see `Process`."""
 
     def __init__(self, pid: int, stdout: IO[str] | None) -> None:
         self.pid, self.stdout = pid, stdout
@@ -66,7 +66,7 @@ class ForkedProcess:
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # a signal's handler, or other code, has waited for it
+            except ChildProcessError:  # reaped by a signal handler or other code
                 pid, status = self.pid, signal.SIGKILL
                 if self._code is not None:
                     return self._code
@@ -98,40 +98,39 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """This process's end of the copy, which ends with the connection.
+    """Client side of the fork server, which exits when the connection closes.
 
-    Each request has a channel of its own: the new process sends its pid, and waits for permission to run. One that
-    appears after its request was given up exits, and is never taken for that of another request.
+    Each request has its own channel: the new process sends its pid and waits for permission to run. A process that
+    appears after its request was abandoned exits, and is never attributed to another request.
 
     Parameters
     ----------
     connection : socket
     patience : float
-        Seconds for a process to be forked. After that there are no more: the next ones would be as late.
+        Seconds for a process to be forked. After a timeout the server is no longer used.
     """
 
     def __init__(self, connection: socket.socket, patience: float = _PATIENCE) -> None:
         self._connection, self._patience = connection, patience
-        self._given_up: socket.socket | None = None
+        self._abandoned: socket.socket | None = None
         connection.settimeout(patience)
 
     def start(
         self, words: Sequence[str], env: Mapping[str, str], name: str, output: int | None = None
     ) -> ForkedProcess | None:
-        """Fork a process that runs the `neondist` command; None if that is not possible, or no more.
+        """Fork a process that runs the `neondist` command; return None if that is not, or no longer, possible.
 
-        It is a child of this process and leads a session. It gets a SIGTERM when this process is killed.
+        It is a child of this process and a session leader, and receives SIGTERM when this process is killed.
 
         Parameters
         ----------
         words : sequence of str
-            After 'neondist'.
+            Arguments after 'neondist'.
         env : mapping of str to str
-            Its environment.
         name : str
-            That `ps` and `top` show.
+            Process name, as shown by `ps` and `top`.
         output : int, optional
-            Its stdout: subprocess.PIPE or subprocess.DEVNULL. Default: that of this process.
+            stdout: subprocess.PIPE or subprocess.DEVNULL. Default: that of this process.
         """
         reading = None
         if output == subprocess.PIPE:
@@ -139,7 +138,7 @@ class ForkServer:
         else:
             writing = os.open(os.devnull, os.O_WRONLY) if output == subprocess.DEVNULL else os.dup(1)
         try:
-            pid = self._ask(json.dumps({"words": list(words), "env": dict(env), "name": name}).encode(), writing)
+            pid = self._request(json.dumps({"words": list(words), "env": dict(env), "name": name}).encode(), writing)
         finally:
             os.close(writing)
         if pid is not None:
@@ -149,74 +148,74 @@ class ForkServer:
         return None
 
     def reap(self) -> None:
-        """Once the copy has ended, wait for what it forked too late."""
-        if self._given_up is None:
+        """Reap a process that was forked too late; call once the fork server has exited."""
+        if self._abandoned is None:
             return
-        with self._given_up as channel, suppress(TimeoutError):
+        with self._abandoned as channel, suppress(TimeoutError):
             if answer := channel.recv(64):
                 late = ForkedProcess(int(answer), None)
-                late.kill()  # it ends by itself, unless it is stopped
+                late.kill()  # exits by itself unless stopped
                 late.wait()
 
-    def _ask(self, request: bytes, output: int) -> int | None:
-        """Return the number of a new process, which is a child of this one now; None if there is none."""
-        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def _request(self, request: bytes, output: int) -> int | None:
+        """Request a process; return its pid, that of a child of this process, or None on failure."""
+        channel, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.settimeout(self._patience)
         answer = b""
         try:
-            with theirs:
-                socket.send_fds(self._connection, [request], [output, theirs.fileno()])
+            with peer:
+                socket.send_fds(self._connection, [request], [output, peer.fileno()])
             answer = channel.recv(64)
             if answer:
                 channel.send(_GO)
         except TimeoutError:
             self._connection.close()
             channel.shutdown(socket.SHUT_WR)
-            self._given_up = channel
-        except OSError:  # the copy was killed, or what it has forked
+            self._abandoned = channel
+        except OSError:  # the fork server or its child was killed
             pass
         finally:
-            if channel is not self._given_up:
+            if channel is not self._abandoned:
                 channel.close()
         return int(answer) if answer else None
 
 
 @contextmanager
 def open_fork_server(load: Callable[[], object], patience: float = _PATIENCE) -> Iterator[ForkServer | None]:
-    """Let `load` import modules, and yield a server that has them; None where there can be none.
+    """Import modules with `load`, and yield a fork server that has them; None where forking is not possible.
 
-    Open it while this process has neither run code of the user nor started threads. `patience` is that of ForkServer.
+    Open it before this process runs user code or starts threads. `patience` is that of ForkServer.
     """
     if not _can_fork(load):
         yield None
         return
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # what they hold would be written twice
+    connection, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # buffered output would be written twice
         stream.flush()
     supervisor = os.getpid()
-    server = os.fork()
-    if not server:
-        ours.close()
-        _run(*_serve(theirs, supervisor))
-    theirs.close()
-    forks, copy = ForkServer(ours, patience), ForkedProcess(server, None)
+    pid = os.fork()
+    if not pid:
+        connection.close()
+        _run(*_serve(peer, supervisor))
+    peer.close()
+    server, process = ForkServer(connection, patience), ForkedProcess(pid, None)
     try:
-        yield forks
+        yield server
     finally:
-        ours.close()
+        connection.close()
         try:
-            copy.wait(patience)
+            process.wait(patience)
         except subprocess.TimeoutExpired:  # it is stopped
-            copy.kill()
-            copy.wait()
-        forks.reap()
+            process.kill()
+            process.wait()
+        server.reap()
 
 
 def load_permanently(load: Callable[[], object]) -> None:
-    """Let `load` import modules, which the garbage collector leaves out from then on.
+    """Import modules with `load` and exempt them from garbage collection.
 
-    It would look at a million objects of PyTorch's again and again while they are imported, and in each forked process
-    once more, which copies the pages that it writes to.
+    The collector would traverse a million PyTorch objects repeatedly during the import, and again in each forked
+    process, where that copies the pages it writes to.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -229,61 +228,61 @@ def load_permanently(load: Callable[[], object]) -> None:
 
 
 def _can_fork(load: Callable[[], object]) -> bool:
-    """Import what is needed, and tell whether processes can be forked."""
+    """Import the modules; return whether processes can be forked."""
     if sys.platform != "linux" or threading.active_count() > 1:
         return False
     try:
         load_permanently(load)
-    except ImportError:  # what needs it says so
+    except ImportError:  # reported by the code that needs it
         return False
     return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
 
 
 def _serve(connection: socket.socket, supervisor: int) -> tuple[dict[str, Any], int]:
-    """Fork processes until the supervisor ends; return, in each of these, what it shall run and its output."""
+    """Fork processes until the supervisor exits; in each of them, return its request and output."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"neondist-fork")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     while True:
-        text, passed = b"", list[int]()
+        request, descriptors = b"", list[int]()
         with suppress(OSError):
-            text, passed, *_ = socket.recv_fds(connection, _MOST_BYTES, 2)
-        if not text or len(passed) < 2:
+            request, descriptors, *_ = socket.recv_fds(connection, _MOST_BYTES, 2)
+        if not request or len(descriptors) < 2:
             os._exit(0)
-        between = os.fork()
-        if not between:  # its child becomes one of the supervisor, which is to be its parent
-            between = os.getpid()
+        parent = os.fork()
+        if not parent:  # its orphan is adopted by the supervisor, a subreaper
+            parent = os.getpid()
             if os.fork():
                 os._exit(0)
             connection.close()
-            _settle(passed[1], between, supervisor)
-            return json.loads(text), passed[0]
-        os.waitpid(between, 0)
-        for one in passed:
-            os.close(one)
+            _settle(descriptors[1], parent, supervisor)
+            return json.loads(request), descriptors[0]
+        os.waitpid(parent, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
-def _settle(channel: int, between: int, supervisor: int) -> None:
-    """Wait for the supervisor to be the parent, bind this process to it, answer; exit if the request was given up."""
-    while os.getppid() == between:
+def _settle(channel: int, parent: int, supervisor: int) -> None:
+    """Wait to be adopted by the supervisor, bind this process to it and answer; exit if the request was abandoned."""
+    while os.getppid() == parent:
         time.sleep(0.001)
     end_with(supervisor)
     os.setsid()
-    told = b""
-    with socket.socket(fileno=channel) as made, suppress(OSError):
-        made.send(str(os.getpid()).encode())
-        told = made.recv(len(_GO))
-    if told != _GO:
+    answer = b""
+    with socket.socket(fileno=channel) as connection, suppress(OSError):
+        connection.send(str(os.getpid()).encode())
+        answer = connection.recv(len(_GO))
+    if answer != _GO:
         os._exit(1)
 
 
 def _run(request: Mapping[str, Any], output: int) -> NoReturn:
-    """Be the `neondist` command, and leave the interpreter."""
+    """Run the `neondist` command and exit."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, request["name"].encode())
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)
     os.dup2(output, 1)
     os.close(output)
     os.environ.clear()
@@ -297,11 +296,11 @@ def _run(request: Mapping[str, Any], output: int) -> NoReturn:
         code = end.code or 0
     if not isinstance(code, int):
         sys.exit(code)
-    _leave(code)
+    _exit_without_teardown(code)
 
 
-def _leave(code: int) -> NoReturn:
-    """End this process as the interpreter does, but leave its modules to the system: clearing them takes a while."""
+def _exit_without_teardown(code: int) -> NoReturn:
+    """Exit as the interpreter does, but without the slow teardown of modules."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()

@@ -1,4 +1,4 @@
-"""Generations of a supervised job: after a loss, or a change of hosts, the next one goes on where it has stopped."""
+"""Generations of a supervised job: after a loss or a change of hosts, the next one resumes from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ def run_generations(
     start: Start = launch,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Start the job of a command, and the next generation as often as one may follow; return the exit code.
+    """Run the job of a command, generation after generation, and return the exit code.
 
     Parameters
     ----------
     arguments : argparse.Namespace
     experiment : FitExperiment or None
-        None: a script, which finds its own checkpoints.
+        None: a script, which manages its own checkpoints.
     start, sleep : callable
-        `launch` and time.sleep, but for tests.
+        Replacements of `launch` and time.sleep in tests.
     """
     arguments.signals.cleans_up = True
     log = None if experiment is None else GenerationLog(arguments.folder, bool(arguments.resume))
     addresses = monitor_addresses(os.environ) if arguments.source is None else list_addresses()
     with Keepers(addresses) as keepers:
         run = _Run(arguments, experiment, log, keepers, start, sleep)
-        code = run.go()
+        code = run.run()
         run.note("end", code=code)
     return code
 
 
 class _Run:
-    """A job that goes on over several generations."""
+    """Job of several generations."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class _Run:
         self.keepers, self.start, self.sleep = keepers, start, sleep
         self.received: list[str] = arguments.signals.received
         self.roster = Roster(arguments, make_fit_check(experiment))
-        self.words, self.begun, self.limit = list(arguments.words), time.time(), arguments.wait or WAIT
+        self.words, self.start_time, self.limit = list(arguments.words), time.time(), arguments.wait or WAIT
         self.generation = self.restarts = 0
         self.spares, self.counted = self.roster.spares, False
         self.resumes = bool(arguments.resume)
@@ -81,8 +81,8 @@ class _Run:
             if arguments.snapshot is None and arguments.restarts is not None:
                 self.words += ["--snapshot", "auto"]
 
-    def go(self) -> int:
-        """Return the exit code of the last generation."""
+    def run(self) -> int:
+        """Run all generations; return the exit code of the last one."""
         while True:
             stopped, first = lambda: bool(self.received), not self.generation
             members = wait_for_members(self.roster, self.limit, stopped, self.report_wait, self.sleep, first)
@@ -90,19 +90,19 @@ class _Run:
                 return self.give_up()
             self.generation += 1
             try:
-                ending = self.generate(members)
+                ending = self.run_generation(members)
             except NodesError as error:
                 if self.generation == 1 or not self.may_restart or not self.roster.drop(error.nodes):
                     raise
-                self.restarts += not self.counted  # nodes that were lost together are one restart
+                self.restarts += not self.counted  # nodes lost together count as one restart
                 self.counted = False
                 self.report_wait(str(error))
                 continue
             self.counted = False
             if ending.loss and not self.received and self.may_restart:
-                self.go_on_after_loss(members, ending)
+                self.report_loss(members, ending)
             elif ending.changed:
-                self.go_on_after_change(members)
+                self.report_change(members)
             else:
                 if ending.loss:
                     self.note("loss", what=ending.loss)
@@ -111,13 +111,13 @@ class _Run:
 
     @property
     def may_restart(self) -> bool:
-        """Whether there are restarts left."""
+        """Whether restarts remain."""
         return self.restarts < (self.arguments.restarts or 0)
 
-    def generate(self, members: Members) -> Ending:
+    def run_generation(self, members: Members) -> Ending:
         """Run a generation to its end."""
         fields: dict[str, Any] = {"ranks": members.ranks, "hosts": members.hosts, "resources": self.roster.resources}
-        fields |= {"generation": self.generation, "words": self.words, "begun": self.begun}
+        fields |= {"generation": self.generation, "words": self.words, "begun": self.start_time}
         arguments = self.arguments
         arguments = argparse.Namespace(**{**vars(arguments), **fields})
         self.before = self.checkpoints()
@@ -125,12 +125,12 @@ class _Run:
         self.note("start", ranks=members.ranks, grid=self.grid(members.ranks), hosts=members.hosts, **spares)
         say(f"generation {self.generation}: {members}{self.describe_spares(members)}")
         self.roster.hold(members)
-        more = {GENERATION: str(self.generation), **self.keepers.environment}
+        variables = {GENERATION: str(self.generation), **self.keepers.environment}
         with Watcher(self.roster, members) as watcher:
-            return self.start(arguments, self.received, more, watcher.change)
+            return self.start(arguments, self.received, variables, watcher.has_changed)
 
-    def go_on_after_loss(self, members: Members, ending: Ending) -> None:
-        """Say what was lost, and from where the next generation goes on."""
+    def report_loss(self, members: Members, ending: Ending) -> None:
+        """Report a loss and the source of the next generation."""
         self.restarts += 1
         self.counted = True
         hosts = self.roster.lose(members, ending.nodes, ending.silent)
@@ -139,27 +139,27 @@ class _Run:
         if hosts and self.roster.pool is not None:
             verb = "is" if len(hosts) == 1 else "are"
             left_out = f"; {', '.join(hosts)} {verb} left out for {self.roster.pool.cool_down:g} s"
-        say(f"{number}: {ending.loss}{left_out}; {self.source()}, on {self.describe_next()}")
+        say(f"{number}: {ending.loss}{left_out}; {self.prepare_restart()}, on {self.describe_next()}")
 
-    def go_on_after_change(self, members: Members) -> None:
-        """Say how the hosts have changed, and from where the next generation goes on."""
-        now = self.roster.pool.usable() if self.roster.pool is not None else {}
+    def report_change(self, members: Members) -> None:
+        """Report a change of hosts and the source of the next generation."""
+        slots = self.roster.pool.usable() if self.roster.pool is not None else {}
         before = members.hosts or {}
-        added = [host for host, slots in now.items() if slots > before.get(host, 0)]
-        removed = [host for host, count in before.items() if now.get(host, 0) < count]
+        added = [host for host, count in slots.items() if count > before.get(host, 0)]
+        removed = [host for host, count in before.items() if slots.get(host, 0) < count]
         self.note("hosts", added=added, removed=removed)
         texts = [f"{' '.join(hosts)} {verb}" for hosts, verb in ((added, "added"), (removed, "removed")) if hosts]
-        say(f"hosts changed: {', '.join(texts)}; {self.source()}, on {self.describe_next()}")
+        say(f"hosts changed: {', '.join(texts)}; {self.prepare_restart()}, on {self.describe_next()}")
 
     def describe_next(self) -> str:
-        """Return the next generation's ranks, as far as these are known now."""
+        """Describe the ranks of the next generation, as far as known."""
         if self.roster.pool is not None:
             self.roster.pool.refresh()
         members = self.roster.choose()
         return f"{self.roster.low} ranks or more, once there are hosts" if members is None else f"{members.ranks} ranks"
 
     def describe_spares(self, members: Members) -> str:
-        """Return how many spare slots there are, if there should be any."""
+        """Describe the spare slots, if any were requested."""
         before, self.spares = self.spares, members.spares
         if not self.roster.spares:
             return ""
@@ -169,25 +169,25 @@ class _Run:
             text += f": none left; the next loss {smaller}"
         return text
 
-    def source(self) -> str:
-        """Return from where the next generation goes on, and let it do so."""
+    def prepare_restart(self) -> str:
+        """Make the next generation resume from the newest checkpoint, if any; describe its source."""
         if self.experiment is None:
             return "restarting the script"
-        found = self.checkpoints()
-        # those that are gone, and where the run does not resume those from before, were of the run that it replaces
-        if found.items() - self.before.items() or (found and self.resumes):
+        checkpoints = self.checkpoints()
+        # removed checkpoints, and earlier ones unless the run resumes, belong to the run that it replaces
+        if checkpoints.items() - self.before.items() or (checkpoints and self.resumes):
             self.resumes = True
-            name = restarts.make_whole(self.arguments.folder).name
-            self.words = restarts.resuming_words(self.words)
+            name = restarts.restore_newest(self.arguments.folder).name
+            self.words = restarts.resume_words(self.words)
             return f"resuming from {name}" + ("" if self.arguments.snapshot == 0 else " or a newer snapshot")
         return "starting over"
 
     def checkpoints(self) -> dict[Path, tuple[int, int]]:
-        """Return the checkpoints of the run; none of a script."""
-        return {} if self.experiment is None else restarts.checkpoints(self.arguments.folder)
+        """Return the checkpoints of the run; empty for a script."""
+        return {} if self.experiment is None else restarts.find_checkpoints(self.arguments.folder)
 
     def grid(self, ranks: int) -> dict[str, int] | None:
-        """Return the factors of an experiment's grid on so many ranks."""
+        """Return the factors of the experiment's grid on a number of ranks."""
         if self.experiment is None:
             return None
         with suppress(UserError):
@@ -195,7 +195,7 @@ class _Run:
         return None
 
     def give_up(self) -> int:
-        """Say why there is no further generation."""
+        """Report why no further generation starts."""
         if self.received:
             say(f"stopped while waiting for hosts: received {self.received[0]}; continue with --resume")
             return STOPPED
@@ -207,7 +207,7 @@ class _Run:
         return 1
 
     def report_wait(self, text: str) -> None:
-        """Say what is waited for."""
+        """Report what the run waits for."""
         self.note("wait", what=text)
         say(text)
 

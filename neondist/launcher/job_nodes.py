@@ -1,4 +1,4 @@
-"""The machines of an asynchronous job: where each worker and each server runs, and how it is started there."""
+"""Machines of an asynchronous job: placement and start of its workers and servers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..cluster.ssh_config import ssh_command
 from ..errors import LaunchError
 from ..terminal.console import counted
 from .fork_server import ForkServer, Process
-from .launch import ready
+from .launch import require_mpirun
 from .monitor import LOOPBACK
 from .parent_watch import end_process
-from .placement import Placement, list_addresses, placed
+from .placement import Placement, list_addresses, place_job
 from .remote import MODULE, RemoteProcess, program
 from .scaling import LOCAL, read_slots
 
 _GRACE = 10.0
-"""Seconds that a process has to end after a signal, before it is killed."""
+"""Seconds between the signal to end a process and SIGKILL."""
 _KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-"""Options of ssh: a machine that is gone is noticed within the lease of a rank."""
+"""Options of ssh: a lost machine is detected within the lease of a rank."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class JobNode:
     ----------
     name : str
     address : str
-        At which others reach services there; '' if none may run there.
+        Address of services on it; '' if none may run on it.
     connect : callable, optional
-        From the words of a command to those that run it there; None: this is this machine.
+        Maps a command to one that runs it on this node; None: the local machine.
     program : sequence of str
-        Words that run the module `remote` there.
+        Command that runs the module `remote` on it.
     variables : mapping of str to str
         Environment variables of its processes.
     """
@@ -57,18 +57,18 @@ class JobNode:
 
     @property
     def any_port(self) -> str:
-        """The address with port 0, at which a service listens on any free port."""
+        """The address with port 0, for a service on any free port."""
         return f"[{self.address}]:0" if ":" in self.address else f"{self.address}:0"
 
-    def answers(self) -> bool:
-        """Whether it can be reached."""
+    def is_reachable(self) -> bool:
+        """Whether the machine can be reached."""
         if self.connect is None:
             return True
         try:
-            done = subprocess.run(self.connect(["true"]), capture_output=True, timeout=SSH_TIMEOUT, check=False)
+            process = subprocess.run(self.connect(["true"]), capture_output=True, timeout=SSH_TIMEOUT, check=False)
         except subprocess.TimeoutExpired:
             return False
-        return done.returncode == 0
+        return process.returncode == 0
 
     def start(
         self,
@@ -78,7 +78,7 @@ class JobNode:
         forks: ForkServer | None,
         output: int | None,
     ) -> Process:
-        """Start a `neondist` command there; `output` as `subprocess.Popen` has its stdout."""
+        """Start a `neondist` command on the machine; `output` is the `stdout` of `subprocess.Popen`."""
         variables = {**self.variables, **variables}
         if self.connect is not None:
             return RemoteProcess(self.connect(self.program), words, variables, output)
@@ -110,15 +110,15 @@ class NodeLostError(LaunchError):
 
 
 class JobNodes:
-    """The machines of a job.
+    """Machines of a job.
 
     Parameters
     ----------
     nodes : sequence of JobNode
         At least one.
     workers : sequence of str
-        The name of the machine of each worker at the beginning. One that is not among the nodes is a host that ssh
-        reaches, with the same files at the same paths.
+        Initial machine of each worker, by name. One that is not among the nodes is a host reached by ssh, with the
+        same files at the same paths.
     forks : ForkServer, optional
         Starts processes on this machine.
 
@@ -133,16 +133,16 @@ class JobNodes:
 
     @property
     def services(self) -> list[JobNode]:
-        """Machines for servers, in turn, this one first; the master is there."""
+        """Machines for servers, assigned in turn; the first, this one, also runs the master."""
         nodes = self._nodes.values()
-        own = [node for node in nodes if node.connect is None] or [JobNode(address=_own_address([]))]
-        return own[:1] + [node for node in nodes if node.connect is not None and node.address]
+        local = [node for node in nodes if node.connect is None] or [JobNode(address=_own_address([]))]
+        return local[:1] + [node for node in nodes if node.connect is not None and node.address]
 
     @contextmanager
     def process(
         self, node: JobNode | str, words: Sequence[str], variables: Mapping[str, str], name: str, output: int | None
     ) -> Iterator[Process]:
-        """Start a `neondist` command on a machine, and end it when the block ends."""
+        """Run a `neondist` command on a machine until the block ends."""
         if isinstance(node, str):
             node = self._nodes.get(node) or _host(node)
         process = node.start(words, variables, name, self._forks, output)
@@ -155,45 +155,45 @@ class JobNodes:
                 process.stdout.close()
 
     def drop(self, lost: str) -> None:
-        """Leave out a machine from now on; its workers are divided among the others.
+        """Remove a machine; its workers are distributed over the others.
 
         Raises
         ------
         NodeLostError
-            There is no other.
+            No other machine is left.
         """
         del self._nodes[lost]
         if not self._nodes:
             raise NodeLostError(lost)
-        kept = [name for name in self.workers if name != lost]
-        while len(kept) < len(self.workers):
-            kept.append(min(self._nodes, key=kept.count))
-        self.workers = kept
+        workers = [name for name in self.workers if name != lost]
+        while len(workers) < len(self.workers):
+            workers.append(min(self._nodes, key=workers.count))
+        self.workers = workers
 
     def replace(self, lost: str, workers: Sequence[str]) -> str:
-        """Return the machine for a worker whose machine cannot be reached: the one with the fewest of `workers`.
+        """Return the machine for a worker whose machine was lost: the reachable one with the fewest of `workers`.
 
-        It is the same one if that answers again, or if there is no other.
+        The lost machine is kept if it is reachable again, or if there is no other.
         """
         count = Counter(workers)
-        others = sorted((node for node in self._nodes.values() if node.name != lost), key=lambda one: count[one.name])
-        return next((node.name for node in (self._nodes[lost], *others) if node.answers()), lost)
+        others = sorted((node for node in self._nodes.values() if node.name != lost), key=lambda node: count[node.name])
+        return next((node.name for node in (self._nodes[lost], *others) if node.is_reachable()), lost)
 
 
 def find_places(arguments: argparse.Namespace, workers: int, tiles: int) -> dict[str, int]:
-    """Return how many of so many workers each host or node runs, in their order; a worker is on one of them.
+    """Return the number of workers on each host or node, in order; a worker never spans several.
 
     Parameters
     ----------
     arguments : Namespace
-        With `resources`, or a `source` of hosts; with neither all are on this machine.
+        With `resources` or a `source` of hosts; without either, all workers run on this machine.
     workers, tiles : int
-        Workers, and ranks of each.
+        Number of workers, and of ranks of each.
 
     Raises
     ------
     LaunchError
-        There is room for fewer.
+        The machines have too few slots.
     """
     if arguments.resources is not None:
         return place_workers(slots_of(arguments.resources), workers, tiles)
@@ -203,75 +203,75 @@ def find_places(arguments: argparse.Namespace, workers: int, tiles: int) -> dict
 
 
 def place_workers(slots: Mapping[str, int], workers: int, tiles: int) -> dict[str, int]:
-    """Return how many workers each host runs, as `find_places`."""
+    """Return the number of workers on each host, as `find_places`."""
     room = {node: count // tiles for node, count in slots.items()}
     if workers > sum(room.values()):
-        each, most = f" of {tiles} tiles" if tiles > 1 else "", sum(room.values())
+        each, limit = f" of {tiles} tiles" if tiles > 1 else "", sum(room.values())
         raise LaunchError(
-            f"-n {workers * tiles}: the nodes have room for {counted(most, 'worker')}{each}, each on one node; give at"
-            f" most -n {most * tiles}, or list more cpus, gpus or slots"
+            f"-n {workers * tiles}: the nodes have room for {counted(limit, 'worker')}{each}, each on one node; give at"
+            f" most -n {limit * tiles}, or list more cpus, gpus or slots"
         )
-    found = {}
-    for node, most in room.items():
-        if count := min(most, workers):
-            found[node] = count
+    counts = {}
+    for node, limit in room.items():
+        if count := min(limit, workers):
+            counts[node] = count
         workers -= count
-    return found
+    return counts
 
 
 @contextmanager
 def open_nodes(arguments: argparse.Namespace, hosts: Sequence[str], tiles: int) -> Iterator[JobNodes]:
-    """Yield the machines of a job: its hosts, or the nodes of its resource file, which are checked and shown.
+    """Yield the machines of a job: its hosts, or the nodes of its resource file, which are checked and printed.
 
     Parameters
     ----------
     arguments : Namespace
-        With `resources`, or a `source` of hosts, or of slots that come and go.
+        With `resources`, a `source` of hosts, or a source of changing slots.
     hosts : sequence of str
-        The host of each worker.
+        Host of each worker.
     tiles : int
         Ranks of each worker.
 
     Raises
     ------
     LaunchError
-        Nodes cannot take part; the message names all of them.
+        Some nodes are unusable; the message names all of them.
     """
     if arguments.resources is None:
         source = arguments.slots_from or arguments.source
         listed = [LOCAL] if source is None else list(read_slots(source))
-        others = (source is not None and source.is_script) or listed != [LOCAL]
-        nodes = [JobNode(address=_own_address([]) if others else LOOPBACK)]
+        is_distributed = (source is not None and source.is_script) or listed != [LOCAL]
+        nodes = [JobNode(address=_own_address([]) if is_distributed else LOOPBACK)]
         nodes += [_host(name) for name in listed if name != LOCAL]
         reasons = {} if arguments.slots_from is not None else unusable(set(hosts) - {LOCAL}, os.environ)
         if reasons:
-            gone = [host for host, why in reasons.items() if why == UNREACHABLE]
-            texts = [f"{host} {why}" for host, why in reasons.items() if why != UNREACHABLE]
-            texts += [f"{', '.join(gone)} {UNREACHABLE}"] if gone else []
-            trial = f", or the error shown by `ssh {gone[0]}`" if gone else ""
-            raise LaunchError(f"{arguments.source.path}: {'; '.join(texts)}; correct the list{trial}")
+            unreachable = [host for host, reason in reasons.items() if reason == UNREACHABLE]
+            texts = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE]
+            texts += [f"{', '.join(unreachable)} {UNREACHABLE}"] if unreachable else []
+            test = f", or the error shown by `ssh {unreachable[0]}`" if unreachable else ""
+            raise LaunchError(f"{arguments.source.path}: {'; '.join(texts)}; correct the list{test}")
         yield JobNodes(nodes if LOCAL in listed else nodes[1:], hosts, arguments.fork_server)
         return
     arguments.hosts = {node: count * tiles for node, count in Counter(hosts).items()}
-    with placed(arguments, ready(os.environ), len(hosts) * tiles) as placement:
+    with place_job(arguments, require_mpirun(os.environ), len(hosts) * tiles) as placement:
         assert isinstance(placement, Placement)
         own = _own_address(placement.addresses()) if any(one.node.ssh_config for one in placement.reports) else LOOPBACK
         nodes = [_node(placement, report, own) for report in placement.reports]
         yield JobNodes(nodes, hosts, arguments.fork_server)
 
 
-def _node(placement: Placement, report: NodeReport, own: str) -> JobNode:
+def _node(placement: Placement, report: NodeReport, local_address: str) -> JobNode:
     variables = placement.variables(report, os.environ)
     if report.node.ssh_config is None:
-        return JobNode(report.node.address, own, variables=variables)
-    words_there = report.python, f"{report.facts['package']}/safe_path.py", MODULE
+        return JobNode(report.node.address, local_address, variables=variables)
+    remote_program = report.python, f"{report.facts['package']}/safe_path.py", MODULE
     # servers write checkpoints to the folder of the run
     address = report.facts["address"] if report.facts["shared"] else ""
 
     def connect(words: Sequence[str]) -> list[str]:
         return ssh_command(report.node, placement.config, list(words), os.environ, _KEEP_ALIVE)
 
-    return JobNode(report.node.address, address, connect, words_there, variables)
+    return JobNode(report.node.address, address, connect, remote_program, variables)
 
 
 def _host(name: str) -> JobNode:
@@ -282,6 +282,6 @@ def _host(name: str) -> JobNode:
 
 
 def _own_address(preferred: Sequence[str]) -> str:
-    """Return the address at which other machines reach this one; the loopback address if it has no other."""
-    every = [*preferred, *list_addresses()]
-    return next((one for one in every if not ipaddress.ip_address(one.partition("%")[0]).is_loopback), LOOPBACK)
+    """Return the address of this machine for other machines; the loopback address if it has no other."""
+    addresses = [*preferred, *list_addresses()]
+    return next((one for one in addresses if not ipaddress.ip_address(one.partition("%")[0]).is_loopback), LOOPBACK)

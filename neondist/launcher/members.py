@@ -1,4 +1,4 @@
-"""Members of a generation: how many ranks on which hosts, while these come and go."""
+"""Members of a generation: the number of ranks on each host, while hosts join and leave."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..system.job import LAUNCHED, Job
 from ..terminal.console import counted, say
 
 COOL_DOWN = 60.0
-"""seconds for which a host that has failed is not used"""
+"""seconds for which a failed host is excluded"""
 WAIT = 600.0
 """seconds for which a run waits for hosts"""
 RESTARTS = 10
-"""restarts of a run that may change its hosts, where their number is not given"""
+"""default number of restarts of a run that may change its hosts"""
 POLL = 1.0
-"""seconds after which the list of hosts is read again"""
+"""seconds between reads of the list of hosts"""
 _ELASTIC_ONLY = {"cool_down": "--cool-down", "wait": "--wait"}
 
 
@@ -37,7 +37,7 @@ class Members:
     hosts : dict of str to int, or None
         Ranks of each host, in order; None where mpirun decides.
     spares : int
-        Slots that are left for ranks that are lost, at most as many as asked for.
+        Slots reserved to replace lost ranks, at most the requested number.
     """
 
     ranks: int
@@ -45,7 +45,7 @@ class Members:
     spares: int = 0
 
     def host_of(self, rank: int) -> str:
-        """Return the host of a rank, '' if it is not known."""
+        """Return the host of a rank; '' if unknown."""
         owners = [host for host, count in (self.hosts or {}).items() for _ in range(count)]
         return owners[rank] if 0 <= rank < len(owners) else ""
 
@@ -56,19 +56,19 @@ class Members:
         return f"{text} on {', '.join(f'{host}:{count}' for host, count in self.hosts.items())}"
 
 
-def settle(arguments: argparse.Namespace, job: Job | None) -> None:
-    """Read the source of hosts, and let options follow from each other.
+def resolve_options(arguments: argparse.Namespace, job: Job | None) -> None:
+    """Read the source of hosts, and set defaults of related options.
 
     Raises
     ------
     LaunchError
-        The options do not fit each other, or the hosts.
+        The options contradict each other or the hosts.
     """
     if job is not None and LAUNCHED in os.environ:
-        return  # a rank, whose supervisor has done so
+        return  # a rank: resolved by its supervisor
     elastic, hosts = arguments.elastic, arguments.hosts_from
     if hosts is not None:
-        _settle_hosts(arguments, job)
+        _resolve_hosts(arguments, job)
     if arguments.spares and arguments.source is None:
         raise LaunchError("--spares requires a list of hosts; give --hosts-from, or use neondist launch")
     if arguments.spares and arguments.restarts is None:
@@ -96,10 +96,10 @@ def settle(arguments: argparse.Namespace, job: Job | None) -> None:
                 f"{option}: applies to a varying set of hosts; give --hosts-from and --elastic, or leave it out"
             )
     if arguments.source is not None:
-        _settle_ranks(arguments)
+        _resolve_ranks(arguments)
 
 
-def _settle_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
+def _resolve_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
     if job is not None:
         raise LaunchError("--hosts-from: inside an MPI job the job places the ranks; leave it out")
     if getattr(arguments, "virtual", None) is not None:
@@ -111,8 +111,8 @@ def _settle_hosts(arguments: argparse.Namespace, job: Job | None) -> None:
         arguments.resources = ResourceSpec(arguments.hosts_from)
 
 
-def _settle_ranks(arguments: argparse.Namespace) -> None:
-    """Compare the number of ranks, and of spares, with the hosts that there are."""
+def _resolve_ranks(arguments: argparse.Namespace) -> None:
+    """Check the numbers of ranks and spares against the available hosts."""
     source, spares = arguments.source, arguments.spares
     slots = sum(source.at_start.values())
     if arguments.ranks is None:
@@ -123,9 +123,9 @@ def _settle_ranks(arguments: argparse.Namespace) -> None:
         arguments.ranks = max(1, slots - spares)
     least = arguments.elastic[0] if arguments.elastic is not None else arguments.ranks
     if slots < least and not source.is_script:
-        asked = f"--elastic {least}:{arguments.elastic[1]}" if arguments.elastic is not None else f"-n {least}"
-        fewer = "give at most that many, or " if slots else ""
-        raise LaunchError(f"{asked}: {source.path} has {slots} slots for ranks; {fewer}list more hosts")
+        option = f"--elastic {least}:{arguments.elastic[1]}" if arguments.elastic is not None else f"-n {least}"
+        alternative = "give at most that many, or " if slots else ""
+        raise LaunchError(f"{option}: {source.path} has {slots} slots for ranks; {alternative}list more hosts")
     if spares > slots - least and not source.is_script:
         raise LaunchError(
             f"--spares {spares}: {source.path} has {slots} slots, of which at least {least} are needed for ranks; give"
@@ -134,25 +134,25 @@ def _settle_ranks(arguments: argparse.Namespace) -> None:
 
 
 class Roster:
-    """Composition of a run: the numbers of ranks it supports, and the available hosts.
+    """Composition of a run: the supported numbers of ranks, and the available hosts.
 
     Parameters
     ----------
     arguments : argparse.Namespace
         `ranks`, `elastic`, `spares`, `source`, `resources`, `cool_down`.
     fits : callable
-        Whether the experiment can be cut for a number of ranks.
+        Whether the experiment can run on a given number of ranks.
 
     Attributes
     ----------
     pool : HostPool or None
-        None: the ranks are where mpirun starts them.
+        None: mpirun places the ranks.
     low, high : int
-        Numbers of ranks.
+        Minimum and maximum number of ranks.
     spares : int
-        Slots to leave for ranks that are lost, while there are more than a generation before has used.
+        Slots to reserve for lost ranks, beyond those that the last generation used.
     resources : ResourceSpec or None
-        As of the last reading.
+        As last read.
     """
 
     def __init__(self, arguments: argparse.Namespace, fits: Callable[[int], bool]) -> None:
@@ -160,52 +160,52 @@ class Roster:
         self.low, self.high = arguments.elastic or (arguments.ranks, arguments.ranks)
         self.ranks, self.spares, self._held = arguments.ranks, arguments.spares, self.low
         self.resources: ResourceSpec | None = arguments.resources
-        self._source, self._fits, self._known = arguments.source, fits, {}  # type: Any, Any, dict[int, bool]
+        self._source, self._fits, self._fitting = arguments.source, fits, {}  # type: Any, Any, dict[int, bool]
         self.pool = None if self._source is None else HostPool(self._read, arguments.cool_down or COOL_DOWN)
         self._reads = 0
 
     def choose(self) -> Members | None:
-        """Return as many ranks as there can be on hosts that may be used now; None if these are too few."""
+        """Return the largest possible set of ranks on the usable hosts; None if there are too few."""
         if self.pool is None:
             return self._largest(self.ranks)
         usable = self.pool.usable()
         slots = sum(usable.values())
-        found = self._largest(max(slots - self.spares, min(self._held, slots)))
-        return found and Members(found.ranks, fill(usable, found.ranks), min(self.spares, slots - found.ranks))
+        members = self._largest(max(slots - self.spares, min(self._held, slots)))
+        return members and Members(members.ranks, fill(usable, members.ranks), min(self.spares, slots - members.ranks))
 
     def hold(self, members: Members) -> None:
-        """Keep the size of a generation in the next ones, by its spares, as long as there are hosts for it."""
+        """Keep the size of a generation in later ones, by use of its spares, while hosts suffice."""
         self._held = members.ranks
 
     def lose(self, members: Members, nodes: tuple[str, ...], silent: tuple[int, ...]) -> list[str]:
-        """Take note of a loss; return the hosts that are left out from now on.
+        """Record a loss; return the hosts that are excluded from now on.
 
-        A run of a fixed size, which could not go on without a host, uses it again at once.
+        A run of fixed size that cannot continue without a host uses it again at once.
         """
         if self.pool is None:
             fewer = self._largest(self.ranks - 1)
             self.ranks = fewer.ranks if fewer is not None else self.ranks
             return []
         hosts = [self.pool.match(node) for node in nodes] or [members.host_of(rank) for rank in silent]
-        left_out = []
+        excluded = []
         for host in dict.fromkeys(hosts):
-            rest = sum(slots for other, slots in self.pool.usable().items() if other != host)
-            if host and host != self._chief and (self.elastic or rest >= self.low):
+            remaining = sum(slots for other, slots in self.pool.usable().items() if other != host)
+            if host and host != self._chief and (self.elastic or remaining >= self.low):
                 self.pool.fail(host)
-                left_out.append(host)
-        return left_out
+                excluded.append(host)
+        return excluded
 
     def drop(self, hosts: Iterable[str]) -> list[str]:
-        """Leave out hosts that cannot be used; return them."""
+        """Exclude unusable hosts, and return those that were excluded."""
         if self.pool is None:
             return []
-        found = [host for host in hosts if host != self._chief]
-        for host in found:
+        excluded = [host for host in hosts if host != self._chief]
+        for host in excluded:
             self.pool.fail(host)
-        return found
+        return excluded
 
-    def changed(self, members: Members) -> bool:
-        """Whether a generation should end: a host has been taken away, or there could be more ranks."""
+    def has_changed(self, members: Members) -> bool:
+        """Whether a generation should end: a host was removed, or more ranks are possible."""
         if self.pool is None or members.hosts is None:
             return False
         if any(self.pool.listed.get(host, 0) < count for host, count in members.hosts.items()):
@@ -214,7 +214,7 @@ class Roster:
         return better is not None and better.ranks > members.ranks
 
     def unusable(self, members: Members) -> dict[str, str]:
-        """Return hosts that cannot run ranks, and why; nodes of a resource file are checked as a job is started."""
+        """Return unusable hosts with reasons; nodes of a resource file are checked at the start of a job."""
         if self.pool is None or members.hosts is None or self.resources is not None:
             return {}
         return unusable(fill(self.pool.usable(), members.ranks + members.spares), os.environ)
@@ -228,32 +228,32 @@ class Roster:
             self.resources = ResourceSpec(self._source.path)
             return slots_of(self.resources)
         self._reads += 1
-        found: dict[str, int] = self._source.at_start if self._reads == 1 else self._source.read()
-        return found
+        slots: dict[str, int] = self._source.at_start if self._reads == 1 else self._source.read()
+        return slots
 
     def _largest(self, slots: int) -> Members | None:
         for ranks in range(min(self.high, slots), self.low - 1, -1):
-            if ranks not in self._known:
-                self._known[ranks] = self._fits(ranks)
-            if self._known[ranks]:
+            if ranks not in self._fitting:
+                self._fitting[ranks] = self._fits(ranks)
+            if self._fitting[ranks]:
                 return Members(ranks)
         return None
 
 
 class Watcher:
-    """Reads the list of hosts again and again while a generation runs; a context manager.
+    """Polls the list of hosts while a generation runs; a context manager.
 
     Parameters
     ----------
     roster : Roster
     members : Members
-        Of the generation.
+        Members of the generation.
     """
 
     def __init__(self, roster: Roster, members: Members) -> None:
         self._roster, self._members = roster, members
-        self._end, self._found = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._look, name="hosts", daemon=True)
+        self._end, self._changed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._poll, name="hosts", daemon=True)
         self._reported: dict[str, str] = {}
 
     def __enter__(self) -> Watcher:
@@ -266,33 +266,33 @@ class Watcher:
         if self._thread.is_alive():
             self._thread.join(POLL)
 
-    def change(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether the generation should end."""
-        return self._found.is_set()
+        return self._changed.is_set()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         pool, times = self._roster.pool, 0
         assert pool is not None
-        told = pool.error
+        reported = pool.error
         while not self._end.wait(POLL):
             pool.refresh()
-            if pool.error not in ("", told):
+            if pool.error not in ("", reported):
                 say(f"hosts: {pool.error}; keeping the last list")
-            told = pool.error
-            times = times + 1 if self._roster.changed(self._members) else 0
-            if times >= 2 and not self._left_out():  # a list that is just being written has fewer hosts
-                self._found.set()
+            reported = pool.error
+            times = times + 1 if self._roster.has_changed(self._members) else 0
+            if times >= 2 and not self._exclude_unusable():  # a partially written list has fewer hosts
+                self._changed.set()
                 return
 
-    def _left_out(self) -> bool:
-        """Leave out new hosts that cannot be used, and say so once; return whether there were any."""
+    def _exclude_unusable(self) -> bool:
+        """Exclude unusable new hosts, and report each once; return whether there were any."""
         better = self._roster.choose()
-        found = {} if better is None else self._roster.unusable(better)
-        dropped = self._roster.drop(found)
+        reasons = {} if better is None else self._roster.unusable(better)
+        dropped = self._roster.drop(reasons)
         for host in dropped:
-            if self._reported.get(host) != found[host]:
-                self._reported[host] = found[host]
-                say(f"hosts: {host} {found[host]}; it is left out")
+            if self._reported.get(host) != reasons[host]:
+                self._reported[host] = reasons[host]
+                say(f"hosts: {host} {reasons[host]}; it is left out")
         return bool(dropped)
 
 
@@ -300,60 +300,60 @@ def wait_for_members(
     roster: Roster,
     limit: float,
     stopped: Callable[[], bool],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     sleep: Callable[[float], None] = time.sleep,
     first: bool = False,
 ) -> Members | None:
-    """Return the members of the next generation once there can be one; None after `limit` seconds, or if stopped.
+    """Wait for the members of the next generation; return None after `limit` seconds or if stopped.
 
     Progress is printed immediately and every 30 seconds.
 
     Raises
     ------
     LaunchError
-        A host of the `first` generation does not have this neondist; later ones leave it out.
+        A host of the `first` generation lacks this neondist; later generations exclude it.
     """
-    began, last = time.monotonic(), -1
+    start, reports = time.monotonic(), -1
     while True:
         if roster.pool is not None:
             roster.pool.refresh()
-        found = roster.choose()
-        if found is not None:
-            reasons = roster.unusable(found)
-            wrong = [f"{host} {why}" for host, why in reasons.items() if why != UNREACHABLE]
-            if first and wrong:
-                raise LaunchError(f"--hosts-from: {'; '.join(wrong)}, or take it off the list")
-            gone = roster.drop(reasons)
-            if not gone:
-                return found
-            tell("; ".join(f"{host} {reasons[host]}" for host in gone))
+        members = roster.choose()
+        if members is not None:
+            reasons = roster.unusable(members)
+            problems = [f"{host} {reason}" for host, reason in reasons.items() if reason != UNREACHABLE]
+            if first and problems:
+                raise LaunchError(f"--hosts-from: {'; '.join(problems)}, or take it off the list")
+            excluded = roster.drop(reasons)
+            if not excluded:
+                return members
+            report("; ".join(f"{host} {reasons[host]}" for host in excluded))
             continue
-        waited = time.monotonic() - began
+        waited = time.monotonic() - start
         if stopped() or waited >= limit or roster.pool is None:
             return None
-        if int(waited / 30) > last:
-            last = int(waited / 30)
-            tell(f"waiting for hosts: {describe_shortage(roster)}; giving up in {limit - waited:.0f} s")
+        if int(waited / 30) > reports:
+            reports = int(waited / 30)
+            report(f"waiting for hosts: {describe_shortage(roster)}; giving up in {limit - waited:.0f} s")
         sleep(POLL)
 
 
 def describe_shortage(roster: Roster) -> str:
-    """Return how many ranks there could be, and why not more."""
+    """Return the number of possible ranks, and the reason why it is too low."""
     if roster.pool is None:
         return f"the experiment cannot run on any number of ranks from {roster.low} to {roster.high}"
-    have, cooling = sum(roster.pool.usable().values()), roster.pool.cooling()
-    text = f"there is room for {have} ranks, but at least {roster.low} are needed"
-    if have >= roster.low:
-        text = f"the experiment cannot run on any number of ranks from {roster.low} to {min(have, roster.high)}"
+    slots, cooling = sum(roster.pool.usable().values()), roster.pool.cooling()
+    text = f"there is room for {slots} ranks, but at least {roster.low} are needed"
+    if slots >= roster.low:
+        text = f"the experiment cannot run on any number of ranks from {roster.low} to {min(slots, roster.high)}"
     if cooling:
         text += f"; {', '.join(f'{host} ({left:.0f} s)' for host, left in cooling.items())} is excluded after a failure"
     return f"{text} ({roster.pool.error})" if roster.pool.error else text
 
 
 def make_fit_check(experiment: Any) -> Callable[[int], bool]:
-    """Return a function that tells whether an experiment can be cut for a number of ranks; a script can for any."""
+    """Return a predicate: whether an experiment runs on a number of ranks; a script runs on any."""
 
-    def can(ranks: int) -> bool:
+    def fits(ranks: int) -> bool:
         if experiment is None:
             return True
         try:
@@ -362,4 +362,4 @@ def make_fit_check(experiment: Any) -> Callable[[int], bool]:
             return False
         return True
 
-    return can
+    return fits

@@ -1,4 +1,4 @@
-"""The supervisor's ends of the ranks' connections: which ranks listen, how each has ended, and which was lost."""
+"""Supervisor's side of the ranks' connections: heartbeats, exit codes, and lost ranks."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ _TICK = 0.5
 _LONGEST = 512
 """bytes of a line"""
 _MISSED = 3
-"""heartbeats without which a rank is lost as well, when another's lease is over"""
+"""missed heartbeats after which a rank counts as lost too, once another rank's lease has expired"""
 _NAMED = 4
-"""ranks that a message names"""
+"""ranks listed in a message"""
 _SPARE = 64
-"""connections that may be open besides those of the ranks"""
+"""connections allowed in addition to those of the ranks"""
 
 
 @dataclass
 class Member:
-    """A rank, as far as its connection tells.
+    """State of a rank, as reported over its connection.
 
     Attributes
     ----------
     rank : int
     node : str
-    words : list of str
-        What it has sent: 'listens', 'ignores', 'ended CODE', 'failed'.
+    messages : list of str
+        Messages received from it: 'listens', 'ignores', 'ended CODE', 'failed'.
     """
 
     rank: int
     node: str
-    words: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     @property
     def code(self) -> int | None:
-        """Its exit code, None where it has not said how it ended."""
-        last = self.words[-1].split() if self.words else [""]
+        """Its exit code; None if it has not reported one."""
+        last = self.messages[-1].split() if self.messages else [""]
         return {"ended": int(last[-1]) if last[-1].isdecimal() else 1, "failed": 1}.get(last[0])
 
     @property
     def listens(self) -> bool:
         """Whether SIGUSR1 stops it with a checkpoint."""
-        return self.words.count("listens") > self.words.count("ignores")
+        return self.messages.count("listens") > self.messages.count("ignores")
 
 
 class Monitor:
-    """Listens for the ranks of one job; a context manager, which kills the ranks that are left at its end.
+    """Server for the ranks of a job; a context manager that kills the remaining ranks on exit.
 
     Parameters
     ----------
@@ -72,17 +72,17 @@ class Monitor:
     Attributes
     ----------
     environment : dict of str to str
-        Variables that the ranks need.
+        Environment variables required by the ranks.
     members : dict of int to Member
-        By rank; those that have connected.
+        Connected ranks, by rank.
     lost : int
-        The first rank that was lost before any other has failed; -1 while there is none.
+        First rank lost before any other failed; -1 if none.
     loss : str
-        The same in words, '' while there is none.
+        Description of the loss; '' if none.
     silent : tuple of int
-        Ranks without a heartbeat, including that one; they may still be running.
+        Ranks without a heartbeat, including the lost one; they may still be running.
     ending : float or None
-        time.monotonic() when a rank has failed, or the last one ended.
+        time.monotonic() at which a rank failed or the last one ended.
     """
 
     def __init__(self, ranks: int, addresses: Sequence[str] = (LOOPBACK,), lease: float = LEASE) -> None:
@@ -108,7 +108,7 @@ class Monitor:
         self.end_ranks()
 
     def end_ranks(self) -> None:
-        """Close all connections, which kills the ranks that are left, on every node."""
+        """Close all connections, which kills the remaining ranks on every node."""
         self._wake.close()
         self._thread.join(10)
 
@@ -117,13 +117,13 @@ class Monitor:
         return sum(member.listens for member in list(self.members.values())) == self.ranks
 
     def settle(self, seconds: float = 5.0) -> None:
-        """Wait until the connections of ranks that have ended are read to their ends."""
+        """Wait until the connections of ended ranks have been drained."""
         end = time.monotonic() + seconds
         while self._connections and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.01)
 
-    def without_word(self) -> list[int]:
-        """Return the ranks that have not said how they ended."""
+    def unreported_ranks(self) -> list[int]:
+        """Return the ranks that have not reported an exit code."""
         return [rank for rank in range(self.ranks) if rank not in self.members or self.members[rank].code is None]
 
     @property
@@ -137,10 +137,10 @@ class Monitor:
         return f"rank {rank} of {self.ranks}" + (f" on {member.node}" if member else "")
 
     def _serve(self) -> None:
-        looked = time.monotonic()
+        last_check = time.monotonic()
         with selectors.DefaultSelector() as selector:
-            for one in (self._woken, *self._listening):
-                selector.register(one, selectors.EVENT_READ, one)
+            for listener in (self._woken, *self._listening):
+                selector.register(listener, selectors.EVENT_READ, listener)
             while True:
                 ready = [key for key, _ in selector.select(_TICK)]
                 if any(key.fileobj is self._woken for key in ready):
@@ -151,26 +151,26 @@ class Monitor:
                     else:
                         self._accept(key.data, selector)
                 now = time.monotonic()
-                for each in self._connections:
-                    each.idle += min(now - looked, 2 * _TICK)  # time in which this process was stopped does not count
-                looked = now
+                for connection in self._connections:
+                    connection.idle += min(now - last_check, 2 * _TICK)  # exclude time when this process was stopped
+                last_check = now
                 self._judge(selector)
-        for one in (self._woken, *self._listening, *(each.socket for each in self._connections)):
-            one.close()
+        for listener in (self._woken, *self._listening, *(connection.socket for connection in self._connections)):
+            listener.close()
 
     def _accept(self, listening: socket.socket, selector: selectors.BaseSelector) -> None:
         with suppress(OSError):
-            made = _Connection(listening.accept()[0])
+            connection = _Connection(listening.accept()[0])
             if len(self._connections) >= self.ranks + _SPARE:
-                made.socket.close()
+                connection.socket.close()
                 return
-            made.socket.setblocking(False)
-            made.socket.sendall(made.nonce)
-            selector.register(made.socket, selectors.EVENT_READ, made)
-            self._connections.append(made)
+            connection.socket.setblocking(False)
+            connection.socket.sendall(connection.nonce)
+            selector.register(connection.socket, selectors.EVENT_READ, connection)
+            self._connections.append(connection)
 
     def greet(self, greeting: str) -> Member | None:
-        """Return the rank that has sent 'RANK PROCESS NODE'; None if it can be none, or is there already."""
+        """Return the rank that sent 'RANK PROCESS NODE'; None if invalid or already connected."""
         rank, _, rest = greeting.partition(" ")
         node = rest.partition(" ")[2]
         if not rank.isdecimal() or int(rank) >= self.ranks or int(rank) in self.members or not node.isprintable():
@@ -178,44 +178,44 @@ class Monitor:
         return self.members.setdefault(int(rank), Member(int(rank), node))
 
     def proves(self, connection: _Connection, data: bytes) -> bool:
-        """Whether the first bytes prove the key; the supervisor then proves it, too."""
+        """Whether the first bytes prove the key, which the supervisor then proves in turn."""
         if not hmac.compare_digest(data[:PROOF], proof(self._key, connection.nonce, "rank")):
             return False
         connection.socket.sendall(proof(self._key, connection.nonce, "supervisor"))
         return True
 
     def _judge(self, selector: selectors.BaseSelector) -> None:
-        """Take connections away that have ended, and note what that says of the job."""
-        gone = [each for each in self._connections if each.closed or each.idle > self._patience(each)]
-        if not gone:
+        """Remove closed and expired connections, and record a loss."""
+        ended = [one for one in self._connections if one.closed or one.idle > self._patience(one)]
+        if not ended:
             return
-        for each in self._connections:  # a rank that fails has said so before the launcher ended the others
-            each.read(self)
+        for connection in self._connections:  # a failing rank reports before the launcher ends the others
+            connection.read(self)
         failed = any(member.code for member in self.members.values())
-        for each in gone:
-            selector.unregister(each.socket)
-            each.socket.close()
-            self._connections.remove(each)
-            if each.member is not None and each.member.code is None and not failed and not self.loss:
-                self.lost, self.loss = each.member.rank, f"{self.describe(each.member.rank)} {ENDED}"
-                if not each.closed:
-                    self._lose_silent([each, *(one for one in self._connections if self._is_quiet(one))])
-        if self.ending is None and (failed or not self.without_word()):
+        for connection in ended:
+            selector.unregister(connection.socket)
+            connection.socket.close()
+            self._connections.remove(connection)
+            if connection.member is not None and connection.member.code is None and not failed and not self.loss:
+                self.lost, self.loss = connection.member.rank, f"{self.describe(connection.member.rank)} {ENDED}"
+                if not connection.closed:
+                    self._lose_silent([connection, *(other for other in self._connections if self._is_quiet(other))])
+        if self.ending is None and (failed or not self.unreported_ranks()):
             self.ending = time.monotonic()
 
     def _lose_silent(self, connections: Sequence[_Connection]) -> None:
-        """Note all ranks whose nodes were lost at about the same time."""
+        """Record all ranks lost at about the same time."""
         self.silent = tuple(sorted(one.member.rank for one in connections if one.member is not None))
         names = [self.describe(rank) for rank in self.silent[:_NAMED]]
         names += [f"{len(self.silent) - _NAMED} more"] if len(self.silent) > _NAMED else []
-        what = "node" if len(names) == 1 else "nodes"
-        self.loss = f"no heartbeat from {', '.join(names)} for {self.lease:g} s: stopped, or {what} unreachable"
+        noun = "node" if len(names) == 1 else "nodes"
+        self.loss = f"no heartbeat from {', '.join(names)} for {self.lease:g} s: stopped, or {noun} unreachable"
 
     def _is_quiet(self, connection: _Connection) -> bool:
-        """Whether a rank has missed several heartbeats, though its lease may not be over."""
+        """Whether a rank has missed several heartbeats, even if its lease has not expired."""
         member = connection.member
-        most = min(self.lease, max(_MISSED * BEAT, self.lease / 2))
-        return member is not None and member.code is None and not connection.closed and connection.idle > most
+        limit = min(self.lease, max(_MISSED * BEAT, self.lease / 2))
+        return member is not None and member.code is None and not connection.closed and connection.idle > limit
 
     def _patience(self, connection: _Connection) -> float:
         return PATIENCE if connection.member is None else self.lease
@@ -223,7 +223,7 @@ class Monitor:
 
 @dataclass
 class _Connection:
-    """A connection of a rank, or of a stranger until it fails to prove the key."""
+    """Connection of a rank, authenticated or not."""
 
     socket: socket.socket
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE))
@@ -234,12 +234,12 @@ class _Connection:
     _proven: bool = False
 
     def read(self, monitor: Monitor) -> None:
-        """Take what has come."""
+        """Process the data received so far."""
         try:
             while not self.closed:
-                more = self.socket.recv(1 << 12)
-                self._data += more
-                self.closed = not more or not self._take(monitor)
+                chunk = self.socket.recv(1 << 12)
+                self._data += chunk
+                self.closed = not chunk or not self._take(monitor)
                 self.idle = 0.0
         except BlockingIOError:
             pass
@@ -247,7 +247,7 @@ class _Connection:
             self.closed = True
 
     def _take(self, monitor: Monitor) -> bool:
-        """Take whole lines; False: these are none that a rank sends."""
+        """Process complete lines; return False if a rank would not send them."""
         if not self._proven:
             if len(self._data) < PROOF:
                 return True
@@ -261,16 +261,16 @@ class _Connection:
                 if self.member is None:
                     return False
             elif line:
-                self.member.words.append(line.decode(errors="replace")[:_LONGEST])
+                self.member.messages.append(line.decode(errors="replace")[:_LONGEST])
         return len(self._data) < _LONGEST
 
 
 def listen(address: str, backlog: int) -> socket.socket:
-    """Return a socket that listens on an address, at a port that the system chooses."""
+    """Return a socket listening on an address, at a port chosen by the system."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    made = socket.create_server((address, 0), family=family, backlog=backlog)
-    made.setblocking(False)
-    return made
+    listener = socket.create_server((address, 0), family=family, backlog=backlog)
+    listener.setblocking(False)
+    return listener
 
 
 def format_address(listening: socket.socket) -> str:

@@ -1,4 +1,4 @@
-"""Finding mpirun, and what this one wants to be told."""
+"""Search for mpirun, and its options and environment variables."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Mpirun:
         return "Open MPI" in self.version or "OpenRTE" in self.version
 
     def command(self, ranks: int, variables: Iterable[str] = ()) -> list[str]:
-        """Return the words that start `ranks` processes of the words to follow.
+        """Return the command that starts `ranks` processes of the command appended to it.
 
-        `variables` are those of this process's environment that ranks on other machines get; Open MPI's own they do.
+        `variables` names environment variables to pass to ranks on other machines, in addition to Open MPI's own.
         """
         words = [self.path, "-n", str(ranks)]
         if self.is_open_mpi:
-            # its slots are physical cores, so that even `ranks <= cores()` may be refused; costs nothing if not needed.
-            # Unbound, because the ranks bind themselves (pinning.py): a rank's threads would share one core.
+            # slots are physical cores, so even `ranks <= cores()` may be refused; harmless if not needed.
+            # Unbound: ranks bind themselves (pinning.py); mpirun would bind all threads of a rank to one core.
             words += ["--map-by", ":oversubscribe", "--bind-to", "none"]
             words += [word for name in variables for word in ("-x", name)]
         return words
@@ -45,7 +45,7 @@ class Mpirun:
         """Return the variables that this launcher needs."""
         if not self.is_open_mpi:
             return {}
-        # both serve one-sided communication, which is not used: the one warns, the other takes a second to start
+        # both serve one-sided communication, which is unused: ucx prints warnings, ofi takes a second to start
         env = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl": "^ofi"}
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -65,14 +65,14 @@ def find_mpirun(env: Mapping[str, str]) -> Mpirun:
     LaunchError
         There is none, or it does not run.
     """
-    path = os.pathsep.join([*map(str, homes()), env.get("PATH", "")])
-    found = next(filter(None, (shutil.which(name, path=path) for name in NAMES)), None)
-    if found is None:
+    directories = os.pathsep.join([*map(str, homes()), env.get("PATH", "")])
+    path = next(filter(None, (shutil.which(name, path=directories) for name in NAMES)), None)
+    if path is None:
         raise LaunchError(f"mpirun was not found, neither next to {sys.executable} nor on PATH; {REMEDY}")
     try:
-        answer = subprocess.run(
-            [found, "--version"], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False
+        version = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{found} does not run ({error}); put a working mpirun first on PATH, or {REMEDY}") from error
-    return Mpirun(found, (answer.stdout + answer.stderr).strip())
+        raise LaunchError(f"{path} does not run ({error}); put a working mpirun first on PATH, or {REMEDY}") from error
+    return Mpirun(path, (version.stdout + version.stderr).strip())

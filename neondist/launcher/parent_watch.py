@@ -1,6 +1,6 @@
-"""No process outlives its parent: mpirun ends with `neondist run -n N`, a rank with mpirun.
+"""Binding of processes to their parents: mpirun ends with `neondist run -n N`, a rank with mpirun.
 
-MPI would let a rank compute on until it talks to another one.
+MPI would let a rank continue until its next communication.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 
 
-def end_child_with_us() -> Callable[[], None] | None:
-    """Return what a child does before exec, so that it gets a SIGTERM when this process is killed (Linux).
+def bind_child() -> Callable[[], None] | None:
+    """Return a `preexec_fn` by which a child receives SIGTERM when this process is killed (Linux).
 
-    Processes of neondist are bound by `safe_path.command`, which is safe beside threads of gRPC.
+    Processes of neondist are bound by `safe_path.command`, which is safe with gRPC threads.
     """
     if sys.platform != "linux":
         return None
     libc, parent = ctypes.CDLL(None), os.getpid()
 
-    def ask() -> None:
+    def bind() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died in between
+        if os.getppid() != parent:  # the parent has died in between
             os._exit(1)
 
-    return ask
+    return bind
 
 
 def end_process(process: subprocess.Popen[Any] | Process, seconds: float, sig: int = signal.SIGTERM) -> None:
-    """Send a process a signal, and kill it if it has not ended so many seconds later; wait for its end."""
+    """Send a signal to a process, kill it unless it ends within `seconds`, and wait for it."""
     process.send_signal(sig)
     try:
         process.wait(seconds)
@@ -51,20 +51,20 @@ def end_process(process: subprocess.Popen[Any] | Process, seconds: float, sig: i
 
 
 def die_with_launcher(env: Mapping[str, str]) -> None:
-    """Let a rank be killed with the process that has started it, while MPI starts too (Linux)."""
+    """Have this rank killed together with its parent process, even during MPI startup (Linux)."""
     if sys.platform == "linux" and detect(env) is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if LAUNCHED in env and os.getppid() == 1:  # it died in between
+        if LAUNCHED in env and os.getppid() == 1:  # the parent has died in between
             os._exit(1)
 
 
 def end_with_parent(seconds: float = 1.0) -> None:
-    """From now on, end this process soon after the process that has started it; looks every so many seconds."""
+    """End this process soon after its parent, which is polled every `seconds`, from now on."""
     parent = os.getppid()
 
-    def look() -> None:
+    def poll() -> None:
         while os.getppid() == parent:
             time.sleep(seconds)
         os._exit(1)
 
-    threading.Thread(target=look, name="end_with_parent", daemon=True).start()
+    threading.Thread(target=poll, name="end_with_parent", daemon=True).start()

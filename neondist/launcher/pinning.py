@@ -1,6 +1,6 @@
-"""Cores of each rank of `neondist run -n N`: neighbours in the numbering of its machine's cores.
+"""CPU affinity of the ranks of `neondist run -n N`: consecutive cores of the machine.
 
-By affinity alone, and not by mpirun's options, so that it works with every MPI, as root, and in containers.
+Ranks set it themselves, without mpirun's options, so that it works with every MPI, as root, and in containers.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from ..system.job import Job
 
 SWITCH = "NEONDIST_PIN"
 CPUS = "NEONDIST_CPUS"
-"""Set for the ranks: all CPUs that they share, in the order in which they are handed out."""
+"""Environment variable of the ranks: all CPUs that they share, in order of assignment."""
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def environment(ranks: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Return what to tell so many ranks on this machine, whose threads `env` has: nothing, if they stay unbound."""
-    told = next((env[name] for name in threads.VARIABLES if name in env), "")
-    each = int(told) if told.isdecimal() else threads.share(ranks)
-    if why_not(env) or ranks * each > threads.cores():
+    """Return the variables that bind `ranks` ranks with the threads in `env` to cores; empty if unbound."""
+    setting = next((env[name] for name in threads.VARIABLES if name in env), "")
+    thread_count = int(setting) if setting.isdecimal() else threads.share(ranks)
+    if explain_unpinned(env) or ranks * thread_count > threads.cores():
         return {}
-    return {CPUS: ",".join(map(str, in_order(os.sched_getaffinity(0))))}
+    return {CPUS: ",".join(map(str, sort_cpus(os.sched_getaffinity(0))))}
 
 
-def why_not(env: Mapping[str, str]) -> str:
-    """Return why ranks stay unbound, however few they are; '' if they do not."""
+def explain_unpinned(env: Mapping[str, str]) -> str:
+    """Return the reason why ranks stay unbound regardless of their number; '' if there is none."""
     if env.get(SWITCH, "").lower() in ("no", "0", "off", "false"):
         return f"{SWITCH}={env[SWITCH]}"
     if not hasattr(os, "sched_setaffinity"):
@@ -40,30 +40,30 @@ def why_not(env: Mapping[str, str]) -> str:
     return ""
 
 
-def in_order(cpus: set[int]) -> list[int]:
-    """Return CPUs so that those of one core come together, and then those of one socket."""
+def sort_cpus(cpus: set[int]) -> list[int]:
+    """Return CPUs sorted by socket and core."""
 
-    def place(cpu: int) -> tuple[int, ...]:
-        folder = TOPOLOGY / f"cpu{cpu}" / "topology"
+    def sort_key(cpu: int) -> tuple[int, ...]:
+        directory = TOPOLOGY / f"cpu{cpu}" / "topology"
         try:
-            return *(int((folder / name).read_text()) for name in ("physical_package_id", "core_id")), cpu
+            return *(int((directory / name).read_text()) for name in ("physical_package_id", "core_id")), cpu
         except (OSError, ValueError):
             return 0, cpu, cpu
 
-    return sorted(cpus, key=place)
+    return sorted(cpus, key=sort_key)
 
 
 def pin(job: Job, env: Mapping[str, str]) -> None:
-    """Bind this rank, with all threads that it has, to its part of the cores, if the launcher has said so."""
-    cpus = shared(env)
+    """Bind this rank and all of its threads to its share of the cores, if requested by the launcher."""
+    cpus = shared_cpus(env)
     if not cpus or job.rank is None or not job.size:
         return
     lo, hi = split(len(cpus), job.size, job.rank)
-    for task in Path("/proc/self/task").iterdir():  # libraries may have threads already
-        with contextlib.suppress(OSError):  # it has ended, or cores have been taken away
+    for task in Path("/proc/self/task").iterdir():  # libraries may have started threads already
+        with contextlib.suppress(OSError):  # the thread has ended, or cores were removed
             os.sched_setaffinity(int(task.name), cpus[lo:hi])
 
 
-def shared(env: Mapping[str, str]) -> list[int]:
-    """Return the CPUs that all ranks share, in order; none where they are unbound."""
+def shared_cpus(env: Mapping[str, str]) -> list[int]:
+    """Return the CPUs shared by all ranks, in order; empty if unbound."""
     return [int(cpu) for cpu in env.get(CPUS, "").split(",") if cpu.isdecimal()]

@@ -1,4 +1,4 @@
-"""Ranks of a job on the nodes of a resource file, or on hosts of a list: what mpirun is given for each."""
+"""Placement of ranks on the nodes of a resource file or a list of hosts, and the mpirun command for it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SSH_ARGS, _HOST_FILE = "PRTE_MCA_plm_ssh_args", "PRTE_MCA_prte_default_hostfile
 
 @dataclass
 class Placement:
-    """Nodes that have passed the check, in the order of their ranks.
+    """Placement on checked nodes, in order of their ranks.
 
     Attributes
     ----------
     resources : ResourceSpec
     config : Path
-        The ssh_config.
+        Path of the ssh_config.
     reports : list of NodeReport
     """
 
@@ -45,60 +45,60 @@ class Placement:
     def command(
         self, mpirun: Mpirun, words: Sequence[str], variables: Sequence[str], env: Mapping[str, str]
     ) -> list[str]:
-        """Return the words that start the same command on every node, by its own Python, with its own variables.
+        """Return the command that runs `words` on every node, with its own Python and environment variables.
 
-        Threads are shared by the ranks of a node, where the user has not chosen their number.
+        The ranks of a node share its threads unless the user has set their number.
         """
         parts: list[str] = []
         for report in self.reports:
-            own = self.variables(report, env)
+            node_variables = self.variables(report, env)
             names = [name for name in variables if name not in threads.VARIABLES]
             start = ["-n", str(report.ranks), *(word for name in names for word in ("-x", name))]
             start = mpirun.command(report.ranks, names)[1:] if not parts else start
             start += ["--host", f"{report.node.address}:{report.ranks}"]
-            if own:
-                start += ["env", *(f"{name}={value}" for name, value in own.items())]
-            here = str(Path(report.facts["package"]) / "safe_path.py")
-            parts += [":", *start, report.python, here, *words]
+            if node_variables:
+                start += ["env", *(f"{name}={value}" for name, value in node_variables.items())]
+            safe_path_file = str(Path(report.facts["package"]) / "safe_path.py")
+            parts += [":", *start, report.python, safe_path_file, *words]
         return [mpirun.path, *parts[1:]]
 
     def variables(self, report: NodeReport, env: Mapping[str, str]) -> dict[str, str]:
-        """Return a node's own environment variables; ranks share its cores where the user has not chosen threads."""
-        own = settings_of(self.resources, report.node).shared_envs
-        if threads.chosen({**env, **own}):
-            return dict(own)
-        return {**dict.fromkeys(threads.VARIABLES, str(max(1, report.facts["cores"] // report.ranks))), **own}
+        """Return the environment variables of a node; its ranks share its cores unless the user has set threads."""
+        shared = settings_of(self.resources, report.node).shared_envs
+        if threads.chosen({**env, **shared}):
+            return dict(shared)
+        return {**dict.fromkeys(threads.VARIABLES, str(max(1, report.facts["cores"] // report.ranks))), **shared}
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment for mpirun, whose daemons are started as the nodes were checked."""
-        kept = {name: value for name, value in env.items() if name != _HOST_FILE}
-        return {**kept, _SSH_ARGS: f"{env.get(_SSH_ARGS, '')} -F {self.config}".strip()}
+        """Return the environment of mpirun, which uses the SSH settings of the check for its daemons."""
+        variables = {name: value for name, value in env.items() if name != _HOST_FILE}
+        return {**variables, _SSH_ARGS: f"{env.get(_SSH_ARGS, '')} -F {self.config}".strip()}
 
     def addresses(self) -> list[str]:
-        """Return the chief's addresses, if they are this machine's: where ranks on other nodes reach the supervisor."""
-        found: list[str] = []
+        """Return the addresses of the chief that belong to this machine, for ranks on other nodes."""
+        addresses: list[str] = []
         try:
-            infos = socket.getaddrinfo(self.resources.chief.address, None, type=socket.SOCK_STREAM)
+            candidates = socket.getaddrinfo(self.resources.chief.address, None, type=socket.SOCK_STREAM)
         except OSError:
-            infos = []
-        for family, *_, place in infos:
-            with socket.socket(family, socket.SOCK_STREAM) as trial:
+            candidates = []
+        for family, *_, socket_address in candidates:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
                 try:
-                    trial.bind((place[0], 0))
+                    probe.bind((socket_address[0], 0))
                 except OSError:
                     continue
-            found.append(str(place[0]))
-        return list(dict.fromkeys([LOOPBACK, *found]))
+            addresses.append(str(socket_address[0]))
+        return list(dict.fromkeys([LOOPBACK, *addresses]))
 
 
 @dataclass
 class HostPlacement:
-    """Hosts of a list, in the order of their ranks.
+    """Placement on listed hosts, in order of their ranks.
 
     Attributes
     ----------
     hosts : dict of str to int
-        Ranks of each.
+        Ranks of each host.
     """
 
     hosts: dict[str, int]
@@ -106,7 +106,7 @@ class HostPlacement:
     def command(
         self, mpirun: Mpirun, words: Sequence[str], variables: Sequence[str], env: Mapping[str, str]
     ) -> list[str]:
-        """Return the words that start the same command on every host."""
+        """Return the command that runs `words` on every host."""
         names = [name for name in variables if name not in threads.VARIABLES or threads.chosen(env)]
         parts: list[str] = []
         for host, ranks in self.hosts.items():
@@ -116,31 +116,31 @@ class HostPlacement:
         return [mpirun.path, *parts[1:]]
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment for mpirun, which must know no other hosts."""
+        """Return the environment of mpirun, without a host file."""
         return {name: value for name, value in env.items() if name != _HOST_FILE}
 
     def addresses(self) -> list[str]:
-        """Return the addresses of this machine at which ranks reach the supervisor."""
+        """Return the addresses of the supervisor on this machine."""
         return list_addresses()
 
 
 def list_addresses() -> list[str]:
-    """Return the addresses of this machine at which others may reach it, and the loopback address."""
+    """Return the addresses of this machine for other machines, and the loopback address."""
     import psutil
 
-    every = [one for interface in psutil.net_if_addrs().values() for one in interface]
-    found = [one.address for one in every if one.family in (socket.AF_INET, socket.AF_INET6)]
-    others = [one for one in found if not ipaddress.ip_address(one.partition("%")[0]).is_link_local and one != "::1"]
+    entries = [entry for interface in psutil.net_if_addrs().values() for entry in interface]
+    local = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+    others = [one for one in local if not ipaddress.ip_address(one.partition("%")[0]).is_link_local and one != "::1"]
     return list(dict.fromkeys([LOOPBACK, *others]))
 
 
-def place(resources: ResourceSpec, ranks: int) -> dict[str, int]:
-    """Return how many of so many ranks each node runs, filled in the order of the file.
+def assign_ranks(resources: ResourceSpec, ranks: int) -> dict[str, int]:
+    """Return the number of ranks on each node, filled in the order of the file.
 
     Raises
     ------
     LaunchError
-        The nodes take fewer.
+        The nodes have fewer devices.
     """
     if ranks > resources.replicas:
         raise LaunchError(
@@ -151,13 +151,13 @@ def place(resources: ResourceSpec, ranks: int) -> dict[str, int]:
 
 
 @contextmanager
-def placed(arguments: argparse.Namespace, mpirun: Mpirun, ranks: int) -> Iterator[Placement | HostPlacement | None]:
-    """Give the place of each rank, None where mpirun decides; nodes of a resource file are checked and shown.
+def place_job(arguments: argparse.Namespace, mpirun: Mpirun, ranks: int) -> Iterator[Placement | HostPlacement | None]:
+    """Yield the placement of ranks, None if mpirun decides; nodes of a resource file are checked and printed.
 
     Raises
     ------
     LaunchError
-        Nodes cannot take part; the message names all of them.
+        Some nodes are unusable; the message names all of them.
     """
     resources = arguments.resources
     if resources is None and arguments.hosts is None:
@@ -168,20 +168,20 @@ def placed(arguments: argparse.Namespace, mpirun: Mpirun, ranks: int) -> Iterato
     if resources is None:
         yield HostPlacement(arguments.hosts)
         return
-    counts = place(resources, ranks) if arguments.hosts is None else arguments.hosts
+    counts = assign_ranks(resources, ranks) if arguments.hosts is None else arguments.hosts
     with tempfile.TemporaryDirectory(prefix="neondist-", dir=_folder()) as folder:
         config = Path(folder, "ssh_config")
         write_ssh_config(resources, config, os.environ)
-        files = [Path(arguments.file), *(Path(one) for one in arguments.modules if one.endswith(".py"))]
+        files = [Path(arguments.file), *(Path(module) for module in arguments.modules if module.endswith(".py"))]
         reports = check_nodes(resources, counts, config, mpirun.path, files, os.environ)
         if arguments.generation in (None, 1):
-            show(reports)
+            print_reports(reports)
         refuse(reports)
         yield Placement(resources, config, reports)
 
 
-def show(reports: Sequence[NodeReport]) -> None:
-    """Print a table of what was found."""
+def print_reports(reports: Sequence[NodeReport]) -> None:
+    """Print a table of the reports."""
     rows = [COLUMNS, *(report.row() for report in reports)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -189,5 +189,5 @@ def show(reports: Sequence[NodeReport]) -> None:
 
 
 def _folder() -> str | None:
-    """Return where temporary files go: mpirun splits the options of ssh at blanks."""
+    """Return a folder for temporary files without spaces, at which mpirun splits the options of ssh."""
     return "/tmp" if " " in tempfile.gettempdir() else None

@@ -23,18 +23,18 @@ from ..train import Watchdog
 from . import members, pinning
 from .cleanup import restore_tmpdir
 from .generations import run_generations
-from .launch import launch, ready, refuse_crowd, show_loss, warn_crowd
+from .launch import launch, refuse_crowd, require_mpirun, show_loss, warn_crowd
 from .parent_watch import end_with_parent
-from .report import show
+from .report import print_error
 
 Prepared = TypeVar("Prepared")
 STALL_TIMEOUT = 600.0
 PATIENCE = 24 * 3600.0
-"""seconds that a virtual rank waits for a message of another, which may have a core's work before it"""
+"""seconds for which a virtual rank waits for a message of another that may still wait for a core"""
 _LONG = 1.5
-"""seconds of preparation from which the start of ranks is announced"""
-# it waits outside of this process, in which nothing runs but faulthandler's own thread, for that one to write
-_TELL = 'read word && printf "%s\\n" "$0" >&2 && echo failed'
+"""seconds of preparation after which the start of ranks is announced"""
+# runs in a separate process, since in this one only the thread of faulthandler may still run
+_REPORT_STALL = 'read word && printf "%s\\n" "$0" >&2 && echo failed'
 
 
 def on_ranks(
@@ -45,38 +45,38 @@ def on_ranks(
 ) -> int:
     """Prepare and work on every rank, and return the exit code.
 
-    The ranks are those of `--virtual`, of the MPI job that this process is in, or of a job that mpirun starts for `-n`.
+    The ranks are those of `--virtual`, of the MPI job of this process, or of a job that mpirun starts for `-n`.
 
     Parameters
     ----------
-    arguments : the command's; `ranks`, and `virtual` where the command has it
+    arguments : Namespace of the command, with `ranks`, and `virtual` if it has that option
     prepare : function of a transport and of the number of ranks
-        Finds the user's mistakes, alike on every rank; called before mpirun is started as well, in one process.
-    work : function of the transport and of what `prepare` has returned
-    elsewhere : function of what `prepare` has returned, optional
-        Called before mpirun would be started; it may start other processes, and returns the exit code then.
+        Detects user errors, identically on every rank; also called once before mpirun is started.
+    work : function of the transport and of the result of `prepare`
+    elsewhere : function of the result of `prepare`, optional
+        Called before mpirun is started; it may run the command in other processes and return the exit code.
     """
 
     def body(world: Transport) -> int:
-        return _reported(world, prepare, work)
+        return _run_reporting(world, prepare, work)
 
-    members.settle(arguments, detect(os.environ))
+    members.resolve_options(arguments, detect(os.environ))
     if getattr(arguments, "virtual", None) is not None:
         return _on_virtual_ranks(arguments, body)
     from ..comm import SingleTransport, mpi
 
     job = job_of(arguments)
     if must_launch(arguments, job):
-        begun = time.monotonic()
-        watches = new_watchdog(arguments) if arguments.watched else None
-        if watches is not None:
-            watches.open()
+        start_time = time.monotonic()
+        watchdog = new_watchdog(arguments) if arguments.watched else None
+        if watchdog is not None:
+            watchdog.open()
         try:
-            prepared = prepare(SingleTransport(), _least(arguments))
+            prepared = prepare(SingleTransport(), _get_minimum_ranks(arguments))
         finally:
-            if watches is not None:
-                watches.stop()
-        if time.monotonic() - begun > _LONG:  # as long will ranks take until they print
+            if watchdog is not None:
+                watchdog.stop()
+        if time.monotonic() - start_time > _LONG:  # ranks need the same time before their first output
             say("starting the ranks", sys.stderr)
         if (code := elsewhere(prepared)) is not None:
             return code
@@ -89,30 +89,30 @@ def on_ranks(
     if job is None:
         return body(SingleTransport())
     code = body(_join(job, arguments.watchdog))
-    with _patient(job, arguments.watchdog, "the end of MPI"):
+    with _limit_stall(job, arguments.watchdog, "the end of MPI"):
         mpi.finish()
     return code
 
 
 def start_script(arguments: argparse.Namespace) -> int:
-    """Start a script on all ranks under mpirun, and again after losses if it may be; return the job's exit code."""
+    """Run a script on all ranks under mpirun, with restarts after losses if enabled; return the exit code."""
     if detect(os.environ) is not None:
         raise LaunchError(f"inside an MPI job each rank runs a script itself: python {arguments.file}")
-    members.settle(arguments, None)
+    members.resolve_options(arguments, None)
     arguments.ranks = arguments.ranks or 1
     if not must_launch(arguments, None):
-        ready(os.environ)
+        require_mpirun(os.environ)
     if arguments.restarts is not None or arguments.source is not None:
         return run_generations(arguments, None)
     return show_loss(launch(arguments), arguments)
 
 
-def _reported(
+def _run_reporting(
     world: Transport, prepare: Callable[[Transport, int], Prepared], work: Callable[[Transport, Prepared], int]
 ) -> int:
-    """Prepare, whose mistakes all ranks find alike, then work; return its exit code, or that of an error.
+    """Prepare and work; return the exit code of the work, or of an error.
 
-    An error of one rank ends all of them, and one tells.
+    User errors in `prepare` occur on all ranks alike. An error of one rank ends all of them, and one reports it.
     """
     from ..comm import end_job
 
@@ -121,16 +121,16 @@ def _reported(
         prepared = prepare(world, world.size)
         agreed = False
         return work(world, prepared)
-    except RemoteError:  # the rank that failed says why
+    except RemoteError:  # reported by the rank that failed
         return 1
     except UserError as error:
         if agreed or error.agreed:
             if world.rank == 0:
-                show(error)
+                print_error(error)
             return 2
         if world.rank:
-            time.sleep(1)  # if rank 0 has it too, that one tells
-        show(error)
+            time.sleep(1)  # let rank 0 report if it has the error too
+        print_error(error)
         if world.size > 1:
             world.abort(2)
         return 2
@@ -144,7 +144,7 @@ def _reported(
 
 
 def job_of(arguments: argparse.Namespace) -> Job | None:
-    """Return the MPI job that this process is in; LaunchError if -n says another number of ranks."""
+    """Return the MPI job of this process; LaunchError if -n differs from its number of ranks."""
     job = detect(os.environ)
     if job is not None and arguments.ranks not in (None, job.size or arguments.ranks):
         raise LaunchError(f"-n {arguments.ranks} inside an MPI job of {job.size} ranks; leave out -n, the job decides")
@@ -152,7 +152,7 @@ def job_of(arguments: argparse.Namespace) -> Job | None:
 
 
 def new_watchdog(arguments: argparse.Namespace, job: Job | None = None, whole_process: bool = True) -> Watchdog:
-    """Return who watches over this process, or over a virtual rank."""
+    """Return the watchdog of this process, or of a virtual rank."""
     from ..train import Watchdog
 
     rank, size = (job.rank or 0, job.size or 1) if job is not None else (0, 1)
@@ -173,26 +173,26 @@ def _on_virtual_ranks(arguments: argparse.Namespace, body: Callable[[Transport],
 
 
 def must_launch(arguments: argparse.Namespace, job: Job | None) -> bool:
-    """Return whether ranks have to be started; LaunchError if they could not run."""
-    placed = arguments.resources is not None or arguments.source is not None
-    if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None and not placed):
+    """Return whether ranks have to be started; LaunchError if they cannot run."""
+    has_hosts = arguments.resources is not None or arguments.source is not None
+    if job is not None or ((arguments.ranks or 1) == 1 and arguments.restarts is None and not has_hosts):
         return False
-    ready(os.environ)
-    if not arguments.force and not placed:
+    require_mpirun(os.environ)
+    if not arguments.force and not has_hosts:
         refuse_crowd(arguments.ranks, os.environ)
         warn_crowd(arguments.ranks, os.environ)
     return True
 
 
-def _least(arguments: argparse.Namespace) -> int:
-    """Return the number of ranks that the input is checked for: the least, where hosts decide how many there are."""
+def _get_minimum_ranks(arguments: argparse.Namespace) -> int:
+    """Return the number of ranks to validate the input for: the minimum if hosts determine their number."""
     if arguments.elastic is not None and arguments.source is not None:
         return int(arguments.elastic[0])
     return int(arguments.ranks)
 
 
 def _join(job: Job, watchdog: Watchdog | None) -> Transport:
-    """Return the ranks of the job, once MPI has started; the watchdog learns who they are."""
+    """Start MPI, return the transport of its ranks, and pass their hosts and pids to the watchdog."""
     from ..comm import mpi
 
     restore_tmpdir(os.environ)
@@ -200,7 +200,7 @@ def _join(job: Job, watchdog: Watchdog | None) -> Transport:
     pinning.pin(job, os.environ)
     if job.local_size:
         threads.limit(job.local_size)
-    with _patient(job, watchdog, "the start of MPI"):
+    with _limit_stall(job, watchdog, "the start of MPI"):
         world = mpi.world()
     if (job.size or 1) > 1 and world.size == 1:
         raise LaunchError(
@@ -213,11 +213,11 @@ def _join(job: Job, watchdog: Watchdog | None) -> Transport:
     return world
 
 
-def _patient(job: Job, watchdog: Watchdog | None, place: str) -> AbstractContextManager[None]:
-    """Limit a block in which MPI waits for all ranks and lets no other thread run."""
+def _limit_stall(job: Job, watchdog: Watchdog | None, place: str) -> AbstractContextManager[None]:
+    """Limit the time of a block in which MPI waits for all ranks without releasing the GIL."""
     if watchdog is None or os.name != "posix":
         return nullcontext()
-    return _limited(
+    return _exit_after(
         watchdog.timeout,
         f"rank {job.rank} of {job.size}: no progress for {watchdog.timeout:g} s (--stall-timeout): waits in {place} for"
         " a rank that has not reached it",
@@ -225,20 +225,20 @@ def _patient(job: Job, watchdog: Watchdog | None, place: str) -> AbstractContext
 
 
 @contextmanager
-def _limited(seconds: float, text: str) -> Iterator[None]:
-    """End this process with exit code 1, and say `text`, if the block takes longer than so many seconds."""
-    supervisor, silent = descriptor(os.environ), subprocess.DEVNULL
-    teller = subprocess.Popen(
-        ["/bin/sh", "-c", _TELL, text],
+def _exit_after(seconds: float, text: str) -> Iterator[None]:
+    """End this process with exit code 1 and print `text` if the block takes longer than `seconds`."""
+    supervisor, null = descriptor(os.environ), subprocess.DEVNULL
+    reporter = subprocess.Popen(
+        ["/bin/sh", "-c", _REPORT_STALL, text],
         stdin=subprocess.PIPE,
-        stdout=silent if supervisor is None else supervisor,
+        stdout=null if supervisor is None else supervisor,
         start_new_session=True,
     )
-    assert teller.stdin is not None
-    faulthandler.dump_traceback_later(seconds, exit=True, file=teller.stdin.fileno())
+    assert reporter.stdin is not None
+    faulthandler.dump_traceback_later(seconds, exit=True, file=reporter.stdin.fileno())
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        teller.stdin.close()
-        teller.wait()
+        reporter.stdin.close()
+        reporter.wait()

@@ -1,7 +1,7 @@
-"""A `neondist` command on another machine: what starts it there over ssh, hands signals on, and ends it.
+"""Remote execution of `neondist` commands over ssh, with forwarding of signals.
 
-`python safe_path.py neondist.launcher.remote` is the other end. It reads a line of JSON with the command, then a signal
-number in each line; when its input ends, because this machine or the connection is gone, it ends the command.
+`python safe_path.py neondist.launcher.remote` is the remote side. It reads the command as a line of JSON, then one
+signal number per line. When its input ends, because this machine or the connection was lost, it ends the command.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ..version import __version__
 from .parent_watch import end_process
 
 MODULE = "neondist.launcher.remote"
-"""This one, to be run at the other end."""
+"""This module, which is run on the remote side."""
 UNREACHABLE = 255
-"""Exit code of ssh when there is no connection, or no longer."""
+"""Exit code of ssh without a connection, or after its loss."""
 _GRACE = 10.0
-"""Seconds that the command has to end after a signal, before it is killed."""
+"""Seconds between the signal to end the command and SIGKILL."""
 _PATIENCE = 2.0
-"""Seconds after which the connection of a command that is killed is closed."""
+"""Seconds after which the connection of a killed command is closed."""
 _MOST_CHARACTERS = 1 << 20
 _START = """[ -x "$1" ] && [ -f "$2" ] && exec "$@"
 echo "error: $0: has no $1 with $2; install neondist there in the same folders, or give the node its python_venv in a \
@@ -37,23 +37,23 @@ exit 2"""
 
 
 def program(host: str) -> list[str]:
-    """Return the words that run this module's other end on a host with the same files, or say that it has none."""
+    """Return the command that runs the remote side on a host with the same files; it reports missing files."""
     return ["sh", "-c", _START, host, *safe_path.command(MODULE)]
 
 
 class RemoteProcess:
-    """A command on another machine, as `fork_server.Process` has it; its exit code is UNREACHABLE if that is lost.
+    """Command on another machine, a `fork_server.Process`; its exit code is UNREACHABLE if the machine is lost.
 
     Parameters
     ----------
     connection : sequence of str
-        Words that run this module's other end there.
+        Command that runs the remote side of this module.
     words : sequence of str
-        After 'neondist'.
+        Arguments after 'neondist'.
     variables : mapping of str to str
-        Environment variables beside those of the other machine. They are not on the command line, which others see.
+        Additional environment variables. They are not on the command line, which is visible to other users.
     output : int, optional
-        Its stdout, as `subprocess.Popen` has it.
+        stdout, as for `subprocess.Popen`.
     """
 
     def __init__(
@@ -92,18 +92,18 @@ class RemoteProcess:
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # it has ended
+        with suppress(OSError, ValueError):  # the process has ended
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
 
 
 def cause_of(code: int, host: str) -> str:
-    """Return in words what has ended a process of a host that was killed."""
+    """Describe the cause of the end of a killed process on a host."""
     return f"connection to {host} lost" if code == UNREACHABLE else signal_name(code)
 
 
 def _run(requests: IO[str]) -> int:
-    """Run the command of the first line, and return its exit code, that of a shell if it was killed."""
+    """Run the command in the first line; return its exit code, 128 + n if killed by signal n."""
     request, host = json.loads(requests.readline(_MOST_CHARACTERS)), os.uname().nodename
     if request["version"] != __version__:
         difference = f"neondist {__version__} there, {request['version']} where the job was started"
@@ -112,8 +112,8 @@ def _run(requests: IO[str]) -> int:
     try:
         os.chdir(request["folder"])
     except OSError as error:
-        where = f"{host}: the folder {request['folder']}"
-        sys.stderr.write(f"error: {where}: {error.strerror}; share it, or copy it to the same path\n")
+        prefix = f"{host}: the folder {request['folder']}"
+        sys.stderr.write(f"error: {prefix}: {error.strerror}; share it, or copy it to the same path\n")
         return 2
     child = subprocess.Popen(
         safe_path.command("neondist", *request["words"], bound=True),
@@ -127,7 +127,7 @@ def _run(requests: IO[str]) -> int:
 
 
 def _forward(requests: IO[str], child: subprocess.Popen[bytes]) -> None:
-    """Hand signals on; end the command when the connection ends."""
+    """Forward signals; end the command when the connection ends."""
     for line in requests:
         child.send_signal(int(line))
     end_process(child, _GRACE)

@@ -1,4 +1,4 @@
-"""Reporting of an error, printed once, which ends the command on all ranks."""
+"""Output of an error that ends the command on all ranks, printed once."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..system.job import detect
 from ..terminal.console import say
 
 
-def show(error: UserError) -> None:
+def print_error(error: UserError) -> None:
     """Print the message to stderr."""
-    say(f"error: {place(error)}\n", sys.stderr, end="")  # in one piece: another rank may end this one at any time
+    say(f"error: {place(error)}\n", sys.stderr, end="")  # in one write: another rank may end this one at any time
 
 
 def report(error: UserError) -> None:
-    """Print the message to stderr; in an MPI job only the first rank does."""
-    if speaks():
-        show(error)
+    """Print the message to stderr, in an MPI job only on the first rank."""
+    if is_reporting_rank():
+        print_error(error)
 
 
-def speaks() -> bool:
-    """Whether this rank is the one that prints, for errors that are found before MPI is there to agree on them."""
+def is_reporting_rank() -> bool:
+    """Whether this rank prints an error detected before MPI is initialised."""
     job = detect(os.environ)
     if job is None or job.first:
         return True
-    time.sleep(3)  # the first rank to end makes mpirun end the others: let the one that prints be that
+    time.sleep(3)  # mpirun ends the others once a rank exits: let the printing rank be first
     return False

@@ -1,4 +1,4 @@
-"""Source of a restart: the newest complete checkpoint, and its description."""
+"""Restart of a run: its newest intact checkpoint, and the command that resumes from it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 from ..errors import DataError
 
 KEEP = 2
-"""Checkpoints that stay, so that there is one if the newest is damaged."""
+"""Number of checkpoints to keep, as a fallback if the newest is damaged."""
 
 
-def checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return the checkpoints of a folder, with what changes when one is written."""
+def find_checkpoints(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return the checkpoints of a folder, with inodes and times that identify each version."""
     from ..io.output import CHECKPOINTS
 
     stats = {path: path.stat() for name in CHECKPOINTS for path in folder.glob(name)}
     return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
-def make_whole(folder: Path) -> Path:
-    """Return the newest whole checkpoint of a run, which takes the place of the newest where that is damaged."""
+def restore_newest(folder: Path) -> Path:
+    """Return the newest intact checkpoint of a run, after copying it over a damaged newer one."""
     from ..io.checkpoint import kept_files
     from ..io.checkpoint.checksum import check
     from ..io.files import replacing
@@ -35,20 +35,20 @@ def make_whole(folder: Path) -> Path:
         with suppress(DataError):
             check(candidate)
             if candidate != path:
-                with open_regular(candidate) as old, replacing(path) as new:
-                    shutil.copyfileobj(old, new)
+                with open_regular(candidate) as source, replacing(path) as target:
+                    shutil.copyfileobj(source, target)
             return candidate
-    return path  # the ranks will say what is wrong with it
+    return path  # the ranks report the damage
 
 
-def resuming_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a command that goes on with its own run."""
-    found = []
-    for before, word in zip(["", *words], words, strict=False):
-        told = word in ("--resume", "--overwrite") or word.startswith("--resume=")
-        if not told and (before, word) != ("--resume", "auto"):
-            found.append(word)
-    return [*found, "--resume", "auto"]
+def resume_words(words: Sequence[str]) -> list[str]:
+    """Return the arguments of a command that resumes its own run."""
+    kept = []
+    for previous, word in zip(["", *words], words, strict=False):
+        replaced = word in ("--resume", "--overwrite") or word.startswith("--resume=")
+        if not replaced and (previous, word) != ("--resume", "auto"):
+            kept.append(word)
+    return [*kept, "--resume", "auto"]
 
 
 def _number(stage: Path) -> int:

@@ -1,4 +1,4 @@
-"""The number of workers of an elastic job: within its bounds, by the slots that other jobs leave."""
+"""Number of workers of an elastic job, within its bounds, as the slots used by other jobs change."""
 
 from __future__ import annotations
 
@@ -19,59 +19,59 @@ from .slots import Demand, SlotTable
 
 LOCAL = "localhost"
 INTERVAL = 0.25
-"""Seconds between two looks at the slots of other jobs."""
+"""Seconds between checks of the slots of other jobs."""
 _REPORT = 30.0
-"""Seconds between two messages of a job that waits."""
+"""Seconds between messages of a waiting job."""
 
 
 def read_slots(source: HostSource | None, again: bool = False) -> dict[str, int]:
-    """Return the slots of each host: those of a source of hosts, or the cores of this machine, which is 'localhost'.
+    """Return the slots of each host of a source; without one, the cores of this machine, as 'localhost'.
 
-    The source is read once, or `again`.
+    The source is read only once, unless `again`.
 
     Raises
     ------
     ConfigError
-        The list cannot be read.
+        The list of hosts cannot be read.
     """
     if source is None:
         return {LOCAL: threads.cores()}
     node = os.uname().nodename
-    found: dict[str, int] = {}
+    slots_by_host: dict[str, int] = {}
     for host, slots in (source.read() if again else source.at_start).items():
         name = LOCAL if host in (LOCAL, LOOPBACK, node, node.partition(".")[0]) else host
-        found[name] = found.get(name, 0) + slots
-    return found
+        slots_by_host[name] = slots_by_host.get(name, 0) + slots
+    return slots_by_host
 
 
 def check_bounds(demand: Demand, source: HostSource | None) -> None:
-    """Raise an error if a job could never have its maximum; the list of a script may grow."""
+    """Raise an error if a job can never reach its maximum; the list of a script may grow."""
     hosts = read_slots(source)
-    slots, most = sum(hosts.values()), sum(slots // demand.width for slots in hosts.values())
-    if demand.high > most and (source is None or not source.is_script):
-        where = f"{source.path} lists" if source is not None else "this machine has"
+    slots, capacity = sum(hosts.values()), sum(slots // demand.width for slots in hosts.values())
+    if demand.high > capacity and (source is None or not source.is_script):
+        place = f"{source.path} lists" if source is not None else "this machine has"
         each = f" of {demand.width} tiles" if demand.width > 1 else ""
-        remedy = f"give at most {most}, or more slots with --hosts-from FILE" if most else "list more slots"
+        remedy = f"give at most {capacity}, or more slots with --hosts-from FILE" if capacity else "list more slots"
         raise LaunchError(
-            f"--num-workers {demand.low}:{demand.high}: {where} {slots} slots, too few for {demand.high} workers{each};"
+            f"--num-workers {demand.low}:{demand.high}: {place} {slots} slots, too few for {demand.high} workers{each};"
             f" {remedy} (localhost:SLOTS or HOST:SLOTS)"
         )
 
 
 class Scaling:
-    """The slots of an elastic job.
+    """Slots of an elastic job.
 
     Parameters
     ----------
     table : SlotTable
     hosts : callable
-        Returns the slots of each host as they are now.
+        Returns the current slots of each host.
     fail : callable
-        Called with a host that cannot be reached, which `hosts` then leaves out for a while.
+        Called with an unreachable host, which `hosts` then excludes for a while.
     limit : float
         Seconds for which the job waits for its minimum.
     cooling : callable
-        Returns the hosts that are left out, and for how many seconds still.
+        Returns the excluded hosts and the remaining seconds.
     """
 
     def __init__(
@@ -91,16 +91,16 @@ class Scaling:
         report: Callable[[str], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> list[str] | None:
-        """Return the host of each worker once the job has its minimum; None after the limit, or if stopped."""
-        began, last, limit = time.monotonic(), -1, self.limit
+        """Wait for the minimum; return the host of each worker, or None after the limit or if stopped."""
+        start, reports, limit = time.monotonic(), -1, self.limit
         while not stopped():
-            if found := self._table.take(self._hosts()):
-                return found
-            waited = time.monotonic() - began
+            if hosts := self._table.take(self._hosts()):
+                return hosts
+            waited = time.monotonic() - start
             if waited >= limit:
                 return None
-            if int(waited / _REPORT) > last:
-                last = int(waited / _REPORT)
+            if int(waited / _REPORT) > reports:
+                reports = int(waited / _REPORT)
                 report(f"waiting for slots: {self.describe()}; giving up in {limit - waited:.0f} s")
             sleep(INTERVAL)
         return None
@@ -121,41 +121,41 @@ class Scaling:
         return self._table.take(self._hosts())
 
     def surplus(self) -> int:
-        """Return how many workers have to end for other jobs; those that are about to end are among them."""
+        """Return the number of workers to release, including those that are already being released."""
         return self._table.surplus(self._hosts())
 
     def reason(self) -> str:
-        """Return in words why workers have to end."""
+        """Describe the reason for the release of workers."""
         used = self._table.workers * self._table.demand.width
         return "there are fewer slots" if used > sum(self._hosts().values()) else "another job waits"
 
     def give(self, host: str, for_good: bool) -> None:
-        """Give the slots of a worker back, as `SlotTable.give`."""
+        """Free the slots of a worker, as `SlotTable.give`."""
         self._table.give(host, for_good)
 
     def lose(self, host: str) -> None:
-        """Give the slots of a worker back whose host cannot be reached, and use that host no more for a while."""
+        """Free the slots of a worker on an unreachable host, and exclude that host for a while."""
         self._fail(host)
         self._table.give(host)
 
     def give_up(self) -> None:
-        """Say that the job ends, for it has waited too long for its minimum."""
+        """Report that the job ends after it waited too long for its minimum."""
         remedy = "start it again later, or lower --num-workers"
         if cooling := self._cooling():
             remedy = f"correct the list, or the error shown by `ssh {next(iter(cooling))}`"
         say(f"error: gave up after {self.limit:g} s: {self.describe()}; {remedy}", sys.stderr)
 
     def describe(self) -> str:
-        """Return in words who uses the slots, and which hosts are left out."""
-        texts = [f"{host} is left out for {left:.0f} s" for host, left in self._cooling().items()]
+        """Describe the users of the slots, and the excluded hosts."""
+        texts = [f"{host} is left out for {seconds:.0f} s" for host, seconds in self._cooling().items()]
         return "; ".join([self._table.describe(self._hosts()), *texts])
 
 
 @contextmanager
 def open_scaling(demand: Demand, source: HostSource | None, limit: float = WAIT) -> Iterator[Scaling]:
-    """Yield the slots of a job, for which it waits in turn; the list of hosts is read again and again meanwhile.
+    """Yield the slots of a job, which shares them with other jobs; the list of hosts is polled meanwhile.
 
-    Hosts that join are checked first, and are left out for a while if they cannot run workers.
+    New hosts are checked first, and are excluded for a while if they cannot run workers.
     """
     pool, closed = HostPool(lambda: read_slots(source, again=True), COOL_DOWN), threading.Event()
     hosts = pool.listed = read_slots(source)
@@ -165,28 +165,28 @@ def open_scaling(demand: Demand, source: HostSource | None, limit: float = WAIT)
         cooling = pool.cooling()
         return {host: slots for host, slots in hosts.items() if host in checked and host not in cooling}
 
-    def check(new: set[str]) -> None:
-        found = unusable(new - {LOCAL}, os.environ)
-        for host, why in found.items():
+    def check(joined: set[str]) -> None:
+        reasons_by_host = unusable(joined - {LOCAL}, os.environ)
+        for host, reason in reasons_by_host.items():
             pool.fail(host)
-            if reasons.get(host) != why:
-                say(f"hosts: {host} {why}; it is left out", sys.stderr)
-        reasons.update(found)
-        checked.update(new - found.keys())
+            if reasons.get(host) != reason:
+                say(f"hosts: {host} {reason}; it is left out", sys.stderr)
+        reasons.update(reasons_by_host)
+        checked.update(joined - reasons_by_host.keys())
 
     def watch() -> None:
         nonlocal hosts
-        reported, fewer = "", 0
+        reported, shrunk = "", 0
         while not closed.wait(POLL):
             pool.refresh()
             if pool.error not in ("", reported):
                 say(f"hosts: {pool.error}; keeping the last list", sys.stderr)
             reported = pool.error
-            fewer = fewer + 1 if sum(pool.listed.values()) < sum(hosts.values()) else 0
-            if fewer != 1:  # a list that is just being written has fewer hosts
+            shrunk = shrunk + 1 if sum(pool.listed.values()) < sum(hosts.values()) else 0
+            if shrunk != 1:  # a partially written list has fewer hosts
                 hosts = dict(pool.listed)
-            if new := hosts.keys() - checked - pool.cooling().keys():
-                check(new)
+            if joined := hosts.keys() - checked - pool.cooling().keys():
+                check(joined)
 
     with SlotTable(demand) as table:
         if source is not None:
@@ -197,11 +197,11 @@ def open_scaling(demand: Demand, source: HostSource | None, limit: float = WAIT)
             closed.set()
 
 
-def describe_change(before: int, now: int, reason: str) -> str:
-    """Return a change of the number of workers in words."""
-    return f"workers: {before} -> {now} ({reason})"
+def describe_change(before: int, after: int, reason: str) -> str:
+    """Describe a change of the number of workers."""
+    return f"workers: {before} -> {after} ({reason})"
 
 
 def choose_released(indices: Sequence[int], count: int) -> list[int]:
-    """Return the workers that end for other jobs: the last ones; never worker 0, which writes the run."""
-    return sorted((at for at in indices if at > 0), reverse=True)[:count]
+    """Return the workers to release: the last ones; never worker 0, which writes the run."""
+    return sorted((index for index in indices if index > 0), reverse=True)[:count]

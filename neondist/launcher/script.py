@@ -1,4 +1,4 @@
-"""A rank that runs a script of the user's as `python SCRIPT WORD...` does; `neondist launch` starts it."""
+"""Rank that runs a user's script like `python SCRIPT WORD...`, started by `neondist launch`."""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""Servers and master of an asynchronous job: processes that are restarted at their addresses when they are killed."""
+"""Servers and master of an asynchronous job: processes restarted at the same address when killed."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from .job_nodes import JobNode, NodeLostError
 from .remote import UNREACHABLE, cause_of
 
 MOST_RESTARTS = 5
-"""Of a service that is killed."""
+"""Maximum number of restarts of a killed service."""
 
 
 class ServiceProcess:
-    """A service of a job.
+    """Service of a job.
 
     Parameters
     ----------
     name : str
-        In messages.
+        Name in messages.
     words : sequence of str
-        Of its command, without its address.
+        Arguments of its command, without its address.
     node : JobNode
-        The machine that it runs on.
+        Machine on which it runs.
     start : callable
-        From the words of a command to its process, whose first line ends with the address.
+        Starts a process from the arguments of a command; its first line of output ends with the address.
 
     Attributes
     ----------
     address : str
-        'HOST:PORT'; the port is 0 until one is chosen.
+        'HOST:PORT'; port 0 until the service listens.
     restarts : int
     """
 
@@ -41,17 +41,17 @@ class ServiceProcess:
     ) -> None:
         self.name, self.address, self.restarts = name, node.any_port, 0
         self._words, self._node, self._start = list(words), node, start
-        self._process = self._begin()
+        self._process = self._start_process()
 
     def wait(self) -> None:
-        """Wait until it listens; restart it if it is killed before.
+        """Wait until the service listens; restart it if it is killed before.
 
         Raises
         ------
         NodeLostError
             Its machine cannot be reached.
         LaunchError
-            It has ended by itself, or was killed too often.
+            The service exited by itself, or was killed too often.
         """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -60,8 +60,8 @@ class ServiceProcess:
         else:
             self._restart(self._process.wait())
 
-    def keep(self) -> None:
-        """Restart it if it has been killed; raises as `wait` does."""
+    def restart_if_killed(self) -> None:
+        """Restart the service if it was killed; raises as `wait` does."""
         code = self._process.poll()
         if code is not None:
             self._restart(code)
@@ -69,15 +69,15 @@ class ServiceProcess:
     def _restart(self, code: int) -> None:
         if 0 <= code <= 128:
             raise LaunchError(f"{self.name} has ended with exit code {code}; its message is above")
-        if code == UNREACHABLE and not self._node.answers():
+        if code == UNREACHABLE and not self._node.is_reachable():
             raise NodeLostError(self._node.name)
         if self.restarts == MOST_RESTARTS:
             raise LaunchError(f"{self.name} was killed {MOST_RESTARTS + 1} times; continue with --resume auto")
         self.restarts += 1
         cause = cause_of(code, self._node.name)
         say(f"{self.name} was killed ({cause}); restarted", sys.stderr)
-        self._process = self._begin()
+        self._process = self._start_process()
         self.wait()
 
-    def _begin(self) -> Process:
+    def _start_process(self) -> Process:
         return self._start([*self._words, "--address", self.address])

@@ -1,8 +1,7 @@
-"""Slots of a machine that jobs of one user share: each runs between a minimum and a maximum number of workers.
+"""Slots of a machine shared by the jobs of a user, each with a minimum and a maximum number of workers.
 
-A folder of the user has a file for each job, with its bounds and the slots that it holds. A job keeps the kernel's lock
-(flock) on its file, so that a job that was killed holds nothing, however it ended. Another lock lets one job at a time
-read and change these files.
+A per-user folder has a file for each job, with its bounds and the slots it holds. A job keeps a kernel lock (flock) on
+its file, so that a killed job holds no slots, however it ended. A second lock serialises access to these files.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ except ImportError:  # no POSIX
     fcntl = None  # type: ignore[assignment]
 
 PATIENCE = 2.0
-"""Seconds for which a job waits while others read and change the files."""
+"""Seconds for which a job waits for the lock on the files."""
 _FLAGS = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _MOST_BYTES = 1 << 16
 _LIMIT = 1 << 22
@@ -41,7 +40,7 @@ class Demand:
     Attributes
     ----------
     low, high : int
-        Workers.
+        Minimum and maximum number of workers.
     width : int
         Slots of each worker.
     """
@@ -52,43 +51,43 @@ class Demand:
 
 
 def fair_shares(slots: int, demands: Sequence[Demand]) -> list[int]:
-    """Return how many workers each job may have, in the order in which the jobs came.
+    """Return the number of workers of each job, in order of arrival.
 
-    Jobs get their minimum in this order, up to the first one whose minimum does not fit: it and those after it get 0.
-    Further workers go one by one to the job with the fewest slots that is below its maximum.
+    Jobs get their minimum in this order, up to the first one whose minimum does not fit: it and later ones get 0.
+    Further workers are assigned one by one to the job with the fewest slots that is below its maximum.
 
     Parameters
     ----------
     slots : int
     demands : sequence of Demand
     """
-    shares, left = [0] * len(demands), slots
+    shares, free = [0] * len(demands), slots
     admitted: list[int] = []
-    for at, one in enumerate(demands):
-        if one.low * one.width > left:
+    for index, demand in enumerate(demands):
+        if demand.low * demand.width > free:
             break
-        shares[at] = one.low
-        left -= one.low * one.width
-        admitted.append(at)
+        shares[index] = demand.low
+        free -= demand.low * demand.width
+        admitted.append(index)
     while admitted:
-        admitted = [at for at in admitted if shares[at] < demands[at].high and demands[at].width <= left]
+        admitted = [index for index in admitted if shares[index] < demands[index].high and demands[index].width <= free]
         if admitted:
-            poorest = min(admitted, key=lambda at: shares[at] * demands[at].width)
+            poorest = min(admitted, key=lambda index: shares[index] * demands[index].width)
             shares[poorest] += 1
-            left -= demands[poorest].width
+            free -= demands[poorest].width
     return shares
 
 
 @dataclass
 class _Entry:
-    """The file of a job: its place in the order of jobs, its bounds, and its workers on each host."""
+    """Contents of a job's file: its place in the order of jobs, its bounds, and its workers on each host."""
 
     order: int
     demand: Demand
     held: Counter[str] = field(default_factory=Counter)
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether the job has less than its minimum."""
         return self.held.total() < self.demand.low
 
@@ -97,11 +96,11 @@ class _Entry:
 
     @classmethod
     def parse(cls, text: bytes) -> _Entry | None:
-        """Return the entry that a file has; None if it has none."""
+        """Return the entry in a file; None if it is invalid."""
         try:
-            found = json.loads(text)
-            order, low, high, width = (found[name] for name in ("order", "low", "high", "width"))
-            held = Counter({str(host): count for host, count in found["held"].items()})
+            fields = json.loads(text)
+            order, low, high, width = (fields[name] for name in ("order", "low", "high", "width"))
+            held = Counter({str(host): count for host, count in fields["held"].items()})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
         numbers = [order, low, high, width, *held.values()]
@@ -109,13 +108,13 @@ class _Entry:
 
 
 class SlotTable:
-    """The slots of one job among those of others; a context manager.
+    """Slots of a job in competition with other jobs; a context manager.
 
     Parameters
     ----------
     demand : Demand
     folder : Path, optional
-        Where jobs that share slots keep their files. Default: that of the user.
+        Folder of the files of jobs that share slots. Default: that of the user.
 
     Raises
     ------
@@ -129,7 +128,7 @@ class SlotTable:
         self._own, self._descriptor = _Entry(0, demand), -1
 
     def __enter__(self) -> SlotTable:
-        with _translated(self._folder), self._locked() as locked:
+        with _launch_errors(self._folder), self._locked() as locked:
             if not locked:
                 raise LaunchError(
                     f"{self._folder}: another job has locked it for {PATIENCE:g} s; end that job if it is stopped"
@@ -156,24 +155,24 @@ class SlotTable:
         return self._own.held.total()
 
     def take(self, hosts: Mapping[str, int]) -> list[str]:
-        """Take slots for as many further workers as this job's fair share allows and hosts have room for.
+        """Take slots for as many more workers as the fair share and the hosts allow.
 
         Parameters
         ----------
         hosts : mapping of str to int
-            Slots of each host, also those in use.
+            Slots of each host, including those in use.
 
         Returns
         -------
         list of str
-            The host of each worker. A job with less than its minimum gets none unless it gets its minimum.
+            The host of each worker; empty if the job would remain below its minimum.
         """
         with self._updating() as others:
             if others is None:
                 return []
-            found = self._available(hosts, others)
-            self._own.held.update(found)
-            return found
+            assigned = self._available(hosts, others)
+            self._own.held.update(assigned)
+            return assigned
 
     def has_room(self, hosts: Mapping[str, int]) -> bool:
         """Whether `take` would return anything."""
@@ -181,8 +180,8 @@ class SlotTable:
             return bool(others is not None and self._available(hosts, others))
 
     def give(self, host: str, for_good: bool = False) -> None:
-        """Give the slots of a worker on a host back; `for_good`: the job, which is about to end, wants no others."""
-        self._own.held[host] -= 1  # first: should the files be locked, the next change says so
+        """Free the slots of a worker on a host; `for_good`: the job is about to end and needs no others."""
+        self._own.held[host] -= 1  # first: if the files are locked, the next update records it
         self._own.held += Counter()
         if for_good:
             low, high = (min(bound, self.workers) for bound in (self.demand.low, self.demand.high))
@@ -191,58 +190,58 @@ class SlotTable:
             pass
 
     def surplus(self, hosts: Mapping[str, int]) -> int:
-        """Return by how many workers this job is above its fair share; never below its minimum."""
+        """Return the number of workers above the fair share; the minimum is always kept."""
         with self._updating() as others:
             if others is None:
                 return 0
             return max(0, self.workers - max(self.demand.low, self._share(hosts, others)))
 
     def describe(self, hosts: Mapping[str, int]) -> str:
-        """Return in words how many slots there are, and who uses them."""
+        """Describe the slots and their users."""
         with self._updating() as others:
-            used = sum(one.held.total() * one.demand.width for one in others or [])
-        total, count = sum(hosts.values()), sum(1 for one in others or [])
+            used = sum(entry.held.total() * entry.demand.width for entry in others or [])
+        total, count = sum(hosts.values()), sum(1 for entry in others or [])
         jobs = "another job" if count == 1 else f"{count} other jobs"
-        needs = self.demand.low * self.demand.width
-        return f"{used} of {total} slots are in use by {jobs}, and at least {needs} are needed"
+        needed = self.demand.low * self.demand.width
+        return f"{used} of {total} slots are in use by {jobs}, and at least {needed} are needed"
 
     def _available(self, hosts: Mapping[str, int], others: list[_Entry]) -> list[str]:
-        """Return the hosts of workers that this job may have beside those that it has."""
-        wanted = self._share(hosts, others) - self.workers
-        found: list[str] = []
+        """Return the hosts of the workers that this job may add."""
+        missing = self._share(hosts, others) - self.workers
+        available: list[str] = []
         for host, slots in _free(hosts, [self._own, *others]).items():
-            found += [host] * max(0, min(slots // self.demand.width, wanted - len(found)))
-        return found if self.workers + len(found) >= self.demand.low else []
+            available += [host] * max(0, min(slots // self.demand.width, missing - len(available)))
+        return available if self.workers + len(available) >= self.demand.low else []
 
     def _share(self, hosts: Mapping[str, int], others: list[_Entry]) -> int:
-        """Return the fair share of this job, in workers; jobs that run come before those that wait."""
-        entries = sorted([self._own, *others], key=lambda one: (one.waits, one.order))
-        shares = fair_shares(sum(hosts.values()), [one.demand for one in entries])
-        return next(share for share, one in zip(shares, entries, strict=True) if one is self._own)
+        """Return the fair share of this job, in workers; running jobs precede waiting ones."""
+        entries = sorted([self._own, *others], key=lambda entry: (entry.is_waiting, entry.order))
+        shares = fair_shares(sum(hosts.values()), [entry.demand for entry in entries])
+        return next(share for share, entry in zip(shares, entries, strict=True) if entry is self._own)
 
     @contextmanager
     def _updating(self) -> Iterator[list[_Entry] | None]:
-        """Yield the entries of other jobs, and write this job's at the end.
+        """Yield the entries of other jobs, and write that of this job on exit.
 
-        None while the files are locked, or if they have been removed: a job that runs stays as it is.
+        Yields None while the files are locked or if they were removed: a running job stays as it is.
         """
         if not self._folder.is_dir():
             yield None
             return
-        with _translated(self._folder), self._locked() as locked:
+        with _launch_errors(self._folder), self._locked() as locked:
             yield self._others() if locked else None
             if locked:
                 self._write()
 
     def _others(self) -> list[_Entry]:
-        """Return the entries of other jobs, without those that have ended, whose files are removed."""
-        found = []
+        """Return the entries of other jobs; the files of ended jobs are removed."""
+        entries = []
         for path in sorted(self._folder.glob("job-*.json")):
             if path == self._path:
                 continue
             try:
                 descriptor = os.open(path, _FLAGS)
-            except FileNotFoundError:  # a job that has just ended
+            except FileNotFoundError:  # the job has just ended
                 continue
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,10 +250,10 @@ class SlotTable:
                 pass
             except BlockingIOError:
                 entry = _Entry.parse(os.pread(descriptor, _MOST_BYTES, 0))
-                found += [entry] if entry is not None else []
+                entries += [entry] if entry is not None else []
             finally:
                 os.close(descriptor)
-        return found
+        return entries
 
     def _write(self) -> None:
         text = self._own.format()
@@ -263,7 +262,7 @@ class SlotTable:
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Let no other job use the files; False if one does for long, as one that is stopped."""
+        """Lock the files; yield False on timeout, such as when a stopped job holds the lock."""
         descriptor = os.open(self._folder / "lock", _FLAGS | os.O_CREAT, 0o600)
         try:
             yield _lock(descriptor, PATIENCE)
@@ -272,14 +271,14 @@ class SlotTable:
 
 
 def user_folder() -> Path:
-    """Return the folder, made if it is missing, in which jobs of this user on this machine share slots.
+    """Return the folder, created if missing, in which jobs of this user on this machine share slots.
 
     It is in XDG_RUNTIME_DIR, or else in the folder for temporary files.
 
     Raises
     ------
     LaunchError
-        It is not the user's alone, or cannot be made.
+        Other users can access it, or it cannot be created.
     """
     if fcntl is None or not hasattr(os, "getuid"):
         raise LaunchError("--num-workers MIN:MAX: needs POSIX file locks; give a fixed number of workers")
@@ -288,22 +287,21 @@ def user_folder() -> Path:
     path = Path(tempfile.gettempdir(), f"neondist-{user}") / "slots"
     if runtime and os.path.isdir(runtime) and os.access(runtime, os.W_OK):
         path = Path(runtime, "neondist") / "slots"
-    with _translated(path):
-        for one in (path.parent, path):
+    with _launch_errors(path):
+        for folder in (path.parent, path):
             with suppress(FileExistsError):
-                one.mkdir(0o700)
-            facts = one.lstat()
-            if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != user or facts.st_mode & 0o077:
+                folder.mkdir(0o700)
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != user or status.st_mode & 0o077:
                 raise LaunchError(
-                    f"{one}: jobs share slots there, but other users can write to it; remove it, or set"
-                    " XDG_RUNTIME_DIR to a"
-                    " folder of your own"
+                    f"{folder}: jobs share slots there, but other users can write to it; remove it, or set"
+                    " XDG_RUNTIME_DIR to a folder of your own"
                 )
     return path
 
 
 @contextmanager
-def _translated(folder: Path) -> Iterator[None]:
+def _launch_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -328,9 +326,9 @@ def _lock(descriptor: int, seconds: float) -> bool:
 def _free(hosts: Mapping[str, int], entries: Sequence[_Entry]) -> dict[str, int]:
     """Return the free slots of each host."""
     used: Counter[str] = Counter()
-    for one in entries:
-        for host, workers in one.held.items():
-            used[host] += workers * one.demand.width
+    for entry in entries:
+        for host, workers in entry.held.items():
+            used[host] += workers * entry.demand.width
     return {host: max(0, slots - used[host]) for host, slots in hosts.items()}
 
 

@@ -1,4 +1,4 @@
-"""Processes that keep snapshots on nodes, beyond the life of their ranks: the supervisor says when these can go."""
+"""Connections to the processes that keep snapshots on nodes after their ranks end, until they are dismissed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..system.heartbeat import NONCE, PROOF, proof, receive
 from .monitor import format_address, listen
 
 _PATIENCE = 5.0
-"""seconds for a greeting, and for the end of all"""
+"""seconds for a greeting, and for all processes to exit"""
 _LONGEST = 256
 """bytes of a greeting"""
 
 
 class Keepers:
-    """Connections of the processes that keep a run's snapshots, one a node; a context manager.
+    """Connections to the processes that keep a run's snapshots, one per node; a context manager.
 
     Parameters
     ----------
@@ -32,9 +32,9 @@ class Keepers:
     Attributes
     ----------
     environment : dict of str to str
-        Variables that the ranks need.
+        Environment variables required by the ranks.
     word : str
-        What they are told at the end: 'remove'; nothing: to keep the snapshots for some time.
+        Message on exit: 'remove', or '' to keep the snapshots for some time.
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
@@ -55,48 +55,48 @@ class Keepers:
     ) -> None:
         self._wake.close()
         self._thread.join(2 * _PATIENCE)
-        for each in list(self._nodes.values()):
+        for connection in list(self._nodes.values()):
             if self.word:
-                _dismiss(each, self.word)
-        for each in list(self._nodes.values()):
+                _dismiss(connection, self.word)
+        for connection in list(self._nodes.values()):
             if self.word:
-                with suppress(OSError):  # it ends once it has removed them
-                    receive(each, 1)
-            each.close()
+                with suppress(OSError):  # the process exits once it has removed them
+                    receive(connection, 1)
+            connection.close()
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
-            for one in (self._woken, *self._listening):
-                selector.register(one, selectors.EVENT_READ)
+            for listener in (self._woken, *self._listening):
+                selector.register(listener, selectors.EVENT_READ)
             while True:
                 ready = [key.fileobj for key, _ in selector.select()]
                 if self._woken in ready:
                     break
-                for one in self._listening:
-                    if one in ready:
-                        self._accept(one)
-        for one in (self._woken, *self._listening):
-            one.close()
+                for listener in self._listening:
+                    if listener in ready:
+                        self._accept(listener)
+        for listener in (self._woken, *self._listening):
+            listener.close()
 
     def _accept(self, listening: socket.socket) -> None:
-        """Take a connection of a rank that proves the key, and of the process that has it from then on."""
+        """Accept a connection from a rank that proves the key; the process that keeps snapshots inherits it."""
         with suppress(OSError):
-            made = listening.accept()[0]
-            made.settimeout(_PATIENCE)
+            connection = listening.accept()[0]
+            connection.settimeout(_PATIENCE)
             nonce, node = secrets.token_bytes(NONCE), b""
-            made.sendall(nonce)
-            if hmac.compare_digest(receive(made, PROOF), proof(self._key, nonce, "rank")):
-                made.sendall(proof(self._key, nonce, "supervisor"))
-                while not node.endswith(b"\n") and len(node) < _LONGEST and (more := made.recv(1)):
-                    node += more
+            connection.sendall(nonce)
+            if hmac.compare_digest(receive(connection, PROOF), proof(self._key, nonce, "rank")):
+                connection.sendall(proof(self._key, nonce, "supervisor"))
+                while not node.endswith(b"\n") and len(node) < _LONGEST and (byte := connection.recv(1)):
+                    node += byte
             if not node.endswith(b"\n"):
-                made.close()
+                connection.close()
                 return
-            before = self._nodes.pop(node.decode(errors="replace"), None)
-            self._nodes[node.decode(errors="replace")] = made
-            if before is not None:
-                _dismiss(before, "leave")
-                before.close()
+            previous = self._nodes.pop(node.decode(errors="replace"), None)
+            self._nodes[node.decode(errors="replace")] = connection
+            if previous is not None:
+                _dismiss(previous, "leave")
+                previous.close()
 
 
 def _dismiss(connection: socket.socket, word: str) -> None:

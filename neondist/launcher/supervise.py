@@ -1,4 +1,4 @@
-"""Watching over mpirun: signals go to it, its exit code or a loss comes back, nothing is left behind."""
+"""Supervision of mpirun: forwards signals, and returns the exit code or a loss, leaving no process behind."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from typing import IO, Any
 from ..system.signals import INTERRUPTED, STOPPED, signal_name
 from .filter_mpirun import Filter, copy
 from .monitor import ENDED, Monitor
-from .parent_watch import end_child_with_us, end_process
+from .parent_watch import bind_child, end_process
 
 _UNNOTICED = 20.0
-"""seconds in which mpirun does not see that its ranks end, after which it is ended"""
+"""seconds after the end of the ranks before an mpirun that has not noticed it is ended"""
 _NOTICE = 0.2
-"""seconds that mpirun has to say that it has lost a daemon, whose ranks die with it"""
+"""seconds for mpirun to report a lost daemon, whose ranks die with it"""
 _GRACE = 2.0
-"""seconds that mpirun has to end and to remove its files after a loss"""
+"""seconds for mpirun to exit and to remove its files after a loss"""
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a job.
+    """End of a job.
 
     Attributes
     ----------
     code : int
-        Of `neondist run`: never 0 after a loss.
+        Exit code of `neondist run`; never 0 after a loss.
     loss : str
-        The rank or node that was lost, in words; '' if there is none.
+        Description of the lost rank or node; '' if none.
     nodes : tuple of str
-        The nodes whose daemons were lost.
+        Nodes whose daemons were lost.
     silent : tuple of int
-        The ranks without a heartbeat.
+        Ranks without a heartbeat.
     changed : bool
-        Whether it was stopped, with a checkpoint, because `change` has asked for that.
+        Whether the job was stopped, with a checkpoint, because `change` returned true.
     """
 
     code: int
@@ -58,24 +58,24 @@ def supervise(
     command: Sequence[str],
     env: Mapping[str, str],
     inherited: Sequence[int] = (),
-    gently: bool = False,
+    graceful: bool = False,
     monitor: Monitor | None = None,
     received: Sequence[str] = (),
     change: Callable[[], bool] | None = None,
 ) -> Ending:
     """Run a command to its end; the exit code is 128 + n if signal n ended it, and above 128 after a loss.
 
-    It inherits the file descriptors `inherited`. Where ranks listen, SIGTERM is passed on as SIGUSR1, which asks them
-    to stop: after a SIGTERM mpirun would kill them within seconds, in the middle of a checkpoint. With `gently`, both
-    wait until the ranks that the monitor knows listen: others would be killed. `received` names earlier signals. Once
-    `change` returns true, ranks that listen are asked to stop as well.
+    It inherits the file descriptors `inherited`. If ranks listen, SIGTERM is forwarded as SIGUSR1, which requests a
+    stop: after SIGTERM mpirun would kill them within seconds, during a checkpoint. If `graceful`, both are held back
+    until all ranks of the monitor listen, since SIGUSR1 would kill the others. `received` names earlier signals. Once
+    `change` returns true, listening ranks are requested to stop as well.
     """
-    job, changing = _Job(gently), False
-    before = _handle(job.forward)  # before the start, so that no signal ends this process and leaves the other
+    job, changing = _Job(graceful), False
+    handlers = _install(job.forward)  # before the start: a signal must not end this process alone
     try:
         for name in received:
             job.forward(getattr(signal, name))
-        if job.asked:
+        if job.deferred:
             return Ending(STOPPED)
         job.process = process = subprocess.Popen(
             command,
@@ -84,19 +84,19 @@ def supervise(
             stdin=subprocess.DEVNULL,
             stdout=None if os.isatty(1) else subprocess.PIPE,  # mpirun ends the job if its output is closed
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches it once, through us
-            preexec_fn=end_child_with_us(),
+            start_new_session=True,  # Ctrl-C reaches it once, through this process
+            preexec_fn=bind_child(),
         )
         messages = Filter()
-        copiers = [_copier(process.stderr, sys.stderr.fileno(), messages), _copier(process.stdout, 1)]
-        job.send(job.waiting)
+        copiers = [_start_copier(process.stderr, sys.stderr.fileno(), messages), _start_copier(process.stdout, 1)]
+        job.send(job.pending)
         code = None
         while code is None:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(0.1)
-            job.ready = monitor.all_listen() if monitor is not None else gently
+            job.ready = monitor.all_listen() if monitor is not None else graceful
             if job.ready:
-                job.send(job.asked)
+                job.send(job.deferred)
             if job.ready and not changing and change is not None and change():
                 changing = True
                 job.send([signal.SIGUSR1])
@@ -105,37 +105,37 @@ def supervise(
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_NOTICE)
                 monitor.end_ranks()
-                end_process(process, _GRACE)  # it hangs where it waits for a daemon that is gone
+                end_process(process, _GRACE)  # hangs if it waits for a lost daemon
         if monitor is not None:
             monitor.settle()
         for copier in filter(None, copiers):
-            copier.join(timeout=10)  # whoever reads us may be slow
+            copier.join(timeout=10)  # the reader may be slow
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
     signals = [number for number in job.received if number in ENDING]
     ending = _judge(code, signals, monitor, messages)
     if changing and ending.code == STOPPED and not job.received:
         ending = replace(ending, changed=True)
     if not ending.loss:
-        sys.stderr.write(messages.of_mpi.decode(errors="replace"))
-        if ending.code not in (0, STOPPED) and not messages.spoken:  # no rank has said why: mpirun names the one
-            sys.stderr.write(messages.left_out.decode(errors="replace"))
+        sys.stderr.write(messages.from_mpi.decode(errors="replace"))
+        if ending.code not in (0, STOPPED) and not messages.has_output:  # no rank reported an error: mpirun names it
+            sys.stderr.write(messages.notices.decode(errors="replace"))
     return ending
 
 
 def _lingers(monitor: Monitor) -> bool:
-    """Whether the ranks have ended, or one has failed, and mpirun does not notice."""
+    """Whether the ranks ended or one failed, but mpirun has not noticed."""
     return monitor.ending is not None and time.monotonic() - monitor.ending > _UNNOTICED
 
 
-def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: Filter) -> Ending:
-    """Return how the job ended, from mpirun's exit code, signals that came for it, and what the ranks have sent."""
+def _judge(code: int, signals: Sequence[int], monitor: Monitor | None, messages: Filter) -> Ending:
+    """Return the end of the job, from mpirun's exit code, the signals for it, and the messages of the ranks."""
     killed, code = code < 0, 128 - code if code < 0 else code
-    if code in (0, STOPPED) and (monitor is None or not monitor.without_word()):
+    if code in (0, STOPPED) and (monitor is None or not monitor.unreported_ranks()):
         return Ending(code)
-    if ended and code != 0:
-        return Ending(128 + ended[0])
+    if signals and code != 0:
+        return Ending(128 + signals[0])
     if monitor is None or code == INTERRUPTED:
         return Ending(code)
     loss = monitor.loss
@@ -148,7 +148,7 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
     elif monitor.lost in messages.signals:
         loss = f"{monitor.describe(monitor.lost)} was killed by {messages.signals[monitor.lost]}"
     elif not loss and code == 0:
-        loss = f"{monitor.describe(monitor.without_word()[0])} {ENDED}"
+        loss = f"{monitor.describe(monitor.unreported_ranks()[0])} {ENDED}"
     elif not loss and messages.signals:
         rank, text = next(iter(messages.signals.items()))
         loss = f"{monitor.describe(rank)} was killed by {text}"
@@ -159,8 +159,8 @@ def _judge(code: int, ended: Sequence[int], monitor: Monitor | None, messages: F
     return Ending(code if code > 128 else 128 + signal.SIGKILL, loss, messages.lost_nodes, monitor.silent)
 
 
-def _copier(source: IO[bytes] | None, target: int, messages: Filter | None = None) -> threading.Thread | None:
-    """Copy what comes from a pipe, if there is one, as long as it comes."""
+def _start_copier(source: IO[bytes] | None, target: int, messages: Filter | None = None) -> threading.Thread | None:
+    """Copy a pipe, if any, to a file descriptor in a thread, until it is closed."""
     if source is None:
         return None
     thread = threading.Thread(target=copy, args=(source.fileno(), target, messages), daemon=True)
@@ -169,39 +169,39 @@ def _copier(source: IO[bytes] | None, target: int, messages: Filter | None = Non
 
 
 class _Job:
-    """A command under way, and the signals for it."""
+    """Running command, and the signals to forward to it."""
 
-    def __init__(self, gently: bool) -> None:
-        self.gently, self.ready = gently, False
+    def __init__(self, graceful: bool) -> None:
+        self.graceful, self.ready = graceful, False
         self.process: subprocess.Popen[bytes] | None = None
-        self.received: list[int] = []  # all that came
-        self.waiting: list[int] = []  # to be sent as soon as the command is there
-        self.asked: list[int] = []  # to be sent as soon as the ranks listen
+        self.received: list[int] = []
+        self.pending: list[int] = []  # to be sent once the command runs
+        self.deferred: list[int] = []  # to be sent once the ranks listen
 
     def forward(self, number: int, frame: FrameType | None = None) -> None:
-        """Take a signal, and pass it on if the command is there for it."""
+        """Receive a signal, and forward it once the command can handle it."""
         self.received.append(number)
-        sent = _as_sent(number, self.gently or self.ready)
-        (self.asked if self.gently and sent == signal.SIGUSR1 else self.waiting).append(sent)
-        self.send(self.waiting)
+        sent = _translate(number, self.graceful or self.ready)
+        (self.deferred if self.graceful and sent == signal.SIGUSR1 else self.pending).append(sent)
+        self.send(self.pending)
         if self.ready:
-            self.send(self.asked)
+            self.send(self.deferred)
 
     def send(self, numbers: list[int]) -> None:
-        """Pass on what waits in a list, while more may come into it."""
+        """Send and remove the signals of a list, to which more may be added meanwhile."""
         while numbers and self.process is not None:
             with suppress(IndexError):
                 self.process.send_signal(numbers.pop(0))
 
 
-def _as_sent(number: int, gently: bool) -> int:
+def _translate(number: int, graceful: bool) -> int:
     if number in (signal.SIGTERM, signal.SIGHUP):
-        return signal.SIGUSR1 if gently and number == signal.SIGTERM else signal.SIGTERM
+        return signal.SIGUSR1 if graceful and number == signal.SIGTERM else signal.SIGTERM
     return number
 
 
-def _handle(forward: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Install the handler for the signals that this system has; return what was there. What is ignored stays so."""
+def _install(forward: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Install the handler for supported signals that are not ignored; return the previous handlers."""
     numbers = [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
-    heeded = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-    return {number: signal.signal(number, forward) for number in heeded}
+    handled = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, forward) for number in handled}

@@ -1,4 +1,4 @@
-"""The workers of a job with servers: restarted when they are killed, and in an elastic job fewer or more of them."""
+"""Workers of a job with servers: restarted when killed, and added or released in an elastic job."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .service_process import ServiceProcess
 
 T = TypeVar("T")
 MOST_RESTARTS = 5
-"""Of a worker that is killed."""
+"""Maximum number of restarts of a killed worker."""
 PATIENCE = 60.0
-"""Seconds that a worker has to finish its minibatch and end, before it is killed for another job."""
+"""Seconds for a worker to finish its minibatch and exit before it is killed to free its slots."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,18 @@ class TaskProgress:
     Attributes
     ----------
     todo : int
-        Tasks that no worker has yet.
-    begun : frozenset of int
-        Workers that have asked for a task.
+        Unassigned tasks.
+    started : frozenset of int
+        Workers that have requested a task.
     """
 
     todo: int
-    begun: frozenset[int]
+    started: frozenset[int]
 
 
 @dataclass
 class _Worker:
-    """A worker that runs: its process, its host, and until when it has to end for another job, if it has to."""
+    """Running worker: its process, its host, and its deadline to exit if it is being released."""
 
     process: Process
     host: str
@@ -51,22 +51,22 @@ class _Worker:
 
 
 class WorkerProcesses:
-    """The workers of a job.
+    """Workers of a job.
 
     Parameters
     ----------
     start : callable
-        Starts a worker by its number and the name of its machine, for the first time or again.
+        Starts a worker, given its index, the name of its machine, and whether it is a restart.
     nodes : JobNodes
-        The machine of each worker at the beginning, and of one whose machine is gone.
+        Initial machine of each worker, and replacements of lost machines.
     services : sequence of ServiceProcess
     lost : callable
-        Called with the number of a worker that has ended, before it is started again; if it returns False, as where a
-        service did not answer, once more while there is no such worker, for others would wait for it.
+        Called with the index of an ended worker before it is restarted. If it returns False because a service did not
+        respond, it is called again while that worker is absent, since others would wait for it.
     scaling : Scaling, optional
-        The slots of an elastic job.
+        Slots of an elastic job.
     progress : callable, optional
-        Returns the tasks of an elastic job; None if that is not known now.
+        Returns the tasks of an elastic job; None if currently unknown.
     note : callable
         Called with the name and the fields of each event.
     """
@@ -85,7 +85,7 @@ class WorkerProcesses:
         self._scaling, self._progress = scaling, progress
         self._losses: dict[int, int] = {}
         self._codes: dict[int, int] = {}
-        self._untold: set[int] = set()
+        self._unreported: set[int] = set()
         self._stopping = False
         self._workers: dict[int, _Worker] = {}
         for host in nodes.workers:
@@ -94,10 +94,10 @@ class WorkerProcesses:
 
     @property
     def restarted(self) -> str:
-        """Numbers of restarts of workers and services, as text."""
+        """Description of the restarts of workers and services."""
         services = sum(service.restarts for service in self._services)
-        more = f" and {counted(services, 'service')}" if services else ""
-        return f"{counted(sum(self._losses.values()), 'worker')}{more} started again"
+        suffix = f" and {counted(services, 'service')}" if services else ""
+        return f"{counted(sum(self._losses.values()), 'worker')}{suffix} started again"
 
     def forward(self, name: str) -> None:
         """Pass a signal on to all workers."""
@@ -107,30 +107,30 @@ class WorkerProcesses:
                 worker.process.send_signal(getattr(signal, name))
 
     def watch(self) -> int:
-        """Wait for all workers, start those again that were killed, and return the exit code."""
+        """Wait for all workers, restart those that were killed, and return the exit code."""
         while True:
             try:
-                self._keep_services()
+                self._restart_killed_services()
             except LaunchError:
                 for worker in self._workers.values():
-                    worker.process.kill()  # else each would say that it cannot reach the service
+                    worker.process.kill()  # otherwise each would report the unreachable service
                 raise
-            for at, worker in list(self._workers.items()):
+            for index, worker in list(self._workers.items()):
                 code = worker.process.poll()
-                if code is not None and (failed := self._end(at, worker, code)) is not None:
+                if code is not None and (failed := self._handle_exit(index, worker, code)) is not None:
                     return failed
-            self._untold = {at for at in self._untold - self._workers.keys() if not self._lost(at)}
-            if not self._workers and (ended := self._end_of_all()) is not None:
+            self._unreported = {index for index in self._unreported - self._workers.keys() if not self._lost(index)}
+            if not self._workers and (ended := self._finish_or_refill()) is not None:
                 return ended
             if self._scaling is not None and self._scaling.is_due():
                 self._scale(self._scaling)
             time.sleep(0.05)
 
-    def insist(self, call: Callable[[], T], patience: float = 120.0) -> T:
-        """Return what a call of services returns, once these have been restarted."""
+    def retry(self, call: Callable[[], T], patience: float = 120.0) -> T:
+        """Call services, which are restarted as needed, until they are available; return the result."""
         end = time.monotonic() + patience
         while True:
-            self._keep_services()
+            self._restart_killed_services()
             try:
                 return call()
             except ServiceUnavailableError:
@@ -138,8 +138,8 @@ class WorkerProcesses:
                     raise
                 time.sleep(0.1)
 
-    def _end_of_all(self) -> int | None:
-        """Return the exit code of a job without workers; None if it has got others for those whose hosts are gone."""
+    def _finish_or_refill(self) -> int | None:
+        """Return the exit code of a job without workers; None if it obtained other hosts for them."""
         if self._codes or self._scaling is None:
             return max(self._codes.values())
         hosts = self._scaling.wait_for_minimum(lambda: self._stopping, lambda text: say(text, sys.stderr))
@@ -152,44 +152,44 @@ class WorkerProcesses:
             self._add(host)
         return None
 
-    def _end(self, at: int, worker: _Worker, code: int) -> int | None:
-        """Take note of the end of a worker, which may be started again; return the exit code if it ends the job."""
-        if not self._lost(at):
-            self._untold.add(at)
-        leaves = worker.deadline is not None and (code == STOPPED or _was_killed(code))
-        if not leaves and not self._stopping and _was_killed(code):
-            return self._restart(at, worker, code)
-        del self._workers[at]
+    def _handle_exit(self, index: int, worker: _Worker, code: int) -> int | None:
+        """Record the exit of a worker and restart it if needed; return the exit code if it ends the job."""
+        if not self._lost(index):
+            self._unreported.add(index)
+        is_released = worker.deadline is not None and (code == STOPPED or _was_killed(code))
+        if not is_released and not self._stopping and _was_killed(code):
+            return self._restart(index, worker, code)
+        del self._workers[index]
         if self._scaling is not None:
-            self._scaling.give(worker.host, for_good=not leaves)
-        if leaves:
+            self._scaling.give(worker.host, for_good=not is_released)
+        if is_released:
             return None
-        self._codes[at] = code if not _was_killed(code) else STOPPED  # before it listened to a signal passed on
-        return None if self._codes[at] in (0, STOPPED) else code
+        self._codes[index] = code if not _was_killed(code) else STOPPED  # signalled before its handler was installed
+        return None if self._codes[index] in (0, STOPPED) else code
 
-    def _restart(self, at: int, worker: _Worker, code: int) -> int | None:
-        losses = self._losses.get(at, 0)
+    def _restart(self, index: int, worker: _Worker, code: int) -> int | None:
+        losses = self._losses.get(index, 0)
         if losses == MOST_RESTARTS:
-            say(f"error: worker {at} was killed {MOST_RESTARTS + 1} times; start the command again", sys.stderr)
+            say(f"error: worker {index} was killed {MOST_RESTARTS + 1} times; start the command again", sys.stderr)
             return 128 - code if code < 0 else code
-        self._losses[at] = losses + 1
+        self._losses[index] = losses + 1
         if code == UNREACHABLE and self._scaling is not None:
             self._report(-1, f"{worker.host} cannot be reached")
-            del self._workers[at]
+            del self._workers[index]
             self._scaling.lose(worker.host)
             return None
-        cause, where = cause_of(code, worker.host), ""
+        cause, location = cause_of(code, worker.host), ""
         if code == UNREACHABLE:
-            others = [one.host for one in self._workers.values() if one is not worker]
-            worker.host = self._nodes.replace(worker.host, others)
-            where = f" on {worker.host}"
-        say(f"worker {at} was killed ({cause}); started again{where}", sys.stderr)
-        self._note("restart", worker=at, cause=cause, host=worker.host)
-        worker.process = self._start(at, worker.host, True)
+            hosts = [other.host for other in self._workers.values() if other is not worker]
+            worker.host = self._nodes.replace(worker.host, hosts)
+            location = f" on {worker.host}"
+        say(f"worker {index} was killed ({cause}); started again{location}", sys.stderr)
+        self._note("restart", worker=index, cause=cause, host=worker.host)
+        worker.process = self._start(index, worker.host, True)
         return None
 
     def _scale(self, scaling: Scaling) -> None:
-        """Let workers end for other jobs, or start more where slots are free."""
+        """Release workers for other jobs, or start more where slots are free."""
         if self._stopping:
             return
         for worker in self._workers.values():
@@ -206,22 +206,22 @@ class WorkerProcesses:
             self._grow(scaling)
 
     def _release(self, count: int, reason: str, only_idle: bool = False) -> None:
-        """Let the last workers end: at the end of their minibatch, or at once if they have not begun yet."""
-        present = [at for at, worker in self._workers.items() if worker.deadline is None]
+        """Release the last workers: after their minibatch, or at once if they have not started a task."""
+        candidates = [index for index, worker in self._workers.items() if worker.deadline is None]
         progress = self._progress()
         if only_idle:
-            present = [at for at in present if progress is not None and at not in progress.begun]
-        chosen = choose_released(present, count)
-        if not chosen:
+            candidates = [index for index in candidates if progress is not None and index not in progress.started]
+        released = choose_released(candidates, count)
+        if not released:
             return
-        self._report(-len(chosen), reason)
-        for at in chosen:
-            self._workers[at].deadline = time.monotonic() + PATIENCE
-            begun = progress is None or at in progress.begun
-            self._workers[at].process.send_signal(signal.SIGTERM if begun else signal.SIGKILL)
+        self._report(-len(released), reason)
+        for index in released:
+            self._workers[index].deadline = time.monotonic() + PATIENCE
+            started = progress is None or index in progress.started
+            self._workers[index].process.send_signal(signal.SIGTERM if started else signal.SIGKILL)
 
     def _grow(self, scaling: Scaling) -> None:
-        """Start more workers, if there are slots and tasks for them."""
+        """Start more workers if slots and tasks are available."""
         if not scaling.has_room():
             return
         progress = self._progress()
@@ -238,23 +238,23 @@ class WorkerProcesses:
         self._note("scale", workers=before + change, before=before, reason=reason)
 
     def _add(self, host: str) -> None:
-        """Start the worker with the lowest number that is free."""
-        at = next(number for number in range(len(self._workers) + 1) if number not in self._workers)
-        self._workers[at] = _Worker(self._start(at, host, at in self._losses), host)
-        self._losses.setdefault(at, 0)
-        if self._stopping:  # a signal came in between
-            self._workers[at].process.send_signal(signal.SIGTERM)
+        """Start a worker with the lowest free index."""
+        index = next(number for number in range(len(self._workers) + 1) if number not in self._workers)
+        self._workers[index] = _Worker(self._start(index, host, index in self._losses), host)
+        self._losses.setdefault(index, 0)
+        if self._stopping:  # a signal arrived in between
+            self._workers[index].process.send_signal(signal.SIGTERM)
 
-    def _keep_services(self) -> None:
+    def _restart_killed_services(self) -> None:
         for service in self._services:
-            service.keep()
+            service.restart_if_killed()
 
 
-def worker_numbers(names: Sequence[Any]) -> frozenset[int]:
-    """Return the numbers of workers by their names."""
+def worker_indices(names: Sequence[Any]) -> frozenset[int]:
+    """Return the indices in the names of workers."""
     return frozenset(int(str(name).rpartition("-")[2]) for name in names)
 
 
 def _was_killed(code: int) -> bool:
-    """Whether an exit code is that of a process, or of a job, that was killed."""
+    """Whether an exit code is that of a killed process or job."""
     return code < 0 or (code > 128 and code != INTERRUPTED)

@@ -1,4 +1,4 @@
-"""Workers and servers of an asynchronous run: each replica is a job of its own, beside parameter servers."""
+"""Workers and servers of an asynchronous run: each replica is a separate job, with parameter servers alongside."""
 
 from __future__ import annotations
 
@@ -22,49 +22,49 @@ from ..terminal.console import say
 from ..train.validate import grid_shape_of
 from .fork_server import ForkServer, Process, load_permanently, open_fork_server
 from .job_nodes import JobNode, JobNodes, NodeLostError, find_places, open_nodes
-from .launch import words
+from .launch import rank_args
 from .members import WAIT
 from .parent_watch import end_with_parent
 from .scaling import Scaling, open_scaling
 from .service_process import ServiceProcess
 from .slots import Demand
-from .worker_processes import TaskProgress, WorkerProcesses, worker_numbers
+from .worker_processes import TaskProgress, WorkerProcesses, worker_indices
 
 if TYPE_CHECKING:
     from ..services.message import Message
     from ..services.training import WorkerPlace
 
 SERVERS = "NEONDIST_SERVERS"
-"""Set in the environment of workers."""
+"""Environment variable set for workers."""
 MOST_SERVERS = 4
 
 
-def _load() -> None:
-    """Import what workers and servers need that train a model of PyTorch."""
-    import h5py  # noqa: F401  of checkpoints
+def _import_modules() -> None:
+    """Import the modules of workers and servers that train a PyTorch model."""
+    import h5py  # noqa: F401  for checkpoints
     import psutil  # noqa: F401
 
     from .. import train  # noqa: F401
     from ..io import environment  # noqa: F401
     from ..services import recovery, server, training, worker_tasks  # noqa: F401
-    from ..torch.definition import load_capture
+    from ..torch.training.definition import load_capture
 
     load_capture()
 
 
 def open_forks(arguments: argparse.Namespace) -> AbstractContextManager[ForkServer | None]:
-    """Return a context of the fork server of a job with a PyTorch model; it yields None if processes are not forked.
+    """Return a context manager of the fork server of a job with a PyTorch model; it yields None without forking.
 
-    Open it before the model is loaded. In any `neondist` command it lets modules be imported that the model needs.
+    Open it before the model is loaded. Every `neondist` command imports the modules that the model needs here.
     """
     if not arguments.signals.whole_process or not Path(arguments.file).is_file():
         return nullcontext()
     if arguments.update_rule is not None and arguments.tiles == (1, 1) and SERVERS not in os.environ:
-        return open_fork_server(_load)
-    # ranks of tiles are started by mpirun
-    if "torch" not in sys.modules:  # it was not forked
-        with suppress(ImportError):  # what needs it says so
-            load_permanently(_load)
+        return open_fork_server(_import_modules)
+    # ranks with tiles are started by mpirun
+    if "torch" not in sys.modules:  # not forked
+        with suppress(ImportError):  # reported by the code that needs it
+            load_permanently(_import_modules)
     return nullcontext()
 
 
@@ -78,13 +78,13 @@ def worker_place(environ: Mapping[str, str]) -> WorkerPlace | None:
 
 
 def end_with_supervisor(environ: Mapping[str, str]) -> None:
-    """Let a worker end soon after the supervisor of its job, with which the servers end, rather than wait for these."""
+    """Let a worker exit soon after its supervisor, rather than wait for servers that end with the supervisor."""
     if SERVERS in environ:
         end_with_parent()
 
 
 def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) -> None:
-    """Raise LaunchError if an experiment needs servers, and cannot have them; before anything is written."""
+    """Raise LaunchError, before anything is written, if an experiment needs servers but cannot have them."""
     if experiment.server_strategy is None or SERVERS in os.environ:
         return
     remedy = "or use sync: true and staleness: 0"
@@ -111,25 +111,25 @@ def check_workers(arguments: argparse.Namespace, experiment: Any, ranks: int) ->
 def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
     """Run an experiment whose strategy needs servers, and return the exit code; None if it needs none.
 
-    There is a worker for each replica, a process or an mpirun of its tiles, or between bounds as many as there are
-    slots for. Beside them are a master with their tasks, and as many servers as workers, at most four. With a resource
-    file workers and servers are on its nodes. Worker 0 writes the run's folder, the others folders in it; the folder
-    `servers` has the servers' checkpoints and the queue.
+    Each replica has a worker, a process or an MPI job of its tiles; an elastic job has as many as its bounds and slots
+    allow. A master manages their tasks; there are as many servers as workers, at most four. With a resource file,
+    workers and servers run on its nodes. Worker 0 writes to the run's folder, the others to subfolders; the subfolder
+    `servers` holds the servers' checkpoints and the queue.
 
     Raises
     ------
     LaunchError
         A server did not start.
     ServiceError
-        Servers have not applied each record once.
+        The servers have not applied each record exactly once.
     """
     strategy = experiment.server_strategy
     if strategy is None or SERVERS in os.environ:
         return None
     shape = grid_shape_of(experiment, arguments.ranks)
-    if arguments.overwrite:  # at once, so that a worker that is started again finds files of this run alone
-        for one in (arguments.folder, *arguments.folder.glob("worker-*")):
-            clear(one)
+    if arguments.overwrite:  # now, so that a restarted worker finds only files of this run
+        for folder in (arguments.folder, *arguments.folder.glob("worker-*")):
+            clear(folder)
     if not arguments.resume:
         shutil.rmtree(Path(arguments.folder, RECOVERY), ignore_errors=True)
     log = GenerationLog(arguments.folder, bool(arguments.resume))
@@ -140,10 +140,10 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
             low, high = arguments.bounds
             demand = Demand(low, high, shape.tiles)
             scaling = stack.enter_context(open_scaling(demand, arguments.slots_from, arguments.slots_wait or WAIT))
-            found = _wait_for_slots(arguments, scaling, log)
-            if isinstance(found, int):
-                return found
-            hosts = found
+            slots = _wait_for_slots(arguments, scaling, log)
+            if isinstance(slots, int):
+                return slots
+            hosts = slots
         nodes = stack.enter_context(open_nodes(arguments, hosts, shape.tiles))
         code = None
         while code is None:
@@ -160,18 +160,18 @@ def run_workers(arguments: argparse.Namespace, experiment: Any) -> int | None:
 
 
 def _wait_for_slots(arguments: argparse.Namespace, scaling: Scaling, log: GenerationLog) -> list[str] | int:
-    """Return the hosts of the first workers, or the exit code of a job for which there were no slots."""
+    """Wait for the hosts of the first workers; return them, or the exit code if no slots became free."""
     received = arguments.signals.received
 
     def report(text: str) -> None:
         log.add("wait", what=text)
         say(text, sys.stderr)
 
-    began = time.monotonic()
-    found = scaling.wait_for_minimum(lambda: bool(received), report)
-    if found is not None:
-        log.add("slots", workers=len(found), waited=round(time.monotonic() - began, 3))
-        return found
+    start = time.monotonic()
+    hosts = scaling.wait_for_minimum(lambda: bool(received), report)
+    if hosts is not None:
+        log.add("slots", workers=len(hosts), waited=round(time.monotonic() - start, 3))
+        return hosts
     if received:
         say(f"stopped while waiting for slots: received {received[0]}; start the command again")
         return STOPPED
@@ -187,16 +187,16 @@ def _run_job(
     scaling: Scaling | None,
     log: GenerationLog,
 ) -> int:
-    """Start servers, master and workers, whose processes end with `stack`; return the exit code."""
+    """Run servers, master and workers, whose processes end with `stack`; return the exit code."""
     from ..services.training import WorkerPlace
     from ..services.wire import TOKEN, create_token
 
     shape, token, folder = grid_shape_of(experiment, arguments.ranks), create_token(), Path(arguments.folder, RECOVERY)
-    if arguments.resume == "auto" and _servers_in(folder) is None:
+    if arguments.resume == "auto" and _count_servers(folder) is None:
         shutil.rmtree(folder, ignore_errors=True)
     secret = {TOKEN: token}
     fixed = getattr(experiment.server_strategy, "servers", None)
-    count = _servers_in(folder) or arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
+    count = _count_servers(folder) or arguments.num_ps or fixed or min(shape.replicas, MOST_SERVERS)
 
     def service(name: str, node: JobNode, words: Sequence[str]) -> ServiceProcess:
         def serve(words: Sequence[str]) -> Process:
@@ -206,9 +206,9 @@ def _run_job(
         return ServiceProcess(name, [*words, "--checkpoint-dir", str(folder.absolute())], node, serve)
 
     servers = []
-    for at in range(count):
-        node = nodes.services[at % len(nodes.services)]
-        servers.append(service(f"parameter server {at}", node, ["ps"]))
+    for index in range(count):
+        node = nodes.services[index % len(nodes.services)]
+        servers.append(service(f"parameter server {index}", node, ["ps"]))
     for server in servers:
         server.wait()
     addresses = tuple(server.address for server in servers)
@@ -225,7 +225,7 @@ def _run_job(
         start,
         nodes,
         [*servers, master],
-        lambda index: _lost(master.address, addresses, token, index),
+        lambda index: _report_lost(master.address, addresses, token, index),
         scaling,
         lambda: _progress(master.address, token),
         log.note,
@@ -233,50 +233,50 @@ def _run_job(
     arguments.signals.join(workers.forward)
     code = workers.watch()
     if code == 0:
-        text = workers.insist(lambda: _check(master.address, addresses, token))
-        say(f"applied: {text}; {workers.restarted}")
-    elif code == STOPPED and not workers.insist(lambda: _save(master.address, token)):
+        summary = workers.retry(lambda: _check_applied(master.address, addresses, token))
+        say(f"applied: {summary}; {workers.restarted}")
+    elif code == STOPPED and not workers.retry(lambda: _save(master.address, token)):
         say("servers had not applied the same gradients; continue from their last checkpoint with --resume", sys.stderr)
     return code
 
 
-def _lost(master: str, servers: Sequence[str], token: str, index: int) -> bool:
-    """Give back the task of a worker, and let servers wait for it no longer; False if some do not answer now."""
+def _report_lost(master: str, servers: Sequence[str], token: str, index: int) -> bool:
+    """Requeue the task of a lost worker and remove it from the servers; return False if a service is unavailable."""
     from ..services.training import worker_name
 
     worker, received = {"worker": worker_name(index)}, True
-    for address, service, method in [(master, "Master", "lost"), *((one, "PServer", "leave") for one in servers)]:
+    for address, service, method in [(master, "Master", "lost"), *((server, "PServer", "leave") for server in servers)]:
         try:
             _call(address, service, token, method, worker)
         except ServiceUnavailableError:
             received = False
-        except ServiceError:  # a master without tasks yet
+        except ServiceError:  # the master has no tasks yet
             pass
     return received
 
 
 def _progress(master: str, token: str) -> TaskProgress | None:
-    """Return the tasks of a job; None while the master does not know them, or is being restarted."""
+    """Return the tasks of a job; None while the master has none or is being restarted."""
     try:
         reply = _call(master, "Master", token, "progress")
     except ServiceError:
         return None
-    return TaskProgress(reply.integer("todo"), worker_numbers(reply.items("workers")))
+    return TaskProgress(reply.integer("todo"), worker_indices(reply.items("workers")))
 
 
-def _check(master: str, servers: Sequence[str], token: str) -> str:
-    """Return what servers have applied in words; ServiceError unless each record was applied once."""
-    found = []
+def _check_applied(master: str, servers: Sequence[str], token: str) -> str:
+    """Return a summary of the applied gradients; ServiceError unless each record was applied once."""
+    summaries = []
     for address in servers:
         samples = _call(address, "PServer", token, "status").number("samples")
         credits = _call(address, "PServer", token, "credits").mapping("credits")
-        told = _call(master, "Master", token, "check", {"samples": samples, "credits": credits})
-        found.append(told.text("text"))
-    return found[0]
+        reply = _call(master, "Master", token, "check", {"samples": samples, "credits": credits})
+        summaries.append(reply.text("text"))
+    return summaries[0]
 
 
 def _save(master: str, token: str) -> bool:
-    """Write a checkpoint of the servers; False: there is no newer one than the last."""
+    """Write a checkpoint of the servers; return False if none newer than the last is possible."""
     return _call(master, "Recovery", token, "save").flag("saved")
 
 
@@ -287,21 +287,21 @@ def _call(address: str, service: str, token: str, method: str, fields: Mapping[s
         return client.call(method, fields)
 
 
-def _servers_in(folder: Path) -> int | None:
-    """Return the number of servers of the newest checkpoint of a run; None if there is none."""
+def _count_servers(folder: Path) -> int | None:
+    """Return the number of servers in the newest checkpoint of a run; None if there is none."""
     if not folder.is_dir():
         return None
-    from ..services.checkpoint import servers_of
+    from ..services.checkpoint import count_servers
     from ..services.recovery import complete_checkpoints
 
-    found = complete_checkpoints(folder)
-    return servers_of(found[-1]) if found else None
+    checkpoints = complete_checkpoints(folder)
+    return count_servers(checkpoints[-1]) if checkpoints else None
 
 
 def _check_resume(arguments: argparse.Namespace) -> None:
-    """Raise an error if there is nothing to resume, or with another number of servers; or if a run would be lost."""
+    """Raise an error if there is no checkpoint to resume, its number of servers differs, or a run would be lost."""
     folder = Path(arguments.folder, RECOVERY)
-    count = _servers_in(folder)
+    count = _count_servers(folder)
     if not arguments.resume:
         if count is not None and not arguments.overwrite:
             raise ConfigError(
@@ -326,12 +326,12 @@ def _master_words(arguments: argparse.Namespace, experiment: Any, servers: Seque
 
 
 def _worker_words(arguments: argparse.Namespace, index: int, tiles: int, again: bool) -> list[str]:
-    """Return the command of a worker: the same, with its own ranks and folder; started again it goes on there."""
-    told = words(arguments)
+    """Return the arguments of a worker: those of the command, with its own ranks and folder; restarts resume."""
+    command = rank_args(arguments)
     if tiles > 1:
-        told += ["-n", str(tiles)]
+        command += ["-n", str(tiles)]
     if index:
-        told += ["--output", str(arguments.folder / f"worker-{index}")]  # the last one counts
+        command += ["--output", str(arguments.folder / f"worker-{index}")]  # overrides earlier ones
     if again:
-        told = [word for word in told if word != "--overwrite"] + ["--resume", "auto"]
-    return told
+        command = [word for word in command if word != "--overwrite"] + ["--resume", "auto"]
+    return command

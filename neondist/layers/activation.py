@@ -14,7 +14,7 @@ class ActivationLayer(Layer):
     """Applies `activation` to every cell: input and output (N, *spatial, C), local."""
 
     saves_input = saves_output = False
-    saves_beside = (0, 0)
+    extra_saves = (0, 0)
     only_activates = True
 
     def __init__(self, activation: Activation, *, name: str | None = None) -> None:

@@ -23,7 +23,7 @@ class AvgPoolingLayer(PoolingLayer):
     """
 
     saves_input = saves_output = False
-    saves_beside = (0, 0)
+    extra_saves = (0, 0)
 
     def __init__(
         self,

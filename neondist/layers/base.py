@@ -83,35 +83,35 @@ class LayerDescription(Node):
     Attributes
     ----------
     window : Window or None
-        None: every output cell sees the input cell at its own place alone.
+        None: every output cell depends only on the input cell at its position.
     scheme : ExchangePolicy or None
-        How cells of other tiles reach a view; None until the model says.
+        Border scheme of the views; None until the model sets it.
     layout : type
-        How it has vectors: Replicate, whole on each rank of a replica, or Shard, each rank its range of the features.
-        With Shard it gets such a range, and what its `forward` makes of a whole sum, feature by feature, it makes of a
-        range. A class with its own `forward` declares its outputs again.
+        Layout of vectors: Replicate, whole on each rank of a replica, or Shard, a range of the features on each rank.
+        With Shard the layer receives such a range, and its `forward` must work feature by feature. A class with its own
+        `forward` declares its layout again.
     """
 
     scheme: ExchangePolicy | None
     window: Window | None = None
-    #: whether it has no use for a vector, which has no neighbours; what has a window of its own has none either
+    #: whether it does not support vectors; layers with a window do not either
     needs_image = False
-    #: True where the halo adds in fprop and is fetched in bprop
+    #: True if the halo is added in fprop and gathered in bprop
     reverse_halos = False
     layout: type[Replicate] = Replicate
-    #: why the layer cannot compute cells of other tiles, if it cannot
+    #: reason why the layer cannot compute cells of other tiles, if any
     recompute_blocker = ""
-    #: whether it sums over the whole image; such a layer takes its sums over `ctx.owned` cells
+    #: whether it sums over the whole image; the sums are over `ctx.owned` cells
     sums_image = False
-    #: whether, in strips and blocks, its view is what `reach_for` says, and no halo of its own travels
+    #: whether, in strips and blocks, its view is that of `reach_for`, without a halo of its own
     sees_reach = False
-    #: whether it can give ranges of outputs, of whole vectors, as of a pair of fully connected layers the first does
+    #: whether it can compute a range of outputs from whole vectors, as the first of a pair of fully connected layers
     can_split_outputs = False
-    #: whether it does
+    #: whether it does so
     splits_outputs = False
-    #: whether cells inside of the image differ in what is done with them
+    #: whether the computation depends on the position in the image
     position_dependent = False
-    #: whether what is computed depends on the number of the step
+    #: whether the computation depends on the step number
     by_step = False
 
     def window_for(self, input_shape: Shape) -> Window | None:
@@ -119,11 +119,11 @@ class LayerDescription(Node):
         return self.window
 
     def view_window_for(self, input_shape: Shape, grid: GridShape) -> Window | None:
-        """Return the window of what `forward` gets, where that is not all that an output depends on."""
+        """Return the window of the view of `forward`, if it is smaller than that of all dependencies."""
         return self.window_for(input_shape)
 
     def reach_for(self, input_shape: Shape) -> Window | None:
-        """Return the window of all that an output depends on, alike for every cell; None: there is no such window."""
+        """Return the window of all dependencies of an output, the same for every cell; None if there is none."""
         return None if self.recompute_blocker else self.window_for(input_shape) or Window.of_one(len(input_shape) - 1)
 
     def channels_for(self, input_shape: Shape) -> int:
@@ -140,12 +140,12 @@ class LayerDescription(Node):
         return *extent, self.channels_for(input_shape)
 
     def halos_for(self, input_shape: Shape, grid: GridShape) -> list[tuple[Shape, Window]]:
-        """Return the arrays whose halos travel in a step: global shape without the batch, and window."""
+        """Return the arrays whose halos are exchanged in a step: global shape without the batch, and window."""
         window = self.window_for(input_shape)
         return [] if window is None else [(input_shape, window)]
 
     def gathers_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
-        """Return the array whose halo is fetched in bprop instead of scattering those of the input's halo."""
+        """Return the array whose halo is gathered in bprop instead of scattering the input's halo."""
         if self.scheme is not None and self.scheme.gradients == "gather" and self.window_for(input_shape) is not None:
             raise ConfigError(
                 "scheme: backward 'gather' needs a convolution padded with zeros; use 'auto' or 'scatter'"
@@ -153,11 +153,11 @@ class LayerDescription(Node):
         return None
 
     def gathers_of(self, input_shape: Shape) -> tuple[Shape, Window] | None:
-        """Return what `gathers_for` would if the scheme said 'gather'; None: this layer cannot."""
+        """Return the result of `gathers_for` for a scheme with 'gather'; None if it is not supported."""
         return None
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
-        """Return what ranks combine in a training step: at most one array before `forward`, one before `backward`."""
+        """Return the reductions over ranks of a step: at most one before `forward`, one before `backward`."""
         return []
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
@@ -193,8 +193,8 @@ class Layer(LayerDescription):
         False: `backward` does not need the memory returned by `forward`.
     saves_activated : bool
         False: nor the memory of the activated output.
-    saves_beside : (int, int) or None
-        Bytes, and elements, that `forward` saves besides view and outputs per output element; None: unknown. Set in the
+    extra_saves : (int, int) or None
+        Bytes, and elements, saved by `forward` per output element besides view and outputs; None: unknown. Set in the
         class that defines `forward`.
     reduce_saves : bool
         False: a recomputed pass need not call `reduce` and `reduce_backward`. Set in the class that defines them.
@@ -228,7 +228,7 @@ class Layer(LayerDescription):
     saves_input = True
     saves_output = True
     saves_activated = True
-    saves_beside: tuple[int, int] | None = None
+    extra_saves: tuple[int, int] | None = None
     reduce_saves = True
     sums_alone = False
     absorbs = ""
@@ -247,7 +247,7 @@ class Layer(LayerDescription):
         self.grads: Any = {}
         self.state: dict[str, Any] = {}
 
-    # What a subclass computes.
+    # Methods that a subclass implements.
 
     @abstractmethod
     def forward(self, ctx: StepContext, view: Any) -> Any:
@@ -283,10 +283,10 @@ class Layer(LayerDescription):
         """Return the gradient of the input tile, for layers with `gathers`, given the gathered output gradient."""
         raise NotImplementedError
 
-    # What the model calls.
+    # Methods that the model calls.
 
     def build(self, input_shape: Shape, context: Context) -> None:
-        """Fix shapes and make the input, for a global input shape without the batch."""
+        """Fix shapes and create the input, for a global input shape without the batch."""
         self.context, self.input_shape = context, tuple(input_shape)
         self.window = self.view_window_for(self.input_shape, context.grid.shape)
         self.output_shape = self.output_shape_for(self.input_shape)
@@ -323,8 +323,8 @@ class Layer(LayerDescription):
 
     def lower(self, graph: Any, value: int) -> int:
         """Append this layer to the graph."""
-        found: int = graph.layer(self, value)
-        return found
+        result: int = graph.layer(self, value)
+        return result
 
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:
         """Name this layer, if it has no name."""
@@ -332,7 +332,7 @@ class Layer(LayerDescription):
         self._check_form()
 
     def _check_form(self) -> None:
-        """Raise ConfigError for a layer as neondist 0.1 wanted it."""
+        """Raise ConfigError for a layer with the interface of neondist 0.1."""
         for method in (self.forward, self.backward):
             if len(inspect.signature(method).parameters) < 2:
                 raise ConfigError(
@@ -344,8 +344,8 @@ class Layer(LayerDescription):
 
     def twin(self) -> Layer:
         """Return a new layer of the distributed class, with the same arguments and name."""
-        found: Layer = dist_class(type(self))(**self.arguments() | {"name": self.name})
-        return found
+        layer: Layer = dist_class(type(self))(**self.arguments() | {"name": self.name})
+        return layer
 
     @property
     def leaves(self) -> list[Layer]:
@@ -354,8 +354,8 @@ class Layer(LayerDescription):
 
     def can_absorb(self, activation: Activation) -> bool:
         """Whether the layer can fuse this activation of the following layer into its own pass over memory."""
-        said = [declared_with(self, "absorbs", method) for method in ("forward", "backward")]
-        fits = said == [self.absorbs] * 2 and self.activation is None and self.absorbs
+        declared = [declared_with(self, "absorbs", method) for method in ("forward", "backward")]
+        fits = declared == [self.absorbs] * 2 and self.activation is None and self.absorbs
         return bool(fits and declared_with(activation, self.absorbs, "fprop"))
 
     @property
@@ -366,8 +366,8 @@ class Layer(LayerDescription):
     @property
     def gives_shards(self) -> bool:
         """Whether its vector result may stay partitioned over the ranks of the tiles."""
-        each = self.activation is None or declared_with(self.activation, "elementwise", "fprop")
-        return bool(each) and declared_with(self, "layout", "forward") is Shard
+        elementwise = self.activation is None or declared_with(self.activation, "elementwise", "fprop")
+        return bool(elementwise) and declared_with(self, "layout", "forward") is Shard
 
     @property
     def keeps_output(self) -> bool:

@@ -35,7 +35,7 @@ class BatchNormLayer(NormLayer):
         self.momentum, self.eps = momentum, eps
 
     absorbs = "clips"
-    saves_beside = (0, 0)
+    extra_saves = (0, 0)
     reduce_saves = False
     restores = in_place = True
 
@@ -73,7 +73,7 @@ class BatchNormLayer(NormLayer):
         else:
             numbers = self.kernels.norm_numbers(ctx.state["mean"].copy(), ctx.state["var"], learned, self.eps)
         ctx.save(scale=numbers[3])
-        return self.normalised(ctx, view, *(each[None] for each in numbers[:3]))
+        return self.normalised(ctx, view, *(array[None] for array in numbers[:3]))
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
         """Fill the gradients of gamma and beta; return both in one array, of this rank's cells."""
@@ -89,7 +89,7 @@ class BatchNormLayer(NormLayer):
         if ctx.reduced is None:
             return self.gradient(ctx, dy, (ctx.params["gamma"] * ctx.scale)[None], None)
         through, *statistics = self.kernels.batch_factors(ctx.reduced, ctx.count, ctx.params["gamma"], ctx.scale)
-        return self.gradient(ctx, dy, through[None], [each[None] for each in statistics])
+        return self.gradient(ctx, dy, through[None], [array[None] for array in statistics])
 
 
 class BatchNormLayerDist(Dist, BatchNormLayer):

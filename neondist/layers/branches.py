@@ -29,22 +29,22 @@ class Branches(Container):
             yield layer, input_shape
 
     def lower(self, graph: Any, value: int) -> int:
-        """Append all branches, and what joins them."""
+        """Append all branches, and the operation that joins them."""
         values = [layer.lower(graph, value) for layer in self.layers]
-        found: int = graph.join(self, values, self.output_shape_for(graph.shapes[value]))
-        return found
+        result: int = graph.join(self, values, self.output_shape_for(graph.shapes[value]))
+        return result
 
     def can_absorb(self, activation: Activation) -> bool:
-        """Return whether `combine` has an argument `clip`, and this activation, of a layer behind it, is that."""
+        """Return whether `combine` can apply the activation of a following layer by its argument `clip`."""
         return False
 
     @abstractmethod
     def combine(self, kernels: Kernels, parts: Sequence[Any], y: Any) -> None:
-        """Write into y what the branches' values come to."""
+        """Write the combined values of the branches into y."""
 
     @abstractmethod
     def split(self, dy: Any, channels: Sequence[int]) -> Sequence[Any]:
-        """Return the gradients of the branches' values, which have so many channels: dy itself, or parts of it."""
+        """Return the gradients of the branches' values with the given channels: dy itself, or parts of it."""
 
     def _shapes(self, input_shape: Shape, compared: slice) -> list[Shape]:
         """Return the branches' output shapes; ShapeError if they differ in the axes compared."""
@@ -52,8 +52,8 @@ class Branches(Container):
         for layer, shape in zip(self.layers, shapes, strict=True):
             if shape[compared] != shapes[0][compared] or len(shape) != len(shapes[0]):
                 raise ShapeError(
-                    f"{type(self).__name__} '{self.name}': branch {_tell(self.layers[0])} outputs {shapes[0]}, but"
-                    f" branch {_tell(layer)} outputs {shape}; make them agree, with padding, stride or a Crop"
+                    f"{type(self).__name__} '{self.name}': branch {_label(self.layers[0])} outputs {shapes[0]},"
+                    f" but branch {_label(layer)} outputs {shape}; make them agree, with padding, stride or a Crop"
                 )
         return shapes
 
@@ -66,7 +66,7 @@ class Sum(Branches):
         return self._shapes(input_shape, slice(None))[0]
 
     def can_absorb(self, activation: Activation) -> bool:
-        """Return whether it is max(z, 0)."""
+        """Return whether the activation is max(z, 0)."""
         return bool(declared_with(self, "clips", "combine") and declared_with(activation, "clips", "fprop"))
 
     clips = True
@@ -98,5 +98,5 @@ class Concat(Branches):
         return [dy[..., stop - n : stop] for n, stop in zip(channels, accumulate(channels), strict=True)]
 
 
-def _tell(node: Node) -> str:
+def _label(node: Node) -> str:
     return f"'{node.name}'" if node.leaves else f"'{node.name}' (the identity)"

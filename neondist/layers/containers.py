@@ -1,4 +1,4 @@
-"""Containers of layers, and chains; branches.py has those whose layers all see the same input."""
+"""Base of containers, and chains of layers; branches.py has containers whose layers share one input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import Layer, Node, Shape
 class Container(Node):
     """Base of the containers.
 
-    All activations of one shape are cut into the same tiles, so what meets in a container fits cell by cell.
+    All activations of one shape are divided into the same tiles, so branches match cell by cell.
     """
 
     def __init__(self, layers: Sequence[Node | Sequence[Any]], name: str | None = None) -> None:
@@ -22,24 +22,24 @@ class Container(Node):
 
     @abstractmethod
     def inputs(self, input_shape: Shape) -> Iterator[tuple[Node, Shape]]:
-        """Yield what is directly inside, with the shape of its input."""
+        """Yield the direct members with the shapes of their inputs."""
 
     def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
-        """Yield the chains of all that is inside."""
+        """Yield the chains inside all members."""
         for layer, shape in self.inputs(input_shape):
             yield from layer.chains(shape)
 
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:
-        """Name the container, and what is inside with the container's name in front."""
+        """Name the container, and its members with the container's name as prefix."""
         self._name_itself(prefix, counts)
-        inside: dict[str, int] = {}
+        inner_counts: dict[str, int] = {}
         for layer in self.layers:
-            layer.give_names(f"{self.name}.", inside)
+            layer.give_names(f"{self.name}.", inner_counts)
 
     def twin(self) -> Node:
         """Return the container of the twins."""
-        made: Node = type(self)([layer.twin() for layer in self.layers], name=self.name)
-        return made
+        container: Node = type(self)([layer.twin() for layer in self.layers], name=self.name)
+        return container
 
     @property
     def leaves(self) -> list[Layer]:
@@ -63,7 +63,7 @@ class Sequential(Container):
             input_shape = layer.output_shape_for(input_shape)
 
     def chains(self, input_shape: Shape) -> Iterator[list[tuple[Node, Shape]]]:
-        """Yield this chain, and those inside of it."""
+        """Yield this chain, and the chains inside it."""
         yield list(self.inputs(input_shape))
         yield from super().chains(input_shape)
 
@@ -81,7 +81,7 @@ class Sequential(Container):
 
 
 def as_node(layer: Any) -> Node:
-    """Return the layer; a list of layers becomes a Sequential. ConfigError for what is not a layer."""
+    """Return the layer; a list of layers becomes a Sequential. ConfigError for other objects."""
     if isinstance(layer, (list, tuple)):
         return Sequential(layer)
     if not isinstance(layer, Node):

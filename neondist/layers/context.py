@@ -1,4 +1,4 @@
-"""`ctx`: the state of one call of a layer, as in torch.autograd.Function; and what all layers of a model share."""
+"""`ctx`: the state of one call of a layer, as in torch.autograd.Function; and the state shared by all layers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Built(Protocol):
         """The cells of the output that this rank computes."""
 
     def restore(self, ctx: Any, y: Any) -> None:
-        """Write into y what `forward` gave."""
+        """Write the output of `forward` into y."""
 
 
 class StepContext:
@@ -75,21 +75,21 @@ class StepContext:
 
     reduced: Any = None
     needs_input_gradient = True
-    #: False: a call before has given the layer's gradients already, and what is assigned to `grads` is forgotten
+    #: False: an earlier call has computed the layer's gradients, and assignments to `grads` are ignored
     needs_weight_gradients = True
-    #: whether another call has changed the state for this one: of micro-batches with the same statistics, or run again
+    #: whether another call has already updated the state: of micro-batches with shared statistics, or recomputed
     repeats = False
     #: whether `forward` has applied the layer's activation itself
     activated = False
-    #: whether the pooling behind it takes the gradient through the activation: `backward` needs no output
+    #: whether the following pooling applies the activation's gradient, so that `backward` needs no output
     cleared = False
-    #: whether this pooling does so
+    #: whether this layer is that pooling
     clears = False
-    #: the view, where it will not be there any more on the way back
+    #: the view, if its memory is reused before the backward pass
     whole_view: Any = None
-    #: what the activation gave, where the layer did not apply it
+    #: output of the activation, if the layer did not apply it
     output: Any = None
-    #: `out`, once somebody has asked for it
+    #: `out`, once it was accessed
     offered: Any = None
 
     def __init__(self, layer: Built, phase: Phase, samples: int, place: Callable[[], Any]) -> None:
@@ -99,7 +99,7 @@ class StepContext:
         self.offer(place)
 
     def offer(self, place: Callable[[], Any]) -> None:
-        """Let `out` be what `place` returns."""
+        """Set the function that returns `out`."""
         self._place, self.offered = place, None
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +107,7 @@ class StepContext:
             return self._saved[name]
         raise AttributeError(f"ctx has no '{name}': forward must save it with ctx.save({name}=...)")
 
-    # What is kept.
+    # Saved arrays.
 
     def save(self, **arrays: Any) -> None:
         """Save arrays for `backward` as attributes: `ctx.save(view=view)` sets `ctx.view`.
@@ -119,13 +119,13 @@ class StepContext:
         self._saved.update(arrays)
 
     def shield(self, memory: Any, but: Any = None) -> None:
-        """Replace what was saved, but for one array, by copies, where it lies in memory that others will use."""
+        """Replace saved arrays, except `but`, by copies if they share memory that will be reused."""
         for name, kept in self._saved.items():
             if kept is not but and self._layer.context.backend.owns(kept) and self.xp.may_share_memory(kept, memory):
                 self.save(**{name: kept.copy()})
 
     def to_keep(self, owns: Callable[[Any], bool]) -> dict[str, Any]:
-        """Return what was saved, but for the view; copies of what lies in memory that `owns` tells of."""
+        """Return the saved arrays without the view, copied if they are in memory for which `owns` is true."""
         return {name: self._to_keep(kept, owns) for name, kept in self._saved.items()}
 
     def _to_keep(self, kept: Any, owns: Callable[[Any], bool]) -> Any:
@@ -134,19 +134,19 @@ class StepContext:
         return kept.copy() if self._layer.context.backend.owns(kept) and owns(kept) else kept
 
     def move_view(self, view: Any) -> None:
-        """Let what was saved as the view be this one."""
+        """Replace the saved view by this one."""
         self._saved = {name: view if kept is self.whole_view else kept for name, kept in self._saved.items()}
         self.whole_view = view
 
     def restore_output(self, y: Any) -> None:
-        """Write into y what `forward` gave."""
+        """Write the output of `forward` into y."""
         self._layer.restore(self, y)
 
     def resume(self, view: Any, left: dict[str, Any]) -> None:
-        """Save what `to_keep` has returned of a call before, with this view."""
+        """Restore the result of `to_keep` of an earlier call, with this view."""
         self._saved = {name: view if kept is _VIEW else kept for name, kept in left.items()}
 
-    # What belongs to the layer, and where this call's cells are.
+    # The layer's arrays, and the cells of this call.
 
     @property
     def params(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class StepContext:
     def input_tile(self) -> Box:
         """The cells of the input tile, without halo and padding."""
         entry = self._layer.input
-        return entry.own.intersect(entry.need)  # the image itself may reach further in a strip: others read it too
+        return entry.own.intersect(entry.need)  # in a strip, the tile may be larger: other strips read it too
 
     def owned(self, array: Any, cells: Box | None = None) -> Any:
         """Return the part of an array over the view, or over other cells, that only this call and rank own."""
@@ -224,7 +224,7 @@ class StepContext:
     @property
     def out(self) -> Any:
         """The preferred output array; a new one on each access."""
-        if self.offered is not None:  # as when a subclass calls its parent's forward twice
+        if self.offered is not None:  # for example a subclass that calls its parent's forward twice
             return self.xp.empty_like(self.offered)
         self.offered = self._place()
         return self.offered
@@ -244,20 +244,20 @@ class StepContext:
             return self.kernels.contiguous(dy)
         return self.activation.begin(y, dy, self.kernels)
 
-    # Halos beside the view's, which the layer has declared in `halos_for`.
+    # Additional halos, which the layer has declared in `halos_for`.
 
     def gather(self, array: GlobalArray, tile: Any) -> Any:
-        """Return the view that a declared array's window has of a tile; valid until the next call; collective."""
+        """Return the view of a tile through a declared array's window; valid until the next call; collective."""
         return self._halo("forward", array, tile)
 
     def scatter_add(self, array: GlobalArray, dview: Any) -> Any:
         """Return the adjoint: the gradient of the tile; valid until the next call; collective."""
         return self._halo("backward", array, dview)
 
-    def _halo(self, direction: str, array: GlobalArray, given: Any) -> Any:
+    def _halo(self, direction: str, array: GlobalArray, values: Any) -> Any:
         move = array.get_fprop_view if direction == "forward" else array.get_bprop_view
         with self._layer.context.grid.observers.during("halo", str(self._layer.name), direction):
-            return move(given, self.phase)
+            return move(values, self.phase)
 
 
 class CellRandom:
@@ -269,7 +269,7 @@ class CellRandom:
         self.index = rng.box_index((samples[1], *image_shape), cells, xp)
 
     def at_least(self, rate: float) -> Any:
-        """Return where uniform numbers are at least `rate`: (n, *tile, C)."""
+        """Return the mask of uniform numbers that are at least `rate`: (n, *tile, C)."""
         return rng.at_least(rate, self.stream, self.index)
 
     def uniform(self) -> Any:

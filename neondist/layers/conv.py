@@ -43,7 +43,7 @@ class ConvLayer(Layer):
     absorbs = "elementwise"
     clears = in_place = True
     saves_output = False
-    saves_beside = (0, 0)
+    extra_saves = (0, 0)
     window: Window
 
     def __init__(
@@ -91,23 +91,23 @@ class ConvLayer(Layer):
             raise ConfigError(f"groups {self.groups} must divide the input's {channels} channels")
         shape = (*kernel, channels // self.groups, self.out_channels)
         fan_in, fan_out = prod(shape[:-1]), prod(kernel) * self.out_channels // self.groups
-        found = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out)}
+        parameters = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out)}
         if self.bias:
-            found["bias"] = Parameter((self.out_channels,))
-        return found
+            parameters["bias"] = Parameter((self.out_channels,))
+        return parameters
 
     def gathers_for(self, input_shape: Shape, grid: GridShape) -> tuple[Shape, Window] | None:
         """Return the output array and its gathering window if the scheme gathers gradients."""
-        way = self.scheme.gradients if self.scheme else "scatter"
-        if way == "scatter":
+        method = self.scheme.gradients if self.scheme else "scatter"
+        if method == "scatter":
             return None
         window = self.window_for(input_shape)
         if window.mode != "zeros":
-            return None if way == "auto" else super().gathers_for(input_shape, grid)
-        shape, back = self._gradient_window(input_shape)
-        gathered = halo_volume(grid.partition(shape[:-1]), back) * shape[-1]
+            return None if method == "auto" else super().gathers_for(input_shape, grid)
+        shape, gradient_window = self._gradient_window(input_shape)
+        gathered = halo_volume(grid.partition(shape[:-1]), gradient_window) * shape[-1]
         scattered = halo_volume(grid.partition(input_shape[:-1]), window) * input_shape[-1]
-        return (shape, back) if way == "gather" or gathered < scattered else None
+        return (shape, gradient_window) if method == "gather" or gathered < scattered else None
 
     def gathers_of(self, input_shape: Shape) -> tuple[Shape, Window] | None:
         """Return the output array and its gathering window, for zero padding."""
@@ -127,7 +127,7 @@ class ConvLayer(Layer):
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the convolution plus bias, after the activation."""
         y, bias = ctx.out, ctx.params["bias"] if self.bias else None
-        self.kernels.conv_into(y, view, ctx.params["weights"], *self._how, bias, ctx.activate, self.input.outside)
+        self.kernels.conv_into(y, view, ctx.params["weights"], *self._conv_args, bias, ctx.activate, self.input.outside)
         ctx.save(view=view, y=None if ctx.activation is None or ctx.cleared else y)
         return y
 
@@ -139,7 +139,7 @@ class ConvLayer(Layer):
             ctx.view,
             dy,
             ctx.params["weights"],
-            *self._how,
+            *self._conv_args,
             lambda part: ctx.activation_gradient(None if ctx.y is None else ctx.y[part], dy[part]),
             self.input.outside,
             ctx.needs_weight_gradients,
@@ -159,13 +159,13 @@ class ConvLayer(Layer):
         """Return the gradient of the tile, given that of all outputs whose windows contain it."""
         assert self.gathers is not None
         region, own = self.window.needs(self.gathers.need), self.input.own
-        array = self.kernels.conv_backward_input(seen, ctx.params["weights"], region.shape, *self._how)
-        both, dx = own.intersect(region), ctx.xp.zeros((len(array), *own.shape, array.shape[-1]), array.dtype)
-        dx[(slice(None), *both.relative_to(own).slices)] = array[(slice(None), *both.relative_to(region).slices)]
+        array = self.kernels.conv_backward_input(seen, ctx.params["weights"], region.shape, *self._conv_args)
+        overlap, dx = own.intersect(region), ctx.xp.zeros((len(array), *own.shape, array.shape[-1]), array.dtype)
+        dx[(slice(None), *overlap.relative_to(own).slices)] = array[(slice(None), *overlap.relative_to(region).slices)]
         return dx
 
     @property
-    def _how(self) -> tuple[Shape, Shape, int]:
+    def _conv_args(self) -> tuple[Shape, Shape, int]:
         return self.window.stride, self.window.dilation, self.groups
 
 

@@ -1,4 +1,4 @@
-"""Cutting cells off the image, and putting cells around it."""
+"""Padding and cropping of images."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PadLayer(Layer):
 
     needs_image = True
     saves_input = saves_output = False
-    saves_beside = (0, 0)
+    extra_saves = (0, 0)
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class PadLayer(Layer):
         self.padding, self.mode, self.fill = padding, mode, fill
 
     def window_for(self, input_shape: Shape) -> Window:
-        """Return a window of one cell, which the padding shifts."""
+        """Return a window of one cell, shifted by the padding."""
         return Window(1, padding=self.padding, fill=self.fill, mode=self.mode, ndim=len(input_shape) - 1)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ..backends import Normal
+from ..backends import Normalisation
 from ..errors import ConfigError
 from ..geometry import GradientWindow, GridShape, Window
 from ..halo import ExchangePolicy
@@ -42,7 +42,7 @@ class DeconvLayer(Layer):
     reverse_halos = True
     saves_output = False
     in_place = True
-    saves_beside = (0, 0)
+    extra_saves = (0, 0)
     recompute_blocker = "its windows slide over the output"
 
     def __init__(
@@ -103,14 +103,15 @@ class DeconvLayer(Layer):
         if channels % self.groups:
             raise ConfigError(f"groups {self.groups} must divide the input's {channels} channels")
         shape = (*kernel, channels // self.groups, self.out_channels)
-        found = {"weights": Parameter(shape, self.weights_init, prod(shape[:-1]), prod(kernel) * self.out_channels)}
-        return found | ({"bias": Parameter((self.out_channels,))} if self.bias else {})
+        fans = prod(shape[:-1]), prod(kernel) * self.out_channels
+        bias = {"bias": Parameter((self.out_channels,))} if self.bias else {}
+        return {"weights": Parameter(shape, self.weights_init, *fans)} | bias
 
     def adjust_for_dist(self) -> None:
         """Also create the array of outputs, whose halo is exchanged."""
         super().adjust_for_dist()
-        self.over = self.sliding(self.input_shape)
-        self.scatters = self.make_array(self.output_shape, self.over)
+        self.output_window = self.sliding(self.input_shape)
+        self.scatters = self.make_array(self.output_shape, self.output_window)
         self.scatters.reverse = self.reverse_halos
         inputs, outputs = self.regions
         if inputs is not None and outputs is not None:
@@ -122,18 +123,18 @@ class DeconvLayer(Layer):
         ctx.save(view=view)
         shape = len(view), *self.scatters.need.shape, self.out_channels
         y = ctx.out if self.scatters.plan.trivial else ctx.xp.empty(shape, view.dtype)
-        weights, kernels = self._turned(ctx.params["weights"]), self.kernels
+        weights, kernels = self._swap_channels(ctx.params["weights"]), self.kernels
         kernels.conv_back_into(
-            y, y, view, weights, *self._how, lambda part: kernels.contiguous(view[part]), None, False
+            y, y, view, weights, *self._conv_args, lambda part: kernels.contiguous(view[part]), None, False
         )
         return y
 
     def finish(self, ctx: StepContext, y: Any) -> Any:
         """Return the sum of all contributions plus bias."""
-        out = ctx.out if ctx.offered is None else ctx.offered  # which y may be
+        out = ctx.out if ctx.offered is None else ctx.offered  # y may be the same array
         if self.bias:
             shift = ctx.params["bias"][None]
-            self.kernels.normalise(y, Normal(ctx.xp.zeros_like(shift), ctx.xp.ones_like(shift), shift), out)
+            self.kernels.normalise(y, Normalisation(ctx.xp.zeros_like(shift), ctx.xp.ones_like(shift), shift), out)
         elif out is not y:
             self.kernels.copy(y, out)
         return out
@@ -146,19 +147,19 @@ class DeconvLayer(Layer):
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the gradient of the view: a convolution of dy, given with its halo."""
-        weights = self.kernels.conv_backward_weights(dy, ctx.view, self.over.kernel, *self._how)
-        ctx.grads["weights"] = self._turned(weights)
+        weights = self.kernels.conv_backward_weights(dy, ctx.view, self.output_window.kernel, *self._conv_args)
+        ctx.grads["weights"] = self._swap_channels(weights)
         if not ctx.needs_input_gradient:
             return None
-        dview, weights = ctx.out, self._turned(ctx.params["weights"])
-        self.kernels.conv_into(dview, dy, weights, *self._how, None, self.kernels.copy)
+        dview, weights = ctx.out, self._swap_channels(ctx.params["weights"])
+        self.kernels.conv_into(dview, dy, weights, *self._conv_args, None, self.kernels.copy)
         return dview
 
     @property
-    def _how(self) -> tuple[Shape, Shape, int]:
-        return self.over.stride, self.over.dilation, self.groups
+    def _conv_args(self) -> tuple[Shape, Shape, int]:
+        return self.output_window.stride, self.output_window.dilation, self.groups
 
-    def _turned(self, weights: Any) -> Any:
+    def _swap_channels(self, weights: Any) -> Any:
         """Return (*kernel, a / groups, b) as (*kernel, b / groups, a): the weights of the opposite direction."""
         kernel, inner, outer = weights.shape[:-2], weights.shape[-2], weights.shape[-1] // self.groups
         split = weights.reshape(*kernel, inner, self.groups, outer).swapaxes(-3, -1)

@@ -17,7 +17,7 @@ class DropoutLayer(Layer):
     """
 
     saves_input = saves_output = False
-    saves_beside = (1, 0)
+    extra_saves = (1, 0)
     by_step = True
 
     def __init__(self, rate: Share = 0.5, *, name: str | None = None) -> None:
@@ -30,16 +30,16 @@ class DropoutLayer(Layer):
             ctx.save(mask=None)
             return view
         ctx.save(mask=ctx.random("dropout").at_least(self.rate))
-        return self._masked(ctx, view)
+        return self._apply_mask(ctx, view)
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Return the masked gradient."""
-        return dy if ctx.mask is None else self._masked(ctx, dy)
+        return dy if ctx.mask is None else self._apply_mask(ctx, dy)
 
-    def _masked(self, ctx: StepContext, array: Any) -> Any:
-        found = ctx.xp.multiply(array, array.dtype.type(1 / (1 - self.rate)), out=ctx.out)
-        found *= ctx.mask
-        return found
+    def _apply_mask(self, ctx: StepContext, array: Any) -> Any:
+        result = ctx.xp.multiply(array, array.dtype.type(1 / (1 - self.rate)), out=ctx.out)
+        result *= ctx.mask
+        return result
 
 
 class DropoutLayerDist(Dist, DropoutLayer):

@@ -1,4 +1,4 @@
-"""Rows of a table by their numbers."""
+"""Embedding: lookup of table rows by integer ids."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ class EmbeddingLayer(Layer):
         DataError
             If an id is not a row of the table.
         """
-        xp, seen = ctx.xp, view.shape
+        xp, shape = ctx.xp, view.shape
         if view.ndim == 2:
             view = view[:, ctx.output_box.slices[0]]
-        wrong = ~((view >= 0) & (view < self.num_embeddings) & (view == xp.floor(view)))
-        if wrong.any():
+        invalid = ~((view >= 0) & (view < self.num_embeddings) & (view == xp.floor(view)))
+        if invalid.any():
             raise DataError(
-                f"layer '{self.name}': id {view[wrong][0]:g} is not in the table of {self.num_embeddings} rows; give"
+                f"layer '{self.name}': id {view[invalid][0]:g} is not in the table of {self.num_embeddings} rows; give"
                 f" whole numbers from 0 to {self.num_embeddings - 1}, or a larger num_embeddings"
             )
         ids = view.astype("i8")
-        ctx.save(ids=ids.reshape(-1), seen=seen)
+        ctx.save(ids=ids.reshape(-1), seen=shape)
         return ctx.params["weights"][ids].reshape(*ids.shape[: 1 + len(self.output_shape[:-1])], self.output_shape[-1])
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:

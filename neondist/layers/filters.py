@@ -18,7 +18,7 @@ from .layout import Shape
 class Filters(ABC):
     """The linear map of a window's filters over one tile: z = W x, its adjoint Wᵀ z, and the gradient of the weights.
 
-    `view` is (n, *need, C) and z is (n, *tile, out_channels), both local; `weights` are what this rank holds.
+    `view` is (n, *need, C) and z is (n, *tile, out_channels), both local; `weights` are this rank's part.
     """
 
     def __init__(self, kernels: Kernels, window: Window) -> None:
@@ -30,7 +30,7 @@ class Filters(ABC):
 
     @abstractmethod
     def backward_input(self, z: Any, weights: Any, extent: Shape) -> Any:
-        """Return Wᵀ z, (n, *extent, C): every cell's filter times its value, added where windows overlap."""
+        """Return Wᵀ z, (n, *extent, C): every cell's filter times its value, summed over overlapping windows."""
 
     @abstractmethod
     def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
@@ -61,7 +61,7 @@ class BlockFilters(Filters):
     tile : Box
         This rank's output cells.
     block : tuple of int
-        Cells of a block on every axis; blocks are counted from the image's first cell, whatever the tiles are.
+        Cells of a block on every axis; blocks are counted from the image's first cell, independent of the tiles.
     """
 
     def __init__(self, kernels: Kernels, window: Window, tile: Box, block: Shape) -> None:
@@ -74,13 +74,13 @@ class BlockFilters(Filters):
             place = tuple(a + i for a, i in zip(first, at, strict=True))
             lo = tuple(p * b for p, b in zip(place, block, strict=True))
             cells = Box(lo, tuple(c + b for c, b in zip(lo, block, strict=True))).intersect(tile)
-            self.pieces.append((place, _all(cells, tile), _all(window.needs(cells), need)))
+            self.pieces.append((place, _index(cells, tile), _index(window.needs(cells), need)))
 
     def correlate(self, view: Any, weights: Any) -> Any:
         """Return W x."""
         z = self.kernels.xp.empty((len(view), *self.extent, weights.shape[-1]), view.dtype)
         for place, cells, seen in self.pieces:
-            z[cells] = self.kernels.conv_forward(view[seen], weights[place], *self._how)
+            z[cells] = self.kernels.conv_forward(view[seen], weights[place], *self._args)
         return z
 
     def backward_input(self, z: Any, weights: Any, extent: Shape) -> Any:
@@ -88,24 +88,24 @@ class BlockFilters(Filters):
         dview = self.kernels.xp.zeros((len(z), *extent, weights.shape[-2]), z.dtype)
         for place, cells, seen in self.pieces:
             part = dview[seen]
-            part += self.kernels.conv_backward_input(_dense(z[cells]), weights[place], part.shape[1:-1], *self._how)
+            part += self.kernels.conv_backward_input(_dense(z[cells]), weights[place], part.shape[1:-1], *self._args)
         return dview
 
     def gradient(self, view: Any, dz: Any, weights: Any) -> Any:
         """Return this rank's share of the gradient of the weights."""
         gradient = self.kernels.xp.zeros_like(weights)
         for place, cells, seen in self.pieces:
-            found = self.kernels.conv_backward_weights(view[seen], _dense(dz[cells]), self.window.kernel, *self._how)
-            gradient[place] = found
+            part = self.kernels.conv_backward_weights(view[seen], _dense(dz[cells]), self.window.kernel, *self._args)
+            gradient[place] = part
         return gradient
 
     @property
-    def _how(self) -> tuple[Shape, Shape, int]:
+    def _args(self) -> tuple[Shape, Shape, int]:
         return self.window.stride, (1,) * len(self.window.kernel), 1
 
 
 def orthonormal(weights: Any, ndim: int, scale: float) -> Any:
-    """Return the nearest filters whose products are those of an orthonormal set times `scale` squared.
+    """Return the nearest filters that are orthonormal up to the factor `scale`.
 
     The filters of one cell (or block) are the columns of a matrix M (kernel · C, out_channels); this is the symmetric
     orthonormalisation M (MᵀM)^(-1/2) (Hyvärinen and Oja 2000), or (MMᵀ)^(-1/2) M where there are more filters than
@@ -122,11 +122,11 @@ def orthonormal(weights: Any, ndim: int, scale: float) -> Any:
     values, vectors = xp.linalg.eigh(matrix.swapaxes(1, 2) @ matrix)
     least = np.finfo(weights.dtype).eps * values[:, -1:]
     roots = xp.sqrt(xp.maximum(values, xp.maximum(least, np.finfo(np.float64).tiny)))
-    found = matrix @ (vectors / roots[:, None, :]) @ vectors.swapaxes(1, 2)
-    return scale * (found.swapaxes(1, 2) if wide else found).reshape(weights.shape)
+    result = matrix @ (vectors / roots[:, None, :]) @ vectors.swapaxes(1, 2)
+    return scale * (result.swapaxes(1, 2) if wide else result).reshape(weights.shape)
 
 
-def _all(box: Box, inside: Box) -> tuple[slice, ...]:
+def _index(box: Box, inside: Box) -> tuple[slice, ...]:
     return (slice(None), *box.relative_to(inside).slices)
 
 

@@ -1,4 +1,4 @@
-"""Activation functions; each backward works from the output alone, so that no input is kept."""
+"""Activation functions; the backward pass uses only the output, so that no input is stored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Activation(Registered, ABC):
     elementwise = clips = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let `finish` and `begin` follow `fprop` and `bprop`, where a class replaces these alone."""
+        """Restore the generic `finish` and `begin` in classes that override only `fprop` and `bprop`."""
         super().__init_subclass__(**kwargs)
         for plain, fast in (("fprop", "finish"), ("bprop", "begin")):
             if plain in vars(cls) and fast not in vars(cls):

@@ -20,7 +20,7 @@ class GlobalAvgPoolingLayer(Layer):
     """
 
     saves_input = saves_output = False
-    saves_beside = (0, 0)
+    extra_saves = (0, 0)
     reduce_saves = False
     sums_alone = True
     layout = Shard
@@ -46,8 +46,8 @@ class GlobalAvgPoolingLayer(Layer):
     def backward(self, ctx: StepContext, dy: Any) -> Any:
         """Spread the gradient evenly over the cells."""
         dview = ctx.out
-        each = dy / prod(self.input_shape[:-1])
-        dview[...] = each.reshape(len(dy), *(1 for _ in dview.shape[1:-1]), dy.shape[-1])
+        per_cell = dy / prod(self.input_shape[:-1])
+        dview[...] = per_cell.reshape(len(dy), *(1 for _ in dview.shape[1:-1]), dy.shape[-1])
         return dview
 
 

@@ -1,4 +1,4 @@
-"""Normalisation of each sample by itself: group and instance normalisation."""
+"""Normalisation of single samples: group and instance normalisation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .reduction import Reduction
 class SampleNormLayer(NormLayer):
     """Base of the layers that normalise groups of channels over all cells of a sample.
 
-    Mean and (biased) variance are those of the whole image: the tiles join their moments, so that nothing cancels.
+    Mean and (biased) variance are those of the whole image; moments of tiles are combined without cancellation.
     Training and evaluation are the same. Parameters 'gamma' and 'beta' (C,) if `affine`. Input and output
     (N, *spatial, C), local.
     """
 
     absorbs = "clips"
-    saves_beside = (0, 0)
+    extra_saves = (0, 0)
     reduce_saves = False
     restores = in_place = True
 
@@ -77,7 +77,7 @@ class SampleNormLayer(NormLayer):
         return self.normalised(ctx, view, mean, scale, shift)
 
     def reduce_backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Fill the gradients of gamma and beta; return what the groups' statistics need of this rank's cells."""
+        """Fill the gradients of gamma and beta; return this rank's sums for the statistics of the groups."""
         offset, along = self.sums_back(ctx, dy)
         along = along * ctx.scale
         if self.affine:
@@ -105,8 +105,8 @@ class SampleNormLayer(NormLayer):
         (samples, groups), channels = numbers.shape, self.input_shape[-1]
         if groups == channels:
             return numbers
-        each = namespace(numbers).broadcast_to(numbers[..., None], (samples, groups, channels // groups))
-        return each.reshape(samples, channels)
+        repeated = namespace(numbers).broadcast_to(numbers[..., None], (samples, groups, channels // groups))
+        return repeated.reshape(samples, channels)
 
 
 class GroupNormLayer(SampleNormLayer):

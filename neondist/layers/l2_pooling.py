@@ -12,10 +12,10 @@ from .pooling import PoolingLayer
 
 
 class L2PoolingLayer(PoolingLayer):
-    """Root of the sum of squares over each window (Le et al. 2012); the gradient where all are zero is zero."""
+    """Root of the sum of squares over each window (Le et al. 2012); the gradient of an all-zero window is zero."""
 
     pools_squares = True
-    saves_beside = (0, 1)
+    extra_saves = (0, 1)
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
         """Return the roots."""
@@ -37,7 +37,7 @@ class L2PoolingLayer(PoolingLayer):
         return self._sums(view)[self._own_outputs], view
 
     def squares_backward(self, view: Any, dsums: Any, phase: Phase) -> Any:
-        """Return the gradient of the tile that `squares` got, given that of the sums; collective over the tiles."""
+        """Return the gradient of the input tile of `squares`, given that of the sums; collective over the tiles."""
         by_cell = self.kernels.xp.zeros((len(dsums), *self.ofmshape), dsums.dtype)
         by_cell[self._own_outputs] = 2 * dsums
         return self.input.get_bprop_view(self._times_windows(view, by_cell), phase)

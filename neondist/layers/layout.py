@@ -1,4 +1,4 @@
-"""Parameters, and which part of one, or of a vector, each rank of a replica keeps."""
+"""Parameters, and the layouts of parameters and vectors over the ranks of a replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 class Replicate:
     """Layout of an array replicated on every rank, with gradients summed over all ranks."""
 
-    #: whether the tiles' parts differ; gradients are then summed over the replicas alone
+    #: whether the parts of tiles differ; gradients are then summed over the replicas only
     cut = False
 
     @property
@@ -25,15 +25,15 @@ class Replicate:
         return "replicas" if self.cut else "world"
 
     def unfolded(self, shape: Shape) -> Shape:
-        """Return the shape, of as many numbers in the same order, in which parts of an array are boxes."""
+        """Return the reshaped shape in which parts of an array are boxes."""
         return shape
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
-        """Return what of an unfolded array the rank of a tile keeps."""
+        """Return the box of an unfolded array that the rank of a tile stores."""
         return Box.of(shape)
 
     def cut_extent(self, shape: Shape) -> Shape:
-        """Return the extent of the image, or the vector, along which an array is cut; of one that is not, ()."""
+        """Return the extent of the image or vector along which an array is divided; () if it is not."""
         return ()
 
     def shape_on(self, shape: Shape, grid: GridShape, tile: int) -> Shape:
@@ -69,7 +69,7 @@ class Shard(Replicate):
     cut = True
 
     def cut_extent(self, shape: Shape) -> Shape:
-        """Return the input's extent; of a vector, its features."""
+        """Return the input's extent; for a vector, its features."""
         return self.input_shape[:-1] or self.input_shape
 
     def inputs(self, grid: GridShape, tile: int) -> Box:
@@ -84,8 +84,8 @@ class Shard(Replicate):
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
         """Return the tile's inputs, with all of the other axes."""
-        mine = self.inputs(grid, tile)
-        return Box((*mine.lo, *(0 for _ in shape[1:])), (*mine.hi, *shape[1:]))
+        rows = self.inputs(grid, tile)
+        return Box((*rows.lo, *(0 for _ in shape[1:])), (*rows.hi, *shape[1:]))
 
     def shape_on(self, shape: Shape, grid: GridShape, tile: int) -> Shape:
         """Return the shape of a tile's rows."""
@@ -94,7 +94,7 @@ class Shard(Replicate):
 
 @dataclass(frozen=True)
 class OutputShard(Replicate):
-    """The last axis is the layer's outputs, and each rank of a replica keeps its range of these."""
+    """Layout of an array whose last axis is the layer's outputs: each rank of a replica stores a range."""
 
     cut = True
 
@@ -104,19 +104,19 @@ class OutputShard(Replicate):
 
     def box(self, shape: Shape, grid: GridShape, tile: int) -> Box:
         """Return the range of outputs, with all of the other axes."""
-        mine = grid.partition(self.cut_extent(shape)).box(tile)
-        return Box((*(0 for _ in shape[:-1]), *mine.lo), (*shape[:-1], *mine.hi))
+        outputs = grid.partition(self.cut_extent(shape)).box(tile)
+        return Box((*(0 for _ in shape[:-1]), *outputs.lo), (*shape[:-1], *outputs.hi))
 
 
 @dataclass(frozen=True)
 class Parameter:
     """Shape, initial values and layout of an array of a layer.
 
-    `layout` says which part each rank keeps: Replicate, all of it; Tiled, what belongs to its own output tile; Shard,
-    what multiplies its own input tile; OutputShard, what gives its own range of outputs. Shapes, names and first values
-    of whole arrays are the same with any. `decays` says whether it is more than a bias, or a scale of a norm, which
-    weight decay may leave alone; None: if it has several axes. `sparse` says how many of its rows (first axis) a sample
-    changes at most, where these are few: rows of gradients that are not 0 travel with their ids; 0: it is dense.
+    `layout` is the part that each rank stores: Replicate, all of it; Tiled, the part of its output tile; Shard, the
+    part that multiplies its input tile; OutputShard, the part for its range of outputs. Shapes, names and initial
+    values of whole arrays do not depend on it. `decays`: whether weight decay applies, by default only to arrays with
+    several axes, which are not biases or scales of norms. `sparse` is the largest number of rows (first axis) that a
+    sample changes, if these are few: nonzero rows of gradients are sent with their ids; 0: dense.
     """
 
     shape: Shape
@@ -128,11 +128,11 @@ class Parameter:
     sparse: int = 0
 
     def size_on(self, grid: GridShape, tile: int) -> int:
-        """Return how many of its numbers the rank of a tile keeps."""
+        """Return the number of its elements that the rank of a tile stores."""
         return prod(self.layout.shape_on(self.shape, grid, tile))
 
 
-def declared_with(thing: Any, name: str, method: str) -> Any:
-    """Return what the class says of itself that has the method; what it inherits was said of another method."""
-    found = next(vars(cls) for cls in type(thing).__mro__ if method in vars(cls))
-    return found.get(name)
+def declared_with(instance: Any, name: str, method: str) -> Any:
+    """Return a class attribute, declared by the class that defines a method; None if it is only inherited."""
+    declarations = next(vars(cls) for cls in type(instance).__mro__ if method in vars(cls))
+    return declarations.get(name)

@@ -15,11 +15,11 @@ from ..registry import suggest
 from ..registry.ranges import Positive
 from .base import Dist, Layer, Shape
 from .context import StepContext
-from .lcn_window import Halos, InView, LocalWindow, middle
+from .lcn_window import Halos, LocalView, LocalWindow, middle
 from .reduction import Reduction
 
 _NOISE = 8
-"""Units of rounding of a mean, up to which a deviation is none."""
+"""Deviations up to this many rounding units of the mean count as 0."""
 CHOICES = {"window": ("gaussian", "uniform"), "padding_mode": ("zeros", "reflect"), "halo": ("auto", "twice", "wide")}
 
 
@@ -51,7 +51,7 @@ class LCNLayer(Layer):
     """
 
     saves_input = saves_output = False
-    saves_beside = (0, 1)
+    extra_saves = (0, 1)
     recompute_blocker = "its two stages exchange means"
     sees_reach = True
 
@@ -83,14 +83,14 @@ class LCNLayer(Layer):
         """Return the window of one stage or, for halo 'wide', of both together."""
         if len(input_shape) < 2:
             raise ShapeError(f"local contrast normalisation needs an image, but its input has shape {input_shape}")
-        stages, other = (2, " halo 'auto'") if self.halo == "wide" else (1, "")
-        window = self.local.over(input_shape, stages)
+        stages, remedy = (2, " halo 'auto'") if self.halo == "wide" else (1, "")
+        window = self.local.window_over(input_shape, stages)
         for axis, (n, (reach, _)) in enumerate(zip(input_shape, window.padding, strict=False)):
             if window.mode == "reflect" and reach >= n:
                 raise ConfigError(
                     f"kernel_size {self.local.kernel_size} with halo '{self.halo}' and padding_mode 'reflect' needs an"
                     f" image of more than {reach} cells on axis {axis}, but it has {n}; use a smaller kernel_size,"
-                    f"{other} or padding_mode 'zeros'"
+                    f"{remedy} or padding_mode 'zeros'"
                 )
         return window
 
@@ -101,35 +101,35 @@ class LCNLayer(Layer):
 
     def reach_for(self, input_shape: Shape) -> Window | None:
         """Return the window of both stages; None if the image is too small for reflection."""
-        return next((window for _, window in self.local.ways(input_shape).get("wide", [])), None)
+        return next((window for _, window in self.local.methods(input_shape).get("wide", [])), None)
 
     def halos_for(self, input_shape: Shape, grid: GridShape) -> Halos:
         """Return the halos of the chosen method, or of the one that sends fewer bytes."""
-        way = self.local.fewest(input_shape, grid) if self.halo == "auto" else self.halo
-        return self.local.ways(input_shape)[way]
+        method = self.local.cheapest_method(input_shape, grid) if self.halo == "auto" else self.halo
+        return self.local.methods(input_shape)[method]
 
     def reductions_for(self, input_shape: Shape) -> list[Reduction]:
         """Return the reductions of the mean deviation, in fprop and bprop, if it is used."""
-        both = ("forward", "backward") if self.sums_image else ()
-        return [Reduction(direction, "tiles", each=1) for direction in both]
+        directions = ("forward", "backward") if self.sums_image else ()
+        return [Reduction(direction, "tiles", each=1) for direction in directions]
 
     def adjust_for_tile(self) -> None:
         """Choose the method, and create the arrays whose halos are exchanged."""
         self.taps = self.local.taps(self.input_shape)
         wide = self.regions[1] is not None or len(self.halos_for(self.input_shape, self.context.grid.shape)) == 1
-        # what makes views of the means over the channels, first of x and then of v²
+        # they make views of the channel means, first of x and then of v²
         self.means: Any
         self.squares: Any
-        self.means, self.squares = (self._in_view(stages) if wide else self._exchanged() for stages in (2, 1))
+        self.means, self.squares = (self._local_view(stages) if wide else self._exchanged_array() for stages in (2, 1))
 
-    def _exchanged(self) -> GlobalArray:
-        return self.make_array((*self.input_shape[:-1], 1), self.local.over(self.input_shape))
+    def _exchanged_array(self) -> GlobalArray:
+        return self.make_array((*self.input_shape[:-1], 1), self.local.window_over(self.input_shape))
 
-    def _in_view(self, stages: int) -> InView:
-        """Return what has the cells within the reach of so many stages around this rank's tile."""
-        region = self.local.over(self.input_shape, stages).needs(self.tile)
-        # what is reflected in the view stays so: the weights are symmetric
-        return InView(region, region if self.local.mode == "reflect" else Box.of(self.input_shape[:-1]))
+    def _local_view(self, stages: int) -> LocalView:
+        """Return a view of the cells within the reach of `stages` stages around this rank's tile."""
+        region = self.local.window_over(self.input_shape, stages).needs(self.tile)
+        # reflected cells stay reflected: the weights are symmetric
+        return LocalView(region, region if self.local.mode == "reflect" else Box.of(self.input_shape[:-1]))
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return each sample's sum of the deviations of this rank's cells."""
@@ -142,20 +142,20 @@ class LCNLayer(Layer):
             self._deviations(ctx, view)
         least = self._average(ctx, ctx.reduced) if self.sums_image else self.min_deviation
         divisor = ctx.xp.maximum(ctx.sigma, least)
-        scale = 1 / ctx.xp.where(divisor != 0, divisor, inf)  # a blank image stays blank
+        scale = 1 / ctx.xp.where(divisor != 0, divisor, inf)  # a constant image becomes 0
         ctx.save(least=least, scale=scale)
         y = ctx.out
         ctx.xp.multiply(ctx.v[middle(ctx.v, divisor)], scale, out=y)
         return y
 
     def _deviations(self, ctx: StepContext, view: Any) -> None:
-        """Keep v for all cells that the view allows, own ones in the middle, and the deviations of these."""
+        """Save v for all cells that the view allows, and the deviations of this rank's cells."""
         seen = ctx.gather(self.means, self._channel_mean(view))
         mean = self.kernels.separable_filter(seen, self.taps)
         v = view[middle(view, mean)] - mean
         squares = ctx.gather(self.squares, self._channel_mean(v * v))
         sigma = ctx.xp.sqrt(self.kernels.separable_filter(squares, self.taps))
-        # of a constant they are what rounding leaves, which another grid would round otherwise
+        # deviations of constant cells are rounding errors, which would differ between grids
         sigma *= sigma > _NOISE * np.finfo(view.dtype).eps * abs(mean[middle(mean, sigma)])
         ctx.save(v=v, sigma=sigma, extents=(seen.shape[1:-1], squares.shape[1:-1]))
 
@@ -178,7 +178,7 @@ class LCNLayer(Layer):
         by_square = by_sigma / ctx.xp.where(ctx.sigma > 0, 2 * ctx.sigma, inf)
         dsquares = ctx.scatter_add(self.squares, kernels.separable_spread(by_square, ctx.extents[1], self.taps))
         by_v = dsquares * (2 / dy.shape[-1])
-        mean = by_v * self._channel_mean(ctx.v)  # of the gradient of v, which is never whole in memory
+        mean = by_v * self._channel_mean(ctx.v)  # of the gradient of v, which is never stored
         mean[middle(mean, dy)] += ctx.scale * self._channel_mean(dy)
         dview = ctx.out
         dview[...] = ctx.scatter_add(self.means, kernels.separable_spread(-mean, ctx.extents[0], self.taps))
@@ -187,7 +187,7 @@ class LCNLayer(Layer):
         return dview
 
     def _by_sigma(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
-        """Return the gradients of max(least, deviation) and, by it alone, of the deviation."""
+        """Return the gradients of max(least, deviation) and, through it, of the deviation."""
         by_scale = self._channel_mean(dy * ctx.v[middle(ctx.v, dy)]) * dy.shape[-1]
         by_divisor = -by_scale * ctx.scale * ctx.scale
         return by_divisor, ctx.xp.where(ctx.sigma > ctx.least, by_divisor, 0)

@@ -1,4 +1,4 @@
-"""The window of local contrast normalisation: its weights, and the two ways to fetch what it sees."""
+"""The window of local contrast normalisation: its weights, and the two methods of exchanging its halo."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Halos = list[tuple[Shape, Window]]
 
 @dataclass(frozen=True)
 class LocalWindow:
-    """A window with weights, that two stages slide over the image one after the other."""
+    """A weighted window, applied in two consecutive stages."""
 
     kernel_size: int | Sequence[int]
     weighting: str
     sigma: float | None
     mode: str
 
-    def over(self, input_shape: Shape, stages: int = 1) -> Window:
-        """Return what an output cell of one stage, or of both together, depends on."""
+    def window_over(self, input_shape: Shape, stages: int = 1) -> Window:
+        """Return the window of one stage, or of both together."""
         kernel = Window(self.kernel_size, padding=0, ndim=len(input_shape) - 1).kernel
         reach = [k // 2 * stages for k in kernel]
         return Window([2 * r + 1 for r in reach], padding=reach, mode=self.mode, ndim=len(kernel))
 
     def taps(self, input_shape: Shape) -> list[list[float]]:
         """Return the weights along every spatial axis, each axis summing to 1."""
-        return [self._taps(k) for k in self.over(input_shape).kernel]
+        return [self._taps(k) for k in self.window_over(input_shape).kernel]
 
     def _taps(self, kernel: int) -> list[float]:
         sigma = self.sigma or kernel / 4
@@ -39,32 +39,32 @@ class LocalWindow:
         weights = [1.0 if flat else exp(-(((i - kernel // 2) / sigma) ** 2) / 2) for i in range(kernel)]
         return [weight / sum(weights) for weight in weights]
 
-    def ways(self, input_shape: Shape) -> dict[str, Halos]:
-        """Return what travels either way; 'wide' is left out where the image is too small to be reflected so far."""
-        one, both = self.over(input_shape), self.over(input_shape, stages=2)
-        found: dict[str, Halos] = {"twice": [((*input_shape[:-1], 1), one)] * 2}
-        reach = [before for before, _ in both.padding]
+    def methods(self, input_shape: Shape) -> dict[str, Halos]:
+        """Return the halos of each method, without 'wide' if the image is too small for its reflection."""
+        single, double = self.window_over(input_shape), self.window_over(input_shape, stages=2)
+        halos: dict[str, Halos] = {"twice": [((*input_shape[:-1], 1), single)] * 2}
+        reach = [before for before, _ in double.padding]
         if self.mode == "zeros" or all(r < n for r, n in zip(reach, input_shape, strict=False)):
-            found["wide"] = [(input_shape, both)]
-        return found
+            halos["wide"] = [(input_shape, double)]
+        return halos
 
-    def fewest(self, input_shape: Shape, grid: GridShape) -> str:
-        """Return the way that sends fewer numbers; of equal ones 'twice', which computes less.
+    def cheapest_method(self, input_shape: Shape, grid: GridShape) -> str:
+        """Return the method that sends fewer elements; on a tie 'twice', which computes less.
 
-        One halo of twice the radius holds all cells of one of the radius, so with two channels or more 'twice' never
-        sends more; with one channel it does where tiles are so narrow that the image's border cuts the wide halo.
+        A halo of twice the radius includes that of the radius, so with two channels or more 'twice' never sends more;
+        with one channel it does if tiles are so narrow that the image's border cuts the wide halo.
         """
-        words = {
-            way: sum(shape[-1] * halo_volume(shape[:-1], window, grid) for shape, window in halos)
-            for way, halos in self.ways(input_shape).items()
+        elements = {
+            method: sum(shape[-1] * halo_volume(shape[:-1], window, grid) for shape, window in halos)
+            for method, halos in self.methods(input_shape).items()
         }
-        return min(words, key=words.__getitem__)
+        return min(elements, key=elements.__getitem__)
 
 
 def halo_volume(extent: Shape, window: Window, grid: GridShape) -> int:
     """Return the cells that all tiles together receive for a centred window of stride 1.
 
-    Tiles are products of ranges, and so is what they need, so this takes no walk over the tiles.
+    Tiles and their input regions are products of ranges, so this needs no loop over the tiles.
     """
     needed = 1
     for n, parts, (reach, _) in zip(extent, grid.parts(len(extent)), window.padding, strict=True):
@@ -73,15 +73,13 @@ def halo_volume(extent: Shape, window: Window, grid: GridShape) -> int:
     return needed - prod(extent)
 
 
-class InView:
-    """Takes the place of an exchanged array where the view holds the neighbours already; it blanks what lies outside.
-
-    It writes into what it is given.
+class LocalView:
+    """Replaces an exchanged array whose neighbours are in the view already; zeroes cells outside the image in place.
 
     Parameters
     ----------
     region : Box
-        What the array covers.
+        Cells of the array.
     image : Box
     """
 
@@ -100,6 +98,6 @@ class InView:
 
 
 def middle(array: Any, inner: Any) -> tuple[slice, ...]:
-    """Return where, in the spatial axes of `array`, the smaller `inner` has its place."""
+    """Return the index of the centred cells of `array` with the spatial extent of `inner`."""
     axes = list(zip(array.shape[1:-1], inner.shape[1:-1], strict=True))
     return (slice(None), *(slice((n - m) // 2, (n + m) // 2) for n, m in axes))

@@ -38,7 +38,7 @@ class FCLayer(Layer):
     """
 
     saves_output = False
-    saves_beside = (0, 0)
+    extra_saves = (0, 0)
     layout: type[Replicate] = Shard
     can_split_outputs = True
 
@@ -79,10 +79,10 @@ class FCLayer(Layer):
         inputs = prod(input_shape)
         shape = (inputs, self.out_features)
         layout = OutputShard() if self.splits_outputs else Shard(input_shape)
-        found = {"weights": Parameter(shape, self.weights_init, *shape, layout)}
+        parameters = {"weights": Parameter(shape, self.weights_init, *shape, layout)}
         if self.bias:
-            found["bias"] = Parameter((self.out_features,), layout=layout if self.splits_outputs else Replicate())
-        return found
+            parameters["bias"] = Parameter((self.out_features,), layout=layout if self.splits_outputs else Replicate())
+        return parameters
 
     def reduce(self, ctx: StepContext, view: Any) -> Any:
         """Return the products of this rank's inputs, on one rank with the bias, to be summed over tiles."""

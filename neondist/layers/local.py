@@ -38,8 +38,8 @@ class LocalFilteringLayer(Layer):
     scheme : ExchangePolicy or str, optional
         Border scheme, such as 'tower' or Tower(fill='reflect'). Default: that of the model.
     shared : bool, int or one per axis
-        False: every cell has its own filter. True: all cells share one (a convolution). Integers: blocks of so many
-        neighbouring cells share one.
+        False: every cell has its own filter. True: all cells share one (a convolution). Integers: extents of
+        blocks of cells that share one.
     """
 
     needs_image = True
@@ -47,7 +47,7 @@ class LocalFilteringLayer(Layer):
     window: Window
     autoencodes = True
     saves_output = False
-    saves_beside = (0, 0)
+    extra_saves = (0, 0)
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class LocalFilteringLayer(Layer):
             raise ConfigError(f"shared {shared}: needs true, false, or blocks of at least 1 cell")
         self.shared, self.position_dependent = shared, shared is not True or bias
         if bias or shared is False:
-            self.recompute_blocker = "each tile keeps the weights of its own outputs alone"
+            self.recompute_blocker = "each tile stores only the weights of its own outputs"
 
     def window_for(self, input_shape: Shape) -> Window:
         """Return the window."""
@@ -81,7 +81,7 @@ class LocalFilteringLayer(Layer):
         return self.out_channels
 
     def parameters_for(self, input_shape: Shape) -> dict[str, Parameter]:
-        """Return 'weights' and 'bias', both cut like the output."""
+        """Return 'weights' and 'bias', both divided like the output."""
         window, channels = self.window_for(input_shape), input_shape[-1]
         out = window.output_extent(input_shape[:-1])
         fan_in, fan_out = prod(window.kernel) * channels, prod(window.kernel) * self.out_channels
@@ -90,8 +90,9 @@ class LocalFilteringLayer(Layer):
         shape = (*blocks, *window.kernel, channels, self.out_channels)
         tiled = Tiled(len(out))
         layout = tiled if block is None else Replicate()
-        found = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out, layout)}
-        return found | ({"bias": Parameter((*out, self.out_channels), layout=tiled, decays=False)} if self.bias else {})
+        parameters = {"weights": Parameter(shape, self.weights_init, fan_in, fan_out, layout)}
+        bias = {"bias": Parameter((*out, self.out_channels), layout=tiled, decays=False)} if self.bias else {}
+        return parameters | bias
 
     def block_for(self, out: Shape) -> Shape | None:
         """Return the number of cells that share a filter along each axis for an output of this extent, or None."""

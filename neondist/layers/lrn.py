@@ -24,7 +24,7 @@ class LRNLayer(Layer):
         alpha and beta at least 0, k positive.
     """
 
-    saves_beside = (0, 2)
+    extra_saves = (0, 2)
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..backends import Normal
+from ..backends import Normalisation
 from .base import Layer
 from .context import StepContext
 
@@ -17,32 +17,32 @@ class NormLayer(Layer):
     saves_output = saves_activated = False
 
     def normalised(self, ctx: StepContext, view: Any, mean: Any, scale: Any, shift: Any) -> Any:
-        """Return (view - mean) * scale + shift, given numbers (groups, C); keep what the way back needs."""
-        how, y = Normal(mean, scale, shift, clip=ctx.activation is not None), ctx.out
+        """Return (view - mean) * scale + shift, given numbers (groups, C); save arrays for the backward pass."""
+        norm, y = Normalisation(mean, scale, shift, clip=ctx.activation is not None), ctx.out
         ctx.activated = True
-        self.kernels.normalise(view, how, y)
-        ctx.save(view=view, how=how)
+        self.kernels.normalise(view, norm, y)
+        ctx.save(view=view, norm=norm)
         return y
 
     def restore(self, ctx: StepContext, y: Any) -> None:
-        """Write into y what `forward` gave."""
-        self.kernels.normalise(ctx.view, ctx.how, y)
+        """Write the output of `forward` into y."""
+        self.kernels.normalise(ctx.view, ctx.norm, y)
 
     def sums_back(self, ctx: StepContext, dy: Any) -> tuple[Any, Any]:
         """Return the sums of dy and of dy * (view - mean), (groups, C)."""
-        return self.kernels.normalise_sums(ctx.view, dy, ctx.how)
+        return self.kernels.normalise_sums(ctx.view, dy, ctx.norm)
 
     def gradient(self, ctx: StepContext, dy: Any, through: Any, statistics: Sequence[Any] | None) -> Any:
-        """Return the gradient of the view: through * dy, and what the statistics add.
+        """Return the gradient of the view: through * dy, plus the gradient through the statistics.
 
-        That is, given (a, b), a * (view - mean) + b in cells that count for them; None: nothing.
+        The latter is a * (view - mean) + b for statistics (a, b) in the cells that they include; None: 0.
         """
         x, dx = ctx.view, ctx.out
-        own = [ctx.owned(each) for each in (x, dy, dx)]
-        if statistics is None or own[0].size < x.size:  # a segment has cells of other tiles too
+        own = [ctx.owned(array) for array in (x, dy, dx)]
+        if statistics is None or own[0].size < x.size:  # a segment includes cells of other tiles
             own[0] = own[0].copy()  # dx may be the view's memory
             alone = through, *ctx.xp.zeros((2, *through.shape), dy.dtype)
-            self.kernels.normalise_back(x, dy, ctx.how, alone, dx)
+            self.kernels.normalise_back(x, dy, ctx.norm, alone, dx)
         if statistics is not None:
-            self.kernels.normalise_back(own[0], own[1], ctx.how, (through, *statistics), own[2])
+            self.kernels.normalise_back(own[0], own[1], ctx.norm, (through, *statistics), own[2])
         return dx

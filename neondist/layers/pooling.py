@@ -64,7 +64,7 @@ class MaxPoolingLayer(PoolingLayer):
 
     saves_input = saves_output = False
     clears = True
-    saves_beside = (1, 0)
+    extra_saves = (1, 0)
     fill = -inf
 
     def forward(self, ctx: StepContext, view: Any) -> Any:

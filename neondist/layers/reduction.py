@@ -11,7 +11,7 @@ class Reduction(NamedTuple):
     Attributes
     ----------
     direction : 'forward' or 'backward'
-        Whether `reduce` returns this rank's partial result, or `reduce_backward`.
+        Whether `reduce` or `reduce_backward` returns this rank's partial result.
     group : str or None
         One of `comm.GROUPS`; None: no other rank contributes.
     each, once : int
@@ -29,5 +29,5 @@ class Reduction(NamedTuple):
 
     @property
     def over_batch(self) -> bool:
-        """Whether the samples of a batch are reduced to one result, for which all of them are needed."""
+        """Whether all samples of a batch are reduced to one result."""
         return not self.each

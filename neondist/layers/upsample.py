@@ -1,4 +1,4 @@
-"""Enlarging images."""
+"""Upsampling."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UpsampleLayer(Layer):
 
     needs_image = True
     saves_input = saves_output = False
-    saves_beside = (0, 0)
+    extra_saves = (0, 0)
 
     window: Upsampling
 

@@ -1,4 +1,4 @@
-"""Metrics: what a trained model is judged by, as local sums and counts."""
+"""Metrics of trained models, as local sums and counts."""
 
 from .base import Metric
 from .classes import F1, Accuracy, ConfusionMatrix, IoU, Precision, Recall

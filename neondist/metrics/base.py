@@ -13,18 +13,18 @@ from ..formats.fields import Fields
 from ..registry import Registered
 from .outputs import Outputs
 
-Found: TypeAlias = "float | list[Any]"
-"""A number, or one for each class, or a table of those; NaN where there is nothing to count."""
+MetricValue: TypeAlias = "float | list[Any]"
+"""A number, a list per class, or a table; NaN if no cell counts."""
 
 
 class Metric(Registered, ABC):
     """Base class of metrics of outputs against targets, by default a mean over samples (and cells)."""
 
     name: str = ""
-    """What the number is called in results, such as 'misclassification'."""
-    #: whether it wants outputs as NumPy's arrays; False: as the model gives them
+    """Name in results, such as 'misclassification'."""
+    #: whether outputs are converted to NumPy arrays; False: arrays of the model's backend
     on_host = True
-    #: which of two models it likes better
+    #: whether larger values are better
     larger_is_better = False
 
     @abstractmethod
@@ -37,7 +37,7 @@ class Metric(Registered, ABC):
         overrides `result` may return any fixed number of sums.
         """
 
-    def result(self, sums: np.ndarray) -> dict[str, Found]:
+    def result(self, sums: np.ndarray) -> dict[str, MetricValue]:
         """Return the metric's values by name, given the results of `measure` summed over all ranks and batches."""
         return {self.name: float(sums[0] / sums[1]) if sums[1] else float("nan")}
 
@@ -56,20 +56,20 @@ class Metric(Registered, ABC):
 
 
 class Meter:
-    """Adds up what a metric measures, over batches and ranks."""
+    """Accumulator of a metric over batches and ranks."""
 
     def __init__(self, metric: Metric, outputs: Outputs) -> None:
         self.metric, self.outputs = metric, outputs
         self.sums: Any = None
 
     def add(self, y: Any, targets: Any) -> None:
-        """Take note of a batch; on all ranks."""
-        found = np.asarray(self.metric.measure(y, targets), "f8")
-        self.sums = found if self.sums is None else self.sums + found
+        """Add a batch; called on all ranks."""
+        sums = np.asarray(self.metric.measure(y, targets), "f8")
+        self.sums = sums if self.sums is None else self.sums + sums
 
-    def result(self) -> dict[str, Found]:
-        """Return the numbers by their names; collective, every rank gets the same."""
-        if self.sums is None:  # there was no batch
+    def result(self) -> dict[str, MetricValue]:
+        """Return the metric's values by name, equal on every rank; collective."""
+        if self.sums is None:  # no batch
             return {self.metric.name: float("nan")}
         return self.metric.result(self.outputs.total(self.sums))
 
@@ -77,12 +77,12 @@ class Meter:
 class PerSample(Metric):
     """Base class of metrics of whole images, averaged over the samples; tiles of an image are evaluated together."""
 
-    #: how many cells after a part, along each axis, its sums over that depend on; those are given with it
+    #: number of extra cells after the end of a part, along each axis, that its sums need
     beyond = 0
 
     @abstractmethod
     def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:
-        """Return two numbers of each sample (n, 2) from this rank's tiles (n, *tile, C), in float64; collective."""
+        """Return two sums per sample (n, 2) over this rank's tiles (n, *tile, C), in float64; collective."""
 
     @abstractmethod
     def of_samples(self, sums: np.ndarray) -> np.ndarray:
@@ -93,12 +93,12 @@ class PerSample(Metric):
         return self.over_tiles(y, targets, Outputs.of_one(y.shape[1:]))
 
     def over_tiles(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> Sequence[float]:
-        """Return the sum over samples of which this rank has tiles, and their number; collective over the tiles."""
-        found = self.of_samples(outputs.over_tiles(y.shape, self.of_cells(y, targets, outputs)))
-        return float(found.sum()), len(y)
+        """Return the sum over the samples of this rank's tiles, and their number; collective over the tiles."""
+        values = self.of_samples(outputs.over_tiles(y.shape, self.of_cells(y, targets, outputs)))
+        return float(values.sum()), len(y)
 
     def of_cells(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs | None = None) -> np.ndarray:
-        """Return the sums (n, 2) over the cells that are given; NaN where targets are not images."""
+        """Return the sums (n, 2) over the given cells; NaN if targets are not images."""
         if targets.shape == y.shape[:-1] and y.shape[-1] == 1:
             targets = targets[..., None]
         if targets.shape != y.shape:
@@ -114,7 +114,7 @@ class PerSample(Metric):
             )
 
     def meter(self, outputs: Outputs) -> Meter:
-        """Return what adds up over one evaluation."""
+        """Return the accumulator of one evaluation."""
         return _SampleMeter(self, outputs)
 
 
@@ -124,7 +124,7 @@ class _SampleMeter(Meter):
     def add(self, y: Any, targets: Any) -> None:
         self.sums = (0 if self.sums is None else self.sums) + np.array(self.metric.over_tiles(y, targets, self.outputs))
 
-    def result(self) -> dict[str, Found]:
+    def result(self) -> dict[str, MetricValue]:
         if self.sums is None:
             return {self.metric.name: float("nan")}
         return self.metric.result(self.outputs.total_of_samples(self.sums))

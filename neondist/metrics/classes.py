@@ -1,4 +1,4 @@
-"""Metrics of classes: what was said against what is, counted per class."""
+"""Classification metrics from counts of predicted and true classes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Literal
 import numpy as np
 
 from ..costs.labels import labels_of, tells_classes
-from .base import Found, Metric
+from .base import Metric, MetricValue
 
 
 def as_classes(y: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the scores of every class, (..., C), and the labels; None if targets are numbers to be met.
+    """Return the scores of every class (..., C) and the labels; None for regression targets.
 
-    One output, the score of class 1, whose labels are 0 and 1, becomes those of two classes.
+    A single output, the score of class 1 with labels 0 and 1, is extended to two classes.
     """
     if y.shape[-1] == 1 and targets.dtype.kind in "iub" and targets.shape in (y.shape, y.shape[:-1]):
         labels = targets.reshape(y.shape[:-1]).astype("i8")
@@ -38,9 +38,9 @@ class Accuracy(Metric):
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the number of correct predictions and the number of predictions."""
-        if (found := as_classes(y, targets)) is None:
+        if (classified := as_classes(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
-        scores, labels = found
+        scores, labels = classified
         return float(np.count_nonzero(scores.argmax(axis=-1) == labels)), labels.size
 
 
@@ -56,26 +56,26 @@ class ConfusionMatrix(Metric):
     def measure(self, y: np.ndarray, targets: np.ndarray) -> Any:
         """Return the counts in row-major order."""
         classes = max(2, y.shape[-1])
-        if (found := as_classes(y, targets)) is None:
+        if (classified := as_classes(y, targets)) is None:
             return np.full(classes**2, np.nan)
-        scores, labels = found
+        scores, labels = classified
         return np.bincount((labels.astype("i8") * classes + scores.argmax(axis=-1)).ravel(), minlength=classes**2)
 
-    def result(self, sums: np.ndarray) -> dict[str, Found]:
+    def result(self, sums: np.ndarray) -> dict[str, MetricValue]:
         """Return the matrix of integers."""
         table = _square(sums)
         return {self.name: float("nan") if np.isnan(table).any() else table.astype("i8").tolist()}
 
 
-class OfClasses(ConfusionMatrix):
-    """A score of each class, from the counts of right and wrong answers, as scikit-learn's.
+class ClassScore(ConfusionMatrix):
+    """Base class of scores per class from the confusion matrix, as in scikit-learn.
 
     Parameters
     ----------
     average : {'macro', 'micro'}
-        'macro': the mean over the classes, and beside it NAME_per_class, a list. 'micro', NAME_micro: of the counts of
-        all classes together. Classes that neither are nor were said anywhere have no score (NaN), and none in the mean;
-        a score of nothing else is 0.
+        'macro': the mean over the classes, with a list NAME_per_class. 'micro', NAME_micro: from the summed counts of
+        all classes. Classes that are neither true nor predicted anywhere have score NaN and are excluded from the mean;
+        otherwise a score with denominator 0 is 0.
     """
 
     larger_is_better = True
@@ -86,10 +86,10 @@ class OfClasses(ConfusionMatrix):
         self.name = self.short if average == "macro" else f"{self.short}_micro"
 
     @abstractmethod
-    def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
-        """Return what is divided by what, given how many answers were right, how many said the class, and are it."""
+    def terms(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
+        """Return numerator and denominator, given the numbers of correct, predicted and true cells of each class."""
 
-    def result(self, sums: np.ndarray) -> dict[str, Found]:
+    def result(self, sums: np.ndarray) -> dict[str, MetricValue]:
         """Return the mean, and the score of each class."""
         table = _square(sums)
         counts = np.stack([np.diag(table), table.sum(axis=0), table.sum(axis=1)])
@@ -98,48 +98,48 @@ class OfClasses(ConfusionMatrix):
         over, under = self.terms(*counts)
         scores = np.where(under > 0, over / np.maximum(under, 1), 0.0) + 0 * over
         scores[counts[1:].sum(axis=0) == 0] = np.nan
-        known = scores[~np.isnan(scores)]
-        bad = np.isnan(table).any() or not known.size
-        mean: dict[str, Found] = {self.name: float("nan") if bad else float(known.mean())}
+        valid = scores[~np.isnan(scores)]
+        undefined = np.isnan(table).any() or not valid.size
+        mean: dict[str, MetricValue] = {self.name: float("nan") if undefined else float(valid.mean())}
         return mean if self.average == "micro" else mean | {f"{self.name}_per_class": scores.tolist()}
 
 
-class IoU(OfClasses):
+class IoU(ClassScore):
     """Intersection over union, TP / (TP + FP + FN), as `sklearn.metrics.jaccard_score`."""
 
     short = "iou"
 
-    def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
+    def terms(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         """Return the intersection and the union."""
-        return right, said + true - right
+        return right, predicted + true - right
 
 
-class F1(OfClasses):
+class F1(ClassScore):
     """F1 score, 2 TP / (2 TP + FP + FN): as `sklearn.metrics.f1_score`; also called Dice."""
 
     short = "f1"
 
-    def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
+    def terms(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         """Return 2 TP and 2 TP + FP + FN."""
-        return 2 * right, said + true
+        return 2 * right, predicted + true
 
 
-class Precision(OfClasses):
+class Precision(ClassScore):
     """Precision, TP / (TP + FP), as `sklearn.metrics.precision_score`."""
 
     short = "precision"
 
-    def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
+    def terms(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         """Return TP and TP + FP."""
-        return right, said
+        return right, predicted
 
 
-class Recall(OfClasses):
+class Recall(ClassScore):
     """Recall, TP / (TP + FN), as `sklearn.metrics.recall_score`."""
 
     short = "recall"
 
-    def terms(self, right: Any, said: Any, true: Any) -> tuple[Any, Any]:
+    def terms(self, right: Any, predicted: Any, true: Any) -> tuple[Any, Any]:
         """Return TP and TP + FN."""
         return right, true
 

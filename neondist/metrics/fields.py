@@ -11,20 +11,20 @@ import numpy as np
 from ..errors import ConfigError, DataError, ShapeError
 from ..formats.cell_weights import cell_weights, check_weights
 from ..formats.fields import Fields
-from .base import Found, Meter, Metric
+from .base import Meter, Metric, MetricValue
 from .outputs import Outputs
 
 
-class OfVariables(Metric):
-    """A metric with a number for each output channel: 'rmse_t2m' of fields, else a list under the metric's name.
+class FieldMetric(Metric):
+    """Base class of metrics per output channel: 'rmse_t2m' for fields, else a list under the metric's name.
 
     Parameters
     ----------
     weights : str, optional
-        What each cell counts: 'cos(lat)', or a file, 'FILE.nc:NAME'. Default: all alike.
+        Weight of each cell: 'cos(lat)', or a file, 'FILE.nc:NAME'. Default: uniform.
     """
 
-    #: how many sums each channel has
+    #: number of sums per channel
     kinds = 2
 
     def __init__(self, *, weights: str | None = None) -> None:
@@ -32,25 +32,25 @@ class OfVariables(Metric):
 
     @abstractmethod
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return sums (k, C) over samples and cells, of outputs and targets (n, *tile, C) in float64."""
+        """Return sums (k, C) over samples and cells for outputs and targets (n, *tile, C) in float64."""
 
     def of_sums(self, sums: np.ndarray) -> np.ndarray:
-        """Return the numbers (C,) of sums (k, ..., C) over all ranks: by default the means of the first kind."""
+        """Return the metric (C,) from global sums (k, ..., C); default: the first sum over the second."""
         return np.asarray(sums[0] / sums[1])
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
-        """Return the sums of whole images, by channel, one kind after the other."""
-        found: list[float] = self._sums(y, targets, np.ones((1, 1))).ravel().tolist()
-        return found
+        """Return the sums of whole images, flattened from (k, C)."""
+        sums: list[float] = self._sums(y, targets, np.ones((1, 1))).ravel().tolist()
+        return sums
 
-    def result(self, sums: np.ndarray) -> dict[str, Found]:
-        """Return the number of each channel as a list, of one channel the number."""
+    def result(self, sums: np.ndarray) -> dict[str, MetricValue]:
+        """Return the values of the channels as a list, or a number for a single channel."""
         return self.named(self.of_sums(sums.reshape(self.kinds, -1)), None)
 
-    def named(self, numbers: np.ndarray, fields: Fields | None) -> dict[str, Found]:
-        """Return numbers by channel under the names that results have."""
+    def named(self, numbers: np.ndarray, fields: Fields | None) -> dict[str, MetricValue]:
+        """Return the channels' numbers by their names in results."""
         if fields is not None:
-            return {f"{self.name}_{name}": float(one) for name, one in zip(fields.names, numbers, strict=True)}
+            return {f"{self.name}_{name}": float(number) for name, number in zip(fields.names, numbers, strict=True)}
         return {self.name: float(numbers[0]) if len(numbers) == 1 else numbers.tolist()}
 
     def check_place(self, y_shape: tuple[int, ...], fields: Fields | None) -> None:
@@ -75,11 +75,11 @@ class OfVariables(Metric):
 
 
 class _FieldMeter(Meter):
-    """Adds up what a metric measures of this rank's cells, in physical units."""
+    """Accumulator of a metric over this rank's cells, in physical units."""
 
-    metric: OfVariables
+    metric: FieldMetric
 
-    def __init__(self, metric: OfVariables, outputs: Outputs) -> None:
+    def __init__(self, metric: FieldMetric, outputs: Outputs) -> None:
         super().__init__(metric, outputs)
         self.fields, self.weights = outputs.fields, np.ones((1, 1))
         extent = outputs.shape[:-1]
@@ -88,10 +88,10 @@ class _FieldMeter(Meter):
             self.weights = cell_weights(metric.weights, extent, self.box, self.fields)
 
     def add(self, y: Any, targets: Any) -> None:
-        found = self.metric._sums(*self.physical(y, targets), self.weights)
-        self.sums = found if self.sums is None else self.sums + found
+        sums = self.metric._sums(*self.physical(y, targets), self.weights)
+        self.sums = sums if self.sums is None else self.sums + sums
 
-    def result(self) -> dict[str, Found]:
+    def result(self) -> dict[str, MetricValue]:
         channels = self.outputs.shape[-1]
         if self.sums is None:
             self.sums = np.zeros((self.metric.kinds, channels))
@@ -107,7 +107,7 @@ class _FieldMeter(Meter):
         return y.astype("f8") * std + mean, targets.astype("f8") * std + mean
 
 
-class RMSE(OfVariables):
+class RMSE(FieldMetric):
     """Root of the mean squared error of each variable, over all times and cells, in its units."""
 
     name = "rmse"
@@ -121,7 +121,7 @@ class RMSE(OfVariables):
         return np.sqrt(super().of_sums(sums))
 
 
-class MeanAbsoluteError(OfVariables):
+class MeanAbsoluteError(FieldMetric):
     """Mean absolute error of each variable, in its units; `!MAE` in the metrics of a YAML file."""
 
     name = "mae"
@@ -132,7 +132,7 @@ class MeanAbsoluteError(OfVariables):
         return _weighted(np.abs(y - targets), weights)
 
 
-class Bias(OfVariables):
+class Bias(FieldMetric):
     """Mean of output minus target of each variable, in its units."""
 
     name = "bias"
@@ -142,7 +142,7 @@ class Bias(OfVariables):
         return _weighted(y - targets, weights)
 
 
-class R2(OfVariables):
+class R2(FieldMetric):
     """Coefficient of determination of each variable: 1 - (squared errors) / (squared differences from the mean target).
 
     The mean target is that of the evaluated split, over all times and cells, as in `sklearn.metrics.r2_score`.
@@ -163,7 +163,7 @@ class R2(OfVariables):
         return np.asarray(1 - errors / (squares - targets**2 / cells))
 
     def meter(self, outputs: Outputs) -> Meter:
-        """Return the accumulator of one evaluation: of normalised values, whose squares lose fewer digits."""
+        """Return the accumulator of one evaluation, on normalised values for accuracy of their squares."""
         return _Normalised(self, outputs)
 
 
@@ -172,7 +172,7 @@ class _Normalised(_FieldMeter):
         return y, targets
 
 
-class ACC(OfVariables):
+class ACC(FieldMetric):
     """Anomaly correlation coefficient of each variable against the training climatology, averaged over all times.
 
     For each time it is sum(f o) / sqrt(sum(f²) sum(o²)) over cells, with f and o the output and the target minus their
@@ -185,7 +185,7 @@ class ACC(OfVariables):
 
     def sums(self, y: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the sums of f o, f² and o²."""
-        return np.stack([_weighted(one, weights)[0] for one in (y * targets, y * y, targets * targets)])
+        return np.stack([_weighted(product, weights)[0] for product in (y * targets, y * y, targets * targets)])
 
     def of_sums(self, sums: np.ndarray) -> np.ndarray:
         """Return the correlations of sums (3, ..., C)."""
@@ -207,23 +207,23 @@ class ACC(OfVariables):
 
 
 class _Correlations(_FieldMeter):
-    """Adds up the correlations of samples, each over all its tiles."""
+    """Accumulator of the correlations of samples over all their tiles."""
 
     def add(self, y: Any, targets: Any) -> None:
         if self.fields is None or self.fields.climatology is None:
             raise DataError("ACC: no climatology for these data; evaluate a split of the data set")
         y, targets = self.physical(y, targets)
-        each = [
+        parts = [
             self.metric._sums(f[None] - self.fields.climatology, o[None] - self.fields.climatology, self.weights)
             for f, o in zip(y, targets, strict=True)
         ]
         shape = len(y), self.metric.kinds, self.outputs.shape[-1]
-        sums = self.outputs.over_tiles((len(y), *self.box.shape, shape[-1]), np.array(each, "f8").reshape(shape))
+        sums = self.outputs.over_tiles((len(y), *self.box.shape, shape[-1]), np.array(parts, "f8").reshape(shape))
         with np.errstate(divide="ignore", invalid="ignore"):
-            found = self.metric.of_sums(np.moveaxis(sums, 1, 0)).sum(0)
-        self.sums = (0 if self.sums is None else self.sums) + np.array([*found.tolist(), len(y)])
+            correlations = self.metric.of_sums(np.moveaxis(sums, 1, 0)).sum(0)
+        self.sums = (0 if self.sums is None else self.sums) + np.array([*correlations.tolist(), len(y)])
 
-    def result(self) -> dict[str, Found]:
+    def result(self) -> dict[str, MetricValue]:
         sums = np.zeros(self.outputs.shape[-1] + 1) if self.sums is None else self.sums
         *total, count = self.outputs.total_of_samples(sums)
         numbers = np.array(total) / count if count else np.full(len(total), np.nan)
@@ -231,7 +231,7 @@ class _Correlations(_FieldMeter):
 
 
 def _weighted(cells: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the weighted sums (2, C) of cells (n, *tile, C), and of the weights alone."""
+    """Return the weighted sums of cells (n, *tile, C) and the sums of the weights, (2, C)."""
     axes = tuple(range(cells.ndim - 1))
     count = np.broadcast_to(weights, (*cells.shape[:-1], 1)).sum()
     return np.stack([(cells * weights).sum(axes), np.full(cells.shape[-1], count)])

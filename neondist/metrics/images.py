@@ -1,4 +1,4 @@
-"""Metrics of images that are to be alike: PSNR and SSIM."""
+"""Image similarity metrics: PSNR and SSIM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import PerSample
 from .outputs import Outputs
 
 _LINES = 64
-"""at a time, so that what is computed of them fits into a cache"""
+"""Lines per block, such that intermediate results fit in the cache."""
 
 
 class PSNR(PerSample):
@@ -35,7 +35,7 @@ class PSNR(PerSample):
         self.data_range = float(data_range)
 
     def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:
-        """Return the squared differences of each sample, summed, and their number."""
+        """Return the sum of squared differences of each sample, and their number."""
         squares = ((y - targets) ** 2).reshape(len(y), prod(y.shape[1:]))
         return np.stack([squares.sum(axis=1), np.full(len(y), squares.shape[1], "f8")], axis=1)
 
@@ -70,24 +70,24 @@ class SSIM(PerSample):
         self.beyond = len(self._filter) - 1
 
     def sums(self, y: np.ndarray, targets: np.ndarray, outputs: Outputs) -> np.ndarray:
-        """Return the similarities of each sample, summed over windows and channels, and their number."""
-        found = np.zeros((len(y), 2))
+        """Return the sum of similarities of each sample over windows and channels, and their number."""
+        sums = np.zeros((len(y), 2))
         if min(outputs.shape[:-1]) <= self.beyond:  # a last block
-            return found
+            return sums
         window = Window((len(self._filter),) * (y.ndim - 2), padding=0)
         both = outputs.view(np.concatenate([y, targets], axis=-1), window)
         for at in range(0, both.shape[1] - self.beyond, _LINES):
             similar = self._similarities(both[:, at : at + _LINES + self.beyond])
-            found += np.stack([similar.sum(axis=1), np.full(len(y), similar.shape[1], "f8")], axis=1)
-        return found
+            sums += np.stack([similar.sum(axis=1), np.full(len(y), similar.shape[1], "f8")], axis=1)
+        return sums
 
     def _similarities(self, both: np.ndarray) -> np.ndarray:
-        """Return those of each sample, in all windows that lie within the cells of two images."""
+        """Return the similarities of each sample, in all windows within the cells of two images."""
         axes = range(1, both.ndim - 1)
         a, b = np.split(both, 2, axis=-1)
         means = np.stack([a, b, a * a, b * b, a * b])
         for axis in axes:
-            if means.shape[1 + axis] < len(self._filter):  # a tile of which no window is
+            if means.shape[1 + axis] < len(self._filter):  # no window fits in the tile
                 return np.zeros((len(both), 0))
             inner = means.shape[1 + axis] - self.beyond
             along = (slice(None),) * (1 + axis)
@@ -97,8 +97,8 @@ class SSIM(PerSample):
         unbias = cells / (cells - 1) if self.weights == "uniform" else 1.0
         va, vb, vab = (unbias * (mean - one * two) for mean, one, two in ((aa, ma, ma), (bb, mb, mb), (ab, ma, mb)))
         c1, c2 = ((k * self.data_range) ** 2 for k in (0.01, 0.03))
-        found = (2 * ma * mb + c1) * (2 * vab + c2) / ((ma**2 + mb**2 + c1) * (va + vb + c2))
-        return found.reshape(len(both), prod(found.shape[1:]))
+        similarity = (2 * ma * mb + c1) * (2 * vab + c2) / ((ma**2 + mb**2 + c1) * (va + vb + c2))
+        return similarity.reshape(len(both), prod(similarity.shape[1:]))
 
     def of_samples(self, sums: np.ndarray) -> np.ndarray:
         """Return the means."""

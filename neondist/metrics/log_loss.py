@@ -1,4 +1,4 @@
-"""The mean negative log likelihood."""
+"""Mean negative log likelihood."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LogLoss(Metric):
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the sum of -log p and the number of predictions."""
         if y.shape[-1] == 1:
-            if (found := as_classes(y, targets)) is None:
+            if (classified := as_classes(y, targets)) is None:
                 return math.nan, math.prod(y.shape[:-1])
-            y, targets = found
+            y, targets = classified
         return CrossEntropy().value(y, targets), math.prod(y.shape[:-1])

@@ -1,4 +1,4 @@
-"""The share of wrong answers."""
+"""Misclassification rate."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Misclassification(Metric):
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the number of wrong predictions and the number of predictions."""
-        if (found := as_classes(y, targets)) is None:
+        if (classified := as_classes(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
-        scores, labels = found
+        scores, labels = classified
         wrong = scores.argmax(axis=-1) != labels
         return float(np.count_nonzero(wrong)), wrong.size

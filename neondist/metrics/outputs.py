@@ -23,11 +23,11 @@ class Outputs:
     shape : tuple of int
         (*spatial, C), global.
     total : callable
-        Sums over all ranks what each counted in its own cells; None: there is one rank.
+        Sums the counts of all ranks; None: a single rank.
     owns : bool
-        Whether this rank counts; False where another has the same outputs, and counts them.
+        Whether this rank counts its outputs; False if another rank has and counts the same outputs.
     fields : Fields, optional
-        What the channels are, if they are physical fields.
+        Metadata of the channels, if they are physical fields.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class Outputs:
         return cls(ProcessGrid.serial(), shape)
 
     def total(self, sums: np.ndarray) -> np.ndarray:
-        """Return the sum over all ranks of what each counted over its own cells; collective."""
+        """Return the sum of all ranks' counts over their own cells; collective."""
         return sums if self._total is None else self._total(sums, replicas=True)
 
     def total_of_samples(self, sums: np.ndarray) -> np.ndarray:
-        """Return the sum over all samples of what every rank of a replica has alike; collective."""
+        """Return the sum over all replicas of sums that are equal on the ranks of a replica; collective."""
         return self._reductions.allreduce("world", sums if self.grid.tile == 0 else np.zeros_like(sums))
 
     def over_tiles(self, shape: Sequence[int], sums: np.ndarray) -> np.ndarray:
@@ -60,7 +60,7 @@ class Outputs:
         return self._reductions.allreduce("tiles", sums.copy()) if self._cut(shape) else sums
 
     def view(self, tile: np.ndarray, window: Window) -> np.ndarray:
-        """Return the cells that a window needs of an array over this rank's outputs, halo included; collective."""
+        """Return the view of an array on this rank's outputs for a window, halo included; collective."""
         cut = self._cut(tile.shape)
         key = window, tile.shape[-1], cut
         if key not in self._views:
@@ -71,7 +71,7 @@ class Outputs:
         return self._views[key].get_fprop_view(tile)
 
     def _cut(self, shape: Sequence[int]) -> bool:
-        """Return whether outputs of a local shape are a tile, and not the whole."""
+        """Return whether outputs of a local shape are a tile and not whole."""
         extent, local = self.shape[:-1], tuple(shape[1:-1])
         if self.grid.shape.tiles == 1 or not extent:
             return False

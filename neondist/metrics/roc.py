@@ -1,4 +1,4 @@
-"""The area under the receiver operating characteristic."""
+"""Area under the receiver operating characteristic."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 from ..errors import DataError
 from ..registry.ranges import Count
-from .base import Found, Meter, Metric
+from .base import Meter, Metric, MetricValue
 from .classes import as_classes
 from .outputs import Outputs
 
 MOST = 1 << 24
-"""Distinct scores of a class that are counted."""
+"""Largest number of distinct scores of a class."""
 
 
 class ROCAUC(Metric):
@@ -26,7 +26,7 @@ class ROCAUC(Metric):
     Parameters
     ----------
     bins : int, optional
-        Quantise probabilities to so many values. Default: no quantisation, with an exact area.
+        Number of values to which probabilities are quantised. Default: no quantisation, with an exact area.
 
     Raises
     ------
@@ -55,49 +55,49 @@ class ROCAUC(Metric):
         """Return log(p / (1 - p)) of every class in float64, or of class 1 of two; with bins, p rounded down."""
         y = y.astype("f8")
         if y.shape[-1] == 2:
-            found = y[..., 1:] - y[..., :1]
+            logits = y[..., 1:] - y[..., :1]
         else:
             rest = np.repeat(y[..., None, :], y.shape[-1], axis=-2)
             rest[..., np.arange(y.shape[-1]), np.arange(y.shape[-1])] = -np.inf
             top = rest.max(axis=-1, keepdims=True)
-            found = y - top[..., 0] - np.log(np.exp(rest - top).sum(axis=-1))
+            logits = y - top[..., 0] - np.log(np.exp(rest - top).sum(axis=-1))
         if self.bins is None:
-            return found
-        return np.floor(self.bins / (1 + np.exp(-np.clip(found, -700, 700))))
+            return logits
+        return np.floor(self.bins / (1 + np.exp(-np.clip(logits, -700, 700))))
 
 
 class _Areas(Meter):
-    """Counts positives and negatives of each distinct score."""
+    """Accumulator of positives and negatives by distinct score."""
 
     metric: ROCAUC
 
     def __init__(self, metric: ROCAUC, outputs: Outputs) -> None:
         super().__init__(metric, outputs)
         self.tables: list[np.ndarray] | None = None  # (3, scores) of each class: score, positives, negatives
-        self.suits = self.fits = True
+        self.is_classification = self.fits = True
 
     def add(self, y: Any, targets: Any) -> None:
-        found = as_classes(y, targets)
-        self.suits &= found is not None
-        if found is None or not (self.suits and self.fits):
+        classified = as_classes(y, targets)
+        self.is_classification &= classified is not None
+        if classified is None or not (self.is_classification and self.fits):
             return
-        scores, labels = (array.reshape(-1, *array.shape[y.ndim - 1 :]) for array in found)
+        scores, labels = (array.reshape(-1, *array.shape[y.ndim - 1 :]) for array in classified)
         columns = self.metric.scores(scores).T
         first = scores.shape[-1] - len(columns)  # of two classes, the scores are those of class 1
         new = [_counted(column, labels == first + at) for at, column in enumerate(columns)]
         self.tables = new if self.tables is None else [_merged(pair) for pair in zip(self.tables, new, strict=True)]
         self.fits = all(table.shape[1] <= MOST for table in self.tables)
 
-    def result(self) -> dict[str, Found]:
+    def result(self) -> dict[str, MetricValue]:
         outputs = self.outputs
         counts = outputs.owns and (len(outputs.shape) > 1 or outputs.grid.tile == 0)
-        mine = self.tables if counts and self.suits and self.fits else None
-        told = outputs.grid.world.allgather((self.suits, self.fits, mine))
-        suit, fit, tables = zip(*told, strict=True)
-        known = [table for table in tables if table is not None]
-        if not all(suit) or (all(fit) and not known):
+        own = self.tables if counts and self.is_classification and self.fits else None
+        gathered = outputs.grid.world.allgather((self.is_classification, self.fits, own))
+        classification, fit, tables = zip(*gathered, strict=True)
+        valid = [table for table in tables if table is not None]
+        if not all(classification) or (all(fit) and not valid):
             return {self.metric.name: float("nan")}
-        merged = [_merged(each) for each in zip(*known, strict=True)] if all(fit) else []
+        merged = [_merged(pieces) for pieces in zip(*valid, strict=True)] if all(fit) else []
         if not merged or max(table.shape[1] for table in merged) > MOST:
             raise DataError(
                 f"ROCAUC: more than {MOST:,} distinct scores, which would not fit in memory; quantise them with"

@@ -1,4 +1,4 @@
-"""The share of answers that are wrong even with k guesses."""
+"""Top-k error."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class TopK(Metric):
 
     def measure(self, y: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Return the number of misses and the number of predictions."""
-        if (found := as_classes(y, targets)) is None:
+        if (classified := as_classes(y, targets)) is None:
             return np.nan, prod(y.shape[:-1])
-        y, labels = found
-        mine = pick(y, labels)
+        y, labels = classified
+        label_score = pick(y, labels)
         lower_class = np.arange(y.shape[-1]) < labels[..., None]
-        ahead = ((y > mine) | ((y == mine) & lower_class)).sum(axis=-1)
-        hit = (ahead < self.k) & ~np.isnan(mine[..., 0])  # a network that has diverged knows nothing
+        ahead = ((y > label_score) | ((y == label_score) & lower_class)).sum(axis=-1)
+        hit = (ahead < self.k) & ~np.isnan(label_score[..., 0])  # NaN scores count as misses
         return float(np.count_nonzero(~hit)), hit.size
 
     def check(self, classes: int | None) -> None:

@@ -1,9 +1,9 @@
 """Models: layers, a cost and an optimiser.
 
-model: the chain. train_step: a step of training. trainable: what the loop asks for. passes: a pass as users have it.
-dist: the distributed models. distribute: from one to the other. gb, autoencoder, reconstruction: the sparse
-autoencoder. script: training steps of a user's script. stimulus: the input that a unit answers to most. targets: those
-of a rank's outputs.
+model: the chain. train_step: a training step. trainable: the interface to the training loop. passes: a forward pass and
+its backward. dist: the distributed models. distribute: conversion of serial models. gb, autoencoder, reconstruction:
+the sparse autoencoder. script: training steps of a user's script. stimulus: optimal stimuli of units. targets: a rank's
+part of the targets.
 """
 
 from .autoencoder import Autoencoder
@@ -12,7 +12,7 @@ from .dist import ConvnetDist, DistModel, GBDist, MLPDist
 from .distribute import distribute
 from .gb import GB
 from .mlp import MLP
-from .model import Model, made_of_layers
+from .model import Model, require_layers
 from .reconstruction import Reconstruction
 from .script import ScriptModel
 from .stimulus import optimal_stimulus
@@ -37,6 +37,6 @@ __all__ = [
     "Trainable",
     "TrainableModel",
     "distribute",
-    "made_of_layers",
     "optimal_stimulus",
+    "require_layers",
 ]

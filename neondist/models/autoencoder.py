@@ -20,12 +20,12 @@ from .train_step import LayerStep
 
 
 class Autoencoder:
-    """Encoder z = W x and tied decoder Wᵀ z of the stage that some layers of a model make; `number` counts from 1.
+    """Encoder z = W x and tied decoder Wᵀ z of a stage of a model's layers; `number` counts from 1.
 
-    It is Trainable, as a model is, but trains this layer's weights alone, without targets. A step
-    moves three halos of the layer's input: of x; of Wᵀ z, whose parts in other ranks' tiles they add; and of the
-    residual. Where an L2 pooling layer follows, its halo travels both ways. Gradients of unshared weights are not
-    summed over the tiles.
+    It is Trainable, as a model is, but trains only this layer's weights, without targets. A step exchanges three halos
+    of the layer's input: of x; of Wᵀ z, whose parts in other ranks' tiles are added there; and of the residual. The
+    halo of a following L2 pooling layer is exchanged in both directions. Gradients of unshared weights are not summed
+    over the tiles.
     """
 
     num_initial_epochs, streams = 0, False
@@ -45,7 +45,7 @@ class Autoencoder:
         self.whole, self.name = model, str(model.layers[index].name)
         self.layer = cast(LocalFilteringLayer, model.layers[index])
         following: Any = model.layers[index + 1 : index + 2]
-        self.pool: Any = following[0] if following and following[0].pools_squares else EachAlone()
+        self.pool: Any = following[0] if following and following[0].pools_squares else NoPooling()
         self.residuals = self.layer.make_array(self.layer.input_shape, self.layer.window)
         self.parameters, self.sync, self.leaves = model.built, model.sync, model.leaves
         self.shard = next(e for e in self.parameters.trained if e.layer == self.layer.name and e.name == "weights")
@@ -62,14 +62,14 @@ class Autoencoder:
         return f"Autoencoder of '{self.name}'"
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
-        """Make the optimiser's slots, if the stage is new."""
+        """Create the optimiser's slots, if the stage is new."""
         if not self.slots:
             self.slots = self.optimizer.slots(self._weights.reshape(-1))
         if self.orthonormal and not self.step:
             self.layer.orthonormalise()
 
     def close(self) -> None:
-        """Give the memory of the optimiser's slots back."""
+        """Release the memory of the optimiser's slots."""
         self.slots = {}
 
     # The passes.
@@ -92,7 +92,7 @@ class Autoencoder:
 
     def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Reconstruction:
         """Return the reconstruction of the stage's input for this rank's tile of the images."""
-        self.phase = Phase(training, self.step)  # the schemes ask for it
+        self.phase = Phase(training, self.step)  # the schemes need it
         x = self.inputs(x)
         self.z = self.encode(x)
         residual = self.decode(self.z) - x
@@ -100,7 +100,7 @@ class Autoencoder:
         return Reconstruction(x, residual, pooled)
 
     def bprop(self, y: Reconstruction, scale: float = 1.0) -> None:
-        """Add that of `scale` times the cost of `y`, which fprop has just returned, to the layer's gradient."""
+        """Add the gradient of `scale` times the cost of `y`, the result of the last fprop, to the layer's gradient."""
         filters, weights, z = self.layer.filters, self._weights, self.z
         error, by_pooled = self.residuals.get_fprop_view(y.residual, self.phase), self.cost.by_pooled(y.pooled)
         dz = filters.correlate(error, weights) + self.pool.squares_backward(self.pooled_view, by_pooled, self.phase)
@@ -110,7 +110,7 @@ class Autoencoder:
         self.layer.grads["weights"] = gradient
 
     def cost_and_gradient(self, x: Any, scale: float = 1.0) -> float:
-        """Return this rank's share of the cost of its samples, and fill the gradient of `scale` times the whole cost.
+        """Return this rank's share of the cost of its samples; fill the gradient of `scale` times the whole cost.
 
         The gradient is summed over the ranks; collective.
         """
@@ -131,13 +131,13 @@ class Autoencoder:
         return cost
 
     def train_batch(self, x: Any, targets: Any = None, batch_size: int | None = None) -> float:
-        """Run one step and return the mean cost over the global batch; as Model.train_batch, but for the targets."""
+        """Run one step and return the mean cost over the global batch; as Model.train_batch, but without targets."""
         return StageStep(self).run(x, targets, batch_size or len(x) * self.grid.replicas)
 
-    # What the loop and its hooks ask of a model.
+    # Interface to the training loop and its hooks.
 
-    def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Reconstruction, None, float]:
-        """Return the reconstruction, no targets, since those are the inputs, and this rank's part of the cost."""
+    def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Reconstruction, None, float]:
+        """Return the reconstruction, None, since the targets are the inputs, and this rank's part of the cost."""
         y = self.fprop(x)
         return y, None, float(self.cost.value(y))
 
@@ -166,7 +166,7 @@ class StageStep(LayerStep):
     scaler = None
 
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
-        """Fill the gradient of the stage's weights; the flags travel with the cost."""
+        """Fill the gradient of the stage's weights; the flags are sent with the cost."""
         stage, xp, flags = self.owner, self.model.context.backend.xp, self.parameters.sync.flags
         value = stage.cost_and_gradient(x, 1.0 / batch)
         numbers = xp.concatenate([xp.asarray(value).reshape(1), xp.asarray(flags.mine)])
@@ -176,7 +176,7 @@ class StageStep(LayerStep):
         return float(cost[0] / batch), bool(np.isfinite(cost[0])) and not flags.reduced[Flag.NON_FINITE]
 
     def update(self) -> None:
-        """Let the optimiser change the weights."""
+        """Update the weights with the optimiser."""
         stage = self.owner
         values, gradient = (own["weights"].reshape(-1) for own in (stage.layer.params, stage.layer.grads))
         total = partial(self.parameters.reductions.allreduce, "tiles")
@@ -187,8 +187,8 @@ class StageStep(LayerStep):
             stage.layer.orthonormalise()
 
 
-class EachAlone:
-    """Takes the place of a pooling layer where there is none."""
+class NoPooling:
+    """Replaces the pooling layer of a stage without one."""
 
     arrays = ()
 
@@ -202,21 +202,21 @@ class EachAlone:
 
 
 def words_sent(plans: Sequence[LayerPlan], at: int, pooled: bool) -> list[int]:
-    """Return the numbers that each tile sends for one sample when a stage is pretrained, with exact halos.
+    """Return the number of elements that each tile sends per sample in pretraining of a stage, with exact halos.
 
     Parameters
     ----------
     plans : sequence of LayerPlan
-        Of all single layers.
+        Plans of all single layers.
     at : int
-        The place of the stage's filters among them.
+        Index of the stage's filters among them.
     pooled : bool
-        Whether the next layer pools their squares.
+        Whether the next layer pools the squares of their outputs.
     """
     layer = plans[at]
-    words = [2 * there + back for there, back in zip(layer.sent_words, layer.received_words, strict=True)]
-    for plan in plans[:at]:  # the layers before give the input
-        words = [n + there for n, there in zip(words, plan.sent_words, strict=True)]
+    words = [2 * sent + received for sent, received in zip(layer.sent_words, layer.received_words, strict=True)]
+    for plan in plans[:at]:  # forward passes of the previous layers
+        words = [n + sent for n, sent in zip(words, plan.sent_words, strict=True)]
     for plan in plans[at + 1 : at + 1 + pooled]:
         words = [n + a + b for n, a, b in zip(words, plan.sent_words, plan.received_words, strict=True)]
     return words

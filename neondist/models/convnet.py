@@ -16,5 +16,5 @@ class Convnet(Model):
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Plan:
         """Return the plan; ShapeError if the input is not an image."""
         if len(input_shape) < 2:
-            raise ShapeError(f"input_shape {tuple(input_shape)}: a convnet needs (H, W, C); vectors go into an MLP")
+            raise ShapeError(f"input_shape {tuple(input_shape)}: a convnet needs (H, W, C); use an MLP for vectors")
         return super().plan(input_shape, grid, batch_size)

@@ -1,4 +1,4 @@
-"""From a serial model to its distributed twin."""
+"""Conversion of a serial model to its distributed twin."""
 
 from __future__ import annotations
 

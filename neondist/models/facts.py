@@ -1,10 +1,10 @@
-"""Facts of a model that are compared over the ranks."""
+"""Properties of a model that are compared over the ranks."""
 
 from __future__ import annotations
 
 from ..arrays.namespace import to_host
 from ..comm.agree import checksum_of
-from ..comm.facts import described
+from ..comm.facts import describe_object
 from ..halo import scheme_text
 from ..parallel import LayerParameters
 from ..plan import ModelPlan
@@ -12,14 +12,14 @@ from .trainable import TrainableModel
 
 
 def facts_of(model: TrainableModel, plan: ModelPlan) -> dict[str, str]:
-    """Return the layers, the layout of the weights, and how they are trained."""
+    """Return the layers, the layout of the weights, and the settings of training, by name."""
     strategy = plan.parameters.strategy
     return {
         "model": f"{model}",
         "seed": f"{model.seed}",
         "dtype": f"{model.dtype}, precision: {model.precision.name}, nonfinite: {model.nonfinite}",
-        "optimizer": described(model.optimizer, model.optimizer.arguments()),
-        "cost": described(model.cost, model.cost.arguments()),
+        "optimizer": describe_object(model.optimizer, model.optimizer.arguments()),
+        "cost": describe_object(model.cost, model.cost.arguments()),
         **dict(line.split(": ", 1) for line in plan.outline()),
         **{f"scheme of '{name}'": scheme_text(scheme) for name, scheme in model.schemes.items()},
         "strategy": f"{strategy.builder} {strategy.digest}",
@@ -27,9 +27,9 @@ def facts_of(model: TrainableModel, plan: ModelPlan) -> dict[str, str]:
 
 
 def checksum_of_weights(parameters: LayerParameters) -> int:
-    """Return a checksum of all arrays of which every rank has the whole."""
-    found = 0
+    """Return a checksum of all arrays that are whole on every rank."""
+    checksum = 0
     for shard, array in parameters.arrays():
         if not shard.cut and shard.share is None:
-            found = checksum_of(to_host(array), found)
-    return found
+            checksum = checksum_of(to_host(array), checksum)
+    return checksum

@@ -14,7 +14,7 @@ from ..optim import AVERAGE
 from ..parallel import LayerParameters
 from ..plan import GRADIENTS, LOSS
 from ..runtime import Executor
-from ..runtime.debug import guarded
+from ..runtime.debug import guard_executor
 from ..runtime.observers.ledger import Ledger, ledger
 from .trainable import TrainableModel
 
@@ -25,11 +25,11 @@ class LayerModel(TrainableModel):
     Attributes
     ----------
     layers, leaves : sequence
-        Its layers and containers, and all single layers.
+        Layers and containers, and all single layers.
     executor : Executor
-    last_pass : the pass that `bprop` goes back through
+    last_pass : the pass that `bprop` differentiates
     slots : dict of str to array
-        The optimiser's.
+        Arrays of the optimiser.
     """
 
     layers: Sequence[Any]
@@ -41,7 +41,7 @@ class LayerModel(TrainableModel):
 
     @property
     def built(self) -> LayerParameters:
-        """The parameters; ConfigError if there are none yet."""
+        """The parameters; ConfigError before `build`."""
         if self.parameters is None:
             name = type(self).__name__
             raise ConfigError(f"{name} is not built yet; call model.build(input_shape, batch_size) first")
@@ -54,11 +54,11 @@ class LayerModel(TrainableModel):
 
     @property
     def bytes_summed(self) -> int:
-        """Bytes that this rank has given into sums over ranks, or sent to redistribute vectors, since `build`."""
+        """Bytes that this rank has contributed to reductions, or sent to redistribute vectors, since `build`."""
         return sum(reductions.bytes_reduced for _, reductions in self._reductions())
 
     def ledger(self) -> Ledger:
-        """Return all messages and the sums over ranks since `build`: how many of each size, and to whom."""
+        """Return all messages and reductions since `build`, with their counts, sizes and receivers."""
         return ledger(self.leaves, self._reductions(), self.grid.replica * self.grid.shape.tiles)
 
     @property
@@ -68,7 +68,7 @@ class LayerModel(TrainableModel):
 
     @property
     def exchanged(self) -> dict[str, Sequence[GlobalArray]]:
-        """The arrays of the layers."""
+        """The arrays with border schemes, by layer."""
         return {str(layer.name): layer.arrays for layer in self.leaves}
 
     @property
@@ -77,16 +77,16 @@ class LayerModel(TrainableModel):
         return self.layers[-1]
 
     def guard(self, seed: int) -> None:
-        """Look for mistakes of a user's layers and border schemes in all steps of a built model; see DebugHalo."""
-        self.executor, self.last_pass = guarded(self.executor, self.leaves, seed), None
+        """Check a user's layers and border schemes in all steps of a built model; see DebugHalo."""
+        self.executor, self.last_pass = guard_executor(self.executor, self.leaves, seed), None
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Have the running mean of the weights in their place meanwhile, where the optimiser keeps one."""
+        """Replace the weights by their running mean within the context, if the optimiser keeps one."""
         average = self.slots.get(AVERAGE)
         return nullcontext() if average is None or self.step == self.uncounted else self.built.replaced(average)
 
     def settle(self) -> None:
-        """Finish what layers have put off; collective."""
+        """Finish pending messages of the layers; collective."""
         for layer in self.leaves:
             layer.settle()
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 from ..geometry import GridShape
-from ..plan import Plan, of_layer
+from ..plan import Plan, name_layer_error
 from .model import Model
 
 
@@ -21,5 +21,6 @@ class MLP(Model):
         plan = super().plan(input_shape, grid, batch_size)
         for index, layer in enumerate(plan):
             if layer.window is not None:
-                raise of_layer(ConfigError("an MLP has no layers with windows; use Convnet"), index, layer.layer)
+                error = ConfigError("an MLP has no layers with windows; use Convnet")
+                raise name_layer_error(error, index, layer.layer)
         return plan

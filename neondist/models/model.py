@@ -114,7 +114,7 @@ class Model(LayerModel):
     has_dist_twin = True
     distributed = False
     trial_batch = random_batch
-    #: why its layers cannot be executed in strips, if they cannot
+    #: reason why its layers cannot be executed in strips, if any
     no_strips = ""
     vector_parallel = False
 
@@ -154,7 +154,7 @@ class Model(LayerModel):
         self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
         self.parameters: LayerParameters | None = None
         self.pending: dict[str, Any] | None = None
-        self._uncompared = set[str]()  # over ranks: the model, the weights that were given
+        self._uncompared = set[str]()  # not yet compared over ranks: the model, loaded weights
         self.last_pass: ModelPass | None = None
         self._name_layers()
         self.scheme = as_scheme(scheme)
@@ -196,8 +196,8 @@ class Model(LayerModel):
                 put_schemes(self.leaves, self.strategy.schemes)
             except ConfigError as error:
                 raise self.strategy.error(str(error), "schemes") from None
-        for asked, field in ((self.accumulate > 1, "accumulate"), (self.recompute, "recompute")):
-            for layer in self.leaves if asked else ():
+        for enabled, field in ((self.accumulate > 1, "accumulate"), (self.recompute, "recompute")):
+            for layer in self.leaves if enabled else ():
                 if layer.scheme is not None and layer.scheme.has_memory:
                     raise ConfigError(
                         f"{field}: the scheme {scheme_text(layer.scheme)} of layer '{layer.name}' reuses cells of"
@@ -225,9 +225,9 @@ class Model(LayerModel):
             rounds = declared_with(layer, "rounds_view", "forward")
             layer.scheme = halo_in(layer.scheme, self.precision if rounds else FLOAT32)
         memory = None if self.memory is None else share_of(self.memory, grid.size)
-        how = self.accumulate, self.recompute, self.strips, memory
+        execution = self.accumulate, self.recompute, self.strips, memory
         training = Training(
-            self.cost, self.optimizer, self.dtype, *how, spares=not self.no_strips, strategy=self.strategy
+            self.cost, self.optimizer, self.dtype, *execution, spares=not self.no_strips, strategy=self.strategy
         )
         plan = compile_plan(self.chain, tuple(input_shape), grid, batch_size, training)
         if self.room is None or memory is not None or self.no_strips or plan.needed <= self.room:
@@ -383,11 +383,11 @@ class Model(LayerModel):
         self.last_pass = None
         batch = self._samples(x, batch_size)
         if are_whole(targets, self.output, batch) and (batch > 1 or self.grid.replicas == 1):  # or it may be a part
-            self.grid.note_whole("the targets passed to train_batch", to_host(targets))
+            self.grid.note_replicated("the targets passed to train_batch", to_host(targets))
         self._check_call("train_batch", {"batch_size": batch})
         return ModelStep(self).run(x, targets, batch)
 
-    def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, list[float]]:
+    def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, list[float]]:
         """Return this rank's outputs, its targets, and its share of each part of the summed cost, in inference mode."""
         y, targets = self.fprop(x, training=False, batch_size=batch_size), self.local_targets(targets, batch_size)
         return y, targets, [float(part.value(y, targets, self.output.total)) for _, part in self.cost.parts]
@@ -464,9 +464,9 @@ class Model(LayerModel):
         for layer in self.layers:
             layer.give_names("", counts)
         names = [layer.name for layer in self.leaves]
-        twice = {name for name in names if names.count(name) > 1}
-        if twice:
-            raise ConfigError(f"layers: the name '{min(map(str, twice))}' is given twice; names must be unique")
+        repeated = {name for name in names if names.count(name) > 1}
+        if repeated:
+            raise ConfigError(f"layers: the name '{min(map(str, repeated))}' is given twice; names must be unique")
 
     def _check_grid(self, batch_size: int) -> None:
         if not self.distributed and self.grid.size > 1:
@@ -486,17 +486,17 @@ class Model(LayerModel):
                 )
 
     def _check_call(self, call: str, facts: dict[str, Any]) -> None:
-        """Compare a call over the ranks, and with it a new model, and weights that it was given."""
+        """Compare a call over the ranks, together with a new model and loaded weights."""
         if self._uncompared and self.grid.size > 1:
             if "weights" in self._uncompared:
                 facts["the checksum of the weights"] = f"{checksum_of_weights(self.built):08x}"
             if "model" in self._uncompared:
-                facts |= {f"the {name}": said for name, said in facts_of(self, self.compiled).items()}
+                facts |= {f"the {name}": value for name, value in facts_of(self, self.compiled).items()}
         self.grid.check(call, facts)
         self._uncompared.clear()
 
     def _samples(self, x: Any, batch_size: int | None) -> int:
-        """Return the number of samples over all replicas, and check that this rank's share of them came."""
+        """Return the number of samples over all replicas; ShapeError if x is not this rank's share of them."""
         grid = self.built.context.grid
         whole = batch_size or (len(x) if grid.replicas == 1 else self.batch_size)
         lo, hi = grid.sample_range(whole)
@@ -508,8 +508,8 @@ class Model(LayerModel):
         return whole
 
 
-def made_of_layers(model: TrainableModel, what: str, remedy: str) -> Model:
-    """Return a model of neondist's layers; ConfigError for another, about `what` they are needed for."""
+def require_layers(model: TrainableModel, feature: str, remedy: str) -> Model:
+    """Return a model of neondist's layers; ConfigError for another, naming the `feature` that needs them."""
     if not isinstance(model, Model):
-        raise ConfigError(f"{what}: applies to neondist layers, which {model} does not have; {remedy}")
+        raise ConfigError(f"{feature}: applies to neondist layers, which {model} does not have; {remedy}")
     return model

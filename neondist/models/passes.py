@@ -1,4 +1,4 @@
-"""A pass through a model, as its users have it."""
+"""A forward pass through a model, and its backward pass."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ModelPass:
     Attributes
     ----------
     output : array (n, *tile, C')
-        This rank's tile of the output (or the whole output after an FC layer), the caller's.
+        This rank's tile of the output (or the whole output after an FC layer), owned by the caller.
     trains : bool
-        Whether it was a pass of training.
+        Whether it is a training pass.
     """
 
     between = False
@@ -41,7 +41,7 @@ class ModelPass:
     def backward(self, dy: Any) -> Any:
         """Return the gradient of this rank's tile of the input; all `grads` then hold the sum over all ranks.
 
-        It may be called again, for another `dy`, and after other passes; collective.
+        It may be called again with another `dy`, and after other passes; collective.
 
         Parameters
         ----------
@@ -62,8 +62,8 @@ class ModelPass:
             raise PassError("backward: the model was planned for inference, which saves no activations; build it again")
         dy = output.backend.real_array("dy", dy, output.dtype)
         if self._run.closed or self._version != parameters.version:
-            why = "it was closed" if self._run.closed else "the weights have changed"
-            raise PassError(f"backward: {why} since the forward pass; run fprop of the batch right before bprop")
+            reason = "it was closed" if self._run.closed else "the weights have changed"
+            raise PassError(f"backward: {reason} since the forward pass; run fprop of the batch right before bprop")
         if len(dy) != self._run.samples:
             raise ShapeError(
                 f"dy has {len(dy)} samples, but the forward pass had {self._run.samples}; run fprop of the batch"
@@ -77,12 +77,12 @@ class ModelPass:
         return dx
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._run.close()
 
 
 def images_for(model: Any, x: Any, copy: bool = False) -> Any:
-    """Return images as an array of a model's own; or as they are, if it reads them strip by strip."""
+    """Return images as an array of the model's backend; unchanged if the model reads them strip by strip."""
     if isinstance(x, LazyTile):
         if model.streams:
             return x
@@ -91,12 +91,12 @@ def images_for(model: Any, x: Any, copy: bool = False) -> Any:
 
 
 def whole_input_gradient(images: GlobalArray, dx: Any) -> Any:
-    """Return the gradient of this rank's tile of the input, given its share in it; collective.
+    """Return the gradient of this rank's tile of the input, given its share of it; collective.
 
-    It is the same, but where tiles of the image overlap.
+    They differ only if tiles of the image overlap.
     """
     if not images.tiles.overlaps:
         return dx
     shared = GlobalArray(images.grid, images.global_shape, dtype=str(images.dtype), backend=images.backend)
     shared.cut(outputs=images.tiles)
-    return shared.get_fprop_view(shared.get_bprop_view(dx))  # training needs none of this
+    return shared.get_fprop_view(shared.get_bprop_view(dx))  # not needed for training

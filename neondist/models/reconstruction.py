@@ -15,7 +15,7 @@ class Reconstruction(NamedTuple):
     ----------
     x : array (n, *tile, C)
     residual : array (n, *tile, C)
-        Wᵀ(Wx) - x, whole: what neighbouring tiles' windows add is in it.
+        Wᵀ(Wx) - x, including contributions of windows of neighbouring tiles.
     pooled : array (n, *pooled tile, channels)
         Sums of the squares of Wx over the pooling windows.
     """
@@ -41,7 +41,7 @@ class ReconstructionCost:
     epsilon: float
 
     def value(self, y: Reconstruction, targets: Any = None, total: Any = None) -> Any:
-        """Return the sum over everything local, in float64; sums of ranks add up."""
+        """Return the sum over all local cells, in float64, to be summed over ranks."""
         error = 0.5 * (y.residual * y.residual).sum(dtype="f8")
         return error + self.sparsity * namespace(y.pooled).sqrt(self.epsilon + y.pooled).sum(dtype="f8")
 
@@ -50,5 +50,5 @@ class ReconstructionCost:
         return (0.5 * self.sparsity) / namespace(pooled).sqrt(self.epsilon + pooled)
 
     def cells(self, shape: Any) -> int:
-        """Return 1: a sample's cost is a sum over all its cells."""
+        """Return 1, since the cost of a sample is a sum over its cells."""
         return 1

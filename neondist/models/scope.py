@@ -1,4 +1,4 @@
-"""The scope in which a model is made, which decides of which class it is."""
+"""The scope in which a model is created, which determines its class."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextvars import ContextVar
 
 CLASS_IN_SCOPE: ContextVar[Callable[[type], type] | None] = ContextVar("class_in_scope", default=None)
-"""From the class of a model to that which is made of it; set by `model_scope`."""
+"""Function from the class of a model to the class to create; set by `model_scope`."""
 
 
 def class_in_scope(cls: type) -> type:
-    """Return the class of which a model is made here."""
+    """Return the class to create for a model class in the current scope."""
     choose = CLASS_IN_SCOPE.get()
     return cls if choose is None else choose(cls)

@@ -1,4 +1,4 @@
-"""A script's own training steps, as hooks and checkpoints see a model."""
+"""Model interface of a script's own training steps, for hooks and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class FlagSync:
         self.grid, self.flags = grid, ControlFlags()
 
     def publish_flags(self) -> None:
-        """Add up the flags of all ranks; collective."""
+        """Sum the flags of all ranks; collective."""
         self.flags.reduced[:] = self.flags.mine
         self.grid.world.allreduce(self.flags.reduced)
 
 
 class ScriptModel:
-    """Adapter of a script's own training steps to `TrainState`; here without any arrays.
+    """Adapter of a script's own training steps to `TrainState`; this base has no arrays.
 
     Attributes
     ----------
     seed : int or None
-        Of the order of samples; None until a checkpoint or the script gives one.
+        Seed of the order of samples; None until set by a checkpoint or the script.
     step : int
-        Steps of the session, which has counted them.
+        Steps counted by the session.
     uncounted, num_initial_epochs : int
-        As of `Trainable`.
+        As in `Trainable`.
     loss_scaler : None
-        A script scales its loss itself, if it does.
+        A script scales its loss itself, if at all.
     """
 
     num_initial_epochs = 0
@@ -63,20 +63,20 @@ class ScriptModel:
         return ()
 
     def check_trains(self) -> None:
-        """Raise ConfigError if something is missing that a checkpoint of the training has to hold."""
+        """Raise ConfigError if the state for a checkpoint is incomplete."""
 
     def count(self) -> None:
-        """Count a step, and hear the flags of all ranks; collective."""
+        """Count a step, and sum the flags of all ranks; collective."""
         self.sync.publish_flags()
         self.step += 1
 
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
-        """Return this rank's parts of all that a checkpoint holds, by group, as `Trainable.kept_arrays`."""
+        """Return this rank's parts of the contents of a checkpoint, by group, as `Trainable.kept_arrays`."""
         return {"model": [], "optimizer": []}
 
     def settings(self) -> dict[str, Any]:
-        """Return what a step depends on beside arrays, for JSON; collective."""
+        """Return the state of a step other than arrays, for JSON; collective."""
         return {}
 
     def take_settings(self, settings: Mapping[str, Any]) -> None:
-        """Go on with what `settings` returned, perhaps on another number of ranks; ValueError if it does not fit."""
+        """Restore the result of `settings`, possibly from another rank count; ValueError if it does not fit."""

@@ -1,4 +1,4 @@
-"""The input that a unit answers to most."""
+"""Optimal stimuli: inputs that maximise the output of a unit."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def optimal_stimulus(
 ) -> tuple[Any, np.ndarray]:
     """Maximise each unit over all inputs of one norm (Le et al. 2012), by gradient ascent on the sphere.
 
-    A step along the gradient is taken where it makes the unit's value larger; where not, the next one is half as long.
+    A step along the gradient is accepted if it increases the unit's value; otherwise the next step is halved.
 
     Parameters
     ----------
     model : Model
-        Built; on P ranks the result is that of one.
+        A built model; the result is the same on any number of ranks.
     layer : int
-        Place of the units' layer in `model.layers`.
+        Index of the units' layer in `model.layers`.
     units : sequence of (*cell, channel)
-        Global places in the layer's output.
+        Global indices in the layer's output.
     norm : float
         Euclidean norm of an input.
     steps : int
@@ -44,14 +44,14 @@ def optimal_stimulus(
     executor, grid = model.executor, model.grid
     extent = executor.graph.shapes[executor.graph.ends[layer + 1][1]][:-1]
     node, own = model.layers[layer], grid.tile_box(extent)
-    tile = node.leaves[0].tile if node.leaves == [node] else own  # in a segment it has cells of other ranks too
-    # what a tile's rank does not own is empty here; a vector is whole on every rank
-    here = [own.intersect(_cell(unit)).relative_to(tile) for unit in units]
-    places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(here, units, strict=True)) if box.size]
+    tile = node.leaves[0].tile if node.leaves == [node] else own  # in a segment it includes cells of other ranks
+    # boxes of other ranks' units are empty; a vector is whole on every rank
+    boxes = [own.intersect(_cell(unit)).relative_to(tile) for unit in units]
+    places = [(at, *box.lo, unit[-1]) for at, (box, unit) in enumerate(zip(boxes, units, strict=True)) if box.size]
     index = tuple(np.array(places, int).reshape(-1, len(extent) + 2).T)
 
-    def evaluate(x: Any, back: bool = False) -> tuple[np.ndarray, Any]:
-        """Return the units' values and, if asked for, their gradients."""
+    def evaluate(x: Any, with_gradient: bool = False) -> tuple[np.ndarray, Any]:
+        """Return the units' values and, optionally, their gradients."""
         values = np.zeros(len(units))
         x = model.context.backend.real_array("x", x, model.dtype)
         with executor.passing(x, Phase(training=False), layer + 1) as run:
@@ -59,21 +59,21 @@ def optimal_stimulus(
             values[index[0]] = y[index]
             if extent:
                 grid.tile_comm.allreduce(values)
-            if not back:
+            if not with_gradient:
                 return values, None
             dy = np.zeros_like(y)
             dy[index] = 1
             gradient = executor.backward(run, model.context.backend.real_array("dy", dy, model.dtype))
             return values, to_host(whole_input_gradient(model.input, gradient))
 
-    x = _scaled(model, _noise(model, len(units)), norm)
+    x = _normalise(model, _noise(model, len(units)), norm)
     length = np.full(len(units), 1.0)
     for _ in range(steps):
-        values, gradient = evaluate(x, back=True)
-        moved = _scaled(model, x + _each(length, x) * _scaled(model, gradient, norm), norm)
-        found, _ = evaluate(moved)
-        better = found > values
-        x = np.where(_each(better, x), moved, x)
+        values, gradient = evaluate(x, with_gradient=True)
+        candidates = _normalise(model, x + _per_sample(length, x) * _normalise(model, gradient, norm), norm)
+        new_values, _ = evaluate(candidates)
+        better = new_values > values
+        x = np.where(_per_sample(better, x), candidates, x)
         length[~better] /= 2
     return x, evaluate(x)[0]
 
@@ -89,15 +89,15 @@ def _noise(model: Model, count: int) -> Any:
     return rng.normal(rng.key(model.seed, "stimulus"), cells).astype(model.dtype)
 
 
-def _scaled(model: Model, x: Any, norm: float) -> Any:
-    """Return each sample with the norm asked for, taken over all tiles; what is 0 stays so."""
+def _normalise(model: Model, x: Any, norm: float) -> Any:
+    """Return each sample scaled to a norm over all tiles; zero samples stay zero."""
     own = model.input.owned(x)
     squares = np.asarray(np.sum(own * own, axis=tuple(range(1, x.ndim)), dtype=np.float64))
     model.grid.tile_comm.allreduce(squares)
-    return x * _each(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)
+    return x * _per_sample(norm / np.sqrt(np.where(squares > 0, squares, np.inf)), x)
 
 
-def _each(values: np.ndarray, x: Any) -> Any:
-    """Return one value per sample, to be multiplied with x."""
+def _per_sample(values: np.ndarray, x: Any) -> Any:
+    """Return one value per sample in a shape that broadcasts with x."""
     kind = bool if values.dtype == bool else x.dtype
     return values.reshape(-1, *(1,) * (x.ndim - 1)).astype(kind)

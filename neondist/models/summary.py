@@ -6,7 +6,7 @@ from html import escape
 
 
 class Summary(str):
-    """Text that a prompt shows as it is, and a notebook in letters of one width."""
+    """Text that is printed as it is, and shown in a monospaced font in notebooks."""
 
     def __repr__(self) -> str:
         return str(self)

@@ -1,4 +1,4 @@
-"""The targets that belong to a rank's outputs."""
+"""A rank's part of the targets."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..halo import GlobalArray
 
 
 def random_batch(model: Any, dataset: Any) -> tuple[Any, Any]:
-    """Return a rank's part of a batch of random images, and classes of them or of their cells, for a model of layers.
+    """Return a rank's part of a batch of random images and their classes, or classes of cells, for a model of layers.
 
-    What it computes does not depend on them, so that no data set has to be read.
+    Its computation does not depend on values, so that no data set has to be read.
     """
     images, output, rng = model.input, model.output, np.random.default_rng(0)
     lo, hi = model.grid.sample_range(model.batch_size)
-    # the tile that the model reads, which a scheme may have made wider
+    # the tile that the model reads, which a scheme may widen
     x = rng.random((hi - lo, *images.own.shape, images.channels)).astype(model.dtype)
     return x, rng.integers(output.channels, size=(hi - lo, *model.grid.tile_box(output.extent).shape))
 
 
 def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: GlobalArray) -> Any:
-    """Return this rank's part of the targets of a whole batch; what is local already is returned as it is.
+    """Return this rank's part of the targets of a whole batch; local targets are returned unchanged.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
     output : GlobalArray
         The layout of the output.
     images : GlobalArray
-        That of the images. Maps of their extent may have been cut as they are, into tiles that overlap.
+        The layout of the images. Maps of the same extent may be divided likewise, into overlapping tiles.
     """
     lo, hi = output.grid.sample_range(batch_size)
     if len(targets) == batch_size:
@@ -55,15 +55,15 @@ def local_targets(targets: Any, output: GlobalArray, batch_size: int, images: Gl
 
 
 def are_whole(targets: Any, output: GlobalArray, batch_size: int) -> bool:
-    """Return whether targets are those of a whole batch and of whole images, the same on every rank."""
+    """Return whether targets are of a whole batch and of whole images, the same on every rank."""
     spatial, extent = tuple(targets.shape[1 : 1 + len(output.extent)]), output.extent
     if len(targets) != batch_size or spatial != extent:
         return False
     tiles = output.tiles.boxes() if extent and output.grid.shape.tiles > 1 else []
-    return all(box.shape != extent for box in tiles)  # or a tile may be meant: the one that has all cells
+    return all(box.shape != extent for box in tiles)  # otherwise a tile has all cells, and may be meant
 
 
 def slices_in(images: GlobalArray, own: Box) -> tuple[slice, ...]:
-    """Return where cells of this rank lie in the tile that it reads, which may have others around them."""
-    starts = (max(0, lo - start) for lo, start in zip(own.lo, images.own.lo, strict=True))  # 0: there are none
+    """Return the slices of this rank's cells in the tile that it reads, which may be larger."""
+    starts = (max(0, lo - start) for lo, start in zip(own.lo, images.own.lo, strict=True))  # 0: no cells before
     return tuple(slice(at, at + n) for at, n in zip(starts, own.shape, strict=True))

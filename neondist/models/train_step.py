@@ -1,4 +1,4 @@
-"""One step of training: gradients, what is not finite, and the update."""
+"""One training step: gradients, the check for non-finite numbers, and the update."""
 
 from __future__ import annotations
 
@@ -19,68 +19,68 @@ from .trainable import Trainable
 
 
 class TrainStep(ABC):
-    """A step of a model of either kind, or of a stage of pretraining, whose counts stay its owner's.
+    """A step of a model of either kind, or of a stage of pretraining; the owner keeps the step counts.
 
     Attributes
     ----------
     scaler : LossScaler or None
-        Has a factor of the loss, by which gradients are too large until they are summed.
+        Scales the loss, and with it the gradients until they are summed.
     """
 
     def __init__(self, owner: Trainable) -> None:
         self.owner, self.scaler = owner, owner.whole.loss_scaler
 
     @abstractmethod
-    def saved(self) -> Callable[[], None]:
-        """Keep what a forward pass changes; return the function that puts it back."""
+    def save_state(self) -> Callable[[], None]:
+        """Save the state that a forward pass changes; return a function that restores it."""
 
     @abstractmethod
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
         """Return the mean cost over the global batch, and whether it and all gradients are finite; collective.
 
-        Fills the gradients of what is trained.
+        Fills the gradients of the trained parameters.
         """
 
     @abstractmethod
     def locate(self, x: Any, targets: Any, batch: int) -> str:
-        """Return in words what was not finite first; collective. It may go forward once more."""
+        """Describe the first non-finite value; collective, and may repeat the forward pass."""
 
     @abstractmethod
     def update(self) -> None:
-        """Change what is trained by its gradients."""
+        """Update the trained parameters by their gradients."""
 
     @property
     def loss_scale(self) -> float:
         """The factor of the gradients until they are summed."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
-    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # it looks at the results itself
+    @np.errstate(over="ignore", invalid="ignore", divide="ignore")  # results are checked explicitly
     def run(self, x: Any, targets: Any, batch: int) -> float:
-        """Return the mean cost; where a step is skipped NaN, with everything but the count of steps as before."""
+        """Run the step and return the mean cost; NaN for a skipped step, which changes only the count of steps."""
         owner, model = self.owner, self.owner.whole
-        put_back, observers = self.saved(), owner.grid.observers
+        restore, observers = self.save_state(), owner.grid.observers
         with observers.during("step"):
-            loss, good = self.gradients(x, targets, batch)
-            if good:
+            loss, is_finite = self.gradients(x, targets, batch)
+            if is_finite:
                 with observers.during("update"):
                     if model.remote is None:
                         self.update()
                     else:
                         model.remote.update(owner.learning_rate_scale)
-        where = None
-        if not good:
-            put_back()
-        if not good and self.scaler is not None and np.isfinite(loss):
+        location = None
+        if not is_finite:
+            restore()
+        if not is_finite and self.scaler is not None and np.isfinite(loss):
             model.nonfinite_monitor.overflowed(owner.step, self.scaler)
         else:
-            if not good:
-                where = self.locate(x, targets, batch)
-                put_back()
-            model.nonfinite_monitor.after_step(owner.step, model.nonfinite, where)
-            if good and self.scaler is not None:
+            if not is_finite:
+                location = self.locate(x, targets, batch)
+                restore()
+            model.nonfinite_monitor.after_step(owner.step, model.nonfinite, location)
+            if is_finite and self.scaler is not None:
                 self.scaler.update(overflow=False)
         owner.step += 1
-        if not good:
+        if not is_finite:
             owner.uncounted += 1
             return float("nan")
         return loss
@@ -94,28 +94,28 @@ class LayerStep(TrainStep):
         model: Any = owner.whole  # a Model
         self.model, self.parameters = model, model.built
 
-    def saved(self) -> Callable[[], None]:
-        """Keep running statistics, and what border schemes remember."""
+    def save_state(self) -> Callable[[], None]:
+        """Save running statistics, and the memory of border schemes."""
         buffers = self.parameters.buffers
         skips = self.model.nonfinite == "skip" or self.scaler is not None
         kept, memory = buffers.copy(), SchemeMemory(self.model.leaves, skips)
 
-        def put_back() -> None:
-            memory.put_back()
+        def restore() -> None:
+            memory.restore()
             buffers[...] = kept
 
-        return put_back
+        return restore
 
     def locate(self, x: Any, targets: Any, batch: int) -> str:
-        """Compute the gradients once more, and look at everything in between."""
+        """Compute the gradients again, checking all intermediate values."""
         return locate(self.owner.grid, x, lambda: self.gradients(x, targets, batch))
 
 
 class ModelStep(LayerStep):
-    """A step of what `model.trained` is."""
+    """A step of the parameters in `model.trained`."""
 
     def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
-        """Go forward and back, and add up the gradients."""
+        """Run the forward and backward pass, and sum the gradients."""
         model, context = self.model, self.model.context
         x = images_for(model, x)
         model.input.check_tile("x", x)
@@ -123,7 +123,7 @@ class ModelStep(LayerStep):
         scales, graphs = self._scales(local, batch), self._graphs(x)
         self.parameters.begin_gradients()
         if graphs is None:
-            value = self._in_rounds(x, local, batch, scales)
+            value = self._run_rounds(x, local, batch, scales)
         else:
             value, dy = self._cost_of(graphs.forward(x), local, scales)
             graphs.backward(dy)
@@ -135,8 +135,8 @@ class ModelStep(LayerStep):
         model.trained.sum_gradients(for_update=True, scale=self.loss_scale)
         return self.parameters.read_flags(loss)
 
-    def _in_rounds(self, x: Any, targets: Any, batch: int, scales: list[float]) -> Any:
-        """Return this rank's share of the mean cost, and fill in its shares of the gradients, in micro-batches."""
+    def _run_rounds(self, x: Any, targets: Any, batch: int, scales: list[float]) -> Any:
+        """Return this rank's share of the mean cost, and fill its shares of the gradients, in micro-batches."""
         model, trained = self.model, self.model.trained
         first, value = model.context.grid.sample_range(batch)[0], 0.0
         parts = micro_batches(len(x), model.accumulate)
@@ -148,8 +148,8 @@ class ModelStep(LayerStep):
                 with model.context.grid.observers.during("cost"):
                     dys = []
                     for run, (lo, hi) in zip(runs, batches, strict=True):
-                        found, dy = self._cost_of(run.output, targets[lo:hi], scales)
-                        value += found
+                        part_value, dy = self._cost_of(run.output, targets[lo:hi], scales)
+                        value += part_value
                         dys.append(dy)
                 last = batches is rounds[-1] and not trained.first
                 done = self.parameters.ready if last else None
@@ -160,7 +160,7 @@ class ModelStep(LayerStep):
         return value
 
     def _graphs(self, x: Any) -> PassGraphs | None:
-        """Return the graphs of the passes of a step with such images; None: it is an ordinary one."""
+        """Return captured graphs of the passes for such images; None if the step is not captured."""
         model, parameters = self.model, self.parameters
         executor, first = model.executor, model.trained.first
         if len(micro_batches(len(x), model.accumulate)) > 1:
@@ -177,13 +177,13 @@ class ModelStep(LayerStep):
         return executor.graphs(len(x), first, lambda: PassGraphs(model.context.backend.kernels, forward, backward, x))
 
     def update(self) -> None:
-        """Let the optimiser change the values."""
+        """Update the values with the optimiser."""
         model = self.model
         optimizer, count = model.optimizer.with_momentum(model.momentum), model.step - model.uncounted
         model.trained.update(optimizer, model.slots, count, model.learning_rate_scale)
 
     def _scales(self, targets: Any, batch: int) -> list[float]:
-        """Return what the sum of each part of the cost is multiplied by; collective where it depends on targets."""
+        """Return the factor of each part of the summed cost; collective if it depends on targets."""
         cost, output = self.model.cost, self.model.output
         weights = weights_of(cost, (len(targets), *output.local_shape[1:]), targets)
         if weights:
@@ -196,10 +196,10 @@ class ModelStep(LayerStep):
         total, observers = self.model.output.total, self.model.context.grid.observers
         value, slopes = 0.0, []
         for (_, part), scale in zip(parts_of(self.model.cost), scales, strict=True):
-            found = part.value(y, targets, total)
-            observers.value(None, "cost", self.model.context.backend.xp.asarray(found).reshape(1))
+            part_value = part.value(y, targets, total)
+            observers.value(None, "cost", self.model.context.backend.xp.asarray(part_value).reshape(1))
             slope = part.gradient(y, targets, total)
             observers.value(None, "gradient of the cost", slope)
-            value = value + scale * found
+            value = value + scale * part_value
             slopes.append(slope * self.model.dtype.type(scale * self.loss_scale))
         return value, sum(slopes[1:], slopes[0])

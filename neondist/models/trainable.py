@@ -1,4 +1,4 @@
-"""Interface between the training loop and the objects it trains."""
+"""Interface between the training loop and the models it trains."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Trainable(Protocol):
     Attributes
     ----------
     output, output_shape
-        Where `cost` counts what `fprop` returns; the shape is global, without the batch.
+        Layout of the outputs for `cost`; the shape is global, without the batch.
     uncounted : int
-        How many steps the optimiser does not count.
+        Number of steps that the optimiser does not count.
     momentum : float or None
-        Of the next step; None: the optimiser's own.
+        Momentum of the next step; None: the optimiser's own.
     num_initial_epochs : int
         Epochs after which the optimiser is reset.
     stages : sequence
@@ -62,43 +62,43 @@ class Trainable(Protocol):
 
     @property
     def streams(self) -> bool:
-        """Whether it reads images strip by strip, and has no more of them in memory."""
+        """Whether it reads images strip by strip, and keeps only these in memory."""
 
     @property
     def whole(self) -> TrainableModel:
-        """The model itself, or the one that the stage belongs to."""
+        """The model itself, or the model of a stage."""
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
-        """Take note that an epoch begins or, if samples of it have been `seen`, goes on; `epoch` counts from 0."""
+        """Begin an epoch, counted from 0, or resume it after `seen` samples."""
 
     def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
-        """Run one step, and return the mean cost of a sample of the whole batch; NaN if it was skipped."""
+        """Run one step, and return the mean cost over the global batch; NaN if it was skipped."""
 
-    def judged(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float | list[float]]:
-        """Return this rank's outputs, its targets, as metrics take them, and its part of the cost; as for inference.
+    def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float | list[float]]:
+        """Return this rank's outputs and targets for metrics, and its part of the cost, in inference mode.
 
-        Of a cost of several parts it is that of each.
+        For a cost of several parts, a list with that of each.
         """
 
     def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
-        """Return this rank's parts of all that a checkpoint holds, by group: 'model' and 'optimizer'.
+        """Return this rank's parts of the contents of a checkpoint, by group: 'model' and 'optimizer'.
 
         Parameters
         ----------
         slots : collection of str
-            What a checkpoint that is about to be read has in 'optimizer'. An optimiser that makes its arrays in its
-            first step makes these now.
+            Names in 'optimizer' of a checkpoint about to be read. An optimiser that creates its arrays in the first
+            step creates these now.
         """
 
 
 class RemoteUpdate(ABC):
-    """Updates of all parameters of a model that are applied outside of its job."""
+    """Updates of a model's parameters that are applied outside of its job, by parameter servers."""
 
     strategy: Strategy
 
     @abstractmethod
     def update(self, scale: float) -> None:
-        """Hand over the gradients of a step, and take over new values; collective.
+        """Send the gradients of a step, and receive new values; collective.
 
         Parameters
         ----------
@@ -108,29 +108,29 @@ class RemoteUpdate(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Take over the values at the end of training; collective."""
+        """Receive the final values at the end of training; collective."""
 
 
 class TrainableModel(Registered, Trainable, ABC):
-    """A model that an experiment can train: what the loop and its hooks ask of it beside that.
+    """A model that an experiment can train: the rest of the interface to the training loop and its hooks.
 
     Attributes
     ----------
     batch_size : int
-        That it is built for, over all replicas.
-    compiled : what `plan` has returned
+        Batch size of the built model, over all replicas.
+    compiled : result of `plan`
     memory : int or None
-        Memory limit in bytes for the processes on one machine together, if set.
+        Memory limit in bytes for all processes on one machine together, if set.
     vector_parallel : bool or None
-        Whether fully connected layers are divided by outputs and inputs in turn; None: they cannot be.
+        Whether fully connected layers are divided by outputs and inputs alternately; None: unsupported.
     remote : RemoteUpdate or None
-        Updates the parameters in the place of the optimiser.
+        Updates the parameters instead of the optimiser.
     precision : ComputePrecision
-        Of the operands of its products.
+        Precision of the operands of products.
     loss_scaler : LossScaler or None
-        Scales the loss, where gradients of that precision might vanish; known after `build`.
+        Scales the loss if gradients of that precision may underflow; known after `build`.
     room : int or None
-        Bytes that a rank has, where it is known. If a step takes more, and no `memory` is asked for, it is streamed.
+        Bytes available to a rank, if known. A step that needs more is streamed, unless `memory` is set.
     """
 
     memory: int | None = None
@@ -159,7 +159,7 @@ class TrainableModel(Registered, Trainable, ABC):
 
     @property
     def sync_states(self) -> list[SyncState]:
-        """State of gradient synchronisation that is kept from step to step."""
+        """State of gradient synchronisation kept from step to step."""
         return self.built.compressed.state()
 
     @property
@@ -169,7 +169,7 @@ class TrainableModel(Registered, Trainable, ABC):
 
     @property
     def exchanged(self) -> Mapping[str, Sequence[GlobalArray]]:
-        """The arrays whose border schemes may remember earlier steps, in checkpoints too, by layer."""
+        """The arrays whose border schemes may have a memory, which is checkpointed, by layer."""
         return {}
 
     @property
@@ -179,19 +179,19 @@ class TrainableModel(Registered, Trainable, ABC):
 
     @abstractmethod
     def guard(self, seed: int) -> None:
-        """Look for mistakes of a user's layers and border schemes in all steps of a built model; see DebugHalo."""
+        """Check a user's layers and border schemes in all steps of a built model; see DebugHalo."""
 
     def array_backend(self) -> Backend:
-        """Return the backend that computes in the model's precision; ConfigError where none can."""
+        """Return the backend for the model's precision; ConfigError if it is not supported."""
         self.precision.check(self.dtype)
         return get_backend(self.backend).in_precision(self.precision)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Have the running mean of the weights in their place meanwhile, where the optimiser keeps one."""
+        """Replace the weights by their running mean within the context, if the optimiser keeps one."""
         return nullcontext()
 
     def settle(self) -> None:
-        """Finish what steps have put off; collective."""
+        """Finish pending messages of steps; collective."""
         return
 
     @abstractmethod
@@ -204,38 +204,38 @@ class TrainableModel(Registered, Trainable, ABC):
         memory: int | str | None = None,
         strategy: StrategyBuilder | Strategy | str | None = None,
     ) -> None:
-        """Say how a step is executed, before the model is built; ConfigError if it cannot be so."""
+        """Set how a step is executed, before the model is built; ConfigError if it is not supported."""
 
     @abstractmethod
     def plan(self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None) -> Any:
-        """Return what every rank of a grid would do; needs no MPI, and raises what `build` would raise."""
+        """Return the plan for every rank of a grid, without communication; raises the errors of `build`."""
 
     def within(self, plan: Any) -> Any:
-        """Return the plan of a training in `memory`, where `plan` leaves that to this."""
+        """Return the plan adapted to `memory`, if `plan` does not do so itself."""
         return plan
 
     @abstractmethod
     def build(
         self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Any = None
     ) -> None:
-        """Make everything for this rank."""
+        """Build the model for this rank."""
 
     @abstractmethod
     def fprop(self, x: Any, training: bool = True, batch_size: int | None = None) -> Any:
         """Return this rank's tile of the output for its tile of the images."""
 
     def trial_batch(self, dataset: Dataset) -> tuple[Any, Any]:
-        """Return images and labels of this rank, for steps that are only timed; the model is built."""
+        """Return images and labels of this rank for timing steps of a built model."""
         dataset.open(self.grid)
         lo, hi = self.grid.sample_range(self.batch_size)
         numbers = np.arange(lo, hi) % len(dataset.train)
         return dataset.train.images(numbers, self.dtype), dataset.train.targets(numbers)
 
     def place(self, fields: Fields | None) -> None:
-        """Let the cost know what the outputs are, and which cells of them this rank has; the model is built."""
+        """Pass the cost the shape of the outputs and the cells that this rank owns; the model is built."""
 
     def cost_of_cells(self) -> Any:
-        """Return the cost such that sums over boxes of an image's cells, whole samples or not, add up."""
+        """Return a cost whose values for boxes of an image's cells add up."""
         return self.cost
 
     def summary(
@@ -244,12 +244,12 @@ class TrainableModel(Registered, Trainable, ABC):
         grid: GridShape | None = None,
         batch_size: int | None = None,
     ) -> Summary:
-        """Return a table: what every layer gives, its parameters, its tile, halo and memory, as `neondist check`.
+        """Return a table of all layers with output, parameters, tile, halo and memory, as `neondist check`.
 
         Parameters
         ----------
         input_shape : (*spatial, C), global
-            Not needed once the model is built; then it is about the plan that runs.
+            Not needed once the model is built; the default is the plan that runs.
         grid, batch_size : optional
             As in `plan`.
 
@@ -273,33 +273,33 @@ class TrainableModel(Registered, Trainable, ABC):
         return (self.summary() if built else Summary(f"{self} (not built)"))._repr_html_()
 
     def begin_epoch(self, epoch: int, seen: int = 0) -> None:
-        """Take note that an epoch begins or, if samples of it have been `seen`, goes on; `epoch` counts from 0."""
+        """Begin an epoch, counted from 0, or resume it after `seen` samples."""
         return
 
     def export(self, folder: Path) -> None:
-        """Write what other programs read of a trained model into the folder of its run; collective."""
+        """Write a trained model for other programs to the folder of its run; collective."""
         return
 
     @property
     @abstractmethod
     def bytes_sent(self) -> int:
-        """Of halos, since the build."""
+        """Bytes of halos sent since `build`."""
 
     @property
     @abstractmethod
     def bytes_summed(self) -> int:
-        """Bytes given into sums, or sent to redistribute vectors."""
+        """Bytes contributed to reductions, or sent to redistribute vectors."""
 
     @abstractmethod
     def ledger(self) -> Ledger:
-        """Return all messages and sums since the build."""
+        """Return all messages and reductions since `build`."""
 
     @property
     def streams(self) -> bool:
-        """Whether it reads images strip by strip, and has no more of them in memory."""
+        """Whether it reads images strip by strip, and keeps only these in memory."""
         return bool(self.compiled.streams)
 
     @property
     def whole(self) -> TrainableModel:
-        """The model itself; of a stage of pretraining it is the model that the stage belongs to."""
+        """The model itself; for a stage of pretraining, the model that the stage belongs to."""
         return self

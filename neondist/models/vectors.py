@@ -1,4 +1,4 @@
-"""Vector parallelism: fully connected layers in pairs, with one sum over ranks a pair."""
+"""Vector parallelism: fully connected layers in pairs, with one reduction per pair."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Shape = tuple[int, ...]
 
 
 def alternate(nodes: Sequence[Any], input_shape: Shape) -> None:
-    """Divide layers that follow each other by outputs and inputs in turn, the last one by inputs.
+    """Divide consecutive layers by outputs and inputs alternately, the last one by inputs.
 
-    A layer that reads an image is divided by inputs: each rank has its tile of these.
+    A layer that reads an image is divided by inputs: each rank has its tile.
     """
     shape, run = input_shape, []  # type: Shape, list[tuple[Any, Shape]]
     for node in nodes:
@@ -24,15 +24,15 @@ def alternate(nodes: Sequence[Any], input_shape: Shape) -> None:
             run = []
         try:
             shape = node.output_shape_for(shape)
-        except UserError:  # the plan says which layer
+        except UserError:  # the plan reports the layer
             break
     _divide(run)
 
 
 def _divide(run: Sequence[tuple[Any, Shape]]) -> None:
-    """Divide layers that follow each other, given with the shapes of their inputs."""
-    follows = False  # whether the layer behind is divided by inputs
+    """Divide consecutive layers, given with the shapes of their inputs."""
+    next_by_inputs = False  # whether the following layer is divided by inputs
     for layer, shape in reversed(run):
-        by_outputs = follows and len(shape) == 1 and layer.gives_shards
+        by_outputs = next_by_inputs and len(shape) == 1 and layer.gives_shards
         layer.divide("outputs" if by_outputs else "inputs")
-        follows = not by_outputs
+        next_by_inputs = not by_outputs

@@ -1,4 +1,4 @@
-"""Models of serial layers that are made in a scope: distributed ones that take and return whole arrays."""
+"""Serial models created in a scope: they become distributed, but take and return whole arrays."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .scope import CLASS_IN_SCOPE
 
 
 @contextmanager
-def model_scope(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, made: list[Model]) -> Iterator[None]:
-    """Distribute, over a grid and under a strategy, the serial models that this thread makes, and append them."""
-    token = CLASS_IN_SCOPE.set(partial(_whole_batch_class, grid, strategy, made))
+def model_scope(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, models: list[Model]) -> Iterator[None]:
+    """Distribute the serial models that this thread creates over a grid with a strategy; append them to `models`."""
+    token = CLASS_IN_SCOPE.set(partial(_whole_batch_class, grid, strategy, models))
     try:
         yield
     finally:
         CLASS_IN_SCOPE.reset(token)
 
 
-def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, made: list[Model], cls: type) -> type:
-    """Return the class of a serial model's whole batches; a distributed class stays as it is."""
+def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, models: list[Model], cls: type) -> type:
+    """Return the whole-batch class of a serial model; a distributed class is unchanged."""
     if issubclass(cls, Distributed):
         return cls
     base: Any = dist_class(cls)
@@ -36,14 +36,14 @@ def _whole_batch_class(grid: ProcessGrid, strategy: StrategyBuilder | Strategy, 
     def __init__(self: Any, layers: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, [layer.twin() for layer in Sequential(layers).layers], *args, **kwargs)
         self.execute(strategy=self.strategy or strategy)
-        made.append(self)
+        models.append(self)
 
     names = {"__init__": __init__, "scope_grid": grid, "serial_name": cls.__name__}
     return type(f"_WholeBatch{cls.__name__}", (_WholeBatches, base), names)
 
 
 class _WholeBatches(Distributed, Model):
-    """A distributed model with the methods of a serial one: its arrays are whole, and the same on every rank."""
+    """A distributed model with the interface of a serial one: whole arrays, the same on every rank."""
 
     scope_grid: ProcessGrid
     serial_name: str

@@ -1,4 +1,4 @@
-"""Optimisers: how gradients change the parameters, in place, on one flat array."""
+"""Optimisers: in-place updates of parameters in one flat array."""
 
 from .adam import LAMB, Adam, AdamW
 from .base import AVERAGE, Optimizer, Scheduled

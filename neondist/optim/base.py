@@ -17,7 +17,7 @@ from .flat import FlatLayout, block_size
 from .schedule import Schedule
 
 AVERAGE = "average"
-"""The slot of the parameters' running mean."""
+"""Slot of the parameters' running mean."""
 
 
 class Scheduled:
@@ -32,16 +32,16 @@ class Scheduled:
 
         `losses` are those of the validation split after each epoch so far.
         """
-        if isinstance(self.schedule, Schedule):  # of others, a factor is all that is asked for
+        if isinstance(self.schedule, Schedule):  # other objects only need `factor`
             return float(self.schedule.factor_after(epoch, losses))
         return 1.0 if self.schedule is None else float(self.schedule.factor(epoch))
 
     def momentum_at(self, epoch: float) -> float | None:
-        """Return the momentum that the schedule wants at `epoch`; None, if it stays what it is."""
+        """Return the scheduled momentum at `epoch`; None if it is not scheduled."""
         return self.schedule.momentum_at(epoch) if isinstance(self.schedule, Schedule) else None
 
     def check(self, epochs: int) -> None:
-        """Raise ConfigError, about the schedule, if a run of so many epochs would train on at rate 0."""
+        """Raise ConfigError about the schedule if a run of `epochs` epochs would continue at rate 0."""
         if isinstance(self.schedule, Schedule):
             try:
                 self.schedule.check(epochs)
@@ -79,7 +79,7 @@ class Optimizer(Scheduled, Registered, ABC):
     """
 
     slot_names: tuple[str, ...] = ()
-    #: what weight decay is: a part of the gradient, of the step ('direction') or apart from both ('weights')
+    #: target of weight decay: the gradient, the step ('direction') or, decoupled, the parameters ('weights')
     decay: Literal["gradient", "weights", "direction"] = "gradient"
 
     @checked
@@ -139,18 +139,18 @@ class Optimizer(Scheduled, Registered, ABC):
         scratch = xp.empty(min(block_size(params), params.size), params.dtype)
         for block, decays in layout.blocks(params, self.decay_all or not self.weight_decay):
             p, g = params[block], grads[block]
-            room = scratch[: p.size]
+            buffer = scratch[: p.size]
             decays = decays and self.weight_decay > 0
             if decays and self.decay == "gradient":
-                xp.multiply(p, self.weight_decay, out=room)
-                g += room
+                xp.multiply(p, self.weight_decay, out=buffer)
+                g += buffer
             if decays and self.decay == "weights":
                 p *= 1 - rate * self.weight_decay
-            mine = {name: slots[name][block] for name in self.slot_names}
-            self.apply(p, g, mine, room, rate, step)
+            own_slots = {name: slots[name][block] for name in self.slot_names}
+            self.apply(p, g, own_slots, buffer, rate, step)
             if decays and self.decay == "direction":
-                xp.multiply(p, self.weight_decay, out=room)
-                g += room
+                xp.multiply(p, self.weight_decay, out=buffer)
+                g += buffer
         self.finish(params, grads, rate, layout)
         if self.ema is not None:
             self._average(params, slots[AVERAGE], scratch, step, layout)
@@ -159,9 +159,9 @@ class Optimizer(Scheduled, Registered, ABC):
         """Return the same optimiser with another momentum, None: its own; slots remain valid."""
         if momentum is None:
             return self
-        found = copy(self)
-        found.set_momentum(momentum)
-        return found
+        optimizer = copy(self)
+        optimizer.set_momentum(momentum)
+        return optimizer
 
     def set_momentum(self, momentum: float) -> None:
         """Set the momentum, if `has_momentum`."""
@@ -187,7 +187,7 @@ class Optimizer(Scheduled, Registered, ABC):
         """Update all parameters after `apply` has processed all blocks, for rules that need whole parameters."""
 
     def norms_for(self, cut: int) -> int:
-        """Return how many float64 values are reduced over the tiles per step, for so many partitioned parameters."""
+        """Return the number of float64 values reduced over the tiles per step for `cut` partitioned parameters."""
         return cut * (self.clip_norm is not None)
 
     def _scale(self, array: Any, layout: FlatLayout, factor: Any) -> None:
@@ -202,7 +202,7 @@ class Optimizer(Scheduled, Registered, ABC):
 
 
 def move_mean(mean: Any, values: Any, keep: float, scratch: Any) -> None:
-    """Let a running mean keep this share of itself, and take the rest from the values."""
+    """Update a running mean in place: mean = keep * mean + (1 - keep) * values."""
     mean *= keep
     namespace(values).multiply(values, 1.0 - keep, out=scratch)
     mean += scratch

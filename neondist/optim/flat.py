@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays.namespace import namespace
 
 BLOCK = 1 << 15  # cells per block: parameters, gradients, slots and scratch of one block stay in the cache
-WIDE = 1 << 24  # on a device, where a launch takes as long as many cells
+WIDE = 1 << 24  # on a device, to amortise kernel launches
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class FlatLayout:
 
     @classmethod
     def of_one(cls, size: int) -> FlatLayout:
-        """Return the layout of a single parameter of so many elements, on one rank."""
+        """Return the layout of a single parameter of `size` elements on one rank."""
         return cls(((0, size),), (True,), 1)
 
     def blocks(self, array: Any, alike: bool) -> Iterator[tuple[slice, bool]]:
-        """Yield where the parameters are in an array, a block at a time, and whether weight decay applies.
+        """Yield blocks of the parameters in an array, and whether weight decay applies.
 
         Parameters
         ----------
         alike : bool
-            Whether it applies to all.
+            Whether it applies to all parameters.
         """
         runs: list[list[Any]] = []
         for (start, stop), decays in zip(self.spans, self.decays, strict=True):
@@ -69,20 +69,20 @@ class FlatLayout:
 
 def _squares(array: Any) -> Any:
     xp = namespace(array)
-    found = xp.zeros((), "f8")
+    total = xp.zeros((), "f8")
     for at in blocks(array, 0, array.size):
         block = array[at]
-        found = found + (block * block).sum(dtype="f8")
-    return found
+        total = total + (block * block).sum(dtype="f8")
+    return total
 
 
 def blocks(array: Any, start: int, stop: int) -> Iterator[slice]:
-    """Yield the blocks of a part of an array."""
+    """Yield the blocks of an array from start to stop."""
     cells = block_size(array)
     for at in range(start, stop, cells):
         yield slice(at, min(at + cells, stop))
 
 
 def block_size(array: Any) -> int:
-    """Return how many cells of an array a block has."""
+    """Return the number of cells per block of an array."""
     return BLOCK if isinstance(array, np.ndarray) else WIDE

@@ -23,11 +23,11 @@ class Schedule(Registered, ABC):
         return self.factor(epoch)
 
     def momentum_at(self, epoch: float) -> float | None:
-        """Return the momentum at `epoch`; None, if it is the optimiser's own."""
+        """Return the momentum at `epoch`; None: the optimiser's own."""
         return None
 
     def check(self, epochs: int) -> None:
-        """Raise ConfigError if a run of so many epochs would train on at rate 0."""
+        """Raise ConfigError if a run of `epochs` epochs would continue at rate 0."""
 
 
 class StepDecay(Schedule):
@@ -64,7 +64,7 @@ class CosineDecay(Schedule):
         self.epochs, self.floor = int(epochs), float(floor)
 
     def check(self, epochs: int) -> None:
-        """Raise ConfigError if the rate is 0 before a run of so many epochs ends."""
+        """Raise ConfigError if the rate reaches 0 before a run of `epochs` epochs ends."""
         if not self.floor:
             _check_end(self.epochs, epochs)
 
@@ -105,7 +105,7 @@ class Warmup(Schedule):
         return 1.0 if self.then is None else self.then.factor_after(epoch - self.epochs, losses)
 
     def momentum_at(self, epoch: float) -> float | None:
-        """Return the momentum of the following schedule, once it has begun."""
+        """Return the momentum of the following schedule after the warmup."""
         return None if self.then is None or epoch < self.epochs else self.then.momentum_at(epoch - self.epochs)
 
 
@@ -139,7 +139,7 @@ class OneCycle(Schedule):
         self.momentum = momentum
 
     def check(self, epochs: int) -> None:
-        """Raise ConfigError if the cycle ends before a run of so many epochs does."""
+        """Raise ConfigError if the cycle ends before a run of `epochs` epochs does."""
         _check_end(self.epochs, epochs)
 
     def factor(self, epoch: float) -> float:
@@ -151,10 +151,10 @@ class OneCycle(Schedule):
         return None if self.momentum is None else self._between(epoch, self.momentum[1], *self.momentum)
 
     def _between(self, epoch: float, first: float, peak: float, last: float) -> float:
-        done = min(epoch / self.epochs, 1.0)
-        if done < self.rise:
-            return _cosine(first, peak, done / self.rise)
-        return _cosine(peak, last, (done - self.rise) / (1.0 - self.rise))
+        progress = min(epoch / self.epochs, 1.0)
+        if progress < self.rise:
+            return _cosine(first, peak, progress / self.rise)
+        return _cosine(peak, last, (progress - self.rise) / (1.0 - self.rise))
 
 
 class Plateau(Schedule):
@@ -195,19 +195,19 @@ class Plateau(Schedule):
 
     def factor_after(self, epoch: float, losses: Sequence[float | None]) -> float:
         """Return the factor after the drops so far."""
-        factor, best, bad, pause = 1.0, math.inf, 0, 0
+        factor, best, stale_epochs, cooldown = 1.0, math.inf, 0, 0
         for loss in losses:
-            better = loss is not None and loss < best * (1.0 - self.threshold)
-            best = loss if better and loss is not None else best
-            bad = 0 if better or pause else bad + 1
-            pause = max(0, pause - 1)
-            if bad > self.patience:
-                factor, bad, pause = max(factor * self.drop, self.floor), 0, self.cooldown
+            improved = loss is not None and loss < best * (1.0 - self.threshold)
+            best = loss if improved and loss is not None else best
+            stale_epochs = 0 if improved or cooldown else stale_epochs + 1
+            cooldown = max(0, cooldown - 1)
+            if stale_epochs > self.patience:
+                factor, stale_epochs, cooldown = max(factor * self.drop, self.floor), 0, self.cooldown
         return factor
 
 
-def _cosine(first: float, last: float, done: float) -> float:
-    return last + (first - last) * 0.5 * (1.0 + math.cos(math.pi * done))
+def _cosine(first: float, last: float, progress: float) -> float:
+    return last + (first - last) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _check_end(length: int, epochs: int) -> None:

@@ -1,9 +1,8 @@
 """Synchronisation of gradients between ranks that hold the same parameters, or samples of the same batch.
 
-parameters: the trained arrays of a model in flat buffers. layer_parameters: those of layers. shard: one array, and the
-part of it on a rank.
-subset: some of them. sync: sums over ranks. flags: what ranks tell each other with them. compressors: sums in fewer
-bytes; rows: those of sparse parameters; compressed: the gradients that travel so.
+parameters: the trained arrays of a model in flat buffers. layer_parameters: those of layers. shard: one array, and its
+part on a rank. subset: some of the parameters. sync: sums over ranks. flags: control flags sent with the sums.
+compressors: sums in fewer bytes; rows: sums of sparse parameters; compressed: the gradients that use either.
 """
 
 from .compressors import SyncState, compressed_bytes

@@ -1,4 +1,4 @@
-"""The part of the flat gradients that does not travel as it is: compressed, or as rows."""
+"""The part of the flat gradients that is sent compressed, or as rows."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class CompressedGradients:
     Attributes
     ----------
     compressors : list of (int, Compressor)
-        And where the gradients of each begin.
+        Each with the start of its gradients.
     """
 
     def __init__(self, reductions: Reductions, gradients: Any, parameters: Iterable[tuple[str, Shape, str]]) -> None:
         self.reductions, self.gradients = reductions, gradients
         self.compressors: list[tuple[int, Compressor]] = []
         tables, start, ranks = [], 0, reductions.grid.size
-        for text, group in groupby(parameters, lambda one: one[2]):
+        for text, group in groupby(parameters, lambda parameter: parameter[2]):
             shapes = {name: shape for name, shape, _ in group}
             if text != ROWS:
                 self.compressors.append((start, compressor_of(text, shapes, np.dtype(gradients.dtype))))
@@ -52,22 +52,22 @@ class CompressedGradients:
         return finite(self.gradients)
 
     def sum(self) -> None:
-        """Replace the gradients by their sums, and keep what was left out for the next step; collective.
+        """Replace the gradients by their sums, and keep the residuals for the next step; collective.
 
-        On one rank nothing is left out. If a sum is not finite, nothing else changes.
+        On one rank there are none. If a sum is not finite, nothing else changes.
         """
         self.rows.reduce(self.gradients)
-        for start, one in self.compressors:
-            part = self.gradients[start : start + one.residual.size]
-            given = to_host(part) + one.residual
+        for start, compressor in self.compressors:
+            part = self.gradients[start : start + compressor.residual.size]
+            send = to_host(part) + compressor.residual
             alone = self.reductions.grid.size == 1
-            total, residual = (given, np.zeros_like(given)) if alone else one.sum(self.reductions, given)
+            total, residual = (send, np.zeros_like(send)) if alone else compressor.sum(self.reductions, send)
             part[...] = namespace(part).asarray(total)
             if finite(total):
-                one.residual[...] = residual
+                compressor.residual[...] = residual
                 if not alone:
-                    one.commit()
+                    compressor.commit()
 
     def state(self) -> list[SyncState]:
-        """Return what is kept from step to step, as views."""
-        return [state for _, one in self.compressors for state in one.state()]
+        """Return the state kept from step to step, as views."""
+        return [state for _, compressor in self.compressors for state in compressor.state()]

@@ -1,7 +1,7 @@
-"""Sums of gradients over ranks in fewer bytes, with error feedback: what a step leaves out, the next one adds.
+"""Sums of gradients over ranks in fewer bytes, with error feedback: the residual of a step is added in the next.
 
-What all ranks add to their gradients is kept: the sum that they get and what they leave out are the exact sum together,
-up to rounding. All arrays are flat ones of the host.
+Nothing is lost: the sum that ranks get and their residuals add up to the exact sum, up to rounding. All arrays are flat
+arrays of the host.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class SyncState(NamedTuple):
     Attributes
     ----------
     name : str
-        '<layer name>/<parameter>/<what it is>'.
+        '<layer name>/<parameter>/<kind of state>'.
     array : ndarray
     replicated : bool
-        Whether it is the same on all ranks; otherwise what counts is the sum over ranks.
+        Whether it is the same on all ranks; otherwise only its sum over ranks matters.
     """
 
     name: str
@@ -39,19 +39,19 @@ class SyncState(NamedTuple):
 
 
 class Compressor(ABC):
-    """A way to send the gradients of some parameters.
+    """Compressed sums of the gradients of some parameters.
 
     Parameters
     ----------
     shapes : mapping of str to tuple
-        Of the parameters, which lie side by side.
+        Shapes of the parameters, which are contiguous.
     argument : float
     dtype : dtype of gradients
 
     Attributes
     ----------
     residual : flat array
-        Error feedback: what this rank has not sent yet.
+        Error feedback: the part that this rank has not sent yet.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], argument: float, dtype: np.dtype) -> None:
@@ -62,14 +62,14 @@ class Compressor(ABC):
     @staticmethod
     @abstractmethod
     def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
-        """Return the bytes that a rank gives into the sum of one parameter's gradient."""
+        """Return the bytes that a rank contributes to the sum of one parameter's gradient."""
 
     @abstractmethod
     def sum(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sum over all ranks, and what this rank leaves out of its gradients; collective."""
+        """Return the sum over all ranks, and the residual of this rank's gradients; collective."""
 
     def commit(self) -> None:
-        """Take note that the last sum is used."""
+        """Accept the last sum."""
         return
 
     def parts(self, flat: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -78,12 +78,12 @@ class Compressor(ABC):
             yield name, flat[start:stop].reshape(shape)
 
     def state(self) -> list[SyncState]:
-        """Return what is kept from step to step: views."""
+        """Return the state kept from step to step, as views."""
         return [SyncState(f"{name}/error_feedback", part, False) for name, part in self.parts(self.residual)]
 
 
 class HalfPrecision(Compressor):
-    """Numbers of 16 bits; each rank adds up a slice in full precision. What it rounds off is in its residual."""
+    """Numbers of 16 bits; each rank adds up a slice in full precision. Rounding errors are in its residual."""
 
     @staticmethod
     def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
@@ -94,8 +94,8 @@ class HalfPrecision(Compressor):
         """Return the sum, and the rounding errors of this rank's gradients and of its slice of the sum."""
         codes = self.encode(gradients)
         gradients -= self.decode(codes)
-        total, mine, error = reductions.sum_encoded("world", codes, self.encode, self.decode)
-        gradients[mine] += error
+        total, own_slice, error = reductions.sum_encoded("world", codes, self.encode, self.decode)
+        gradients[own_slice] += error
         return self.decode(total), gradients
 
     @abstractmethod
@@ -136,11 +136,11 @@ class TopK(Compressor):
 
     @staticmethod
     def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
-        """Return those of indices and values."""
+        """Return the bytes of indices and values."""
         return ceil(argument * prod(shape)) * (np.dtype(_index(prod(shape))).itemsize + itemsize)
 
     def sum(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sum of all ranks' largest, in the order of ranks, and the others of this rank."""
+        """Return the sum of all ranks' largest entries, in rank order, and the other entries of this rank."""
         index = _index(gradients.size)
         chosen = [start + self._largest(gradients[start:stop]) for start, stop in self.spans]
         places = np.concatenate(chosen).astype(index)
@@ -162,7 +162,7 @@ class PowerSGD(Compressor):
     Attributes
     ----------
     factors : dict of str to array
-        The right factor of each parameter's last sum, with which the next step begins.
+        The right factor of each parameter's last sum, the start of the next step.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], argument: float, dtype: np.dtype) -> None:
@@ -175,12 +175,12 @@ class PowerSGD(Compressor):
 
     @staticmethod
     def nbytes(shape: Shape, argument: float, itemsize: int) -> int:
-        """Return those of both factors."""
+        """Return the bytes of both factors."""
         rows, cols = _matrix(shape)
         return min(int(argument), rows, cols) * (rows + cols) * itemsize
 
     def sum(self, reductions: Reductions, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sum of the projections on the common left factor, and what this rank's leaves out."""
+        """Return the sum of the projections on the common left factor, and this rank's residual."""
         shares = {name: gradients[slice(*span)].reshape(_matrix(self.shapes[name])) for name, span in self._places()}
         lefts = self._summed(reductions, {name: share @ self.factors[name] for name, share in shares.items()})
         lefts = {name: np.linalg.qr(left.astype(np.float64))[0].astype(self.dtype) for name, left in lefts.items()}
@@ -191,7 +191,7 @@ class PowerSGD(Compressor):
         return np.concatenate([(lefts[name] @ right.T).ravel() for name, right in self._rights.items()]), gradients
 
     def commit(self) -> None:
-        """Begin the next step with the last right factors."""
+        """Keep the last right factors for the next step."""
         for name, right in self._rights.items():
             self.factors[name][...] = right
 
@@ -208,7 +208,7 @@ class PowerSGD(Compressor):
 
     @staticmethod
     def _summed(reductions: Reductions, factors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the sums over all ranks, which travel in one message."""
+        """Return the sums over all ranks, in one message."""
         flat = reductions.allreduce("world", np.concatenate([factor.ravel() for factor in factors.values()]))
         ends = pairwise(accumulate((factor.size for factor in factors.values()), initial=0))
         return {
@@ -221,16 +221,16 @@ KINDS: dict[str, type[Compressor]] = {"fp16": Float16, "bf16": BFloat16, "topk":
 
 
 def compressor_of(text: str, shapes: Mapping[str, Shape], dtype: np.dtype) -> Compressor:
-    """Return the compressor of a canonical text, such as 'topk(0.01)', for some parameters."""
+    """Return the compressor for a canonical text, such as 'topk(0.01)', and some parameters."""
     kind, argument = _parsed(text)
     return kind(shapes, argument, dtype)
 
 
 def compressed_bytes(text: str, shape: Shape, itemsize: int) -> int | None:
-    """Return the bytes of a parameter's gradient; None: as it is it has fewer, and is not compressed."""
+    """Return the bytes of a parameter's compressed gradient; None if it has fewer uncompressed."""
     kind, argument = _parsed(text)
-    found = kind.nbytes(shape, argument, itemsize)
-    return found if found < prod(shape) * itemsize else None
+    nbytes = kind.nbytes(shape, argument, itemsize)
+    return nbytes if nbytes < prod(shape) * itemsize else None
 
 
 def _parsed(text: str) -> tuple[type[Compressor], float]:
@@ -243,6 +243,6 @@ def _index(size: int) -> type[np.integer]:
 
 
 def _matrix(shape: Shape) -> tuple[int, int]:
-    """Return rows and columns of the matrix that a gradient is seen as, cut between two axes such that both are few."""
+    """Return rows and columns of a gradient as a matrix, split between the axes with the smallest sum of both."""
     cuts = [(prod(shape[:at]), prod(shape[at:])) for at in range(len(shape) + 1)]
     return min(cuts, key=sum)

@@ -7,7 +7,7 @@ from enum import IntEnum
 import numpy as np
 
 HEADER = 16
-"""Numbers that travel: a multiple of what keeps the gradients behind them aligned."""
+"""Numbers sent: a multiple that keeps the gradients after them aligned."""
 
 
 class Flag(IntEnum):
@@ -24,19 +24,19 @@ class Flag(IntEnum):
 class ControlFlags:
     """Counts of ranks that set each flag; every rank receives the same counts, for the same step.
 
-    Nothing is sent for it alone: the numbers ride in front of the gradients.
+    The counts need no message of their own: they are sent in front of the gradients.
 
     Attributes
     ----------
     mine : array (HEADER,)
-        1 where this rank has the flag; it stays until it is set to 0. A signal handler may set it.
+        1 where this rank raises the flag, until it is reset to 0. A signal handler may set it.
     reduced : array (HEADER,)
-        Sums over all ranks, as of the last training step.
+        Sums over all ranks in the last training step.
     """
 
     def __init__(self) -> None:
         self.mine, self.reduced = np.zeros(HEADER), np.zeros(HEADER)
 
     def ranks(self, flag: Flag) -> int:
-        """Return how many ranks had the flag in the last step."""
+        """Return how many ranks raised the flag in the last step."""
         return int(self.reduced[flag])

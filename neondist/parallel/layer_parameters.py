@@ -21,11 +21,11 @@ class Views(dict[str, Any]):
 
     def __setitem__(self, name: str, values: Any) -> None:
         array, values = self._fitting(name, values)
-        if values is not array:  # as it is after params[name] += values
+        if values is not array:  # it is the same array after params[name] += values
             array[...] = values
 
     def _fitting(self, name: str, values: Any) -> tuple[Any, Any]:
-        """Return the array of a name and values of its shape, of the same kind; otherwise KeyError or ShapeError."""
+        """Return the array of a name and values of its shape, of the same kind; else KeyError or ShapeError."""
         if name not in self:
             raise KeyError(f"no array '{name}'; this layer has {', '.join(self) or 'none'}")
         array = super().__getitem__(name)
@@ -36,14 +36,14 @@ class Views(dict[str, Any]):
 
 
 class Gradients(Views):
-    """Gradients by name: what is assigned is added to what was assigned since `begin`."""
+    """Gradients by name: assigned values are added to those assigned since `begin`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stale: set[str] = set()
 
     def begin(self) -> None:
-        """Let everything be zero, which costs nothing until it is read."""
+        """Make all gradients zero, lazily: nothing is written until they are read."""
         self.stale.update(self)
 
     def __setitem__(self, name: str, values: Any) -> None:
@@ -51,7 +51,7 @@ class Gradients(Views):
         if name in self.stale:
             self.stale.discard(name)
             array[...] = values
-        elif values is not array:  # as it is after grads[name] += values
+        elif values is not array:  # it is the same array after grads[name] += values
             array += values
 
     def __getitem__(self, name: str) -> Any:
@@ -62,7 +62,7 @@ class Gradients(Views):
         return array
 
     def settle(self) -> None:
-        """Make zero what nothing was assigned to."""
+        """Set the arrays without an assignment to zero."""
         for name in list(self.stale):
             self[name]
 
@@ -70,14 +70,14 @@ class Gradients(Views):
 class LayerParameters(Parameters):
     """The arrays of all layers.
 
-    Binds `params`, `grads` and `state` of every layer to views of the buffers, and fills in first values, which depend
-    on the seed, the layer's name and the shard's index alone.
+    Binds `params`, `grads` and `state` of every layer to views of the buffers, and fills in initial values, which
+    depend only on the seed, the layer's name and the shard's index.
 
     Attributes
     ----------
     layers : dict of str to Layer
     buffers : flat array
-        What is kept but not trained.
+        State that is kept but not trained.
     """
 
     def __init__(
@@ -90,71 +90,71 @@ class LayerParameters(Parameters):
     ) -> None:
         self.context = context
         self.layers = {str(layer.name): layer for layer in layers}
-        trained = self._shards({name: one.parameters_for(one.input_shape) for name, one in self.layers.items()})
-        kept = self._shards({name: one.state_for(one.input_shape) for name, one in self.layers.items()})
+        trained = self._shards({name: layer.parameters_for(layer.input_shape) for name, layer in self.layers.items()})
+        kept = self._shards({name: layer.state_for(layer.input_shape) for name, layer in self.layers.items()})
         super().__init__(context.grid, trained, self._zeros, sync, shares, compressors)
         self.kept, self.buffers = kept, self._zeros(sum(prod(shard.local_shape) for shard in kept))
         self._spans: dict[str, list[tuple[int, int]]] = {layer: [] for layer in self.layers}
         for shard, span in zip(self.trained[: self.first_owned], self.spans, strict=False):
             self._spans[shard.layer].append(span)
-        for one in self.layers.values():
-            one.params, one.grads, one.state = Views(), Gradients(), Views()
+        for layer in self.layers.values():
+            layer.params, layer.grads, layer.state = Views(), Gradients(), Views()
         for shard, value, gradient in zip(self.trained, self.cut(self.values), self.cut(self.grads), strict=True):
             dict.__setitem__(self.layers[shard.layer].params, shard.name, value)
             dict.__setitem__(self.layers[shard.layer].grads, shard.name, gradient)
         for shard, value in zip(self.kept, self.cut(self.buffers, self.kept), strict=True):
             dict.__setitem__(self.layers[shard.layer].state, shard.name, value)
         for shard, value in self.arrays():
-            self._begin(shard, value)
+            self._initialise(shard, value)
 
     def begin_gradients(self) -> None:
-        """Let all gradients be zero."""
+        """Set all gradients to zero."""
         self.sync.begin()
         for layer in self.layers.values():
             layer.grads.begin()
 
     def ready(self, layer: Layer) -> None:
-        """Take note that this rank's shares in a layer's gradients are complete."""
+        """Mark this rank's shares of a layer's gradients as complete."""
         layer.grads.settle()
         for span in self._spans[str(layer.name)]:
             self.sync.ready(span)
 
     def settle(self) -> None:
-        """Make zero the gradients that nothing was assigned to."""
+        """Set the gradients without an assignment to zero."""
         for layer in self.layers.values():
             layer.grads.settle()
 
     def settled(self) -> None:
-        """Take note that a device has all gradients, though nothing was assigned to them here."""
+        """Mark all gradients as written, by a device and without assignments here."""
         for layer in self.layers.values():
             layer.grads.stale.clear()
 
     def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
-        """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas."""
+        """Sum the shares of all ranks; those of parameters cut over the tiles, over the replicas."""
         self.settle()
         super().sum_gradients(for_update, scale)
 
     def arrays(self) -> list[tuple[ParameterShard, Any]]:
         """Return all arrays, trained and kept: views of this rank's part."""
-        found = [(shard, self.layers[shard.layer].params[shard.name]) for shard in self.trained]
-        return found + [(shard, self.layers[shard.layer].state[shard.name]) for shard in self.kept]
+        trained = [(shard, self.layers[shard.layer].params[shard.name]) for shard in self.trained]
+        return trained + [(shard, self.layers[shard.layer].state[shard.name]) for shard in self.kept]
 
     def gradients(self) -> list[tuple[ParameterShard, Any]]:
         """Return the gradients of all trained arrays: views of this rank's part."""
         return [(shard, self.layers[shard.layer].grads[shard.name]) for shard in self.trained]
 
-    def _shards(self, described: Mapping[str, Mapping[str, Parameter]]) -> list[ParameterShard]:
+    def _shards(self, parameters_by_layer: Mapping[str, Mapping[str, Parameter]]) -> list[ParameterShard]:
         return [
             ParameterShard(layer, name, parameter, self.context.grid)
-            for layer, parameters in described.items()
+            for layer, parameters in parameters_by_layer.items()
             for name, parameter in parameters.items()
         ]
 
     def _zeros(self, size: int) -> Any:
         return self.context.backend.xp.zeros((size,), self.context.dtype)
 
-    def _begin(self, shard: ParameterShard, array: Any) -> None:
-        """Fill in first values."""
+    def _initialise(self, shard: ParameterShard, array: Any) -> None:
+        """Fill in the initial values of a shard."""
         stream = rng.key(self.context.seed, "weights", shard.layer, shard.name)
         parameter = shard.parameter
         index = rng.box_index(shard.unfolded, shard.box.slices).reshape(array.shape)

@@ -13,7 +13,7 @@ from ..strategies.shares import Share
 from .rows import RowExchange, Table
 
 CHUNK = 1 << 20
-"""Numbers of each owner that travel together: what is packed beside the flat arrays is a few times as long."""
+"""Numbers of each owner in one message: packed copies take a few times as much memory."""
 
 
 class _Part(NamedTuple):
@@ -25,7 +25,7 @@ class _Part(NamedTuple):
     box: tuple[slice, ...]
     size: int
 
-    def of(self, flat: Any) -> Any:
+    def view(self, flat: Any) -> Any:
         """Return the part of a flat array, as a view."""
         return flat[self.start : self.stop].reshape(self.shape)[self.box]
 
@@ -38,16 +38,16 @@ class Owners:
     reductions : Reductions
         Over the grid's ranks.
     shares : sequence of Share
-        Of the parameters, which lie side by side in the flat arrays.
+        Of the parameters, which are contiguous in the flat arrays.
     widths : sequence of int, optional
-        Numbers of a row of each parameter that is sparse, else 0. Rows travel where they are not 0, or have changed.
+        Row length of each sparse parameter, else 0. Only rows that are not 0, or have changed, are sent.
 
     Attributes
     ----------
     sizes : list of int
         Numbers that each rank owns.
     spans : list of (start, stop)
-        Of this rank's part of each parameter, in an array of what it owns alone.
+        This rank's part of each parameter, in an array of only what it owns.
     """
 
     def __init__(self, reductions: Reductions, shares: Sequence[Share], widths: Sequence[int] = ()) -> None:
@@ -68,10 +68,10 @@ class Owners:
         self._rows = RowExchange(
             reductions,
             [
-                Table(ends[at], width, found)
+                Table(ends[at], width, flat_ranges)
                 for at, (width, ranges) in tables.items()
                 if width
-                if len(found := [one for one in ranges if one is not None]) == len(ranges)
+                if len(flat_ranges := [flat_range for flat_range in ranges if flat_range is not None]) == len(ranges)
             ],
         )
         sparse = {table.start for table in self._rows.tables}
@@ -84,11 +84,11 @@ class Owners:
 
     def pack(self, flat: Any) -> Any:
         """Return a new flat array of what this rank owns."""
-        return _packed(flat, self._parts[self.rank])
+        return _pack(flat, self._parts[self.rank])
 
     def unpack(self, own: Any, flat: Any) -> None:
-        """Put what this rank owns into its place in a flat array."""
-        _unpacked(own, flat, self._parts[self.rank])
+        """Copy what this rank owns to its place in a flat array."""
+        _unpack(own, flat, self._parts[self.rank])
 
     def reduce(self, gradients: Any) -> None:
         """Replace this rank's parts of the gradients by their sums over all ranks, in the order of ranks; collective.
@@ -97,43 +97,43 @@ class Owners:
         """
         self._rows.reduce(gradients)
         for chunks in self._rounds():
-            mine = chunks[self.rank]
-            sends = [_packed(gradients, parts) for parts in chunks]
-            found = self.reductions.all_to_all("world", sends, [(sends[self.rank].size,)] * len(sends))
-            total = found[0]
-            for share in found[1:]:
+            own_parts = chunks[self.rank]
+            sends = [_pack(gradients, parts) for parts in chunks]
+            shares = self.reductions.all_to_all("world", sends, [(sends[self.rank].size,)] * len(sends))
+            total = shares[0]
+            for share in shares[1:]:
                 total += share
-            _unpacked(total, gradients, mine)
+            _unpack(total, gradients, own_parts)
 
     def rows(self, values: Any) -> list[Any]:
         """Return copies of what this rank owns of sparse parameters."""
         return self._rows.before(values)
 
     def broadcast(self, values: Any, before: Sequence[Any] | None = None) -> None:
-        """Take over the parts of a flat array that other ranks own from them; collective.
+        """Receive the parts of a flat array that other ranks own; collective.
 
         Parameters
         ----------
         before : sequence of array, optional
-            What `rows` has returned of the values that all ranks had. Default: all rows travel.
+            Result of `rows` for the values that all ranks had. Default: all rows are sent.
         """
         self._rows.broadcast(values, before)
         for chunks in self._rounds():
-            mine = _packed(values, chunks[self.rank])
+            own_values = _pack(values, chunks[self.rank])
             shapes = [(sum(part.size for part in parts),) for parts in chunks]
-            found = self.reductions.all_to_all("world", [mine] * len(chunks), shapes)
-            for rank, (part, parts) in enumerate(zip(found, chunks, strict=True)):
+            messages = self.reductions.all_to_all("world", [own_values] * len(chunks), shapes)
+            for rank, (part, parts) in enumerate(zip(messages, chunks, strict=True)):
                 if rank != self.rank:
-                    _unpacked(part, values, parts)
+                    _unpack(part, values, parts)
 
     def _rounds(self) -> Iterator[list[list[_Part]]]:
-        """Yield the parts of each rank that travel together."""
+        """Yield the parts of each rank that are sent together."""
         for at in range(max(map(len, self._chunks))):
             yield [chunks[at] if at < len(chunks) else [] for chunks in self._chunks]
 
 
 def _flat_range(share: Share, rank: int) -> tuple[int, int] | None:
-    """Return the range of the flat parameter that a rank's part is; None: it is none."""
+    """Return a rank's part as a range of the flat parameter; None if it is not contiguous."""
     box, rest = share.boxes[rank], share.shape[1:]
     if not box.size:
         return 0, 0
@@ -144,21 +144,21 @@ def _flat_range(share: Share, rank: int) -> tuple[int, int] | None:
 
 def _chunks(parts: Sequence[_Part]) -> list[list[_Part]]:
     """Return the parts of a rank in groups of about CHUNK numbers."""
-    there = [part for part in parts if part.size]
-    before = accumulate((part.size for part in there), initial=0)
-    numbered = zip(before, there, strict=False)
+    non_empty = [part for part in parts if part.size]
+    before = accumulate((part.size for part in non_empty), initial=0)
+    numbered = zip(before, non_empty, strict=False)
     return [[part for _, part in group] for _, group in groupby(numbered, lambda pair: pair[0] // CHUNK)]
 
 
-def _packed(flat: Any, parts: Sequence[_Part]) -> Any:
-    found = [part.of(flat).reshape(-1) for part in parts if part.size]
-    return namespace(flat).concatenate(found) if found else flat[:0].copy()
+def _pack(flat: Any, parts: Sequence[_Part]) -> Any:
+    arrays = [part.view(flat).reshape(-1) for part in parts if part.size]
+    return namespace(flat).concatenate(arrays) if arrays else flat[:0].copy()
 
 
-def _unpacked(own: Any, flat: Any, parts: Sequence[_Part]) -> None:
+def _unpack(own: Any, flat: Any, parts: Sequence[_Part]) -> None:
     start = 0
     for part in parts:
         if part.size:
-            place = part.of(flat)
+            place = part.view(flat)
             place[...] = own[start : start + part.size].reshape(place.shape)
             start += part.size

@@ -1,4 +1,4 @@
-"""The trained arrays of a model in flat buffers: one update, one allreduce, whatever their number."""
+"""The trained arrays of a model in flat buffers: one update and one allreduce for all of them."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from .sync import AllReduce, GradientSync, finite
 
 
 class Parameters:
-    """The trained arrays of a model of either kind, their gradients, and the order in which they lie.
+    """The trained arrays of a model of either kind, their gradients, and their order in memory.
 
-    What every rank updates alike comes first, with what travels compressed at its end; then the arrays that are cut
-    over the tiles, this rank's part; from `owned` on, those whose parts have owners, whole.
+    Arrays that every rank updates alike come first, the compressed ones last among them; then this rank's part of the
+    arrays cut over the tiles; from `owned` on, whole, the arrays whose parts have owners.
 
     Parameters
     ----------
     grid : ProcessGrid
     trained : iterable of ParameterShard
     zeros : callable
-        Returns a flat array of so many zeros.
+        Returns a flat array of n zeros.
     sync : type of GradientSync
     shares : mapping of str to Share, optional
         The parts of owners, by full name.
     compressors : mapping of str to str, optional
-        Texts, by full name, of parameters whose gradients travel compressed.
+        Texts, by full name, for parameters whose gradients are compressed.
 
     Attributes
     ----------
     first : int
-        The model's node where what is trained begins.
+        The model's first trained node.
     trained : list of ParameterShard
         In the order of the flat arrays.
     spans : list of (start, stop)
-        The place of each in them.
+        The range of each in them.
     values, grads : flat arrays
     version : int
         Counts the changes of the values.
     sync : GradientSync
-        Adds up the ranks' shares.
+        Sums the shares of the ranks.
     reductions : Reductions
         Those of the gradients.
     """
@@ -83,15 +83,15 @@ class Parameters:
         self.first_owned = next((at for at, share in enumerate(self._shares) if share), len(self.trained))
         self.owned, summed = ends[self.first_owned], self.trained[: self.first_owned]
         self.shared = sum(prod(shard.local_shape) for shard in summed if not shard.cut)
-        packed = [(one.full_name, one.local_shape, compressors[one.full_name]) for one in summed if place(one)[2]]
+        packed = [(s.full_name, s.local_shape, compressors[s.full_name]) for s in summed if place(s)[2]]
         exact = self.shared - sum(prod(shape) for _, shape, _ in packed)
         self.values, buffer = zeros(ends[-1]), zeros(HEADER + ends[-1])
         self.grads = buffer[HEADER:]
         self.sync = sync(grid, buffer[: HEADER + self.owned], self.spans[: self.first_owned], self.shared, exact)
         self.reductions = self.sync.reductions
         self.compressed = CompressedGradients(self.reductions, self.grads[exact : self.shared], packed)
-        owned = [(one, share) for one, share in zip(self.trained, self._shares, strict=True) if share]
-        widths = [prod(one.parameter.shape[1:]) * bool(one.parameter.sparse) for one, _ in owned]
+        owned = [(shard, share) for shard, share in zip(self.trained, self._shares, strict=True) if share]
+        widths = [prod(shard.parameter.shape[1:]) * bool(shard.parameter.sparse) for shard, _ in owned]
         self.owners = Owners(self.reductions, [share for _, share in owned], widths)
         self.version = 0
 
@@ -105,19 +105,19 @@ class Parameters:
         return parts
 
     def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
-        """Add up every rank's share over all ranks; what is cut over the tiles, over the replicas.
+        """Sum the shares of all ranks; those of parameters cut over the tiles, over the replicas.
 
         Parameters
         ----------
         for_update : bool
-            Whether the sums are wanted for `update` alone: those of parameters that have owners, by the owners.
+            Whether the sums are needed only for `update`: sums of owned parameters, only by their owners.
         scale : float
-            The factor by which all shares are too large; the sums are not.
+            Loss scale: the shares contain this factor, the sums do not.
         """
         with self.grid.observers.during("sync"):
             owned, packed = self.grads[self.owned :], self.compressed.gradients
             if scale != 1:
-                packed /= scale  # what is kept of it from step to step knows no scale
+                packed /= scale  # residuals are kept unscaled
             if for_update and owned.size:
                 self.owners.reduce(owned)
                 self.sync.note(finite(self.owners.pack(owned)))
@@ -131,11 +131,11 @@ class Parameters:
                 self.grads[self.shared :] /= scale
             if not for_update:
                 self.reductions.allreduce("world", packed)
-            elif self._usable():
+            elif self._is_finite():
                 self.compressed.sum()
 
-    def _usable(self) -> bool:
-        """Return whether all that is known of the gradients is finite, the same on every rank."""
+    def _is_finite(self) -> bool:
+        """Return whether all gradients checked so far are finite, the same on every rank."""
         sync = self.sync
         return bool(self.compressed.gradients.size and not sync.header[Flag.NON_FINITE] and finite(sync.message))
 
@@ -147,7 +147,7 @@ class Parameters:
         scale: float,
         chosen: Sequence[bool] | None = None,
     ) -> None:
-        """Change all values by their gradients, or those of the parameters that are chosen; collective with owners."""
+        """Update all values, or those of the chosen parameters, by their gradients; collective with owners."""
         self.version += 1
         if self.owned == self.values.size:
             optimizer.update(self.values, self.grads, slots, step, scale, self.layout(chosen))
@@ -158,11 +158,11 @@ class Parameters:
         self.publish(values)
 
     def held(self, flat: Any) -> Any:
-        """Return a new flat array of what this rank updates: all, but for the parts of other owners."""
+        """Return a new flat array of what this rank updates: all except the parts of other owners."""
         return namespace(flat).concatenate([flat[: self.owned], self.owners.pack(flat[self.owned :])])
 
     def publish(self, held: Any) -> None:
-        """Take over the values of what this rank updates, and those of other owners from them; collective."""
+        """Store the values that this rank updates, and receive those of other owners; collective."""
         owned = self.values[self.owned :]
         before = self.owners.rows(owned)
         self.values[: self.owned] = held[: self.owned]
@@ -171,7 +171,7 @@ class Parameters:
 
     @contextmanager
     def replaced(self, held: Any) -> Iterator[None]:
-        """Have other values of what this rank updates in place meanwhile; collective."""
+        """Replace the values that this rank updates within the context; collective."""
         kept = self.values.copy()
         self.publish(held)
         self.version += 1
@@ -186,13 +186,13 @@ class Parameters:
         return optimizer.slots(self.values[: self.owned + self.owners.size])
 
     def layout(self, chosen: Sequence[bool] | None = None) -> FlatLayout:
-        """Return where the parameters that this rank updates are in its flat arrays, or those that are chosen."""
-        mine = [True] * len(self.trained) if chosen is None else chosen
+        """Return the layout of the parameters that this rank updates, or of the chosen ones, in its flat arrays."""
+        selected = [True] * len(self.trained) if chosen is None else chosen
         owned = ((self.owned + start, self.owned + stop) for start, stop in self.owners.spans)
         summed = (span for span, share in zip(self.spans, self._shares, strict=True) if share is None)
         spans, chosen_shards = [], []
-        for span, shard, yes in zip((*summed, *owned), self.trained, mine, strict=True):
-            if yes:
+        for span, shard, included in zip((*summed, *owned), self.trained, selected, strict=True):
+            if included:
                 spans.append(span)
                 chosen_shards.append(shard)
         parts = [shard.cut for shard in chosen_shards if shard.cut or shard.full_name in self.owned_names]
@@ -200,7 +200,7 @@ class Parameters:
         return FlatLayout(tuple(spans), decays, len(spans) - len(parts), partial(self._total, parts))
 
     def _total(self, cut: Sequence[bool], sums: Any) -> Any:
-        """Return sums of parts over the ranks that have them; a tile's parameters are those of the first replica."""
+        """Return sums of parts over the ranks that have them; parts of a tile are counted in the first replica only."""
         if all(cut):
             return self.reductions.allreduce("tiles", sums)
         if self.grid.replica:
@@ -210,45 +210,45 @@ class Parameters:
     def read_flags(self, loss: Any) -> tuple[float, bool]:
         """Return a step's loss (1,), and whether it and all gradients are finite, the same on every rank.
 
-        The flags of all ranks are read. All this comes in one copy: the only time that a step waits for the device.
+        Also reads the flags of all ranks. Everything is in one copy: the only time that a step waits for the device.
         """
         xp, sync = namespace(self.grads), self.sync
-        good = finite(self.grads[: self.shared]).reshape(1)
-        told = to_host(xp.concatenate([sync.header, good, loss]))
-        sync.flags.reduced[...] = told[:HEADER]
-        return float(told[-1]), bool(told[HEADER]) and not sync.flags.reduced[Flag.NON_FINITE]
+        all_finite = finite(self.grads[: self.shared]).reshape(1)
+        numbers = to_host(xp.concatenate([sync.header, all_finite, loss]))
+        sync.flags.reduced[...] = numbers[:HEADER]
+        return float(numbers[-1]), bool(numbers[HEADER]) and not sync.flags.reduced[Flag.NON_FINITE]
 
     def slots(self, flat: dict[str, Any]) -> list[tuple[ParameterShard, Any]]:
         """Return an optimiser's flat slots as arrays by '<layer name>/<parameter>/<slot>'."""
         shards, ends = list(zip(self.trained, self._shares, strict=True)), [0]
         for shard, share in shards:
             ends.append(ends[-1] + (prod(shard.local_shape) if share is None else shard.slot("", share).box.size))
-        found = []
+        arrays = []
         for slot, array in flat.items():
             for (shard, share), start, stop in zip(shards, ends, ends[1:], strict=False):
-                one = shard.slot(slot, share)
-                found.append((one, array[start:stop].reshape(one.local_shape)))
-        return found
+                slot_shard = shard.slot(slot, share)
+                arrays.append((slot_shard, array[start:stop].reshape(slot_shard.local_shape)))
+        return arrays
 
 
 def gather(arrays: Iterable[tuple[ParameterShard, Any]]) -> dict[str, Any]:
-    """Return copies of whole arrays by full name; collective where some are cut over the tiles."""
+    """Return copies of whole arrays by full name; collective if some are cut over the tiles."""
     return {shard.full_name: shard.gather(array) for shard, array in arrays}
 
 
-def load(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any], what: str) -> None:
+def load(arrays: list[tuple[ParameterShard, Any]], values: dict[str, Any], source: str) -> None:
     """Copy whole `values` into `arrays`; ShapeError, before anything is copied, if they do not fit."""
-    wanted = {shard.full_name: shard for shard, _ in arrays}
-    missing, unknown = sorted(wanted.keys() - values.keys()), sorted(values.keys() - wanted.keys())
+    shards = {shard.full_name: shard for shard, _ in arrays}
+    missing, unknown = sorted(shards.keys() - values.keys()), sorted(values.keys() - shards.keys())
     if missing or unknown:
         raise ShapeError(
-            f"{what} does not fit the model: missing {', '.join(missing) or 'none'};"
+            f"{source} does not fit the model: missing {', '.join(missing) or 'none'};"
             f" unknown {', '.join(unknown) or 'none'}"
         )
-    for name, shard in wanted.items():
+    for name, shard in shards.items():
         if np.shape(values[name]) != shard.parameter.shape:
             raise ShapeError(
-                f"{what}: '{name}' has shape {np.shape(values[name])}, but the model's has {shard.parameter.shape}"
+                f"{source}: '{name}' has shape {np.shape(values[name])}, but the model's has {shard.parameter.shape}"
             )
     for shard, array in arrays:
         array[...] = namespace(array).asarray(shard.part_of(values[shard.full_name]))

@@ -1,7 +1,7 @@
-"""Sparse parameters: rows of a table travel with their ids, never the table.
+"""Sparse parameters: rows of a table are sent with their ids, never the whole table.
 
-A row travels where it has a gradient, or where its values have changed. Ranks hold ranges of the flat table, whose ends
-may lie within a row.
+A row is sent if it has a gradient, or if its values have changed. Ranks hold ranges of the flat table, whose ends may
+lie within a row.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ..arrays.namespace import namespace, to_host
 from ..comm import Reductions
 
 ROWS = "rows"
-"""In the place of a compressor: the gradient travels as ids and rows."""
+"""Compressor text of sparse gradients: they are sent as ids and rows."""
 FlatRange = tuple[int, int]
 Message = list[tuple[np.ndarray, np.ndarray]]
-"""For each table the ids of rows, and their numbers."""
+"""Ids of rows and their numbers, for each table."""
 
 
 class Table(NamedTuple):
@@ -31,7 +31,7 @@ class Table(NamedTuple):
     width : int
         Numbers of a row.
     ranges : sequence of (start, stop)
-        For each rank the range of the parameter whose sums it gets.
+        For each rank, the range of the parameter whose sums it gets.
     """
 
     start: int
@@ -44,14 +44,14 @@ class Table(NamedTuple):
         return flat[self.start + lo : self.start + hi]
 
     def rows(self, part: np.ndarray, rank: int, before: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and numbers of the rows of a rank's range that are not 0, or not as before."""
+        """Return ids and numbers of the rows of a rank's range that are not 0, or differ from `before`."""
         lo, _ = self.ranges[rank]
         ids = (np.flatnonzero(part if before is None else part != before) + lo) // self.width
         ids = ids[np.diff(ids, prepend=-1) > 0]
         return ids, part[self.places(ids, rank)]
 
     def places(self, ids: np.ndarray, rank: int) -> np.ndarray:
-        """Return where the numbers of rows are in a rank's range."""
+        """Return the indices of the numbers of rows in a rank's range."""
         lo, hi = self.ranges[rank]
         places = (ids[:, None] * self.width + np.arange(self.width)).reshape(-1) - lo
         return places[(places >= 0) & (places < hi - lo)]
@@ -72,13 +72,13 @@ class RowExchange:
 
     def reduce(self, gradients: Any) -> None:
         """Replace this rank's ranges of the gradients by their sums over all ranks, in their order; collective."""
-        found: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
+        cache: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
 
         def rows(at: int, table: Table, rank: int) -> tuple[np.ndarray, np.ndarray]:
-            key = at, table.ranges[rank]  # all ranks may have the same
-            if key not in found:
-                found[key] = table.rows(to_host(table.part(gradients, rank)), rank)
-            return found[key]
+            key = at, table.ranges[rank]  # ranks may have the same range
+            if key not in cache:
+                cache[key] = table.rows(to_host(table.part(gradients, rank)), rank)
+            return cache[key]
 
         sends = [[rows(at, table, rank) for at, table in enumerate(self.tables)] for rank in range(self.size)]
         totals = [to_host(table.part(gradients, self.rank)) for table in self.tables]
@@ -94,38 +94,38 @@ class RowExchange:
         return [np.array(to_host(table.part(values, self.rank))) for table in self.tables]
 
     def broadcast(self, values: Any, before: Sequence[np.ndarray] | None) -> None:
-        """Take over the rows of other ranks' ranges that they have changed since `before`, or all; collective."""
+        """Receive the rows of other ranks' ranges that changed since `before`, or all; collective."""
         before = [np.full(1, np.nan)] * len(self.tables) if before is None else before  # nothing equals NaN
-        mine = [
+        own_rows = [
             table.rows(to_host(table.part(values, self.rank)), self.rank, old)
             for table, old in zip(self.tables, before, strict=True)
         ]
-        for rank, message in enumerate(self._exchanged([mine] * self.size, values)):
+        for rank, message in enumerate(self._exchanged([own_rows] * self.size, values)):
             for table, (ids, numbers) in zip(self.tables, message, strict=True):
                 if rank != self.rank and ids.size:
                     part = table.part(values, rank)
                     part[namespace(part).asarray(table.places(ids, rank))] = namespace(part).asarray(numbers)
 
     def _exchanged(self, sends: Sequence[Message], flat: Any) -> Iterator[Message]:
-        """Yield what each rank sends to this one, in their order, given what this one sends to each."""
+        """Yield the message of each rank to this one, in rank order, given this rank's message to each."""
         if not self.tables:
             return
         dtype = np.dtype(flat.dtype)
-        counts = [np.array([(ids.size, numbers.size) for ids, numbers in one]) for one in sends]
-        coming = self.reductions.all_to_all("world", counts, [counts[0].shape] * self.size)
-        packed = [np.concatenate([array.view(np.uint8) for pair in one for array in pair]) for one in sends]
-        lengths = [int(count.sum(axis=0) @ (8, dtype.itemsize)) for count in coming]
+        counts = [np.array([(ids.size, numbers.size) for ids, numbers in send]) for send in sends]
+        counts_received = self.reductions.all_to_all("world", counts, [counts[0].shape] * self.size)
+        packed = [np.concatenate([array.view(np.uint8) for pair in send for array in pair]) for send in sends]
+        lengths = [int(count.sum(axis=0) @ (8, dtype.itemsize)) for count in counts_received]
         messages = self.reductions.all_to_all("world", packed, [(length,) for length in lengths])
-        for count, message in zip(coming, messages, strict=True):
-            found, start = [], 0
+        for count, message in zip(counts_received, messages, strict=True):
+            received, start = [], 0
             for rows, numbers in count.tolist():
                 middle, stop = start + 8 * rows, start + 8 * rows + dtype.itemsize * numbers
-                found.append((message[start:middle].view(np.int64), message[middle:stop].view(dtype)))
+                received.append((message[start:middle].view(np.int64), message[middle:stop].view(dtype)))
                 start = stop
-            yield found
+            yield received
 
     def _put(self, totals: Sequence[np.ndarray], flat: Any) -> None:
-        """Copy sums back to the device, where they are a device's."""
+        """Copy sums back to the device, if the arrays are on one."""
         for table, total in zip(self.tables, totals, strict=True):
             part = table.part(flat, self.rank)
             if not isinstance(part, np.ndarray):
@@ -133,5 +133,5 @@ class RowExchange:
 
 
 def message_bytes(rows: int, width: int, itemsize: int) -> int:
-    """Return the bytes of so many rows."""
+    """Return the bytes of a number of rows."""
     return rows * (8 + width * itemsize)

@@ -1,4 +1,4 @@
-"""One array of a model: its name, and the part of it that this rank holds."""
+"""One array of a model: its name, and this rank's part of it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ParameterShard:
     parameter : Parameter
     grid : ProcessGrid
     share : Share, optional
-        The parts of owners, where those hold it.
+        The parts of owners, if it has owners.
     """
 
     layer: str
@@ -47,7 +47,7 @@ class ParameterShard:
 
     @property
     def decays(self) -> bool:
-        """Whether it is more than a bias, or a scale of a norm."""
+        """Whether weight decay applies: by default not to biases and scales of norms."""
         decays = self.parameter.decays
         return len(self.parameter.shape) > 1 if decays is None else decays
 
@@ -65,7 +65,7 @@ class ParameterShard:
 
     @property
     def boxes(self) -> list[Box]:
-        """The part of each rank; a single one if every rank has all of it."""
+        """The part of each rank; a single box if every rank has the whole array."""
         if self.share is not None:
             return list(self.share.boxes)
         shape, tiles = self.grid.shape, self.grid.shape.tiles
@@ -89,11 +89,11 @@ class ParameterShard:
 
     def gather(self, array: Any) -> Any:
         """Return a copy of the whole array, NumPy's; collective if ranks have different parts."""
-        mine, boxes = to_host(array), self.boxes
+        own_part, boxes = to_host(array), self.boxes
         if len(boxes) == 1:
-            return mine.reshape(self.parameter.shape).copy()
-        whole = np.empty(self.unfolded, mine.dtype)
+            return own_part.reshape(self.parameter.shape).copy()
+        whole = np.empty(self.unfolded, own_part.dtype)
         group = self.grid.tile_comm if self.share is None else self.grid.world
-        for box, part in zip(boxes, group.allgather(mine), strict=False):  # replicas have the same tiles
+        for box, part in zip(boxes, group.allgather(own_part), strict=False):  # replicas have the same tiles
             whole[box.slices] = part.reshape(box.shape)
         return whole.reshape(self.parameter.shape)

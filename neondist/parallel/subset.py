@@ -17,7 +17,7 @@ class TrainedSubset:
     Parameters
     ----------
     first : int
-        The model's node where the part begins.
+        The model's first node of the subset.
     """
 
     def __init__(self, parameters: Parameters, layers: Sequence[Layer], first: int) -> None:
@@ -28,12 +28,12 @@ class TrainedSubset:
     def cut(self, flat: Any) -> list[Any]:
         """Return this part's arrays in a buffer as long as all parameters, each flat, as views."""
         pairs = zip(self.parameters.cut(flat), self.chosen, strict=True)
-        return [array.reshape(-1) for array, mine in pairs if mine]
+        return [array.reshape(-1) for array, selected in pairs if selected]
 
     def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
-        """Add up every rank's share on all ranks, and divide; what is cut over the tiles, over the replicas alone."""
+        """Sum the shares of all ranks, divided by `scale`; shares cut over the tiles, over the replicas."""
         sync = self.parameters.sync
-        shards = [shard for shard, mine in zip(self.parameters.trained, self.chosen, strict=True) if mine]
+        shards = [shard for shard, selected in zip(self.parameters.trained, self.chosen, strict=True) if selected]
         for gradient, shard in zip(self.cut(self.parameters.grads), shards, strict=True):
             if scale != 1:
                 gradient /= scale
@@ -43,5 +43,5 @@ class TrainedSubset:
         sync.publish_flags()
 
     def update(self, optimizer: Optimizer, slots: dict[str, Any], step: int, scale: float) -> None:
-        """Change these parameters by their gradients; `slots` are those of all parameters."""
+        """Update these parameters by their gradients; `slots` are those of all parameters."""
         self.parameters.update(optimizer, slots, step, scale, self.chosen)

@@ -12,26 +12,25 @@ from ..comm import ProcessGrid, Reductions, Request
 from .flags import HEADER, ControlFlags, Flag
 
 FlatRange = tuple[int, int]
-"""From where to where a parameter lies among the gradients."""
-
+"""Start and stop of a parameter among the gradients."""
 
 _BLOCK = 1 << 20  # cells along the first axis at a time: a mask of all gradients would be a quarter of them
 
 
 def finite(array: Any) -> Any:
-    """Return whether all numbers of an array are finite: a truth value of its namespace, which on a device is awaited.
+    """Return whether all numbers of an array are finite, as a scalar of its namespace.
 
-    Whoever asks for it as a bool waits.
+    On a device, converting it to bool waits for the result.
     """
     xp = namespace(array)
-    found = xp.isfinite(array[:_BLOCK]).all()
+    result = xp.isfinite(array[:_BLOCK]).all()
     for start in range(_BLOCK, len(array), _BLOCK):
-        found &= xp.isfinite(array[start : start + _BLOCK]).all()
-    return found
+        result &= xp.isfinite(array[start : start + _BLOCK]).all()
+    return result
 
 
 class GradientSync(ABC):
-    """Makes this rank's shares of the gradients what they come to on all ranks.
+    """Base of classes that replace this rank's shares of the gradients by their sums over all ranks.
 
     Parameters
     ----------
@@ -39,17 +38,17 @@ class GradientSync(ABC):
     buffer : flat array
         Room for the control flags, and the gradients.
     spans : sequence of FlatRange
-        Of all parameters, in their order. They lie side by side.
+        Of all parameters, in order; contiguous.
     shared : int
-        So many numbers from the start are gradients that all ranks add up; the others, which belong to a tile, are
-        added up by the replicas.
+        Number of leading gradients that are summed over all ranks; the others, which belong to a tile, are summed over
+        the replicas.
     exact : int, optional
-        So many of the first are added up here; the rest of `shared` travels compressed. Default: all.
+        Number of leading gradients summed here; the rest of `shared` is sent compressed. Default: all.
 
     Attributes
     ----------
     flags : ControlFlags
-        They travel in front of the gradients.
+        Sent in front of the gradients.
     reductions : Reductions
     """
 
@@ -62,37 +61,37 @@ class GradientSync(ABC):
         self.exact = shared if exact is None else exact
         #: the flags and the shared gradients
         self.message = buffer[: HEADER + self.exact]
-        self.good: Any = True
+        self.all_finite: Any = True
 
     def begin(self) -> None:
-        """Record that a step overwrites the gradients."""
-        self.good = True
+        """Begin a step, which overwrites the gradients."""
+        self.all_finite = True
 
-    def note(self, good: Any) -> None:
-        """Take note of whether something on this rank is finite; all ranks hear if it is not."""
-        self.good = self.good & good
+    def note(self, is_finite: Any) -> None:
+        """Record whether some gradients of this rank are finite; all ranks learn if they are not."""
+        self.all_finite = self.all_finite & is_finite
 
     @abstractmethod
     def ready(self, span: FlatRange) -> None:
-        """Take note that this rank's share in a parameter's gradient is complete; on all ranks in the same order."""
+        """Mark this rank's share of a parameter's gradient as complete; in the same order on all ranks."""
 
     @abstractmethod
     def finish(self) -> None:
         """Return when all gradients are summed, and the flags in front of them; collective."""
 
     def publish_flags(self) -> None:
-        """Add up the flags alone, where no gradients are that all ranks add up; collective."""
-        self._raise_flags()
+        """Sum the flags alone, if no gradients are summed over all ranks; collective."""
+        self._write_flags()
         self.reductions.allreduce("world", self.header)
 
-    def _raise_flags(self) -> None:
+    def _write_flags(self) -> None:
         """Put this rank's flags in front of the gradients."""
         xp = namespace(self.header)
         self.header[...] = xp.asarray(self.flags.mine)
-        self.header[Flag.NON_FINITE] += xp.logical_not(self.good)
+        self.header[Flag.NON_FINITE] += xp.logical_not(self.all_finite)
 
     def _check_own(self) -> None:
-        """Record the gradients of this tile's own parameters, which no other rank has."""
+        """Check the gradients of this tile's own parameters, which other ranks do not have."""
         if self.shared < len(self.grads):
             self.note(finite(self.grads[self.shared :]))
 
@@ -104,28 +103,28 @@ class AllReduce(GradientSync):
         """Wait for the others."""
 
     def finish(self) -> None:
-        """Sum over the replicas what belongs to a tile, and then the rest, with the flags, over all ranks."""
+        """Sum the gradients of a tile over the replicas, then the rest, with the flags, over all ranks."""
         if self.shared < len(self.grads):
             self.reductions.allreduce("replicas", self.grads[self.shared :])
         self._check_own()
-        self._raise_flags()
+        self._write_flags()
         self.reductions.allreduce("world", self.message)
 
 
 @dataclass
 class Bucket:
-    """Neighbouring gradients that travel together.
+    """Neighbouring gradients that are summed together.
 
     Attributes
     ----------
     array : flat array
     group : str
     start, stop : int
-        Where the gradients lie among all.
+        Range among all gradients.
     missing : int
-        How many of its numbers are not complete yet.
+        Number of gradients that are not complete yet.
     request : Request or None
-        None: it is not on its way.
+        None: not sent.
     """
 
     array: Any
@@ -137,12 +136,12 @@ class Bucket:
 
 
 class Bucketed(GradientSync):
-    """A sum for each bucket, which travels as soon as its gradients are complete, while others are computed.
+    """One sum per bucket, started as soon as its gradients are complete, while others are computed.
 
-    The first gradients of all, which are the last to be complete, travel with the flags.
+    The first gradients, which are complete last, are sent with the flags.
     """
 
-    #: bytes from which on a bucket is full
+    #: Bytes of a full bucket
     full = 1 << 20
 
     def __init__(
@@ -157,14 +156,14 @@ class Bucketed(GradientSync):
         self.begin()
 
     def begin(self) -> None:
-        """Begin to fill all buckets."""
+        """Empty all buckets."""
         super().begin()
         self.sent: list[Bucket] = []
         for bucket in (*self.early, self.last):
             bucket.missing, bucket.request = bucket.stop - bucket.start, None
 
     def ready(self, span: FlatRange) -> None:
-        """Send the bucket that is full of complete gradients now."""
+        """Send the bucket whose gradients are all complete now."""
         for bucket in self.early:
             if bucket.start <= span[0] < bucket.stop:
                 bucket.missing -= span[1] - span[0]
@@ -172,39 +171,39 @@ class Bucketed(GradientSync):
                     self._send(bucket)
 
     def finish(self) -> None:
-        """Send what has not been sent, and the flags at last; wait for all."""
+        """Send the remaining buckets, the flags last; wait for all."""
         for bucket in self.early:
             self._send(bucket)
         self._wait("replicas")
         self._check_own()
-        self._raise_flags()
+        self._write_flags()
         self._send(self.last)
         self._wait("world")
         self.begin()
 
     def _send(self, bucket: Bucket) -> None:
-        """Let a bucket travel, if it does not yet."""
+        """Start the sum of a bucket, unless it has started."""
         if bucket.request is None:
             bucket.request = self.reductions.iallreduce(bucket.group, bucket.array)
             self.sent.append(bucket)
 
     def _wait(self, group: str) -> None:
-        """Wait for a group's sums, in the order in which they began."""
+        """Wait for a group's sums, in the order of their start."""
         for bucket in self.sent:
             if bucket.group == group and bucket.request is not None:
                 self.reductions.wait(group, bucket.request)
 
     def _cut(self, spans: Sequence[FlatRange], group: str) -> list[Bucket]:
-        """Return buckets of parameters, from the last to the first."""
-        found: list[Bucket] = []
+        """Return buckets of parameters, the last ones first."""
+        buckets: list[Bucket] = []
         end: int | None = None
         for start, stop in reversed(spans):
             end = stop if end is None else end
             if (end - start) * self.grads.itemsize >= self.full or start == spans[0][0]:
-                found.append(Bucket(self.grads[start:end], group, start, end))
+                buckets.append(Bucket(self.grads[start:end], group, start, end))
                 end = None
-        return found
+        return buckets
 
 
 SYNCS: dict[str, type[GradientSync]] = {"allreduce": AllReduce, "bucketed": Bucketed}
-"""By the names that `sync` takes."""
+"""By the values of `sync`."""

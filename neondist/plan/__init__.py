@@ -1,15 +1,15 @@
-"""From layers to what a step does, from arithmetic alone.
+"""Compilation of layers to a plan of a training step, without MPI.
 
 fit: `compile_plan`. plan: the Plan that check prints and the executor runs. graph: its steps and values. layer: one
-layer on all tiles. memory: what lives when, and where. section: nodes whose arrays are in memory together, and
-segments in strips. stream: nodes in strips from the image on; streamable: which can. A segment is layers one after the
-other of which only the first one's input is exchanged; segments: those that schemes ask for. planner, choices: which
-segments, and which schemes, cost least. report: a plan to read. parameters:
-those of a model of either kind. model_plan: the protocol of their plans.
+layer on all tiles. memory: lifetimes and offsets of arrays. section: nodes whose arrays are in memory together, and
+segments in strips. stream: nodes run in strips from the image on; streamable: their conditions. segments: runs of
+layers of which only the first input is exchanged, as requested by schemes. planner, choices: cheapest segments and
+schemes. blocks: block-wise inference. report: the plan as text. parameters: parameters of layer models and PyTorch
+modules. model_plan: the protocol of both kinds of plan.
 """
 
 from .fit import compile_plan
-from .graph import Graph, Step, of_layer
+from .graph import Graph, Step, name_layer_error
 from .layer import LayerPlan
 from .memory import LiveRange, MemoryPlan, plan_memory
 from .model_plan import ModelPlan
@@ -35,6 +35,6 @@ __all__ = [
     "compile_plan",
     "largest_of",
     "micro_batches",
-    "of_layer",
+    "name_layer_error",
     "plan_memory",
 ]

@@ -1,4 +1,4 @@
-"""Best exact scheme of each layer on a grid, by the planner's cost model."""
+"""Choice of the cheapest exact scheme of each layer on a grid, by the planner's cost model."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..geometry.split import split
 from ..halo import as_scheme, scheme_text
 from ..layers import Layer, Node
 from ..system.machine import Figures, Machine
-from .planner import InSegment, best_cuts, can_follow, gather_seconds, segment_seconds
-from .segments import Links, blocks, placed, single
+from .planner import SegmentLayer, best_cuts, can_follow, gather_seconds, segment_seconds
+from .segments import Links, is_barrier, place_layers, windowed_layer
 
 Shape = tuple[int, ...]
 
@@ -27,8 +27,8 @@ class Choice:
     ----------
     layer : its name
     scheme : as text
-    seconds : what a training step spends on its exchange and on what it computes twice
-    halo_seconds : what it would spend with `halo`
+    seconds : time of its exchange and redundant computation in a training step
+    halo_seconds : the same with `halo`
     """
 
     layer: str
@@ -38,17 +38,17 @@ class Choice:
 
 
 def choose(chain: Node, input_shape: Shape, grid: GridShape, figures: Figures) -> list[Choice]:
-    """Return the exact scheme that costs least, for every layer that has a halo on the grid.
+    """Return the cheapest exact scheme of every layer with a halo on the grid.
 
-    A single layer has `halo`, whose gradients are scattered or gathered; a segment `deep_halo`, or, from the image on,
-    `overlap_tile`. Inside of containers there is no `overlap_tile`, and no segment leaves its chain.
+    Candidates: `halo` with scattered or gathered gradients for a single layer; `deep_halo` or, from the image on,
+    `overlap_tile` for a segment. Containers allow no `overlap_tile`, and segments do not leave their chain.
     """
     chains = enumerate(chain.chains(input_shape))
     return [
         choice
         for number, links in chains
         for places in _groups(links, grid)
-        for choice in _Cutter(links, places, grid, figures, first=number == 0).choices()
+        for choice in _CutSearch(links, places, grid, figures, first=number == 0).choices()
     ]
 
 
@@ -87,62 +87,63 @@ def put_schemes(layers: Iterable[Layer], schemes: Mapping[str, str]) -> bool:
 
 
 def _groups(links: Links, grid: GridShape) -> Iterator[list[int]]:
-    """Yield the places of layers with halos that may be in one segment."""
+    """Yield the indices of layers with halos that may be in one segment."""
     places: list[int] = []
     for at, (node, shape) in enumerate(links):
-        if single(node, shape, grid) is not None:
+        if windowed_layer(node, shape, grid) is not None:
             places.append(at)
-        elif places and blocks(node, shape, grid):
+        elif places and is_barrier(node, shape, grid):
             yield places
             places = []
     if places:
         yield places
 
 
-class _Cutter:
-    """Finds the cheapest cut of the layers with halos at `places` of one chain."""
+class _CutSearch:
+    """Search for the cheapest cut of the layers with halos at `places` of one chain."""
 
     def __init__(self, links: Links, places: Sequence[int], grid: GridShape, figures: Figures, first: bool) -> None:
         self.links, self.places, self.grid, self.figures, self.first = links, places, grid, figures, first
-        self.fits = [can_follow(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links]
-        self.from_image = first and not any(blocks(node, shape, grid) for node, shape in links[: places[0]])
+        self.can_join = [can_follow(node.leaves[0], shape) if _is_layer(node) else False for node, shape in links]
+        self.from_image = first and not any(is_barrier(node, shape, grid) for node, shape in links[: places[0]])
 
     def choices(self) -> list[Choice]:
         """Return the choice of each layer."""
-        found = []
+        choices = []
         for first, last in best_cuts(lambda a, b: sum(self._best(a, b)[1]), len(self.places)):
             text, seconds = self._best(first, last)
             for at, cost in zip(self.places[first : last + 1], seconds, strict=True):
                 node, shape = self.links[at]
-                alone = segment_seconds(self.figures, [InSegment(node.leaves[0], shape)], self.grid, self._backward(at))
-                found.append(Choice(str(node.name), text, cost, sum(alone)))
-        return found
+                alone = [SegmentLayer(node.leaves[0], shape)]
+                halo_seconds = sum(segment_seconds(self.figures, alone, self.grid, self._backward(at)))
+                choices.append(Choice(str(node.name), text, cost, halo_seconds))
+        return choices
 
     def _best(self, first: int, last: int) -> tuple[str, list[float]]:
-        """Return the best scheme of a segment, and what each of its layers with a halo costs."""
+        """Return the best scheme of a segment and the cost of each of its layers with a halo."""
         begin, end = self.places[first], self.places[last] + 1
-        segment, backward, found = self.links[begin:end], self._backward(begin), []
+        segment, backward, options = self.links[begin:end], self._backward(begin), []
         if first == last:
-            alone = placed(segment, self.grid, alone=True)
-            found.append(("halo", segment_seconds(self.figures, alone, self.grid, backward)))
+            alone = place_layers(segment, self.grid, alone=True)
+            options.append(("halo", segment_seconds(self.figures, alone, self.grid, backward)))
             if backward:
-                found.append(("halo(backward=gather)", [gather_seconds(self.figures, alone[0], self.grid)]))
-        elif all(self.fits[begin:end]):
-            costs = segment_seconds(self.figures, placed(segment, self.grid, wide=False), self.grid, backward)
-            found.append((f"deep_halo(layers={last - first + 1})", self._folded(costs, begin, first, last)))
-        if self.from_image and first == 0 and all(self.fits[:end]):
+                options.append(("halo(backward=gather)", [gather_seconds(self.figures, alone[0], self.grid)]))
+        elif all(self.can_join[begin:end]):
+            costs = segment_seconds(self.figures, place_layers(segment, self.grid, wide=False), self.grid, backward)
+            options.append((f"deep_halo(layers={last - first + 1})", self._fold(costs, begin, first, last)))
+        if self.from_image and first == 0 and all(self.can_join[:end]):
             wide = self.links[:end]
             text = "overlap_tile(statistics=global)" if any(_sums(node) for node, _ in wide) else "overlap_tile"
-            costs = segment_seconds(self.figures, placed(wide, self.grid, wide=True), self.grid, backward)
-            found.append((text, self._folded(costs, 0, first, last)))
-        return min(found, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
+            costs = segment_seconds(self.figures, place_layers(wide, self.grid, wide=True), self.grid, backward)
+            options.append((text, self._fold(costs, 0, first, last)))
+        return min(options, key=lambda pair: sum(pair[1]), default=("halo", [inf]))
 
     def _backward(self, at: int) -> bool:
-        """Return whether the input at a place needs a gradient: all but the images do."""
+        """Return whether the input of a layer needs a gradient: all but the images do."""
         return not self.first or at > 0
 
-    def _folded(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
-        """Return the costs of the layers with halos, with those of what lies between (or before) added to them."""
+    def _fold(self, costs: Sequence[float], begin: int, first: int, last: int) -> list[float]:
+        """Return the costs of the layers with halos, including those of the layers between (or before) them."""
         bounds = [begin, *self.places[first + 1 : last + 1], begin + len(costs)]
         return [sum(costs[a - begin : b - begin]) for a, b in pairwise(bounds)]
 

@@ -1,4 +1,4 @@
-"""Costs of gradients that do not travel as they are: compressed, or as the rows of sparse parameters."""
+"""Costs of gradients sent compressed, or as rows of sparse parameters."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from ..strategies import Strategy
 from ..strategies.shares import Share
 
 COUNTS = 16
-"""Bytes to each rank that say how many rows and numbers of a parameter follow."""
+"""Bytes per rank of the header with the numbers of rows and elements that follow."""
 
 
 def compressors_of(strategy: Strategy, parameters: Mapping[str, Parameter], itemsize: int) -> dict[str, str]:
-    """Return how gradients travel that are not sent as they are, of parameters without owners."""
-    found = {}
+    """Return the encodings of gradients that are not sent as they are, for parameters without owners."""
+    compressors = {}
     for name, parameter in parameters.items():
-        one = strategy.parameters[name]
-        if one.owners:
+        rule = strategy.parameters[name]
+        if rule.owners:
             continue
         if parameter.sparse:
-            found[name] = ROWS
-        elif one.compressor and compressed_bytes(one.compressor, parameter.shape, itemsize) is not None:
-            found[name] = one.compressor
-    return found
+            compressors[name] = ROWS
+        elif rule.compressor and compressed_bytes(rule.compressor, parameter.shape, itemsize) is not None:
+            compressors[name] = rule.compressor
+    return compressors
 
 
 def bytes_reduced(compressors: Mapping[str, str], parameters: Mapping[str, Parameter], itemsize: int) -> int:
-    """Return the bytes that a rank gives into sums of compressed gradients."""
-    chosen = [(how, parameters[name].shape) for name, how in compressors.items() if how != ROWS]
-    return sum(compressed_bytes(how, shape, itemsize) or 0 for how, shape in chosen)
+    """Return the bytes that a rank contributes to reductions of compressed gradients."""
+    chosen = [(kind, parameters[name].shape) for name, kind in compressors.items() if kind != ROWS]
+    return sum(compressed_bytes(kind, shape, itemsize) or 0 for kind, shape in chosen)
 
 
 def most_rows_sent(
     parameter: Parameter, share: Share | None, rank: int, grid: GridShape, samples: int, itemsize: int
 ) -> int:
-    """Return the most bytes that a rank sends in a step for a sparse parameter, whose rows are not known before.
+    """Return an upper bound of the bytes that a rank sends in a step for a sparse parameter.
 
     Parameters
     ----------
     share : Share or None
-        The parts of owners; None: all ranks get all rows.
+        Parts of the owners; None: all ranks receive all rows.
     samples : int
-        Of the rank's replica.
+        Samples of the rank's replica.
     """
     rows, width, others = parameter.shape[0], prod(parameter.shape[1:]), grid.size - 1
     used = min(rows, parameter.sparse * samples)

@@ -1,4 +1,4 @@
-"""A network as a list of steps: what containers of layers come to."""
+"""Graph of a network: the list of steps to which containers of layers are lowered."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Shape = tuple[int, ...]
 
 
 class Step(NamedTuple):
-    """One operation. Values are numbered: 0 is the network's input, and each step makes a new one.
+    """One operation. Values are numbered: 0 is the network's input, and each step produces a new one.
 
     Attributes
     ----------
     layer : Layer or None
-        What computes it from one value.
+        Computes the output from one value.
     join : Branches or None
-        What joins several values, where no layer computes.
+        Combines several values, if there is no layer.
     inputs, output : values
     """
 
@@ -32,19 +32,19 @@ class Step(NamedTuple):
 
     @property
     def saves_input(self) -> bool:
-        """Whether its backward pass reads what the forward pass read."""
+        """Whether the backward pass reads the input of the forward pass."""
         return self.layer is not None and self.layer.saves_input
 
 
 class Cut(NamedTuple):
-    """A vector that is cut over a replica's ranks becomes whole; or, if it `adds`, ranks' vectors become cut sums."""
+    """Redistribution of a vector over a replica's ranks: an allgather, or, if it `adds`, a reduce-scatter."""
 
     direction: str
     features: int
     adds: bool = False
 
     def sent(self, tiles: int, tile: int) -> int:
-        """Return how many numbers of a sample the rank of a tile sends."""
+        """Return the elements per sample that the rank of a tile sends."""
         lo, hi = split(self.features, tiles, tile)
         return self.features - (hi - lo) if self.adds else (tiles - 1) * (hi - lo)
 
@@ -58,21 +58,21 @@ class Graph:
     shapes : list of tuple
         The global shape of every value, without the batch.
     ends : list of (int, int)
-        For every number of nodes: how many steps they are, and the value that they give.
+        For every number of nodes: the number of their steps, and their output value.
     readers : list of list of int
         The steps that read each value.
     absorbed : dict of step to step
-        Layers that do nothing but activate, each by the step before it, which does so in its own pass over memory: its
-        result is what both give, and no value by itself.
+        Activation layers fused into the step before them, which applies them in its own pass over memory; the
+        intermediate value does not exist.
     cleared : dict of step to step
-        Steps whose max(z, 0) is gone back through by what is behind them: a pooling, which keeps no place of what is
-        not positive, or a convolution, which has it as its view. They do not look at what they gave.
+        Steps whose max(z, 0) is differentiated by the step after them (a pooling, which stores no position of
+        non-positive maxima, or a convolution, whose view it is), so that they need not reread their output.
     restored : dict of step to step
-        Steps that read what a normalisation gives, by the step of that: on the way back it gives it again.
+        Readers of a normalisation's output, each with the step that recomputes it in the backward pass.
     whole : int
-        A vector that each rank has whole, whoever reads it.
+        A vector that stays replicated, whatever its readers want.
     shards : set of int
-        Vectors that each rank of a replica has its range of alone, since all who read them want no more.
+        Vectors of which each rank of a replica holds its range only, because all readers want no more.
     """
 
     def __init__(
@@ -85,48 +85,48 @@ class Graph:
             for value in step.inputs:
                 self.readers[value].append(at)
         self.absorbed = {at: at - 1 for at in range(1, len(self.steps)) if self._absorbed(at)}
-        self.cleared = dict(found for at in range(1, len(self.steps)) if (found := self._cleared(at)))
+        self.cleared = dict(pair for at in range(1, len(self.steps)) if (pair := self._cleared(at)))
         self.restored: dict[int, int] = {}
         for at in range(len(self.steps)):
-            if (by := self._restored(at)) is not None and by not in self.restored:  # which needs its own input
-                self.restored[at] = by
+            if (host := self._restored(at)) is not None and host not in self.restored:  # that step needs its input
+                self.restored[at] = host
         self.shards = {step.output for step in self.steps if self._stays_cut(step)}
 
     def _absorbed(self, at: int) -> bool:
-        layer, before = self.steps[at].layer, self.steps[at - 1]
-        alone = self.readers[before.output] == [at] and len(self.shapes[before.output]) > 1
+        layer, previous = self.steps[at].layer, self.steps[at - 1]
+        sole_reader = self.readers[previous.output] == [at] and len(self.shapes[previous.output]) > 1
         if (
             layer is None
-            or not alone
+            or not sole_reader
             or not layer.only_activates
             or not declared_with(layer, "only_activates", "forward")
         ):
             return False
-        by = before.layer or before.join
-        return by is not None and layer.activation is not None and by.can_absorb(layer.activation)
+        host = previous.layer or previous.join
+        return host is not None and layer.activation is not None and host.can_absorb(layer.activation)
 
     def _cleared(self, at: int) -> tuple[int, int] | None:
-        """Return the step that the one behind it spares a look at its output, and that one."""
-        layer, before = self.steps[at].layer, self.steps[at - 1]
-        if layer is None or not layer.clears or before.layer is None or self.readers[before.output] != [at]:
+        """Return the step that need not reread its output, and the step after it; None if there is no such step."""
+        layer, previous = self.steps[at].layer, self.steps[at - 1]
+        if layer is None or not layer.clears or previous.layer is None or self.readers[previous.output] != [at]:
             return None
-        by, activation = self.absorbed.get(at - 1, at - 1), before.layer.activation
-        maker = self.steps[by].layer
+        host, activation = self.absorbed.get(at - 1, at - 1), previous.layer.activation
+        maker = self.steps[host].layer
         keeps = maker is None or (maker.saves_activated and not maker.saves_output)
         clips = activation and all(declared_with(activation, "clips", method) for method in ("fprop", "bprop"))
-        said = all(declared_with(layer, "clears", method) for method in ("forward", "backward"))
+        declared = all(declared_with(layer, "clears", method) for method in ("forward", "backward"))
         exact = layer.scheme is None or (layer.scheme.exact and layer.scheme.gradients == "scatter")
-        return (by, at) if keeps and clips and said and exact else None
+        return (host, at) if keeps and clips and declared and exact else None
 
     def _restored(self, at: int) -> int | None:
         layer, (value, *_) = self.steps[at].layer, self.steps[at].inputs
-        by = self.made.get(value)
-        maker = None if by is None else self.steps[by].layer
+        host = self.producers.get(value)
+        maker = None if host is None else self.steps[host].layer
         saving = [reader for reader in self.readers[value] if self.steps[reader].saves_input]
-        if layer is None or maker is None or saving != [at] or self.looked_at(value):
+        if layer is None or maker is None or saving != [at] or self.is_reread(value):
             return None
-        saves_it_alone = layer.saves_beside == (0, 0) == declared_with(layer, "saves_beside", "forward")
-        return by if saves_it_alone and maker.restores and declared_with(maker, "restores", "forward") else None
+        saves_input_only = layer.extra_saves == (0, 0) == declared_with(layer, "extra_saves", "forward")
+        return host if saves_input_only and maker.restores and declared_with(maker, "restores", "forward") else None
 
     def _stays_cut(self, step: Step) -> bool:
         readers = self.readers[step.output]
@@ -135,40 +135,40 @@ class Graph:
         return gives and bool(readers) and all(self.wants_shard(self.steps[at]) for at in readers)
 
     def wants_shard(self, step: Step) -> bool:
-        """Return whether a step wants this rank's range of a vector alone."""
+        """Return whether a step reads only this rank's range of a vector."""
         return step.layer is not None and step.layer.layout is Shard and len(self.shapes[step.inputs[0]]) == 1
 
     def redistributions(self, step: Step, needed: bool = True) -> list[Cut]:
-        """Return how vectors are redistributed for a step, forward and backward.
+        """Return the redistributions of vectors for a step, forward and backward.
 
         Parameters
         ----------
         needed : bool
             Whether the gradient of its input is needed.
         """
-        found, (first, *_) = [], step.inputs
+        cuts, (first, *_) = [], step.inputs
         if step.output in self.shards and not (step.layer and step.layer.splits_outputs):
             (features,) = self.shapes[step.output]
-            found += [Cut("forward", features, adds=True), Cut("backward", features)]
+            cuts += [Cut("forward", features, adds=True), Cut("backward", features)]
         if needed and self.wants_shard(step) and first not in self.shards:
-            found.append(Cut("backward", self.shapes[first][0]))
-        return found
+            cuts.append(Cut("backward", self.shapes[first][0]))
+        return cuts
 
     @cached_property
-    def made(self) -> dict[int, int]:
-        """The step that makes each value: of an activation that goes with the step before it, that one."""
+    def producers(self) -> dict[int, int]:
+        """Step that produces each value; for an absorbed activation, the step before it."""
         return {step.output: self.absorbed.get(at, at) for at, step in enumerate(self.steps)}
 
-    def looked_at(self, value: int) -> bool:
-        """Return whether what made a value looks at it again on the way back."""
-        at = self.made.get(value)
+    def is_reread(self, value: int) -> bool:
+        """Return whether the step that produced a value reads it again in the backward pass."""
+        at = self.producers.get(value)
         if at is None or at in self.cleared:
             return False
         layer, absorbs = self.steps[at].layer, value != self.steps[at].output
         return absorbs if layer is None else layer.keeps_output or (absorbs and layer.saves_activated)
 
     def part(self, first: int, last: int) -> Graph:
-        """Return the steps of the nodes from `first` up to `last`, whose input is value 0 then."""
+        """Return the graph of the nodes [first, last), whose input becomes value 0."""
         (begin, zero), (end, _) = self.ends[first], self.ends[last]
         steps = [
             step._replace(inputs=tuple(value - zero for value in step.inputs), output=step.output - zero)
@@ -179,12 +179,12 @@ class Graph:
 
 
 class Lowering:
-    """Makes a graph of nodes, which append their steps to it; an error names the layer.
+    """Builder of a graph, to which nodes append their steps; errors name the layer.
 
     Attributes
     ----------
     shapes : list of tuple
-        Of the values so far.
+        Shapes of the values so far.
     """
 
     def __init__(self, nodes: Sequence[Node], input_shape: Shape) -> None:
@@ -192,32 +192,32 @@ class Lowering:
         self.shapes = [input_shape]
         self.ends = [(0, 0)]
         for index, node in enumerate(nodes):
-            self._about: Node = node
+            self._current: Node = node
             try:
                 value = node.lower(self, self.ends[-1][1])
             except UserError as error:
-                raise of_layer(error, index, self._about) from error
+                raise name_layer_error(error, index, self._current) from error
             self.ends.append((len(self.steps), value))
 
     @property
     def graph(self) -> Graph:
-        """All of it."""
+        """The complete graph."""
         return Graph(self.steps, self.shapes, self.ends)
 
     def layer(self, layer: Layer, value: int) -> int:
-        """Append a layer, and return the value that it gives."""
-        outer, self._about, shape = self._about, layer, self.shapes[value]
+        """Append a layer, and return its output value."""
+        outer, self._current, shape = self._current, layer, self.shapes[value]
         if len(shape) < 2 and (layer.needs_image or layer.window is not None):
             raise ShapeError(
                 f"needs an image, but its input is a vector of shape {shape}; put it before the fully connected or"
                 " global pooling layer"
             )
-        found = self._append(layer, None, (value,), layer.output_shape_for(shape))
-        self._about = outer
-        return found
+        output = self._append(layer, None, (value,), layer.output_shape_for(shape))
+        self._current = outer
+        return output
 
     def join(self, join: Branches, values: Sequence[int], shape: Shape) -> int:
-        """Append what joins several values."""
+        """Append a join of several values, and return its output value."""
         return self._append(None, join, tuple(values), shape)
 
     def _append(self, layer: Layer | None, join: Branches | None, inputs: tuple[int, ...], shape: Shape) -> int:
@@ -226,8 +226,8 @@ class Lowering:
         return len(self.shapes) - 1
 
 
-def of_layer(error: UserError, index: int, layer: Node) -> UserError:
-    """Return the error with the layer's place in front and the layer as `subject`."""
+def name_layer_error(error: UserError, index: int, layer: Node) -> UserError:
+    """Return the error prefixed with the layer's index and name, with the layer as `subject`."""
     named = type(error)(f"layer {index} '{layer.name}' ({type(layer).__name__}): {error}")
     named.subject = layer
     return named

@@ -1,4 +1,4 @@
-"""Interface of the plan of a model of either kind, for runs, checks and benchmarks."""
+"""Interface common to the plans of layer models and PyTorch modules, for runs, checks and benchmarks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Workload:
     Attributes
     ----------
     flops : float
-        Floating point operations of products.
+        Floating-point operations of products.
     moved : float
-        Bytes that layers read and write, those of the update left out.
+        Bytes that layers read and write, without the update.
     messages, sent : float
-        Of halos and redistributions, and their bytes.
+        Number and bytes of messages of halos and redistributions.
     sums, summed : float
-        Sums over ranks, and the bytes that are given into them.
+        Number of reductions over ranks, and the bytes contributed to them.
     parameters : ParameterPlan
     """
 
@@ -41,12 +41,12 @@ class Workload:
 
     @property
     def shared(self) -> list[ParameterSpec]:
-        """The parameters that are not cut over the tiles: those that strategies can give to owners."""
+        """Parameters that are not partitioned over the tiles, to which strategies can assign owners."""
         return [spec for spec in self.parameters.specs if spec.name in self.parameters.whole]
 
 
 class ModelPlan(Protocol):
-    """A training step of a model on every rank of a grid, from arithmetic alone."""
+    """A training step of a model on every rank of a grid, computed without MPI."""
 
     @property
     def grid(self) -> GridShape:
@@ -82,11 +82,11 @@ class ModelPlan(Protocol):
 
     @property
     def min_extent(self) -> int:
-        """The fewest cells along an axis of what is cut into tiles; 1 if nothing is."""
+        """Smallest extent of an axis that is cut into tiles; 1 if there is none."""
 
     @property
     def label_cells(self) -> Shape:
-        """The extent of the maps of labels that the model wants; () if labels are as the data set has them."""
+        """Extent of the label maps that the model expects; () for labels as the data set has them."""
 
     @property
     def workload(self) -> Workload:
@@ -94,38 +94,38 @@ class ModelPlan(Protocol):
 
     @property
     def trained_in(self) -> int:
-        """Bytes of the rank that needs most in training, if all ranks hold all of the optimiser's arrays."""
+        """Maximum bytes of a rank in training, if all ranks hold the whole optimiser state."""
 
     @property
     def rows(self) -> Mapping[str, str]:
-        """The rows of a benchmark's table, and the class of each."""
+        """Rows of a benchmark's table, and the class of each."""
 
     def row_of(self, name: str) -> str:
-        """Return in which row a layer or step is; that of what is neither is its own."""
+        """Return the table row of a layer or step; other names have their own rows."""
 
     def outline(self) -> list[str]:
-        """Return what all ranks must agree on, beside the strategy, a fact a line."""
+        """Return the facts, except the strategy, that all ranks must agree on, one per line."""
 
     def bytes(self, rank: int) -> int:
-        """Return the bytes of halos that a rank sends in a training step; where steps differ, in the mean."""
+        """Return the bytes of halos that a rank sends in a training step, averaged if steps differ."""
 
     def reduced(self, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank gives into sums in a training step, by layer or step, and of 'gradients'."""
+        """Return the bytes that a rank contributes to reductions in a training step, by layer or step."""
 
     def redistributed(self, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank sends in redistributions of a training step, by layer or step."""
+        """Return the bytes that a rank sends for redistributions in a training step, by layer or step."""
 
     def memory(self, rank: int) -> int:
         """Return the bytes that a rank holds in a training step."""
 
     def moved(self, rank: int) -> int:
-        """Return the bytes that a rank reads and writes in a training step, at least."""
+        """Return a lower bound of the bytes that a rank reads and writes in a training step."""
 
     def each_needs(self) -> Iterator[tuple[str, int]]:
-        """Yield the name of each layer or step, and the bytes that it needs by itself on the fullest rank."""
+        """Yield the name of each layer or step and its bytes on the fullest rank."""
 
     def table(self) -> Any:
-        """Return the plan for a rich console to print: a table, what ranks do together, and a legend."""
+        """Return the plan for a rich console: a table, totals, and a legend."""
 
     def describe(self) -> str:
-        """Return the same as plain text, with the grid above: what `neondist check` prints."""
+        """Return the table as plain text below a headline, as `neondist check` prints it."""

@@ -28,7 +28,7 @@ class ParameterPlan:
     grid : GridShape
     dtype : numpy.dtype
     slots : int
-        Numbers that the optimiser keeps of each trained one.
+        Optimiser state per parameter element.
     chosen : StrategyBuilder or Strategy, optional
         Default: all ranks sum all gradients, and update all parameters.
     """
@@ -49,48 +49,48 @@ class ParameterPlan:
             The strategy is for another model or more ranks, or cannot be executed within one MPI job.
         """
         chosen = self.chosen or AllReduce()
-        found = chosen.build(self.specs, self.grid.size) if isinstance(chosen, StrategyBuilder) else chosen
-        found.check_model(self.specs)
-        found.check_synchronous()
-        return found
+        strategy = chosen.build(self.specs, self.grid.size) if isinstance(chosen, StrategyBuilder) else chosen
+        strategy.check_model(self.specs)
+        strategy.check_synchronous()
+        return strategy
 
     @cached_property
     def specs(self) -> tuple[ParameterSpec, ...]:
         """Parameter specifications for a strategy, in the order of the model."""
-        given = self.parameters.items()
-        return tuple(ParameterSpec(name, one.shape, str(self.dtype), bool(one.sparse)) for name, one in given)
+        dtype, items = str(self.dtype), self.parameters.items()
+        return tuple(ParameterSpec(name, item.shape, dtype, bool(item.sparse)) for name, item in items)
 
     @cached_property
     def shares(self) -> dict[str, Share]:
-        """The parts of parameters that ranks own, by full name; tiles hold those that are cut."""
+        """Parts of parameters that ranks own, by full name, without those partitioned over the tiles."""
         return shares_of(self.strategy, self.grid.size, self.whole)
 
     @cached_property
     def compressors(self) -> dict[str, str]:
-        """Compressors of gradients by full parameter name; gradients of a tile's parameters are not compressed."""
+        """Compressors of gradients by full parameter name; those of tiled parameters are not compressed."""
         return compressors_of(self.strategy, self.whole, self.dtype.itemsize)
 
     @cached_property
     def whole(self) -> dict[str, Parameter]:
-        """The parameters that are not cut over the tiles."""
-        return {name: one for name, one in self.parameters.items() if not self.cut(one)}
+        """Parameters that are not partitioned over the tiles."""
+        return {name: item for name, item in self.parameters.items() if not self.cut(item)}
 
     def cut(self, parameter: Parameter) -> bool:
-        """Return whether the parts of tiles differ."""
+        """Return whether a parameter is partitioned over the tiles."""
         return parameter.layout.cut and self.grid.tiles > 1
 
     @cached_property
     def parts(self) -> int:
-        """The number of parameters of which ranks update different parts."""
+        """Number of parameters of which ranks update different parts."""
         return sum(map(self.cut, self.parameters.values())) + len(self.shares)
 
     def owned_by(self, rank: int) -> int:
-        """Return how many numbers of the parameters that have owners a rank owns."""
+        """Return the number of parameter elements that a rank owns."""
         return sum(share.boxes[rank].size for share in self.shares.values())
 
     @cached_property
     def owned(self) -> int:
-        """The numbers of all parameters that have owners."""
+        """Number of elements of all parameters with owners."""
         return sum(prod(share.shape) for share in self.shares.values())
 
     @property
@@ -99,20 +99,20 @@ class ParameterPlan:
         return any(sum(box.size > 0 for box in share.boxes) > 1 for share in self.shares.values())
 
     def held_by(self, rank: int) -> int:
-        """Return the trained numbers that a rank keeps: all of them, or those of its tile."""
-        return sum(one.size_on(self.grid, rank % self.grid.tiles) for one in self.parameters.values())
+        """Return the number of parameter elements on a rank: all, or those of its tile."""
+        return sum(item.size_on(self.grid, rank % self.grid.tiles) for item in self.parameters.values())
 
     def reduced(self, rank: int, norms: int = 0) -> int:
-        """Return the bytes that a rank gives into sums over ranks in a training step, control flags included.
+        """Return the bytes that a rank contributes to reductions in a training step, including control flags.
 
         Parameters
         ----------
         norms : int
-            Numbers that the optimiser sums over the ranks.
+            Elements that the optimiser sums over the ranks.
         """
         tile = rank % self.grid.tiles
         shared, own = (
-            sum(one.size_on(self.grid, tile) for one in self.parameters.values() if self.cut(one) is cut)
+            sum(item.size_on(self.grid, tile) for item in self.parameters.values() if self.cut(item) is cut)
             for cut in (False, True)
         )
         shared -= sum(self.whole[name].size_on(self.grid, tile) for name in self.compressors)
@@ -122,27 +122,28 @@ class ParameterPlan:
         return self.dtype.itemsize * summed + packed + 8 * norms * several
 
     def redistributed(self, rank: int, samples: int = 0) -> int:
-        """Return the bytes that a rank sends in a training step: gradients to their owners, and values that it owns.
+        """Return the bytes that a rank sends in a training step: gradients to their owners, and owned values.
 
-        Of sparse parameters it is the most that it may send for so many samples of its replica.
+        For sparse parameters it is an upper bound for this number of samples of its replica.
         """
         dense = [share for name, share in self.shares.items() if not self.parameters[name].sparse]
         owned, whole = sum(share.boxes[rank].size for share in dense), sum(prod(share.shape) for share in dense)
-        how = self.grid, samples, self.dtype.itemsize
-        rows = sum(most_rows_sent(one, self.shares.get(n), rank, *how) for n, one in self.whole.items() if one.sparse)
+        args = self.grid, samples, self.dtype.itemsize
+        sparse = [(item, self.shares.get(name)) for name, item in self.whole.items() if item.sparse]
+        rows = sum(most_rows_sent(item, share, rank, *args) for item, share in sparse)
         return self.dtype.itemsize * (whole - owned + owned * (self.grid.size - 1)) + rows
 
     def memory(self, rank: int) -> int:
-        """Return the bytes of parameters, gradients and the optimiser's arrays on a rank."""
-        of_others = self.owned - self.owned_by(rank)
-        feedback = sum(prod(self.whole[name].shape) for name, how in self.compressors.items() if how != ROWS)
-        return self.dtype.itemsize * (self.held_by(rank) * (2 + self.slots) - of_others * self.slots + feedback)
+        """Return the bytes of parameters, gradients and optimiser state on a rank."""
+        remote = self.owned - self.owned_by(rank)
+        feedback = sum(prod(self.whole[name].shape) for name, kind in self.compressors.items() if kind != ROWS)
+        return self.dtype.itemsize * (self.held_by(rank) * (2 + self.slots) - remote * self.slots + feedback)
 
     def most_memory(self, tile: int) -> int:
-        """Return the same of the replica whose rank of a tile holds most."""
+        """Return the maximum of `memory` over the ranks of a tile in all replicas."""
         replicas = range(self.grid.replicas if self.shares else 1)
         return max(self.memory(replica * self.grid.tiles + tile) for replica in replicas)
 
     def moved(self, rank: int) -> int:
-        """Return the bytes that an update reads and writes on a rank, at least."""
+        """Return a lower bound of the bytes that an update reads and writes on a rank."""
         return self.dtype.itemsize * (3 + 2 * self.slots) * self.held_by(rank)

@@ -31,7 +31,7 @@ from .stream import Stream, work_of
 
 Shape = tuple[int, ...]
 LOSS, GRADIENTS = "loss", "gradients"
-"""Under these names, instead of a layer's, reductions of the whole model are told."""
+"""Names under which reductions of the whole model are recorded, instead of a layer's."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,20 @@ class Training:
     recompute: bool = False
     strips: Rows | None = None
     memory: int | None = None
-    """bytes that a rank may use; None: as many as it takes"""
+    """bytes that a rank may use; None: no limit"""
     backward: bool = True
-    """False: there is only a forward pass"""
+    """False: forward pass only"""
     spares: bool = False
-    """whether half of the memory is worth some more work, where there is no limit"""
+    """whether to halve the memory at the cost of some more work, if there is no limit"""
     strategy: StrategyBuilder | Strategy | None = None
-    """None: all ranks add up all gradients, and update all parameters"""
+    """None: all ranks sum all gradients and update all parameters"""
 
 
 @dataclass
 class Plan(Sequence[LayerPlan]):
     """The steps of a model on every rank of a grid; as a sequence, the plans of all its layers, in order.
 
-    It is made from arithmetic alone, without MPI. `model.compiled` is the one that runs; what is executed is compared
-    with it.
+    It is computed without MPI. `model.compiled` is the plan that runs; executed communication is checked against it.
 
     Attributes
     ----------
@@ -70,11 +69,11 @@ class Plan(Sequence[LayerPlan]):
         Global.
     training : Training
     pretraining : dict of name to list
-        For each stage that is trained before, the numbers that each tile sends for a sample in a step.
+        For each pretraining stage, the elements per sample that each tile sends in a step.
     stream : Stream or None
-        What goes in strips from the image on, so that the step fits into memory.
+        Nodes executed in strips from the image on, so that the step fits in memory.
     idle : int
-        How many first nodes a step of training does not go back through, since they have nothing to train.
+        Number of leading nodes that the backward pass skips, because they have no parameters.
     """
 
     graph: Graph
@@ -99,7 +98,7 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def streams(self) -> bool:
-        """Whether images are read strip by strip; without a limit they are in memory, whatever goes in strips."""
+        """Whether images are read strip by strip; without a memory limit they are in memory, even with a stream."""
         return self.stream is not None and self.training.memory is not None
 
     @property
@@ -129,34 +128,34 @@ class Plan(Sequence[LayerPlan]):
 
     @property
     def min_extent(self) -> int:
-        """The fewest cells along an axis, of the last two, of what a layer is given; 1 if that is not an image."""
+        """Smallest extent, along the last two axes, of any layer's input image; 1 if the model's input is not one."""
         images = [plan.input_shape for plan in self]
-        found = min((n for shape in images if len(shape) > 2 for n in shape[-3:-1]), default=1)
-        return found if len(images[0]) > 2 else 1
+        least = min((n for shape in images if len(shape) > 2 for n in shape[-3:-1]), default=1)
+        return least if len(images[0]) > 2 else 1
 
     @property
     def label_cells(self) -> Shape:
-        """The extent of the maps of labels that the model wants; () if an image has one."""
+        """Extent of the label maps that the model expects; () for one label per image."""
         return self.output_shape[:-1]
 
     @cached_property
     def units(self) -> dict[str, list[LayerPlan]]:
         """Units executed one after the other, by name: layers, and segments of layers."""
-        segments = {id(inside.layer): one for one in self.segments for inside in one.plans}
-        found: dict[str, list[LayerPlan]] = {}
-        for one in self:
-            segment = segments.get(id(one.layer))
-            found.setdefault(one.name if segment is None else segment.name, []).append(one)
-        return found
+        segments = {id(plan.layer): segment for segment in self.segments for plan in segment.plans}
+        units: dict[str, list[LayerPlan]] = {}
+        for plan in self:
+            segment = segments.get(id(plan.layer))
+            units.setdefault(plan.name if segment is None else segment.name, []).append(plan)
+        return units
 
     @property
     def rows(self) -> dict[str, str]:
-        """The rows of a benchmark's table, and the class of each; or of how many layers it is a segment."""
+        """Rows of a benchmark's table: the class of each, or the number of layers of a segment."""
         kinds = ((name, plans, serial_class(type(plans[0].layer)).__name__) for name, plans in self.units.items())
         return {name: kind if len(plans) == 1 else f"segment of {len(plans)}" for name, plans, kind in kinds}
 
     def outline(self) -> list[str]:
-        """Return what all ranks must agree on, beside the strategy, a fact a line."""
+        """Return the facts, except the strategy, that all ranks must agree on, one per line."""
         arrays = (
             f"'{plan.name}/{name}': {parameter.shape}, {parameter.layout}"
             for plan in self
@@ -168,50 +167,50 @@ class Plan(Sequence[LayerPlan]):
         """Return the table row of a layer; other names have their own rows."""
         return next((row for row, plans in self.units.items() if name in [plan.name for plan in plans]), name)
 
-    # What is sent, in bytes of a training step.
+    # Communication, in bytes per training step.
 
     def bytes(self, rank: int, batch_size: int | None = None) -> int:
-        """Return the bytes of halos that a rank sends in a training step; where steps differ, in the mean.
+        """Return the bytes of halos that a rank sends in a training step, averaged if steps differ.
 
         Parameters
         ----------
         batch_size : int, optional
-            Of a step with fewer samples than the plan's.
+            Samples of an incomplete batch; default: the plan's.
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
-        return round(sum(plan.sent_by(tile, samples, *self._how(plan)) for plan in self))
+        return round(sum(plan.sent_by(tile, samples, *self._sent_args(plan)) for plan in self))
 
     def reduced(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
-        """Return the bytes of the arrays that a rank gives into sums over ranks in a training step.
+        """Return the bytes that a rank contributes to reductions over ranks in a training step.
 
-        By layer, and under 'gradients' and 'loss', as the ledger records them; what gives nothing is left out.
+        By layer, and under 'gradients' and 'loss', as the ledger records them; zeros are omitted.
         """
         size, samples = self.itemsize, self.samples(rank // self.grid.tiles, batch_size)
         ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
         calls = len(micro_batches(samples, self.training.accumulate))
-        found = {plan.name: plan.reduced_bytes(samples, size, ranks, calls) for plan in self}
+        nbytes = {plan.name: plan.reduced_bytes(samples, size, ranks, calls) for plan in self}
         norms = self.training.optimizer.norms_for(self.parameters.parts)
-        found[GRADIENTS] = self.parameters.reduced(rank, norms)
+        nbytes[GRADIENTS] = self.parameters.reduced(rank, norms)
         tiled = len(self.output_shape) > 1
-        whole, inside = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
-        once, each = ranks[whole or "tiles"] > 1, inside is not None and ranks[inside] > 1
+        batch_group, sample_group = group_of(tiled, replicas=True), group_of(tiled, replicas=False)
+        has_group, per_sample = ranks[batch_group or "tiles"] > 1, sample_group is not None and ranks[sample_group] > 1
         parts = [part for _, part in parts_of(self.training.cost)]
         sums = sum(part.sums_for(self.output_shape) for part in parts)
-        found[LOSS] = 8 * (once * (1 + sum(part.weighted for part in parts)) + each * samples * sums)
-        return {name: count for name, count in found.items() if count}
+        nbytes[LOSS] = 8 * (has_group * (1 + sum(part.weighted for part in parts)) + per_sample * samples * sums)
+        return {name: count for name, count in nbytes.items() if count}
 
     def redistributed(self, rank: int, batch_size: int | None = None) -> dict[str, int]:
         """Return the bytes that a rank sends in a training step to redistribute vectors, by layer.
 
-        Under 'gradients': gradients that it sends to their owners, and values that it owns and sends to all.
+        Under 'gradients': gradients sent to their owners, and owned values sent to all ranks.
         """
         replica, tile = divmod(rank, self.grid.tiles)
         samples = self.samples(replica, batch_size)
-        sent = {plan.name: sum(one.sent(self.grid.tiles, tile) for one in plan.redistributions) for plan in self}
-        found = {name: numbers * samples * self.itemsize for name, numbers in sent.items()}
-        found[GRADIENTS] = self.parameters.redistributed(rank, samples)
-        return {name: nbytes for name, nbytes in found.items() if nbytes}
+        sent = {plan.name: sum(cut.sent(self.grid.tiles, tile) for cut in plan.redistributions) for plan in self}
+        nbytes = {name: numbers * samples * self.itemsize for name, numbers in sent.items()}
+        nbytes[GRADIENTS] = self.parameters.redistributed(rank, samples)
+        return {name: count for name, count in nbytes.items() if count}
 
     @cached_property
     def parameters(self) -> ParameterPlan:
@@ -222,28 +221,28 @@ class Plan(Sequence[LayerPlan]):
 
     @cached_property
     def workload(self) -> Workload:
-        """Workload of the busiest rank in a step: it has most cells, and sends most, in each layer."""
+        """Workload of the busiest rank in a step: the maximum of cells and messages in each layer."""
         samples = self.samples(0)
         flops = sum(2 * samples * (3 if plan.gradient else 2) * plan.products(0) for plan in self)
-        again = 1.0 if self.stream is None else work_of(self.graph, self.stream) / work_of(self.graph, None)
+        overhead = 1.0 if self.stream is None else work_of(self.graph, self.stream) / work_of(self.graph, None)
         moved = self.moved(0) - self.parameters.moved(0)
-        sent = sum(max(plan.sent_by(t, samples, *self._how(plan)) for t in plan.classes.tiles) for plan in self)
+        sent = sum(max(plan.sent_by(t, samples, *self._sent_args(plan)) for t in plan.classes.tiles) for plan in self)
         messages = sum(max(sum(map(len, plan.messages(t))) for t in plan.classes.tiles) for plan in self)
-        several = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
-        sums = sum(several[one.group] > 1 for plan in self for one in plan.reductions if one.group)
+        ranks = {"world": self.grid.size, "tiles": self.grid.tiles, "replicas": self.grid.replicas}
+        sums = sum(ranks[entry.group] > 1 for plan in self for entry in plan.reductions if entry.group)
         summed = sum(count for name, count in self.reduced(0).items() if name not in (GRADIENTS, LOSS))
-        return Workload(flops * again, moved * again, messages, sent, sums, summed, self.parameters)
+        return Workload(flops * overhead, moved * overhead, messages, sent, sums, summed, self.parameters)
 
     def pretraining_bytes(self) -> list[tuple[str, int, int]]:
-        """Return each stage's name, and what the busiest rank and all ranks send in a step of its pretraining."""
-        most, size = self.samples(0), self.itemsize
-        found = self.pretraining.items()
-        return [(name, max(words) * most * size, sum(words) * self.batch_size * size) for name, words in found]
+        """Return each pretraining stage with the bytes per step sent by the busiest rank and by all ranks."""
+        samples, size = self.samples(0), self.itemsize
+        stages = self.pretraining.items()
+        return [(name, max(words) * samples * size, sum(words) * self.batch_size * size) for name, words in stages]
 
-    # What is held.
+    # Memory.
 
     def memory(self, rank: int) -> int:
-        """Return the bytes that a rank holds: views, gradients of them, parameters, and the optimiser's arrays.
+        """Return the bytes that a rank holds: views, their gradients, parameters and optimiser state.
 
         Kernels' scratch space is not counted.
         """
@@ -251,10 +250,10 @@ class Plan(Sequence[LayerPlan]):
         return self.arena(replica, tile) + self.parameters.memory(rank)
 
     def moved(self, rank: int) -> int:
-        """Return the bytes that a rank reads and writes in a training step, at least.
+        """Return a lower bound of the bytes that a rank reads and writes in a training step.
 
-        Those of views, outputs and their gradients, each read or written once, and of the update; what is between the
-        layers of a segment stays in the cache.
+        Views, outputs and their gradients, each read or written once, and the update; intermediate values of a segment
+        stay in the cache.
         """
         replica, tile = divmod(rank, self.grid.tiles)
         numbers = 0
@@ -265,24 +264,24 @@ class Plan(Sequence[LayerPlan]):
         return self.itemsize * numbers + self.parameters.moved(rank)
 
     def arena(self, replica: int, tile: int) -> int:
-        """Return the bytes of one block for all views and gradients, and of what is saved or recomputed from.
+        """Return the bytes of the block of all views and gradients, and of saved arrays and checkpoints.
 
-        Arrays that never live at the same moment of a step share memory in the block.
+        Arrays with disjoint lifetimes share memory in the block.
         """
         stream = 0 if self.stream is None else self.stream.bytes(tile, self.itemsize)
-        return self._whole(replica, tile) + stream * self.held_samples(replica)
+        return self._unstreamed(replica, tile) + stream * self.held_samples(replica)
 
     def needed_by(self, stream: Stream | None) -> int:
-        """Return what the rank that needs most would need, if these strips went in such a way; None: without them."""
+        """Return the bytes of the rank that needs most, with a stream; None: without one."""
 
         def bytes_of(tile: int) -> int:
             strips = 0 if stream is None else stream.bytes(tile, self.itemsize) * self.held_samples(0)
-            return self._whole(0, tile) + self.parameters.most_memory(tile) + strips
+            return self._unstreamed(0, tile) + self.parameters.most_memory(tile) + strips
 
         return max(map(bytes_of, self.classes(stream).tiles))
 
     def classes(self, stream: Stream | None) -> TileClasses:
-        """Return the tiles that differ in more than their place, where these strips go in such a way."""
+        """Return the classes of tiles that differ in more than position, with a stream."""
         values = {self.grid.partition(shape[:-1]) for shape in self.graph.shapes}
         values |= {self.grid.partition(self.graph.shapes[value]) for value in self.graph.shards}
         values |= {cells for section in self.sections for cells in section.regions.values()}
@@ -294,53 +293,53 @@ class Plan(Sequence[LayerPlan]):
         owned = [self.parameters.most_memory(tile) for tile in tiles]
         return classes_of(self.grid.tiles, kinds, [np.array(owned)] if owned else [])
 
-    def _whole(self, replica: int, tile: int) -> int:
-        """Return the bytes of what does not go in strips from the image on, without parameters."""
+    def _unstreamed(self, replica: int, tile: int) -> int:
+        """Return the bytes of the nodes outside the stream, without parameters."""
         if tile not in self._per_sample:
             inputs = self.sections[self.stream is None :]
             kept = sum(prod(section.tile_shapes(tile)[0]) for section in inputs)
             numbers = self.length(tile) + self.strip_length(tile) + kept
-            beside = max((sum(section.saved(tile, self.itemsize)) for section in self.sections), default=0)
-            self._per_sample[tile] = numbers * self.itemsize + beside
+            saved = max((sum(section.saved(tile, self.itemsize)) for section in self.sections), default=0)
+            self._per_sample[tile] = numbers * self.itemsize + saved
         return self._per_sample[tile] * self.held_samples(replica)
 
     @property
     def needed(self) -> int:
-        """Result of `memory` for the rank that needs most."""
+        """Maximum of `memory` over the ranks."""
         return self.needed_by(self.stream)
 
     trained_in = needed
 
     @property
     def peak(self) -> int:
-        """The same on the rank that needs most."""
+        """Maximum of `arena` over the ranks."""
         return max(self.arena(0, tile) for tile in self.classes(self.stream).tiles)
 
     def length(self, tile: int) -> int:
-        """Return the numbers of a sample in such a block; sections take turns in it."""
+        """Return the elements per sample of the arena, which sections use in turn."""
         return max((section.live_ranges(tile).length for section in self.sections), default=0)
 
     def strip_length(self, tile: int) -> int:
-        """Return the numbers of a sample that segments need beside it, one at a time."""
+        """Return the elements per sample that the largest segment needs in addition."""
         return max((segment.length(tile) for segment in self.segments), default=0)
 
     @property
     def segments(self) -> list[Segment]:
         """Segments executed in strips."""
-        return [one for section in self.sections for one in section.segments.values()]
+        return [segment for section in self.sections for segment in section.segments.values()]
 
     @cached_property
     def sections(self) -> list[PlannedSection]:
-        """All nodes behind the stream; or, where arrays are recomputed, about as many as each of them has nodes."""
+        """Sections of the nodes after the stream: one, or about sqrt(nodes) of them with recomputation."""
         start = 0 if self.stream is None else self.stream.nodes
         nodes = len(self.graph.ends) - 1 - start
         count = max(1, isqrt(nodes)) if self.training.recompute else 1
         cuts = [start + split(nodes, count, at)[0] for at in range(1, count)]
-        ends = self.graph.ends  # nodes without steps are no section of their own, of which a gradient would be asked
+        ends = self.graph.ends  # nodes without steps are not a section of their own
         cuts = [at for at in cuts if ends[at][1] not in self.graph.shards and ends[at] != ends[start]]
         cuts = [start, *cuts, start + nodes]
         layers = {id(plan.layer): plan for plan in self}
-        found = []
+        sections = []
         for first, last in pairwise(cuts) if nodes else ():
             graph, segments = self.graph.part(first, last), dict[int, Segment]()
             if self.training.strips is not None:
@@ -349,7 +348,7 @@ class Plan(Sequence[LayerPlan]):
             reader = next((layers.get(id(step.layer)) for step in self.graph.steps[begin:]), None)
             wide = None if reader is None else reader.regions[0]
             regions = {} if wide is None else {0: wide}
-            found.append(
+            sections.append(
                 PlannedSection(
                     first,
                     last,
@@ -363,16 +362,16 @@ class Plan(Sequence[LayerPlan]):
                     restores=True,
                 )
             )
-        return found
+        return sections
 
     def costs(self, batch_size: int | None = None) -> list[LayerCosts]:
-        """Return the costs of every layer in one step of a whole batch."""
-        size, found = self.itemsize, []
+        """Return the costs of every layer in one training step."""
+        size, costs = self.itemsize, []
         shares = Counter(self.samples(replica, batch_size) for replica in range(self.grid.replicas))
         for index, plan in enumerate(self):
             view = plan.largest_view * plan.input_shape[-1] * size
-            sent = {samples: plan.sent_bytes(samples, *self._how(plan)) for samples in shares}
-            found.append(
+            sent = {samples: plan.sent_bytes(samples, *self._sent_args(plan)) for samples in shares}
+            costs.append(
                 LayerCosts(
                     sent_most=round(max(sent[self.samples(0, batch_size)])),
                     sent_all=round(sum(count * sum(sent[samples]) for samples, count in shares.items())),
@@ -380,23 +379,23 @@ class Plan(Sequence[LayerPlan]):
                     memory=(1 + (index > 0)) * view * self.held_samples(0) + max(plan.held) * self._per_parameter,
                 )
             )
-        return found
+        return costs
 
     def each_needs(self) -> Iterator[tuple[str, int]]:
-        """Yield each layer's name, and the bytes that it needs by itself on the fullest rank."""
+        """Yield the name of each layer and its bytes on the fullest rank."""
         for plan, costs in zip(self, self.costs(), strict=True):
             yield plan.name, costs.memory
 
     def samples(self, replica: int, batch_size: int | None = None) -> int:
-        """Return how many samples of a batch a replica has."""
+        """Return the number of samples of a batch on a replica."""
         lo, hi = split(self.batch_size if batch_size is None else batch_size, self.grid.replicas, replica)
         return hi - lo
 
     def table(self) -> Any:
-        """Return the plan for a rich console to print: a table of the layers, what they do together, and a legend."""
+        """Return the plan for a rich console: a table of the layers, their totals, and a legend."""
         sums = {
-            "sums over ranks: a rank gives": self.reduced(0),
-            "redistributions: a rank sends": self.redistributed(0),
+            "sums over ranks: per rank": self.reduced(0),
+            "redistributions: sent per rank": self.redistributed(0),
         }
         streamed = "" if self.stream is None else str(self.stream)
         return report.table(self, self.costs(), self.peak, sums, self.pretraining_bytes(), streamed)
@@ -405,39 +404,39 @@ class Plan(Sequence[LayerPlan]):
         return f"<pre>{escape(self.describe())}</pre>"
 
     def describe(self) -> str:
-        """Return the same as plain text, with the grid above: what `neondist check` prints."""
+        """Return the table as plain text below a headline, as `neondist check` prints it."""
         head = report.headline(self.training.dtype, self.grid, self.input_shape, self.batch_size)
         return report.as_text(head, self.table())
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """Bytes of an element."""
         return self.training.dtype.itemsize
 
-    def _how(self, plan: LayerPlan) -> tuple[int, bool, int]:
-        """Return the bytes of a layer's numbers, whether it goes all the way back, and how often forward."""
+    def _sent_args(self, plan: LayerPlan) -> tuple[int, bool, int]:
+        """Return the arguments of `LayerPlan.sent_by`: item size, gradient, and number of forward passes."""
         return self.itemsize, plan.gradient, 1 + (id(plan.layer) in self._recomputed)
 
     @cached_property
     def _recomputed(self) -> set[int]:
-        """The layers that go forward twice and exchange halos again: all that are kept from sections alone."""
+        """Layers whose forward pass, with its halo exchange, is run twice: all but those of the last section."""
         steps, _ = self.graph.ends[self.sections[-1].first if self.sections else 0]
         return {id(step.layer) for step in self.graph.steps[:steps]}
 
     @property
     def _per_parameter(self) -> int:
-        """Bytes of a trained number, its gradient, and what the optimiser keeps of it."""
+        """Bytes of a parameter element, its gradient, and its optimiser state."""
         return self.itemsize * (2 + len(self.training.optimizer.kept))
 
     def held_samples(self, replica: int) -> int:
-        """Return how many of a rank's samples are in memory at once: a micro-batch, if none waits for another."""
+        """Return the samples of a rank in memory at once: a micro-batch, unless a reduction spans the batch."""
         samples = self.samples(replica)
-        over_batch = any(one.over_batch for plan in self for one in plan.reductions)
+        over_batch = any(sums.over_batch for plan in self for sums in plan.reductions)
         return samples if over_batch else largest_of(micro_batches(samples, self.training.accumulate))
 
 
 def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:
-    """Return the ranges of a rank's samples that go through a training step one after the other."""
+    """Return the ranges of a rank's samples in each micro-batch."""
     count = max(1, min(accumulate, samples))
     return [split(samples, count, at) for at in range(count)]
 

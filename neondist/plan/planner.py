@@ -13,13 +13,13 @@ from ..system.machine import Figures
 Shape = tuple[int, ...]
 Regions = tuple[Partition | None, Partition | None]
 LONGEST = 12
-"""layers with windows in a segment, at most"""
+"""maximum number of layers with windows in a segment"""
 PASSES = 3
-"""what a training step computes, in units of fprop"""
+"""cost of a training step, in units of fprop"""
 
 
-class InSegment(NamedTuple):
-    """A layer, the shape of its input, and which cells of its input and output the tiles have."""
+class SegmentLayer(NamedTuple):
+    """A layer of a segment: the shape of its input, and the regions of its input and output."""
 
     layer: Layer
     input_shape: Shape
@@ -29,7 +29,7 @@ class InSegment(NamedTuple):
 def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, int]]:
     """Return the cheapest cut of `count` layers into ranges [first, last], given the cost of each range.
 
-    Of equal ones the shorter segments win, since they compute less.
+    Ties go to shorter segments, which compute less.
     """
     best: list[float] = [0.0] + [inf] * count
     start = [0] * (count + 1)
@@ -46,12 +46,12 @@ def best_cuts(cost: Callable[[int, int], float], count: int) -> list[tuple[int, 
 
 
 def segment_seconds(
-    figures: Figures, segment: Sequence[InSegment], grid: GridShape, backward: bool = True
+    figures: Figures, segment: Sequence[SegmentLayer], grid: GridShape, backward: bool = True
 ) -> list[float]:
-    """Return the seconds that a training step spends on a segment's exchange and on what it computes twice, by layer.
+    """Return the seconds of a segment's exchange and redundant computation in a training step, by layer.
 
-    The exchange is that of the tile in the middle of the grid, which has all neighbours; what is computed twice, by how
-    much the most that a tile computes grows: all wait for that one.
+    The exchange is that of the central tile, which has all neighbours; redundant computation is the growth of the
+    largest tile, for which all ranks wait.
 
     Parameters
     ----------
@@ -59,17 +59,17 @@ def segment_seconds(
         Whether the segment's input needs a gradient.
     """
     tile, (first, shape, (inputs, outputs)) = _middle(grid, len(segment[0].input_shape) - 1), segment[0]
-    found = [_twice(figures, placed, grid) for placed in segment]
+    seconds = [_redundant_seconds(figures, placed, grid) for placed in segment]
     if inputs is None:
         for array, window in first.halos_for(shape, grid):
             plan = HaloPlan.of(grid.partition(array[:-1]), window, tile, outputs)
-            back = backward or first.reverse_halos
-            found[0] += figures.sent(len(plan.sends), plan.halo_volume * array[-1]) * (1 + back)
-    return found
+            needs_return = backward or first.reverse_halos
+            seconds[0] += figures.sent(len(plan.sends), plan.halo_volume * array[-1]) * (1 + needs_return)
+    return seconds
 
 
-def gather_seconds(figures: Figures, placed: InSegment, grid: GridShape) -> float:
-    """Return the seconds of the exchanges of a layer that gathers in bprop; infinite for one that cannot."""
+def gather_seconds(figures: Figures, placed: SegmentLayer, grid: GridShape) -> float:
+    """Return the seconds of the exchanges of a layer that gathers in bprop; inf if it cannot."""
     layer, shape, _ = placed
     gathers = layer.gathers_of(shape)
     if gathers is None:
@@ -88,14 +88,14 @@ def can_follow(layer: Layer, input_shape: Shape) -> bool:
     return not layer.recompute_blocker and (window is None or not window.wraps)
 
 
-def _twice(figures: Figures, placed: InSegment, grid: GridShape) -> float:
-    """Return the seconds of the cells that the fullest tile of a layer computes beyond its own."""
-    layer, shape, (_, out) = placed
-    if out is None:
+def _redundant_seconds(figures: Figures, placed: SegmentLayer, grid: GridShape) -> float:
+    """Return the seconds that the largest tile of a layer spends on cells beyond its own."""
+    layer, shape, (_, outputs) = placed
+    if outputs is None:
         return 0.0
-    extra = out.largest - grid.partition(layer.output_shape_for(shape)[:-1]).largest
-    each = figures.cell_seconds.get(str(layer.name), PASSES * operations(layer, shape) / figures.speed)
-    return extra * each * figures.samples
+    extra = outputs.largest - grid.partition(layer.output_shape_for(shape)[:-1]).largest
+    cell_seconds = figures.cell_seconds.get(str(layer.name), PASSES * operations(layer, shape) / figures.speed)
+    return extra * cell_seconds * figures.samples
 
 
 def operations(layer: Layer, input_shape: Shape) -> float:

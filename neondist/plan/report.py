@@ -1,4 +1,4 @@
-"""A plan to read: the table that `neondist check` prints."""
+"""Plan as text: the table that `neondist check` prints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEPT = f"\n{KEPT_HEAD}: parameters on the fullest rank; each rank keeps those of
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its head, a cell per layer, and the foot under them."""
+    """A column: its head, a cell per layer, and the foot."""
 
     head: str
     cells: list[str]
@@ -37,7 +37,7 @@ class Column:
 
 
 class LayerTable:
-    """A table that is never cut; on a terminal too narrow for all columns it becomes two."""
+    """A table that is never truncated; on a terminal too narrow for all columns it is split into two."""
 
     def __init__(self, columns: Sequence[Column], left: int) -> None:
         self.columns, self.left = columns, left
@@ -72,45 +72,45 @@ def table(
     pretraining: Iterable[tuple[str, int, int]],
     streamed: str = "",
 ) -> Any:
-    """Return a table of the layers, what they do together, and a legend.
+    """Return a table of the layers, their totals, and a legend.
 
     Parameters
     ----------
     peak : int
         Bytes for views and gradients on the fullest rank.
     sums : dict of text to dict of name to int
-        Bytes of a rank of the fullest replica, and what becomes of them.
+        Bytes per layer on a rank of the largest replica, by heading.
     pretraining : tuples of name, int, int
-        Bytes that the busiest rank and all ranks send in a step of a stage.
+        Bytes that the busiest rank and all ranks send in a step of each stage.
     streamed : str
-        What goes in strips from the image on, if anything.
+        Description of the stream, if there is one.
     """
     from rich.console import Group
     from rich.text import Text
 
-    found = LayerTable([*_shapes(plans), *_costs(plans, costs)], left=5)
+    shown = LayerTable([*_shapes(plans), *_costs(plans, costs)], left=5)
     notes = [
         f"planned peak: {size(peak)} for views and gradients, which share memory, on the fullest rank",
         *filter(None, [streamed]),
-        *(f"{what} {_parts(given)}" for what, given in sums.items() if given),
+        *(f"{heading} {_parts(counts)}" for heading, counts in sums.items() if counts),
         *(
             f"a step of pretraining '{name}' sends {size(most)} (the busiest rank), {size(total)} (all)"
             for name, most, total in pretraining
         ),
     ]
-    legend = LEGEND + (KEPT if any(column.head == KEPT_HEAD for column in found.columns) else "")
-    return Group(found, Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
+    legend = LEGEND + (KEPT if any(column.head == KEPT_HEAD for column in shown.columns) else "")
+    return Group(shown, Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
 def costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequence[str], legend: str) -> Any:
-    """Return a table of what modules cost, some notes, and a legend.
+    """Return a table of the costs of modules, notes, and a legend.
 
     Parameters
     ----------
     rows : tuples of name, costs, text
-        Costs as of `neondist.torch.costs.StepCosts`; the text is the shape of the output.
+        Costs are `neondist.torch.lowering.costs.StepCosts`; the text is the shape of the output.
     total : costs
-        Of all together, on the rank that has most of each.
+        Totals, on the rank with the maximum of each.
     """
     from rich.console import Group
     from rich.text import Text
@@ -131,19 +131,19 @@ def costs_table(rows: Sequence[tuple[str, Any, str]], total: Any, notes: Sequenc
     return Group(LayerTable(columns, left=3), Text(), *map(Text, notes), Text(), Text(legend, style="dim"))
 
 
-def as_text(head: str, shown: Any) -> str:
-    """Return what a rich console prints as plain text, with a head above."""
+def as_text(head: str, content: Any) -> str:
+    """Return the output of a rich console as plain text, below a headline."""
     from ..terminal.rich_console import Console
 
     console = Console(file=StringIO(), soft_wrap=True, color_system=None)
     console.print(f"{head}\n")
-    console.print(shown)
+    console.print(content)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
 def headline(dtype: Any, grid: GridShape, input_shape: Sequence[int], batch_size: int) -> str:
-    """Return the line above a plan."""
+    """Return the headline of a plan."""
     return f"{dtype} on {grid_text(grid)}, inputs {by(input_shape)}, batches of {batch_size}"
 
 
@@ -157,13 +157,13 @@ def grid_text(grid: GridShape) -> str:
 def _shapes(plans: Sequence[LayerPlan]) -> list[Column]:
     schemes = [scheme_text(p.scheme) if p.window is not None or p.reverse else "-" for p in plans]
     plain = all(text in ("halo", "-") for text in schemes)
-    seen = [[p.view(tile).need for tile in p.unlike] for p in plans]
+    seen = [[p.view(tile).need for tile in p.distinct_tiles] for p in plans]
     views = ["-" if p.window is None else _extents(v, p.input_shape[-1]) for p, v in zip(plans, seen, strict=True)]
     return [
         Column("layer", [p.name for p in plans], "total", right=False),
         Column("class", [p.cls for p in plans], right=False),
         Column("output", [by(p.output_shape) for p in plans], right=False),
-        Column("tile", [_extents(map(p.tile, p.unlike), p.output_shape[-1]) for p in plans], right=False),
+        Column("tile", [_extents(map(p.tile, p.distinct_tiles), p.output_shape[-1]) for p in plans], right=False),
         Column("view", views, right=False),
         *([] if plain else [Column("scheme", schemes, right=False)]),
     ]
@@ -183,10 +183,10 @@ def _costs(plans: Sequence[LayerPlan], costs: Sequence[LayerCosts]) -> list[Colu
     ]
 
 
-def _parts(given: Mapping[str, int]) -> str:
-    """Return all bytes of a step, and those of each layer, the largest first."""
-    parts = [f"{name} {size(count)}" for name, count in sorted(given.items(), key=lambda pair: -pair[1])]
-    return f"{size(sum(given.values()))} a step: {', '.join(parts)}"
+def _parts(counts: Mapping[str, int]) -> str:
+    """Return the total bytes of a step and those of each layer, largest first."""
+    parts = [f"{name} {size(count)}" for name, count in sorted(counts.items(), key=lambda pair: -pair[1])]
+    return f"{size(sum(counts.values()))} per step: {', '.join(parts)}"
 
 
 def by(shape: Iterable[object]) -> str:

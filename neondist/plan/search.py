@@ -1,4 +1,4 @@
-"""The search for a grid and a strategy: predicted seconds of a step, under a limit of memory."""
+"""Search for the grid and strategy with the shortest predicted step within a memory limit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .model_plan import ModelPlan, Workload
 
 PARTS = "compute", "exchange", "sums", "synchronise"
 MOST = 24
-"""grids that are compared at most"""
+"""maximum number of grids compared"""
 
 
 class PlanWithSchemes(NamedTuple):
-    """A plan, and the halo schemes that a planner has chosen for its layers, by name."""
+    """A plan, and the halo schemes chosen for its layers, by name."""
 
     plan: ModelPlan
     schemes: dict[str, str]
@@ -33,14 +33,14 @@ class PlanWithSchemes(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """A grid with a strategy, and the seconds that a step is predicted to take with them.
+    """A grid with a strategy, and the predicted seconds of a step.
 
     Attributes
     ----------
     plan : ModelPlan
     strategy : Strategy
     seconds : dict of str to float
-        By what takes them: PARTS.
+        By part of the step: PARTS.
     sync : SyncCosts
     """
 
@@ -56,30 +56,30 @@ class Choice:
 
     @property
     def order(self) -> tuple[float, str, tuple[int, ...]]:
-        """The faster first; of equal ones by builder, then the grid with fewer replicas, then plain halos."""
+        """Sort key: seconds, then builder, then the grid with fewer replicas, then plain halos."""
         grid, schemes = self.plan.grid, len(self.strategy.schemes or ())
         return self.total, self.strategy.builder, (grid.replicas, grid.planes, -grid.rows, grid.cols, schemes)
 
 
-def grids(ranks: int, given: dict[str, int], batch_size: int, extent: Sequence[int]) -> list[GridShape]:
-    """Return the grids to compare: those with the factors that are given, without tiles that have no cell.
+def grids(ranks: int, factors: dict[str, int], batch_size: int, extent: Sequence[int]) -> list[GridShape]:
+    """Return the grids to compare: those with the fixed factors and without empty tiles, the most square first.
 
-    Of very many, the most square ones are kept; if all have tiles without cells, the most square one.
+    At most MOST are returned; if all have empty tiles, the most square one.
     """
-    planes = given.get("planes", 1)
-    found = []
+    planes = factors.get("planes", 1)
+    shapes = []
     for replicas in range(1, min(ranks, batch_size) + 1):
-        if ranks % (replicas * planes) or replicas != given.get("replicas", replicas):
+        if ranks % (replicas * planes) or replicas != factors.get("replicas", replicas):
             continue
         for rows, cols in factorisations(ranks // (replicas * planes), 2):
-            if (rows, cols) == (given.get("rows", rows), given.get("cols", cols)):
-                found.append(GridShape(replicas, rows, cols, planes))
+            if (rows, cols) == (factors.get("rows", rows), factors.get("cols", cols)):
+                shapes.append(GridShape(replicas, rows, cols, planes))
 
     def fits(grid: GridShape) -> bool:
         return all(parts <= n for parts, n in zip(grid.parts(len(extent)), extent, strict=True))
 
-    found = [grid for grid in found if fits(grid)] or [grid_shape(ranks, **given)]
-    return sorted(found, key=lambda grid: (max(grid.rows, grid.cols) / min(grid.rows, grid.cols), -grid.rows))[:MOST]
+    shapes = [grid for grid in shapes if fits(grid)] or [grid_shape(ranks, **factors)]
+    return sorted(shapes, key=lambda grid: (max(grid.rows, grid.cols) / min(grid.rows, grid.cols), -grid.rows))[:MOST]
 
 
 def choices(
@@ -88,75 +88,75 @@ def choices(
     machine: Machine,
     resources: Resources | None = None,
 ) -> list[Choice]:
-    """Return every plan with every strategy, the fastest first; strategies carry the schemes of a plan."""
-    made: dict[tuple[str, tuple[ParameterSpec, ...]], Strategy] = {}
-    found = []
-    for one in plans:
-        plan, schemes = one if isinstance(one, PlanWithSchemes) else (one, None)
+    """Return every combination of plan and strategy, fastest first; strategies carry the schemes of a plan."""
+    strategies: dict[tuple[str, tuple[ParameterSpec, ...]], Strategy] = {}
+    candidates = []
+    for item in plans:
+        plan, schemes = item if isinstance(item, PlanWithSchemes) else (item, None)
         load, ranks = plan.workload, plan.grid.size
         specs, shared, slots = load.parameters.specs, load.shared, load.parameters.slots
         for number, builder in enumerate(builders):
             key = str(number), specs
-            if key not in made:
-                given = isinstance(builder, Strategy)
-                made[key] = builder if given else builder.build(specs, resources or ranks)  # type: ignore[union-attr, assignment]
-                made[key].check_model(specs)
-            sync = sync_costs(made[key].parameters, shared, ranks, slots, machine)
+            if key not in strategies:
+                is_built = isinstance(builder, Strategy)
+                strategies[key] = builder if is_built else builder.build(specs, resources or ranks)  # type: ignore[union-attr, assignment]
+                strategies[key].check_model(specs)
+            sync = sync_costs(strategies[key].parameters, shared, ranks, slots, machine)
             seconds = dict(zip(PARTS, (*_seconds(load, plan.grid, machine), sync.seconds), strict=True))
-            strategy = replace(made[key], grid=_factors(plan.grid), schemes=schemes)
-            found.append(Choice(plan, strategy, seconds, sync))
-    return sorted(found, key=lambda choice: choice.order)
+            strategy = replace(strategies[key], grid=_factors(plan.grid), schemes=schemes)
+            candidates.append(Choice(plan, strategy, seconds, sync))
+    return sorted(candidates, key=lambda choice: choice.order)
 
 
 def best(
-    found: Sequence[Choice], limit: int | None, within: Callable[[ModelPlan, int], ModelPlan] | None = None
+    candidates: Sequence[Choice], limit: int | None, within: Callable[[ModelPlan, int], ModelPlan] | None = None
 ) -> tuple[Choice, Choice | None, list[str]]:
-    """Return the fastest choice that fits into the limit, the one after it, and why faster ones were left out.
+    """Return the fastest choice within the memory limit, the runner-up, and why faster ones were excluded.
 
     Parameters
     ----------
     limit : int or None
-        Bytes of a rank.
+        Bytes per rank.
     within : callable, optional
-        Makes a plan that fits, of strips, where none of the choices does.
+        Returns a plan in strips that fits, for the case that no choice does.
 
     Raises
     ------
     ConfigError
-        None fits.
+        Nothing fits.
     """
-    kept, left = list[Choice](), list[str]()
+    fitting, excluded = list[Choice](), list[str]()
     least = inf
-    for choice in found:
+    for choice in candidates:
         needed = held(choice) if limit is not None else 0
         least = min(least, needed)
         if limit is None or needed <= limit:
-            kept.append(choice)
-        elif not kept:
-            left.append(f"{named(choice)}: needs {words(needed)} of a rank, more than {words(limit)}")
-        if len(kept) == 2:
+            fitting.append(choice)
+        elif not fitting:
+            excluded.append(f"{named(choice)}: needs {words(needed)} per rank, more than {words(limit)}")
+        if len(fitting) == 2:
             break
-    if not kept and limit is not None and within is not None:
-        for choice in found:
+    if not fitting and limit is not None and within is not None:
+        for choice in candidates:
             if choice.strategy.schemes:  # strips come with plain halos
                 continue
             try:
-                return replace(choice, plan=within(choice.plan, limit)), None, left
+                return replace(choice, plan=within(choice.plan, limit)), None, excluded
             except UserError:
                 continue
-    if not kept:
+    if not fitting:
         raise ConfigError(
-            f"memory: a rank may use {words(limit or 0)}, but needs {words(least)} at least with any grid and strategy;"
+            f"memory: a rank may use {words(limit or 0)}, but needs at least {words(least)} with any grid and strategy;"
             " give more memory, or use more ranks or smaller batches"
         )
-    return kept[0], kept[1] if len(kept) > 1 else None, left
+    return fitting[0], fitting[1] if len(fitting) > 1 else None, excluded
 
 
 def held(choice: Choice) -> int:
-    """Return the bytes that a rank needs at most with a strategy, as if that with most cells owned most, too."""
+    """Return an upper bound of a rank's bytes with a strategy, as if the largest tile also owned most."""
     load = choice.plan.workload
-    everywhere = sum(spec.nbytes for spec in load.shared) * (2 + load.parameters.slots)
-    return choice.plan.trained_in - everywhere + choice.sync.held
+    replicated = sum(spec.nbytes for spec in load.shared) * (2 + load.parameters.slots)
+    return choice.plan.trained_in - replicated + choice.sync.held
 
 
 def named(choice: Choice) -> str:
@@ -167,52 +167,52 @@ def named(choice: Choice) -> str:
     return f"{report.by(parts)} with {choice.strategy.builder}{schemes}"
 
 
-def table(choice: Choice, runner_up: Choice | None, left: Sequence[str], error: str) -> Any:
-    """Return a table of the parameters for a rich console, the choice and the one after it, and the reason."""
+def table(choice: Choice, runner_up: Choice | None, excluded: Sequence[str], error: str) -> Any:
+    """Return a table of the parameters for a rich console, the choice with its runner-up, and the reason."""
     from rich.console import Group
     from rich.text import Text
 
     specs, parts = choice.strategy.specs, choice.strategy.parameters
-    rows = [(specs[name], one) for name, one in parts.items()]
+    rows = [(specs[name], part) for name, part in parts.items()]
     total = sum(spec.nbytes for spec in specs.values())
     columns = [
         report.Column("parameter", [spec.name for spec, _ in rows], "total", right=False),
         report.Column("shape", [report.by(spec.shape) or "scalar" for spec, _ in rows], right=False),
-        report.Column("partition", [one.division for _, one in rows], right=False),
-        report.Column("owners", [one.holders for _, one in rows], right=False),
-        report.Column("synchroniser", [one.kind for _, one in rows], right=False),
+        report.Column("partition", [part.division for _, part in rows], right=False),
+        report.Column("owners", [part.holders for _, part in rows], right=False),
+        report.Column("synchroniser", [part.kind for _, part in rows], right=False),
         report.Column("bytes", [report.size(spec.nbytes) for spec, _ in rows], report.size(total)),
     ]
-    both = [choice, *([runner_up] if runner_up else [])]
+    options = [choice, *([runner_up] if runner_up else [])]
     compared = [
-        report.Column("", ["choice", "runner-up"][: len(both)], right=False),
-        report.Column("replicas, rows, cols; strategy", list(map(named, both)), right=False),
-        *(report.Column(part, [_time(one.seconds[part]) for one in both]) for part in PARTS),
-        report.Column("step", [_time(one.total) for one in both]),
+        report.Column("", ["choice", "runner-up"][: len(options)], right=False),
+        report.Column("replicas, rows, cols; strategy", list(map(named, options)), right=False),
+        *(report.Column(part, [_time(option.seconds[part]) for option in options]) for part in PARTS),
+        report.Column("step", [_time(option.total) for option in options]),
     ]
     layers = defaultdict[str, list[str]](list)
     for name, scheme in (choice.strategy.schemes or {}).items():
         layers[scheme].append(name)
     notes = [f"scheme {scheme}: {', '.join(names)}" for scheme, names in layers.items()]
-    notes += [reason(choice, runner_up), *(f"left out: {why}" for why in left[:3])]
-    if len(left) > 3:
-        notes.append(f"left out: {len(left) - 3} more that need too much memory")
+    notes += [reason(choice, runner_up), *(f"excluded: {cause}" for cause in excluded[:3])]
+    if len(excluded) > 3:
+        notes.append(f"excluded: {len(excluded) - 3} more that need too much memory")
     streamed = getattr(choice.plan, "stream", None)
     notes += [str(streamed)] if streamed is not None else []
-    found = report.LayerTable(columns, left=3), Text(), report.LayerTable(compared, left=4), Text()
-    return Group(*found, *map(Text, notes), Text(error, style="dim"))
+    tables = report.LayerTable(columns, left=3), Text(), report.LayerTable(compared, left=4), Text()
+    return Group(*tables, *map(Text, notes), Text(error, style="dim"))
 
 
 def reason(choice: Choice, runner_up: Choice | None) -> str:
-    """Return why the choice is better than the one after it."""
+    """Return why the choice is better than the runner-up."""
     if runner_up is None:
         return "reason: no other grid or strategy fits"
     saved = {part: runner_up.seconds[part] - choice.seconds[part] for part in PARTS}
     if runner_up.total == choice.total:
-        return "reason: both take as long; the first by name is taken"
+        return "reason: both take equally long; the first by name is chosen"
     part = max(PARTS, key=lambda name: saved[name])
-    more = runner_up.total / choice.total - 1
-    return f"reason: {part} takes {_time(saved[part])} less; a step of the runner-up takes {more:.1%} longer"
+    slowdown = runner_up.total / choice.total - 1
+    return f"reason: {part} takes {_time(saved[part])} less; a step of the runner-up takes {slowdown:.1%} longer"
 
 
 def _factors(grid: GridShape) -> dict[str, int]:
@@ -220,15 +220,15 @@ def _factors(grid: GridShape) -> dict[str, int]:
 
 
 def _seconds(load: Workload, grid: GridShape, machine: Machine) -> tuple[float, float, float]:
-    """Return the seconds of computing, of exchanges, and of sums, without those of gradients."""
+    """Return the seconds of computation, exchanges and reductions, without gradient synchronisation."""
     ranks = grid.size
     alone = load.flops / machine.speed + load.moved / machine.memory_bandwidth
     compute = machine.compute(alone, ranks, load.moved)
     compute += machine.lateness(ranks, compute)
     meetings = machine.waiting(ranks, round(load.messages > 0) + round(load.sums))
     exchange = machine.link(grid.tiles).seconds(load.messages, load.sent) + meetings
-    each = load.summed / load.sums if load.sums else 0
-    return compute, exchange, load.sums * machine.allreduce(ranks, each)
+    nbytes = load.summed / load.sums if load.sums else 0
+    return compute, exchange, load.sums * machine.allreduce(ranks, nbytes)
 
 
 def _time(seconds: float) -> str:

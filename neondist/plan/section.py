@@ -1,6 +1,6 @@
-"""Units of execution: sections, whose arrays are in memory together, and in them segments, in strips.
+"""Units of execution: sections, whose arrays are in memory together, and within them segments, run in strips.
 
-Some rows, or slabs, of a tile go through the layers of a segment before the next ones do.
+A strip (some rows, or slabs, of a tile) passes through all layers of a segment before the next strip does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal
 
-from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Overlapping, Partition, Window, looked_at, sources
+from ..geometry import Box, GridShape, HaloPlan, Kinds, Level, Overlapping, Partition, Window, sources, view_cells
 from ..layers import Activation, Shard, declared_with
 from .graph import Graph, Step
 from .layer import LayerPlan
@@ -19,9 +19,9 @@ from .memory import MemoryPlan, plan_memory
 Shape = tuple[int, ...]
 Rows = int | Literal["auto"]
 _WORTH = 0.95
-"""of the memory: with more left, values are not made again"""
+"""fraction of the memory: if recomputation needs more than that, values are kept"""
 CACHE = 1 << 20
-"""bytes of one sample that a strip of 'auto' has at most, all its layers together"""
+"""maximum bytes per sample of a strip with rows='auto', over all layers"""
 
 
 @dataclass
@@ -31,22 +31,22 @@ class PlannedSection:
     Attributes
     ----------
     first, last : int
-        The number of the first node, and that of the first one behind.
+        Half-open range of nodes.
     graph : Graph
         Their steps.
     placed : dict of id to LayerPlan or Segment
-        By what a step executes.
+        Plans by the id of the executed layer.
     grid : GridShape
     regions : dict of value to Partition
-        The tiles of values that no layer of it gives, where they are not the balanced ones.
+        Tiles of values that no layer of the section computes, if they are not the balanced ones.
     gradient : bool
         Whether the gradient of the first value is needed in training.
     segments : dict of id to Segment
-        What of it is executed in strips.
+        Segments executed in strips.
     backward : bool
-        False: no pass goes back, so that nothing is kept for it.
+        False: forward only, so nothing is kept for a backward pass.
     restores : bool
-        Whether what a normalisation gives may be made again on the way back, instead of being kept.
+        Whether outputs of normalisations may be recomputed in the backward pass instead of being kept.
     """
 
     first: int
@@ -61,7 +61,7 @@ class PlannedSection:
     restores: bool = False
 
     def live_ranges(self, tile: int) -> MemoryPlan:
-        """Return what lives when on a tile's rank."""
+        """Return the lifetimes of the arrays on a tile's rank."""
         steps = [self.placed.get(id(step.layer)) for step in self.graph.steps]
         views = [None if plan is None else plan.view(tile) for plan in steps]
         held = [
@@ -78,28 +78,28 @@ class PlannedSection:
             for view, step in zip(views, self.graph.steps, strict=True)
         ]
         numbers = [prod(shape) for shape in self.tile_shapes(tile)]
-        how = self.graph, held, windowed, in_place, numbers, self.gradient, self.backward
-        kept = plan_memory(*how)
+        plan_args = self.graph, held, windowed, in_place, numbers, self.gradient, self.backward
+        kept = plan_memory(*plan_args)
         if not (self.restores and self.backward and self.graph.restored):
             return kept
-        restored = plan_memory(*how, restores=True)
+        restored = plan_memory(*plan_args, restores=True)
         return restored if restored.length < _WORTH * kept.length else kept
 
     def saved(self, tile: int, itemsize: int) -> list[int]:
-        """Return the bytes of a sample that each layer saves on a tile's rank beside its view and outputs."""
-        found = []
+        """Return the bytes per sample that each layer saves on a tile's rank in addition to its view and outputs."""
+        nbytes = []
         for step in self.graph.steps:
             if step.layer is not None:
-                few, numbers = step.layer.saves_beside or (0, 0)
+                fixed, numbers = step.layer.extra_saves or (0, 0)
                 cells = self.placed[id(step.layer)].tile(tile).size
-                found.append(cells * self.graph.shapes[step.output][-1] * (few + numbers * itemsize))
-        return found
+                nbytes.append(cells * self.graph.shapes[step.output][-1] * (fixed + numbers * itemsize))
+        return nbytes
 
     def added_to(self, tile: int) -> list[tuple[HaloPlan, int]]:
-        """Return for each layer whose halo adds which outputs it adds to, and their channels."""
+        """Return the plan of the outputs and their channels for each layer whose halo is added in the forward pass."""
         steps = [step for step in self.graph.steps if step.layer is not None]
-        found = [(self.placed[id(step.layer)].added_to(tile), self.graph.shapes[step.output][-1]) for step in steps]
-        return [(cells, channels) for cells, channels in found if cells is not None]
+        plans = [(self.placed[id(step.layer)].added_to(tile), self.graph.shapes[step.output][-1]) for step in steps]
+        return [(cells, channels) for cells, channels in plans if cells is not None]
 
     def boxes(self, tile: int) -> list[Box]:
         """Return the cells of a tile of every value of the graph."""
@@ -120,22 +120,22 @@ class PlannedSection:
 
 
 class Segment:
-    """Layers one after the other that are executed together, strip by strip; to a graph it is one layer.
+    """Consecutive layers executed together, strip by strip; a single layer of the graph.
 
-    Cells that two strips need are computed twice. On the way back each strip goes forward again, so that of all that is
-    between the layers nothing is kept.
+    Cells that two strips need are computed twice. The backward pass reruns each strip forward, so nothing between the
+    layers is kept.
 
     Parameters
     ----------
     plans : list of LayerPlan
         Only the first one's input is exchanged.
     rows : int or 'auto'
-        Of the output, in a strip; along the first axis.
+        Rows of the output per strip, along the first axis.
     """
 
     saves_input, saves_output, keeps_output, gives_shards, layout = True, True, False, False, None
     splits_outputs = False
-    only_activates, saves_activated, clears, in_place, activation, saves_beside = False, True, False, False, None, None
+    only_activates, saves_activated, clears, in_place, activation, extra_saves = False, True, False, False, None, None
     restores = False
 
     def __init__(self, plans: Sequence[LayerPlan], rows: Rows, itemsize: int) -> None:
@@ -144,7 +144,7 @@ class Segment:
         self.name = plans[0].name if len(plans) == 1 else f"{plans[0].name} to {plans[-1].name}"
 
     def view(self, tile: int) -> HaloPlan:
-        """Return which cells of its input a tile's rank has, and sees."""
+        """Return the plan of the input: the cells that a tile's rank owns and sees."""
         return self.plans[0].view(tile)
 
     def tile(self, tile: int) -> Box:
@@ -152,14 +152,14 @@ class Segment:
         return self.plans[-1].tile(tile)
 
     def kinds(self, level: Level) -> list[Kinds]:
-        """Return what tells tiles apart."""
+        """Return the keys that distinguish tiles."""
         return [kind for plan in self.plans for kind in plan.kinds(level)]
 
     def added_to(self, tile: int) -> None:
-        """Return None: in strips no halo adds to what others have."""
+        """Return None: strips add to no cells of others."""
 
     def strips(self, tile: int) -> Iterator[tuple[int, PlannedSection]]:
-        """Yield the strips of a tile, and what is executed for each: to it they are what tiles are to a network."""
+        """Yield the number of each strip of a tile and the section executed for it, whose tiles are the strips."""
         whole = self.tile(tile)
         if whole.empty:
             return
@@ -173,8 +173,8 @@ class Segment:
             window = plan.window or Window.of_one(len(whole.shape))
             extent = plan.input_shape[:-1]
             if plan is self.plans[0]:
-                inputs = looked_at(outputs, window, extent)  # its view is there, outside of the image too
-            else:  # of no cell where none is looked at: the tile may have none
+                inputs = view_cells(outputs, window, extent)  # its view exists, also outside the image
+            else:  # empty where no cell is seen: the tile may have none
                 none = Overlapping(extent, outputs.parts, 1, tuple(((0, 0),) * parts for parts in outputs.parts))
                 inputs = sources(outputs, window, extent, none)
             shape = plan.output_shape
@@ -187,11 +187,11 @@ class Segment:
             yield at, section
 
     def can_absorb(self, activation: Activation) -> bool:
-        """Return no: it ends with what its last layer gives."""
+        """Return False: a segment ends with its last layer."""
         return False
 
     def length(self, tile: int) -> int:
-        """Return the numbers of a sample that the largest strip needs."""
+        """Return the elements per sample of the largest strip."""
         return max((section.live_ranges(at).length for at, section in self.strips(tile)), default=0)
 
     def _rows(self, whole: Box) -> int:
@@ -204,30 +204,30 @@ class Segment:
 def in_segments(
     graph: Graph, layers: dict[int, LayerPlan], grid: GridShape, rows: Rows, itemsize: int
 ) -> tuple[Graph, dict[int, Segment]]:
-    """Return a graph in which the layers that can go in strips are segments, and these by their id."""
+    """Return a graph in which layers that can run in strips form segments, and the segments by id."""
     groups: list[list[int]] = []
     for at, step in enumerate(graph.steps):
         plan = layers.get(id(step.layer))
-        if plan is None or not _can_go(plan):
+        if plan is None or not _is_stripable(plan):
             continue
-        before = groups[-1][-1] if groups else None
-        follows = before is not None and before == at - 1 and graph.readers[graph.steps[at - 1].output] == [at]
+        previous = groups[-1][-1] if groups else None
+        follows = previous is not None and previous == at - 1 and graph.readers[graph.steps[at - 1].output] == [at]
         exchanges = plan.window is not None and grid.tiles > 1 and plan.regions[0] is None
         wraps = plan.window is not None and plan.window.wraps
         if follows and step.inputs == (graph.steps[at - 1].output,) and not exchanges and not wraps:
             groups[-1].append(at)
         else:
             groups.append([at])
-    found: dict[int, Segment] = {}
+    segments: dict[int, Segment] = {}
     starts, inside = {}, set()
     for group in groups:
         segment = Segment([layers[id(graph.steps[at].layer)] for at in group], rows, itemsize)
-        found[id(segment)] = starts[group[0]] = segment
+        segments[id(segment)] = starts[group[0]] = segment
         inside.update(group[1:])
-    return _merged(graph, starts, inside), found
+    return _merge(graph, starts, inside), segments
 
 
-def _merged(graph: Graph, starts: dict[int, Segment], inside: set[int]) -> Graph:
+def _merge(graph: Graph, starts: dict[int, Segment], inside: set[int]) -> Graph:
     steps: list[Step] = []
     shapes, number = [graph.shapes[0]], {0: 0}
     count = {0: 0}
@@ -244,11 +244,11 @@ def _merged(graph: Graph, starts: dict[int, Segment], inside: set[int]) -> Graph
 
 
 NOWHERE = (-1, -1)
-"""The end of a node in the middle of a segment."""
+"""End of a node in the middle of a segment."""
 
 
-def _can_go(plan: LayerPlan) -> bool:
-    """Return whether a layer is one window, or none, over an image: no reduction, no other halo, no weights by cell."""
+def _is_stripable(plan: LayerPlan) -> bool:
+    """Return whether a layer has one window or none: no reduction, no other halo, no position-dependent weights."""
     layer, shape = plan.layer, plan.input_shape
     halos = [] if plan.window is None else [(shape, plan.window)]
     return (

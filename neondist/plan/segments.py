@@ -1,4 +1,4 @@
-"""Segments that schemes ask for: layers compute cells of other tiles, so that only the first one's input travels."""
+"""Segments requested by schemes: layers recompute cells of other tiles, so that only their first input is exchanged."""
 
 from __future__ import annotations
 
@@ -12,89 +12,89 @@ from ..halo.fusion import Fusion, fusion_of
 from ..layers import Layer, Node
 from ..system.machine import Figures
 from .graph import Graph
-from .planner import InSegment, best_cuts, can_follow, segment_seconds
+from .planner import SegmentLayer, best_cuts, can_follow, segment_seconds
 
 Shape = tuple[int, ...]
 Links: TypeAlias = Sequence[tuple[Node, Shape]]
-Found: TypeAlias = dict[int, tuple[Partition | None, Partition | None]]
-"""By the layer's id: which cells of its input and of its output each tile has; None: the balanced ones."""
+LayerRegions: TypeAlias = dict[int, tuple[Partition | None, Partition | None]]
+"""By layer id: the cells of its input and output on each tile; None: the balanced partition."""
 _FIRST = (
     "reads an extended tile of the image, so it applies only to the first layers of a model, not inside or after"
     " Sum or Concat"
 )
 
 
-def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None = None) -> Found:
+def find_regions(chain: Node, graph: Graph, grid: GridShape, samples: int | None = None) -> LayerRegions:
     """Return the regions of all layers that are in segments.
 
     Parameters
     ----------
     graph : Graph
-        Of the chain.
+        Graph of the chain.
     samples : int, optional
-        Of a replica in a step, for a planner.
+        Samples of a replica per step, for a planner.
 
     Raises
     ------
     ConfigError
-        A layer's scheme asks for a segment in which it cannot be; `subject` is the layer.
+        A layer cannot be in the segment that its scheme requests; `subject` is the layer.
     """
-    found: Found = {}
+    regions: LayerRegions = {}
     for number, links in enumerate(chain.chains(graph.shapes[0])):
         for segment in _segments(links, grid, samples, first=number == 0):
-            found |= regions_of(segment, grid)
+            regions |= regions_of(segment, grid)
     for step in graph.steps:
         layer, shape = step.layer, graph.shapes[step.inputs[0]]
         fusion = None if layer is None else fusion_of(layer.scheme)
         wide = fusion is not None and fusion.reads_wide
-        if layer is not None and wide and id(layer) not in found and single(layer, shape, grid) is not None:
-            raise _refused(layer, _FIRST)
-    return found
+        if layer is not None and wide and id(layer) not in regions and windowed_layer(layer, shape, grid) is not None:
+            raise _refusal(layer, _FIRST)
+    return regions
 
 
 def _segments(links: Links, grid: GridShape, samples: int | None, first: bool) -> Iterator[Links]:
-    """Yield the segments of a chain: of two layers with windows or more, or read wide from the image."""
+    """Yield the segments of a chain: at least two layers with windows, or layers that read an extended tile."""
     at = 0
     while at < len(links):
-        layer = single(*links[at], grid)
+        layer = windowed_layer(*links[at], grid)
         fusion = None if layer is None else fusion_of(layer.scheme)
         if layer is None or fusion is None or fusion.layers == 1:
             at += 1
             continue
         end, wide = _end(links, at, layer, fusion.layers, grid), fusion.reads_wide
-        if wide and (not first or any(blocks(node, shape, grid) for node, shape in links[:at])):
-            raise _refused(layer, _FIRST)
+        if wide and (not first or any(is_barrier(node, shape, grid) for node, shape in links[:at])):
+            raise _refusal(layer, _FIRST)
         figures = fusion.figures(grid.size, samples)
         if figures is not None:
-            yield from _planned(figures, links[at : end + 1], grid, backward=not first or at > 0)
+            yield from _plan_segments(figures, links[at : end + 1], grid, backward=not first or at > 0)
         elif wide or end > at:
             yield links[0 if wide else at : end + 1]
         at = end + 1
 
 
 def _end(links: Links, at: int, first: Layer, longest: int, grid: GridShape) -> int:
-    """Return the place of the last layer of a segment that begins at `at`."""
+    """Return the index of the last layer of a segment that begins at `at`."""
     end, count = at, 1
     for place in range(at + 1, len(links)):
         node, shape = links[place]
-        if not blocks(node, shape, grid):
+        if not is_barrier(node, shape, grid):
             continue
-        layer = single(node, shape, grid)
-        if layer is None or count == longest or not _alike(first, layer):
+        layer = windowed_layer(node, shape, grid)
+        if layer is None or count == longest or not _has_same_scheme(first, layer):
             break
         end, count = place, count + 1
     return end
 
 
-def _planned(figures: Figures, links: Links, grid: GridShape, backward: bool) -> Iterator[Links]:
-    """Yield the segments that a planner makes of layers with one scheme."""
-    places = [at for at, (node, shape) in enumerate(links) if single(node, shape, grid) is not None]
-    fits = [can_follow(node.leaves[0], shape) for node, shape in links]
+def _plan_segments(figures: Figures, links: Links, grid: GridShape, backward: bool) -> Iterator[Links]:
+    """Yield the segments into which a planner divides layers with the same scheme."""
+    places = [at for at, (node, shape) in enumerate(links) if windowed_layer(node, shape, grid) is not None]
+    can_join = [can_follow(node.leaves[0], shape) for node, shape in links]
 
     def cost(first: int, last: int) -> float:
-        if last > first and not all(fits[places[first] : places[last] + 1]):
+        if last > first and not all(can_join[places[first] : places[last] + 1]):
             return inf
-        segment = placed(links[places[first] : places[last] + 1], grid, alone=last == first)
+        segment = place_layers(links[places[first] : places[last] + 1], grid, alone=last == first)
         return sum(segment_seconds(figures, segment, grid, backward or first > 0))
 
     for first, last in best_cuts(cost, len(places)):
@@ -102,40 +102,41 @@ def _planned(figures: Figures, links: Links, grid: GridShape, backward: bool) ->
             yield links[places[first] : places[last] + 1]
 
 
-def placed(segment: Links, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[InSegment]:
-    """Return the layers of a segment with their regions; `alone`: it is none, and nothing is computed twice."""
+def place_layers(segment: Links, grid: GridShape, alone: bool = False, wide: bool | None = None) -> list[SegmentLayer]:
+    """Return the layers of a segment with their regions; `alone`: a single layer without recomputation."""
     regions = {} if alone else regions_of(segment, grid, wide)
-    return [InSegment(node.leaves[0], shape, regions.get(id(node.leaves[0]), (None, None))) for node, shape in segment]
+    layers = [(node.leaves[0], shape) for node, shape in segment]
+    return [SegmentLayer(layer, shape, regions.get(id(layer), (None, None))) for layer, shape in layers]
 
 
-def single(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
+def windowed_layer(node: Node, shape: Shape, grid: GridShape) -> Layer | None:
     """Return the node if it is a layer with a window whose output has tiles."""
-    inside = node.leaves
-    if len(inside) != 1 or inside[0] is not node or len(node.output_shape_for(shape)) < 2:
+    leaves = node.leaves
+    if len(leaves) != 1 or leaves[0] is not node or len(node.output_shape_for(shape)) < 2:
         return None
-    return inside[0] if any(not w.pointwise for _, w in inside[0].halos_for(shape, grid)) else None
+    return leaves[0] if any(not w.pointwise for _, w in leaves[0].halos_for(shape, grid)) else None
 
 
-def blocks(node: Node, shape: Shape, grid: GridShape) -> bool:
-    """Return whether a node is anything but a layer that sees each cell alone."""
+def is_barrier(node: Node, shape: Shape, grid: GridShape) -> bool:
+    """Return whether a node is anything but a pointwise layer."""
     alone = len(node.leaves) == 1 and node.leaves[0] is node and len(node.output_shape_for(shape)) > 1
-    return not alone or single(node, shape, grid) is not None
+    return not alone or windowed_layer(node, shape, grid) is not None
 
 
-def _alike(one: Layer, other: Layer) -> bool:
-    a, b = one.scheme, other.scheme
+def _has_same_scheme(layer: Layer, other: Layer) -> bool:
+    a, b = layer.scheme, other.scheme
     return type(a) is type(b) and a is not None and b is not None and a.arguments() == b.arguments()
 
 
-def regions_of(segment: Links, grid: GridShape, wide: bool | None = None) -> Found:
-    """Return the regions of one segment, from its last output, which is what each tile owns, to its input.
+def regions_of(segment: Links, grid: GridShape, wide: bool | None = None) -> LayerRegions:
+    """Return the regions of one segment, from its last output, which the tiles own, to its input.
 
     Parameters
     ----------
     wide : bool, optional
-        Whether the segment's input has them too; default: what its schemes say.
+        Whether the segment's input has extended tiles, too; default: as its schemes request.
     """
-    found: Found = {}
+    regions: LayerRegions = {}
     if wide is None:
         wide = any(fusion.reads_wide for fusion in _fusions(segment))
     last, shape = segment[-1]
@@ -149,19 +150,19 @@ def regions_of(segment: Links, grid: GridShape, wide: bool | None = None) -> Fou
             _check(layer, segment, window)
             inputs = sources(outputs, window, shape[:-1], grid.partition(shape[:-1]))
         elif layer.recompute_blocker:
-            raise _refused(layer, f"computes cells of other tiles, but this layer cannot: {layer.recompute_blocker}")
-        found[id(layer)] = inputs, outputs
+            raise _refusal(layer, f"computes cells of other tiles, but this layer cannot: {layer.recompute_blocker}")
+        regions[id(layer)] = inputs, outputs
         outputs = inputs or outputs
-    return found
+    return regions
 
 
 def _check(layer: Layer, segment: Links, window: Window) -> None:
     """Raise ConfigError if a layer of a segment cannot compute cells of other tiles."""
-    why = layer.recompute_blocker or ("its image wraps around" if window.wraps else "")
-    if why:
-        raise _refused(layer, f"computes cells of other tiles, but this layer cannot: {why}")
+    reason = layer.recompute_blocker or ("its image wraps around" if window.wraps else "")
+    if reason:
+        raise _refusal(layer, f"computes cells of other tiles, but this layer cannot: {reason}")
     if layer.sums_image and any(fusion.reads_wide and fusion.statistics is None for fusion in _fusions(segment)):
-        raise _about(
+        raise _layer_error(
             layer,
             "scheme overlap_tile exchanges nothing, but this layer normalises over the whole image; set"
             " 'statistics: global' in the scheme (its sums are then reduced over all tiles), or use deep_halo",
@@ -169,15 +170,15 @@ def _check(layer: Layer, segment: Links, window: Window) -> None:
 
 
 def _fusions(segment: Links) -> list[Fusion]:
-    found = (fusion_of(layer.scheme) for node, _ in segment for layer in node.leaves)
-    return [fusion for fusion in found if fusion is not None]
+    fusions = (fusion_of(layer.scheme) for node, _ in segment for layer in node.leaves)
+    return [fusion for fusion in fusions if fusion is not None]
 
 
-def _refused(layer: Layer, why: str) -> ConfigError:
-    return _about(layer, f"its scheme {why}; give it 'scheme: halo'")
+def _refusal(layer: Layer, why: str) -> ConfigError:
+    return _layer_error(layer, f"its scheme {why}; give it 'scheme: halo'")
 
 
-def _about(layer: Layer, words: str) -> ConfigError:
+def _layer_error(layer: Layer, words: str) -> ConfigError:
     error = ConfigError(words)
     error.subject = layer
     return error

@@ -1,25 +1,25 @@
-"""Nodes of a network that can be computed strip by strip."""
+"""Check whether nodes of a network can be computed strip by strip."""
 
 from __future__ import annotations
 
 from ..geometry import GridShape
 from .graph import Graph, Step
-from .segments import Found
+from .segments import LayerRegions
 
 
-def can_stream(graph: Graph, nodes: int, grid: GridShape, found: Found) -> bool:
-    """Return whether all of so many nodes can go in strips, and nothing that `find_regions` has found is cut apart."""
+def can_stream(graph: Graph, nodes: int, grid: GridShape, regions: LayerRegions) -> bool:
+    """Return whether the first `nodes` nodes can run in strips without dividing a segment of `find_regions`."""
     steps, value = graph.ends[nodes]
     if not any(step.layer is not None for step in graph.steps[:steps]) or any(
-        not _goes(step, graph, grid, last=step.output == value) for step in graph.steps[:steps]
+        not _is_streamable(step, graph, grid, last=step.output == value) for step in graph.steps[:steps]
     ):
         return False
     following = graph.steps[steps:]
-    return not any(step.layer and found.get(id(step.layer), (None,))[0] is not None for step in following)
+    return not any(step.layer and regions.get(id(step.layer), (None,))[0] is not None for step in following)
 
 
-def _goes(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
-    """Whether a step sees a bounded neighbourhood, or sums what it has, and has no weights by cell on the way."""
+def _is_streamable(step: Step, graph: Graph, grid: GridShape, last: bool) -> bool:
+    """Return whether a step has a bounded window or a reduction, and position-dependent weights only at the end."""
     layer, shape = step.layer, graph.shapes[step.inputs[0]]
     if len(graph.shapes[step.output]) < 2 and not last:
         return False

@@ -1,4 +1,4 @@
-"""Parts of a network's output, and of every value before it the cells from which they follow."""
+"""Backward propagation of regions: the cells of every value on which parts of a network's output depend."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ def trace(
     graph: Graph,
     last: Partition,
     needed: Callable[[Layer, Partition, int], Partition],
-    also: Mapping[int, Partition] | None = None,
+    extra: Mapping[int, Partition] | None = None,
 ) -> list[Partition]:
-    """Return which cells of every value each part needs.
+    """Return the cells of every value that each part needs.
 
     Parameters
     ----------
     last : Partition
         The parts of the output.
     needed : callable
-        Which cells of a value a layer needs for parts of its output.
-    also : dict of value to Partition
-        What each part has of a value, whether it needs it or not.
+        Returns the cells of a value that a layer needs for parts of its output.
+    extra : dict of value to Partition
+        Cells that each part has of a value, needed or not.
     """
-    found = {graph.output: last}
+    regions = {graph.output: last}
     for step in reversed(graph.steps):
-        if also is not None and step.output in also:
-            found[step.output] = hulls(found[step.output], also[step.output])
-        outputs = found[step.output]
+        if extra is not None and step.output in extra:
+            regions[step.output] = hulls(regions[step.output], extra[step.output])
+        outputs = regions[step.output]
         for value in step.inputs:
             cells = outputs if step.layer is None else needed(step.layer, outputs, value)
-            found[value] = hulls(found[value], cells) if value in found else cells
-    return [found[value] for value in range(len(graph.shapes))]
+            regions[value] = hulls(regions[value], cells) if value in regions else cells
+    return [regions[value] for value in range(len(graph.shapes))]
 
 
 def needed_by(layer: Layer, outputs: Partition, shape: tuple[int, ...]) -> Partition:
-    """Return the cells of a layer's input, of this shape, from which parts of its output follow."""
+    """Return the cells of a layer's input, of this shape, on which parts of its output depend."""
     reach = layer.reach_for(shape)
     assert reach is not None
     if reach.pointwise:
-        return outputs  # with none of them none: what an activation is given may be what it gives
+        return outputs  # empty stays empty: an activation's output may be its input
     return sources(outputs, reach, shape[:-1])
 
 
 def section_of(graph: Graph, cells: Sequence[Partition], grid: GridShape, backward: bool = True) -> PlannedSection:
-    """Return what is executed for each part: to it they are what tiles are to a network."""
+    """Return the section executed for each part, whose tiles are the parts."""
     placed = {
         id(step.layer): LayerPlan(
             step.layer,

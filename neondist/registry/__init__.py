@@ -1,7 +1,6 @@
-"""Names for YAML: every subclass of `Registered` can be a tag, under its class name, and its arguments are checked.
+"""Registry of YAML tags: every subclass of `Registered` is a tag by its class name, and its arguments are checked.
 
-The classes themselves are the table (Python keeps a list of subclasses), so that subclassing is all that a user has to
-do, and nothing has to be filled in at import time.
+Python's list of subclasses is the registry: users only have to subclass, and nothing is registered at import time.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from ..errors import ConfigError
 from .arguments import check_arguments
 from .fields import fields
-from .names import below, named, suggest
+from .names import classes_by_name, subclasses, suggest
 
 __all__ = ["Distributed", "Registered", "dist_class", "registered", "serial_class", "suggest"]
 
@@ -22,7 +21,7 @@ _signature = lru_cache(maxsize=1024)(inspect.signature)
 
 
 class Registered:
-    """Base of every class that a YAML file may name; it remembers the arguments it was made with."""
+    """Base of all classes that a YAML file may name; stores the constructor's arguments."""
 
     _arguments: dict[str, Any]
 
@@ -32,13 +31,13 @@ class Registered:
         if cls.__init__ is object.__init__:  # no arguments; its signature would be parsed from text
             return self
         bound = _signature(cls.__init__).bind_partial(self, *args, **kwargs)
-        given = dict(list(bound.arguments.items())[1:])
-        check_arguments(cls, given | given.pop("kwargs", {}))
+        arguments = dict(list(bound.arguments.items())[1:])
+        check_arguments(cls, arguments | arguments.pop("kwargs", {}))
         bound.apply_defaults()
         values = dict(list(bound.arguments.items())[1:])
         if "kwargs" in values:
-            more = values.pop("kwargs")
-            values = {name: field.default for name, field in fields(cls).items() if not field.required} | values | more
+            extra = values.pop("kwargs")
+            values = {name: field.default for name, field in fields(cls).items() if not field.required} | values | extra
         values.pop("args", None)
         self._arguments = values
         return self
@@ -49,12 +48,12 @@ class Registered:
 
 
 class Distributed:
-    """Marker of the mixins that make a serial class distributed: `class FooDist(Dist, Foo)`."""
+    """Marker of mixins that make a serial class distributed: `class FooDist(Dist, Foo)`."""
 
 
 def registered(base: type = Registered) -> dict[str, type]:
-    """Return all concrete public classes below `base` by name, and by the names in their `_also_called`."""
-    return named(below(base))
+    """Return all concrete public subclasses of `base` by name, and by the aliases in `_also_called`."""
+    return classes_by_name(subclasses(base))
 
 
 def serial_class(cls: type) -> type:
@@ -65,7 +64,7 @@ def serial_class(cls: type) -> type:
 
 
 def dist_class(cls: type) -> type:
-    """Return the distributed twin of a serial class; ConfigError says how to write one where none exists."""
+    """Return the distributed twin of a serial class; ConfigError with instructions if there is none."""
     if issubclass(cls, Distributed):
         return cls
     for candidate in registered().values():

@@ -14,83 +14,82 @@ from typing import Any, TypeVar, cast
 
 from ..errors import ConfigError
 from .fields import fields, hints_of
-from .names import below, named, suggest
-from .words import bases, looked_up_once, members, ranges, words
+from .names import classes_by_name, subclasses, suggest
+from .words import bases, cached_by_hint, members, ranges, words
 
 Check = Callable[[Any], bool]
 _NUMBERS: dict[Any, type] = {int: numbers.Integral, float: numbers.Real}
-_OF_ITSELF = frozenset((int, float, bool, str, type(None)))
-"""types of which most arguments are; what is of exactly such a type needs no further look"""
+_EXACT_TYPES = frozenset((int, float, bool, str, type(None)))
+"""types of most arguments; a value of exactly such a type needs no further check"""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def check_arguments(cls: type, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an argument is of another type than the constructor's hints say.
+def check_arguments(cls: type, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the type of an argument does not match the constructor's hints.
 
-    Numbers and sequences of NumPy are numbers and lists; a hint that says something else than a file could is not
-    looked at.
+    NumPy's numbers and sequences count as numbers and lists; hints without an equivalent in files are ignored.
     """
-    known = fields(cls)
-    for name, value in given.items():
-        if name in known and not fits(value, known[name].hint):
-            raise _misfit(cls.__name__, name, value, known[name].hint)
+    class_fields = fields(cls)
+    for name, value in arguments.items():
+        if name in class_fields and not fits(value, class_fields[name].hint):
+            raise _type_error(cls.__name__, name, value, class_fields[name].hint)
 
 
 def checked(function: Function) -> Function:
-    """Let a function check by its type hints what it is given; what only behaves like it should will do."""
+    """Decorate a function to check its arguments by its type hints; duck-typed objects are accepted."""
 
-    who = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
+    owner = function.__qualname__.removesuffix(".__init__").rpartition("<locals>.")[2]
     parameters = inspect.signature(function).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
-    @functools.cache  # later: a hint may name what comes after it
-    def checks() -> dict[str, tuple[Check, Any]]:
+    @functools.cache  # deferred: hints may be forward references
+    def get_checks() -> dict[str, tuple[Check, Any]]:
         return {name: (check_of(hint), hint) for name, hint in hints_of(function).items()}
 
     @functools.wraps(function)
-    def checking(*args: Any, **kwargs: Any) -> Any:
-        known = checks()
-        for given in zip(names, args, strict=False), kwargs.items():  # what is too much, the call itself tells
-            for name, value in given:
-                if name in known and not known[name][0](value) and _is_plain(value):
-                    raise _misfit(who, name, value, known[name][1])
+    def call_checked(*args: Any, **kwargs: Any) -> Any:
+        checks = get_checks()
+        for pairs in zip(names, args, strict=False), kwargs.items():  # the call itself reports surplus arguments
+            for name, value in pairs:
+                if name in checks and not checks[name][0](value) and _is_plain(value):
+                    raise _type_error(owner, name, value, checks[name][1])
         return function(*args, **kwargs)
 
-    return cast(Function, checking)
+    return cast(Function, call_checked)
 
 
-def _misfit(who: str, name: str, value: Any, hint: Any) -> ConfigError:
-    path, item, hint = _deepest(name, value, hint)
-    return ConfigError(f"{who}: {path}: {expected(item, hint)}")
+def _type_error(owner: str, name: str, value: Any, hint: Any) -> ConfigError:
+    path, item, hint = _locate_mismatch(name, value, hint)
+    return ConfigError(f"{owner}: {path}: {expected(item, hint)}")
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is what a type hint asks for."""
+    """Return whether a value matches a type hint."""
     return check_of(hint)(value)
 
 
 def within(value: Any, hint: Any) -> bool:
-    """Return whether a number is in the range that a type hint gives."""
+    """Return whether a number is in the range of a type hint."""
     return all(limit.allows(value) for limit in ranges(hint))
 
 
-@looked_up_once
+@cached_by_hint
 def check_of(hint: Any) -> Check:
-    """Return what tells whether a value is what a type hint asks for: it is worked out once, not for each value."""
+    """Return the predicate for values that match a type hint, computed once per hint."""
     kinds, allowed = members(hint), ranges(hint)
-    checks = [_check_of(kind) for kind in kinds]
-    plain = frozenset() if allowed else _OF_ITSELF.intersection(kinds)
+    checks = [_check_of_member(kind) for kind in kinds]
+    plain = frozenset() if allowed else _EXACT_TYPES.intersection(kinds)
 
     def check(value: Any) -> bool:
         if type(value) in plain:
             return True
-        return any(one(value) for one in checks) and all(limit.allows(value) for limit in allowed)
+        return any(check_member(value) for check_member in checks) and all(limit.allows(value) for limit in allowed)
 
     return check
 
 
-def _check_of(hint: Any) -> Check:
+def _check_of_member(hint: Any) -> Check:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     kind = origin or hint
     if origin is typing.Literal:
@@ -106,14 +105,14 @@ def _check_of(hint: Any) -> Check:
         return lambda value: isinstance(value, str | os.PathLike)
     if kind is collections.abc.Callable:
         return callable
-    item = check_of(args[-1]) if args and (issubclass(kind, Mapping) or _of_lists(hint)) else None
+    item = check_of(args[-1]) if args and (issubclass(kind, Mapping) or _takes_lists(hint)) else None
     if issubclass(kind, Mapping):
         return lambda value: isinstance(value, Mapping) and (item is None or all(map(item, value.values())))
-    if _of_lists(hint):
-        endless = kind is collections.abc.Iterable  # also what is made while it is used
+    if _takes_lists(hint):
+        accepts_iterators = kind is collections.abc.Iterable  # which generators are, too
 
         def check_list(value: Any) -> bool:
-            if endless and not hasattr(value, "__len__"):
+            if accepts_iterators and not hasattr(value, "__len__"):
                 return isinstance(value, collections.abc.Iterable)
             return _is_list(value) and (item is None or all(map(item, value)))
 
@@ -122,36 +121,36 @@ def _check_of(hint: Any) -> Check:
     def check_instance(value: Any) -> bool:
         try:
             return isinstance(value, kind)
-        except TypeError:  # a protocol: the class itself has to judge
+        except TypeError:  # a protocol: left to the class itself
             return True
 
     return check_instance
 
 
-def _deepest(path: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
-    """Return the place of what does not fit, which may be an item of a list or mapping, with the item and its hint."""
+def _locate_mismatch(path: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
+    """Return the path, value and hint of a mismatch, which may be an item of a list or mapping."""
     mapping = isinstance(value, Mapping)
-    inside = [
+    containers = [
         member
         for member in members(hint)
-        if typing.get_args(member) and (_of_mappings if mapping else _of_lists)(member)
+        if typing.get_args(member) and (_takes_mappings if mapping else _takes_lists)(member)
     ]
-    if (mapping or _is_list(value)) and len(inside) == 1:
-        item_hint = typing.get_args(inside[0])[-1]
+    if (mapping or _is_list(value)) and len(containers) == 1:
+        item_hint = typing.get_args(containers[0])[-1]
         for index, item in value.items() if mapping else enumerate(value):
             if not fits(item, item_hint):
-                return _deepest(f"{path}.{index}", item, item_hint)
+                return _locate_mismatch(f"{path}.{index}", item, item_hint)
     return path, value, hint
 
 
-def _of_mappings(hint: Any) -> bool:
+def _takes_mappings(hint: Any) -> bool:
     kind = typing.get_origin(hint) or hint
     return isinstance(kind, type) and issubclass(kind, Mapping)
 
 
-@looked_up_once
-def _of_lists(hint: Any) -> bool:
-    """Return whether a type hint asks for a list whose items are alike."""
+@cached_by_hint
+def _takes_lists(hint: Any) -> bool:
+    """Return whether a type hint is a list of items of one type."""
     kind = typing.get_origin(hint) or hint
     listed = isinstance(kind, type) and kind.__module__ in ("builtins", "collections.abc")
     return listed and issubclass(kind, collections.abc.Iterable) and not issubclass(kind, str | tuple | Mapping)
@@ -162,7 +161,7 @@ def _is_bool(value: Any) -> bool:
 
 
 def _is_list(value: Any) -> bool:
-    """Return whether it is a list of some kind, of NumPy too; text, and what is used up by looking at it, is none."""
+    """Return whether a value is a sequence or array; text and iterators are not."""
     return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping)
 
 
@@ -171,11 +170,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def expected(value: Any, hint: Any) -> str:
-    """Return 'expected an integer, got the text 'x'' with a remedy, as for a field of a YAML file."""
-    return f"expected {words(hint, tag='')}, got {_told(value)}{_remedy(value, hint)}"
+    """Return 'expected an integer, got the text 'x'', with a remedy, as for a field of a YAML file."""
+    return f"expected {words(hint, tag='')}, got {_describe(value)}{_remedy(value, hint)}"
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, str):
         return f"the text '{value if len(value) < 60 else value[:57] + '...'}'"
     if isinstance(value, type):
@@ -189,13 +188,13 @@ def _told(value: Any) -> str:
 
 def _remedy(value: Any, hint: Any) -> str:
     choices = members(hint)
-    wanted = bases(hint)
-    if isinstance(value, type) and issubclass(value, tuple(wanted)):
+    classes = bases(hint)
+    if isinstance(value, type) and issubclass(value, tuple(classes)):
         return f"; write {value.__name__}()"
-    if wanted and isinstance(value, str):
-        by_word = {name.lower(): name for base in wanted for name in named([base, *below(base)])}
-        close = difflib.get_close_matches(value.lower(), by_word, n=1, cutoff=0.5)
-        return f"; write {by_word[close[0]]}()" if close else ""
+    if classes and isinstance(value, str):
+        names = {name.lower(): name for base in classes for name in classes_by_name([base, *subclasses(base)])}
+        close = difflib.get_close_matches(value.lower(), names, n=1, cutoff=0.5)
+        return f"; write {names[close[0]]}()" if close else ""
     literals = [arg for kind in choices if typing.get_origin(kind) is typing.Literal for arg in typing.get_args(kind)]
     if isinstance(value, str) and literals:
         near = suggest(value, map(str, literals))

@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-#: what was found out of a class, as long as there is the class
-_known: WeakKeyDictionary[type, dict[str, Field]] = WeakKeyDictionary()
+#: fields by class, for the lifetime of the class
+_cache: WeakKeyDictionary[type, dict[str, Field]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Field:
 
     @property
     def required(self) -> bool:
-        """Whether the file must give it."""
+        """Whether the argument has no default."""
         return self.default is inspect.Parameter.empty
 
 
 def fields(cls: type) -> dict[str, Field]:
-    """Return the constructor's arguments by name; **kwargs stands for those of the next class in line."""
-    if cls in _known:
-        return _known[cls]
-    found: dict[str, Field] = {}
+    """Return the constructor's arguments by name; **kwargs stands for those of the next class in the MRO."""
+    if cls in _cache:
+        return _cache[cls]
+    result: dict[str, Field] = {}
     for base in cls.__mro__:
         init = vars(base).get("__init__")
         if init is None or base is object:
@@ -42,11 +42,11 @@ def fields(cls: type) -> dict[str, Field]:
         parameters = list(inspect.signature(init).parameters.values())[1:]
         for parameter in parameters:
             if parameter.kind in _NAMED:
-                found.setdefault(parameter.name, Field(hints.get(parameter.name, Any), parameter.default))
+                result.setdefault(parameter.name, Field(hints.get(parameter.name, Any), parameter.default))
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             break
-    _known[cls] = found  # complete: virtual ranks are threads, and ask at the same time
-    return found
+    _cache[cls] = result  # only once complete: virtual ranks are concurrent threads
+    return result
 
 
 def hints_of(init: Any) -> dict[str, Any]:

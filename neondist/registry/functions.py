@@ -1,4 +1,4 @@
-"""Functions that files name, as MODULE:NAME."""
+"""Functions named in files as MODULE:NAME."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .words import members
 
 @dataclass(frozen=True)
 class Function:
-    """A function, or a class, of a module that the user has imported; a file remembers it by its name.
+    """A function or class of a module imported by the user, stored in files by its name.
 
     Attributes
     ----------
@@ -25,13 +25,13 @@ class Function:
     call: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Call the function."""
         return self.call(*args, **kwargs)
 
     def __str__(self) -> str:
         return self.name
 
 
-def takes_functions(hint: Any) -> bool:
-    """Return whether a type hint asks for a function."""
-    return any((typing.get_origin(one) or one) is collections.abc.Callable for one in members(hint))
+def accepts_functions(hint: Any) -> bool:
+    """Return whether a type hint accepts a function."""
+    return any((typing.get_origin(member) or member) is collections.abc.Callable for member in members(hint))

@@ -1,4 +1,4 @@
-"""Classes that files name, and what was meant where a name is unknown."""
+"""Classes by their names in files, and suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Named(Protocol):
-    """An object that a file can tell of, since it remembers the arguments it was made with."""
+    """An object that can be written to a file, since it stores its constructor's arguments."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return them by name."""
+        """Return the arguments by name."""
 
 
-def named(classes: Iterable[type]) -> dict[str, type]:
-    """Return the concrete public ones of some classes by name, and by the names in their `_also_called`."""
-    found: dict[str, type] = {}
+def classes_by_name(classes: Iterable[type]) -> dict[str, type]:
+    """Return the concrete public classes among `classes` by name, and by the aliases in `_also_called`."""
+    by_name: dict[str, type] = {}
     for cls in classes:
         if not (cls.__name__.startswith("_") or inspect.isabstract(cls)):
-            found |= dict.fromkeys((cls.__name__, *vars(cls).get("_also_called", ())), cls)
-    return found
+            by_name |= dict.fromkeys((cls.__name__, *vars(cls).get("_also_called", ())), cls)
+    return by_name
 
 
-def below(cls: type) -> Iterator[type]:
-    """Yield all subclasses."""
-    sub: type
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from below(sub)
+def subclasses(cls: type) -> Iterator[type]:
+    """Yield all direct and indirect subclasses."""
+    subclass: type
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from subclasses(subclass)
 
 
-def called_in_fields(base: type) -> dict[str, type]:
-    """Return the classes below `base` by the short names that mean them where only such a class can stand."""
-    return {name: cls for cls in below(base) for name in vars(cls).get("_called_in_fields", ())}
+def classes_by_short_name(base: type) -> dict[str, type]:
+    """Return the subclasses of `base` by their short names, valid in fields that only take such a class."""
+    return {name: cls for cls in subclasses(base) for name in vars(cls).get("_called_in_fields", ())}
 
 
 def suggest(name: str, choices: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" or, where nothing is near, the list of choices."""
+    """Return "; did you mean 'x'?" or, without a close match, the list of choices."""
     choices = sorted(choices)
     near = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
     if near:

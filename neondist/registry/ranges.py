@@ -1,6 +1,6 @@
-"""Ranges of numbers: in a constructor's type hints, `Annotated[int, at_least(1)]`, which files and Python share.
+"""Ranges of numbers in type hints of constructors, `Annotated[int, at_least(1)]`, checked for files and Python calls.
 
-The functions below check what has no hints of its own, such as an array.
+The functions below check values without hints of their own, such as arrays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True)
 class Range:
-    """Finite numbers from `low`, or above it, and below `high`, or from `low` to `high`."""
+    """Finite numbers of at least `low`, or above it, and below `high`, or at most `high`."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -24,7 +24,7 @@ class Range:
     below: bool = True
 
     def allows(self, value: Any) -> bool:
-        """Return whether it is in the range; what is not a number may be another member of a union."""
+        """Return whether a number is in the range; True for other values, left to other members of a union."""
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             return True
         number: Any = value
@@ -40,17 +40,17 @@ class Range:
 
 
 def at_least(low: float, below: float = math.inf) -> Range:
-    """Return the range from `low`."""
+    """Return the range [low, below)."""
     return Range(low, below)
 
 
 def above(low: float, below: float = math.inf) -> Range:
-    """Return the range of larger numbers."""
+    """Return the range (low, below)."""
     return Range(low, below, above=True)
 
 
 def between(low: float, high: float) -> Range:
-    """Return the range that has both its ends."""
+    """Return the range [low, high]."""
     return Range(low, high, below=False)
 
 

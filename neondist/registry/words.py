@@ -1,4 +1,4 @@
-"""Type hints in words, for messages."""
+"""Descriptions of type hints, for messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from .names import Named, below, named
+from .names import Named, classes_by_name, subclasses
 from .ranges import Range
 
 _PLAIN: dict[Any, str] = {
@@ -25,26 +25,26 @@ _PLAIN: dict[Any, str] = {
 }
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
-def looked_up_once(function: Callable[[Any], Found]) -> Callable[[Any], Found]:
-    """Keep what a function finds out of a type hint: every argument of every layer and window is checked by it."""
-    known = functools.lru_cache(maxsize=1024)(function)
+def cached_by_hint(function: Callable[[Any], Result]) -> Callable[[Any], Result]:
+    """Cache a function of a type hint, which is called for every argument of every layer and window."""
+    cached = functools.lru_cache(maxsize=1024)(function)
 
     @functools.wraps(function)
-    def look_up(hint: Any) -> Found:
+    def look_up(hint: Any) -> Result:
         try:
-            return known(hint)
-        except TypeError:  # a note of Annotated without a hash
+            return cached(hint)
+        except TypeError:  # unhashable metadata of Annotated
             return function(hint)
 
     return look_up
 
 
-@looked_up_once
+@cached_by_hint
 def members(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a union; any other hint is its own only one."""
+    """Return the members of a union; any other hint is its own single member."""
     hint = bare(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(member for part in typing.get_args(hint) for member in members(part))
@@ -52,7 +52,7 @@ def members(hint: Any) -> tuple[Any, ...]:
 
 
 def bare(hint: Any) -> Any:
-    """Return a hint without Annotated and NewType around it."""
+    """Return a hint without enclosing Annotated and NewType."""
     while True:
         if typing.get_origin(hint) is typing.Annotated:
             hint = typing.get_args(hint)[0]
@@ -62,30 +62,30 @@ def bare(hint: Any) -> Any:
             return type(None) if hint is None else hint
 
 
-@looked_up_once
+@cached_by_hint
 def ranges(hint: Any) -> tuple[Range, ...]:
-    """Return the ranges of the numbers that a hint asks for."""
+    """Return the ranges of numbers in a hint."""
     if typing.get_origin(hint) is typing.Annotated:
-        inside, *notes = typing.get_args(hint)
-        return (*(note for note in notes if isinstance(note, Range)), *ranges(inside))
+        base, *notes = typing.get_args(hint)
+        return (*(note for note in notes if isinstance(note, Range)), *ranges(base))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(found for part in typing.get_args(hint) for found in ranges(part))
+        return tuple(limit for part in typing.get_args(hint) for limit in ranges(part))
     return ()
 
 
 def bases(hint: Any) -> list[type]:
-    """Return the classes of objects that a hint asks for."""
+    """Return the registered classes in a hint."""
     return [member for member in members(hint) if isinstance(member, type) and issubclass(member, Named)]
 
 
 def words(hint: Any, tag: str = "!") -> str:
-    """Return 'an integer, text or null' for `int | str | None`; `tag` stands before the names of classes."""
+    """Return 'an integer, text or null' for `int | str | None`; `tag` is the prefix of class names."""
     ranges_text = "".join(f" {limit}" for limit in ranges(hint))
-    parts = list(dict.fromkeys(_one(member, tag) + ranges_text * (member in (int, float)) for member in members(hint)))
+    parts = list(dict.fromkeys(_text(member, tag) + ranges_text * (member in (int, float)) for member in members(hint)))
     return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
-def _one(hint: Any, tag: str) -> str:
+def _text(hint: Any, tag: str) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(repr(arg) for arg in args)
@@ -105,7 +105,7 @@ def _one(hint: Any, tag: str) -> str:
 
 
 def examples(base: type, tag: str = "!", most: int = 6) -> str:
-    """Return '!Adam, !SGD, ...': the classes below `base` (itself too) that a file can name."""
-    known = [name for name, cls in sorted(named([base, *below(base)]).items()) if name == cls.__name__]
-    names = [tag + name for name in known]
+    """Return '!Adam, !SGD, ...': the classes that a file can name among `base` and its subclasses."""
+    named = classes_by_name([base, *subclasses(base)])
+    names = [tag + name for name, cls in sorted(named.items()) if name == cls.__name__]
     return ", ".join(names[:most] + ["..."] * (len(names) > most)) or base.__name__

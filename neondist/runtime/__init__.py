@@ -1,8 +1,8 @@
-"""Running a network.
+"""Execution of a network.
 
-executor: its passes; replay: those that a device repeats. section: those of some nodes. strips: segments, a strip at a
-time. tasks: what a step does; layer_task: a layer's. workspace: a pass's memory and state. arena: arrays that share
-memory. reduce: partial results of ranks.
+executor: passes through a network; replay: their CUDA graphs. section: passes through some nodes. stream: the same in
+strips from the image on; strips: segments in strips; blocks: block-wise inference. tasks: steps of a pass; layer_task:
+those of layers. workspace: memory and state of a pass. arena: arrays that share memory. reduce: partial results.
 """
 
 from .arena import Arena

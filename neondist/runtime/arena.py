@@ -1,4 +1,4 @@
-"""Memory for arrays whose live ranges are known: one block, in which arrays that never live together overlap."""
+"""Arena: one block of memory in which arrays with disjoint lifetimes overlap."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ..plan.memory import MemoryPlan
 
 
 class Blocks:
-    """One block of memory for each workspace that is in use at the same time, whatever section uses it.
+    """Pool of memory blocks, one for each workspace in use at the same time, shared by all sections.
 
     Parameters
     ----------
     samples : int
-        Of this rank. Fewer use a part of the same block, more get another one.
+        Samples of this rank. Fewer use a part of the same block, more get another block.
     most : int, optional
-        Bytes beyond which this process gives back what it has freed.
+        Bytes beyond which this process returns freed memory to the system.
     planned : callable, optional
-        Returns the bytes that a pass takes, for the message where there is no memory; default: those of a block.
+        Returns the bytes of a pass, for out-of-memory messages; default: those of a block.
 
     Attributes
     ----------
     length : int
-        Numbers of a sample that any section needs.
-    made : int
-        How many there are.
+        Elements per sample of the largest section.
+    count : int
+        Number of blocks.
     free : list of int
-        The numbers of the unused ones.
+        Numbers of the unused blocks.
     """
 
     def __init__(
@@ -45,31 +45,31 @@ class Blocks:
         planned: Callable[[], int] | None = None,
     ) -> None:
         self.samples, self.dtype, self.backend, self.most = samples, dtype, backend, most
-        self.length = self.made = 0
+        self.length = self.count = 0
         self.planned = planned or (lambda: samples * self.length * dtype.itemsize)
         self.free: list[int] = []
         self._blocks: dict[tuple[int, int], Any] = {}
 
     def provide(self, length: int) -> None:
-        """Take note, before the first pass, that a section needs so many numbers of a sample."""
+        """Reserve, before the first pass, the elements per sample of a section."""
         self.length = max(self.length, length)
 
     def take(self) -> int:
-        """Return the lowest unused number: most passes use the same memory."""
+        """Return the lowest unused block number, so that most passes use the same memory."""
         if self.most is not None:
             self.backend.kernels.give_back_freed(self.most)
         if self.free:
             self.free.sort(reverse=True)
             return self.free.pop()
-        self.made += 1
-        return self.made - 1
+        self.count += 1
+        return self.count - 1
 
     def give_back(self, number: int) -> None:
-        """Mark it as unused."""
+        """Mark a block as unused."""
         self.free.append(number)
 
     def block(self, number: int, samples: int, length: int) -> Any:
-        """Return the block of a number for so many samples, each of `length` numbers at least."""
+        """Return a block for this number of samples, of at least `length` elements each."""
         samples = max(samples, self.samples)
         if (number, samples) not in self._blocks:
             size = samples * max(length, self.length)
@@ -77,19 +77,19 @@ class Blocks:
         return self._blocks[number, samples]
 
     def owns(self, array: Any) -> bool:
-        """Return whether an array lies here: its values last no longer than a live range."""
+        """Return whether an array is in a block, so its values last only for its live range."""
         return any(self.backend.xp.may_share_memory(array, block) for block in self._blocks.values())
 
 
 class Arena:
-    """The memory of the activations of a pass and their gradients.
+    """Memory of the activations of a pass and their gradients.
 
     Parameters
     ----------
     plan : MemoryPlan
     blocks : Blocks
     number : int
-        Of the block in which it lies.
+        Number of its block.
     """
 
     def __init__(self, plan: MemoryPlan, blocks: Blocks, number: int) -> None:
@@ -97,7 +97,7 @@ class Arena:
         self.blocks, self.number, self.dtype, self.backend = blocks, number, blocks.dtype, blocks.backend
 
     def array(self, slot: int, shape: Sequence[int]) -> Any:
-        """Return an array (n, ...) in the place of a range; what is in it is left from others."""
+        """Return an uninitialised array (n, ...) in the memory of a range."""
         start = self.places[slot] * shape[0]
         return self._block(shape[0])[start : start + prod(shape)].reshape(shape)
 
@@ -105,13 +105,13 @@ class Arena:
         return self.blocks.block(self.number, samples, self.length)
 
     @contextmanager
-    def kept(self, samples: int) -> Iterator[None]:
-        """Let what the forward pass left for the backward pass be as before, after one in the block.
+    def preserve(self, samples: int) -> Iterator[None]:
+        """Restore the saved arrays of the forward pass after a backward pass inside the block.
 
-        Arrays share memory with others that come later, so that one backward pass destroys what it has used.
+        Arrays share memory with later ones, so a backward pass overwrites the arrays that it has used.
         """
         block = self._block(samples)
-        ranges = [slice(start * samples, stop * samples) for start, stop in self._used_up]
+        ranges = [slice(start * samples, stop * samples) for start, stop in self._overwritten]
         copies = [block[place].copy() for place in ranges]
         try:
             yield
@@ -120,8 +120,8 @@ class Arena:
                 self.backend.kernels.copy(copy, block[place])
 
     @cached_property
-    def _used_up(self) -> list[tuple[int, int]]:
-        """Arena range, for one sample, that a backward pass reads and then overwrites."""
+    def _overwritten(self) -> list[tuple[int, int]]:
+        """Ranges, for one sample, that a backward pass reads and then overwrites."""
         turn = self.plan.turn
         places = [(place, place + live.numbers, live) for place, live in zip(self.places, self.ranges, strict=True)]
         later = [(start, stop) for start, stop, live in places if live.first >= turn]
@@ -141,5 +141,5 @@ class ArenaSlot:
         self.arena, self.slot = arena, slot
 
     def array(self, shape: Sequence[int]) -> Any:
-        """Return an array (n, ...) there."""
+        """Return an array (n, ...) in this range."""
         return self.arena.array(self.slot, shape)

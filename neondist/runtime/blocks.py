@@ -1,4 +1,4 @@
-"""A network at work block after block, on this process alone."""
+"""Block-wise inference in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..plan.blocks import KINDS, BlockPlan
 from .arena import Blocks
 from .layer_task import LayerTask
 from .section import Section
-from .strips import on_strip
+from .strips import layer_on_strip
 
 
 class Blockwise:
@@ -24,7 +24,7 @@ class Blockwise:
     ----------
     planned : BlockPlan
     context : Context
-        Of the built layers.
+        Context of the built layers.
     """
 
     def __init__(self, planned: BlockPlan, context: Context) -> None:
@@ -38,7 +38,7 @@ class Blockwise:
         Parameters
         ----------
         x : array (n, *cells, C)
-            The cells of the image that `planned.image(number)` says.
+            Cells of the image in `planned.image(number)`.
         """
         section = self._section(number)
         (run,) = section.forward([x], [Phase(False, 0, 0)])
@@ -48,33 +48,33 @@ class Blockwise:
 
     def _section(self, number: int) -> Section:
         kind = self.planned.kind(number)
-        section = self._sections.pop(kind, None) or self._made(number)
+        section = self._sections.pop(kind, None) or self._new_section(number)
         self._sections[kind] = section
         if len(self._sections) > KINDS:
             del self._sections[next(iter(self._sections))]
-            gc.collect()  # its layers know each other, and hold arrays as large as a block
+            gc.collect()  # reference cycles of layers hold arrays as large as a block
         return section
 
-    def _made(self, number: int) -> Section:
+    def _new_section(self, number: int) -> Section:
         planned, context = self.planned.section, self.context
         length = planned.live_ranges(number).length
         if length > self._memory.length:
             self._memory, self._sections = Blocks(1, context.dtype, context.backend), {}
             self._memory.provide(max(length, self.planned.longest))
-        inside = replace(context, grid=context.grid.of_strip(self.planned.grid, number))
-        made = {
-            id(step.layer): on_strip(step.layer, planned.placed[id(step.layer)], number, inside)
+        block_context = replace(context, grid=context.grid.strip_grid(self.planned.grid, number))
+        copies = {
+            id(step.layer): layer_on_strip(step.layer, planned.placed[id(step.layer)], number, block_context)
             for step in self.planned.graph.steps
             if step.layer is not None
         }
-        return Section(planned, inside, number, self._memory, made, _Alone)
+        return Section(planned, block_context, number, self._memory, copies, _UnreducedTask)
 
 
-class _Alone(LayerTask):
-    """A layer that has nothing to reduce in a pass that trains nothing."""
+class _UnreducedTask(LayerTask):
+    """Task of a layer without reductions in inference."""
 
-    def combined(self, direction: str, mine: list[Any], counts: Sequence[int]) -> list[Any]:
-        """Refuse a partial result."""
-        if any(one is not None for one in mine):
+    def combine_partials(self, direction: str, partials: list[Any], counts: Sequence[int]) -> list[Any]:
+        """Raise ConfigError if there is a partial result."""
+        if any(partial is not None for partial in partials):
             raise ConfigError(f"layer '{self.name}': sums over the whole image; leave out --block")
-        return mine
+        return partials

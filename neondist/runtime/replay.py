@@ -1,4 +1,4 @@
-"""Passes of training whose launches a device repeats: the host starts two graphs instead of hundreds of kernels."""
+"""CUDA graphs of training passes: the host launches two graphs instead of hundreds of kernels."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ..backends import Kernels
 from ..registry import Registered
 
 WARM = 2
-"""Ordinary passes of a kind before its graphs are made: kernels are compiled and chosen, and memory is taken."""
+"""Ordinary passes of a kind before capture, which compile and select kernels and allocate memory."""
 KEPT = 4
-"""Kinds, of those that were used last."""
+"""Kinds of passes whose graphs are kept, least recently used first out."""
 
 
 class PassGraphs:
-    """The graphs of one kind of pass: forward, and back.
+    """The graphs of one kind of pass: forward and backward.
 
     Parameters
     ----------
     kernels : Kernels
-        Of a device that `captures`.
+        Kernels of a device that `captures`.
     forward : callable
         Returns a new pass for an array of images.
     backward : callable
-        Takes a pass back, given the gradient of its output.
+        Runs a pass backward, given the gradient of its output.
     x : array
         Images.
     """
@@ -41,55 +41,55 @@ class PassGraphs:
             run.close()
 
     def forward(self, x: Any) -> Any:
-        """Return the output for images; it is valid until `backward`."""
+        """Return the output for images, valid until `backward`."""
         self._kernels.copy(x, self._x)
         self._forward.replay()
         return self._output
 
     def backward(self, dy: Any) -> None:
-        """Go back through the last pass, given the gradient of its output."""
+        """Run the last pass backward, given the gradient of its output."""
         self._kernels.copy(dy, self._dy)
         self._backward.replay()
 
 
 class Replays:
-    """The graphs of an executor's passes, by what they depend on.
+    """Cache of the graphs of an executor's passes.
 
     Parameters
     ----------
     parts : iterable of Registered
-        What has code that a pass runs: layers, activations, border schemes. Where a user wrote it, or the step's number
-        matters, no graphs are used: the launches of the next pass may be others.
+        Objects whose code a pass runs: layers, activations, border schemes. No graphs are used with user-defined code,
+        or code that depends on the step number: the launches of passes may differ.
     """
 
     def __init__(self, kernels: Kernels, parts: Iterable[Registered]) -> None:
-        each = list({id(part): part for part in parts}.values())
-        self.usable = kernels.captures and all(map(_same_every_step, each))
-        #: numbers and strings, which may be assigned between steps
-        self._settings = [(part, name) for part in each for name in part.arguments() if _is_plain(part, name)]
-        self._found: OrderedDict[Hashable, int | PassGraphs] = OrderedDict()
+        unique = list({id(part): part for part in parts}.values())
+        self.usable = kernels.captures and all(map(_same_every_step, unique))
+        #: numbers and strings, which users may assign between steps
+        self._settings = [(part, name) for part in unique for name in part.arguments() if _is_plain(part, name)]
+        self._graphs: OrderedDict[Hashable, int | PassGraphs] = OrderedDict()
 
     def of(self, kind: Hashable, make: Callable[[], PassGraphs]) -> PassGraphs | None:
-        """Return the graphs of a kind, which `make` makes when there were enough passes; None: there are none."""
+        """Return the graphs of a kind, captured by `make` after enough passes; None before."""
         if not self.usable:
             return None
         kind = kind, *(getattr(part, name) for part, name in self._settings)
-        found = self._found.pop(kind, 0)
-        if found == WARM:
+        entry = self._graphs.pop(kind, 0)
+        if entry == WARM:
             try:
-                found = make()
-            except Exception as error:  # which an ordinary pass raises too, or can do without graphs
+                entry = make()
+            except Exception as error:  # an ordinary pass raises it, too, or works without graphs
                 self.usable = False
-                self._found.clear()
-                what = str(error).partition("\n")[0]
-                warnings.warn(f"no CUDA graphs, steps may be slower: {type(error).__name__}: {what}", stacklevel=2)
+                self._graphs.clear()
+                message = str(error).partition("\n")[0]
+                warnings.warn(f"no CUDA graphs, steps may be slower: {type(error).__name__}: {message}", stacklevel=2)
                 return None
-        elif isinstance(found, int):
-            found += 1
-        self._found[kind] = found
-        if len(self._found) > KEPT:
-            self._found.popitem(last=False)
-        return None if isinstance(found, int) else found
+        elif isinstance(entry, int):
+            entry += 1
+        self._graphs[kind] = entry
+        if len(self._graphs) > KEPT:
+            self._graphs.popitem(last=False)
+        return None if isinstance(entry, int) else entry
 
 
 def _is_plain(part: Registered, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A stream at work: to an executor it is a section, whose passes have one strip of the image in memory at a time."""
+"""Execution of a stream: a section whose passes hold one strip of the image in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,69 +15,69 @@ from ..layers import Context, Layer
 from ..plan import Graph, Stream
 from .arena import Blocks
 from .layer_task import LayerTask
-from .reduce import joined
+from .reduce import merge_batches
 from .section import Section
-from .strips import on_strip
+from .strips import layer_on_strip
 from .workspace import SectionPass
 
 Cells = tuple[slice, ...]
 
 
 class StreamPass:
-    """One pass through a stream: what goes in, what the reductions came to, and the last strip, where one is kept.
+    """One pass through a stream: its input, the results of its reductions, and the last strip, if kept.
 
     Attributes
     ----------
     output : array
-        This rank's tile of the value that the stream gives, or the vector.
+        This rank's tile of the stream's output, or the output vector.
     reduced : dict of direction to list
-        What the reductions of each step came to.
+        Results of the reductions of each step.
     """
 
     output: Any = None
 
     def __init__(self, x: Any, phase: Phase, steps: int) -> None:
-        #: by the strip's number, what its steps have left that are not taken again
-        self.left: dict[int, dict[int, Any]] = {}
+        #: saved states of the steps that are not recomputed, by strip
+        self.saved: dict[int, dict[int, Any]] = {}
         self.x, self.phase, self.samples = x, phase, len(x)
         self.reduced: dict[str, list[Any]] = {"forward": [None] * steps, "backward": [None] * steps}
         self.last: SectionPass | None = None
         self.closed = False
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Let the pass be as before, after it has been gone back through in the block: nothing of it is used up."""
+    def preserve(self) -> Iterator[None]:
+        """Restore the pass after a backward pass inside the block: nothing of it is overwritten."""
         yield
 
     def close(self) -> None:
-        """Give the memory back; there is no way back through the pass any more."""
-        self.closed, self.left = True, {}
+        """Release the memory; no backward pass is possible afterwards."""
+        self.closed, self.saved = True, {}
         if self.last is not None:
             self.last.close()
             self.last = None
 
 
 class _BackwardGroup(NamedTuple):
-    """Strips that go back together: of which part of a stream, and the gradients of its output for each pass."""
+    """Strips of a part of a stream that run backward together, and the output gradient of each pass."""
 
-    part: Streamed
+    part: StreamSection
     numbers: Sequence[int]
     dys: Sequence[Any]
 
 
-class Streamed:
-    """The nodes of a stream on this rank.
+class StreamSection:
+    """Executor of the nodes of a stream on this rank.
 
     Parameters
     ----------
     planned : Stream
     context : Context
     blocks : Blocks
-        The memory of a strip.
+        Memory of a strip.
     layer_task : type
-        What runs a layer's step.
+        Task that runs a layer's step.
     image : Box, optional
-        This rank's cells of the image; default: those that it needs.
+        This rank's cells of the image; default: those that the stream needs.
     """
 
     def __init__(
@@ -90,22 +90,23 @@ class Streamed:
     ) -> None:
         self.planned, self.context, self.blocks, self.layer_task = planned, context, blocks, layer_task
         self.first, self.last, graph, tile = 0, planned.nodes, planned.graph, context.grid.tile
-        #: of whole tiles: they know how partial results of ranks become one
+        #: tasks of whole tiles, which combine the partial results of ranks
         self.tasks: dict[int, LayerTask] = {
             at: layer_task(at, graph, step.layer) for at, step in enumerate(graph.steps) if step.layer is not None
         }
         self.numbers, self.steps = planned.strips(tile), len(graph.steps)
         self._cut = planned.cut_strips(tile)
-        self._keeps = self.numbers[max(0, len(self.numbers) - planned.checkpointed_strips) :]
+        self._checkpointed = self.numbers[max(0, len(self.numbers) - planned.checkpointed_strips) :]
         blocks.provide(planned.length(tile))
         self._sections: dict[int, Section] = {}
-        self._now = -1
-        self._own, self._image = planned.output(tile), image or planned.tiles[0].box(tile)
-        self._wanted_shape = (*self._image.shape, graph.shapes[0][-1])
-        self._output_shape = (*(self._own.shape if self._own is not None else ()), graph.shapes[graph.output][-1])
+        self._current = -1
+        self._output_box, self._image_box = planned.output(tile), image or planned.tiles[0].box(tile)
+        self._image_shape = (*self._image_box.shape, graph.shapes[0][-1])
+        extent = () if self._output_box is None else self._output_box.shape
+        self._output_shape = (*extent, graph.shapes[graph.output][-1])
         below = planned.below
-        #: what goes back from the last value whose gradient is kept
-        self.below = None if below is None else Streamed(below, context, blocks, layer_task, self._image)
+        #: part below the last value whose gradient is kept
+        self.below = None if below is None else StreamSection(below, context, blocks, layer_task, self._image_box)
         layers = [task.name for task in self.tasks.values()]
         self.name = f"{layers[0]} to {layers[-1]}"
 
@@ -114,16 +115,16 @@ class Streamed:
         """Whether a step needs all samples of a batch at once."""
         return any(task.over_batch for task in self.tasks.values())
 
-    def leave(self, x: Any, run: StreamPass) -> StreamPass:
-        """Return what is kept of a pass whose output is known."""
+    def checkpoint(self, x: Any, run: StreamPass) -> StreamPass:
+        """Return the checkpoint of a completed pass: the pass itself."""
         return run
 
-    def recompute(self, kept: Sequence[StreamPass], phases: Sequence[Phase]) -> Sequence[StreamPass]:
-        """Return the passes of which that was kept, for the way back."""
-        return kept
+    def recompute(self, checkpoints: Sequence[StreamPass], phases: Sequence[Phase]) -> Sequence[StreamPass]:
+        """Return the passes of these checkpoints."""
+        return checkpoints
 
     def forward(self, xs: Sequence[Any], phases: Sequence[Phase], nodes: int | None = None) -> list[StreamPass]:
-        """Return passes that take each step together."""
+        """Return passes that execute each step together."""
         if nodes not in (None, self.last):
             raise PassError(
                 "a pass cannot end between layers that are executed in strips; leave out strips, and give enough"
@@ -131,12 +132,12 @@ class Streamed:
             )
         runs = [StreamPass(x, phase, self.steps) for x, phase in zip(xs, phases, strict=True)]
         with self.context.grid.observers.during("layer", self.name, "forward"):
-            known = 0
+            done = 0
             for at in self.planned.reducing("forward"):
-                self._reduce_forward(runs, at, known)
-                known = at
-            if self._own is not None:
-                self._write(runs, known)
+                self._reduce_forward(runs, at, done)
+                done = at
+            if self._output_box is not None:
+                self._write(runs, done)
         return runs
 
     def backward(
@@ -144,193 +145,192 @@ class Streamed:
         runs: Sequence[StreamPass],
         dys: Sequence[Any],
         first: int = 0,
-        wanted: bool = True,
+        need_dx: bool = True,
         done: Callable[[Layer], None] | None = None,
     ) -> list[Any]:
         """Return the gradient of the input of each pass, given that of its output; fill in the layers' grads.
 
-        All strips are taken forward again, and back to the next layer that reduces; and again from the image for the
-        next one. Of strips whose gradients are kept on the way, what is above them is done.
+        For each layer with a reduction, all strips are run forward again and back to that layer. Strips whose gradients
+        are kept at a cut are not run above it again.
         """
         with self.context.grid.observers.during("layer", self.name, "backward"):
-            ways, before = [_BackwardGroup(self, self.numbers, dys)], self.steps
+            groups, before = [_BackwardGroup(self, self.numbers, dys)], self.steps
             for at in reversed(self.planned.reducing("backward")):
                 parts: list[list[Any]] = [[] for _ in runs]
-                found = [way.part._reduce_backward(runs, way, at, before, wanted, parts) for way in ways]
+                split = [group.part._reduce_backward(runs, group, at, before, need_dx, parts) for group in groups]
                 self._combine("backward", at, runs, parts)
-                ways, before = [way for after in found for way in after], at
-            dxs = [self._image_zeros(run.samples) if wanted else None for run in runs]
-            for way in ways:
-                way.part._to_image(runs, way, before, dxs)
+                groups, before = [group for part in split for group in part], at
+            dxs = [self._image_zeros(run.samples) if need_dx else None for run in runs]
+            for group in groups:
+                group.part._to_image(runs, group, before, dxs)
         if done is not None:
             for task in reversed(self.tasks.values()):
                 for layer in task.layers:
                     done(layer)
         return dxs
 
-    def _reduce_forward(self, runs: Sequence[StreamPass], at: int, known: int) -> None:
-        """Take all strips up to a step's `reduce`, and let it add up; the steps before `known` have been taken before.
+    def _reduce_forward(self, runs: Sequence[StreamPass], at: int, done: int) -> None:
+        """Run all strips up to a step's `reduce`, and combine; the steps before `done` have been run before.
 
-        Where the step ends the stream it is taken as well.
+        The last step of the stream is run as well.
         """
-        ends = at == self.steps - 1 and self._own is None
+        is_last = at == self.steps - 1 and self._output_box is None
         parts: list[list[Any]] = [[] for _ in runs]
         for number in self.numbers:
             section = self._section(number)
-            for place, (run, found) in enumerate(zip(runs, parts, strict=True)):
-                new = known if number == self.numbers[0] and not place else self.steps
-                inner = self._open(section, run, new)
-                inner.keeps = ends and run.phase.training and number in self._keeps
-                ctx, view, part = section.partial_result(inner, self._seen(run.x, number), at)
-                found.append(part)
+            for place, (run, partials) in enumerate(zip(runs, parts, strict=True)):
+                first_new = done if number == self.numbers[0] and not place else self.steps
+                inner = self._open(section, run, first_new)
+                inner.keeps = is_last and run.phase.training and number in self._checkpointed
+                ctx, view, part = section.partial_result(inner, self._image_part(run.x, number), at)
+                partials.append(part)
                 if inner.keeps:
-                    run.left[number] = section.left(inner, self.planned.recomputed)
-                if ends and number == self.numbers[-1]:
+                    run.saved[number] = section.saved_states(inner, self.planned.recomputed)
+                if is_last and number == self.numbers[-1]:
                     run.last, run.output = inner, (ctx, view)
                 else:
                     inner.close()
-            if not ends and all(found[0] is None for found in parts):
-                break  # in this pass it reduces nothing
+            if not is_last and all(partials[0] is None for partials in parts):
+                break  # no reduction in this pass
         self._combine("forward", at, runs, parts)
-        for run in runs if ends else ():
+        for run in runs if is_last else ():
             ctx, view = run.output
             ctx.reduced = run.reduced["forward"][at]
-            run.output = self._section(self.numbers[-1]).tasks[at].computed(ctx, view)  # type: ignore[attr-defined]
+            run.output = self._section(self.numbers[-1]).tasks[at].finish_forward(ctx, view)  # type: ignore[attr-defined]
 
     def _reduce_backward(
         self,
         runs: Sequence[StreamPass],
-        going: _BackwardGroup,
+        group: _BackwardGroup,
         at: int,
         before: int,
-        wanted: bool,
+        need_dx: bool,
         parts: list[list[Any]],
     ) -> list[_BackwardGroup]:
-        """Take strips back to a step's `reduce_backward`, and append their partial results; return what goes on.
+        """Run strips backward to a step's `reduce_backward`, append their partial results, and return the next groups.
 
-        Where this comes to a cut, strips' gradients of a value are kept, added.
+        At a cut the strips' gradients of its value are summed and kept.
         """
         below = self.below if at == self.planned.sweeps[-1] else None
         if below is None:
-            kept, rest, after = [None] * len(runs), going.numbers, []
+            kept, rest, after = [None] * len(runs), group.numbers, []
         else:
             kept = [below.zeros(run.samples) for run in runs]
-            rest = [number for number in going.numbers if number not in self._cut]
+            rest = [number for number in group.numbers if number not in self._cut]
             after = [_BackwardGroup(below, below.numbers, kept)]
-        for number, run, found, dy, total in self._backward_order(going.numbers, runs, parts, going.dys, kept):
-            section, inner = self._again(number, run, before)
+        for number, run, partials, dy, total in self._backward_order(group.numbers, runs, parts, group.dys, kept):
+            section, inner = self._rerun(number, run, before)
             keep = None if below is None or number in rest else (below.last, partial(self._add, number, below, total))
-            found.append(section.partial_result_back(inner, self._part(dy, number), at, wanted, keep))
+            partials.append(section.partial_result_backward(inner, self._gradient_part(dy, number), at, need_dx, keep))
             inner.close()
-        self._leave()
-        return [*([going._replace(numbers=rest)] if rest else []), *after]
+        self._release_current()
+        return [*([group._replace(numbers=rest)] if rest else []), *after]
 
     def zeros(self, samples: int) -> Any:
-        """Return an array for the gradient of this rank's output."""
+        """Return a zero array for the gradient of this rank's output."""
         return self.context.backend.xp.zeros((samples, *self._output_shape), self.context.dtype)
 
     def _image_zeros(self, samples: int) -> Any:
-        return self.context.backend.xp.zeros((samples, *self._wanted_shape), self.context.dtype)
+        return self.context.backend.xp.zeros((samples, *self._image_shape), self.context.dtype)
 
-    def _add(self, number: int, below: Streamed, total: Any, dy: Any) -> None:
-        """Add a strip's gradient of the value with which `below` ends."""
+    def _add(self, number: int, below: StreamSection, total: Any, dy: Any) -> None:
+        """Add a strip's gradient of the output of `below`."""
         cells = self.planned.cells[below.planned.graph.output].box(number)
-        total[(slice(None), *cells.relative_to(below._own).slices)] += dy  # type: ignore[arg-type]
+        total[(slice(None), *cells.relative_to(below._output_box).slices)] += dy  # type: ignore[arg-type]
 
-    def _to_image(self, runs: Sequence[StreamPass], going: _BackwardGroup, before: int, dxs: Sequence[Any]) -> None:
-        """Take strips back to the image; what they share of it is added."""
-        for number, run, dx, dy in self._backward_order(going.numbers, runs, dxs, going.dys):
-            section, inner = self._again(number, run, before)
-            (found,) = section.backward([inner], [self._part(dy, number)], wanted=dx is not None)
+    def _to_image(self, runs: Sequence[StreamPass], group: _BackwardGroup, before: int, dxs: Sequence[Any]) -> None:
+        """Run strips backward to the image, adding gradients of shared cells."""
+        for number, run, dx, dy in self._backward_order(group.numbers, runs, dxs, group.dys):
+            section, inner = self._rerun(number, run, before)
+            (gradient,) = section.backward([inner], [self._gradient_part(dy, number)], need_dx=dx is not None)
             if dx is not None:
-                dx[self._cells(number)] += found
+                dx[self._image_cells(number)] += gradient
             inner.close()
-        self._leave()
+        self._release_current()
 
     def _backward_order(
-        self, numbers: Sequence[int], runs: Sequence[StreamPass], *beside: Sequence[Any]
+        self, numbers: Sequence[int], runs: Sequence[StreamPass], *items: Sequence[Any]
     ) -> Iterator[tuple[Any, ...]]:
-        """Yield each strip's number and each run with what is beside it: the last strip first, which may be there."""
+        """Yield (strip, run, *its items), last strip first, because its pass may be kept."""
         for number in reversed(numbers):
-            for each in zip(runs, *beside, strict=True):
-                yield number, *each
+            for entry in zip(runs, *items, strict=True):
+                yield number, *entry
 
     def _combine(self, direction: str, at: int, runs: Sequence[StreamPass], parts: Sequence[Sequence[Any]]) -> None:
         task = self.tasks[at]
-        mine = [joined(task.reductions[direction], part) for part in parts]
-        found = task.combined(direction, mine, [run.samples for run in runs])
-        for run, reduced in zip(runs, found, strict=True):
+        partials = [merge_batches(task.reductions[direction], part) for part in parts]
+        results = task.combine_partials(direction, partials, [run.samples for run in runs])
+        for run, reduced in zip(runs, results, strict=True):
             run.reduced[direction][at] = reduced
 
-    def _write(self, runs: Sequence[StreamPass], known: int) -> None:
-        """Write the output, strip after strip."""
+    def _write(self, runs: Sequence[StreamPass], done: int) -> None:
+        """Write the output, strip by strip."""
         for run in runs:
             shape = run.samples, *self._output_shape
             run.output = self.context.backend.xp.empty(shape, self.context.dtype)
         for number in self.numbers:
             section = self._section(number)
             for place, run in enumerate(runs):
-                new = known if number == self.numbers[0] and not place else self.steps
-                inner = self._open(section, run, new)
-                inner.keeps = run.phase.training and number in self._keeps
-                section.run(inner, self._seen(run.x, number))
+                first_new = done if number == self.numbers[0] and not place else self.steps
+                inner = self._open(section, run, first_new)
+                inner.keeps = run.phase.training and number in self._checkpointed
+                section.run(inner, self._image_part(run.x, number))
                 if inner.keeps:
-                    run.left[number] = section.left(inner, self.planned.recomputed)
-                self.context.backend.kernels.copy(inner.output, run.output[self._written(number)])
+                    run.saved[number] = section.saved_states(inner, self.planned.recomputed)
+                self.context.backend.kernels.copy(inner.output, run.output[self._output_cells(number)])
                 if number == self.numbers[-1]:
                     run.last = inner
                 else:
                     inner.close()
 
-    def _again(self, number: int, run: StreamPass, before: int) -> tuple[Section, SectionPass]:
-        """Return a strip's section, and a pass that has gone forward; steps from `before` on gave their gradients."""
+    def _rerun(self, number: int, run: StreamPass, before: int) -> tuple[Section, SectionPass]:
+        """Return a strip's section and a completed forward pass; steps from `before` on have accumulated gradients."""
         section, inner = self._section(number), run.last
         if number != self.numbers[-1] or inner is None:
             inner = self._open(section, run, self.steps)
-            left = (
-                run.left.get(number) if self.planned.checkpointed_strips else None
-            )  # below a cut strips have other cells
-            section.run(inner, self._seen(run.x, number), left)
+            checkpointed = self.planned.checkpointed_strips  # none below a cut, where strips have other cells
+            saved = run.saved.get(number) if checkpointed else None
+            section.run(inner, self._image_part(run.x, number), saved)
         run.last = None
-        inner.done_back = before
+        inner.accumulated_from = before
         return section, inner
 
     def _open(self, section: Section, run: StreamPass, first_new: int) -> SectionPass:
         end = section.graph.ends[-1]
         inner = SectionPass(section.workspace(), run.phase, run.samples, end, run.reduced["forward"])
-        inner.given_back, inner.first_new = run.reduced["backward"], first_new
+        inner.reduced_backward, inner.first_new = run.reduced["backward"], first_new
         return inner
 
-    # Where strips lie.
+    # Sections and cells of strips.
 
     def _section(self, number: int) -> Section:
-        if number != self._now:
-            self._leave()
-        self._now = number
+        if number != self._current:
+            self._release_current()
+        self._current = number
         if number not in self._sections:
             planned, layers = self.planned.section, [task.layer for task in self.tasks.values()]
-            inside = replace(self.context, grid=self.context.grid.of_strip(self.planned.grid, number))
-            made = {id(layer): on_strip(layer, planned.placed[id(layer)], number, inside) for layer in layers}
-            self._sections[number] = Section(planned, inside, number, self.blocks, made, self.layer_task)
+            context = replace(self.context, grid=self.context.grid.strip_grid(self.planned.grid, number))
+            copies = {id(layer): layer_on_strip(layer, planned.placed[id(layer)], number, context) for layer in layers}
+            self._sections[number] = Section(planned, context, number, self.blocks, copies, self.layer_task)
         return self._sections[number]
 
-    def _leave(self) -> None:
-        """Give back what is for the last strip alone: what layers have added to."""
-        section = self._sections.get(self._now)
+    def _release_current(self) -> None:
+        """Release the last strip's buffers to which layers have added."""
+        section = self._sections.get(self._current)
         for layer in () if section is None else (layer for task in section.tasks for layer in task.layers):
             if layer.scatters is not None:
                 layer.scatters.take(layer.scatters.plan)
 
-    def _cells(self, number: int) -> Cells:
-        """Return where a strip's part of the image lies in this rank's."""
-        return slice(None), *self.planned.cells[0].box(number).relative_to(self._image).slices
+    def _image_cells(self, number: int) -> Cells:
+        """Return the index of a strip's cells in this rank's image."""
+        return slice(None), *self.planned.cells[0].box(number).relative_to(self._image_box).slices
 
-    def _written(self, number: int) -> Cells:
-        """Return where a strip's part of the output lies in this rank's."""
-        return slice(None), *self.planned.outputs.box(number).relative_to(self._own).slices  # type: ignore[arg-type]
+    def _output_cells(self, number: int) -> Cells:
+        """Return the index of a strip's cells in this rank's output."""
+        return slice(None), *self.planned.outputs.box(number).relative_to(self._output_box).slices  # type: ignore[arg-type]
 
-    def _seen(self, x: Any, number: int) -> Any:
-        return x[self._cells(number)]
+    def _image_part(self, x: Any, number: int) -> Any:
+        return x[self._image_cells(number)]
 
-    def _part(self, dy: Any, number: int) -> Any:
-        return dy if self._own is None else dy[self._written(number)].copy()
+    def _gradient_part(self, dy: Any, number: int) -> Any:
+        return dy if self._output_box is None else dy[self._output_cells(number)].copy()

@@ -1,4 +1,4 @@
-"""A segment at work: to a task it is a layer, whose passes go through several layers a strip at a time."""
+"""Execution of a segment: a layer to its task, which runs several layers strip by strip."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Slices = tuple[slice, ...]
 
 
 class Strips:
-    """The layers of a segment on this rank.
+    """Executor of the layers of a segment on this rank.
 
     Parameters
     ----------
     segment : Segment
     context : Context
     blocks : Blocks
-        The memory of a strip.
+        Memory of a strip.
     """
 
     saves_input, keeps_output, activation, splits_outputs = True, False, None, False
@@ -40,19 +40,20 @@ class Strips:
         self.strips: list[tuple[tuple[Slices, Slices], Section]] = []
         for at, planned in segment.strips(context.grid.tile):
             placed = [planned.placed[id(layer)] for layer in self.leaves]
-            inside = replace(context, grid=context.grid.of_strip(planned.grid, at))
-            made = {id(layer): on_strip(layer, one, at, inside) for layer, one in zip(self.leaves, placed, strict=True)}
+            inner = replace(context, grid=context.grid.strip_grid(planned.grid, at))
+            plans = zip(self.leaves, placed, strict=True)
+            copies = {id(layer): layer_on_strip(layer, plan, at, inner) for layer, plan in plans}
             seen = placed[0].view(at).need.relative_to(self.input.need)
             cells = placed[-1].tile(at).relative_to(self.tile)
-            where = (slice(None), *seen.slices), (slice(None), *cells.slices)
-            self.strips.append((where, Section(planned, inside, at, blocks, made)))
+            index = (slice(None), *seen.slices), (slice(None), *cells.slices)
+            self.strips.append((index, Section(planned, inner, at, blocks, copies)))
 
     def reductions_for(self, input_shape: tuple[int, ...]) -> list[Any]:
-        """Return nothing: no layer of a segment reduces."""
+        """Return an empty list: no layer of a segment has reductions."""
         return []
 
     def forward(self, ctx: StepContext, view: Any) -> Any:
-        """Return the outputs, strip after strip."""
+        """Return the outputs, computed strip by strip."""
         y = ctx.out
         for (seen, cells), section in self.strips:
             (run,) = section.forward([view[seen]], [ctx.phase])
@@ -62,36 +63,36 @@ class Strips:
         return y
 
     def backward(self, ctx: StepContext, dy: Any) -> Any:
-        """Take each strip forward again, and back; what strips share of the view is added."""
-        wanted = ctx.needs_input_gradient
-        dview = ctx.out if wanted else None
+        """Run each strip forward again, and backward, adding gradients of shared cells of the view."""
+        needed = ctx.needs_input_gradient
+        dview = ctx.out if needed else None
         if dview is not None:
             dview[...] = 0
         for (seen, cells), section in self.strips:
-            runs = section.forward([ctx.view[seen]], [ctx.phase], given=[[None] * len(section.tasks)])
-            (found,) = section.backward(runs, [dy[cells].copy()], wanted=wanted)
+            runs = section.forward([ctx.view[seen]], [ctx.phase], reduced=[[None] * len(section.tasks)])
+            (gradient,) = section.backward(runs, [dy[cells].copy()], need_dx=needed)
             if dview is not None:
-                dview[seen] += found
+                dview[seen] += gradient
             runs[0].close()
         return dview
 
 
-def on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> Layer:
-    """Return a layer of the same arrays, whose tile is that of a strip; of weights by cell, those of its cells.
+def layer_on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> Layer:
+    """Return a layer on a strip that shares the layer's arrays; position-dependent weights are those of its cells.
 
     Parameters
     ----------
     placed : LayerPlan
     """
-    made = copy.copy(layer)
-    made.context, made.regions, made.gathers = context, placed.regions, None
+    clone = copy.copy(layer)
+    clone.context, clone.regions, clone.gathers = context, placed.regions, None
     shape = context.batch_size, *layer.input_shape
-    made.input = GlobalArray(
+    clone.input = GlobalArray(
         context.grid, shape, layer.window, dtype=str(context.dtype), backend=context.backend, reuse=True
     )
-    made.input.take(placed.view(strip))
+    clone.input.take(placed.view(strip))
     if layer.scatters is not None:
-        made.scatters = GlobalArray(
+        clone.scatters = GlobalArray(
             context.grid,
             (context.batch_size, *layer.output_shape),
             layer.scatters.window,
@@ -99,32 +100,32 @@ def on_strip(layer: Layer, placed: Any, strip: int, context: Context) -> Layer:
             backend=context.backend,
             reuse=True,
         )
-        made.scatters.reverse = True
-        made.scatters.take(placed.added_to(strip))
-    made.ifmshape, made.ofmshape = made.input.local_shape[1:], (*made.tile.shape, made.output_shape[-1])
+        clone.scatters.reverse = True
+        clone.scatters.take(placed.added_to(strip))
+    clone.ifmshape, clone.ofmshape = clone.input.local_shape[1:], (*clone.tile.shape, clone.output_shape[-1])
     cuts = {}
     for name, parameter in layer.parameters_for(layer.input_shape).items():
         if parameter.layout.cut:
-            of, grid = (parameter.layout, parameter.shape), layer.context.grid
-            whole = of[0].box(of[1], grid.shape, grid.tile)
-            cells = of[0].box(of[1], context.grid.shape, strip).relative_to(whole).slices
-            cuts[name] = whole.shape, cells, of[0].shape_on(of[1], context.grid.shape, strip)
+            layout, shape, grid = parameter.layout, parameter.shape, layer.context.grid
+            whole = layout.box(shape, grid.shape, grid.tile)
+            cells = layout.box(shape, context.grid.shape, strip).relative_to(whole).slices
+            cuts[name] = whole.shape, cells, layout.shape_on(shape, context.grid.shape, strip)
     if cuts:
         parts = {name: _part(layer.params[name], cut) for name, cut in cuts.items()}
-        made.params, made.grads = dict(layer.params) | parts, _StripGradients(layer.grads, cuts)
-    made.adjust_for_tile()
-    return made
+        clone.params, clone.grads = dict(layer.params) | parts, _StripGradients(layer.grads, cuts)
+    clone.adjust_for_tile()
+    return clone
 
 
 class _StripGradients(dict[str, Any]):
-    """Gradients by name: what is assigned is added to those of the layer, of weights by cell to those of a strip."""
+    """Gradients by name, whose assignments are added to those of the layer (on a strip: to the strip's part)."""
 
     def __init__(self, whole: Any, cuts: dict[str, _Cut]) -> None:
         super().__init__(whole)
         self.whole, self.cuts = whole, cuts
 
     def __getitem__(self, name: str) -> Any:
-        return 0.0  # for those who add to it: what is assigned is added already
+        return 0.0  # assignments add already
 
     def __setitem__(self, name: str, values: Any) -> None:
         if name not in self.cuts:
@@ -135,10 +136,10 @@ class _StripGradients(dict[str, Any]):
 
 
 _Cut: TypeAlias = tuple[tuple[int, ...], Slices, tuple[int, ...]]
-"""Of a rank's array: its shape with the axes of cells, where those of a strip are, and the shape of that part."""
+"""Shape of a rank's array with the axes of cells, index of a strip's cells, and shape of the strip's part."""
 
 
 def _part(array: Any, cut: _Cut) -> Any:
-    """Return a strip's part of a rank's array: not a copy, because it has all cells along the other axes."""
+    """Return a strip's part of a rank's array as a view: it has all cells along the other axes."""
     whole, cells, shape = cut
     return array.reshape(whole)[cells].reshape(shape)

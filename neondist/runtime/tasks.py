@@ -1,4 +1,4 @@
-"""Tasks of a graph's steps in a pass, forward and backward; those of branches, and without communication, are here."""
+"""Tasks: the steps of a graph in a pass, forward and backward; this module has those without communication."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .workspace import SectionPass
 
 
 class Task(ABC):
-    """A step of the graph, on this rank, for all passes that go together."""
+    """A step of the graph on this rank, for all passes executed together."""
 
-    #: whether it needs all samples of a batch at once
+    #: whether the step needs all samples of a batch at once
     over_batch = False
-    #: of the layer or container, for messages
+    #: name of the layer or container, for messages
     name = ""
     array: GlobalArray | None = None
     layers: Sequence[Layer] = ()
@@ -27,57 +27,57 @@ class Task(ABC):
     def __init__(self, at: int, graph: Graph) -> None:
         step = graph.steps[at]
         self.at, self.inputs, self.output = at, step.inputs, step.output
-        #: the step of an activation that goes with this one
-        self.behind = graph.steps[at + 1] if graph.absorbed.get(at + 1) == at else None
-        #: the step of a pooling that takes gradients through its activation; and whether this one does so
+        #: step of the activation absorbed by this one
+        self.activation_step = graph.steps[at + 1] if graph.absorbed.get(at + 1) == at else None
+        #: step that differentiates this one's activation; and whether this one does so for another
         self.cleared_by, self.clears = graph.cleared.get(at), at in graph.cleared.values()
 
     def absorbed(self, run: SectionPass) -> Step | None:
-        """Return the step behind this one that a pass takes with it."""
-        return self.behind if run.steps > self.at + 1 else None
+        """Return the activation that a pass applies in this step."""
+        return self.activation_step if run.steps > self.at + 1 else None
 
     def cleared(self, run: SectionPass) -> bool:
-        """Return whether its backward pass does not read its output, because a pooling behind it does enough."""
+        """Return whether the backward pass need not read the output, because the next step applies the activation's."""
         return self.cleared_by is not None and run.steps > self.cleared_by
 
-    def gives(self, run: SectionPass) -> int:
-        """Return the value in whose place a pass wants the result."""
-        behind = self.absorbed(run)
-        return self.output if behind is None else behind.output
+    def result_value(self, run: SectionPass) -> int:
+        """Return the value in whose memory a pass stores the result."""
+        activation_step = self.absorbed(run)
+        return self.output if activation_step is None else activation_step.output
 
     @abstractmethod
     def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return, for each pass, this rank's tile of the value, given those of the inputs."""
+        """Return this rank's tile of the value for each pass, given the inputs."""
 
     @abstractmethod
     def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
-        """Return the gradients of each pass's inputs, None for those not needed, given that of the value."""
+        """Return the gradients of each pass's inputs (None if not needed), given that of the value."""
 
-    def left(self, run: SectionPass) -> Any:
-        """Return what has to be kept of a pass, so that it can be gone back through without going forward again."""
+    def saved_state(self, run: SectionPass) -> Any:
+        """Return the state of a pass that its backward pass needs without another forward pass."""
         return None
 
-    def resume(self, run: SectionPass, inputs: Sequence[Any], left: Any) -> None:
-        """Let a pass be as if it had gone forward, but for its values; of inputs that are not there, None."""
-        assert left is None
+    def resume(self, run: SectionPass, inputs: Sequence[Any], saved: Any) -> None:
+        """Restore a pass, except its values, from `saved_state`; missing inputs are None."""
+        assert saved is None
 
-    def whole(self, y: Any) -> Any:
-        """Return a value as one outside of passes has it: a vector whole; collective over the tiles."""
+    def unshard(self, y: Any) -> Any:
+        """Return a value as seen outside passes: vectors are replicated; collective over the tiles."""
         return y
 
-    def part(self, y: Any) -> Any:
-        """Return a value as its readers in a pass have it."""
+    def shard(self, y: Any) -> Any:
+        """Return a value as seen by its readers in a pass."""
         return y
 
 
 class JoinTask(Task):
-    """Several values become one."""
+    """Join of several values."""
 
     def __init__(self, at: int, graph: Graph, join: Branches, kernels: Kernels, boxes: Sequence[Box]) -> None:
         super().__init__(at, graph)
         self.name = str(join.name)
         self.join, self.channels, self.kernels = join, [graph.shapes[value][-1] for value in self.inputs], kernels
-        #: of inputs of which others see more cells: their shape, and what is joined
+        #: shape of inputs that have more cells, and the cells to join
         cells = boxes[self.output]
         self.wider = {
             place: (boxes[value].shape, (slice(None), *cells.relative_to(boxes[value]).slices))
@@ -86,42 +86,42 @@ class JoinTask(Task):
         }
 
     def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        """Write the joined values where their reader wants them."""
-        found = [run.workspace.value_place(self.gives(run), run.samples) for run in runs]
-        for run, values, y in zip(runs, inputs, found, strict=True):
-            seen = [value[self.wider[at][1]] if at in self.wider else value for at, value in enumerate(values)]
+        """Write the joined values into the memory of their reader."""
+        outputs = [run.workspace.value_place(self.result_value(run), run.samples) for run in runs]
+        for run, values, y in zip(runs, inputs, outputs, strict=True):
+            cells = [value[self.wider[at][1]] if at in self.wider else value for at, value in enumerate(values)]
             if self.absorbed(run) is None:
-                self.join.combine(self.kernels, seen, y)
+                self.join.combine(self.kernels, cells, y)
             else:
-                self.join.combine(self.kernels, seen, y, clip=True)  # type: ignore[call-arg]
+                self.join.combine(self.kernels, cells, y, clip=True)  # type: ignore[call-arg]
                 if not self.cleared(run):
-                    run.joined[self.at] = y if self.cleared_by is None else y.copy()
-        return found
+                    run.join_outputs[self.at] = y if self.cleared_by is None else y.copy()
+        return outputs
 
     def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
         """Return parts of dy, or dy itself."""
-        found: list[Any] = [
-            list(self.join.split(self._before(run, dy), self.channels)) for run, dy in zip(runs, dys, strict=True)
+        gradients: list[Any] = [
+            list(self.join.split(self._join_dy(run, dy), self.channels)) for run, dy in zip(runs, dys, strict=True)
         ]
-        for parts in found:
+        for parts in gradients:
             for at, (shape, cells) in self.wider.items():
                 part = parts[at]
                 parts[at] = self.kernels.xp.zeros((len(part), *shape, self.channels[at]), part.dtype)
                 parts[at][cells] = part
-        return found
+        return gradients
 
-    def _before(self, run: SectionPass, dy: Any) -> Any:
-        """Return the gradient of what was joined."""
+    def _join_dy(self, run: SectionPass, dy: Any) -> Any:
+        """Return the gradient of the join, before its activation."""
         if self.absorbed(run) is None or self.cleared(run):
             return dy
         space = run.workspace
-        mine = self.at + 1 not in space.plan.gradients and space.arena.blocks.owns(dy)
-        place = dy if mine else space.gradient_place(self.at + 1, self.output, run.samples)
-        return self.kernels.relu_backward(run.joined[self.at], dy, place)
+        in_place = self.at + 1 not in space.plan.gradients and space.arena.blocks.owns(dy)
+        place = dy if in_place else space.gradient_place(self.at + 1, self.output, run.samples)
+        return self.kernels.relu_backward(run.join_outputs[self.at], dy, place)
 
 
 class PassedTask(Task):
-    """An activation that the step before has applied."""
+    """Activation that the previous step has applied."""
 
     def __init__(self, at: int, graph: Graph, layer: Layer) -> None:
         super().__init__(at, graph)
@@ -129,19 +129,19 @@ class PassedTask(Task):
         self.name = str(layer.name)
 
     def forward(self, runs: Sequence[SectionPass], inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        """Hand on what comes."""
-        found = [y for (y,) in inputs]
-        self._tell("forward", "output", found)
-        return found
+        """Pass the values on."""
+        outputs = [y for (y,) in inputs]
+        self._notify("forward", "output", outputs)
+        return outputs
 
     def backward(self, runs: Sequence[SectionPass], dys: Sequence[Any], needed: Sequence[bool]) -> list[Sequence[Any]]:
-        """Hand on what comes; the step before makes of it the gradient of its own."""
-        self._tell("backward", "gradient of the input", dys)
+        """Pass the gradients on; the previous step applies the activation's backward."""
+        self._notify("backward", "gradient of the input", dys)
         return [[dy] for dy in dys]
 
-    def _tell(self, direction: str, what: str, arrays: Sequence[Any]) -> None:
+    def _notify(self, direction: str, quantity: str, arrays: Sequence[Any]) -> None:
         if self.observers:
             with self.observers.during("layer", self.name, direction):
                 pass
             for array in arrays:
-                self.observers.value(self.layer, what, array)
+                self.observers.value(self.layer, quantity, array)

@@ -1,4 +1,4 @@
-"""A pass through a section: its memory, and all that is kept of it."""
+"""A pass through a section: its memory and state."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .arena import Arena, ArenaSlot
 
 
 class Workspace:
-    """The memory of one pass at a time: the arena, and the buffers of all views in it.
+    """Memory of one pass at a time: the arena, and the buffers of all views in it.
 
     Parameters
     ----------
     arena : Arena
     shapes : list of tuple
-        Of this rank's tile of every value, without the batch.
+        Shapes of this rank's tile of every value, without the batch.
     inputs : list of GlobalArray or None
-        What makes the view of each step.
+        Arrays that make the view of each step.
     """
 
     def __init__(self, arena: Arena, shapes: Sequence[tuple[int, ...]], inputs: Sequence[GlobalArray | None]) -> None:
@@ -29,26 +29,26 @@ class Workspace:
         self._views: dict[tuple[int, int], Any] = {}
 
     def view(self, at: int, samples: int) -> Any:
-        """Return the buffers of a step's view for batches of so many samples."""
+        """Return the buffer of a step's view for batches of this size."""
         key, array = (at, samples), self.inputs[at]
         if key not in self._views and array is not None:
             self._views[key] = array.buffer(samples, self.arena.number, self._slots(at))
         return self._views[key]
 
     def value_place(self, value: int, samples: int) -> Any:
-        """Return the array (samples, *tile, C) where a value is wanted."""
+        """Return the array (samples, *tile, C) of a value."""
         if (at := self.plan.homes.get(value)) is not None:
             return self.view(at, samples).tile
         return self._array(self.plan.values.get(value), value, samples)
 
     def gradient_place(self, at: int, value: int, samples: int) -> Any:
-        """Return the array where the gradient of a step's view is wanted; what lies there lasts until it is read."""
+        """Return the array of the gradient of a step's view, valid until it is read."""
         if at in self.plan.views:
             return self.view(at, samples).dview_place()
         return self._array(self.plan.gradients.get(at), value, samples)
 
     def keep_border(self, at: int, samples: int) -> None:
-        """Keep what `restored` needs of a view beside the tile, if anything."""
+        """Save the cells around the tile that `restored` needs, if any."""
         if at in self.plan.borders:
             self.view(at, samples).keep_border(self._border(at, samples))
 
@@ -70,7 +70,7 @@ class Workspace:
         return self._array(self.plan.sums.get(value), value, samples)
 
     def _array(self, slot: int | None, value: int, samples: int) -> Any:
-        """Return the array of a slot, of a value's shape; a new one, where none is planned."""
+        """Return the array of a slot with a value's shape; a new array if none is planned."""
         shape = samples, *self.shapes[value]
         if slot is None:
             return self.arena.backend.xp.empty(shape, self.arena.dtype)
@@ -85,43 +85,43 @@ class Workspace:
 
 
 class SectionPass:
-    """One pass through a section, and all that is kept of it.
+    """One pass through a section, and its state.
 
     Attributes
     ----------
     output : array
-        This rank's tile of the value that the section gives; memory of the pass.
+        This rank's tile of the section's output; memory of the pass.
     phase : Phase
     samples : int
-        Of this rank.
+        Samples of this rank.
     steps, value : int
-        How many steps it takes, and the value that they give.
-    given, given_back : list or None
-        For a pass that is run again: what the reductions of each step came to, forward and backward.
+        Number of steps, and the value that they compute.
+    reduced_forward, reduced_backward : list or None
+        For a repeated pass: the results of the reductions of each step.
     keeps : bool
-        Whether something is kept of it when it is closed, so that another pass need not take all steps again.
+        Whether its saved states are kept when it is closed, so that another pass can skip steps.
     first_new : int
-        The steps before this one have been run before, and change no state.
-    done_back : int
-        The steps from this one on have given the gradients of their weights before.
+        Steps before this one have been run before, and change no state.
+    accumulated_from : int
+        Steps from this one on have accumulated the gradients of their weights before.
     """
 
-    given_back: list[Any] | None = None
+    reduced_backward: list[Any] | None = None
     keeps = False
 
     def __init__(
-        self, workspace: Workspace, phase: Phase, samples: int, end: tuple[int, int], given: list[Any] | None
+        self, workspace: Workspace, phase: Phase, samples: int, end: tuple[int, int], reduced: list[Any] | None
     ) -> None:
         self._workspace: Workspace | None = workspace
-        self.phase, self.samples, self.given = phase, samples, given
+        self.phase, self.samples, self.reduced_forward = phase, samples, reduced
         self.steps, self.value = end
-        self.first_new, self.done_back = 0 if given is None else self.steps, self.steps
+        self.first_new, self.accumulated_from = 0 if reduced is None else self.steps, self.steps
         self.contexts: list[StepContext | None] = [None] * self.steps
         self.output: Any = None
-        #: what steps have left of a pass before, which are not taken again
-        self.left: Mapping[int, Any] = {}
-        #: what joins gave whose activation is gone back through with it
-        self.joined: dict[int, Any] = {}
+        #: saved states of an earlier pass, by step; these steps are skipped
+        self.saved: Mapping[int, Any] = {}
+        #: outputs of joins that their absorbed activation needs in the backward pass
+        self.join_outputs: dict[int, Any] = {}
 
     @property
     def workspace(self) -> Workspace:
@@ -136,19 +136,19 @@ class SectionPass:
 
     @property
     def reduced(self) -> list[Any]:
-        """Results of the reductions of each step."""
+        """Results of the forward reductions of each step."""
         return [None if ctx is None else ctx.reduced for ctx in self.contexts]
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Let the pass be as before, after it has been gone back through in the block."""
-        with self.workspace.arena.kept(self.samples):
+    def preserve(self) -> Iterator[None]:
+        """Restore the pass after a backward pass inside the block."""
+        with self.workspace.arena.preserve(self.samples):
             contexts = self.contexts[:]
             yield
             self.contexts = contexts
 
     def close(self) -> None:
-        """Give the memory back; there is no way back through the pass any more."""
+        """Release the memory; no backward pass is possible afterwards."""
         if self._workspace is not None:
             arena = self._workspace.arena
             arena.blocks.give_back(arena.number)

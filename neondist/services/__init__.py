@@ -1,4 +1,4 @@
-"""Services of a job whose workers come and go: the queue of tasks, parameter servers, and calls between processes."""
+"""Services of elastic jobs: the queue of tasks, parameter servers, and remote calls between processes."""
 
 from .queue import WAIT, Task, TaskQueue
 

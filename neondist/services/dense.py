@@ -1,4 +1,4 @@
-"""The dense parameters of a server: one flat array of values, and of each slot, for each dtype."""
+"""Dense parameters of a server: flat arrays of the values and of each slot, by dtype."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .placement import ServerLayout
 from .updates import Slots, Updater
 
 PREFIX = "dense/"
-"""Before the dtype, in the names of arrays in messages."""
+"""Prefix of the dtype in the array names of messages."""
 
 
 class DenseParameters:
@@ -27,7 +27,7 @@ class DenseParameters:
     Attributes
     ----------
     values : dict of str to ndarray, 1-D
-        By dtype, the pieces one after the other.
+        Concatenated pieces by dtype.
     slots : dict of str to Slots
     """
 
@@ -39,7 +39,7 @@ class DenseParameters:
         self.slots: dict[str, Slots] = {dtype: {} for dtype in layout.dtypes}
         self._flat = {dtype: _flat_layout(layout, dtype) for dtype in layout.dtypes}
         if self.values:
-            updater.check_parts(all(piece.whole for piece in layout.pieces))
+            updater.check_parts(all(piece.is_complete for piece in layout.pieces))
 
     @property
     def nbytes(self) -> int:
@@ -47,20 +47,20 @@ class DenseParameters:
         return sum(array.nbytes for array in self.values.values())
 
     def read(self, message: Message) -> dict[str, np.ndarray]:
-        """Return the flat arrays of a message; MessageError if they are not those of the layout."""
+        """Return the flat arrays in a message; MessageError if they do not match the layout."""
         sent = {name[len(PREFIX) :] for name in message.arrays if name.startswith(PREFIX)}
         if sent != self.values.keys():
-            wanted = ", ".join(self.values) or "none"
-            raise MessageError(f"dense arrays {', '.join(sorted(sent)) or 'none'}, but this server has {wanted}")
+            expected = ", ".join(self.values) or "none"
+            raise MessageError(f"dense arrays {', '.join(sorted(sent)) or 'none'}, but this server has {expected}")
         return {dtype: message.array(PREFIX + dtype, dtype, [array.size]) for dtype, array in self.values.items()}
 
-    def set_values(self, given: Mapping[str, np.ndarray]) -> None:
-        """Copy values in."""
-        for dtype, array in given.items():
+    def set_values(self, values: Mapping[str, np.ndarray]) -> None:
+        """Copy values into the flat arrays."""
+        for dtype, array in values.items():
             self.values[dtype][...] = array
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        """Return copies of the values as a message has them."""
+        """Return copies of the values, with array names of messages."""
         return {PREFIX + dtype: array.copy() for dtype, array in self.values.items()}
 
     def update(self, grads: Mapping[str, np.ndarray], step: int, scale: float) -> None:

@@ -1,4 +1,4 @@
-"""All servers of a job: calls to each of them at once, and checkpoints of all together."""
+"""Group of all servers of a job: parallel calls, and consistent checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class UnequalServersError(ServiceError):
-    """Servers have not applied the same gradients; they have when workers have pushed again what some of them lack."""
+    """Servers have applied different gradients; they agree once workers have repeated the missing pushes."""
 
 
 class ServerGroup:
@@ -28,7 +28,7 @@ class ServerGroup:
         'HOST:PORT' of each server.
     token : str
     timeout, patience : float
-        As of `ServiceClient`.
+        As for `ServiceClient`.
 
     Attributes
     ----------
@@ -36,15 +36,15 @@ class ServerGroup:
     """
 
     def __init__(self, addresses: Sequence[str], token: str, timeout: float = 300.0, patience: float = 30.0) -> None:
-        self.clients = [ServiceClient(one, "PServer", token, timeout, patience) for one in addresses]
+        self.clients = [ServiceClient(address, "PServer", token, timeout, patience) for address in addresses]
         self._threads = ThreadPoolExecutor(2 * len(addresses), "server-call")
 
     def __len__(self) -> int:
         return len(self.clients)
 
-    def each(self, function: Callable[[int], T]) -> list[T]:
-        """Call a function for each server at once; raise the first error when all have ended."""
-        futures = [self._threads.submit(function, at) for at in range(len(self.clients))]
+    def call_all(self, function: Callable[[int], T]) -> list[T]:
+        """Call a function with each index of a server in parallel; raise the first error once all have finished."""
+        futures = [self._threads.submit(function, index) for index in range(len(self.clients))]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
@@ -52,68 +52,68 @@ class ServerGroup:
 
     def status(self) -> list[dict[str, Any]]:
         """Return the counts of each server."""
-        return [dict(reply.fields) for reply in self.each(lambda at: self.clients[at].call("status"))]
+        return [dict(reply.fields) for reply in self.call_all(lambda index: self.clients[index].call("status"))]
 
     def credits(self) -> list[Credits]:
         """Return the minibatches that each server has applied."""
-        replies = self.each(lambda at: self.clients[at].call("credits"))
+        replies = self.call_all(lambda index: self.clients[index].call("credits"))
         return [Credits.parse(reply.mapping("credits")) for reply in replies]
 
     def save(self, name: str, patience: float = 60.0) -> Credits:
-        """Write a checkpoint of all servers, and return the minibatches that are in it.
+        """Write a checkpoint of all servers; return the minibatches in it.
 
-        Gradients wait meanwhile. One that some servers have applied is taken by the others first.
+        Gradients are held meanwhile, except those that only some servers have applied.
 
         Raises
         ------
         UnequalServersError
-            Servers do not agree within `patience` seconds, as where a worker was lost between two of them; try again
-            when its minibatch has been computed once more.
+            Servers do not agree within `patience` seconds, such as after a worker was lost between pushes; try again
+            once its minibatch has been recomputed.
         """
         try:
-            held, end = self._hold(Credits()), time.monotonic() + patience
-            while any(one.described() != held[0].described() for one in held):
+            applied, end = self._hold(Credits()), time.monotonic() + patience
+            while any(credits.to_json() != applied[0].to_json() for credits in applied):
                 if time.monotonic() > end:
                     raise UnequalServersError(
                         f"checkpoint {name}: servers have not applied the same gradients; try again later"
                     )
-                union = held[0]
-                for one in held[1:]:
-                    union = union.union(one)
+                union = applied[0]
+                for credits in applied[1:]:
+                    union = union.union(credits)
                 time.sleep(0.02)
-                held = self._hold(union)
+                applied = self._hold(union)
             fields = {"name": name, "save": secrets.token_hex(8)}
-            self.each(lambda at: self.clients[at].call("save_checkpoint", fields))
+            self.call_all(lambda index: self.clients[index].call("save_checkpoint", fields))
         finally:
             self.release()
-        return held[0]
+        return applied[0]
 
     def restore(self, name: str) -> tuple[Credits, list[str]]:
-        """Let all servers hold what a checkpoint of as many servers has.
+        """Restore all servers from a checkpoint of the same number of servers.
 
         Returns
         -------
         credits : Credits
-            The minibatches that are in it.
+            Minibatches in the checkpoint.
         incarnations : list of str
-            Of each server: workers' gradients of values from before are refused.
+            Incarnation of each server; gradients of earlier values are refused.
         """
         servers = len(self.clients)
 
-        def load(at: int) -> tuple[Credits, str]:
-            fields = {"name": name, "index": at, "servers": servers}
-            reply = self.clients[at].call("load_checkpoint", fields)
+        def load(index: int) -> tuple[Credits, str]:
+            fields = {"name": name, "index": index, "servers": servers}
+            reply = self.clients[index].call("load_checkpoint", fields)
             return Credits.parse(reply.mapping("credits")), reply.text("incarnation")
 
-        loaded = self.each(load)
+        loaded = self.call_all(load)
         return loaded[0][0], [incarnation for _, incarnation in loaded]
 
     def release(self) -> None:
-        """Let all servers take gradients again."""
-        self.each(lambda at: self.clients[at].call("release"))
+        """Let all servers accept gradients again."""
+        self.call_all(lambda index: self.clients[index].call("release"))
 
     def close(self) -> None:
-        """Close all connections, when calls under way have ended."""
+        """Close all connections once running calls have finished."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         for client in self.clients:
             client.close()
@@ -125,6 +125,6 @@ class ServerGroup:
         self.close()
 
     def _hold(self, admitted: Credits) -> list[Credits]:
-        fields = {"admitted": admitted.described()}
-        replies = self.each(lambda at: self.clients[at].call("hold", fields))
+        fields = {"admitted": admitted.to_json()}
+        replies = self.call_all(lambda index: self.clients[index].call("hold", fields))
         return [Credits.parse(reply.mapping("credits")) for reply in replies]

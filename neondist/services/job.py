@@ -1,4 +1,4 @@
-"""The server of a task that was started by itself: it serves until the job is over, or its workers are lost."""
+"""Parameter server of a separately started task, which runs until the end of the job or the loss of its workers."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .server import LONGEST_WAIT, ParameterServer, serve_role
 from .wire import Method, Service
 
 FIRST_WAIT = 3600.0
-"""Seconds that a server waits for the first worker."""
+"""Seconds for which a server waits for the first worker."""
 LEASE = 120.0
 """Seconds without a heartbeat after which a worker is lost."""
 
 
 class JobService(Service):
-    """The beginning and the end of a job, as its workers and servers tell each other.
+    """Start and end of a job, as communicated between its workers and servers.
 
     Parameters
     ----------
     lose : callable
-        Called with the name of a worker that is lost.
+        Called with the name of a lost worker.
     clock : callable
-        time.monotonic, but for tests.
+        Replacement of time.monotonic in tests.
     """
 
     name = "Job"
@@ -36,7 +36,7 @@ class JobService(Service):
     def __init__(self, lose: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
         self._lose, self._clock = lose, clock
         self._changed = threading.Condition()
-        self._started, self._heard = clock(), dict[str, float]()
+        self._started, self._heartbeats = clock(), dict[str, float]()
         self._first_step: int | None = None
         self._stopping = self._over = self._joined = False
 
@@ -45,14 +45,14 @@ class JobService(Service):
         return {"alive": self.alive, "begin": self.begin, "begun": self.begun, "stop": self.stop, "end": self.end}
 
     def alive(self, request: Message) -> Message:
-        """Hear of a worker; tell it whether the master asks all to stop."""
+        """Record a heartbeat of a worker; return whether the master requests all workers to stop."""
         with self._changed:
-            self._heard[request.text("worker")] = self._clock()
+            self._heartbeats[request.text("worker")] = self._clock()
             self._joined = True
             return Message({"stopping": self._stopping})
 
     def begin(self, request: Message) -> Message:
-        """Let the workers begin, the servers hold a model; return the step of its first version, as told first."""
+        """Let the workers start, since the servers have the model; return the step of its first version."""
         with self._changed:
             if self._first_step is None:
                 self._first_step = request.integer("first_step")
@@ -60,14 +60,14 @@ class JobService(Service):
             return Message({"first_step": self._first_step})
 
     def begun(self, request: Message) -> Message:
-        """Wait for the beginning; `first_step` is None if it has not come in time."""
+        """Wait for the start; `first_step` is None on timeout."""
         with self._changed:
             seconds = min(request.number("seconds"), LONGEST_WAIT)
             self._changed.wait_for(lambda: self._first_step is not None, seconds)
             return Message({"first_step": self._first_step})
 
     def stop(self, request: Message) -> Message:
-        """Ask all workers to stop."""
+        """Request all workers to stop."""
         with self._changed:
             self._stopping = True
             return Message()
@@ -89,38 +89,38 @@ class JobService(Service):
         Raises
         ------
         LaunchError
-            No worker has come, or all are lost.
+            No worker has connected, or all are lost.
         """
         while not self.is_over():
             with self._changed:
                 self._changed.wait_for(lambda: self._over, 1.0)
 
     def is_over(self) -> bool:
-        """Return whether the job is over, and forget workers that are lost; LaunchError if there is none any more."""
+        """Return whether the job is over, and remove lost workers; LaunchError if none is left."""
         with self._changed:
             now = self._clock()
-            lost = [worker for worker, heard in self._heard.items() if now - heard > LEASE]
+            lost = [worker for worker, heartbeat in self._heartbeats.items() if now - heartbeat > LEASE]
             for worker in lost:
-                del self._heard[worker]
-            over, none = self._over, not self._heard
+                del self._heartbeats[worker]
+            over, is_empty = self._over, not self._heartbeats
         for worker in lost:
             self._lose(worker)
-        if not over and none and self._joined:
+        if not over and is_empty and self._joined:
             raise LaunchError(f"parameter server: no message from any worker for {LEASE:g} s; start the job again")
-        if not over and none and now - self._started > FIRST_WAIT:
+        if not over and is_empty and now - self._started > FIRST_WAIT:
             raise LaunchError(f"parameter server: no worker has connected within {FIRST_WAIT:g} s; start the workers")
         return over
 
 
 def serve_task(task: TaskSpecDef, environ: Mapping[str, str] | None = None) -> int:
-    """Run the server of a task of type 'ps', and return the exit code: the job is over, or SIGTERM or Ctrl-C came.
+    """Run the server of a task of type 'ps' until the end of the job, SIGTERM or Ctrl-C; return the exit code.
 
     Raises
     ------
     ConfigError
-        As `serve_role`.
+        As for `serve_role`.
     LaunchError
-        No worker has come, or all are lost.
+        No worker has connected, or all are lost.
     """
     server = ParameterServer()
     job = JobService(lambda worker: server.leave(Message({"worker": worker})))

@@ -1,4 +1,4 @@
-"""Tasks as a data set of PyTorch's."""
+"""PyTorch data set of the tasks of a queue."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .queue import WAIT, TaskQueue
 
 
 class TaskDataset(IterableDataset):
-    """Minibatches of the tasks that a queue hands to a worker.
+    """Minibatches of the tasks that a queue assigns to a worker.
 
-    A minibatch is credited when the next one is asked for, and so once it has been trained. Those of a task whose lease
-    has ended are left to others.
+    A minibatch is credited when the next one is requested, after it has been trained. The rest of a task whose lease
+    has expired is left to other workers.
 
     Parameters
     ----------
-    queue : TaskQueue, or what has its methods
+    queue : TaskQueue, or an object with its methods
     worker : str
-        Unique within the job.
+        Name, unique within the job.
     read : callable
-        From numbers of records (int64, shape (n,)) to a minibatch. A BadRecord that it raises is reported.
+        Returns the minibatch of record numbers (int64, shape (n,)); a BadRecord it raises is reported to the queue.
     minibatch_size : int
     kind : {'training', 'evaluation', 'prediction'}
     poll : float
-        Seconds between two questions while others have the last tasks.
+        Seconds between requests while other workers process the last tasks.
 
     Examples
     --------
@@ -57,7 +57,7 @@ class TaskDataset(IterableDataset):
         Raises
         ------
         ConfigError
-            In a process of a DataLoader with num_workers, which reads ahead of what is trained; or a record has failed
+            The data set is used in a DataLoader with num_workers, which prefetches minibatches; or a record has failed
             too often.
         """
         if get_worker_info() is not None:

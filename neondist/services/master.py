@@ -1,4 +1,4 @@
-"""The master of a job, which hands the tasks of a queue to workers."""
+"""Master of a job, which assigns the tasks of a queue to workers."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from .queue import WAIT, TaskQueue
 from .wire import Method, Service
 
 LEASE = 60.0
-"""Seconds that a worker keeps its task without a heartbeat; the death of a process is detected at once."""
+"""Seconds without a heartbeat after which a worker loses its task; killed processes are detected at once."""
 _FACTS = "records", "batch_size", "epochs", "seed"
 _TRAINING, _WITHOUT_UPDATE, _SERVERS = "training", "without update", "servers"
-"""Names of what is noted in the queue: what workers train on, minibatches without an update, and the servers' state."""
+"""Names of notes in the queue: parameters of the training, minibatches without an update, servers' incarnations."""
 
 
 class Master(Service):
-    """The tasks of one job.
+    """Tasks of a job.
 
-    There are none until a worker reports what it trains on; all workers must report the same.
+    They are created once a worker reports its training parameters, which must be equal on all workers.
 
     Parameters
     ----------
     minibatches_per_task : int
     lease : float
-        As of `TaskQueue`.
+        As for `TaskQueue`.
     source : str
         Name of the data in messages.
     path : Path, optional
-        The queue, with all that another master needs to go on. Workers then get tasks while it is `ready`, and are
-        dismissed when it is `finished`. Default: in memory.
+        Path of a persistent queue, from which a restarted master continues. Workers then get tasks while the master is
+        `ready`, and are dismissed once it is `finished`. Default: in memory.
 
     Attributes
     ----------
     ready : bool
-        Whether the servers hold what the queue says.
+        Whether the servers agree with the queue.
     blank : bool
-        Whether servers wait for a worker to give them the model.
+        Whether servers wait for a worker to push the model.
     finished : bool
-        Whether the results of all tasks are safe.
+        Whether the results of all tasks are saved.
     """
 
     name = "Master"
@@ -82,9 +82,9 @@ class Master(Service):
         }
 
     def report_training_params(self, request: Message) -> Message:
-        """Make the queue, or check that it is the same; return records per task and lease.
+        """Create the queue, or check that the parameters match; return records per task and lease.
 
-        A queue that is kept takes more epochs, as of a job that is resumed.
+        A persistent queue can be extended by more epochs, such as by a resumed job.
         """
         facts = {name: request.integer(name, int(name != "seed")) for name in _FACTS}
         with self._lock:
@@ -96,11 +96,11 @@ class Master(Service):
             for name, value in facts.items():
                 if value != self._facts[name]:
                     raise ConfigError(f"{name}: {value}, but other workers of the job have {self._facts[name]}")
-            return Message({"records_per_task": self._begun().records_per_task, "lease": self._lease})
+            return Message({"records_per_task": self._require_queue().records_per_task, "lease": self._lease})
 
     def get_task(self, request: Message) -> Message:
-        """Lease the next task to a worker, and take back what it has had: `type` is TRAINING, WAIT or NONE."""
-        queue, worker = self._begun(), request.text("worker")
+        """Requeue the current task of a worker and lease it the next one: `type` is TRAINING, WAIT or NONE."""
+        queue, worker = self._require_queue(), request.text("worker")
         queue.lost(worker)
         self._workers.add(worker)
         task = queue.get(worker) if self.ready else WAIT
@@ -112,81 +112,79 @@ class Master(Service):
         return Message(fields, {"indices": task.indices, "positions": task.positions})
 
     def applied(self, request: Message) -> Message:
-        """Credit a task up to the end of a minibatch; `credited` is false if its lease is over."""
+        """Credit a task up to the end of a minibatch; `credited` is false if its lease has expired."""
         task_id, upto = request.integer("task_id"), request.integer("upto")
-        if not request.flag("updated"):  # nothing was pushed, as where a gradient was not finite
+        if not request.flag("updated"):  # nothing was pushed, such as for a non-finite gradient
             with self._lock:
                 self._without_update.add(Credit.parse(request.items("credit")))
-                self._begun().note(_WITHOUT_UPDATE, json.dumps(sorted(self._without_update)))
-        return Message({"credited": self._begun().applied(task_id, upto)})
+                self._require_queue().note(_WITHOUT_UPDATE, json.dumps(sorted(self._without_update)))
+        return Message({"credited": self._require_queue().applied(task_id, upto)})
 
     def report_task_result(self, request: Message) -> Message:
-        """End a task, which has failed if there is an `err_message`; `credited` is false if its lease is over."""
+        """Finish a task, as failed if `err_message` is set; `credited` is false if its lease has expired."""
         error = request.text("err_message")
-        return Message({"credited": self._begun().report(request.integer("task_id"), not error, error or None)})
+        return Message({"credited": self._require_queue().report(request.integer("task_id"), not error, error or None)})
 
     def heartbeat(self, request: Message) -> Message:
         """Extend the lease of a worker's task."""
-        self._begun().heartbeat(request.text("worker"))
+        self._require_queue().heartbeat(request.text("worker"))
         return Message()
 
-    def lost(self, worker: str) -> None:
-        """Take back the task of a worker that has ended."""
+    def release(self, worker: str) -> None:
+        """Requeue the task of an ended worker."""
         self._workers.discard(worker)
         if self._queue is not None:
             self._queue.lost(worker)
 
     def lose(self, request: Message) -> Message:
-        """Take back the task of a worker that has ended."""
-        self.lost(request.text("worker"))
+        """Requeue the task of an ended worker."""
+        self.release(request.text("worker"))
         return Message()
 
     def progress(self, request: Message) -> Message:
-        """Return the number of tasks that no worker has yet, at least 1 before the first report of a worker, and the
-        workers that have asked for one.
-        """
-        todo = self.counts()["todo"] if self.begun else 1
+        """Return the number of unassigned tasks, 1 before the first report, and the workers that requested one."""
+        todo = self.counts()["todo"] if self.is_configured else 1
         return Message({"todo": todo, "workers": self.workers})
 
     def compare(self, request: Message) -> Message:
-        """Compare what a server has applied with the tasks; see `check`."""
+        """Compare the applied gradients of a server with the tasks; see `check`."""
         text = self.check(request.number("samples"), Credits.parse(request.mapping("credits")))
         return Message({"text": text})
 
     @property
     def workers(self) -> list[str]:
-        """The workers that have asked for a task, and have not ended."""
+        """Workers that have requested a task, and have not ended."""
         return sorted([*self._workers])
 
     @property
-    def begun(self) -> bool:
-        """Whether a worker has reported what it trains on."""
+    def is_configured(self) -> bool:
+        """Whether a worker has reported its training parameters."""
         return self._queue is not None
 
-    def agreed_with(self) -> list[str] | None:
-        """Return the incarnations of the servers that hold what the queue says; None before the first agreement."""
-        noted = None if self._queue is None else self._queue.noted(_SERVERS)
-        return None if noted is None else list(json.loads(noted))
+    def read_incarnations(self) -> list[str] | None:
+        """Return the incarnations of the servers that agree with the queue; None before the first agreement."""
+        note = None if self._queue is None else self._queue.noted(_SERVERS)
+        return None if note is None else list(json.loads(note))
 
     def agree(self, incarnations: Sequence[str]) -> None:
-        """Note that servers hold what the queue says, as at the beginning."""
-        self._begun().note(_SERVERS, json.dumps(list(incarnations)))
+        """Record that servers agree with the queue, such as at the beginning."""
+        self._require_queue().note(_SERVERS, json.dumps(list(incarnations)))
         self.ready = True
 
     def restore(self, credits: Credits, incarnations: Sequence[str]) -> None:
-        """Let the tasks be those that restored servers lack; all leases end."""
-        queue, size = self._begun(), self._facts["batch_size"]
+        """Reset the tasks to those that restored servers lack; all leases end."""
+        queue, size = self._require_queue(), self._facts["batch_size"]
         per_task, records = queue.records_per_task, self._facts["records"]
         ranges = []
-        for one in credits.listed():
-            first = one.task * per_task + one.minibatch * size
-            ranges.append((one.epoch, first, min(first + size, (one.task + 1) * per_task, records)))
+        for credit in credits.to_list():
+            first = credit.task * per_task + credit.minibatch * size
+            ranges.append((credit.epoch, first, min(first + size, (credit.task + 1) * per_task, records)))
         queue.restore(ranges, {_SERVERS: json.dumps(list(incarnations))})
         self.ready = True
 
     def counts(self) -> dict[str, int]:
         """Return the number of tasks by state."""
-        return self._begun().counts()
+        return self._require_queue().counts()
 
     def is_done(self) -> bool:
         """Whether all tasks are done."""
@@ -201,34 +199,34 @@ class Master(Service):
             self._queue.close()
 
     def check(self, samples: float, credits: Credits) -> str:
-        """Return what a server has applied in words, after all workers have ended.
+        """Check and describe the applied gradients of a server, after all workers have ended.
 
         Parameters
         ----------
         samples : float
-            Of all gradients that the server has applied.
+            Total samples of the applied gradients.
         credits : Credits
-            Of these gradients.
+            Their minibatches.
 
         Raises
         ------
         ServiceError
-            A minibatch was applied twice, or was left out although all tasks are done.
+            A minibatch was applied twice, or is missing although all tasks are done.
         """
         if self._queue is None:
             return "no records"
         records, size, epochs = self._facts["records"], self._facts["batch_size"], self._facts["epochs"]
-        per_task, listed = self._queue.records_per_task, credits.listed()
+        per_task, listed = self._queue.records_per_task, credits.to_list()
         sizes = {
             Credit(epoch, first // per_task, first % per_task // size): min(size, records - first)
             for epoch, first in product(range(epochs), range(0, records, size))
         }
-        once = sum(sizes.get(credit, 0) for credit in listed)
-        if samples != once:
-            raise ServiceError(f"a server has applied {samples:g} records, {once} of them once")
+        unique = sum(sizes.get(credit, 0) for credit in listed)
+        if samples != unique:
+            raise ServiceError(f"a server has applied {samples:g} records, {unique} of them once")
         counts = self._queue.counts()
         if counts["todo"] or counts["doing"]:
-            return f"{once} of {records * epochs} records, each once"
+            return f"{unique} of {records * epochs} records, each once"
         absent = sizes.keys() - set(listed)
         if absent - self._without_update:
             raise ServiceError(
@@ -238,18 +236,18 @@ class Master(Service):
         return f"{records} records in each of {epochs} epochs, each once{skipped}"
 
     def _open(self, facts: Mapping[str, int]) -> None:
-        """Open the queue of what workers train on."""
+        """Open the queue for training parameters."""
         self._facts = {name: int(facts[name]) for name in _FACTS}
         per_task = facts.get("records_per_task", self._facts["batch_size"] * self._per_task)
-        path, known = self._path or ":memory:", self._facts
+        path, values = self._path or ":memory:", self._facts
         self._queue = TaskQueue(
-            path, known["records"], per_task, known["epochs"], known["seed"], lease=self._lease, source=self._source
+            path, values["records"], per_task, values["epochs"], values["seed"], lease=self._lease, source=self._source
         )
-        self._queue.note(_TRAINING, json.dumps({**known, "records_per_task": per_task}))
-        noted = json.loads(self._queue.noted(_WITHOUT_UPDATE) or "[]")
-        self._without_update = {Credit.parse(one) for one in noted}
+        self._queue.note(_TRAINING, json.dumps({**values, "records_per_task": per_task}))
+        minibatches = json.loads(self._queue.noted(_WITHOUT_UPDATE) or "[]")
+        self._without_update = {Credit.parse(minibatch) for minibatch in minibatches}
 
-    def _begun(self) -> TaskQueue:
+    def _require_queue(self) -> TaskQueue:
         if self._queue is None:
             raise ConfigError("no worker has reported its training parameters; call report_training_params first")
         return self._queue

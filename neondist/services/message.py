@@ -1,4 +1,4 @@
-"""Messages of services: a fixed header, fields as JSON, arrays as their bytes; nothing in them is executed."""
+"""Messages of services: a fixed header, fields as JSON, and arrays as bytes; decoding executes no code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import numpy as np
 
 MAGIC = b"NDMS"
 PROTOCOL = 1
-"""Raised whenever a message of one version cannot be read by the other."""
+"""Protocol version, incremented with each incompatible change of the format."""
 HEADER = struct.Struct("<4sHHIQ")
-"""Magic, protocol, 0, bytes of the description, bytes of the arrays."""
+"""Magic, protocol, 0, size of the description in bytes, size of the arrays in bytes."""
 CHUNK = 1 << 20
-"""Largest piece in which a message travels: with larger ones gRPC is slower."""
+"""Largest chunk of a message; gRPC is slower with larger ones."""
 LONGEST_DESCRIPTION = 64 << 20
 ALIGNMENT = 16
 _DTYPE = re.compile(r"[<|][fiu][1248]|\|b1")
@@ -26,7 +26,7 @@ _PADDING = bytes(ALIGNMENT)
 
 T = TypeVar("T")
 Arrays = np.ndarray | Sequence[np.ndarray]
-"""An array, or several of one dtype, which arrive as a single one-dimensional array."""
+"""An array, or several of one dtype that are received as a single one-dimensional array."""
 
 
 class MessageError(ValueError):
@@ -34,7 +34,7 @@ class MessageError(ValueError):
 
 
 class ProtocolError(MessageError):
-    """A message is of another protocol version."""
+    """A message has another protocol version."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Message:
         return value
 
     def number(self, name: str, low: float = 0.0) -> float:
-        """Return a finite number of at least `low`; MessageError otherwise."""
+        """Return a finite number field of at least `low`; MessageError otherwise."""
         value = self.fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < math.inf:
             raise MessageError(f"field '{name}': expected a number of at least {low:g}")
@@ -94,7 +94,7 @@ class Message:
         return self._field(name, dict)
 
     def array(self, name: str, dtype: Any, shape: Sequence[int | None]) -> np.ndarray:
-        """Return an array of this dtype and shape, in which None is any extent.
+        """Return an array of a dtype and shape, where None stands for any extent.
 
         Raises
         ------
@@ -106,8 +106,8 @@ class Message:
             raise MessageError(f"array '{name}' is missing")
         fits = len(shape) == value.ndim and all(n in (None, m) for n, m in zip(shape, value.shape, strict=True))
         if value.dtype != np.dtype(dtype) or not fits:
-            wanted = f"{np.dtype(dtype)} {tuple('any' if n is None else n for n in shape)}"
-            raise MessageError(f"array '{name}': expected {wanted}, got {value.dtype} {value.shape}")
+            expected = f"{np.dtype(dtype)} {tuple('any' if n is None else n for n in shape)}"
+            raise MessageError(f"array '{name}': expected {expected}, got {value.dtype} {value.shape}")
         return value
 
     def _field(self, name: str, kind: type[T]) -> T:
@@ -119,7 +119,7 @@ class Message:
 
 def encode(message: Message) -> Iterator[bytes]:
     """Yield a message in chunks of at most CHUNK bytes; arrays are copied once."""
-    described, buffers, size = [], [], 0
+    descriptions, buffers, size = [], [], 0
     for name, value in message.arrays.items():
         parts = [_little_endian(part) for part in _parts(value)]
         if len({part.dtype for part in parts}) > 1:
@@ -128,12 +128,12 @@ def encode(message: Message) -> Iterator[bytes]:
         dtype = parts[0].dtype.str if parts else "<f4"
         if not _DTYPE.fullmatch(dtype):
             raise MessageError(f"array '{name}': dtype {parts[0].dtype} cannot be sent")
-        described.append([name, dtype, shape])
+        descriptions.append([name, dtype, shape])
         buffers += [part.reshape(-1).view(np.uint8).data for part in parts if part.size]
         nbytes = sum(part.nbytes for part in parts)
         buffers.append(memoryview(_PADDING[: -nbytes % ALIGNMENT]))
         size += nbytes + -nbytes % ALIGNMENT
-    text = json.dumps({"fields": dict(message.fields), "arrays": described}, allow_nan=False).encode()
+    text = json.dumps({"fields": dict(message.fields), "arrays": descriptions}, allow_nan=False).encode()
     if len(text) > LONGEST_DESCRIPTION:
         raise MessageError(f"fields of {len(text)} bytes; at most {LONGEST_DESCRIPTION} can be sent")
     head = HEADER.pack(MAGIC, PROTOCOL, 0, len(text), size)
@@ -152,28 +152,28 @@ def decode(chunks: Iterable[bytes], limit: int) -> Message:
     Raises
     ------
     MessageError
-        Malformed, truncated, or larger than the limit; ProtocolError: of another version.
+        Malformed, truncated, or larger than the limit; ProtocolError for another protocol version.
     """
     stream = iter(chunks)
     first = next(stream, b"")
     if len(first) < HEADER.size:
         raise MessageError("truncated header")
-    magic, protocol, reserved, described, size = HEADER.unpack_from(first)
+    magic, protocol, reserved, length, size = HEADER.unpack_from(first)
     if magic != MAGIC:
         raise MessageError("not a neondist message")
     if protocol != PROTOCOL:
         raise ProtocolError(f"protocol {protocol}; this process has {PROTOCOL}")
-    if reserved or described > LONGEST_DESCRIPTION:
+    if reserved or length > LONGEST_DESCRIPTION:
         raise MessageError("invalid header")
     if size > limit:
         raise MessageError(f"arrays of {size} bytes; the limit is {limit}")
-    text, payload = bytearray(described), np.empty(size, np.uint8)
+    text, payload = bytearray(length), np.empty(size, np.uint8)
     _fill([memoryview(text), payload.data], first[HEADER.size :], stream)
-    return _described(bytes(text), payload)
+    return _parse_description(bytes(text), payload)
 
 
 def _fill(targets: list[memoryview], first: bytes, stream: Iterator[bytes]) -> None:
-    """Fill buffers one after the other; MessageError if there are fewer bytes or more."""
+    """Fill buffers in order; MessageError unless the bytes match exactly."""
     chunk = memoryview(first)
     for target in targets:
         while target.nbytes:
@@ -189,15 +189,15 @@ def _fill(targets: list[memoryview], first: bytes, stream: Iterator[bytes]) -> N
         raise MessageError("more bytes than its header declares")
 
 
-def _described(text: bytes, payload: np.ndarray) -> Message:
+def _parse_description(text: bytes, payload: np.ndarray) -> Message:
     try:
-        found = json.loads(text, parse_constant=_refuse_constant)
-        fields, described = found["fields"], found["arrays"]
-        if not isinstance(fields, dict) or not isinstance(described, list) or len(found) != 2:
+        description = json.loads(text, parse_constant=_refuse_constant)
+        fields, descriptions = description["fields"], description["arrays"]
+        if not isinstance(fields, dict) or not isinstance(descriptions, list) or len(description) != 2:
             raise MessageError("invalid description")
         arrays: dict[str, Arrays] = {}
         start = 0
-        for name, dtype, shape in described:
+        for name, dtype, shape in descriptions:
             if (
                 not isinstance(name, str)
                 or name in arrays

@@ -1,4 +1,4 @@
-"""Placement of parameters on servers: the pieces and tables of each, as a strategy says; pure arithmetic."""
+"""Placement of parameters on servers: the pieces and tables of each server under a strategy."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from .message import MessageError
 DTYPES = "float32", "float64"
 MOST_SERVERS = 1 << 20
 MOST_NUMBERS, MOST_DIM = 1 << 62, 1 << 20
-"""Of a table, and of a row."""
+"""Maximum sizes of a table and of a row."""
 
 
 @dataclass(frozen=True)
 class ServerPiece:
-    """The part of a parameter that one server holds.
+    """Part of a parameter on a server.
 
     Attributes
     ----------
     name : str
-        Of the parameter.
+        Name of the parameter.
     dtype : str
     shape : tuple of int
-        Of the whole parameter.
+        Shape of the whole parameter.
     unfolded : tuple of int
-        The shape in which the part is a box: the parameter's, or (size,).
+        Shape in which the part is a box: that of the parameter, or (size,).
     box : Box
     decays : bool
         Whether weight decay applies where biases are exempt.
@@ -50,22 +50,22 @@ class ServerPiece:
     decays: bool = True
 
     @property
-    def whole(self) -> bool:
-        """Whether it is all of the parameter."""
+    def is_complete(self) -> bool:
+        """Whether the piece is the complete parameter."""
         return self.box.size == prod(self.shape)
 
-    def of(self, array: np.ndarray) -> np.ndarray:
-        """Return the part of a whole array, as a view where that is possible."""
+    def select(self, array: np.ndarray) -> np.ndarray:
+        """Return the part of a complete array, as a view if possible."""
         return array.reshape(self.unfolded)[self.box.slices]
 
-    def described(self) -> list[Any]:
-        """Return it as JSON, which `parse` reads."""
+    def to_json(self) -> list[Any]:
+        """Return a JSON value, the inverse of `parse`."""
         return [self.name, self.dtype, *map(list, (self.shape, self.unfolded, self.box.lo, self.box.hi)), self.decays]
 
     @classmethod
-    def parse(cls, described: Any) -> ServerPiece:
-        """Return the piece that JSON describes; MessageError if it is invalid."""
-        name, dtype, shape, unfolded, lo, hi, decays = _items(described, 7)
+    def parse(cls, value: Any) -> ServerPiece:
+        """Return the piece of a JSON value; MessageError if it is invalid."""
+        name, dtype, shape, unfolded, lo, hi, decays = _items(value, 7)
         shape, unfolded, lo, hi = map(_extents, (shape, unfolded, lo, hi))
         fits = len(unfolded) == len(lo) == len(hi) and prod(shape) == prod(unfolded)
         fits = fits and all(a <= b <= n for a, b, n in zip(lo, hi, unfolded, strict=True))
@@ -76,17 +76,17 @@ class ServerPiece:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """An embedding table whose rows servers hold by id: row i is on server i modulo their number.
+    """Embedding table distributed by row: row i is on server i modulo their number.
 
     Parameters
     ----------
     name : str
-        As a parameter's, such as 'embedding/weights'.
+        Name of the parameter, such as 'embedding/weights'.
     rows, dim : int
         Number of rows, which need not be in use, and extent of a row.
     dtype : str
     initializer : Initializer
-        First values of a row, made at its first use.
+        Initial values of a row, created at its first use.
     stream : int
         Key of the random stream of these values (`rng.key` of the seed and names).
     lazy : bool
@@ -98,21 +98,21 @@ class TableSpec:
     rows: int
     dim: int
     dtype: str = "float32"
-    initializer: Initializer = Gaussian(1.0)  # noqa: RUF009 (it has no state)
+    initializer: Initializer = Gaussian(1.0)  # noqa: RUF009 (stateless)
     stream: int = 0
     lazy: bool = False
 
-    def described(self) -> list[Any]:
-        """Return it as JSON, which `parse` reads."""
+    def to_json(self) -> list[Any]:
+        """Return a JSON value, the inverse of `parse`."""
         rule = [type(self.initializer).__name__, self.initializer.arguments()]
         return [self.name, self.rows, self.dim, self.dtype, rule, self.stream, self.lazy]
 
     @classmethod
-    def parse(cls, described: Any) -> TableSpec:
-        """Return the table that JSON describes; MessageError if it is invalid."""
-        name, rows, dim, dtype, rule, stream, lazy = _items(described, 7)
+    def parse(cls, value: Any) -> TableSpec:
+        """Return the table of a JSON value; MessageError if it is invalid."""
+        name, rows, dim, dtype, rule, stream, lazy = _items(value, 7)
         kind, arguments = _items(rule, 2)
-        known = registered(Initializer)
+        initializers = registered(Initializer)
         numbers = all(type(n) is int and n > 0 for n in (rows, dim)) and type(stream) is int and 0 <= stream < 1 << 64
         texts = isinstance(name, str) and dtype in DTYPES and isinstance(lazy, bool) and isinstance(kind, str)
         if (
@@ -120,21 +120,21 @@ class TableSpec:
             or not texts
             or rows * dim > MOST_NUMBERS
             or dim > MOST_DIM
-            or kind not in known
+            or kind not in initializers
             or not isinstance(arguments, dict)
         ):
             raise MessageError("invalid table")
-        return cls(name, rows, dim, dtype, constructed(f"table '{name}'", known[kind], arguments), stream, lazy)
+        return cls(name, rows, dim, dtype, construct(f"table '{name}'", initializers[kind], arguments), stream, lazy)
 
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """All that one server holds.
+    """Contents of a server.
 
     Attributes
     ----------
     index, servers : int
-        Which server, of how many.
+        Index of the server, and number of servers.
     pieces : tuple of ServerPiece
     tables : tuple of TableSpec
     """
@@ -146,67 +146,67 @@ class ServerLayout:
 
     @property
     def dtypes(self) -> list[str]:
-        """Dtypes of the pieces, each of which is one flat array."""
+        """Dtypes of the pieces, with one flat array each."""
         return [dtype for dtype in DTYPES if any(piece.dtype == dtype for piece in self.pieces)]
 
     def of_dtype(self, dtype: str) -> list[ServerPiece]:
-        """Return the pieces of a flat array in their order."""
+        """Return the pieces of a flat array in order."""
         return [piece for piece in self.pieces if piece.dtype == dtype]
 
     def spans(self, dtype: str) -> list[tuple[int, int]]:
-        """Return the places of the pieces in a flat array."""
+        """Return the ranges of the pieces in a flat array."""
         return list(pairwise(accumulate((piece.box.size for piece in self.of_dtype(dtype)), initial=0)))
 
     def size(self, dtype: str) -> int:
         """Return the size of a flat array."""
         return sum(piece.box.size for piece in self.of_dtype(dtype))
 
-    def described(self) -> dict[str, Any]:
-        """Return it as JSON, which `parse` reads."""
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value, the inverse of `parse`."""
         return {
             "index": self.index,
             "servers": self.servers,
-            "pieces": [piece.described() for piece in self.pieces],
-            "tables": [table.described() for table in self.tables],
+            "pieces": [piece.to_json() for piece in self.pieces],
+            "tables": [table.to_json() for table in self.tables],
         }
 
     @classmethod
-    def parse(cls, described: Mapping[str, Any]) -> ServerLayout:
-        """Return the layout that JSON describes; MessageError if it is invalid."""
-        index, servers = described.get("index"), described.get("servers")
+    def parse(cls, value: Mapping[str, Any]) -> ServerLayout:
+        """Return the layout of a JSON value; MessageError if it is invalid."""
+        index, servers = value.get("index"), value.get("servers")
         if type(index) is not int or type(servers) is not int or not 0 <= index < servers <= MOST_SERVERS:
             raise MessageError("invalid index of a server")
-        pieces, tables = described.get("pieces"), described.get("tables")
+        pieces, tables = value.get("pieces"), value.get("tables")
         if not isinstance(pieces, list) or not isinstance(tables, list):
             raise MessageError("invalid layout of a server")
-        made = cls(index, servers, tuple(map(ServerPiece.parse, pieces)), tuple(map(TableSpec.parse, tables)))
-        names = [piece.name for piece in made.pieces] + [table.name for table in made.tables]
+        layout = cls(index, servers, tuple(map(ServerPiece.parse, pieces)), tuple(map(TableSpec.parse, tables)))
+        names = [piece.name for piece in layout.pieces] + [table.name for table in layout.tables]
         if len(set(names)) < len(names):
             raise MessageError("two parameters with the same name")
-        return made
+        return layout
 
 
 def place(
     strategy: Strategy, servers: int, tables: Sequence[TableSpec] = (), decays: Iterable[str] | None = None
 ) -> list[ServerLayout]:
-    """Return what each server holds under a strategy.
+    """Return the contents of each server under a strategy.
 
     Parameters
     ----------
     strategy : Strategy
-        Of all dense parameters, each with owners.
+        Strategy of all dense parameters, each with owners.
     servers : int
     tables : sequence of TableSpec
     decays : iterable of str, optional
-        Names of the parameters to which weight decay applies where biases are exempt. Default: those of several axes.
+        Parameters to which weight decay applies where biases are exempt. Default: those with several axes.
 
     Raises
     ------
     ConfigError
-        A parameter has no owner, a dtype that servers cannot update, or an owner that does not exist.
+        A parameter has no owner, an owner that does not exist, or a dtype that servers cannot update.
     """
-    for name, one in strategy.parameters.items():
-        if not one.owners:
+    for name, placement in strategy.parameters.items():
+        if not placement.owners:
             raise strategy.error(
                 f"parameter '{name}' has no owner; choose PS, PSLoadBalancing or another strategy with servers"
             )
@@ -215,22 +215,22 @@ def place(
                 f"parameter '{name}': servers update {' and '.join(DTYPES)}, not {strategy.specs[name].dtype}"
             )
     shares = shares_of(strategy, servers)
-    chosen = None if decays is None else set(decays)
+    decayed_names = None if decays is None else set(decays)
 
     def piece(spec: ParameterSpec, server: int) -> ServerPiece:
         share, shape = shares[spec.name], tuple(spec.shape)
-        decayed = len(shape) > 1 if chosen is None else spec.name in chosen
+        decayed = len(shape) > 1 if decayed_names is None else spec.name in decayed_names
         return ServerPiece(spec.name, spec.dtype, shape, share.shape, share.boxes[server], decayed)
 
-    found = [[piece(spec, server) for spec in strategy.specs.values()] for server in range(servers)]
+    pieces_by_server = [[piece(spec, server) for spec in strategy.specs.values()] for server in range(servers)]
     return [
-        ServerLayout(server, servers, tuple(one for one in pieces if one.box.size), tuple(tables))
-        for server, pieces in enumerate(found)
+        ServerLayout(server, servers, tuple(part for part in pieces if part.box.size), tuple(tables))
+        for server, pieces in enumerate(pieces_by_server)
     ]
 
 
-def constructed(field: str, kind: type, arguments: Mapping[str, Any]) -> Any:
-    """Return an object of a class that a message names; ConfigError about `field` for other arguments than it has."""
+def construct(field: str, kind: type, arguments: Mapping[str, Any]) -> Any:
+    """Construct an object of a class named in a message; ConfigError for `field` if its arguments are invalid."""
     try:
         return kind(**arguments)
     except TypeError as error:

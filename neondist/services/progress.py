@@ -1,4 +1,4 @@
-"""Progress of workers and applied updates: staleness bound, rounds of gradients, credits. Pure bookkeeping."""
+"""Progress of workers and applied updates: staleness bound and credits of minibatches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from .message import MessageError
 
 MOST_MINIBATCHES = 1 << 20
-"""Of a task."""
+"""Maximum number of minibatches of a task."""
 
 
 class Credit(NamedTuple):
-    """The minibatch of which a gradient is: its epoch, its task, and its number within the task."""
+    """Minibatch of a gradient: its epoch, its task, and its index within the task."""
 
     epoch: int
     task: int
@@ -29,9 +29,9 @@ class Credit(NamedTuple):
 
 
 class Credits:
-    """The minibatches whose gradients have been applied.
+    """Minibatches whose gradients have been applied.
 
-    All those of an epoch before `first_epoch` have been, and are no longer listed.
+    All minibatches of epochs before `first_epoch` have been applied, and are not listed.
     """
 
     def __init__(self) -> None:
@@ -43,71 +43,70 @@ class Credits:
         return credit.epoch < self.first_epoch or bool(mask >> credit.minibatch & 1)
 
     def add(self, credit: Credit) -> None:
-        """Note that a gradient has been applied."""
+        """Record that a gradient has been applied."""
         if credit.epoch >= self.first_epoch:
             self._masks[credit[:2]] = self._masks.get(credit[:2], 0) | 1 << credit.minibatch
 
     def finish(self, epoch: int) -> None:
-        """Forget the entries of an epoch and those before, all of whose minibatches have been applied."""
+        """Drop the entries up to an epoch, all of whose minibatches have been applied."""
         self.first_epoch = max(self.first_epoch, epoch + 1)
         self._masks = {key: mask for key, mask in self._masks.items() if key[0] >= self.first_epoch}
 
-    def listed(self) -> list[Credit]:
-        """Return those that are listed, in order."""
+    def to_list(self) -> list[Credit]:
+        """Return the listed minibatches, in order."""
         return [
-            Credit(epoch, task, at)
+            Credit(epoch, task, index)
             for (epoch, task), mask in sorted(self._masks.items())
-            for at in range(mask.bit_length())
-            if mask >> at & 1
+            for index in range(mask.bit_length())
+            if mask >> index & 1
         ]
 
-    def described(self) -> dict[str, Any]:
-        """Return them as JSON, which `parse` reads; equal where they are equal."""
+    def to_json(self) -> dict[str, Any]:
+        """Return a canonical JSON value, the inverse of `parse`."""
         masks = [[epoch, task, f"{mask:x}"] for (epoch, task), mask in sorted(self._masks.items())]
         return {"first_epoch": self.first_epoch, "applied": masks}
 
     @classmethod
     def parse(cls, described: Any) -> Credits:
-        """Return the credits that JSON describes; MessageError if it is invalid."""
-        found = cls()
+        """Return the credits of a JSON value; MessageError if it is invalid."""
+        credits = cls()
         try:
-            found.first_epoch = int(described["first_epoch"])
+            credits.first_epoch = int(described["first_epoch"])
             for epoch, task, mask in described["applied"]:
-                found._masks[int(epoch), int(task)] = int(mask, 16)
+                credits._masks[int(epoch), int(task)] = int(mask, 16)
         except (TypeError, KeyError, ValueError):
             raise MessageError("invalid credits") from None
-        return found
+        return credits
 
     def union(self, other: Credits) -> Credits:
-        """Return those of both."""
-        found = Credits()
-        found.first_epoch = max(self.first_epoch, other.first_epoch)
+        """Return the minibatches in either of two sets."""
+        union = Credits()
+        union.first_epoch = max(self.first_epoch, other.first_epoch)
         for key in self._masks.keys() | other._masks.keys():
-            if key[0] >= found.first_epoch:
-                found._masks[key] = self._masks.get(key, 0) | other._masks.get(key, 0)
-        return found
+            if key[0] >= union.first_epoch:
+                union._masks[key] = self._masks.get(key, 0) | other._masks.get(key, 0)
+        return union
 
     @staticmethod
     def common(sets: Sequence[Credits]) -> Credits:
-        """Return those that are in all of some sets."""
-        found = Credits()
-        found.first_epoch = min(one.first_epoch for one in sets)
-        for credit in sets[0].listed():
-            if all(credit in one for one in sets):
-                found.add(credit)
-        return found
+        """Return the minibatches in all of several sets."""
+        common = Credits()
+        common.first_epoch = min(credits.first_epoch for credits in sets)
+        for credit in sets[0].to_list():
+            if all(credit in credits for credits in sets):
+                common.add(credit)
+        return common
 
 
 class StalenessBound:
     """Bound on how many steps a worker may be ahead of the slowest one (stale synchronous parallel, Ho et al. 2013).
 
-    A worker that has arrived at the end of its step i may go on once all others have arrived at the end of step
-    i - staleness.
+    A worker that has finished step i may continue once all others have finished step i - staleness.
 
     Parameters
     ----------
     staleness : int or None
-        None: no bound.
+        None: unbounded.
     """
 
     def __init__(self, staleness: int | None) -> None:
@@ -115,32 +114,32 @@ class StalenessBound:
         self.steps: dict[str, int] = {}
 
     def join(self, worker: str) -> None:
-        """Count a worker, from the step of the slowest one on; one that is there already stays as it is."""
+        """Add a worker, at the step of the slowest one; a present worker is unchanged."""
         self.steps.setdefault(worker, min(self.steps.values(), default=0))
 
     def leave(self, worker: str) -> None:
-        """Wait for a worker no longer."""
+        """Remove a worker, for which others no longer wait."""
         self.steps.pop(worker, None)
 
     def arrive(self, worker: str) -> None:
-        """Note that a worker has ended a step."""
+        """Record that a worker has finished a step."""
         self.join(worker)
         self.steps[worker] += 1
 
-    def may_go_on(self, worker: str) -> bool:
-        """Whether the step at whose end a worker has arrived is complete."""
+    def may_continue(self, worker: str) -> bool:
+        """Whether a worker that has finished a step may continue."""
         if self.staleness is None or worker not in self.steps:
             return True
         return self.steps[worker] - min(self.steps.values()) <= self.staleness
 
 
 def rate_factor(staleness: int, modulate: bool) -> float:
-    """Return the factor on the learning rate for a gradient of values that are so many updates old."""
+    """Return the factor on the learning rate for a gradient of values that are `staleness` updates old."""
     return 1.0 / max(1, staleness) if modulate else 1.0
 
 
 def mean_weights(samples: Iterable[float]) -> list[float]:
     """Return the weight of each gradient in the mean over all samples."""
-    given = list(samples)
-    total = sum(given)
-    return [one / total for one in given]
+    counts = list(samples)
+    total = sum(counts)
+    return [count / total for count in counts]

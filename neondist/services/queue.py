@@ -1,4 +1,4 @@
-"""The queue of tasks: ranges of records that workers train, evaluate or predict, in a SQLite database."""
+"""Queue of tasks: ranges of records to train, evaluate or predict on, in a SQLite database."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class _Wait(Enum):
 
 
 _STOPPED = "stopped"
-"""Name of the text that says why nothing is handed out any more."""
+"""Name of the note with the reason why the queue has stopped."""
 WAIT: Final = _Wait.WAIT
-"""The answer of `TaskQueue.get` while all remaining tasks are in progress: ask again later."""
+"""Result of `TaskQueue.get` while all remaining tasks are in progress; call it again later."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class TaskQueue:
         self.lease, self.retries = real("lease", lease, 0.0, open_low=True), integer("retries", retries, 1)
         self.source, self.skip_bad_records, self._clock = source, bool(skip_bad_records), clock
         names = "records", "records_per_task", "seed", "shuffle"
-        self._base = Database(Path(path), {name: int(getattr(self, name)) for name in names})
+        self._database = Database(Path(path), {name: int(getattr(self, name)) for name in names})
         self.order = lru_cache(maxsize=2)(self._order)
 
     def get(self, worker: str, kind: str = "training") -> Task | Literal[_Wait.WAIT] | None:
@@ -155,17 +155,17 @@ class TaskQueue:
             If a record has failed too often; the message names the data set and the record.
         """
         choice("kind", kind, KINDS)
-        with self._base.transaction():
+        with self._database.transaction():
             self._expire()
-            if stopped := self._base.noted(_STOPPED):
-                raise ConfigError(stopped)
-            piece = self._base.first_todo(kind)
+            if reason := self._database.noted(_STOPPED):
+                raise ConfigError(reason)
+            piece = self._database.first_todo(kind)
             while piece is None and self._begin_round(kind):
-                piece = self._base.first_todo(kind)
+                piece = self._database.first_todo(kind)
             if piece is None:
-                return WAIT if self._base.held(kind=kind) else None
-            self._base.lease(piece.id, str(worker), self._clock() + self.lease)
-            skipped = [number for number, _ in self._base.skipped()] if kind == "training" else []
+                return WAIT if self._database.held(kind=kind) else None
+            self._database.lease(piece.id, str(worker), self._clock() + self.lease)
+            skipped = [number for number, _ in self._database.skipped()] if kind == "training" else []
         positions = np.arange(piece.start, piece.end)
         positions = positions[~np.isin(self._numbers(piece)[positions], skipped)]
         indices = self._numbers(piece)[positions]
@@ -185,13 +185,13 @@ class TaskQueue:
         bool
             False if the lease has expired: the records are not marked, and another worker may have the range.
         """
-        with self._base.transaction():
+        with self._database.transaction():
             piece = self._leased(task_id)
             if piece is None:
                 return False
             if not piece.start <= upto <= piece.end:
                 raise ConfigError(f"upto: {upto} is outside of task {task_id}, {piece.start} to {piece.end}")
-            self._base.credit(piece.id, max(upto, piece.applied), self._clock() + self.lease)
+            self._database.credit(piece.id, max(upto, piece.applied), self._clock() + self.lease)
             return True
 
     def report(self, task_id: int, ok: bool = True, error: str | None = None, record: int | None = None) -> bool:
@@ -216,38 +216,38 @@ class TaskQueue:
         ConfigError
             If the same record has failed `retries` times; the message names the data set and the record.
         """
-        with self._base.transaction():
+        with self._database.transaction():
             piece = self._leased(task_id)
             if piece is None:
                 return False
             if ok or piece.state == "done":
-                self._base.credit(piece.id, piece.end, self._clock())
+                self._database.credit(piece.id, piece.end, self._clock())
                 return True
-            stopped = self._fail(piece, error or "no reason given", record)
-        if stopped:
-            raise ConfigError(stopped)
+            reason = self._fail(piece, error or "no reason given", record)
+        if reason:
+            raise ConfigError(reason)
         return True
 
     def heartbeat(self, worker: str) -> None:
         """Extend the leases of all tasks of a worker."""
-        with self._base.transaction():
+        with self._database.transaction():
             self._expire()
-            for piece in self._base.held(worker=str(worker)):
-                self._base.credit(piece.id, piece.applied, self._clock() + self.lease)
+            for piece in self._database.held(worker=str(worker)):
+                self._database.credit(piece.id, piece.applied, self._clock() + self.lease)
 
     def lost(self, worker: str) -> None:
         """Return all tasks of a worker to the queue, from the first unapplied record."""
-        with self._base.transaction():
-            for piece in self._base.held(worker=str(worker)):
-                self._base.split(piece, [(piece.applied, piece.end)])
+        with self._database.transaction():
+            for piece in self._database.held(worker=str(worker)):
+                self._database.split(piece, [(piece.applied, piece.end)])
 
     def restart(self, kind: str, records: int | None = None) -> None:
         """Start another round of evaluation or prediction tasks over so many records (default: those of the queue)."""
         choice("kind", kind, KINDS[1:])
         count = self.records if records is None else integer("records", records, 1)
-        with self._base.transaction():
-            self._base.end_round(kind)
-            self._add_round(kind, self._base.rounds(kind), count)
+        with self._database.transaction():
+            self._database.end_round(kind)
+            self._add_round(kind, self._database.rounds(kind), count)
 
     def restore(self, credits: Iterable[tuple[int, int, int]], notes: Mapping[str, str] | None = None) -> None:
         """Reset the training tasks to the records missing from restored weights; all leases end.
@@ -259,49 +259,49 @@ class TaskQueue:
         notes : mapping of str to str, optional
             Texts to store in the same transaction.
         """
-        done: dict[int, list[tuple[int, int]]] = {}
+        applied_ranges: dict[int, list[tuple[int, int]]] = {}
         for epoch, start, upto in credits:
-            done.setdefault(epoch, []).append((start, upto))
-        with self._base.transaction():
-            self._base.clear("training")
-            for epoch in range(max(done, default=-1) + 1):
+            applied_ranges.setdefault(epoch, []).append((start, upto))
+        with self._database.transaction():
+            self._database.clear("training")
+            for epoch in range(max(applied_ranges, default=-1) + 1):
                 self._add_round("training", epoch, self.records)
-                for piece in self._base.pieces("training", epoch):
-                    rest = _missing(piece.start, piece.end, done.get(epoch, []))
-                    if rest != [(piece.start, piece.end)]:
-                        self._base.split(piece, rest)
+                for piece in self._database.pieces("training", epoch):
+                    remaining = _missing(piece.start, piece.end, applied_ranges.get(epoch, []))
+                    if remaining != [(piece.start, piece.end)]:
+                        self._database.split(piece, remaining)
             for name, text in (notes or {}).items():
-                self._base.note(name, text)
+                self._database.note(name, text)
 
     def note(self, name: str, text: str) -> None:
         """Store a text with the tasks."""
-        with self._base.transaction():
-            self._base.note(name, text)
+        with self._database.transaction():
+            self._database.note(name, text)
 
     def noted(self, name: str) -> str | None:
         """Return a text stored by `note`, or None."""
-        with self._base.transaction():
-            return self._base.noted(name)
+        with self._database.transaction():
+            return self._database.noted(name)
 
     def counts(self, kind: str = "training") -> dict[str, int]:
         """Return the number of tasks by state: 'todo' (including future epochs), 'doing', 'done' and 'failed'."""
-        with self._base.transaction():
+        with self._database.transaction():
             self._expire()
-            found = self._base.counts(kind)
+            counts = self._database.counts(kind)
             if kind == "training":
-                found["todo"] += max(0, self.epochs - self._base.rounds(kind)) * -(
+                counts["todo"] += max(0, self.epochs - self._database.rounds(kind)) * -(
                     -self.records // self.records_per_task
                 )
-        return found
+        return counts
 
     @property
     def skipped(self) -> list[tuple[int, str]]:
         """The skipped records and the last error of each."""
-        return self._base.skipped()
+        return self._database.skipped()
 
     def close(self) -> None:
         """Close the database; tasks in progress keep their leases."""
-        self._base.close()
+        self._database.close()
 
     def __enter__(self) -> TaskQueue:
         return self
@@ -309,7 +309,7 @@ class TaskQueue:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # Inner.
+    # Private methods.
 
     def _order(self, epoch: int) -> np.ndarray:
         """Return the numbers of the records of a training epoch, in the order of its positions."""
@@ -320,53 +320,53 @@ class TaskQueue:
         return self.order(piece.epoch) if piece.kind == "training" else np.arange(piece.end)
 
     def _expire(self) -> None:
-        for piece in self._base.held(before=self._clock()):
-            self._base.split(piece, [(piece.applied, piece.end)])
+        for piece in self._database.held(before=self._clock()):
+            self._database.split(piece, [(piece.applied, piece.end)])
 
     def _leased(self, task_id: int) -> Piece | None:
-        """Return a task if its lease lasts, or has lasted until it was done."""
+        """Return a task if its lease is valid, or was until it was done."""
         self._expire()
-        return self._base.leased(task_id)
+        return self._database.leased(task_id)
 
     def _begin_round(self, kind: str) -> bool:
-        """Add the tasks of the next round, and tell whether there was one."""
-        begun = self._base.rounds(kind)
-        if begun >= (self.epochs if kind == "training" else 1):
+        """Add the tasks of the next round; return whether there was one."""
+        rounds = self._database.rounds(kind)
+        if rounds >= (self.epochs if kind == "training" else 1):
             return False
-        self._add_round(kind, begun, self.records)
+        self._add_round(kind, rounds, self.records)
         return True
 
     def _add_round(self, kind: str, epoch: int, records: int) -> None:
         cuts = [*range(0, records, self.records_per_task), records]
-        self._base.add_round(kind, epoch, list(pairwise(cuts)))
+        self._database.add_round(kind, epoch, list(pairwise(cuts)))
 
     def _fail(self, piece: Piece, error: str, record: int | None) -> str | None:
-        """Count a failure and hand the rest out again; return why the job has to stop, if so."""
-        left = self._numbers(piece)[piece.applied : piece.end]
-        number = int(left[0] if record is None else record)
-        if number not in left:
-            raise ConfigError(f"record: {number} is not among the unapplied records of task {piece.id}")
-        failures = self._base.fail(piece.kind, number, error)
-        skips = failures >= self.retries and self.skip_bad_records and piece.kind == "training"
-        if skips:
-            self._base.skip(number, error)
-        if skips or failures < self.retries:
-            self._base.split(piece, [(piece.applied, piece.end)])
+        """Count a failure and reissue the remaining records; return the reason if the job must stop."""
+        unapplied = self._numbers(piece)[piece.applied : piece.end]
+        failed = int(unapplied[0] if record is None else record)
+        if failed not in unapplied:
+            raise ConfigError(f"record: {failed} is not among the unapplied records of task {piece.id}")
+        failures = self._database.fail(piece.kind, failed, error)
+        is_skipped = failures >= self.retries and self.skip_bad_records and piece.kind == "training"
+        if is_skipped:
+            self._database.skip(failed, error)
+        if is_skipped or failures < self.retries:
+            self._database.split(piece, [(piece.applied, piece.end)])
             return None
-        self._base.end_failed(piece)
-        stopped = (
-            f"{self.source}: record {number} has failed {failures} times, the last time with: {error}; correct the"
+        self._database.end_failed(piece)
+        reason = (
+            f"{self.source}: record {failed} has failed {failures} times, the last time with: {error}; correct the"
             " record, or skip such records with --skip-bad-records"
         )
-        self._base.note(_STOPPED, stopped)
-        return stopped
+        self._database.note(_STOPPED, reason)
+        return reason
 
 
-def _missing(start: int, end: int, done: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the parts of a range that other ranges leave."""
-    found, at = [], start
-    for first, last in sorted(done):
-        if first > at and at < end:
-            found.append((at, min(first, end)))
-        at = max(at, last)
-    return [*found, (at, end)] if at < end else found
+def _missing(start: int, end: int, covered: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the parts of a range that other ranges do not cover."""
+    gaps, position = [], start
+    for first, last in sorted(covered):
+        if first > position and position < end:
+            gaps.append((position, min(first, end)))
+        position = max(position, last)
+    return [*gaps, (position, end)] if position < end else gaps

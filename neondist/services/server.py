@@ -1,4 +1,4 @@
-"""The parameter server: holds values, applies gradients, and says who has to wait."""
+"""Parameter server: holds values, applies gradients, and synchronises workers."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .state import PushedGradient, ServerState, UpdateRule
 from .wire import Method, Service, ServiceHost, read_token
 
 LONGEST_WAIT = 60.0
-"""Seconds for which a call waits; clients ask again."""
+"""Seconds after which a waiting call returns; clients repeat it."""
 LONGEST_HOLD = 120.0
-"""Seconds after which gradients are taken again, if whoever wanted a checkpoint is gone."""
+"""Seconds after which gradients are accepted again if a checkpoint was abandoned."""
 _NAME = re.compile(r"\w[\w.-]{0,99}")
 
 
 class ParameterServer(Service):
-    """One server of a job's parameters.
+    """Parameter server of a job.
 
-    It holds nothing until a worker pushes a model, or a checkpoint is loaded.
+    It is empty until a worker pushes a model or a checkpoint is loaded.
 
     Parameters
     ----------
     checkpoints : Path, optional
-        The folder of its checkpoints, shared with the other servers. None: it neither saves nor loads.
+        Folder of the checkpoints, shared by all servers. None: checkpoints are disabled.
     """
 
     name = "PServer"
@@ -72,76 +72,76 @@ class ParameterServer(Service):
         }
 
     def push_model(self, request: Message) -> Message:
-        """Take over a model, unless there is one; a request without values only asks.
+        """Set the model of an empty server; a request without values is a query.
 
         Raises
         ------
         ConfigError
-            The server holds another model, or cannot apply the optimiser.
+            The server has another model, or cannot apply the optimiser.
         """
-        made = None
-        if self._state is None and request.flag("values"):  # outside of the lock: it may import PyTorch
-            made = _configured(request)
-            made[0].set_values(request)
+        configured = None
+        if self._state is None and request.flag("values"):  # without the lock: may import PyTorch
+            configured = _configure(request)
+            configured[0].set_values(request)
         with self._changed:
-            taken = made is not None and self._state is None
-            if made is not None and taken:
-                self._begin(*made)
+            taken = configured is not None and self._state is None
+            if configured is not None and taken:
+                self._install(*configured)
             elif self._state is not None:
-                self._check_same(request)
+                self._check_model(request)
             return Message({"initialized": self._state is not None, "taken": taken})
 
     def pull_variable(self, request: Message) -> Message:
-        """Return all dense values, if they are newer than the caller's; wait for a version first."""
+        """Wait for a version, then return all dense values if they are newer than those of the caller."""
         version, at_least = request.integer("version"), request.integer("at_least")
-        known = request.text("incarnation")
+        incarnation = request.text("incarnation")
         with self._changed:
-            state = self._held()
-            self._wait(request, lambda: self._incarnation != known or state.version >= at_least)
-            state = self._held()
+            state = self._require_state()
+            self._wait(request, lambda: self._incarnation != incarnation or state.version >= at_least)
+            state = self._require_state()
             fields = {"version": state.version, "incarnation": self._incarnation}
-            if known == self._incarnation and version >= state.version:
+            if incarnation == self._incarnation and version >= state.version:
                 return Message(fields)
             if self._copies is None or self._copies[0] != state.version:
                 self._copies = state.version, {**state.dense.snapshot()}
             return Message(fields, self._copies[1])
 
     def pull_embedding_vector(self, request: Message) -> Message:
-        """Return rows of a table by ids, which are made at their first use."""
+        """Return rows of a table by ids, created at their first use."""
         ids = request.array("ids", "int64", [None])
         with self._changed:
-            state = self._held()
+            state = self._require_state()
             return Message({"version": state.version}, {"rows": state.table(request.text("name")).rows(ids)})
 
     def push_gradient(self, request: Message) -> Message:
-        """Apply a gradient, or keep it for its round; refuse it if it is too old, or applied already.
+        """Apply a gradient, or keep it for its round; refuse it if it is too old or already applied.
 
         The reply's `outcome` is 'applied', 'stale' or 'duplicate'; `version` is the first version that contains it.
         """
         with self._changed:
-            state = self._held()
+            state = self._require_state()
         gradient, incarnation = state.read_gradient(request), request.text("incarnation")
         with self._changed:
-            self._changed.wait_for(lambda: self._may_enter(gradient), LONGEST_HOLD)
-            state = self._held()
+            self._changed.wait_for(lambda: self._is_admitted(gradient), LONGEST_HOLD)
+            state = self._require_state()
             if incarnation != self._incarnation:
-                return self._refusal("stale")
+                return self._refuse("stale")
             self._bound.join(gradient.worker)
             if self._was_pushed(gradient):
-                return self._refusal("duplicate")
+                return self._refuse("duplicate")
             if self._has_credit(gradient):
-                self._count()  # else this round and that of another server could wait for each other
-                return self._refusal("duplicate")
+                self._count_gradient()  # otherwise the rounds of two servers could deadlock
+                return self._refuse("duplicate")
             staleness = max(0, state.version - gradient.version)
             if self._rule.sync and staleness > self._rule.version_tolerance:
-                return self._refusal("stale")
+                return self._refuse("stale")
             self._pushed[gradient.client] = gradient.sequence
             self._bound.arrive(gradient.worker)
             factor = 1.0
             if self._rule.sync:
                 self._pending.append(gradient)
                 target = state.version + 1
-                self._count()
+                self._count_gradient()
             else:
                 factor = rate_factor(staleness, self._rule.modulate)
                 state.apply([gradient], factor)
@@ -150,14 +150,14 @@ class ParameterServer(Service):
             return Message({"outcome": "applied", "version": target, "staleness": staleness, "factor": factor})
 
     def join(self, request: Message) -> Message:
-        """Count a worker."""
+        """Add a worker."""
         with self._changed:
             self._bound.join(request.text("worker"))
             self._left.discard(request.text("worker"))
             return Message()
 
     def leave(self, request: Message) -> Message:
-        """Wait no longer for a worker that has ended, or is lost."""
+        """Remove a worker that has ended or is lost."""
         with self._changed:
             self._bound.leave(request.text("worker"))
             self._left.add(request.text("worker"))
@@ -167,51 +167,51 @@ class ParameterServer(Service):
             return Message()
 
     def wait_turn(self, request: Message) -> Message:
-        """Wait until a worker may go on, as the staleness bound says."""
+        """Wait until the staleness bound permits a worker to continue."""
         worker = request.text("worker")
         with self._changed:
-            return Message({"ready": self._wait(request, lambda: self._bound.may_go_on(worker))})
+            return Message({"ready": self._wait(request, lambda: self._bound.may_continue(worker))})
 
     def finish_round(self, request: Message) -> Message:
-        """Apply the gradients that wait for others, as at the end of an epoch."""
+        """Apply the gradients of an incomplete round, such as at the end of an epoch."""
         with self._changed:
-            self._held()
+            self._require_state()
             self._end_round(complete=False)
             self._changed.notify_all()
             return Message()
 
     def finish_epoch(self, request: Message) -> Message:
-        """Forget the credits of an epoch that is complete: all its gradients count as applied."""
+        """Drop the credits of a complete epoch, all of whose gradients count as applied."""
         with self._changed:
-            self._held().credits.finish(request.integer("epoch"))
+            self._require_state().credits.finish(request.integer("epoch"))
             return Message()
 
     def credits(self, request: Message) -> Message:
-        """Return the credits of the gradients that were applied."""
+        """Return the credits of the applied gradients."""
         with self._changed:
-            return Message({"credits": self._held().credits.described()})
+            return Message({"credits": self._require_state().credits.to_json()})
 
     def hold(self, request: Message) -> Message:
-        """Take no gradients but those with given credits, and return the credits of those that were applied."""
+        """Hold all gradients except those with admitted credits; return the credits of the applied ones."""
         admitted = Credits.parse(request.mapping("admitted"))
         with self._changed:
-            state = self._held()
+            state = self._require_state()
             self._held_until, self._admitted = time.monotonic() + LONGEST_HOLD, admitted
             self._changed.notify_all()
-            return Message({"credits": state.credits.described(), "version": state.version})
+            return Message({"credits": state.credits.to_json(), "version": state.version})
 
     def release(self, request: Message) -> Message:
-        """Take gradients again."""
+        """Accept gradients again."""
         with self._changed:
             self._held_until = 0.0
             self._changed.notify_all()
             return Message()
 
     def save_checkpoint(self, request: Message) -> Message:
-        """Write what this server holds into the folder of a checkpoint; gradients must be held."""
+        """Write the state of this server to the folder of a checkpoint; gradients must be held."""
         folder = self._folder(request)
         with self._changed:
-            state = self._held()
+            state = self._require_state()
             if time.monotonic() > self._held_until:
                 raise ConfigError("save_checkpoint: gradients are not held; call hold first")
             write = save_state(state, self._rule, folder, request.text("save"))
@@ -224,36 +224,36 @@ class ParameterServer(Service):
         return Message({"version": state.version})
 
     def load_checkpoint(self, request: Message) -> Message:
-        """Take over the parts of a checkpoint, of any number of servers, that are this server's.
+        """Load this server's parts of a checkpoint of any number of servers.
 
-        A request without a layout is for server `index` of as many `servers`, with all that the checkpoint says.
+        A request without a layout restores server `index` of the `servers` in the checkpoint, with its configuration.
         """
-        folder, described = self._folder(request), request
+        folder, configuration = self._folder(request), request
         if "layout" not in request.fields:
-            described = read_configuration(folder, request.integer("index"), request.integer("servers", 1))
-        state, rule = _configured(described)
+            configuration = read_configuration(folder, request.integer("index"), request.integer("servers", 1))
+        state, rule = _configure(configuration)
         load_state(state, folder)
         with self._changed:
             workers = list(self._bound.steps)
-            self._begin(state, rule)
+            self._install(state, rule)
             for worker in workers:
                 self._bound.join(worker)
             self._changed.notify_all()
             fields = {"version": state.version, "incarnation": self._incarnation}
-            return Message({**fields, "credits": state.credits.described()})
+            return Message({**fields, "credits": state.credits.to_json()})
 
     def status(self, request: Message) -> Message:
-        """Return counts: version, samples, rows in use, gradients refused, workers and their steps."""
+        """Return counts: version, samples, rows in use, refused gradients, workers and their steps."""
         with self._changed:
             state = self._state
-            held = {} if state is None else {name: table.count for name, table in state.tables.items()}
+            rows = {} if state is None else {name: table.count for name, table in state.tables.items()}
             fields = {
                 "initialized": state is not None,
                 "incarnation": self._incarnation,
                 "version": 0 if state is None else state.version,
                 "samples": 0.0 if state is None else state.samples,
                 "bytes": 0 if state is None else state.dense.nbytes,
-                "rows": held,
+                "rows": rows,
                 "refused": self._refused,
                 "pending": len(self._pending),
                 "left": len(self._left),
@@ -261,61 +261,61 @@ class ParameterServer(Service):
             }
             return Message(fields)
 
-    def _begin(self, state: ServerState, rule: UpdateRule) -> None:
+    def _install(self, state: ServerState, rule: UpdateRule) -> None:
         self._state, self._rule = state, rule
         self._bound = StalenessBound(None if rule.sync else rule.staleness)
         self._incarnation = secrets.token_hex(8)
         self._pending, self._counted, self._pushed, self._copies = [], 0, {}, None
         self._held_until = 0.0
 
-    def _held(self) -> ServerState:
+    def _require_state(self) -> ServerState:
         if self._state is None:
             raise ServiceUnavailableError("the server has no model yet; push one, or load a checkpoint")
         return self._state
 
-    def _check_same(self, request: Message) -> None:
-        state = self._held()
-        ours = state.layout.described(), state.optimizer, self._rule.described()
-        for what, one in zip(("layout", "optimizer", "rule"), ours, strict=True):
-            if request.mapping(what) != one:
-                raise ConfigError(f"the server has a model with another {what}; start separate servers for each job")
+    def _check_model(self, request: Message) -> None:
+        state = self._require_state()
+        expected = state.layout.to_json(), state.optimizer, self._rule.to_json()
+        for part, value in zip(("layout", "optimizer", "rule"), expected, strict=True):
+            if request.mapping(part) != value:
+                raise ConfigError(f"the server has a model with another {part}; start separate servers for each job")
 
     def _was_pushed(self, gradient: PushedGradient) -> bool:
-        """Whether this very gradient has been taken already."""
+        """Whether this push has already been received."""
         return gradient.sequence <= self._pushed.get(gradient.client, -1)
 
     def _has_credit(self, gradient: PushedGradient) -> bool:
-        """Whether another gradient with its credit has been taken already."""
+        """Whether a gradient with its credit has already been received."""
         credit = gradient.credit
         return credit is not None and (
-            credit in self._held().credits or any(one.credit == credit for one in self._pending)
+            credit in self._require_state().credits or any(pending.credit == credit for pending in self._pending)
         )
 
-    def _refusal(self, outcome: str) -> Message:
+    def _refuse(self, outcome: str) -> Message:
         self._refused += outcome == "stale"
-        version = self._held().version + bool(outcome == "duplicate" and self._pending)
+        version = self._require_state().version + bool(outcome == "duplicate" and self._pending)
         return Message({"outcome": outcome, "version": version, "staleness": 0, "factor": 0.0})
 
-    def _may_enter(self, gradient: PushedGradient) -> bool:
+    def _is_admitted(self, gradient: PushedGradient) -> bool:
         if time.monotonic() > self._held_until:
             return not self._saving
         return not self._saving and gradient.credit is not None and gradient.credit in self._admitted
 
-    def _count(self) -> None:
-        """Count a gradient in the round, which ends where there are enough."""
+    def _count_gradient(self) -> None:
+        """Count a gradient in the round, which ends once there are enough."""
         if self._rule.sync:
             self._counted += 1
             self._end_round(complete=True)
             self._changed.notify_all()
 
     def _end_round(self, complete: bool) -> None:
-        """Apply the gradients of the round, if there are enough of them, or (not `complete`) any."""
+        """Apply the gradients of the round if there are enough, or (not `complete`) any."""
         workers = len(self._bound.steps)
         needed = min(self._rule.grads_to_wait, workers) if workers else self._rule.grads_to_wait
         if self._pending and (not complete or self._counted >= needed):
             gradients, self._pending = self._pending, []
             self._counted = 0
-            self._held().apply(gradients)
+            self._require_state().apply(gradients)
 
     def _wait(self, request: Message, condition: Callable[[], bool]) -> bool:
         return self._changed.wait_for(condition, min(request.number("seconds"), LONGEST_WAIT))
@@ -332,20 +332,20 @@ class ParameterServer(Service):
 def serve_role(
     task: TaskSpecDef, environ: Mapping[str, str] | None = None, services: Sequence[Service] = ()
 ) -> ServiceHost:
-    """Return the running server of a task of type 'ps', on the address that the cluster gives it.
+    """Start the server of a task of type 'ps', at its address in the cluster.
 
     Parameters
     ----------
     task : TaskSpecDef
     environ : mapping, optional
-        Has the job's token. Default: that of the process.
+        Environment with the job's token. Default: that of the process.
     services : sequence of Service, optional
         Default: a `ParameterServer` without checkpoints.
 
     Raises
     ------
     ConfigError
-        The task is no parameter server, its address is not of this machine or in use, or there is no token.
+        The task is not a parameter server, its address is in use or not of this machine, or the token is missing.
     """
     if not task.is_ps() or task.index >= task.num_ps:
         raise ConfigError(
@@ -355,6 +355,6 @@ def serve_role(
     return ServiceHost(services or [ParameterServer()], task.ps_hosts[task.index], token)
 
 
-def _configured(request: Message) -> tuple[ServerState, UpdateRule]:
+def _configure(request: Message) -> tuple[ServerState, UpdateRule]:
     state = ServerState(request.mapping("layout"), request.mapping("optimizer"))
     return state, UpdateRule.parse(request.mapping("rule"))

@@ -1,4 +1,4 @@
-"""The parameters that a server holds, with all that goes on with them: slots, version, credits."""
+"""State of a server: parameters, slots, version, and credits."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .table import RowTable
 from .updates import make_updater
 
 IDS, ROWS = "ids/", "rows/"
-"""Before the name of a table, in the names of arrays in messages."""
+"""Prefixes of table names in the array names of messages."""
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """The rule by which gradients of several workers are applied.
+    """Rule for the application of gradients of several workers.
 
     Attributes
     ----------
     sync : bool
-        Gradients of a round are averaged, by their samples, and applied together. False: each is applied as it comes.
+        Average the gradients of a round, weighted by samples, and apply them together. False: apply each on arrival.
     grads_to_wait : int
-        Gradients of a round; fewer where fewer workers are there.
+        Gradients of a round; fewer if there are fewer workers.
     version_tolerance : int
-        Synchronous gradients of values that are older by more updates are refused.
+        Synchronous mode: gradients of values that are more updates old are refused.
     staleness : int or None
-        Asynchronous: steps by which a worker may be ahead of the slowest one. None: any number.
+        Asynchronous mode: number of steps a worker may be ahead of the slowest one. None: unbounded.
     modulate : bool
-        Asynchronous: divide the learning rate by the updates since the values of a gradient were pulled.
+        Asynchronous mode: divide the learning rate by the updates since the values of a gradient were pulled.
     """
 
     sync: bool = True
@@ -43,15 +43,15 @@ class UpdateRule:
     staleness: int | None = None
     modulate: bool = False
 
-    def described(self) -> dict[str, Any]:
-        """Return it as JSON, which `parse` reads."""
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON value, the inverse of `parse`."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @classmethod
-    def parse(cls, described: Mapping[str, Any]) -> UpdateRule:
-        """Return the rule that JSON describes; MessageError if it is invalid."""
-        message = Message(described)
-        staleness = None if described.get("staleness") is None else message.integer("staleness")
+    def parse(cls, fields: Mapping[str, Any]) -> UpdateRule:
+        """Return the rule of a JSON value; MessageError if it is invalid."""
+        message = Message(fields)
+        staleness = None if fields.get("staleness") is None else message.integer("staleness")
         return cls(
             message.flag("sync"),
             message.integer("grads_to_wait", 1),
@@ -63,22 +63,22 @@ class UpdateRule:
 
 @dataclass(frozen=True)
 class PushedGradient:
-    """A gradient for the parameters of one server.
+    """Gradient of the parameters of a server.
 
     Attributes
     ----------
     worker : str
     client, sequence : str, int
-        The sender's connection, and the number of its push: a repeated one is known by them.
+        Connection of the sender, and number of its push, which identify repeated pushes.
     version : int
-        Of the values that it was computed with.
+        Version of the values for which it was computed.
     samples : float
-        Its weight in a mean.
+        Weight in a mean.
     scale : float
-        Factor on the learning rate, as of a schedule.
+        Factor on the learning rate, such as that of a schedule.
     credit : Credit or None
     dense : dict of str to ndarray
-        By dtype.
+        Flat arrays by dtype.
     tables : dict of str to (ids, rows)
     """
 
@@ -104,11 +104,11 @@ class ServerState:
     Attributes
     ----------
     version : int
-        Updates so far.
+        Number of updates.
     credits : Credits
-        Of the gradients that were applied.
+        Minibatches of the applied gradients.
     samples : float
-        Of the gradients that were applied, together.
+        Total samples of the applied gradients.
     """
 
     def __init__(self, layout: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
@@ -120,30 +120,30 @@ class ServerState:
         self.version, self.samples, self.credits = 0, 0.0, Credits()
 
     def set_values(self, message: Message) -> None:
-        """Take over the values of a message: all dense ones, and rows of tables, where it has some."""
-        given, rows = self.dense.read(message), self.read_rows(message)
-        self.dense.set_values(given)
+        """Set the values in a message: all dense values, and rows of tables, if any."""
+        dense, rows = self.dense.read(message), self.read_rows(message)
+        self.dense.set_values(dense)
         for name, (ids, values) in rows.items():
             self.tables[name].restore(ids, values, {})
 
     def read_rows(self, message: Message) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return ids and rows of tables in a message; MessageError if they fit no table."""
-        found = {}
+        """Return ids and rows of tables in a message; MessageError if they do not match a table."""
+        rows_by_table = {}
         for name in (key[len(ROWS) :] for key in message.arrays if key.startswith(ROWS)):
             spec = self.table(name).spec
             rows = message.array(ROWS + name, spec.dtype, [None, spec.dim])
-            found[name] = message.array(IDS + name, "int64", [len(rows)]), rows
-            self._check_ids(spec, found[name][0])
-        return found
+            rows_by_table[name] = message.array(IDS + name, "int64", [len(rows)]), rows
+            self._check_ids(spec, rows_by_table[name][0])
+        return rows_by_table
 
     def table(self, name: str) -> RowTable:
-        """Return a table; MessageError if there is none of this name."""
+        """Return a table by name; MessageError if there is none."""
         if name not in self.tables:
             raise MessageError(f"no table '{name}'")
         return self.tables[name]
 
     def read_gradient(self, message: Message) -> PushedGradient:
-        """Return the gradient of a message; MessageError if it does not fit."""
+        """Return the gradient in a message; MessageError if it does not match the layout."""
         credit = message.fields.get("credit")
         return PushedGradient(
             message.text("worker"),
@@ -158,16 +158,16 @@ class ServerState:
         )
 
     def apply(self, gradients: Sequence[PushedGradient], factor: float = 1.0) -> None:
-        """Apply the mean of gradients, by their samples, in the order of their workers; all arrays are overwritten."""
-        ordered = sorted(gradients, key=lambda one: (one.worker, one.sequence))
-        weights = mean_weights(one.samples for one in ordered)
-        scales = {one.scale for one in ordered}
-        mean = sum(weight * one.scale for weight, one in zip(weights, ordered, strict=True))
+        """Apply the sample-weighted mean of gradients, in order of their workers; all arrays are overwritten."""
+        ordered = sorted(gradients, key=lambda gradient: (gradient.worker, gradient.sequence))
+        weights = mean_weights(gradient.samples for gradient in ordered)
+        scales = {gradient.scale for gradient in ordered}
+        mean = sum(weight * gradient.scale for weight, gradient in zip(weights, ordered, strict=True))
         scale = factor * (scales.pop() if len(scales) == 1 else mean)
         dense = ordered[0].dense
         if len(ordered) > 1:
-            for weight, one in zip(weights, ordered, strict=True):
-                for dtype, array in one.dense.items():
+            for weight, gradient in zip(weights, ordered, strict=True):
+                for dtype, array in gradient.dense.items():
                     array *= weight
                     if array is not dense[dtype]:
                         dense[dtype] += array
@@ -181,12 +181,12 @@ class ServerState:
                 rows = np.concatenate([rows * weight for (_, rows), weight in pushed]).astype(table.spec.dtype)
                 table.update(ids, rows, self.version, scale)
         self.version += 1
-        self.samples += sum(one.samples for one in ordered)
-        for one in ordered:
-            if one.credit is not None:
-                self.credits.add(one.credit)
+        self.samples += sum(gradient.samples for gradient in ordered)
+        for gradient in ordered:
+            if gradient.credit is not None:
+                self.credits.add(gradient.credit)
 
     def _check_ids(self, spec: TableSpec, ids: np.ndarray) -> None:
-        wrong = (ids < 0) | (ids >= spec.rows) | (ids % self.layout.servers != self.layout.index)
-        if wrong.any():
-            raise MessageError(f"table '{spec.name}': id {ids[wrong][0]} is not among this server's {spec.rows} rows")
+        invalid = (ids < 0) | (ids >= spec.rows) | (ids % self.layout.servers != self.layout.index)
+        if invalid.any():
+            raise MessageError(f"table '{spec.name}': id {ids[invalid][0]} is not among this server's {spec.rows} rows")

@@ -1,4 +1,4 @@
-"""A model of an experiment whose parameters servers update: this replica is one worker of several."""
+"""Training of a replica as a worker of an asynchronous job, with updates by parameter servers."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from .wire import read_token
 from .worker_tasks import PATIENCE, WorkerTasks
 
 SERVERS, MASTER, WORKER = "NEONDIST_SERVERS", "NEONDIST_MASTER", "NEONDIST_WORKER"
-"""Environment variables of a worker: addresses of the servers and of the master, and its number."""
+"""Environment variables of a worker: addresses of the servers and of the master, and its index."""
 RULE = "NEONDIST_UPDATE_RULE"
-"""Environment variable of a worker: how servers apply gradients, as JSON, where the strategy does not say."""
+"""Environment variable of a worker: JSON of the update rule, if it overrides that of the strategy."""
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The place of this process's replica in an asynchronous job.
+    """Place of the replica of this process in an asynchronous job.
 
     Attributes
     ----------
     index : int
     servers : tuple of str
-        Their addresses.
+        Addresses of the servers.
     master : str
-        Its address.
+        Address of the master.
     token : str
     rule : UpdateRule, optional
-        How servers apply gradients. Default: as the strategy says.
+        Rule for the application of gradients. Default: that of the strategy.
     """
 
     index: int
@@ -52,7 +52,7 @@ class WorkerPlace:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerPlace | None:
-        """Return the place that the environment gives; None if the process is not a worker."""
+        """Return the place described by the environment; None if the process is not a worker."""
         if not environ.get(SERVERS):
             return None
         try:
@@ -67,48 +67,48 @@ class WorkerPlace:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that `read` reads, without the token."""
-        rule = {} if self.rule is None else {RULE: json.dumps(self.rule.described())}
+        """Environment variables for `read`, without the token."""
+        rule = {} if self.rule is None else {RULE: json.dumps(self.rule.to_json())}
         return {SERVERS: ",".join(self.servers), MASTER: self.master, WORKER: str(self.index), **rule}
 
     @property
     def name(self) -> str:
-        """The name of the worker, by which services know it."""
+        """Name of the worker for services."""
         return worker_name(self.index)
 
 
 def worker_name(index: int) -> str:
-    """Return the name of a worker by its number."""
+    """Return the name of a worker by its index."""
     return f"worker-{index:05d}"
 
 
 class ServerUpdate(RemoteUpdate):
-    """Updates of all parameters by servers; its first rank speaks with them.
+    """Updates of all parameters by servers, with which the first rank communicates.
 
     Attributes
     ----------
     version : int
-        Updates by all workers so far, on the first server, as of the last pull.
+        Number of updates by all workers on the first server, as of the last pull.
 
     Parameters
     ----------
     worker : WorkerPlace
     strategy : StrategyBuilder or Strategy
-        Asynchronous, of all parameters.
+        Asynchronous strategy of all parameters.
     parameters : Parameters
-        Of a built model, each whole on every rank or cut over the tiles.
+        Parameters of a built model, replicated on every rank or sharded over the tiles.
     optimizer : Optimizer or TorchOptimizer
     world : Transport
         The ranks of this worker.
     tasks : WorkerTasks, optional
-        Say of which minibatch a gradient is. Default: gradients have no credits.
+        Provide the minibatch of a gradient. Default: gradients have no credits.
 
     Raises
     ------
     ConfigError
-        On every rank: the strategy does not suit the parameters, or servers cannot apply the optimiser.
+        On every rank: the strategy does not match the parameters, or servers cannot apply the optimiser.
     ServiceError
-        On every rank: a server cannot be reached, or refuses the model.
+        On every rank: a server is unreachable, or rejects the model.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class ServerUpdate(RemoteUpdate):
         self.strategy.check_model(specs)
         decays = [shard.full_name for shard in parameters.trained if shard.decays]
         layouts = place(self.strategy, count, decays=decays)
-        self._values = self._gathered(parameters.values)
+        self._values = self._gather(parameters.values)
         self._client: ParameterClient | None = None
         self.version = 0
         with all_or_none(world):
             if world.rank == 0:
                 self._client = ParameterClient(worker.servers, layouts, worker.token, worker.name, patience=PATIENCE)
-                client, rule = self._client, worker.rule or _rule(self.strategy)
+                client, rule = self._client, worker.rule or _update_rule(self.strategy)
                 client.initialize(self._values, optimizer, rule)
                 if tasks is not None:
                     tasks.when_idle(client.leave)
@@ -146,8 +146,8 @@ class ServerUpdate(RemoteUpdate):
         self._pull()
 
     def update(self, scale: float) -> None:
-        """Push this worker's gradients, wait for slower workers where there is a bound, and pull new values."""
-        gradients, tasks = self._gathered(self._parameters.grads), self._tasks
+        """Push this worker's gradients, wait for slower workers within the staleness bound, and pull new values."""
+        gradients, tasks = self._gather(self._parameters.grads), self._tasks
         with all_or_none(self._world):
             if self._client is not None:
                 samples, credit = (1, None) if tasks is None else (tasks.samples, tasks.credit)
@@ -162,7 +162,7 @@ class ServerUpdate(RemoteUpdate):
         self._pull()
 
     def wait_for_others(self, workers: int, patience: float) -> None:
-        """Leave; wait on the first worker, up to `patience` seconds, until all `workers` have left."""
+        """Leave the job; on the first worker, wait up to `patience` seconds until all `workers` have left."""
         end = time.monotonic() + patience
         with all_or_none(self._world):
             if self._client is not None:
@@ -171,18 +171,18 @@ class ServerUpdate(RemoteUpdate):
                     time.sleep(0.05)
 
     def finish(self) -> None:
-        """Take over the last values on the first worker."""
+        """Pull the final values on the first worker."""
         if not self._worker.index:
             self._pull()
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         if self._tasks is not None:
             self._tasks.close()
         if self._client is not None:
             self._client.close()
 
-    def _gathered(self, flat: Any) -> dict[str, np.ndarray]:
+    def _gather(self, flat: Any) -> dict[str, np.ndarray]:
         shards = self._parameters.trained
         return {
             shard.full_name: np.ascontiguousarray(shard.gather(array))
@@ -201,8 +201,8 @@ class ServerUpdate(RemoteUpdate):
         self._parameters.version += 1
 
 
-def _rule(strategy: Strategy) -> UpdateRule:
-    modes = {(one.sync, one.staleness) for one in strategy.parameters.values()}
+def _update_rule(strategy: Strategy) -> UpdateRule:
+    modes = {(placement.sync, placement.staleness) for placement in strategy.parameters.values()}
     if len(modes) > 1:
         raise strategy.error("has parameters with different sync or staleness; use the same for all")
     sync, staleness = modes.pop()

@@ -1,4 +1,4 @@
-"""Services over gRPC: a host that listens, and a client that calls; messages as `message` writes them, in chunks.
+"""Services over gRPC: a host and a client, which exchange the messages of `message` in chunks.
 
 A service is a class with a name and methods:
 
@@ -15,9 +15,9 @@ A service is a class with a name and methods:
         with ServiceClient(host.address, "Clock", token) as clock:
             clock.call("add", {"a": 1, "b": 2}).number("sum")
 
-A method may raise `MessageError` where a request is invalid, and any `UserError` to refuse it: callers get a
-`ServiceError` with its message. After a `ServiceUnavailableError` callers try again. Each call runs in a thread of the
-host, so methods guard what they share.
+A method may raise `MessageError` for an invalid request, and any `UserError` to reject it: callers get a `ServiceError`
+with its message. Callers retry after a `ServiceUnavailableError`. Each call runs in a thread of the host, so methods
+must protect shared state.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from ..errors import ConfigError, ServiceError, ServiceUnavailableError, UserErr
 from ..version import __version__
 from .message import CHUNK, Arrays, Message, MessageError, ProtocolError, decode, encode
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it has to say comes as an error, too
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its messages are also raised as errors
 import grpc
 
 TOKEN = "NEONDIST_TOKEN"
-"""The environment variable that hands the job's token to its processes."""
+"""Environment variable with the token of the job."""
 LIMIT = 4 << 30
 """Default limit of a message's arrays in bytes."""
 LONGEST_CALL = 3600.0
-"""Seconds; a call without a deadline, or with a later one, is refused."""
+"""Longest deadline of a call in seconds; calls without a deadline are rejected."""
 _KEY = "neondist-token"
 _DETAILS = 1500
 _COMMON = [
@@ -60,8 +60,8 @@ _COMMON = [
 ]
 _HOST = [
     *_COMMON,
-    ("grpc.so_reuseport", 0),  # two servers on one port would share its calls
-    ("grpc.http2.max_ping_strikes", 0),  # a loaded machine delays pings, which then seem too many
+    ("grpc.so_reuseport", 0),  # two servers on one port would share calls
+    ("grpc.http2.max_ping_strikes", 0),  # a loaded machine delays pings, which then arrive in bursts
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 _CLIENT = [
@@ -72,29 +72,29 @@ _CLIENT = [
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # that an attempt may take; a loaded machine answers late
+    ("grpc.min_reconnect_backoff_ms", 5000),  # a loaded machine responds late
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-_ABSENT = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
-_RETRIED = *_ABSENT, grpc.StatusCode.ABORTED
+_UNAVAILABLE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
+_RETRIABLE = *_UNAVAILABLE, grpc.StatusCode.ABORTED
 
 Method = Callable[[Message], Message]
 
 
 class Service(ABC):
-    """Methods that other processes of the job call.
+    """Methods for calls from other processes of the job.
 
     Attributes
     ----------
     name : str
-        Of the service, such as 'PServer'.
+        Name of the service, such as 'PServer'.
     """
 
     name: str
 
     @abstractmethod
     def methods(self) -> Mapping[str, Method]:
-        """Return the methods by the names under which they are called; 'hello' is there already."""
+        """Return the methods by name; 'hello' is predefined."""
 
 
 def create_token() -> str:
@@ -108,7 +108,7 @@ def read_token(environ: Mapping[str, str]) -> str:
     Raises
     ------
     ConfigError
-        It is missing, or too short to be a secret.
+        The token is missing, or too short to be a secret.
     """
     token = environ.get(TOKEN, "")
     if len(token) < 16 or not token.isascii() or not token.isprintable():
@@ -120,29 +120,29 @@ def read_token(environ: Mapping[str, str]) -> str:
 
 
 class ServiceHost:
-    """A process's listening end; a context manager.
+    """Server side of services; a context manager.
 
     Parameters
     ----------
     services : iterable of Service
     address : str
-        'HOST:PORT' of this machine to listen on; port 0: any free one.
+        'HOST:PORT' of this machine to listen on; port 0 selects a free port.
     token : str
-        Calls without it are refused unread.
+        Calls without it are rejected unread.
     limit : int
         Largest size of a request's arrays in bytes.
     threads : int
-        Calls at a time, those that wait for something included; further ones are refused, and clients try again.
+        Maximum number of concurrent calls, including waiting ones; others are rejected, and clients retry.
 
     Attributes
     ----------
     address : str
-        With the port that was chosen.
+        Address with the selected port.
 
     Raises
     ------
     ConfigError
-        The address is not of this machine, or in use.
+        The address does not belong to this machine, or is in use.
     """
 
     def __init__(
@@ -160,17 +160,17 @@ class ServiceHost:
         self._server.add_generic_rpc_handlers((_Methods(methods, token),))
         try:
             port = self._server.add_insecure_port(address)
-        except RuntimeError:  # since it was found free
+        except RuntimeError:  # taken since the check
             raise ConfigError(f"{address}: in use; choose another port") from None
         self.address = f"{host}:{port}"
         self._server.start()
 
     def wait(self) -> None:
-        """Wait until the host is stopped, or the process interrupted."""
+        """Wait until the host is stopped or the process is interrupted."""
         self._server.wait_for_termination()
 
     def stop(self, grace: float = 1.0) -> None:
-        """Refuse new calls, and end those that have not ended within `grace` seconds."""
+        """Reject new calls, and cancel those that have not finished within `grace` seconds."""
         self._server.stop(grace).wait()
 
     def __enter__(self) -> ServiceHost:
@@ -183,20 +183,20 @@ class ServiceHost:
 
 
 class ServiceClient:
-    """A connection to one service; a context manager.
+    """Connection to a service; a context manager.
 
     Parameters
     ----------
     address : str
         'HOST:PORT'.
     service : str
-        Its name.
+        Name of the service.
     token : str
     timeout : float
-        Seconds that a call may take.
+        Seconds per call.
     patience : float
-        Seconds for which unanswered calls are retried, as while a server restarts. Methods must accept that a
-        request arrives twice.
+        Seconds for which failed calls are retried, such as while a server restarts. Methods must tolerate repeated
+        requests.
     limit : int
         Largest size of a reply's arrays in bytes.
     """
@@ -228,18 +228,18 @@ class ServiceClient:
         Raises
         ------
         ServiceError
-            The service refuses the call, or is of another version.
+            The service rejects the call, or has another version.
         ServiceUnavailableError
-            No answer within `patience` or `timeout`.
+            No response within `patience` or `timeout`.
         """
         message, timeout = Message(fields or {}, arrays or {}), self.timeout if timeout is None else timeout
-        given_up, pause = time.monotonic() + self.patience, 0.02
+        deadline, pause = time.monotonic() + self.patience, 0.02
         while True:
             try:
                 return self._attempt(method, message, timeout)
             except grpc.RpcError as error:
-                if error.code() not in _RETRIED or time.monotonic() + pause > given_up or self._closed.is_set():
-                    raise self._error(method, error) from None
+                if error.code() not in _RETRIABLE or time.monotonic() + pause > deadline or self._closed.is_set():
+                    raise self._translate_error(method, error) from None
                 self._closed.wait(pause)
                 pause = min(2 * pause, 0.5)
             except MessageError as error:
@@ -248,23 +248,23 @@ class ServiceClient:
     def submit(
         self, method: str, fields: Mapping[str, Any] | None = None, arrays: Mapping[str, Arrays] | None = None
     ) -> Future[Message]:
-        """Call a method in a thread; the arrays must stay as they are until the future is done."""
+        """Call a method in a thread; the arrays must not change until the future is done."""
         return self._threads.submit(self.call, method, fields, arrays)
 
     def hello(self) -> None:
-        """Check that the service is there, and of this version.
+        """Check that the service is reachable and has this version.
 
         Raises
         ------
         ServiceError
         """
-        theirs = self.call("hello").text("version")
-        if theirs != __version__:
-            here = f"this process {__version__}; install one version"
-            raise ServiceError(f"{self.service} at {self.address} has neondist {theirs}, {here}")
+        version = self.call("hello").text("version")
+        if version != __version__:
+            remedy = f"this process {__version__}; install one version"
+            raise ServiceError(f"{self.service} at {self.address} has neondist {version}, {remedy}")
 
     def close(self) -> None:
-        """Close the connection; calls under way are cancelled."""
+        """Close the connection, and cancel running calls."""
         self._closed.set()
         self._channel.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -280,7 +280,7 @@ class ServiceClient:
     def _attempt(self, method: str, message: Message, timeout: float) -> Message:
         path, chunks = f"/neondist.{self.service}/{method}", encode(message)
         first, second = next(chunks), next(chunks, None)
-        if second is None:  # saves the thread that sends a stream
+        if second is None:  # avoids a thread to send a stream
             call = self._channel.unary_stream(path)(first, timeout=timeout, metadata=self._metadata)
         else:
             stream = self._channel.stream_stream(path)
@@ -290,19 +290,19 @@ class ServiceClient:
         finally:
             call.cancel()
 
-    def _error(self, method: str, error: Any) -> ServiceError:
-        code, who = error.code(), f"{self.service} at {self.address}"
-        if code in _ABSENT or code == grpc.StatusCode.CANCELLED:
-            return ServiceUnavailableError(f"{who}: no answer; check its address and that it is running")
+    def _translate_error(self, method: str, error: Any) -> ServiceError:
+        code, peer = error.code(), f"{self.service} at {self.address}"
+        if code in _UNAVAILABLE or code == grpc.StatusCode.CANCELLED:
+            return ServiceUnavailableError(f"{peer}: no answer; check its address and that it is running")
         if code == grpc.StatusCode.ABORTED:
-            return ServiceUnavailableError(f"{who}: {error.details()}")
+            return ServiceUnavailableError(f"{peer}: {error.details()}")
         if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return ServiceUnavailableError(f"{who}: {method}: no answer in time")
+            return ServiceUnavailableError(f"{peer}: {method}: no answer in time")
         if code == grpc.StatusCode.UNAUTHENTICATED:
-            return ServiceError(f"{who}: the token was rejected; give all processes of a job the same {TOKEN}")
+            return ServiceError(f"{peer}: the token was rejected; give all processes of a job the same {TOKEN}")
         if code == grpc.StatusCode.UNIMPLEMENTED:
-            return ServiceError(f"{who}: no method '{method}'; install the same version of neondist for all processes")
-        return ServiceError(f"{who}: {error.details()}")
+            return ServiceError(f"{peer}: no method '{method}'; install the same version of neondist for all processes")
+        return ServiceError(f"{peer}: {error.details()}")
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -319,13 +319,13 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _check_free(address: str) -> str:
-    """Return the host of an address without a listener."""
+    """Return the host of an address; ConfigError unless it is free."""
     host, port = split_address(address)
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, sockaddr = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+            probe.bind(sockaddr)
     except OSError as error:
         raise ConfigError(
             f"{address}: cannot listen ({error.strerror or error}); choose another port or host"
@@ -338,28 +338,28 @@ def _hello(request: Message) -> Message:
 
 
 class _Methods(grpc.GenericRpcHandler):
-    """Table of methods; without the token there are none."""
+    """Table of methods, for calls with the token only."""
 
     def __init__(self, methods: Mapping[str, Any], token: str) -> None:
         self._methods, self._token = methods, token.encode()
 
     def service(self, details: Any) -> Any:
-        given = b""
+        token = b""
         for key, value in details.invocation_metadata or ():
             if key == _KEY:
-                given = value.encode() if isinstance(value, str) else value
-        if not hmac.compare_digest(given, self._token):
-            return grpc.stream_stream_rpc_method_handler(_refuse)
+                token = value.encode() if isinstance(value, str) else value
+        if not hmac.compare_digest(token, self._token):
+            return grpc.stream_stream_rpc_method_handler(_reject)
         return self._methods.get(details.method)
 
 
-def _refuse(requests: Any, context: Any) -> Iterator[bytes]:
+def _reject(requests: Any, context: Any) -> Iterator[bytes]:
     context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token")
     yield b""
 
 
 class _StreamHandler(grpc.RpcMethodHandler):
-    """One method, as gRPC calls it: messages in chunks both ways."""
+    """gRPC handler of a method: messages in chunks in both directions."""
 
     request_streaming = response_streaming = True
     request_deserializer = response_serializer = None
@@ -385,7 +385,7 @@ class _StreamHandler(grpc.RpcMethodHandler):
             code, text = grpc.StatusCode.ABORTED, str(error)
         except UserError as error:
             code, text = grpc.StatusCode.FAILED_PRECONDITION, str(error)
-        except grpc.RpcError:  # the caller is gone
+        except grpc.RpcError:  # the caller has disconnected
             return
         except Exception:
             traceback.print_exc(file=sys.stderr)

@@ -1,9 +1,9 @@
-"""Training and evaluation by roles: a script's own loop with hooks, checkpoints and a common end.
+"""Training and evaluation sessions: a script's own loop with hooks, checkpoints and a common end on all ranks.
 
-distributed_session: what a script uses. state: what hooks look at. training, evaluation: the two roles. data_position:
-batches from where a checkpoint was. servers: parameter servers that update the model. hooks: stopping, first weights.
-logs: lines and numbers of steps. follow: each checkpoint of a job once, in order. autodist: a script of one process,
-distributed.
+distributed_session: the session. state: its state, for hooks. training, evaluation: the two roles. data_position:
+batches from the position of a checkpoint. servers: parameter servers that update the model. hooks: stopping, initial
+weights. logs: step logs and summaries. follow: evaluation of each checkpoint of a job. autodist: distribution of
+single-process scripts.
 """
 
 from .autodist import AutoDist, scope

@@ -1,4 +1,4 @@
-"""A script of one process, distributed by a few lines: the resources, a scope for its models, and its step."""
+"""Distribution of a single-process script by a resource spec, a scope for its models, and a decorated step."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class AutoDist:
             raise ConfigError(f"strategy: expected a builder, its name or a strategy, got {strategy!r}")
         factors = None if isinstance(grid, ProcessGrid) else _factors(grid, self._chosen)
         job = detect(os.environ)
-        alone = job is None and not (isinstance(grid, ProcessGrid) and grid.size > 1)
-        if alone and self.resources is not None and self.resources.replicas > 1:
+        standalone = job is None and not (isinstance(grid, ProcessGrid) and grid.size > 1)
+        if standalone and self.resources is not None and self.resources.replicas > 1:
             if factors is not None:
                 grid_shape(self.resources.replicas, **factors)
             _launch(self.resources)
@@ -98,7 +98,7 @@ class AutoDist:
         self._owners: Any = None
         self._entered = self._ready = self._running = False
         if self.grid.rank and not self.grid.world.one_process:
-            self.grid.on_close(_silence())
+            self.grid.on_close(_mute_stdout())
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -106,7 +106,7 @@ class AutoDist:
         self._entered = True
         with ExitStack() as stack:
             if importlib.util.find_spec("torch") is not None:
-                from ..torch.module_scope import ModuleScope
+                from ..torch.module.module_scope import ModuleScope
 
                 self._modules = self._modules or ModuleScope(self.grid)
                 stack.enter_context(self._modules.collect())
@@ -129,11 +129,11 @@ class AutoDist:
         name = getattr(function, "__name__", type(function).__name__)
         if not self._entered:
             raise ConfigError(
-                f"{_defined_at(function)}: {name}: function() outside of a scope; decorate it inside of, or after, the"
-                " `with d.scope():` in which its models are made"
+                f"{_source_line(function)}: {name}: function() outside of a scope; decorate it inside of, or after, the"
+                " `with d.scope():` in which its models are created"
             ).on_all_ranks()
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function) or not callable(function):
-            raise ConfigError(f"{_defined_at(function)}: {name}: expected a function that returns its results")
+            raise ConfigError(f"{_source_line(function)}: {name}: expected a function that returns its results")
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -165,17 +165,17 @@ class AutoDist:
         """
         parts: list[Any] = list(self._layer_models)
         if self._modules is not None and self._modules.models:
-            from ..torch.scope_script import ScopeScript
+            from ..torch.training.scope_script import ScopeScript
 
             self._divide_steps()
-            parts += ScopeScript.made_in(self._modules, self._owners)
+            parts += ScopeScript.create(self._modules, self._owners)
         if not parts:
-            raise ConfigError("session: there is no model; make one inside of `with d.scope():` before").on_all_ranks()
+            raise ConfigError("session: there is no model; create one inside of `with d.scope():` first").on_all_ranks()
         folder = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
         return DistributedSession(model=parts, checkpoint_dir=folder, hooks=hooks, **settings)
 
     def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        from ..torch.module_scope import whole
+        from ..torch.module.module_scope import whole
 
         self._divide_steps()
         self._running = True
@@ -186,16 +186,16 @@ class AutoDist:
             self._running = False
 
     def _planned(self) -> Any:
-        """Return the plan of the modules' parameters; None without any."""
+        """Return the plan of the modules' parameters; None if there are none."""
         parameters = {} if self._modules is None else self._modules.parameters
         if not parameters:
             return None
-        from ..torch.parameters import planned_for
+        from ..torch.module.parameters import plan_parameters
 
-        return planned_for(parameters, self.grid.shape, self._chosen)
+        return plan_parameters(parameters, self.grid.shape, self._chosen)
 
     def _divide_steps(self) -> None:
-        """Let a strategy with owners divide the steps of optimisers, from the first call of a function on."""
+        """Divide optimiser steps among owners if the strategy requires it; at the first call of a function."""
         if self._ready:
             return
         self._ready = True
@@ -204,16 +204,16 @@ class AutoDist:
             return
         if plan.compressors:
             raise ConfigError(
-                f"strategy: {plan.strategy.builder}: gradients of a script stay as they are, for clipping and whatever"
-                " else reads them; leave out the compressor, or use ndt.DistributedOptimizer"
+                f"strategy: {plan.strategy.builder}: scripts read uncompressed gradients, such as for clipping;"
+                " leave out the compressor, or use ndt.DistributedOptimizer"
             ).on_all_ranks()
         if plan.shares and self.grid.size > 1:
-            from ..torch.owner_steps import OwnerSteps
+            from ..torch.training.owner_steps import OwnerSteps
 
             self._owners = OwnerSteps(self._modules.parameters, self.grid, plan)
 
     def _share_random_states(self) -> None:
-        """Begin with the random states of rank 0, so that weights and shuffles are the same on every rank."""
+        """Broadcast the random states of rank 0, so that weights and shuffles are the same on every rank."""
         world = self.grid.world
         if world.size == 1 or world.one_process:
             return
@@ -263,7 +263,7 @@ def scope(
 
 
 def _factors(grid: Any, strategy: StrategyBuilder | Strategy) -> dict[str, Any]:
-    """Return the factors of a grid; default: one replica for each rank."""
+    """Return the factors of a grid; default: one replica per rank."""
     if not (grid is None or isinstance(grid, Mapping)):
         raise ConfigError(f"grid: expected a ProcessGrid or a mapping such as {{'replicas': 2}}, got {grid!r}")
     for name in grid or {}:
@@ -272,25 +272,25 @@ def _factors(grid: Any, strategy: StrategyBuilder | Strategy) -> dict[str, Any]:
     return of_grid(strategy, dict(grid or {})) or {"replicas": None}
 
 
-def _defined_at(function: Any) -> str:
+def _source_line(function: Any) -> str:
     code = getattr(function, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else "function"
 
 
-def _silence() -> Callable[[], None]:
-    """Let this process print nothing; return what takes that back."""
+def _mute_stdout() -> Callable[[], None]:
+    """Redirect stdout to the null device; return the function that restores it."""
     with ExitStack() as stack:
-        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        stack.enter_context(redirect_stdout(nowhere))
+        devnull = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        stack.enter_context(redirect_stdout(devnull))
         return stack.pop_all().close
 
 
 def _launch(resources: ResourceSpec) -> None:
-    """Become `neondist launch RESOURCES.yaml` of this script and its words."""
+    """Replace this process by `neondist launch RESOURCES.yaml` with this script and its arguments."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     if not file or not os.path.isfile(file):
         raise LaunchError(
-            "AutoDist runs the script again on all devices, and there is no script here; run it as `python script.py`,"
+            "AutoDist reruns the script on all devices, but this process has no script; run it as `python script.py`,"
             " or start the ranks with mpirun"
         )
     if resources.path is None:

@@ -1,4 +1,4 @@
-"""Batches of a data set, from the position where a checkpoint was."""
+"""Batches of a data set from the position of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .state import SessionState
 
 
 class DataPosition:
-    """Position of a session in a data set, advanced when a step has been run.
+    """Position of a session in a data set, advanced after each step.
 
     Parameters
     ----------
@@ -27,12 +27,12 @@ class DataPosition:
     batch_size : int
         Samples of a batch, over all replicas.
     seed : int
-        Of the order of samples.
+        Seed of the order of samples.
     """
 
     def __init__(self, state: SessionState, dataset: Dataset, batch_size: int, seed: int) -> None:
         self.state, self.dataset, self.batch_size, self.seed = state, dataset, batch_size, seed
-        #: samples, over all replicas, of the batch at hand, and those of them that no step has counted
+        #: number of samples, over all replicas, of the current batch, and of those not yet counted by a step
         self.size = self.pending = 0
         replicas = state.grid.replicas
         #: whether each replica reads a shard of its own
@@ -46,7 +46,7 @@ class DataPosition:
         state.batch_size = batch_size
 
     def parts(self) -> list[tuple[int, np.ndarray]]:
-        """Return what is left of the epoch: samples of each batch over all replicas, and the numbers of this rank's."""
+        """Return, for each remaining batch of the epoch, its size over all replicas and this rank's sample numbers."""
         state, grid = self.state, self.state.grid
         numbers = self.dataset.train.order(self.seed, state.epoch)
         starts = range(state.samples_seen, state.samples, self.batch_size)
@@ -58,7 +58,7 @@ class DataPosition:
         return [(len(batch), batch[slice(*grid.sample_range(len(batch)))]) for batch in batches]
 
     def batches(self) -> Generator[tuple[Any, Any]]:
-        """Yield this rank's images and targets until the epoch is over."""
+        """Yield this rank's images and targets until the end of the epoch."""
         state, split = self.state, self.dataset.train
         split.epoch = state.epoch
         model = state.model if isinstance(state.model, TrainableModel) else None
@@ -77,15 +77,15 @@ class DataPosition:
                     return
 
     def take(self) -> int:
-        """Return the samples of the batch under way, once, and move on over them."""
+        """Advance past the current batch; return its number of samples, 0 if it is already counted."""
         size, self.pending = self.pending, 0
         self.state.samples_seen += size
         return size
 
     def ends(self) -> bool:
-        """Whether all samples of the epoch are trained."""
+        """Whether all samples of the epoch have been used."""
         return self.state.samples_seen >= self.state.samples
 
     def close_epoch(self) -> None:
-        """Count the epoch; collective."""
+        """Complete the epoch; collective."""
         close_epoch(self.state, Record())

@@ -1,4 +1,4 @@
-"""A session: a script's own training loop with roles, hooks, checkpoints and an end that all ranks agree on."""
+"""Session of a script's own training loop: roles, hooks, checkpoints and a common end on all ranks."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ class DistributedSession:
         log_step_count_steps: Count | None = 100,
     ) -> None:
         self.task_spec = TaskSpec() if task_spec is None else task_spec
-        for name, given in (("hooks", hooks), ("chief_only_hooks", chief_only_hooks)):
-            if isinstance(given, Hook):
-                raise ConfigError(f"{name}: expected a list of hooks; write {name}=[{type(given).__name__}(...)]")
+        for name, argument in (("hooks", hooks), ("chief_only_hooks", chief_only_hooks)):
+            if isinstance(argument, Hook):
+                raise ConfigError(f"{name}: expected a list of hooks; write {name}=[{type(argument).__name__}(...)]")
         if self.task_spec.is_ps():
             raise ConfigError("task_spec: a parameter server has no session; call task_spec.create_server() alone")
         state = self.state = state_of(model)
@@ -116,7 +116,7 @@ class DistributedSession:
         chief = writes and state.first_rank
         minutes = None if save_checkpoint_secs is None else save_checkpoint_secs / 60
         schedule = CheckpointSchedule(save_checkpoint_steps, None, minutes, KEEP)
-        self._warn_alone()
+        self._warn_single_worker()
         servers = None
         if self.task_spec.num_ps:
             from .servers import JobServers  # gRPC
@@ -134,7 +134,7 @@ class DistributedSession:
             servers,
         )
 
-    def _warn_alone(self) -> None:
+    def _warn_single_worker(self) -> None:
         task = self.task_spec
         if task.num_workers > 1 and not task.num_ps and self.state.grid.size == 1:
             warnings.warn(
@@ -165,7 +165,7 @@ class DistributedSession:
     @property
     def batch_size(self) -> int:
         """Number of samples, over all replicas, in the last batch yielded by `batches`."""
-        return self._training().batch_size
+        return self._require_training().batch_size
 
     def should_stop(self) -> bool:
         """Whether the loop should end; the same on every rank.
@@ -222,11 +222,11 @@ class DistributedSession:
         targets : array
         """
         self._check_inside()
-        return self._training().batches(dataset, batch_size, epochs, seed)
+        return self._require_training().batches(dataset, batch_size, epochs, seed)
 
-    def _training(self) -> TrainingRole:
+    def _require_training(self) -> TrainingRole:
         if not isinstance(self._role, TrainingRole):
-            raise ConfigError("batches: are for training; an evaluator reads its data itself, in the function of run")
+            raise ConfigError("batches: are for training; an evaluator reads its data in the function passed to run")
         return self._role
 
     def _check_inside(self) -> None:

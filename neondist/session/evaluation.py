@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, NotReadyError
-from ..io.checkpoint.read import Opened
+from ..io.checkpoint.read import CheckpointReader
 from ..terminal.console import emit
 from ..train import Hook
 from ..train.callbacks.checkpoint import Progress
@@ -28,10 +28,10 @@ class EvaluatorRole:
     ----------
     state : SessionState
     folder : path
-        Of the job's checkpoints.
+        Folder of the job's checkpoints.
     hooks : sequence of Hook
     every : float
-        Seconds between two looks at the folder.
+        Polling interval in seconds.
     """
 
     def __init__(self, state: SessionState, folder: Path | None, hooks: Iterable[Hook], every: float = 1.0) -> None:
@@ -41,7 +41,7 @@ class EvaluatorRole:
         self.evaluation = Evaluation(state, folder / FOLDER, self.hooks)
         limit = min((hook.seconds for hook in self.hooks if isinstance(hook, StopAtTimeHook)), default=None)
         self.follower = Follower(folder, state.grid.world, self.evaluation.done, every, limit)
-        #: of the checkpoint that is loaded and not evaluated
+        #: position of the checkpoint that is loaded, but not yet evaluated
         self.loaded: Progress | None = None
         self._stack = ExitStack()
 
@@ -53,25 +53,25 @@ class EvaluatorRole:
             self._stack = stack.pop_all()
 
     def should_stop(self) -> bool:
-        """Load the next checkpoint, once it is there; True if the job is complete and none is left; collective."""
+        """Wait for the next checkpoint and load it; True if the job is complete and none is left; collective."""
         while self.state.stop is None and self.loaded is None:
-            found = self.follower.next()
-            if found is None:
+            checkpoint = self.follower.next()
+            if checkpoint is None:
                 return True
-            self.follower.visit(found, self._load)
+            self.follower.visit(checkpoint, self._load)
         return self.state.stop is not None
 
-    def _load(self, file: Opened, progress: Progress) -> None:
+    def _load(self, file: CheckpointReader, progress: Progress) -> None:
         take_weights(file, self.state.model)
         self.state.model.step, self.loaded = progress.step, progress
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the function with the weights of the next checkpoint, and write what it returns; collective.
+        """Call the function with the weights of the next checkpoint, and write its result; collective.
 
         Parameters
         ----------
         function : callable
-            Returns a number, which is called 'loss', or a mapping of names to numbers.
+            Returns a number, written as 'loss', or a mapping of names to numbers.
         """
         if self.should_stop() or self.loaded is None:
             raise NotReadyError("the job is complete, and all its checkpoints are evaluated; ask session.should_stop()")

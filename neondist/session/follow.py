@@ -13,8 +13,8 @@ from typing import Any
 
 from ..comm import ProcessGrid, Transport, all_or_none
 from ..errors import DataError
-from ..io.checkpoint import kept_files, opened
-from ..io.checkpoint.read import Opened
+from ..io.checkpoint import kept_files, open_checkpoint
+from ..io.checkpoint.read import CheckpointReader
 from ..io.files import make_folder
 from ..io.output import CHECKPOINT, COMPLETE
 from ..terminal.console import emit, say
@@ -33,13 +33,13 @@ METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint that has not been evaluated.
+class PendingCheckpoint:
+    """A checkpoint that has not been evaluated yet.
 
     Attributes
     ----------
     path : the file
-    state : its number and its time of change, by which it is told from a later one under the same name
+    state : inode number and modification time, which distinguish it from a later file of the same name
     """
 
     path: Path
@@ -47,21 +47,21 @@ class Found:
 
 
 class Follower:
-    """Finds the checkpoints of a job one after the other; collective.
+    """Iterates over the checkpoints of a job as they appear; collective.
 
     Parameters
     ----------
     folder : path
-        Of the job, which may not be there yet.
+        Folder of the job, which may not exist yet.
     world : Transport
     done : int
-        The last step that has been evaluated, -1 for none.
+        The last evaluated step, -1 for none.
     every : float
-        Seconds between two looks at the folder.
+        Polling interval in seconds.
     max_time : float, optional
-        Seconds from now on after which nothing more is waited for.
+        Time limit in seconds, from now.
     clock, sleep : callable
-        time.monotonic and time.sleep, but for tests.
+        Replacements of time.monotonic and time.sleep, for tests.
 
     Attributes
     ----------
@@ -83,59 +83,59 @@ class Follower:
         self.end = math.inf if max_time is None else clock() + max_time
         self._seen: set[tuple[int, int]] = set()
 
-    def next(self) -> Found | None:
+    def next(self) -> PendingCheckpoint | None:
         """Wait for the next checkpoint; None once the job is complete and all have been evaluated, or time is over."""
         while True:
-            found: tuple[Found | None, bool] = (None, False)
+            result: tuple[PendingCheckpoint | None, bool] = (None, False)
             with all_or_none(self.world):
                 if self.world.rank == 0:
-                    complete = (self.folder / COMPLETE).exists()  # before the folder is looked at: none comes after it
-                    found = self._look(), complete or self.clock() >= self.end
-            checkpoint, over = self.world.bcast(found)
+                    complete = (self.folder / COMPLETE).exists()  # before listing: nothing is written after it
+                    result = self._find_next(), complete or self.clock() >= self.end
+            checkpoint, over = self.world.bcast(result)
             if checkpoint is not None or over:
                 return checkpoint
             self.sleep(max(0.0, min(self.every, self.end - self.clock())))
 
-    def visit(self, found: Found, work: Callable[[Opened, Progress], None]) -> bool:
-        """Work on a checkpoint that `next` has returned; False if it was evaluated already, or is not there any more.
+    def visit(self, checkpoint: PendingCheckpoint, action: Callable[[CheckpointReader, Progress], None]) -> bool:
+        """Call `action` on a checkpoint returned by `next`; False if it was evaluated before or no longer exists.
 
         Raises
         ------
         DataError
-            On every rank: the file is damaged, or does not fit.
+            On every rank: if the file is damaged or does not match the model.
         """
-        self._seen.add(found.state)
+        self._seen.add(checkpoint.state)
         try:
-            with opened(found.path, self.world) as file:
+            with open_checkpoint(checkpoint.path, self.world) as file:
                 progress = position_of(file)
                 if progress.step <= self.done:
                     return False
-                work(file, progress)
+                action(file, progress)
         except DataError:
-            if self.world.bcast(found.path.exists()):
+            if self.world.bcast(checkpoint.path.exists()):
                 raise
             if self.world.rank == 0:
-                say(f"{found.path.name} was removed before it was evaluated; keep more checkpoints, or look more often")
+                say(f"{checkpoint.path.name} was removed before evaluation; keep more checkpoints, or poll more often")
             return False
         self.done = progress.step
         return True
 
-    def _look(self) -> Found | None:
-        """Return the next checkpoint that is there; those under their step, where the job keeps several."""
+    def _find_next(self) -> PendingCheckpoint | None:
+        """Return the next checkpoint, if any; those named by their step, where the job keeps several."""
         path = self.folder / CHECKPOINT
         kept = {step: file for file in kept_files(path) if (step := _step_of(file)) is not None}
         for step in sorted(kept):
-            if step > self.done and (found := self._found(kept[step])) is not None:
-                return found
-        return None if kept else self._found(path)
+            if step > self.done and (checkpoint := self._pending(kept[step])) is not None:
+                return checkpoint
+        return None if kept else self._pending(path)
 
-    def _found(self, path: Path) -> Found | None:
+    def _pending(self, path: Path) -> PendingCheckpoint | None:
         try:
-            facts = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             return None
-        found = Found(path, (facts.st_ino, facts.st_mtime_ns))
-        return None if found.state in self._seen else found
+        checkpoint = PendingCheckpoint(path, (status.st_ino, status.st_mtime_ns))
+        return None if checkpoint.state in self._seen else checkpoint
 
 
 def _step_of(path: Path) -> int | None:
@@ -143,23 +143,23 @@ def _step_of(path: Path) -> int | None:
     return None if digits is None else int(digits[1])
 
 
-def position_of(file: Opened) -> Progress:
-    """Return how far the run of a checkpoint was; DataError if it does not say."""
+def position_of(file: CheckpointReader) -> Progress:
+    """Return the position of a run in its data at a checkpoint; DataError if the file has none."""
     try:
         return Progress.from_json(file.facts.texts["position"])
     except (KeyError, ValueError) as problem:
-        raise DataError(f"{file.facts.path}: does not say how far its run was ({problem})") from None
+        raise DataError(f"{file.facts.path}: does not contain the position of its run ({problem})") from None
 
 
 class Evaluation:
-    """Results of checkpoints, for hooks as those of epochs are: metrics.jsonl, and loggers by step.
+    """Results of checkpoints, passed to hooks like those of epochs: metrics.jsonl, and loggers by step.
 
     Parameters
     ----------
     run : TrainState
         Its history becomes one record for each checkpoint.
     folder : path
-        For metrics.jsonl, whose records of before stay.
+        Folder of metrics.jsonl, whose existing records are kept.
     hooks : sequence of Hook
     """
 
@@ -179,16 +179,16 @@ class Evaluation:
 
     @property
     def done(self) -> int:
-        """The last step that has been evaluated; -1 for none."""
+        """The last evaluated step; -1 for none."""
         return max((record.get("step", -1) for record in self.run.history), default=-1)
 
     def begin(self) -> None:
-        """Let the hooks begin; collective."""
+        """Call `before_run` of the hooks; collective."""
         for hook in self.hooks:
             hook.before_run(self.run)
 
     def add(self, progress: Progress, numbers: Mapping[str, Any], seconds: float) -> Record:
-        """Give the hooks what was found for a checkpoint; collective."""
+        """Pass the results of a checkpoint to the hooks; collective."""
         run = self.run
         run.epoch, run.samples_seen = progress.epoch, progress.seen
         run.history.append(Record(epoch=progress.epoch, step=progress.step, **numbers, seconds=seconds))
@@ -197,7 +197,7 @@ class Evaluation:
         return run.history[-1]
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let the hooks end."""
+        """Call `after_run` of the hooks, or `on_error`."""
         for hook in self.hooks:
             if error is None:
                 hook.after_run(self.run)
@@ -221,16 +221,16 @@ def follow_checkpoints(
     experiment : FitExperiment
         Its model, data, metrics and loggers.
     folder : path
-        Where a run or a session writes its checkpoints.
+        Folder of the checkpoints of a run or session.
     grid : ProcessGrid, optional
         Default `experiment.open_grid()`.
     output : path, optional
-        For metrics.jsonl and loggers; default: 'evaluation' in `folder`. Steps that its metrics.jsonl has are not
-        evaluated again.
+        Folder of metrics.jsonl and loggers; default: 'evaluation' in `folder`. Steps already in its metrics.jsonl
+        are skipped.
     every : float
-        Seconds between two looks at the folder.
+        Polling interval in seconds.
     max_time : float, optional
-        End after so many seconds, at the latest.
+        Time limit in seconds.
 
     Returns
     -------
@@ -240,30 +240,30 @@ def follow_checkpoints(
     Raises
     ------
     UserError
-        As `evaluate_checkpoint`.
+        As in `evaluate_checkpoint`.
     """
     folder = Path(folder)
     target = folder / FOLDER if output is None else Path(output)
     with opened_for_evaluation(experiment, grid) as (model, dataset):
         world = model.grid.world
-        run = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
-        evaluation = Evaluation(run, target, experiment.loggers)
-        first = len(run.history)
+        state = TrainState(model, dataset, experiment.epochs, experiment.batch_size)
+        evaluation = Evaluation(state, target, experiment.loggers)
+        first = len(state.history)
         follower = Follower(folder, world, evaluation.done, every, max_time)
 
-        def work(file: Opened, progress: Progress) -> None:
+        def evaluate(file: CheckpointReader, progress: Progress) -> None:
             begun = time.perf_counter()
             take_weights(file, model)
-            record = evaluation.add(progress, judge(run, experiment.metrics), time.perf_counter() - begun)
+            record = evaluation.add(progress, judge(state, experiment.metrics), time.perf_counter() - begun)
             if world.rank == 0:
                 emit(line(record).rstrip())
 
         evaluation.begin()
         try:
-            while (found := follower.next()) is not None:
-                follower.visit(found, work)
+            while (checkpoint := follower.next()) is not None:
+                follower.visit(checkpoint, evaluate)
         except BaseException as error:
             evaluation.end(error)
             raise
         evaluation.end()
-        return run.history[first:]
+        return state.history[first:]

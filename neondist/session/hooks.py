@@ -1,4 +1,4 @@
-"""Hooks that end a session or an experiment, or give it its first weights."""
+"""Hooks that stop a session or an experiment, or initialise its weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..io.checkpoint import opened, take
+from ..io.checkpoint import load_weights, open_checkpoint
 from ..registry.arguments import checked
 from ..registry.ranges import Count, NotNegative
 from ..train import Hook, Stop, TrainState
@@ -86,6 +86,6 @@ class LoadCheckpoint(Hook):
     def before_run(self, run: TrainState) -> None:
         """Load the weights; collective."""
         if run.step == 0 and run.epoch == 0:
-            with opened(self.path, run.grid.world) as file:
-                taken = take(file, run.model.kept_arrays()["model"])
+            with open_checkpoint(self.path, run.grid.world) as file:
+                taken = load_weights(file, run.model.kept_arrays()["model"])
             run.notes.append(f"weights from {self.path}: {taken}")

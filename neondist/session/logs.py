@@ -1,4 +1,4 @@
-"""Lines and numbers of steps, in a session."""
+"""Step logs and summaries of a session."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SUMMARIES = "summaries.jsonl"
 
 
 class StepLog(Hook):
-    """Print step, loss and steps per second on rank 0, every so many steps."""
+    """Print step, loss and steps per second on rank 0, every `every` steps."""
 
     def __init__(self, every: int) -> None:
         self.every, self.step, self.time = every, 0, 0.0
 
     def before_run(self, run: TrainState) -> None:
-        """Begin to count."""
+        """Start counting."""
         self.step, self.time = run.step, time.perf_counter()
 
     def after_step(self, run: TrainState) -> None:
-        """Print, if it is time."""
+        """Print if due."""
         if run.first_rank and run.step - self.step >= self.every:
             now = time.perf_counter()
             speed = (run.step - self.step) / max(now - self.time, 1e-9)
@@ -39,16 +39,16 @@ class StepLog(Hook):
 
 
 class SummaryLog(Hook):
-    """Write the mean loss and the speed since the last time to summaries.jsonl and to loggers, on rank 0.
+    """Write the mean loss and the speed since the last summary to summaries.jsonl and loggers, on rank 0.
 
     Parameters
     ----------
     folder : path, optional
-        Of the session.
+        Folder of the session.
     every_steps, every_seconds : optional
-        A summary is due when one of them is over.
+        Interval between summaries; whichever elapses first.
     loggers : sequence of Logger
-        They show numbers by step.
+        Loggers with steps on their axis.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class SummaryLog(Hook):
         self.step, self.time, self.losses = step, time.perf_counter(), list[float]()
 
     def before_run(self, run: TrainState) -> None:
-        """Keep the summaries up to the step that the session continues from."""
+        """Keep the summaries up to the step from which the session resumes."""
         with all_or_none(run.grid.world):
             if run.first_rank and self.path is not None:
-                kept = [one for one in read_records(self.path, continued=True) if one.get("step", 0) <= run.step]
+                kept = [old for old in read_records(self.path, continued=True) if old.get("step", 0) <= run.step]
                 write_text(self.path, "".join(map(line, kept)))
         self._begin(run.step)
 
     def after_step(self, run: TrainState) -> None:
-        """Write a summary, if one is due."""
+        """Write a summary if due."""
         if not run.first_rank:
             return
         if math.isfinite(run.loss):

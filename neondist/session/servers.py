@@ -17,41 +17,41 @@ from ..strategies import PSLoadBalancing
 from .state import SessionState
 
 START_WAIT = 600.0
-"""Seconds that a worker waits for the servers to come, and for the master to begin."""
+"""Seconds that a worker waits for the servers, and for the master to begin."""
 PATIENCE = 30.0
-BEAT = 2.0
-"""Seconds between two messages that say that a worker is alive."""
+HEARTBEAT_INTERVAL = 2.0
+"""Seconds between two heartbeats of a worker."""
 
 
 class JobServers:
-    """The servers of a session's job; methods are collective over the ranks of this worker, the first speaks.
+    """Client of a job's parameter servers; methods are collective over this worker's ranks, the first one calls.
 
     Parameters
     ----------
     task : TaskSpecDef
-        A worker, or the master, of a cluster with servers.
+        Worker or master of a cluster with servers.
     state : SessionState
     grace : float
         Seconds that the master waits at the end for the other workers.
     environ : mapping
-        Has the job's token, on the first rank.
+        Contains the job's token, on the first rank.
 
     Raises
     ------
     ConfigError
-        On every rank: no token, or a model that servers cannot update.
+        On every rank: if there is no token, or servers cannot update the model.
     """
 
     def __init__(self, task: TaskSpecDef, state: SessionState, grace: float, environ: Mapping[str, str]) -> None:
         model, world = state.model, state.grid.world
         if not isinstance(model, TrainableModel):
             raise ConfigError(
-                "model: parameter servers update models of layers and a TorchModel; give one of these, or leave ps out"
+                "model: expected a model of layers or a TorchModel, which parameter servers can update; or leave ps out"
                 " of the cluster"
             )
         if model.strategy is not None and not model.strategy.needs_servers:
             raise ConfigError(
-                "model: its strategy is for ranks that update together; leave it out, or ps out of the cluster"
+                "model: its strategy is for synchronous ranks; leave out the strategy, or ps of the cluster"
             )
         token = ""
         with all_or_none(world):
@@ -63,17 +63,17 @@ class JobServers:
         self._strategy = model.strategy or PSLoadBalancing(sync=False)
         self._remote: ServerUpdate | None = None
         self._clients: list[ServiceClient] = []
-        self._left, self._asked_to_stop = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._tell_alive, daemon=True)
+        self._closed, self._stop_requested = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._send_heartbeats, daemon=True)
         self._first_step = 0
 
     def join(self) -> None:
-        """Take over the servers' values; on the master, give them the model first, unless they have it.
+        """Load the servers' values; on the master, initialise the servers first if needed.
 
         Raises
         ------
         ServiceError
-            On every rank: the servers or the master do not come, or refuse the model.
+            On every rank: if the servers or the master are unreachable, or reject the model.
         """
         model, world = self._state.model, self._state.grid.world
         with all_or_none(world):
@@ -84,23 +84,23 @@ class JobServers:
         self._remote = ServerUpdate(self._place, self._strategy, model.built, model.optimizer, world)
         with all_or_none(world):
             if world.rank == 0 and self._is_master:
-                begun = self._clients[0].call("begin", {"first_step": self._state.step})
-                self._first_step = begun.integer("first_step")
+                reply = self._clients[0].call("begin", {"first_step": self._state.step})
+                self._first_step = reply.integer("first_step")
         self._first_step = world.bcast(self._first_step)
         model.remote = self._remote
         self.count()
 
     def count(self) -> None:
-        """Take over the number of updates by all workers; ask to stop where the master has."""
+        """Set the step to the number of updates by all workers; request a stop if the master has."""
         assert self._remote is not None
         model = self._state.model
         model.step = self._first_step + self._remote.version
-        model.uncounted = model.step  # by its own optimiser, with which a job without servers may go on
-        if self._asked_to_stop.is_set():
+        model.uncounted = model.step  # none is by its own optimiser, which a job without servers would resume
+        if self._stop_requested.is_set():
             self._state.request_stop("the master has ended the job")
 
     def leave(self) -> None:
-        """End this worker's part; on the master, let all others stop, and take over the last values."""
+        """Leave the job; on the master, stop all other workers and load the final values."""
         assert self._remote is not None
         world = self._state.grid.world
         with all_or_none(world):
@@ -111,15 +111,15 @@ class JobServers:
         self.count()
 
     def end(self) -> None:
-        """End the servers, where this is the master."""
+        """Stop the servers, on the master."""
         for client in self._clients if self._is_master else ():
             with suppress(ServiceUnavailableError):
                 client.call("end")
 
     def close(self) -> None:
-        """End the connections, after an error, too: servers find after a while that this worker is lost."""
+        """Close the connections; after an error, servers detect the loss of this worker by its missing heartbeats."""
         self._state.model.remote = None
-        self._left.set()
+        self._closed.set()
         if self._remote is not None:
             self._remote.close()
         for client in self._clients:
@@ -129,23 +129,23 @@ class JobServers:
 
     def _connect(self) -> None:
         place = self._place
-        self._clients = [ServiceClient(one, "Job", place.token, patience=START_WAIT) for one in place.servers]
+        self._clients = [ServiceClient(address, "Job", place.token, patience=START_WAIT) for address in place.servers]
         for client in self._clients:
             client.hello()
             client.patience = PATIENCE
         self._thread.start()
 
     def _wait_for_master(self) -> int:
-        end = time.monotonic() + START_WAIT
-        while time.monotonic() < end:
+        deadline = time.monotonic() + START_WAIT
+        while time.monotonic() < deadline:
             reply = self._clients[0].call("begun", {"seconds": 10.0})
             if reply.fields.get("first_step") is not None:
                 return reply.integer("first_step")
-        raise ServiceUnavailableError(f"the master has not begun within {START_WAIT:g} s; start it, too")
+        raise ServiceUnavailableError(f"the master has not begun within {START_WAIT:g} s; start it")
 
-    def _tell_alive(self) -> None:
-        while not self._left.wait(BEAT):
+    def _send_heartbeats(self) -> None:
+        while not self._closed.wait(HEARTBEAT_INTERVAL):
             for client in self._clients:
-                with suppress(ServiceError, ValueError):  # it is closed
+                with suppress(ServiceError, ValueError):  # the client is closed
                     if client.call("alive", {"worker": self._place.name}, timeout=10.0).flag("stopping"):
-                        self._asked_to_stop.set()
+                        self._stop_requested.set()

@@ -1,4 +1,4 @@
-"""The training role of a session: steps, hooks, checkpoints, and an end that all ranks agree on."""
+"""Training role of a session: steps, hooks, checkpoints and a common end on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..data import Dataset
-from ..io.output import CHECKPOINT, COMPLETE, held
+from ..io.output import CHECKPOINT, COMPLETE, lock_folder
 from ..models import ScriptModel
 from ..system.heartbeat import descriptor, send
 from ..system.signals import STOPPED, Signals, active_handler
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .servers import JobServers
 
 KEEP = 5
-"""Checkpoints that stay beside the newest, each under its step, so that an evaluator can be some behind."""
+"""Number of older checkpoints kept by step, so that an evaluator can lag behind."""
 REMEDY = "start the script again to continue from here"
 
 
@@ -42,16 +42,16 @@ class TrainingRole:
     ----------
     state : SessionState
     folder : path, optional
-        Of the checkpoints.
+        Folder of the checkpoints.
     writes : bool
-        Whether the ranks of this grid write there; others only read.
+        Whether the ranks of this grid write checkpoints; others only read them.
     hooks : sequence of Hook
     schedule : CheckpointSchedule
-    log_every, summaries : as of DistributedSession
+    log_every, summaries : as in DistributedSession
     grace : float
-        Seconds to wait at the end for ranks that have not left their loop.
+        Seconds to wait at the end for ranks still in their loop.
     servers : JobServers, optional
-        They update the parameters, and count the steps.
+        Parameter servers, which update the parameters and count the steps.
     """
 
     def __init__(
@@ -86,19 +86,19 @@ class TrainingRole:
         state, folder, world = self.state, self.folder, self.state.grid.world
         with ExitStack() as stack:
             if folder is not None:
-                self._listen(stack)
+                self._enable_supervisor(stack)
             stack.enter_context(opened(self.hooks))
             if folder is not None:
                 if self.writes:
-                    stack.enter_context(held(world, folder, "auto"))
-                begins = self.servers is None or self.writes  # others have the servers' values, and shards of their own
+                    stack.enter_context(lock_folder(world, folder, "auto"))
+                begins = self.servers is None or self.writes  # others use the servers' values and their own shards
                 if begins and world.bcast(world.rank == 0 and (folder / CHECKPOINT).exists()):
                     restore(folder / CHECKPOINT, state, otherwise="give another checkpoint_dir")
                     state.notes.append(f"resuming from step {state.step} of {folder / CHECKPOINT}")
                 if self.writes:
                     self.hooks += [Checkpoint(folder / CHECKPOINT, self.schedule), CompletionMark(folder / COMPLETE)]
             self._call(lambda hook: hook.before_run(state))
-            if self.servers is not None:  # now that the first weights are there
+            if self.servers is not None:  # after the hooks have initialised the weights
                 stack.callback(self.servers.close)
                 self.servers.join()
             for note in state.notes if state.first_rank and self.writes else ():
@@ -106,10 +106,10 @@ class TrainingRole:
             self.state.agree()
             self._stack = stack.pop_all()
 
-    def _listen(self, stack: ExitStack) -> None:
-        """Let the supervisor of the job, if it has one, stop it with a checkpoint, from which it is started again.
+    def _enable_supervisor(self, stack: ExitStack) -> None:
+        """Let the job's supervisor, if any, stop it with a checkpoint for a restart.
 
-        The handlers stay for the life of the process: what comes late must not kill it.
+        The signal handlers stay for the life of the process, so that a late signal does not kill it.
         """
         if self.servers is not None or descriptor(os.environ) is None:
             return
@@ -122,12 +122,12 @@ class TrainingRole:
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function, count its step, and call the hooks; collective."""
-        state, begun, before = self.state, time.perf_counter(), self.state.step
+        state, begun, previous = self.state, time.perf_counter(), self.state.step
         result = function(*args, **kwargs)
         if isinstance(state.model, ScriptModel):
             state.model.count()
-        state.loss = _as_loss(result)
-        stepped = state.step != before
+        state.loss = _to_loss(result)
+        stepped = state.step != previous
         if self.servers is not None:
             self.servers.count()
         if stepped:
@@ -146,13 +146,13 @@ class TrainingRole:
 
     @property
     def batch_size(self) -> int:
-        """Samples, over all replicas, of the batch at hand."""
+        """Number of samples of the current batch, over all replicas."""
         return self.state.batch_size if self.position is None else self.position.size
 
     def batches(
         self, dataset: Dataset, batch_size: int, epochs: int | None, seed: int | None
     ) -> Generator[tuple[Any, Any]]:
-        """Yield batches of what is left of all epochs."""
+        """Yield the batches of the remaining epochs."""
         state = self.state
         position = self.position = DataPosition(
             state, dataset, batch_size, (state.model.seed or 0) if seed is None else seed
@@ -166,19 +166,19 @@ class TrainingRole:
                 self.state.agree()
 
     def exit(self, error: BaseException | None) -> None:
-        """Call the hooks for the last time, which write the last checkpoint; collective without an error.
+        """Call the final hooks, which write the last checkpoint; collective unless there is an error.
 
         Raises
         ------
         SystemExit
-            With exit code 75: a job with a supervisor is to go on from that checkpoint.
+            With exit code 75: the supervisor resumes the job from that checkpoint.
         """
         with self._stack:
             if error is not None:
                 self._fail(error)
                 return
             try:
-                self._meet()
+                self._wait_for_ranks()
                 if self.servers is not None:
                     self.servers.leave()
                 self._call(
@@ -200,13 +200,13 @@ class TrainingRole:
             with suppress(Exception):  # the first error is the one to read
                 hook.on_error(self.state, error)
 
-    def _meet(self) -> None:
-        """Wait for the other ranks to leave their loops; end the job where one does not come in time."""
+    def _wait_for_ranks(self) -> None:
+        """Wait for the other ranks to leave their loops; abort the job after the grace period."""
         grid = self.state.grid
         if grid.size == 1:
             return
         text = f"rank {grid.rank} of {grid.size}: the session is over at step {self.state.step}, but other ranks go on"
-        timer = threading.Timer(self.grace, _give_up, [grid.world, text])
+        timer = threading.Timer(self.grace, _abort_job, [grid.world, text])
         timer.daemon = True
         timer.start()
         try:
@@ -214,19 +214,19 @@ class TrainingRole:
         finally:
             timer.cancel()
 
-    def _call(self, call: Callable[[Hook], None]) -> None:
+    def _call(self, action: Callable[[Hook], None]) -> None:
         for hook in self.hooks:
-            call(hook)
+            action(hook)
 
 
-def _give_up(world: Any, text: str) -> None:
-    sys.stderr.write(f"{text} (stop_grace_period_secs); the job ends\n")
+def _abort_job(world: Any, message: str) -> None:
+    sys.stderr.write(f"{message} (stop_grace_period_secs); the job ends\n")
     sys.stderr.flush()
     world.abort(1)
 
 
-def _as_loss(result: Any) -> float:
-    """Return what a step gave as a number; NaN if it is none."""
+def _to_loss(result: Any) -> float:
+    """Return the result of a step as a number; NaN if it is not one."""
     try:
         return float(result.item() if hasattr(result, "item") else result)
     except (TypeError, ValueError, RuntimeError):

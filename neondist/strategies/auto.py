@@ -1,4 +1,4 @@
-"""The strategy of the fastest step that fits into memory, by a cost model."""
+"""Choice of the strategy with the fastest step that fits in memory, by a cost model."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .server import PS, PSLoadBalancing
 from .strategy import ParameterStrategy, Strategy
 
 SLOTS = 2
-"""numbers that an optimiser keeps of each trained one, where it is not known: Adam's"""
+"""optimiser slots per parameter where the optimiser is unknown: Adam's"""
 
 
 def candidates() -> list[StrategyBuilder]:
-    """Return the exact synchronous builders among which a planner chooses."""
+    """Return the exact synchronous builders that a planner considers."""
     return [AllReduce(), PartitionedAllReduce(), ShardedOptimizer(), PS(), PSLoadBalancing()]
 
 
 @dataclass(frozen=True)
 class SyncCosts:
-    """The synchronisation of a step.
+    """Costs of synchronising a step.
 
     Attributes
     ----------
     seconds : float
-        Of collectives, and of the update.
+        Time of collectives and of the update.
     held : int
         Bytes of parameters, gradients and the optimiser's arrays on the fullest rank.
     """
@@ -45,25 +45,25 @@ class SyncCosts:
 def sync_costs(
     parameters: dict[str, ParameterStrategy], specs: Sequence[ParameterSpec], ranks: int, slots: int, machine: Machine
 ) -> SyncCosts:
-    """Return what it costs to synchronise the gradients of some parameters over ranks, and to update them.
+    """Return the costs of synchronising the gradients of some parameters over ranks, and of updating them.
 
-    Gradients without owners take one allreduce for each group. Owners get the others' shares, and send values to all:
-    the rank that owns most is the last.
+    Gradients without owners take one allreduce per group. Owners receive the shares of others and send values to all:
+    the rank that owns most finishes last.
     """
     whole, shared, sliced, slices, itemsize, groups = 0, 0, 0, 1, 1, set[int]()
     owned = [0] * ranks
     for spec in specs:
-        one = parameters[spec.name]
-        if not one.owners:
+        parameter = parameters[spec.name]
+        if not parameter.owners:
             whole += spec.nbytes
-            groups.add(one.group)
+            groups.add(parameter.group)
             continue
         shared += spec.nbytes
-        if len(one.owners) > 1 and one.partition is None:  # even slices of all such parameters together
+        if len(parameter.owners) > 1 and parameter.partition is None:  # even slices of all these parameters together
             sliced += spec.size
-            slices, itemsize = len(one.owners), spec.nbytes // max(1, spec.size)
+            slices, itemsize = len(parameter.owners), spec.nbytes // max(1, spec.size)
             continue
-        for owner, nbytes in zip(one.owners, part_bytes(spec, one.partition), strict=True):
+        for owner, nbytes in zip(parameter.owners, part_bytes(spec, parameter.partition), strict=True):
             owned[owner] += nbytes
     most, link = max(owned) + (-(-sliced // slices) * itemsize if sliced else 0), machine.link(ranks)
     seconds = sum(machine.allreduce(ranks, whole / len(groups)) for _ in groups)
@@ -76,14 +76,14 @@ def sync_costs(
 class AutoStrategy(StrategyBuilder):
     """The builder whose strategy makes a step fastest, by a cost model of links and memory; `Auto` in files.
 
-    Of equal ones the first by name. `neondist plan` chooses the grid as well, for a machine and a network.
+    Ties are broken by name. `neondist plan` chooses the grid as well, for a machine and a network.
 
     Parameters
     ----------
     memory : int or str, optional
-        The most that a rank may hold of parameters, gradients and the optimiser's arrays (two for each parameter).
+        Limit on the parameters, gradients and optimiser arrays (two per parameter) of a rank.
     machine : str, optional
-        The file of the machine, as `neondist bench model calibrate` writes it; default: common figures.
+        Machine file written by `neondist bench model calibrate`; default: typical figures.
     """
 
     _called_in_fields = ("Auto",)
@@ -93,17 +93,17 @@ class AutoStrategy(StrategyBuilder):
         self.figures = Machine.default() if machine is None else read_machine(Path(machine))
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
-        """Return what the best builder assigns."""
+        """Return the assignment of the best builder."""
         ranks = max(replicas, servers)
-        made = {builder_text(builder): builder.assign(specs, replicas, servers) for builder in candidates()}
-        costs = {name: sync_costs(each, specs, ranks, SLOTS, self.figures) for name, each in made.items()}
+        assignments = {builder_text(builder): builder.assign(specs, replicas, servers) for builder in candidates()}
+        costs = {name: sync_costs(rules, specs, ranks, SLOTS, self.figures) for name, rules in assignments.items()}
         fitting = [name for name, cost in costs.items() if self.limit is None or cost.held <= self.limit]
         if not fitting:
             least = min(cost.held for cost in costs.values())
             raise ConfigError(f"strategy: Auto: no strategy takes less than {words(least)}; give more memory or ranks")
-        return made[min(fitting, key=lambda name: (costs[name].seconds, name))]
+        return assignments[min(fitting, key=lambda name: (costs[name].seconds, name))]
 
 
 def of_grid(strategy: Strategy | StrategyBuilder | None, grid: dict[str, int]) -> dict[str, int]:
-    """Return the factors of a grid, or, where none are given, those of a strategy that has them."""
+    """Return the factors of a grid, or, if there are none, those that a strategy specifies."""
     return dict(strategy.grid) if isinstance(strategy, Strategy) and strategy.grid and not grid else grid

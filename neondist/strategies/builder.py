@@ -10,7 +10,7 @@ from typing import Protocol, cast, runtime_checkable
 
 from ..errors import ConfigError
 from ..registry import Registered, registered, suggest
-from ..registry.names import called_in_fields
+from ..registry.names import classes_by_short_name
 from ..registry.ranges import integer
 from .parameter_spec import ParameterSpec
 from .strategy import ParameterStrategy, Strategy
@@ -38,9 +38,9 @@ class Resources(Protocol):
 
 
 class StrategyBuilder(Registered, ABC):
-    """A rule that makes a strategy for any list of parameters.
+    """Base of the rules that create a strategy for any list of parameters.
 
-    Subclass it and write `assign` for a rule of your own.
+    Subclasses implement `assign`.
     """
 
     def build(self, parameters: Iterable[ParameterSpec], resources_or_ranks: Resources | int) -> Strategy:
@@ -72,7 +72,7 @@ class StrategyBuilder(Registered, ABC):
 
     @property
     def needs_servers(self) -> bool:
-        """Whether updates do not wait for all replicas, so that servers beside the MPI job apply them."""
+        """Whether updates do not wait for all replicas, so that parameter servers apply them."""
         return False
 
     @abstractmethod
@@ -83,13 +83,13 @@ class StrategyBuilder(Registered, ABC):
 def builder_text(builder: StrategyBuilder) -> str:
     """Return a builder as text that `as_builder` reads; arguments at their defaults are left out."""
     defaults = type(builder)().arguments()
-    given = {name: value for name, value in builder.arguments().items() if value != defaults[name]}
-    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    return type(builder).__name__ + (f"({arguments})" if given else "")
+    changed = {name: value for name, value in builder.arguments().items() if value != defaults[name]}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+    return type(builder).__name__ + (f"({arguments})" if changed else "")
 
 
 def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
-    """Return the builder of a text such as 'PSLoadBalancing' or 'PS(staleness=2)'; a builder as it is.
+    """Return the builder of a text such as 'PSLoadBalancing' or 'PS(staleness=2)'; a builder unchanged.
 
     Raises
     ------
@@ -98,32 +98,32 @@ def as_builder(builder: StrategyBuilder | str) -> StrategyBuilder:
     """
     if isinstance(builder, StrategyBuilder):
         return builder
-    matched = re.fullmatch(r"\s*(\w+)\s*(\(.*\))?\s*", str(builder), re.DOTALL)
-    name, arguments = matched.groups() if matched else (str(builder), None)
-    choices = called_in_fields(StrategyBuilder) | registered(StrategyBuilder)
+    match = re.fullmatch(r"\s*(\w+)\s*(\(.*\))?\s*", str(builder), re.DOTALL)
+    name, arguments = match.groups() if match else (str(builder), None)
+    choices = classes_by_short_name(StrategyBuilder) | registered(StrategyBuilder)
     if name not in choices:
         raise ConfigError(f"strategy: unknown builder '{builder}'{suggest(name, choices)}")
     try:
         call = cast(ast.Call, ast.parse(f"_{arguments or '()'}", mode="eval").body)
-        given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-        if call.args or "None" in given:
+        fields = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if call.args or "None" in fields:
             raise ValueError(arguments)
     except (ValueError, SyntaxError, AttributeError, MemoryError, RecursionError):
         raise ConfigError(
             f"strategy: '{builder}': invalid arguments; expected names and values, such as PS(staleness=2)"
         ) from None
-    known = choices[name]().arguments()
-    for key in given:
-        if key not in known:
-            raise ConfigError(f"strategy: '{builder}': {name} has no argument '{key}'{suggest(key, known) or ''}")
+    defaults = choices[name]().arguments()
+    for key in fields:
+        if key not in defaults:
+            raise ConfigError(f"strategy: '{builder}': {name} has no argument '{key}'{suggest(key, defaults) or ''}")
     try:
-        return cast(StrategyBuilder, choices[name](**given))
+        return cast(StrategyBuilder, choices[name](**fields))
     except ConfigError as error:
         raise ConfigError(f"strategy: '{builder}': {error}") from None
 
 
 def as_strategy(strategy: StrategyBuilder | Strategy | str) -> StrategyBuilder | Strategy:
-    """Return the builder of a name, or the strategy of a YAML file; anything else as it is.
+    """Return the builder of a name, or the strategy of a YAML file; other values unchanged.
 
     Raises
     ------

@@ -19,8 +19,8 @@ def check_compressor(compressor: str | None) -> str | None:
     """
     if compressor is None:
         return None
-    matched = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*([^()]*?)\s*\))?\s*", str(compressor))
-    name, argument = matched.groups() if matched else ("", None)
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*([^()]*?)\s*\))?\s*", str(compressor))
+    name, argument = match.groups() if match else ("", None)
     if name in ("fp16", "bf16") and argument is None:
         return name
     try:

@@ -45,10 +45,10 @@ def balanced(parts: Mapping[str, Sequence[int]], owners: int) -> dict[str, list[
     ----------
     parts : mapping of parameter name to the sizes of its parts in bytes
     """
-    loads, found = [0] * owners, {name: [0] * len(sizes) for name, sizes in parts.items()}
+    loads, assigned = [0] * owners, {name: [0] * len(sizes) for name, sizes in parts.items()}
     order = [(nbytes, name, at) for name, sizes in parts.items() for at, nbytes in enumerate(sizes)]
     for nbytes, name, at in sorted(order, key=lambda part: -part[0]):
         owner = loads.index(min(loads))
         loads[owner] += nbytes
-        found[name][at] = owner
-    return found
+        assigned[name][at] = owner
+    return assigned

@@ -46,7 +46,7 @@ class PS(StrategyBuilder):
 
     def place(self, sizes: Mapping[str, Sequence[int]], servers: int) -> dict[str, list[int]]:
         """Return the owners of all parts, given their sizes in bytes."""
-        return {name: [0] * len(each) for name, each in sizes.items()}
+        return {name: [0] * len(parts) for name, parts in sizes.items()}
 
     def assign(self, specs: Sequence[ParameterSpec], replicas: int, servers: int) -> dict[str, ParameterStrategy]:
         """Return the partition of each parameter, and the owners of its parts."""

@@ -39,34 +39,34 @@ def shares_of(strategy: Strategy, ranks: int, names: Iterable[str] | None = None
         More owners than ranks.
     """
     chosen = {name: strategy.parameters[name] for name in (strategy.parameters if names is None else names)}
-    owners = 1 + max((owner for one in strategy.parameters.values() for owner in one.owners), default=-1)
+    owners = 1 + max((owner for entry in strategy.parameters.values() for owner in entry.owners), default=-1)
     if owners > ranks:
         raise strategy.error(f"has {owners} owners, but the job has {ranks} ranks; build it for {ranks}")
     devices = min(max(strategy.replicas, strategy.servers), ranks)
     holders = [owner * ranks // devices for owner in range(devices)]
-    sliced = [name for name, one in chosen.items() if len(one.owners) > 1 and one.partition is None]
+    sliced = [name for name, entry in chosen.items() if len(entry.owners) > 1 and entry.partition is None]
     ends = list(accumulate((strategy.specs[name].size for name in sliced), initial=0))
     starts = dict(zip(sliced, ends, strict=False))
-    found: dict[str, Share] = {}
-    for name, one in chosen.items():
+    shares: dict[str, Share] = {}
+    for name, entry in chosen.items():
         size, shape = strategy.specs[name].size, tuple(strategy.specs[name].shape) or (1,)
         if name in starts:
-            bounds = [split(ends[-1], len(one.owners), part) for part in range(len(one.owners))]
+            bounds = [split(ends[-1], len(entry.owners), part) for part in range(len(entry.owners))]
             ranges = [(max(0, lo - starts[name]), min(size, hi - starts[name])) for lo, hi in bounds]
-            parts = {holders[owner]: Box((lo,), (hi,)) for owner, (lo, hi) in zip(one.owners, ranges, strict=True)}
-            found[name] = _share((size,), parts, ranks)
-        elif one.owners:
-            found[name] = _share(shape, _parts(one, shape, holders), ranks)
-    return found
+            parts = {holders[owner]: Box((lo,), (hi,)) for owner, (lo, hi) in zip(entry.owners, ranges, strict=True)}
+            shares[name] = _share((size,), parts, ranks)
+        elif entry.owners:
+            shares[name] = _share(shape, _parts(entry, shape, holders), ranks)
+    return shares
 
 
-def _parts(one: ParameterStrategy, shape: Shape, holders: Sequence[int]) -> dict[int, Box]:
+def _parts(entry: ParameterStrategy, shape: Shape, holders: Sequence[int]) -> dict[int, Box]:
     """Return the part of each rank that has one; the parts of one owner are put side by side."""
-    if one.partition is None:
-        return {holders[one.owners[0]]: Box.of(shape)}
-    axis, sizes = one.partition
+    if entry.partition is None:
+        return {holders[entry.owners[0]]: Box.of(shape)}
+    axis, sizes = entry.partition
     totals: dict[int, int] = {}
-    for owner, size in zip(one.owners, sizes, strict=True):
+    for owner, size in zip(entry.owners, sizes, strict=True):
         totals[owner] = totals.get(owner, 0) + size
     parts, start = {}, 0
     for owner in sorted(totals):

@@ -21,7 +21,7 @@ from .partition import Partition, part_bytes
 
 FORMAT = 1
 MAX_BYTES, MAX_NODES = 64 << 20, 4_000_000
-"""Of a strategy file: hundreds of thousands of parameters."""
+"""Limits of a strategy file, enough for hundreds of thousands of parameters."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ParameterStrategy:
         The owner of each part. Several owners without a partition hold even slices of the flat buffer of all
         parameters; no owner: every replica updates the whole.
     group : int
-        Gradients of one group travel together.
+        Gradients of one group are summed together.
     compressor : str or None
     sync : bool
     staleness : int
@@ -54,12 +54,12 @@ class ParameterStrategy:
     @property
     def division(self) -> str:
         """The partition as text: 'axis 0: 5+5', or '-'."""
-        return "-" if self.partition is None else f"axis {self.partition[0]}: {_listed(self.partition[1], '+')}"
+        return "-" if self.partition is None else f"axis {self.partition[0]}: {_join_numbers(self.partition[1], '+')}"
 
     @property
     def holders(self) -> str:
         """The owners as text: '0,1', or 'all'."""
-        return _listed(self.owners, ",") if self.owners else "all"
+        return _join_numbers(self.owners, ",") if self.owners else "all"
 
 
 @dataclass(frozen=True)
@@ -106,44 +106,44 @@ class Strategy:
     def loads(self) -> list[int]:
         """Bytes of parameters per owner; empty if every replica holds all of them."""
         owners = max(self.replicas, self.servers)
-        found = [0] * owners
-        for name, one in self.parameters.items():
+        nbytes_per_owner = [0] * owners
+        for name, parameter in self.parameters.items():
             spec = self.specs[name]
-            if len(one.owners) > 1 and one.partition is None:
-                for owner in one.owners:
-                    found[owner] += spec.nbytes // len(one.owners)
+            if len(parameter.owners) > 1 and parameter.partition is None:
+                for owner in parameter.owners:
+                    nbytes_per_owner[owner] += spec.nbytes // len(parameter.owners)
                 continue
-            for owner, nbytes in zip(one.owners, part_bytes(spec, one.partition), strict=False):
-                found[owner] += nbytes
-        return found if any(one.owners for one in self.parameters.values()) else []
+            for owner, nbytes in zip(parameter.owners, part_bytes(spec, parameter.partition), strict=False):
+                nbytes_per_owner[owner] += nbytes
+        return nbytes_per_owner if any(parameter.owners for parameter in self.parameters.values()) else []
 
     def check_model(self, parameters: Iterable[ParameterSpec]) -> None:
         """Raise ConfigError if the strategy is for other parameters, naming the first difference."""
-        theirs = {spec.name: spec for spec in parameters}
-        for name, spec in theirs.items():
+        others = {spec.name: spec for spec in parameters}
+        for name, spec in others.items():
             if name not in self.specs:
                 raise self.error(f"no entry for parameter '{name}'; build it for this model")
-            for what in ("shape", "dtype", "sparse"):
-                ours, wanted = getattr(self.specs[name], what), getattr(spec, what)
-                if ours != wanted:
-                    problem = f"parameter '{name}' has {what} {ours}, but {wanted} in the model"
+            for attribute in ("shape", "dtype", "sparse"):
+                own, other = getattr(self.specs[name], attribute), getattr(spec, attribute)
+                if own != other:
+                    problem = f"parameter '{name}' has {attribute} {own}, but {other} in the model"
                     raise self.error(f"{problem}; build it for this model", name)
         for name in self.specs:
-            if name not in theirs:
+            if name not in others:
                 raise self.error(f"parameter '{name}' does not exist in the model; build it for this model", name)
 
     @property
     def needs_servers(self) -> bool:
         """Whether updates of any parameter do not wait for all replicas."""
-        return any(not one.sync or one.staleness for one in self.parameters.values())
+        return any(not parameter.sync or parameter.staleness for parameter in self.parameters.values())
 
     def check_synchronous(self) -> None:
         """Raise ConfigError if a parameter's updates need parameter servers."""
-        for name, one in self.parameters.items():
-            if not one.sync or one.staleness:
-                wanted = f"staleness {one.staleness}" if one.sync else "sync false"
+        for name, parameter in self.parameters.items():
+            if not parameter.sync or parameter.staleness:
+                setting = f"staleness {parameter.staleness}" if parameter.sync else "sync false"
                 raise self.error(
-                    f"parameter '{name}' has {wanted}, which needs parameter servers: neondist run -n P starts them"
+                    f"parameter '{name}' has {setting}, which needs parameter servers: neondist run -n P starts them"
                     " for an experiment; elsewhere use sync: true and staleness: 0",
                     name,
                 )
@@ -174,7 +174,7 @@ class Strategy:
     def __str__(self) -> str:
         """Return a table of the parameters."""
         head = ("parameter", "shape", "kind", "partition", "owners", "group", "compressor", "staleness")
-        rows = [head, *(_row(self.specs[name], one) for name, one in self.parameters.items())]
+        rows = [head, *(_row(self.specs[name], parameter) for name, parameter in self.parameters.items())]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         title = f"{self.builder}, {counted(self.replicas, 'replica')}, {counted(self.servers, 'owner')}"
@@ -184,26 +184,27 @@ class Strategy:
     def to_yaml(self) -> str:
         """Return the text of a strategy file."""
         entries = {}
-        for name, one in self.parameters.items():
-            spec, entry = self.specs[name], asdict(one)
-            if one.partition is not None:
-                entry["partition"] = {"axis": one.partition[0], "sizes": one.partition[1]}
+        for name, parameter in self.parameters.items():
+            spec, entry = self.specs[name], asdict(parameter)
+            if parameter.partition is not None:
+                entry["partition"] = {"axis": parameter.partition[0], "sizes": parameter.partition[1]}
             entries[name] = {"shape": list(spec.shape), "dtype": spec.dtype, "sparse": spec.sparse, **entry}
         head = {"format": FORMAT, "builder": self.builder, "replicas": self.replicas, "servers": self.servers}
         head |= {name: chosen for name in PLANNED if (chosen := getattr(self, name))}
         return yaml.safe_dump(head | {"parameters": entries}, sort_keys=False, default_flow_style=None, width=2**31)
 
 
-def _row(spec: ParameterSpec, one: ParameterStrategy) -> tuple[str, ...]:
+def _row(spec: ParameterSpec, entry: ParameterStrategy) -> tuple[str, ...]:
     shape = " x ".join(map(str, spec.shape)) or "scalar"
-    mode = str(one.staleness) if one.sync else "asynchronous"
-    return spec.name, shape, one.kind, one.division, one.holders, str(one.group), one.compressor or "-", mode
+    mode = str(entry.staleness) if entry.sync else "asynchronous"
+    texts = entry.kind, entry.division, entry.holders, str(entry.group), entry.compressor or "-"
+    return spec.name, shape, *texts, mode
 
 
-def _listed(numbers: list[int], separator: str) -> str:
-    most = 8
-    shown = separator.join(map(str, numbers[:most]))
-    return shown if len(numbers) <= most else f"{shown}{separator}... ({len(numbers)})"
+def _join_numbers(numbers: list[int], separator: str) -> str:
+    limit = 8
+    shown = separator.join(map(str, numbers[:limit]))
+    return shown if len(numbers) <= limit else f"{shown}{separator}... ({len(numbers)})"
 
 
 PLANNED = "grid", "schemes"
@@ -227,78 +228,78 @@ class _StrategyFile:
         replicas, servers = (self._integer(top[name], name, 1) for name in ("replicas", "servers"))
         builder = value_of(top["builder"], "builder", str, "text")
         entries = value_of(top["parameters"], "parameters", dict, "a mapping")
-        specs, found = {}, {}
+        specs, parameters = {}, {}
         for name, node in entries.items():
-            specs[name], found[name] = self._entry(name, node, max(replicas, servers))
+            specs[name], parameters[name] = self._entry(name, node, max(replicas, servers))
         places = {name: node.place for name, node in (top | entries).items()} | {"": self.root.place}
         grid = self._grid(top["grid"]) if "grid" in top else None
         schemes = self._schemes(top["schemes"]) if "schemes" in top else None
-        return Strategy(builder, replicas, servers, specs, found, grid, schemes, places)
+        return Strategy(builder, replicas, servers, specs, parameters, grid, schemes, places)
 
     def _schemes(self, node: Node) -> dict[str, str]:
-        given = value_of(node, "schemes", dict, "a mapping of layers to schemes")
-        return {name: value_of(child, join("schemes", name), str, "text") for name, child in given.items()}
+        nodes = value_of(node, "schemes", dict, "a mapping of layers to schemes")
+        return {name: value_of(child, join("schemes", name), str, "text") for name, child in nodes.items()}
 
     def _grid(self, node: Node) -> dict[str, int]:
-        given = value_of(node, "grid", dict, f"a mapping with {', '.join(_GRID)}")
-        for name, child in given.items():
+        nodes = value_of(node, "grid", dict, f"a mapping with {', '.join(_GRID)}")
+        for name, child in nodes.items():
             if name not in _GRID:
                 raise fault(child, join("grid", name), f"unknown field; expected {', '.join(_GRID)}")
-        return {name: self._integer(child, join("grid", name), 1) for name, child in given.items()}
+        return {name: self._integer(child, join("grid", name), 1) for name, child in nodes.items()}
 
     def _entry(self, name: str, node: Node, owners: int) -> tuple[ParameterSpec, ParameterStrategy]:
         path = join("parameters", name)
-        given = self._mapping(node, path, _ENTRY)
-        shape = self._integers(given["shape"], join(path, "shape"))
-        dtype = value_of(given["dtype"], join(path, "dtype"), str, "text")
-        sparse, sync = (value_of(given[key], join(path, key), bool, "true or false") for key in ("sparse", "sync"))
-        if given["kind"].value not in ("allreduce", "server"):
-            raise fault(given["kind"], join(path, "kind"), f"is {given['kind']}; expected allreduce or server")
-        kind: Literal["allreduce", "server"] = "server" if given["kind"].value == "server" else "allreduce"
-        compressor = given["compressor"]
+        nodes = self._mapping(node, path, _ENTRY)
+        shape = self._integers(nodes["shape"], join(path, "shape"))
+        dtype = value_of(nodes["dtype"], join(path, "dtype"), str, "text")
+        sparse, sync = (value_of(nodes[key], join(path, key), bool, "true or false") for key in ("sparse", "sync"))
+        if nodes["kind"].value not in ("allreduce", "server"):
+            raise fault(nodes["kind"], join(path, "kind"), f"is {nodes['kind']}; expected allreduce or server")
+        kind: Literal["allreduce", "server"] = "server" if nodes["kind"].value == "server" else "allreduce"
+        compressor = nodes["compressor"]
         try:
             spec = ParameterSpec(name, shape, dtype, sparse)
             compression = check_compressor(None if compressor.value is None else str(compressor.value))
         except ConfigError as error:
             raise fault(node, path, str(error)) from None
-        if compression and (kind == "server" or given["owners"].value):
+        if compression and (kind == "server" or nodes["owners"].value):
             remedy = "needs kind: allreduce and owners: []; write null"
             raise fault(compressor, join(path, "compressor"), f"{compression} {remedy}")
-        group, staleness = (self._integer(given[key], join(path, key), 0) for key in ("group", "staleness"))
+        group, staleness = (self._integer(nodes[key], join(path, key), 0) for key in ("group", "staleness"))
         if staleness and not sync:
-            raise fault(given["staleness"], join(path, "staleness"), f"{staleness} needs sync: true")
-        division = self._partition(given["partition"], join(path, "partition"), shape)
-        held = self._integers(given["owners"], join(path, "owners"))
-        where = given["owners"], join(path, "owners")
-        if any(owner >= owners for owner in held):
-            raise fault(*where, f"owner {max(held)} does not exist; there are {owners}, numbered from 0")
-        if division is not None and len(held) != len(division[1]):
-            raise fault(*where, f"{len(held)} owners for {len(division[1])} parts; give one for each part")
-        return spec, ParameterStrategy(kind, division, held, group, compression, sync, staleness)
+            raise fault(nodes["staleness"], join(path, "staleness"), f"{staleness} needs sync: true")
+        division = self._partition(nodes["partition"], join(path, "partition"), shape)
+        owner_list = self._integers(nodes["owners"], join(path, "owners"))
+        location = nodes["owners"], join(path, "owners")
+        if any(owner >= owners for owner in owner_list):
+            raise fault(*location, f"owner {max(owner_list)} does not exist; there are {owners}, numbered from 0")
+        if division is not None and len(owner_list) != len(division[1]):
+            raise fault(*location, f"{len(owner_list)} owners for {len(division[1])} parts; give one for each part")
+        return spec, ParameterStrategy(kind, division, owner_list, group, compression, sync, staleness)
 
     def _partition(self, node: Node, path: str, shape: list[int]) -> Partition | None:
         if node.value is None:
             return None
-        given = self._mapping(node, path, ("axis", "sizes"))
+        nodes = self._mapping(node, path, ("axis", "sizes"))
         if not shape:
             raise fault(node, path, "a scalar cannot be partitioned; write null")
-        axis = self._integer(given["axis"], join(path, "axis"), 0)
+        axis = self._integer(nodes["axis"], join(path, "axis"), 0)
         if axis >= len(shape):
-            raise fault(given["axis"], join(path, "axis"), f"is {axis}; the parameter has {len(shape)} axes")
-        sizes = self._integers(given["sizes"], join(path, "sizes"))
+            raise fault(nodes["axis"], join(path, "axis"), f"is {axis}; the parameter has {len(shape)} axes")
+        sizes = self._integers(nodes["sizes"], join(path, "sizes"))
         if sum(sizes) != shape[axis] or not sizes:
-            raise fault(given["sizes"], join(path, "sizes"), f"add up to {sum(sizes)}; axis {axis} has {shape[axis]}")
+            raise fault(nodes["sizes"], join(path, "sizes"), f"add up to {sum(sizes)}; axis {axis} has {shape[axis]}")
         return axis, sizes
 
-    def _mapping(self, node: Node, path: str, names: Iterable[str], more: Sequence[str] = ()) -> dict[str, Node]:
-        given = value_of(node, path, dict, "a mapping with " + ", ".join(names))
-        for name, child in given.items():
-            if name not in (*names, *more):
+    def _mapping(self, node: Node, path: str, names: Iterable[str], optional: Sequence[str] = ()) -> dict[str, Node]:
+        nodes = value_of(node, path, dict, "a mapping with " + ", ".join(names))
+        for name, child in nodes.items():
+            if name not in (*names, *optional):
                 raise fault(child, join(path, name), f"unknown field; expected {', '.join(names)}")
         for name in names:
-            if name not in given:
+            if name not in nodes:
                 raise fault(node, join(path, name), "missing; add it, as Strategy.save writes it")
-        return dict(given)
+        return dict(nodes)
 
     def _integer(self, node: Node, path: str, low: int) -> int:
         value = node.value

@@ -1,1 +1,1 @@
-"""The process and its machine: memory, threads, signals, heartbeats, the job that it is part of; no arrays."""
+"""Process and machine: memory, threads, signals, heartbeats, the MPI job."""

@@ -1,4 +1,4 @@
-"""Imported before all else, which takes half a second: a command hears signals, and a rank is supervised."""
+"""Early setup before slow imports: signal handlers of a command, and the heartbeat of a rank."""
 
 import os
 

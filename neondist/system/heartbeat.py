@@ -1,9 +1,9 @@
-"""Connection of a rank to the process that supervises its job: heartbeats, and the end of both with one another.
+"""Connection of a rank to the supervisor of its job: heartbeats, and coupled lifetimes.
 
-The supervisor learns from it that a rank listens, how it has ended, that it was killed (the connection ends without a
-word) and that it is stopped or unreachable (no heartbeats), on any node. When the supervisor is gone, or closes the
-connection, the rank is killed, whatever it computes. A process beside the rank does both, since threads of the rank
-itself run neither while an extension holds Python's lock nor while the rank is stopped.
+It tells the supervisor that a rank handles signals, how it ended, that it was killed (end of file without a message)
+or is stopped or unreachable (no heartbeats), on any node. If the supervisor dies or closes the connection, the rank is
+killed. A guard process beside the rank does both, since threads of the rank run neither while an extension holds the
+GIL nor while the rank is stopped.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from typing import NoReturn
 from .job import detect
 
 SUPERVISOR = "NEONDIST_SUPERVISOR"
-"""'KEY HOST:PORT ...', where the supervisor listens; set for the ranks."""
+"""'KEY HOST:PORT ...': key and addresses of the supervisor; set for the ranks."""
 CONNECTION = "NEONDIST_HEARTBEAT"
-"""'FILE DESCRIPTOR:PROCESS' of this rank's connection, which is of no use to other processes."""
+"""'FILE DESCRIPTOR:PROCESS' of this rank's connection; other processes ignore it."""
 NONCE, PROOF = 16, 32
-"""bytes that the supervisor sends first, and of the proof that each end gives of the key"""
+"""Bytes of the supervisor's nonce, and of the proof of the key by each end."""
 BEAT = 1.0
 PATIENCE = 10.0
-"""seconds for each address"""
+"""Timeout in seconds per address."""
 _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGTSTP")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def proof(key: str, nonce: bytes, whose: str) -> bytes:
-    """Return what the 'rank' or the 'supervisor' answers to a nonce."""
-    return blake2b(nonce + whose.encode(), key=key.encode(), digest_size=PROOF).digest()
+def proof(key: str, nonce: bytes, role: str) -> bytes:
+    """Return the answer of the 'rank' or the 'supervisor' to a nonce."""
+    return blake2b(nonce + role.encode(), key=key.encode(), digest_size=PROOF).digest()
 
 
 def connect(env: MutableMapping[str, str]) -> None:
-    """Connect to the supervisor of the job that this process is a rank of, if there is one; else do nothing.
+    """Connect a rank to the supervisor of its job; do nothing if there is none.
 
-    Processes that the rank starts do not. Where the supervisor cannot be reached, the process ends with exit code 2.
+    Child processes of the rank do not connect. If the supervisor cannot be reached, the process exits with code 2.
     """
     job = detect(env)
     if SUPERVISOR not in env or job is None or job.rank is None:
         return
-    given = env.pop(SUPERVISOR)
-    key, *addresses = given.split()
+    supervisor = env.pop(SUPERVISOR)
+    key, *addresses = supervisor.split()
     node = os.uname().nodename if hasattr(os, "uname") else socket.gethostname()
-    found = reach(key, addresses)
-    if found is None:
+    connection = reach(key, addresses)
+    if connection is None:
         sys.stderr.write(
             f"error: rank {job.rank} on {node} cannot reach the process that started it, at {', '.join(addresses)};"
             " allow TCP connections between the nodes, and list the nodes in a host file or resource file\n"
         )
         os._exit(2)
-    found.sendall(f"{job.rank} {os.getpid()} {node}\n".encode())
+    connection.sendall(f"{job.rank} {os.getpid()} {node}\n".encode())
     if hasattr(os, "fork"):
-        _fork_guard(found)
-    env[CONNECTION] = f"{found.detach()}:{os.getpid()}"
+        _fork_guard(connection)
+    env[CONNECTION] = f"{connection.detach()}:{os.getpid()}"
 
 
 def send(env: Mapping[str, str], word: str) -> None:
-    """Send a word to the supervisor, if this process is a rank that has one.
+    """Send a word to the supervisor, if this process is a supervised rank.
 
-    'listens': SIGUSR1 stops it with a checkpoint; 'ignores': no longer; 'ended CODE' or 'failed'.
+    'listens': SIGUSR1 stops it with a checkpoint; 'ignores': no longer so; 'ended CODE' or 'failed'.
     """
     number = descriptor(env)
     if number is not None:
@@ -87,31 +87,31 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def receive(connection: socket.socket, size: int) -> bytes:
-    """Return so many bytes, fewer where the connection ends."""
-    found = b""
-    while len(found) < size and (more := connection.recv(size - len(found))):
-        found += more
-    return found
+    """Return `size` bytes, fewer if the connection ends."""
+    received = b""
+    while len(received) < size and (chunk := connection.recv(size - len(received))):
+        received += chunk
+    return received
 
 
 def reach(key: str, addresses: Sequence[str]) -> socket.socket | None:
-    """Return a connection to the supervisor at the first address where it answers and proves the key, None if none."""
-    return next(filter(None, (_reached(address, key) for address in addresses)), None)
+    """Return a connection to the first address where the supervisor answers and proves the key; None if none does."""
+    return next(filter(None, (_try_connect(address, key) for address in addresses)), None)
 
 
-def _reached(address: str, key: str) -> socket.socket | None:
-    """Return a connection to the supervisor; None: nothing answers there, or something else does."""
+def _try_connect(address: str, key: str) -> socket.socket | None:
+    """Return a connection to the supervisor; None if another service or nothing answers."""
     try:
-        made = socket.create_connection(split_address(address), timeout=PATIENCE)
+        connection = socket.create_connection(split_address(address), timeout=PATIENCE)
     except OSError:
         return None
     with contextlib.suppress(OSError):
-        nonce = receive(made, NONCE)
-        made.sendall(proof(key, nonce, "rank"))
-        if receive(made, PROOF) == proof(key, nonce, "supervisor"):
-            made.settimeout(None)
-            return made
-    made.close()
+        nonce = receive(connection, NONCE)
+        connection.sendall(proof(key, nonce, "rank"))
+        if receive(connection, PROOF) == proof(key, nonce, "supervisor"):
+            connection.settimeout(None)
+            return connection
+    connection.close()
     return None
 
 
@@ -125,15 +125,15 @@ def _fork_guard(connection: socket.socket) -> None:
 
 
 def _guard(connection: socket.socket, rank: int) -> NoReturn:
-    """Send heartbeats while the rank is there and not stopped; kill it when the supervisor ends the connection."""
+    """Send heartbeats while the rank lives and is not stopped; kill it when the supervisor closes the connection."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"heartbeat")
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):  # the launcher waits until nothing writes into its pipes
-        os.dup2(nowhere, number)
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):  # the launcher waits until its pipes are closed
+        os.dup2(null, number)
     os.closerange(3, connection.fileno())
     os.closerange(connection.fileno() + 1, 1 << 16)
     while os.getppid() == rank:
@@ -144,13 +144,13 @@ def _guard(connection: socket.socket, rank: int) -> NoReturn:
             os.kill(rank, signal.SIGKILL)
             os._exit(0)
         if not _is_stopped(rank):
-            with contextlib.suppress(OSError):  # a supervisor that is stopped reads later
+            with contextlib.suppress(OSError):  # a stopped supervisor reads later
                 connection.send(b"\n", socket.MSG_DONTWAIT)
     os._exit(0)
 
 
 def _is_stopped(process: int) -> bool:
-    """Whether SIGSTOP holds a process (Linux); a debugger may."""
+    """Return whether a process is stopped by SIGSTOP, not by a debugger (Linux)."""
     with contextlib.suppress(OSError), open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"
     return False

@@ -28,8 +28,8 @@ class Job:
 
     Attributes
     ----------
-    size : ranks in all, None where the environment does not tell
-    rank : this one, None where the environment does not tell
+    size : number of ranks, None if unknown
+    rank : this rank, None if unknown
     local_size : ranks on this machine
     """
 
@@ -48,9 +48,9 @@ def detect(env: Mapping[str, str]) -> Job | None:
     launched = _number(env, LAUNCHED)
     for names in _FAMILIES:
         size, rank, local = (_number(env, name) for name in names)
-        # a shell in a Slurm step of one task is no job of ours: -n shall start one there
-        alone = size == 1 and "SLURM_STEP_ID" in env and not launched
-        if size is not None and not alone and ("SLURM" not in names[0] or "SLURM_STEP_ID" in env):
+        # a shell in a single-task Slurm step is no job: -n starts one there
+        single_task = size == 1 and "SLURM_STEP_ID" in env and not launched
+        if size is not None and not single_task and ("SLURM" not in names[0] or "SLURM_STEP_ID" in env):
             return Job(max(size, launched or 1), rank, local)
     if launched or ("PMIX_RANK" in env and "SLURM_STEP_ID" not in env):
         return Job(launched, _number(env, "PMIX_RANK"), launched)
@@ -58,16 +58,16 @@ def detect(env: Mapping[str, str]) -> Job | None:
 
 
 def torchrun_ranks(env: Mapping[str, str]) -> int:
-    """Return how many ranks torchrun has started, 0 if this process is none of them; that is no MPI job."""
+    """Return the number of ranks started by torchrun, 0 outside of it; not an MPI job."""
     return (_number(env, "WORLD_SIZE") or 0) if "TORCHELASTIC_RUN_ID" in env else 0
 
 
 def local_rank(env: Mapping[str, str]) -> int:
-    """Return this process's number among the ranks of its machine, 0 where the environment does not tell."""
+    """Return the local rank on this machine, 0 if unknown."""
     return next((rank for name in _LOCAL_RANKS if (rank := _number(env, name)) is not None), 0)
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:
-    """Return a number that a launcher has put into the environment, None where there is none."""
+    """Return a number from the environment of a launcher, None if there is none."""
     digits = env.get(name, "").split("(")[0].split(",")[0]  # Slurm: '4(x2),3' are two nodes with 4 ranks, one with 3
     return int(digits) if digits.isdecimal() else None

@@ -1,4 +1,4 @@
-"""Images that are read where they are needed."""
+"""Lazily read tiles of images."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import numpy as np
 
 
 class LazyTile(ABC):
-    """This rank's tile of some samples (n, *tile, C), of which cells are read when they are asked for.
+    """Lazily read tile of samples (n, *tile, C).
 
-    Indexing with a slice gives fewer samples, still unread; with slices for the samples and all spatial axes, an array.
+    Indexing with a slice returns fewer samples, unread; with slices of the samples and all spatial axes, an array.
 
     Attributes
     ----------
-    shape, dtype : as of the array that it stands for
+    shape, dtype : shape and dtype of the array
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class LazyTile(ABC):
         return self.samples(range(*samples.indices(len(self)))).read([slice(*cut.indices(n)) for cut, n in bounds])
 
     def whole(self) -> Any:
-        """Return all of it as an array."""
+        """Read the whole tile as an array."""
         return self.read([slice(0, n) for n in self.shape[1:-1]])
 
     @property
@@ -44,8 +44,8 @@ class LazyTile(ABC):
 
     @abstractmethod
     def samples(self, numbers: range) -> LazyTile:
-        """Return some of the samples."""
+        """Return a subset of the samples."""
 
     @abstractmethod
     def read(self, cells: Sequence[slice]) -> Any:
-        """Return cells (n, *cells, C) of all samples, a new array; slices count from the tile's first cell."""
+        """Read cells (n, *cells, C) of all samples as a new array; slices are relative to the tile."""

@@ -15,9 +15,9 @@ from ..io.files import write_text
 from ..io.regular_file import read_bytes
 
 SPEED = 2e10
-"""default floating point operations per second of a rank"""
+"""Default floating point operations per second of a rank."""
 SAMPLES = 32
-"""default number of samples of a replica in a step"""
+"""Default number of samples of a replica in a step."""
 _REMEDY = "docs/predicting.md has two examples"
 
 
@@ -29,10 +29,10 @@ class Figures:
     ----------
     latency, bandwidth : seconds a message, bytes a second
     speed : floating point operations a second of one rank
-    samples : of a replica in a step
+    samples : samples of a replica in a step
     itemsize : bytes of a number
     cell_seconds : by layer's name
-        What a training step was measured to take for one output cell of one sample; `speed` counts for the others.
+        Measured seconds of a training step per output cell and sample; `speed` applies to the other layers.
     """
 
     latency: float = 2e-5
@@ -43,13 +43,13 @@ class Figures:
     cell_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def sent(self, messages: float, numbers: float) -> float:
-        """Return the seconds of messages with so many numbers of each sample together."""
+        """Return the seconds of messages with `numbers` numbers per sample in total."""
         return messages * self.latency + numbers * self.samples * self.itemsize / self.bandwidth
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two ranks: a message of b bytes takes latency + b / bandwidth.
+    """Link between two ranks: a message of b bytes takes latency + b / bandwidth.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Link:
     bandwidth: float
 
     def seconds(self, messages: float, count: float) -> float:
-        """Return the time of messages of so many bytes together."""
+        """Return the seconds of messages with `count` bytes in total."""
         return messages * self.latency + count / self.bandwidth
 
 
@@ -72,30 +72,30 @@ class Machine:
     Attributes
     ----------
     cores_per_node : int
-        Cores (or GPUs): a rank each.
+        Cores (or GPUs), one rank each.
     node, network : Link
-        Between ranks of one node, and of two.
+        Links within a node, and between nodes.
     nodes : int or None
-        None: as many as it takes. Ranks beyond the cores share them.
+        None: unlimited. Ranks in excess of the cores share them.
     compute_factor : float
-        Seconds of computing there, over those on the machine that predicts: 0.05 for a GPU twenty times as fast.
+        Compute time relative to the predicting machine: 0.05 for a GPU twenty times as fast.
     slowdown, memory_slowdown : float
-        Seconds while all cores of a node work, over those of a core that works alone: of what the core limits, and of
-        what the memory limits.
+        Compute time with all cores of a node busy relative to a single busy core: of compute-bound and of memory-bound
+        work.
     memory_bandwidth : float
-        Bytes per second that a core alone reads and writes; it tells what the memory limits.
+        Bytes per second that a single core reads and writes; classifies work as memory-bound.
     speed : float
         Floating point operations per second of convolutions in training, one rank.
     shared_slowdown, shared_latency : float
-        Where ranks share cores: what computing takes, over its fair share of a core; and seconds until all go on,
-        for each exchange or sum, with two ranks on a core.
+        For ranks that share cores: compute time relative to the fair share of a core; and seconds of waiting per
+        exchange or reduction, with two ranks on a core.
     jitter : float
-        How late a node is in a step by chance, in the mean, over its computing. All wait for the slowest: of n nodes
-        it is late by (1/2 + ... + 1/n) times as much more than one alone, where lateness has an exponential tail.
+        Mean random delay of a node per step, relative to its compute time. All wait for the slowest: with exponential
+        tails, that of n nodes is (1/2 + ... + 1/n) delays later than a single node.
     host : str
-        Where it was measured.
+        Host of the measurement.
     error : float
-        Mean relative error of predicted steps of small networks, when it was measured; 0: not known.
+        Mean relative error of predicted steps of small networks at calibration; 0: unknown.
     """
 
     cores_per_node: int
@@ -115,47 +115,47 @@ class Machine:
 
     @classmethod
     def default(cls) -> Machine:
-        """Return a machine with common figures, for where none was measured: 8 cores a node, 25 Gbit/s between."""
+        """Return a machine with typical figures: 8 cores per node, 25 Gbit/s network."""
         return cls(8, Link(2e-6, 5e9), Link(2e-5, 3e9))
 
     def compute(self, alone: float, ranks: int, moved: float = 0.0) -> float:
-        """Return the seconds of computing that took `alone` on one core here, and moved so many bytes."""
+        """Return the seconds of work that takes `alone` on one core here and moves `moved` bytes of memory."""
         by_memory = min(1.0, moved / self.memory_bandwidth / alone) if alone else 0.0
         most = (1 - by_memory) * self.slowdown + by_memory * self.memory_slowdown
-        # between one busy core and all of them, what they share is taken a part at a time
+        # linear between one busy core and all cores
         busy = min(ranks, self.cores_per_node) - 1
         slowdown = 1 + (most - 1) * busy / max(1, self.cores_per_node - 1)
         sharing = self.sharing(ranks)
         return alone * self.compute_factor * slowdown * sharing * (self.shared_slowdown if sharing > 1 else 1.0)
 
     def sharing(self, ranks: int) -> float:
-        """Return how many ranks share a core."""
+        """Return the number of ranks per core."""
         return max(1.0, ranks / (self.cores_per_node * self.nodes)) if self.nodes else 1.0
 
     def waiting(self, ranks: int, meetings: int) -> float:
-        """Return the seconds until all go on, at so many exchanges or sums, where ranks share cores."""
+        """Return the seconds of waiting at `meetings` exchanges or reductions of ranks that share cores."""
         return meetings * self.shared_latency * (self.sharing(ranks) - 1)
 
     def lateness(self, ranks: int, compute: float) -> float:
-        """Return the seconds until the slowest node has computed what takes `compute` on one alone."""
+        """Return the expected delay in seconds of the slowest node, for work of `compute` seconds."""
         return self.jitter * compute * self.expected_lateness(ranks)
 
     def expected_lateness(self, ranks: int) -> float:
-        """Return that of the slowest node over that of one, less that of one alone."""
+        """Return the extra delay of the slowest node, in mean delays of a node."""
         return sum(1 / at for at in range(2, self.nodes_of(ranks) + 1))
 
     def nodes_of(self, ranks: int) -> int:
-        """Return the nodes that so many ranks are on."""
+        """Return the number of nodes of `ranks` ranks."""
         return min(ceil(ranks / self.cores_per_node), self.nodes or ranks)
 
     def link(self, ranks: int) -> Link:
-        """Return the slowest link that so many ranks use."""
+        """Return the slowest link among `ranks` ranks."""
         return self.node if self.nodes_of(ranks) == 1 else self.network
 
     def allreduce(self, ranks: int, count: float) -> float:
-        """Return the seconds to sum so many bytes over ranks: inside each node, and then between the nodes.
+        """Return the seconds of an allreduce of `count` bytes: within each node, then between the nodes.
 
-        Both are a reduce-scatter and an allgather: each member gives and takes nearly all bytes once, in twice log2
+        Both are a reduce-scatter and an allgather: each member sends and receives nearly all bytes once, in 2 log2
         messages.
         """
         nodes = self.nodes_of(ranks)
@@ -167,20 +167,20 @@ class Machine:
         )
 
     def figures(self, ranks: int) -> Figures:
-        """Return what a planner needs for so many ranks."""
+        """Return a planner's figures for `ranks` ranks."""
         link = self.link(ranks)
         return Figures(link.latency, link.bandwidth, self.speed / self.compute_factor)
 
 
 def read(path: Path) -> Machine:
-    """Return the machine of a YAML file; ConfigError says what is wrong with it."""
+    """Read a machine from a YAML file; ConfigError if it is invalid."""
     try:
-        found = yaml.safe_load(read_bytes(path).decode())
+        document = yaml.safe_load(read_bytes(path).decode())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); {_REMEDY}") from error
-    values = _checked(path, "", found, [one.name for one in fields(Machine)])
+    values = _check_fields(path, "", document, [one.name for one in fields(Machine)])
     for name in "node", "network":
-        link = _checked(path, f"{name}.", values.get(name), ["latency", "bandwidth"])
+        link = _check_fields(path, f"{name}.", values.get(name), ["latency", "bandwidth"])
         values[name] = Link(*(_number(path, f"{name}.{one}", link.get(one)) for one in ("latency", "bandwidth")))
     for name in "cores_per_node", "nodes":
         if not (name == "nodes" and values.get(name) is None):
@@ -198,13 +198,13 @@ def write(path: Path, machine: Machine, comment: str) -> None:
     write_text(path, f"# {comment}\n# seconds, bytes per second\n{text}")
 
 
-def _checked(path: Path, where: str, found: Any, known: list[str]) -> dict[str, Any]:
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"{path}: {where.rstrip('.') or 'the file'}: needs fields {', '.join(known)}; {_REMEDY}")
-    for name in found:
-        if name not in known:
-            raise ConfigError(f"{path}: {where}{name}: unknown field; choose from {', '.join(known)}")
-    return dict(found)
+def _check_fields(path: Path, prefix: str, values: Any, names: list[str]) -> dict[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path}: {prefix.rstrip('.') or 'the file'}: needs fields {', '.join(names)}; {_REMEDY}")
+    for name in values:
+        if name not in names:
+            raise ConfigError(f"{path}: {prefix}{name}: unknown field; choose from {', '.join(names)}")
+    return dict(values)
 
 
 def _number(path: Path, where: str, value: Any, least: float | None = None) -> float:

@@ -1,7 +1,6 @@
 """Available memory of this process, and the errors raised when it is not enough.
 
-What cannot be held is told before anything of that size is asked for: where a system promises more memory than it has,
-it kills whoever uses it.
+Requirements are checked before allocation: a system that overcommits memory kills the process that uses it.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from .job import detect
 
 _CONTROL = Path("/sys/fs/cgroup")
 _FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-_SURELY_FITS = 1 << 26  # bytes that fit without asking the machine
+_SURELY_FITS = 1 << 26  # bytes that are not checked
 
 
 def require_room(needed: int, what: str, remedy: str, free: Callable[[], int | None] | None = None) -> None:
-    """Raise DataError if this machine has not so many bytes of memory left.
+    """Raise DataError if less than `needed` bytes of memory are available.
 
     Parameters
     ----------
     needed : bytes
-    what : whose they are, for the message
-    remedy : what to do about it
-    free : what returns the bytes that are left; default `free_memory`
+    what : object that needs them, for the message
+    remedy : for the message
+    free : returns the available bytes; default `free_memory`
     """
     room = (free or free_memory)() if needed > _SURELY_FITS else None
     if room is not None and needed > room:
@@ -38,7 +37,7 @@ def require_room(needed: int, what: str, remedy: str, free: Callable[[], int | N
 
 @contextmanager
 def room_for(field: str, remedy: str) -> Iterator[None]:
-    """Raise ConfigError about `field`, instead of MemoryError, where memory is not enough for the block."""
+    """Convert a MemoryError of the block to a ConfigError about `field`."""
     try:
         yield
     except MemoryError as error:
@@ -47,12 +46,12 @@ def room_for(field: str, remedy: str) -> Iterator[None]:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that this process may still take: of the machine, its control group, and its own limit.
+    """Return the bytes available to this process, limited by the machine, its control group, and its rlimit.
 
-    None where the system does not tell. Memory that files are cached in counts as free.
+    None if unknown. The page cache counts as free.
     """
-    found = [*_of_machine(), *_of_control_groups(), *_of_process()]
-    return max(0, min(found)) if found else None
+    bounds = [*_machine_memory(), *_control_group_memory(), *_process_memory()]
+    return max(0, min(bounds)) if bounds else None
 
 
 _UNITS = {"": 1, "b": 1} | {
@@ -61,65 +60,65 @@ _UNITS = {"": 1, "b": 1} | {
     for unit, base in (("", 1024), ("b", 1000), ("ib", 1024))
 }
 PROCESS = 600 << 20
-"""bytes of a rank before its first step, and of what kernels take for a moment: Python, its libraries, their buffers"""
+"""Bytes of a rank besides its network: Python, libraries, and temporary buffers of kernels."""
 
 
 def as_bytes(field: str, memory: int | str) -> int:
-    """Return a number of bytes as people write it: 8GiB, '500 MB' or the number; ConfigError names the field."""
+    """Parse a number of bytes such as 8GiB, '500 MB' or an int; ConfigError names the field."""
     number, unit = re.fullmatch(r"\s*([0-9.]*)\s*(.*?)\s*", str(memory)).groups()  # type: ignore[union-attr]
     try:
-        found = int(float(number) * _UNITS[unit.lower()])
+        count = int(float(number) * _UNITS[unit.lower()])
     except (ValueError, KeyError, OverflowError):
-        found = 0
-    if found < 1:
+        count = 0
+    if count < 1:
         raise ConfigError(
             f"{field}: {memory!r} is not an amount of memory; expected one such as 8GiB, 500MB or a number of bytes"
         )
-    return found
+    return count
 
 
 def share_of(memory: int, ranks: int) -> int:
-    """Return the bytes that each of so many ranks may use for a network, of those that all on a machine have.
+    """Return the bytes per rank for its network, given the limit for all ranks on a machine.
 
     Raises
     ------
     ConfigError
-        Nothing is left beside what every process takes.
+        Nothing is left after the overhead of the processes.
     """
-    here = ranks_here(ranks)
-    found = memory // here - PROCESS
-    if found <= 0:
+    local_ranks = ranks_here(ranks)
+    share = memory // local_ranks - PROCESS
+    if share <= 0:
         raise ConfigError(
-            f"memory: {words(memory)} for {here} ranks on a machine; each needs {words(PROCESS)} before it loads"
-            f" any image: give more than {words(PROCESS * here)}, or start fewer ranks"
+            f"memory: {words(memory)} for {local_ranks} ranks on a machine; each needs {words(PROCESS)} before it loads"
+            f" any image: give more than {words(PROCESS * local_ranks)}, or start fewer ranks"
         )
-    return found
+    return share
 
 
 def most_held(share: int) -> int:
-    """Return the bytes beyond which a process should not keep what it has freed, whose network may use `share`."""
-    return share + PROCESS * 15 // 16  # the rest is what kernels take for a moment
+    """Return the bytes above which a process should return freed memory, if its network may use `share`."""
+    return share + PROCESS * 15 // 16  # the rest is for temporary buffers of kernels
 
 
 def room_for_each(ranks: int) -> int | None:
-    """Return the bytes that each of so many ranks on this machine may still take; None: the system does not tell."""
+    """Return the available bytes per rank for `ranks` ranks on this machine; None if unknown."""
     free = free_memory()
     return None if free is None else free // ranks
 
 
 def least_room(world: Any, room: Callable[[int], int | None] = room_for_each) -> int | None:
-    """Return the bytes that each rank may still take where least is left; None: a system does not tell; collective.
+    """Return the minimum of the available bytes per rank over all machines; None if unknown; collective.
 
     Parameters
     ----------
-    room : what returns that for so many ranks on this machine
+    room : returns the available bytes per rank, given the number of ranks on this machine
     """
-    found = world.allgather(room(ranks_here(world.size)))
-    return None if None in found else min(found)
+    rooms = world.allgather(room(ranks_here(world.size)))
+    return None if None in rooms else min(rooms)
 
 
 def ranks_here(ranks: int) -> int:
-    """Return how many of all ranks are on this machine; all of them where the environment does not tell."""
+    """Return the number of ranks on this machine; all ranks if unknown."""
     job = detect(os.environ)
     return min(ranks, (job.local_size if job else None) or ranks)
 
@@ -127,30 +126,30 @@ def ranks_here(ranks: int) -> int:
 def out_of_memory(
     error: Exception, layer: str, direction: str, planned: int, room: int | None, ranks: int
 ) -> UserError:
-    """Return the error of a step for which there is no memory.
+    """Return the error of a step that ran out of memory.
 
     Parameters
     ----------
-    error : of the library of arrays; its message has the size that was asked for
-    planned : bytes of a rank at the peak of a step
-    room : bytes that this rank might still take
-    ranks : in all
+    error : error of the array library; its message may contain the requested size
+    planned : planned peak bytes of a rank in a step
+    room : available bytes of this rank
+    ranks : total number of ranks
     """
     amount = re.search(r"([0-9][0-9.,]*) ?([KMGT]?i?B|bytes)", str(error))
-    asked = as_bytes("size", "".join(amount.groups()).replace(",", "").replace("bytes", "")) if amount else None
-    what = "an array" if asked is None else words(asked)
+    requested = as_bytes("size", "".join(amount.groups()).replace(",", "").replace("bytes", "")) if amount else None
+    size = "an array" if requested is None else words(requested)
     left = "" if room is None else f", and {words(room)} are left"
-    lacking = max(0, (asked or planned // 4) - (room or 0))
-    share = (planned - lacking) * 9 // 10  # what is lacking may be more than this one array
+    shortfall = max(0, (requested or planned // 4) - (room or 0))
+    share = (planned - shortfall) * 9 // 10  # the shortfall may exceed this array
     fits = f"set memory: {words(ranks_here(ranks) * (share + PROCESS))}, or use" if share > 0 else "use"
     return ConfigError(
-        f"memory: layer '{layer}' needs {what} in the {direction} pass{left}; the planned peak of a step is"
+        f"memory: layer '{layer}' needs {size} in the {direction} pass{left}; the planned peak of a step is"
         f" {words(planned)} per rank, without temporary buffers of kernels; {fits} more ranks or smaller batches"
     )
 
 
 def words(count: float) -> str:
-    """Return a number of bytes as people read it: '3.2 GB'."""
+    """Format a number of bytes, such as '3.2 GB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -158,15 +157,15 @@ def words(count: float) -> str:
     return f"{count:,.4g} TB"
 
 
-def _of_machine() -> Iterator[int]:
+def _machine_memory() -> Iterator[int]:
     import psutil
 
     with suppress(OSError):
         yield psutil.virtual_memory().available
 
 
-def _of_control_groups() -> Iterator[int]:
-    """Yield what the groups of this process, and those above them, have left."""
+def _control_group_memory() -> Iterator[int]:
+    """Yield the available bytes of this process's control groups and their parents."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, name = line.split(":", 2)
@@ -176,22 +175,22 @@ def _of_control_groups() -> Iterator[int]:
             place = root / name.strip("/")
             for folder in (place, *place.parents):
                 if folder.is_relative_to(root):
-                    yield from _left_in(folder)
+                    yield from _group_memory(folder)
 
 
-def _left_in(folder: Path) -> Iterator[int]:
+def _group_memory(folder: Path) -> Iterator[int]:
     for most, used in _FILES.items():
         with suppress(OSError, ValueError):  # no such file, or no limit: 'max'
             limit = int((folder / most).read_text())
-            cache = [line.split()[1] for line in (folder / "memory.stat").read_text().splitlines() if _cached(line)]
+            cache = [line.split()[1] for line in (folder / "memory.stat").read_text().splitlines() if _is_cache(line)]
             yield limit - int((folder / used).read_text()) + sum(map(int, cache))
 
 
-def _cached(line: str) -> bool:
+def _is_cache(line: str) -> bool:
     return line.split()[0] in ("inactive_file", "active_file")
 
 
-def _of_process() -> Iterator[int]:
+def _process_memory() -> Iterator[int]:
     import psutil
 
     with suppress(ImportError, OSError):

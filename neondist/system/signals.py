@@ -1,6 +1,6 @@
-"""Signals of a process, received from its start to its end.
+"""Signal handling of a process, from its start to its end.
 
-Imports next to nothing: a command listens before it imports what takes time, see `listen_in_command`.
+Few imports: a command installs its handlers before slow imports, see `listen_in_command`.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from types import FrameType
 from typing import Any
 
 STOPPING = ("SIGTERM", "SIGUSR1")
-"""Ask a run to stop with a checkpoint."""
+"""Signals that request a stop with a checkpoint."""
 STOPPED = 75
-"""Exit code of a run that was asked to stop, and has."""
+"""Exit code of a run that stopped on request."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
 
 class Signals:
-    """Takes note of SIGTERM and SIGUSR1, however often they come: nothing is cut off by them.
+    """Recorder of SIGTERM and SIGUSR1, which do not interrupt the process.
 
     Parameters
     ----------
     whole_process : bool
-        This is the `neondist` command, from its first moment to its last. It hears Ctrl-C (SIGINT) too.
+        Whether this is the `neondist` command; it also handles Ctrl-C (SIGINT).
 
     Attributes
     ----------
     received : list of str
-        Names of the signals that came, the first one first.
+        Names of the received signals, in order.
     listeners : list of callable
-        Called with the name of each signal that comes, in the middle of whatever goes on.
+        Called with the name of each signal, from within the handler.
     interrupted : bool
-        Whether Ctrl-C came. It ends the process at once, or, where `cleans_up` is set, with a KeyboardInterrupt; and
-        at once, if a few seconds later the process is still there.
+        Whether Ctrl-C was received. It ends the process immediately or, if `cleans_up` is set, raises KeyboardInterrupt
+        and ends it a few seconds later.
     cleans_up : bool
-        Whether there is something to put in order: a terminal, an unfinished file.
+        Whether there is something to clean up: a terminal, an unfinished file.
     """
 
     def __init__(self, whole_process: bool = False) -> None:
@@ -47,48 +47,48 @@ class Signals:
         self.received: list[str] = []
         self.listeners: list[Callable[[str], None]] = []
         self.interrupted = self.cleans_up = self._lost = False
-        self._before: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
 
     def listen(self) -> Signals:
-        """Begin; where this is not the main thread, which alone can, do nothing. What is ignored stays so."""
+        """Install the handlers, except for ignored signals; does nothing outside of the main thread."""
         if threading.current_thread() is threading.main_thread():
             names = [*STOPPING, "SIGINT"] if self.whole_process else STOPPING
             for number in filter(None, (getattr(signal, name, None) for name in names)):  # not all on every system
                 if signal.getsignal(number) != signal.SIG_IGN:
                     handler = self._interrupt if number == signal.SIGINT else self.handle
-                    self._before[number] = signal.signal(number, handler)
+                    self._previous[number] = signal.signal(number, handler)
         return self
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
-        """Take note of a signal."""
+        """Record a signal and call the listeners."""
         name = signal.Signals(number).name
         self.received.append(name)
         for listener in list(self.listeners):
             listener(name)
 
     def join(self, listener: Callable[[str], None]) -> None:
-        """Tell a listener what was heard, and what will be."""
-        self.listeners.append(listener)  # first, so that no signal comes in between
+        """Call a listener for signals received so far and for future ones."""
+        self.listeners.append(listener)  # first, so that no signal is missed
         for name in list(self.received):
             listener(name)
 
     def restore(self) -> None:
-        """Listen no longer: handlers are what they were before; a signal that came has had no effect."""
-        while self._before:
-            signal.signal(*self._before.popitem())
+        """Restore the previous handlers; received signals have no effect."""
+        while self._previous:
+            signal.signal(*self._previous.popitem())
 
     def give_up(self) -> None:
         """Restore the default action of SIGTERM and SIGUSR1, also for a signal that has already arrived."""
-        numbers = [number for number in self._before if number != signal.SIGINT]
+        numbers = [number for number in self._previous if number != signal.SIGINT]
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
-            del self._before[number]
+            del self._previous[number]
         for name in self.received:
             os.kill(os.getpid(), getattr(signal, name))
 
     def end(self) -> None:
-        """The work is done, and its exit code is known: nothing shall change that while the process ends."""
-        for number in self._before:
+        """Ignore further signals during exit, when the exit code is known."""
+        for number in self._previous:
             signal.signal(number, signal.SIG_DFL if number == signal.SIGINT else signal.SIG_IGN)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -96,27 +96,27 @@ class Signals:
             os._exit(INTERRUPTED)
         self.interrupted, self._lost = True, False
         sys.unraisablehook = self._again
-        last = threading.Timer(5, os._exit, [INTERRUPTED])  # code that calls back from C may swallow the exception
-        last.daemon = True
-        last.start()
+        timer = threading.Timer(5, os._exit, [INTERRUPTED])  # a callback from C may swallow the exception
+        timer.daemon = True
+        timer.start()
         raise KeyboardInterrupt
 
     def _again(self, unraisable: Any) -> None:
-        """Interrupt once more where Python could not pass the interruption on, as in a callback of a weak reference."""
+        """Interrupt again if Python could not propagate the exception, as in a weakref callback."""
         if unraisable.exc_type is not KeyboardInterrupt:
             sys.__unraisablehook__(unraisable)
             return
         self._lost = True
         main = threading.main_thread().ident
-        again = threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT])  # ends a system call there as well
-        again.daemon = True
-        again.start()
+        timer = threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT])  # also interrupts a system call
+        timer.daemon = True
+        timer.start()
 
 
 def signal_name(code: int) -> str:
-    """Return the name of the signal that ended a process, such as 'SIGKILL'; of none that there is, the exit code.
+    """Return the name of the signal that ended a process, such as 'SIGKILL', or else the exit code.
 
-    The code is a negative signal, as subprocess has it, or 128 and the signal, as shells have it.
+    The code is a negative signal, as in subprocess, or 128 plus the signal, as in shells.
     """
     number = -code if code < 0 else code - 128
     try:
@@ -126,7 +126,7 @@ def signal_name(code: int) -> str:
 
 
 def listen_in_command() -> None:
-    """Begin to listen, if this process is the `neondist` command, which will ask for it with `listening`."""
+    """Install handlers if this process is the `neondist` command, which gets them by `listening`."""
     words, name = sys.orig_argv, os.path.basename(sys.argv[0])
     if name == "-m":  # `python -m neondist`, as long as its package is imported
         name = words[words.index("-m") + 1]
@@ -135,13 +135,13 @@ def listen_in_command() -> None:
 
 
 def listening() -> Signals | None:
-    """Return what this process listens with since its start, if it does."""
+    """Return the Signals installed at the start of this process, if any."""
     return next(
-        (found for name in (*STOPPING, "SIGINT") if (found := active_handler(name)) and found.whole_process), None
+        (signals for name in (*STOPPING, "SIGINT") if (signals := active_handler(name)) and signals.whole_process), None
     )
 
 
 def active_handler(name: str) -> Signals | None:
-    """Return what hears a signal in this process, if a Signals does."""
-    found = getattr(signal.getsignal(getattr(signal, name, signal.SIGINT)), "__self__", None)
-    return found if isinstance(found, Signals) else None
+    """Return the Signals that handles a signal in this process, if any."""
+    handler = getattr(signal.getsignal(getattr(signal, name, signal.SIGINT)), "__self__", None)
+    return handler if isinstance(handler, Signals) else None

@@ -20,11 +20,11 @@ def cores(process: int = 0) -> int:
 
 
 def count_threads() -> int:
-    """Return OMP_NUM_THREADS, else how many cores this process may use: a core's second thread gains nothing here."""
+    """Return OMP_NUM_THREADS, else the usable physical cores: hyperthreads do not help here."""
     import psutil
 
-    said = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    return max(1, int(said)) if said.isdecimal() else min(cores(), psutil.cpu_count(logical=False) or cores())
+    setting = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    return max(1, int(setting)) if setting.isdecimal() else min(cores(), psutil.cpu_count(logical=False) or cores())
 
 
 def share(ranks: int) -> int:
@@ -33,15 +33,15 @@ def share(ranks: int) -> int:
 
 
 def limit(ranks: int) -> int | None:
-    """Give this process its share of the machine's cores among `ranks` ranks; what the user has set stays.
+    """Limit this process to its share of the machine's cores among `ranks` ranks, unless the user has set it.
 
     Returns the number of threads, None where the user has set it.
     """
     if chosen(os.environ):
         return None
-    # a launcher may have bound this rank to its part already; the parent still has the whole
+    # a launcher may have bound this rank already; its parent still has all cores
     threads = max(1, min(cores(), cores(os.getppid()) // ranks))
-    os.environ.update(dict.fromkeys(VARIABLES, str(threads)))  # for libraries that are loaded later
+    os.environ.update(dict.fromkeys(VARIABLES, str(threads)))  # for libraries loaded later
     if "numpy" in sys.modules:
         from threadpoolctl import threadpool_limits
 
@@ -50,27 +50,26 @@ def limit(ranks: int) -> int | None:
 
 
 def say_share(ranks: int, first: bool) -> Callable[[], None]:
-    """Limit the threads as `limit` does, for a script under mpirun; the first rank says so, if that changes something.
+    """Limit the threads as `limit` does, for a script under mpirun; the first rank logs a change.
 
-    More threads than cores make a job slower by a factor of 15 to 30: they wait for each other, turning round. Returns
-    a function that takes it back.
+    Oversubscription slows a job by a factor of 15 to 30, since threads busy-wait. Returns a function that undoes it.
     """
     if chosen(os.environ):
         return lambda: None
     from threadpoolctl import threadpool_info, threadpool_limits
 
-    found = threadpool_limits(None)  # changes nothing
-    before = max((pool["num_threads"] for pool in threadpool_info()), default=1)
-    given = limit(ranks)
-    if first and given is not None and given < before:
+    pool_limits = threadpool_limits(None)  # records the limits
+    previous = max((pool["num_threads"] for pool in threadpool_info()), default=1)
+    thread_count = limit(ranks)
+    if first and thread_count is not None and thread_count < previous:
         logging.getLogger("neondist").warning(
             "neondist: %d ranks share the cores of this machine, with %s each; set OMP_NUM_THREADS to choose"
             " another number",
-            ranks, "1 thread" if given == 1 else f"{given} threads",
+            ranks, "1 thread" if thread_count == 1 else f"{thread_count} threads",
         )  # fmt: skip
 
     def take_back() -> None:
-        found.restore_original_limits()
+        pool_limits.restore_original_limits()
         for name in VARIABLES:
             os.environ.pop(name, None)
 
@@ -78,7 +77,7 @@ def say_share(ranks: int, first: bool) -> Callable[[], None]:
 
 
 def chosen(env: Mapping[str, str]) -> bool:
-    """Return whether the number of threads has been set."""
+    """Return whether the user has set the number of threads."""
     return any(name in env for name in VARIABLES)
 
 

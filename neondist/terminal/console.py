@@ -1,4 +1,4 @@
-"""Telling the person at the keyboard, who may not be there any more."""
+"""Console output that tolerates closed pipes and full disks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import IO
 
 
 def visible(text: str, keep: str = "\n") -> str:
-    """Return a text with each character that cannot be seen, as names in files may have, shown by its number."""
-    return "".join(one if one.isprintable() or one in keep else repr(one)[1:-1] for one in text)
+    """Return a text with invisible characters, as in file names, replaced by escapes."""
+    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things: '1 rank', '4 ranks'."""
+    """Format a count with its noun: '1 rank', '4 ranks'."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def emit(*texts: object) -> None:
-    """Print what a command was asked for to stdout, line by line; unlike `say`, OSError if that fails."""
+    """Print a command's results to stdout, line by line; unlike `say`, raises OSError on failure."""
     for text in texts:
         print(visible(str(text)), flush=True)
 
@@ -31,7 +31,7 @@ def say(text: str, file: IO[str] | None = None, end: str = "\n", start: str = ""
         print(start + visible(text), file=stream, end=end, flush=True)
     except OSError:
         with suppress(OSError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
-            stream.flush()  # what it still holds
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)
+            stream.flush()  # discard its buffer

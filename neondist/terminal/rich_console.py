@@ -18,10 +18,10 @@ class Console(console.Console):
         super().__init__(**{"markup": False, "emoji": False, **options})
 
     def render_str(self, text: str, **options: Any) -> Any:
-        """Return a text whose characters can all be seen, so that its width is known."""
+        """Return a text of visible characters only, so that its width is known."""
         return super().render_str(visible(text), **options)
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """Yield what is printed."""
-        for one in super().render(renderable, options):
-            yield one if one.control else Segment(visible(one.text), one.style)
+        """Yield printable segments."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)

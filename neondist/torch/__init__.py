@@ -1,14 +1,9 @@
-"""Bring your PyTorch model: `ndt.distribute(module, example_shape, grid)`, exact on any grid, or refused by name.
+"""Distribution of PyTorch modules: `ndt.distribute(module, example_shape, grid)`, exact on any grid.
 
-layout: how a tensor lies on the ranks. transfer: which indices travel. capture: from a module to a graph of operators.
-lower: from the graph to a plan, by the rules of rules/, which are written with building and steps. plan, run: the plan,
-and what runs it; traffic, costs: what that takes. mesh_comm, functions: tensors over a transport, and autograd.
-distributing: what users call; module: what they get; consistency, checks, criteria: its parts. in_blocks: the rules run
-backwards, for a block. blocks: a module block by block of its output, without messages; trunk, blocked: a training step
-so, up to what sees the whole image. segments, choosing, fused: windows that go together. execution: which of these a
-module has. weights: files of them. functional: halos and sums for custom code. transport: torch.distributed.
-convert: modules as models of our layers, and back. by_name, factory, feeding, judging, module_plan, experiment: a
-module in an experiment.
+From a module to its execution: capture/ traces it to a graph of operators; lowering/ turns the graph into a plan, by
+the rules in rules/; execution/ runs the plan, at once or in parts. ir/ has the data structures that they share,
+exchange/ the communication, kernels/ faster local computation. module/ is what users hold, training/ its use in
+experiments and scripts, convert/ the conversion to and from neondist layers.
 """
 
 from ..errors import MissingPackageError
@@ -26,19 +21,19 @@ if _remedy and numbers(torch.__version__) < TORCH[0]:
     raise MissingPackageError(_remedy)
 try:
     from . import rules
-    from .by_name import TorchLoss, TorchOptimizer
     from .convert import from_torch, to_torch
-    from .distributed_optimizer import DistributedOptimizer
-    from .distributing import distribute
-    from .errors import UnsupportedOperator
-    from .experiment import TorchModel
-    from .functional import halo, reduce
-    from .loader import loader
-    from .module import DistributedModule
-    from .registry import rule
-    from .transport import TorchTransport, world
-    from .weights import load_weights, save_weights
-except (ImportError, AttributeError) as error:  # a newer one may work
+    from .exchange.functional import halo, reduce
+    from .exchange.transport import TorchTransport, world
+    from .ir.errors import UnsupportedOperator
+    from .ir.registry import rule
+    from .module.distributing import distribute
+    from .module.loader import loader
+    from .module.module import DistributedModule
+    from .module.weights import load_weights, save_weights
+    from .training.by_name import TorchLoss, TorchOptimizer
+    from .training.distributed_optimizer import DistributedOptimizer
+    from .training.experiment import TorchModel
+except (ImportError, AttributeError) as error:  # a newer PyTorch may work
     if not _remedy:
         raise
     raise MissingPackageError(f"{_remedy} ({error})") from error
@@ -66,5 +61,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names, without those of modules that have been imported."""
+    """Return the public names, without imported submodules."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,9 +1,8 @@
-"""Training sessions: the loop, what joins it, and what it writes.
+"""Training: experiments, the training loop, and hooks.
 
-experiment: everything together, as a YAML file names it, and from there to the files of a run. loop: steps,
-epochs, evaluation; pretrain: the same for autoencoders. state: what callbacks look at. callbacks: what joins a run.
-validate, describe, consistency: before a run. apply: a checkpoint's cost and metrics. inference: its outputs for images
-of any size.
+experiment: configuration, as in YAML, and execution of a run. loop: steps, epochs, evaluation; pretrain: the same for
+autoencoders. state: state of a run, as seen by hooks. callbacks: hooks of a run. validate, describe, consistency:
+checks before a run. apply: evaluation of a checkpoint. inference: outputs for images of any size.
 """
 
 from .apply import evaluate_checkpoint

@@ -1,4 +1,4 @@
-"""A trained model's cost and metrics on the data set."""
+"""Evaluation of a checkpoint on the experiment's data set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..comm import ProcessGrid, all_or_none
 from ..data import Dataset
 from ..data.base import SPLITS
 from ..errors import ConfigError, DataError
-from ..io.checkpoint import opened
+from ..io.checkpoint import open_checkpoint
 from ..models import TrainableModel
 from ..registry.ranges import choice
 from .callbacks.worst_samples import worst_samples
@@ -22,12 +22,12 @@ from .consistency import check_consistency, check_data_consistency, outline
 from .experiment import FitExperiment
 from .field_facts import take_fields
 from .loop import evaluate
-from .state import told_of
+from .state import format_results
 from .validate import validate
 from .weights import take_weights
 
 PIXELS = 256
-"""along each side of the pictures of a page"""
+"""Largest height and width of pictures in a report."""
 
 
 def evaluate_checkpoint(
@@ -42,9 +42,9 @@ def evaluate_checkpoint(
     Parameters
     ----------
     experiment : FitExperiment
-        The one that wrote the checkpoint; its optimiser and its number of epochs do not matter.
+        The experiment that wrote the checkpoint; its optimiser and number of epochs are ignored.
     checkpoint : path
-        Written by any number of ranks.
+        Written on any number of ranks.
     grid : ProcessGrid, optional
         Default `experiment.open_grid()`.
     split : {'test', 'validation', 'train'}, optional
@@ -55,8 +55,8 @@ def evaluate_checkpoint(
     Returns
     -------
     dict
-        'split', 'samples', 'loss' and the metrics by their names ('error' is the misclassification), None where one is
-        not finite, or does not suit the targets; equal on every rank.
+        'split', 'samples', 'loss' and the metrics by name ('error' is the misclassification), None for values that are
+        not finite or do not apply to the targets; equal on every rank.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def evaluate_checkpoint(
     with opened_for_evaluation(experiment, grid, split, facts) as (model, dataset):
         if split is None:
             split = "test" if "test" in dataset.splits else "validation"
-        with opened(Path(checkpoint), model.grid.world) as file:
+        with open_checkpoint(Path(checkpoint), model.grid.world) as file:
             take_weights(file, model)
             with all_or_none(model.grid.world):
                 try:
@@ -77,10 +77,10 @@ def evaluate_checkpoint(
                 except ValueError as problem:
                     raise DataError(f"{checkpoint}: {problem}") from None
         samples = dataset.splits[split]
-        found = evaluate(model, samples, experiment.batch_size, experiment.metrics)
+        results = evaluate(model, samples, experiment.batch_size, experiment.metrics)
         if pictures is not None:
             pictures |= worst_samples(model, samples, experiment.batch_size, PIXELS)
-    return {"split": split, **told_of(len(samples), found)}
+    return {"split": split, **format_results(len(samples), results)}
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def opened_for_evaluation(
     Parameters
     ----------
     facts : dict of str to object
-        Other arguments that all ranks must have in common.
+        Other arguments that must be equal on all ranks.
     """
     grid = experiment.open_grid() if grid is None else grid
     model, dataset = experiment.model, experiment.dataset
@@ -104,7 +104,7 @@ def opened_for_evaluation(
         plan = validate(experiment, grid.size, grid.shape)
         lines = outline(experiment, plan)
     check_consistency(grid.world, lines)
-    dataset.open(grid.reading(plan.wide_tiles), checked=True)
+    dataset.open(grid.with_tiles(plan.wide_tiles), checked=True)
     with closing(dataset):
         check_data_consistency(grid, dataset)
         with all_or_none(grid.world):

@@ -1,4 +1,4 @@
-"""Do all ranks have the same experiment before them? Otherwise they would wait for messages that never come."""
+"""Cross-rank consistency check of an experiment, without which differing ranks would deadlock."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 
 from ..comm import ProcessGrid, Transport
-from ..comm.facts import described, text_of
+from ..comm.facts import describe_object, text_of
 from ..data import Dataset
 from ..errors import ConfigError
 from ..io.hdf5 import checksum
@@ -18,7 +18,7 @@ from .validate import Experiment
 
 
 def outline(experiment: Experiment, plan: ModelPlan, resume: bool | str = False) -> list[str]:
-    """Return what all ranks must agree on, a fact a line: the plan, the weights' layout, how to train."""
+    """Return the facts that all ranks must agree on, one per line: plan, layout of weights, training settings."""
     dataset, best = experiment.dataset, experiment.best
     return [
         f"neondist {__version__}",
@@ -27,48 +27,48 @@ def outline(experiment: Experiment, plan: ModelPlan, resume: bool | str = False)
         f"batch_size: {experiment.batch_size}, epochs: {experiment.epochs}, resume: {resume}",
         f"{experiment.checkpoint}",
         f"best: {text_of(best.arguments()) if best is not None else None}",
-        *(f"augment: {described(step, step.arguments())}" for step in experiment.augment),
+        *(f"augment: {describe_object(step, step.arguments())}" for step in experiment.augment),
         *(f"{name}: {value}" for name, value in facts_of(experiment.model, plan).items()),
     ]
 
 
 def check_data_consistency(grid: ProcessGrid, dataset: Dataset) -> None:
-    """Compare what an opened data set holds, since files may differ from machine to machine; collective.
+    """Compare the contents of an opened data set, since files may differ between machines; collective.
 
     Raises
     ------
     ConfigError
-        On every rank, if the samples are not the same, or two replicas have other cells in one tile.
+        On every rank, if samples differ, or two replicas have different cells in a tile.
     """
     check_consistency(grid.world, dataset.fingerprint())
     if grid.replicas > 1:
         kept = [split.tiles for split in dataset.splits.values()]
         sums = [f"{checksum(tiles):08x}" if isinstance(tiles, np.ndarray) else "" for tiles in kept]
-        told = grid.world.allgather(f"{sums}")
+        hashes = grid.world.allgather(f"{sums}")
         tiles = grid.shape.tiles
         check_consistency(
-            grid.world, [f"tile {n}: cells of hash {told[grid.replica * tiles + n]}" for n in range(tiles)]
+            grid.world, [f"tile {n}: cells of hash {hashes[grid.replica * tiles + n]}" for n in range(tiles)]
         )
 
 
 def check_consistency(world: Transport, lines: list[str]) -> None:
-    """Compare the lines, as a hash that every rank tells; collective.
+    """Compare the lines of all ranks by their hash; collective.
 
     Raises
     ------
     ConfigError
-        On every rank, with the first line that differs, if they are not the same.
+        On every rank, with the first line that differs.
     """
     digests = world.allgather(_digest(lines))
-    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if odd is None:
+    differing = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if differing is None:
         return
-    told = world.allgather(lines)
-    length = max(map(len, (told[0], told[odd])))
-    mine, other = ([*one, *["nothing"] * (length - len(one))] for one in (told[0], told[odd]))
-    pair = next((a, b) for a, b in zip(mine, other, strict=True) if a != b)
+    gathered = world.allgather(lines)
+    length = max(map(len, (gathered[0], gathered[differing])))
+    expected, other = ([*ls, *["nothing"] * (length - len(ls))] for ls in (gathered[0], gathered[differing]))
+    pair = next((a, b) for a, b in zip(expected, other, strict=True) if a != b)
     raise ConfigError(
-        f"the ranks disagree: rank 0 has {pair[0]}, but rank {odd} has {pair[1]}; start all ranks with the same"
+        f"the ranks disagree: rank 0 has {pair[0]}, but rank {differing} has {pair[1]}; start all ranks with the same"
         " files, options and version of neondist"
     ).on_all_ranks()
 

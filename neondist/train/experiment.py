@@ -1,4 +1,4 @@
-"""An experiment: a model, a data set and how to train the one on the other; and from there to the files of a run."""
+"""Experiment: a model, a data set and training settings; runs it and writes the files of the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..data.augment import Transform
 from ..errors import ConfigError
 from ..io.checkpoint import SnapshotStore
 from ..io.files import write_text
-from ..io.output import CHECKPOINT, COMPLETE, GENERATIONS, clear, discarded_untrained, held, present, tidy
+from ..io.output import CHECKPOINT, COMPLETE, GENERATIONS, clear, discard_untrained, lock_folder, output_files, tidy
 from ..metrics import Metric, Misclassification
 from ..models import TrainableModel
 from ..plan import Plan
@@ -63,7 +63,7 @@ class RunResult:
     ----------
     files : the files that it wrote
     history : one record per epoch
-    stop : why it ended before it was complete, and with which exit code; None if it is complete
+    stop : reason and exit code of an early end; None if the run is complete
     """
 
     files: list[Path] = field(default_factory=list)
@@ -161,9 +161,9 @@ class FitExperiment(Registered):
         self.metrics, self.augment = all_metrics(metrics), list(augment or ())
         self.checkpoint, self.best = CheckpointSchedule.of(checkpoint), best
         self.loggers = list(loggers or ())
-        settle(model, backend, dtype, seed, precision)
-        given: dict[str, object] = {"backend": backend, "dtype": dtype, "seed": seed, "precision": precision}
-        given |= {
+        override_model(model, backend, dtype, seed, precision)
+        overrides: dict[str, object] = {"backend": backend, "dtype": dtype, "seed": seed, "precision": precision}
+        overrides |= {
             "accumulate": accumulate,
             "sync": sync,
             "recompute": recompute,
@@ -171,7 +171,7 @@ class FitExperiment(Registered):
             "memory": memory,
             "strategy": strategy,
         }
-        self.model_fields = frozenset(name for name, value in given.items() if value is not None)
+        self.model_fields = frozenset(name for name, value in overrides.items() if value is not None)
         strategy = as_strategy(strategy) if isinstance(strategy, str) else strategy
         self.grid = of_grid(strategy, self.grid)
         model.execute(accumulate, sync, recompute, strips, memory, strategy)
@@ -274,11 +274,11 @@ class FitExperiment(Registered):
         grid.check("run", facts | {"snapshot": snapshot})
         with opened(hooks):
             room = least_room(grid.world, get_backend(self.model.backend).kernels.room)
-            with all_or_none(grid.world):  # all that can be wrong is found before a file of an earlier run is touched
+            with all_or_none(grid.world):  # validate everything before files of an earlier run are touched
                 plan = validate(self, grid.size, grid.shape, room)
                 lines = outline(self, plan, resume)
             check_consistency(grid.world, lines)
-            with held(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
+            with lock_folder(grid.world, folder, resume, overwrite) if folder is not None else nullcontext():
                 return _train(self, plan, grid, folder, resume, init_from, resolved, hooks, snapshot, worker)
 
 
@@ -294,9 +294,9 @@ def _train(
     snapshot: int | Literal["auto"] | None,
     worker: WorkerPlace | None,
 ) -> RunResult:
-    """Run an experiment that is right on every rank, in a folder that is its own."""
+    """Run a validated experiment in a locked folder."""
     model, dataset = experiment.model, experiment.dataset
-    dataset.open(grid.reading(plan.wide_tiles), checked=True, augment=experiment.augment, seed=model.seed)
+    dataset.open(grid.with_tiles(plan.wide_tiles), checked=True, augment=experiment.augment, seed=model.seed)
     check_data_consistency(grid, dataset)
     with all_or_none(grid.world), room_for("model", "fewer or smaller layers"):
         model.build(dataset.sample_shape, experiment.batch_size, grid, plan)
@@ -308,7 +308,7 @@ def _train(
         run.notes.append(note)
     supervised = GENERATION in os.environ
     store = open_store(folder, grid.world) if folder is not None and (resume or supervised) else None
-    begun = begin(run, folder, resume, init_from, store)
+    start = begin(run, folder, resume, init_from, store)
     remote = None
     if worker is not None and experiment.server_strategy is not None:
         from ..services.training import ServerUpdate  # gRPC
@@ -321,43 +321,43 @@ def _train(
     model.remote = remote
     writers: list[Hook] = []
     if folder is not None:
-        _begin(experiment, grid, folder, begun.resumed, resolved, supervised or worker is not None)
-        writing = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, resolved)
+        _begin(experiment, grid, folder, start.resumed, resolved, supervised or worker is not None)
+        last = Checkpoint(folder / CHECKPOINT, experiment.checkpoint, resolved)
         figures = [JobFigures(worker)] if worker is not None and worker.index == 0 else []
-        writers = [*figures, *_writers(folder, writing, store, snapshot, pictures=worker is None or worker.index == 0)]
+        writers = [*figures, *_writers(folder, last, store, snapshot, pictures=worker is None or worker.index == 0)]
     with (
         closing(dataset),
         nullcontext() if remote is None else closing(remote),
         room_for("model", "smaller batches, or fewer or smaller layers"),
     ):
         if experiment.best is not None:
-            keeping = KeepBest(experiment.best, experiment.metrics, folder, resolved)
-            keeping.begin(run)
-            writers.insert(0, keeping)  # before the checkpoint from which a run goes on
+            best_keeper = KeepBest(experiment.best, experiment.metrics, folder, resolved)
+            best_keeper.begin(run)
+            writers.insert(0, best_keeper)  # before the checkpoint used to resume
         for logger in experiment.loggers:
             logger.within(folder, resolved)
         writers.extend(experiment.loggers)
-        if not begun.pretrained:
-            keep = (experiment.checkpoint, resolved)
-            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, begun.stage, *keep)
+        if not start.pretrained:
+            args = (experiment.checkpoint, resolved)
+            run.stop = pretrain_stages(model, dataset, experiment.batch_size, hooks, folder, start.stage, *args)
         if run.stop is None:
-            fresh = not (begun.resumed or supervised or worker)
-            with discarded_untrained(grid.world, folder, lambda: fresh and run.step == 0):
+            fresh = not (start.resumed or supervised or worker)
+            with discard_untrained(grid.world, folder, lambda: fresh and run.step == 0):
                 train_loop(run, [*hooks, *writers], experiment.metrics)
             if folder is not None:
                 model.export(folder)
-    files = present(folder) if folder is not None and grid.rank == 0 else []
+    files = output_files(folder) if folder is not None and grid.rank == 0 else []
     return RunResult(grid.world.bcast(files), run.history, run.stop)
 
 
 def _begin(
     experiment: FitExperiment, grid: ProcessGrid, folder: Path, resume: bool, resolved: str | None, supervised: bool
 ) -> None:
-    """Put the folder in order and write what is known before training.
+    """Tidy the folder and write the files that are known before training.
 
-    The files of an earlier run go once these are on the disk: if there is no room, it stays.
+    Files of an earlier run are removed only after these are on disk: if there is no space, it is kept.
     """
-    from ..io.environment import environment, to_json  # it imports much that `import neondist` can do without
+    from ..io.environment import environment, to_json  # slow import
 
     model = experiment.model
     kinds = {"dtype": str(model.dtype), "precision": model.precision.name}
@@ -378,32 +378,32 @@ def _writers(
     folder: Path, checkpoint: Checkpoint, store: SnapshotStore | None, snapshot: int | Literal["auto"] | None,
     pictures: bool,
 ) -> list[Hook]:  # fmt: skip
-    """Return the hooks that write files; the log before the checkpoint, which is what a resume believes."""
-    drawn = [Curves(folder / "curves.png"), TilesPicture(folder / "tiles.png"), WorstSamples(folder / "worst.npz")]
+    """Return the hooks that write files; the log before the checkpoint, from which a run resumes."""
+    plots = [Curves(folder / "curves.png"), TilesPicture(folder / "tiles.png"), WorstSamples(folder / "worst.npz")]
     return [
         MetricsLog(folder / "metrics.jsonl"),
         LedgerLog(folder / "ledger.jsonl"),
         checkpoint,
         CompletionMark(folder / COMPLETE),
         *([Snapshots(store, snapshot, checkpoint)] if store is not None else []),
-        *(drawn if pictures else []),
+        *(plots if pictures else []),
     ]
 
 
 def all_metrics(metrics: Sequence[Metric] | None) -> list[Metric]:
-    """Return the misclassification and the metrics that are asked for beside it; ConfigError for two of one name."""
-    found: dict[str, Metric] = {}
+    """Return the misclassification and the given metrics; ConfigError for duplicate names."""
+    by_name: dict[str, Metric] = {}
     for metric in metrics or ():
-        if metric.name in found:
+        if metric.name in by_name:
             raise ConfigError(f"metrics: two metrics are named '{metric.name}'; leave one out")
-        found[metric.name] = metric
-    return list({Misclassification.name: Misclassification(), **found}.values())
+        by_name[metric.name] = metric
+    return list({Misclassification.name: Misclassification(), **by_name}.values())
 
 
-def settle(
+def override_model(
     model: TrainableModel, backend: str | None, dtype: str | None, seed: int | None, precision: str | None = None
 ) -> None:
-    """Give the model what the experiment says in its place."""
+    """Override settings of the model by those of the experiment."""
     if backend is not None:
         model.backend = backend
     if dtype is not None:

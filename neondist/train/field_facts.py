@@ -12,7 +12,7 @@ import numpy as np
 
 from ..data import Dataset
 from ..formats.fields import Fields
-from ..io.checkpoint.texts import of_kind, plain_json, whole
+from ..io.checkpoint.texts import parse_json, require_integer, require_type
 
 TEXT = "fields"
 _NEAR = 0.2  # months are of 28 to 31 days
@@ -20,15 +20,15 @@ _NEAR = 0.2  # months are of 28 to 31 days
 
 @dataclass(frozen=True)
 class FieldFacts:
-    """Metadata of fields, as a checkpoint has them.
+    """Metadata of fields in a checkpoint.
 
     Attributes
     ----------
-    inputs, input_units : of the channels that the network is given
-    outputs, units, mean, std : of those that it gives
+    inputs, input_units : names and units of the input channels
+    outputs, units, mean, std : of the output channels
     lead : times from the last of an image to its target
     step : seconds from time to time
-    order : of the coordinates of rows and columns, as `Fields` has it
+    order : of the coordinates of rows and columns, as in `Fields`
     """
 
     inputs: list[str]
@@ -43,15 +43,15 @@ class FieldFacts:
 
     @classmethod
     def of(cls, texts: Mapping[str, str]) -> FieldFacts:
-        """Return what the texts of a checkpoint say; ValueError, which says what is wrong, if that is nothing."""
+        """Parse the texts of a checkpoint; ValueError with the reason if they are invalid."""
         if TEXT not in texts:
             raise ValueError("has no variable names; name a checkpoint of a network trained on ClimateFiles")
-        facts = plain_json(texts[TEXT], dict)
+        facts = parse_json(texts[TEXT], dict)
         inputs, input_units, outputs, units = (
             _names(facts, name) for name in ("inputs", "input_units", "outputs", "units")
         )
         if len(inputs) != len(input_units) or len(outputs) != len(units):
-            raise ValueError("it does not say the units of all its variables")
+            raise ValueError("it does not record the units of all its variables")
         mean, std = (_numbers(facts, name, len(outputs)) for name in ("mean", "std"))
         if (std <= 0).any():
             raise ValueError("'std' is not positive")
@@ -59,7 +59,7 @@ class FieldFacts:
         order = _names(facts, "order") if "order" in facts else ["", ""]
         if len(order) != 2:
             raise ValueError("'order' does not have two names")
-        lead = whole("'lead'", facts.get("lead"))
+        lead = require_integer("'lead'", facts.get("lead"))
         return cls(inputs, input_units, outputs, units, mean, std, lead, step, (order[0], order[1]))
 
     def physical(self, y: np.ndarray) -> np.ndarray:
@@ -74,15 +74,15 @@ class FieldFacts:
         step: float,
         order: tuple[str, str] = ("", ""),
     ) -> None:
-        """Raise ValueError, with the first name that differs, unless a network of these channels and times is meant.
+        """Raise ValueError, with the first difference, if channels or times do not match the network's.
 
-        `step` may be 0, and `order` empty, where they are not known.
+        `step` may be 0, and `order` empty, if they are not known.
         """
         _require_same("inputs", self.inputs, inputs)
-        for name, there, here in zip(inputs, self.input_units, input_units, strict=True):
-            if there != here:
+        for name, trained, actual in zip(inputs, self.input_units, input_units, strict=True):
+            if trained != actual:
                 raise ValueError(
-                    f"was trained with {name} in '{there}', but the files have it in '{here}'; convert them"
+                    f"was trained with {name} in '{trained}', but the files have it in '{actual}'; convert them"
                 )
         if lead != self.lead:
             raise ValueError(f"was trained with lead: {self.lead}, but the experiment has lead: {lead}; give the same")
@@ -91,13 +91,13 @@ class FieldFacts:
                 f"was trained with time steps of {self.step / 3600:g} hours, but the files have {step / 3600:g};"
                 " select times with the same spacing"
             )
-        for what, there, here in zip(("latitudes", "longitudes"), self.order, order, strict=True):
-            if there and here and there != here:
-                raise ValueError(f"was trained with {there} {what}, the files have {here} ones; reverse that axis")
+        for axis, trained, actual in zip(("latitudes", "longitudes"), self.order, order, strict=True):
+            if trained and actual and trained != actual:
+                raise ValueError(f"was trained with {trained} {axis}, the files have {actual} ones; reverse that axis")
 
 
 def texts_of(fields: Fields | None) -> dict[str, str]:
-    """Return the text of a checkpoint; none where targets are no fields."""
+    """Return the text for a checkpoint; {} if targets are not fields."""
     if fields is None:
         return {}
     facts = {
@@ -114,13 +114,13 @@ def texts_of(fields: Fields | None) -> dict[str, str]:
     return {TEXT: json.dumps(facts)}
 
 
-def taken(texts: Mapping[str, str], fields: Fields) -> Fields:
+def restore_fields(texts: Mapping[str, str], fields: Fields) -> Fields:
     """Return fields with the mean and std of a checkpoint.
 
     Raises
     ------
     ValueError
-        Its channels are others, with the first name that differs; or it does not say what they are.
+        Its channels differ, with the first name that differs, or are not recorded.
     """
     facts = FieldFacts.of(texts)
     facts.require(fields.inputs, fields.input_units, fields.lead, fields.step, fields.order)
@@ -129,11 +129,11 @@ def taken(texts: Mapping[str, str], fields: Fields) -> Fields:
 
 
 def take_fields(texts: Mapping[str, str], dataset: Dataset) -> None:
-    """Let an open data set normalise as the training did that wrote a checkpoint; ValueError as `taken`."""
+    """Set the normalisation of an open data set to a checkpoint's; ValueError as `restore_fields`."""
     for split in dataset.splits.values():
         if split.fields is not None:
-            split.fields = taken(texts, split.fields)
-            images = plain_json(texts.get("images", "{}"), dict)
+            split.fields = restore_fields(texts, split.fields)
+            images = parse_json(texts.get("images", "{}"), dict)
             count = len(split.normalisation[0])
             factor, offset = (_numbers(images, name, count) for name in ("factor", "offset"))
             if (factor == 0).any():
@@ -141,23 +141,23 @@ def take_fields(texts: Mapping[str, str], dataset: Dataset) -> None:
             split.normalise(offset / factor, 1 / factor)
 
 
-def _require_same(what: str, there: Sequence[str], here: Sequence[str]) -> None:
-    longest = max(len(there), len(here))
-    mine, other = ([*names, *["nothing"] * (longest - len(names))] for names in (here, there))
-    for at, (a, b) in enumerate(zip(mine, other, strict=True)):
+def _require_same(kind: str, trained: Sequence[str], actual: Sequence[str]) -> None:
+    longest = max(len(trained), len(actual))
+    expected, other = ([*names, *["nothing"] * (longest - len(names))] for names in (actual, trained))
+    for at, (a, b) in enumerate(zip(expected, other, strict=True)):
         if a != b:
             raise ValueError(
-                f"belongs to another network: channel {at} of its {what} is '{b}', but the experiment has '{a}';"
+                f"belongs to another network: channel {at} of its {kind} is '{b}', but the experiment has '{a}';"
                 " give the variables, levels and steps of its training"
             )
 
 
 def _names(facts: dict[str, Any], name: str) -> list[str]:
-    return [of_kind(f"a name of '{name}'", one, str) for one in of_kind(f"'{name}'", facts.get(name), list)]
+    return [require_type(f"a name of '{name}'", item, str) for item in require_type(f"'{name}'", facts.get(name), list)]
 
 
 def _numbers(facts: dict[str, Any], name: str, count: int) -> np.ndarray:
-    found = of_kind(f"'{name}'", facts.get(name), list)
-    if len(found) != count or not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in found):
+    values = require_type(f"'{name}'", facts.get(name), list)
+    if len(values) != count or not all(type(n) in (int, float) and abs(n) <= sys.float_info.max for n in values):
         raise ValueError(f"'{name}' are not {count} numbers")
-    return np.array(found, np.float64)
+    return np.array(values, np.float64)

@@ -23,11 +23,11 @@ from .svg_plot import plot
 
 _PICTURES = ("tiles.png",)  # curves are drawn from the records
 _ROWS, _COLUMNS, _DEPTH = 5000, 100, 5
-"""the most of a table that is shown, and how deep lists of a record are nested"""
+"""Limits of table rows, of columns, and of the nesting of a record's lists."""
 _FEW_CLASSES = 20
-"""classes up to which a table needs no plot beside it"""
+"""Number of classes above which a table gets a plot."""
 _CLASSES, _NO_CLASS = 255, (128, 128, 128)
-"""classes with a colour each, and that of others, such as cells that are ignored"""
+"""Number of classes with their own colour, and the colour of others, such as ignored cells."""
 _LARGEST = 1 << 27  # bytes of a picture, or of arrays
 _COSTS = {"seconds": "training time (s)", "samples_per_second": "samples/s", "bytes_sent": "halo bytes sent, all ranks",
           "bytes_summed": "bytes summed, all ranks"}  # fmt: skip
@@ -45,7 +45,7 @@ def report(folder: Path) -> str:
     last = records[-1]
     numbers = {name for record in records for name, value in record.items() if is_number(value)}
     metrics = sorted(numbers - {"epoch", "step", *_COSTS})[:_COLUMNS]
-    shown = records[-_ROWS:]
+    last_rows = records[-_ROWS:]
     pictures = [folder / name for name in _PICTURES if (folder / name).is_file()]
     return page(folder.resolve().name, [
         *_headline(records),
@@ -53,13 +53,13 @@ def report(folder: Path) -> str:
         "<h2>Curves</h2>",
         *(plot(base, _lines(base, metrics, records), along="epoch") for base in dict.fromkeys(map(_base, metrics))),
         "<h2>Epochs</h2>",
-        table(["epoch", *metrics], [[format_value(one.get(name)) for name in ("epoch", *metrics)] for one in shown]),
-        *_of_classes(last),
-        *(_worst(_arrays(folder / "worst.npz")) if (folder / "worst.npz").is_file() else []),
+        table(["epoch", *metrics], [[format_value(r.get(name)) for name in ("epoch", *metrics)] for r in last_rows]),
+        *_class_tables(last),
+        *(_worst_samples(_arrays(folder / "worst.npz")) if (folder / "worst.npz").is_file() else []),
         "<h2>Time and bytes</h2>",
-        table(["epoch", *_COSTS.values()], [[format_value(r.get(name)) for name in ("epoch", *_COSTS)] for r in shown]),
-        *describe_job(folder, shown),
-        *_of_generations(folder),
+        table(["epoch", *_COSTS.values()], [[format_value(r.get(n)) for n in ("epoch", *_COSTS)] for r in last_rows]),
+        *describe_job(folder, last_rows),
+        *_generation_table(folder),
         *(f"<h2>{path.name}</h2>{picture(path.name, read_bytes(path, _LARGEST, folder))}" for path in pictures),
         *(text(folder / name) for name in ("experiment.yaml", "environment.json") if (folder / name).is_file()),
     ])  # fmt: skip
@@ -69,42 +69,42 @@ def _headline(records: Sequence[Record]) -> list[str]:
     """Return the lowest error, or loss, of the split by which settings are chosen, and its epoch."""
     for number in ("error", "loss"):
         split = records[-1].selection
-        known = [(r[key], r["epoch"]) for r in records if is_number(r.get(key := f"{split}_{number}"))]
-        if known:
-            value, epoch = min(known)
-            return [f"<p class='lead'>Lowest {split} {number}: {_shown(number, value)}, epoch {epoch}</p>"]
+        values = [(r[key], r["epoch"]) for r in records if is_number(r.get(key := f"{split}_{number}"))]
+        if values:
+            value, epoch = min(values)
+            return [f"<p class='lead'>Lowest {split} {number}: {_format_score(number, value)}, epoch {epoch}</p>"]
     return []
 
 
-def page_of_numbers(
-    name: str, of: Mapping[str, str], found: Mapping[str, Any], samples: Mapping[str, np.ndarray] | None = None
+def result_page(
+    name: str, facts: Mapping[str, str], results: Mapping[str, Any], samples: Mapping[str, np.ndarray] | None = None
 ) -> str:
-    """Return a page of what `neondist evaluate` has found.
+    """Return a page of the results of `neondist evaluate`.
 
     Parameters
     ----------
-    of : mapping
-        The checkpoint, and what it was evaluated on, by name.
+    facts : mapping
+        The checkpoint and its inputs, by name.
     samples : mapping, optional
         Pictures, as `worst_samples` returns them.
     """
-    numbers = {**of, **{name: value for name, value in found.items() if not isinstance(value, list)}}
+    numbers = {**facts, **{name: value for name, value in results.items() if not isinstance(value, list)}}
     rows = [[safe(name), format_value(value)] for name, value in numbers.items()]
-    parts = [*_result(found), table((), rows), *_of_classes(found, "")]
-    return page(f"Evaluation of {name}", parts + (_worst(samples, 256) if samples else []))
+    parts = [*_result(results), table((), rows), *_class_tables(results, "")]
+    return page(f"Evaluation of {name}", parts + (_worst_samples(samples, 256) if samples else []))
 
 
-def _result(found: Mapping[str, Any]) -> list[str]:
+def _result(results: Mapping[str, Any]) -> list[str]:
     """Return the error, or the loss, as the headline of an evaluation."""
-    number = next((one for one in ("error", "loss") if is_number(found.get(one))), None)
+    number = next((key for key in ("error", "loss") if is_number(results.get(key))), None)
     if number is None:
         return []
-    split = found.get("split")
+    split = results.get("split")
     name = f"{split} {number}".capitalize() if isinstance(split, str) else number.capitalize()
-    return [f"<p class='lead'>{safe(name)}: {_shown(number, found[number])}</p>"]
+    return [f"<p class='lead'>{safe(name)}: {_format_score(number, results[number])}</p>"]
 
 
-def _shown(number: str, value: float) -> str:
+def _format_score(number: str, value: float) -> str:
     return f"{100 * value:.4g} %" if number == "error" else format_value(value)
 
 
@@ -114,7 +114,7 @@ def read_records(path: Path, continued: bool = False) -> list[Record]:
     Parameters
     ----------
     continued : bool
-        The log is to be continued: it may be missing or empty, and an unfinished last line is left out.
+        Whether the log is to be appended to: it may be missing or empty, and an incomplete last line is ignored.
     """
     if continued and not path.exists():
         return []
@@ -123,7 +123,7 @@ def read_records(path: Path, continued: bool = False) -> list[Record]:
         lines = text.split("\n")[:-1] if continued else text.splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({reason(error)}); name the folder of a run") from None
-    found = []
+    records = []
     for at, line in enumerate(lines, start=1):
         try:
             values = json.loads(line)
@@ -131,10 +131,10 @@ def read_records(path: Path, continued: bool = False) -> list[Record]:
             values = None
         if not isinstance(values, dict) or not _is_epoch(values.get("epoch")) or not _is_flat(values, _DEPTH):
             raise DataError(f"{path}:{at}: is not a record of an epoch; remove the line, or continue with --resume")
-        found.append(Record.of(values))
-    if not found and not continued:
+        records.append(Record.of(values))
+    if not records and not continued:
         raise DataError(f"{path}: no epoch is complete yet; wait for the first")
-    return found
+    return records
 
 
 def _is_epoch(value: Any) -> bool:
@@ -142,27 +142,27 @@ def _is_epoch(value: Any) -> bool:
 
 
 def _is_flat(value: Any, depth: int) -> bool:
-    """Return whether nothing is nested deeper than a record's lists are."""
+    """Return whether lists are nested at most as deeply as in a record."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth > 0 and all(_is_flat(one, depth - 1) for one in inside)
+    return depth > 0 and all(_is_flat(item, depth - 1) for item in inside)
 
 
 def _base(name: str) -> str:
-    """Return 'loss' of 'train_loss': what one picture shows of all splits."""
+    """Return 'loss' for 'train_loss': the name of a plot with all splits."""
     split, _, rest = name.partition("_")
     return rest if split in SPLIT_COLOURS and rest else name
 
 
 def _lines(base: str, metrics: Sequence[str], records: Sequence[Record]) -> dict[str, list[tuple[float, float]]]:
-    """Return a number over the epochs by split; one that names no split is that of the test split beside others."""
+    """Return a number over the epochs by split; without a split's name it is that of the test split."""
     named = {f"{split}_{base}": split for split in SPLIT_COLOURS if f"{split}_{base}" in metrics}
     if base in metrics:
         named[base] = "test" if named else base
     return {split: [(r["epoch"], r[name]) for r in records if is_number(r.get(name))] for name, split in named.items()}
 
 
-def _of_classes(record: Mapping[str, Any], when: str = ", last epoch") -> list[str]:
-    """Return tables of what a record has of each class."""
+def _class_tables(record: Mapping[str, Any], when: str = ", last epoch") -> list[str]:
+    """Return tables of the per-class values of a record."""
     lists = {name: record[name] for name in [n for n in record if isinstance(record[n], list)][:_COLUMNS]}
     parts = []
     matrices = {name for name, value in lists.items() if value and all(isinstance(one, list) for one in value)}
@@ -187,40 +187,40 @@ def _of_classes(record: Mapping[str, Any], when: str = ", last epoch") -> list[s
     return parts
 
 
-def _of_generations(folder: Path) -> list[str]:
-    """Return a table of the events of a supervised run; nothing where there was none but its start and its end."""
-    events = [one for one in read_events(folder) if one["event"] != "run"][-_ROWS:]
-    if all(one["event"] in ("start", "end") for one in events):
+def _generation_table(folder: Path) -> list[str]:
+    """Return a table of the events of a supervised run; nothing if these are only its start and end."""
+    events = [event for event in read_events(folder) if event["event"] != "run"][-_ROWS:]
+    if all(event["event"] in ("start", "end") for event in events):
         return []
     rows = []
-    for one in events:
-        rest = {name: value for name, value in one.items() if name not in ("time", "event", "generation", "ranks")}
-        what = "; ".join(f"{name}: {_in_words(value)}" for name, value in rest.items() if value not in (None, [], {}))
-        rows.append([format_value(one.get(name)) for name in ("time", "generation", "event", "ranks")] + [safe(what)])
+    for event in events:
+        rest = {name: value for name, value in event.items() if name not in ("time", "event", "generation", "ranks")}
+        details = "; ".join(f"{name}: {_as_text(value)}" for name, value in rest.items() if value not in (None, [], {}))
+        rows.append([format_value(event.get(n)) for n in ("time", "generation", "event", "ranks")] + [safe(details)])
     return ["<h2>Generations</h2>", table(["time", "generation", "event", "ranks", ""], rows)]
 
 
-def _in_words(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return a value of an event: text, a number, a list, or a table such as ranks by host."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {number}" for key, number in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _worst(found: Mapping[str, np.ndarray], width: int = 128) -> list[str]:
+def _worst_samples(samples: Mapping[str, np.ndarray], width: int = 128) -> list[str]:
     """Return pictures of the samples with the largest losses."""
-    label, said = found["label"], found["said"]
+    label, said = samples["label"], samples["said"]
     dense = label.ndim == 3
     parts = ["<h2>Samples with the largest losses</h2>"]
     if dense:
         parts += ["<p>Image (middle slice of a volume), target, prediction.</p>", *_key(label, said)]
     least = 3 * width + 8 if dense else max(width, 160)
     parts += [f"<div class='samples' style='grid-template-columns:repeat(auto-fill,minmax(min(100%,{least}px),1fr))'>"]
-    for at, (sample, loss, image) in enumerate(zip(found["sample"], found["loss"], found["image"], strict=True)):
+    for at, (sample, loss, image) in enumerate(zip(samples["sample"], samples["loss"], samples["image"], strict=True)):
         words = "" if dense else f": target {_few(label[at])}, prediction {_few(said[at])}"
         maps: Iterable[np.ndarray] = _coloured(np.stack([label[at], said[at]])) if dense else ()
         alts = f"image {int(sample)}", "target", "prediction"
-        pictures = (picture(alt, png(each), width=width) for alt, each in zip(alts, (image, *maps), strict=False))
+        pictures = (picture(alt, png(pixels), width=width) for alt, pixels in zip(alts, (image, *maps), strict=False))
         caption = f"sample {int(sample)}{words}; loss {float(loss):.4g}"
         parts.append(f"<figure><div class='row'>{''.join(pictures)}</div><figcaption>{caption}</figcaption></figure>")
     return [*parts, "</div>"]
@@ -228,9 +228,9 @@ def _worst(found: Mapping[str, np.ndarray], width: int = 128) -> list[str]:
 
 def _key(*maps: np.ndarray) -> list[str]:
     """Return the colours of the classes in some maps."""
-    if any(one.dtype.kind not in "iu" for one in maps):
+    if any(class_map.dtype.kind not in "iu" for class_map in maps):
         return []
-    classes = sorted({int(number) for one in maps for number in np.unique(one)})[:_COLUMNS]
+    classes = sorted({int(number) for class_map in maps for number in np.unique(class_map)})[:_COLUMNS]
     colours = _coloured(np.array(classes))
     named = (
         f"<span class='key'><svg width='11' height='11'><rect width='11' height='11' fill='rgb({r},{g},{b})'/></svg>"
@@ -244,17 +244,17 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a worst.npz; DataError if they are not what a run writes."""
     with faults(path), open_regular(path, path.parent) as file:
         with zipfile.ZipFile(file) as archive:
-            size = sum(one.file_size for one in archive.infolist())
+            size = sum(member.file_size for member in archive.infolist())
         if size > _LARGEST:
             raise DataError(f"{path}: unpacks to {size:,} bytes, more than any run writes; remove it")
         file.seek(0)
         with np.load(file) as arrays:
-            found = {name: arrays[name] for name in ("sample", "loss", "image", "label", "said")}
-    sample, loss, image, label, said = found.values()
+            arrays_ = {name: arrays[name] for name in ("sample", "loss", "image", "label", "said")}
+    sample, loss, image, label, said = arrays_.values()
     if (
         sample.ndim != 1
         or loss.ndim != 1
-        or len({len(one) if one.ndim else 0 for one in found.values()}) != 1
+        or len({len(array) if array.ndim else 0 for array in arrays_.values()}) != 1
         or image.ndim not in (3, 4)
         or image.shape[3:] not in ((), (1,), (3,))
         or image.dtype != np.uint8
@@ -265,7 +265,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         or sample.size > _COLUMNS
     ):
         raise DataError(f"{path}: its arrays are not the worst samples of a run; remove it")
-    return found
+    return arrays_
 
 
 def _few(value: np.ndarray) -> str:
@@ -276,9 +276,9 @@ def _few(value: np.ndarray) -> str:
 def _coloured(maps: np.ndarray) -> np.ndarray:
     """Return colours (n, h, w, 3) of classes; numbers are grey."""
     if maps.dtype.kind in "iu":
-        known, places = np.unique(maps, return_inverse=True)
+        classes, places = np.unique(maps, return_inverse=True)
         colours = np.array([*class_colours(_CLASSES), _NO_CLASS], np.uint8)
-        chosen = np.where((known >= 0) & (known < _CLASSES), known, _CLASSES)
+        chosen = np.where((classes >= 0) & (classes < _CLASSES), classes, _CLASSES)
         return colours[chosen][places.reshape(maps.shape)]
     maps = np.nan_to_num(maps.astype(np.float64))
     low, high = maps.min(), maps.max()

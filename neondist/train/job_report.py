@@ -1,4 +1,4 @@
-"""The part of report.html on the workers, tasks and servers of a run."""
+"""Section of report.html on the workers, tasks and servers of a run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .state import Record
 from .svg_plot import plot
 
 _MOST = 1000
-"""Workers, and servers, that are shown."""
+"""Limit of workers and servers in the tables."""
 
 
 def describe_job(folder: Path, records: Sequence[Record]) -> list[str]:
     """Return the workers, tasks, versions of servers and throughput of each epoch, and the last state of the job.
 
-    Nothing where the run has no servers.
+    Empty if the run has no servers.
     """
-    parts, found = [], [(one["epoch"], one[JOB]) for one in records if isinstance(one.get(JOB), dict)]
-    if found:
-        rows = [[format_value(epoch), *_row(figures)] for epoch, figures in found]
+    parts, figures_by_epoch = [], [(r["epoch"], r[JOB]) for r in records if isinstance(r.get(JOB), dict)]
+    if figures_by_epoch:
+        rows = [[format_value(epoch), *_row(figures)] for epoch, figures in figures_by_epoch]
         parts = ["<h2>Workers and servers</h2>"]
         for name, title in (("workers", "workers"), ("samples_per_second", "samples/s of all workers")):
-            points = [(at, one[name]) for at, one in found if is_number(one.get(name))]
+            points = [(at, record[name]) for at, record in figures_by_epoch if is_number(record.get(name))]
             parts += [plot(title, {title: points}, along="epoch")] if len({value for _, value in points}) > 1 else []
         tasks = [f"tasks {state}" for state in TASKS]
         parts.append(table(["epoch", "workers", *tasks, "versions of servers", "samples/s, all workers"], rows))
@@ -39,8 +39,8 @@ def describe_job(folder: Path, records: Sequence[Record]) -> list[str]:
 def _row(figures: dict[str, Any]) -> list[str]:
     tasks, versions = figures.get("tasks"), figures.get("server_versions")
     counts = [format_value(tasks.get(state)) for state in TASKS] if isinstance(tasks, dict) else [""] * len(TASKS)
-    listed = ", ".join(map(format_value, versions[:_MOST])) if isinstance(versions, list) else ""
-    return [format_value(figures.get("workers")), *counts, listed, format_value(figures.get("samples_per_second"))]
+    shown = ", ".join(map(format_value, versions[:_MOST])) if isinstance(versions, list) else ""
+    return [format_value(figures.get("workers")), *counts, shown, format_value(figures.get("samples_per_second"))]
 
 
 def _last_state(folder: Path) -> list[str]:
@@ -53,11 +53,11 @@ def _last_state(folder: Path) -> list[str]:
     workers = [[safe(name), format_value(steps)] for name, steps in sorted(status.workers.items())[:_MOST]]
     servers = [
         [
-            *map(format_value, (at, one.version, one.samples)),
-            words(one.bytes),
-            *map(format_value, (one.rows, one.refused)),
+            *map(format_value, (at, server.version, server.samples)),
+            words(server.bytes),
+            *map(format_value, (server.rows, server.refused)),
         ]
-        for at, one in enumerate(status.servers[:_MOST])
+        for at, server in enumerate(status.servers[:_MOST])
     ]
     return [
         "<h3>At the end</h3>" if status.ended else "<h3>Now</h3>",

@@ -1,4 +1,4 @@
-"""The training loop, and the cost and the metrics of a model over a whole split."""
+"""Training loop, and evaluation of cost and metrics over a split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..registry.arguments import checked
 from .callbacks.hook import Hook, opened
 from .state import Record, Stop, Totals, TrainState, without_nan
 
-_WAITED = Stop("asked to while it waited for a task; --resume continues from here")
+_WAITED = Stop("requested while waiting for a task; --resume continues from here")
 
 
 @checked
@@ -72,7 +72,7 @@ def fit(
 def train_loop(
     run: TrainState, hooks: Iterable[Hook] = (), metrics: Sequence[Metric] | None = None, seed: int | None = None
 ) -> None:
-    """Train from where `run` is to its end, or to where a hook sets `run.stop`; collective."""
+    """Train from the state of `run` to the end, or until a hook sets `run.stop`; collective."""
     hooks = list(hooks)
     metrics = [Misclassification()] if metrics is None else metrics
     model = run.model
@@ -86,8 +86,8 @@ def train_loop(
             _train_epoch(run, hooks, model.seed if seed is None else seed)
             if run.stop is None:
                 with model.whole.averaged():
-                    found = judge(run, metrics)
-                close_epoch(run, found)
+                    record = judge(run, metrics)
+                close_epoch(run, record)
                 _call(hooks, lambda hook: hook.after_epoch(run))
         model.whole.settle()
         _call(hooks, lambda hook: hook.after_run(run) if run.stop is None else hook.on_stop(run))
@@ -99,7 +99,7 @@ def train_loop(
 
 
 def _join_epoch(run: TrainState) -> None:
-    """Let a worker that joins late begin with the epoch of the first task that it gets; collective.
+    """Start a worker that joins late at the epoch of its first task; collective.
 
     The first worker writes the records of all epochs.
     """
@@ -115,7 +115,7 @@ def _join_epoch(run: TrainState) -> None:
 
 
 def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
-    """Train what is left of the epoch, or until a hook sets `run.stop`."""
+    """Train the rest of the epoch, or until a hook sets `run.stop`."""
     model, split, tasks = run.model, run.dataset.train, run.tasks
     model.begin_epoch(run.epoch, run.samples_seen)
     losses = losses_so_far(run)
@@ -131,10 +131,10 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 if tasks is not None:
                     tasks.begin(first, upto, len(batch))
                 run.loss = float(model.train_batch(x, targets, batch_size=len(batch)))
-                goes_on = tasks is None or tasks.finish_minibatch()
-                if goes_on:
+                credited = tasks is None or tasks.finish_minibatch()
+                if credited:
                     seen = max(run.samples_seen, upto) if split.epoch == run.epoch else run.samples_seen
-                    totals.skipped += seen - run.samples_seen - len(batch)  # 0, unless others have trained some
+                    totals.skipped += seen - run.samples_seen - len(batch)  # nonzero only if other workers trained some
                     run.samples_seen = seen
                     if math.isfinite(run.loss):
                         totals.loss += run.loss * len(batch)
@@ -143,7 +143,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
                 totals.seconds = time.perf_counter() - start
                 totals.sent, totals.summed = model.whole.bytes_sent - sent, model.whole.bytes_summed - summed
                 _call(hooks, lambda hook: hook.after_step(run))
-                if not goes_on:
+                if not credited:
                     break
     if tasks is not None and tasks.interrupted:
         run.stop = _WAITED
@@ -156,7 +156,7 @@ def _train_epoch(run: TrainState, hooks: list[Hook], seed: int) -> None:
 
 
 def _rounds(run: TrainState, seed: int) -> Iterator[tuple[int, list[tuple[int, int, np.ndarray]]]]:
-    """Yield epochs and minibatches that are read one after the other: positions before and after, and samples."""
+    """Yield epochs and their consecutive minibatches: positions before and after, and samples."""
     if run.tasks is not None:
         for task in run.tasks.of_epoch(run.epoch, run.is_asked_to_stop):
             yield task.epoch, list(task.minibatches(run.batch_size))
@@ -169,37 +169,37 @@ def _rounds(run: TrainState, seed: int) -> Iterator[tuple[int, list[tuple[int, i
 
 
 def losses_so_far(run: TrainState) -> list[float | None]:
-    """Return the losses, after each epoch, of the split by which settings are chosen."""
+    """Return the losses of the selection split after each epoch."""
     return [record.selected("loss") for record in run.history[len(run.history) - run.epoch :]]
 
 
 def set_schedule(run: TrainState, losses: Sequence[float | None]) -> None:
-    """Give the model the learning rate and the momentum of the position in the data."""
+    """Set the model's learning rate and momentum for the current position in the data."""
     model, epoch = run.model, run.epoch + run.samples_seen / run.samples
     model.learning_rate_scale = model.optimizer.scale(epoch, losses)
     model.momentum = model.optimizer.momentum_at(epoch)
 
 
 def _batches(model: Trainable, split: Split, parts: Iterable[np.ndarray]) -> Generator[tuple[Any, np.ndarray]]:
-    """Yield images and targets; those of a model that streams are read when it asks for them."""
-    more = {"lazily": True} if getattr(model, "streams", False) else {}  # trainables of others need not know of it
-    return split.batches(parts, model.dtype, **more)
+    """Yield images and targets; a streaming model reads its images lazily."""
+    options = {"lazily": True} if getattr(model, "streams", False) else {}  # trainables of others need not know of it
+    return split.batches(parts, model.dtype, **options)
 
 
 def judge(run: TrainState, metrics: Sequence[Metric]) -> Record:
-    """Return what a record has of the validation and the test split; collective."""
+    """Evaluate the validation and the test split for a record; collective."""
     record = Record()
     for name, split in run.dataset.splits.items():
         if name != "train":
-            found = evaluate(run.model, split, run.batch_size, metrics)
-            loss, error = found.pop("loss"), found.pop(Misclassification.name, math.nan)
+            results = evaluate(run.model, split, run.batch_size, metrics)
+            loss, error = results.pop("loss"), results.pop(Misclassification.name, math.nan)
             record |= {f"{name}_loss": loss, f"{name}_error": without_nan(error)}
-            record |= {metric if name == "test" else f"{name}_{metric}": value for metric, value in found.items()}
+            record |= {metric if name == "test" else f"{name}_{metric}": value for metric, value in results.items()}
     return record
 
 
-def close_epoch(run: TrainState, judged: Record) -> None:
-    """Count the epoch, append its record and begin the next one's sums."""
+def close_epoch(run: TrainState, record: Record) -> None:
+    """Count the epoch, append its record and reset the totals."""
     totals, seen = run.totals, run.samples_seen
     sent, summed = totals.moved(run.grid)
     scaler, scaling = run.model.whole.loss_scaler, {}
@@ -212,7 +212,7 @@ def close_epoch(run: TrainState, judged: Record) -> None:
             epoch=run.epoch,
             step=run.step,
             train_loss=totals.loss / (seen - totals.skipped) if seen > totals.skipped else math.nan,
-            **judged,
+            **record,
             seconds=totals.seconds,
             samples_per_second=seen / max(totals.seconds, 1e-9),
             bytes_sent=sent,
@@ -233,7 +233,7 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     Parameters
     ----------
     model : Trainable
-        Built; it is evaluated as it is for inference (no dropout, running statistics).
+        A built model, evaluated in inference mode (no dropout, running statistics).
     split : Split
         This rank's tiles and all targets.
     batch_size : int
@@ -243,16 +243,16 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     Returns
     -------
     dict
-        Equal on every rank; NaN where there is nothing to count.
+        Equal on every rank; NaN if no cell counts.
     """
     costs, weights = np.zeros(len(parts_of(model.cost))), np.zeros(len(weighted(model.cost)))
     meters = [metric.meter(_outputs(model, split)) for metric in metrics]
     ignored = getattr(model.cost, "ignore_index", None)
-    for _, y, targets, cost in judged(model, split, batch_size):
+    for _, y, targets, cost in evaluate_batches(model, split, batch_size):
         costs += cost
-        if weights.size:  # what a model of the user's returns need not have a shape
+        if weights.size:  # outputs of a user's model may have no shape
             weights += weights_of(model.cost, y.shape, targets)
-        cells = counted(y, targets, ignored)
+        cells = select_counted(y, targets, ignored)
         for meter in meters:
             meter.add(to_host(cells[0]) if meter.metric.on_host else cells[0], cells[1])
     sums = model.output.total(np.concatenate([costs, weights]), replicas=True)
@@ -263,27 +263,27 @@ def evaluate(model: Trainable, split: Split, batch_size: int, metrics: Sequence[
     return results
 
 
-def judged(model: Trainable, split: Split, batch_size: int) -> Iterator[tuple[np.ndarray, Any, Any, Any]]:
-    """Yield numbers of samples, this rank's outputs and targets, and its part of the cost, of all batches."""
+def evaluate_batches(model: Trainable, split: Split, batch_size: int) -> Iterator[tuple[np.ndarray, Any, Any, Any]]:
+    """Yield sample numbers, this rank's outputs and targets, and its part of the cost, for all batches."""
     batch_size = max(model.grid.replicas, -(-batch_size // model.accumulate))
     counts = [min(batch_size, len(split) - start) for start in range(0, len(split), batch_size)]
     parts = [at * batch_size + np.arange(*model.grid.sample_range(count)) for at, count in enumerate(counts)]
     with closing(_batches(model, split, parts)) as read:
         for part, count, (x, targets) in zip(parts, counts, read, strict=True):
-            yield part, *model.judged(x, targets, count)
+            yield part, *model.evaluate_batch(x, targets, count)
 
 
 def _outputs(model: Trainable, split: Split) -> Outputs:
-    """Return where a model's outputs lie, and what they are."""
+    """Return the layout and metadata of a model's outputs."""
     output = model.output
     return Outputs(
         model.grid, model.output_shape, output.total, getattr(output, "owns", True), getattr(split, "fields", None)
     )
 
 
-def counted(y: Any, targets: Any, ignored: int | None) -> tuple[Any, Any]:
-    """Return outputs and labels of the cells that count."""
-    if ignored is None or targets.shape != y.shape[:-1] or targets.dtype.kind not in "iu":
+def select_counted(y: Any, targets: Any, ignore_index: int | None) -> tuple[Any, Any]:
+    """Return outputs and labels of the cells that are not ignored."""
+    if ignore_index is None or targets.shape != y.shape[:-1] or targets.dtype.kind not in "iu":
         return y, targets
-    keep = targets != ignored
+    keep = targets != ignore_index
     return (y, targets) if keep.all() else (to_host(y)[keep], targets[keep])

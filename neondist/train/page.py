@@ -39,7 +39,7 @@ td,th{padding:.15em .4em;font-size:13px}figure{margin-right:0}
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return the page."""
+    """Return an HTML page."""
     head = (
         f"<!doctype html><html lang='en'><meta charset='utf-8'>"
         f"<meta name='viewport' content='width=device-width'><title>{safe(title)}</title><style>{_STYLE}</style>"
@@ -48,12 +48,12 @@ def page(title: str, parts: Iterable[str]) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether something can be drawn."""
+    """Return whether a value can be plotted."""
     return type(value) in (int, float) and abs(value) <= _LARGEST
 
 
 def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
-    """Return the ends of an axis for some values, and whether it is logarithmic: where they are positive and far apart.
+    """Return the ends of an axis, and whether it is logarithmic: for positive values of very different magnitude.
 
     Other axes begin at 0 unless values are negative or vary little.
     """
@@ -64,20 +64,20 @@ def axis_range(values: Sequence[float]) -> tuple[float, float, bool]:
 
 
 def format_value(value: Any) -> str:
-    """Return a value as text of a page."""
+    """Return a value as HTML text."""
     if is_number(value):
         return f"{value:,}" if type(value) is int else f"{value:.5g}"
     return "" if value is None else safe(str(value))
 
 
 def safe(text: str, most: int = 200) -> str:
-    """Return foreign text as HTML shows it: escaped, characters that cannot be seen by their numbers, and not long."""
+    """Return untrusted text for HTML: escaped, with invisible characters as numbers, truncated to `most`."""
     shown = visible(text[:most], keep="\n\t")
     return escape(shown + " [...]" * (len(text) > most))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table of what `format_value` gives; without a heading where `head` is empty."""
+    """Return a table of cells from `format_value`; without a header row if `head` is empty."""
     names = "".join(f"<th>{_breakable(name)}</th>" for name in head)
     lines = [f"<tr>{names}</tr>"] if names else []
     lines += ["<tr>" + "".join(f"<td{_alignment(cell)}>{cell}</td>" for cell in row) + "</tr>" for row in rows]
@@ -85,7 +85,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _breakable(name: str) -> str:
-    """Return a name of a metric that narrow windows may break."""
+    """Return a metric's name with line-break opportunities."""
     return safe(name).replace("_", "_<wbr>")
 
 
@@ -94,20 +94,20 @@ def _alignment(cell: str) -> str:
 
 
 def scrolled(content: str) -> str:
-    """Return content that scrolls by itself where the window is narrower."""
+    """Return content that scrolls horizontally in narrow windows."""
     return f"<div class='wide'>{content}</div>"
 
 
 def picture(title: str, png: bytes, **attributes: object) -> str:
     """Return an image."""
-    more = "".join(f" {name}='{escape(str(value))}'" for name, value in attributes.items())
-    return f"<img alt='{safe(title)}'{more} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
+    extra = "".join(f" {name}='{escape(str(value))}'" for name, value in attributes.items())
+    return f"<img alt='{safe(title)}'{extra} src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
 
 
 def png(pixels: np.ndarray) -> bytes:
     """Return a PNG file of uint8 (h, w), (h, w, 1) or (h, w, 3)."""
     height, width, colours = (*pixels.shape, 1)[:3]
-    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each begins with its filter, which is none
+    rows = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each row begins with its filter type, 0
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

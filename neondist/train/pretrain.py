@@ -1,4 +1,4 @@
-"""Training without targets, one stage after the other, before the supervised training."""
+"""Unsupervised stage-wise pretraining before supervised training."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def pretrain_stages(
     schedule: CheckpointSchedule,
     resolved: str | None,
 ) -> Stop | None:
-    """Pretrain as an experiment does: with files in `folder`, and from the checkpoint of stage `first` on (if not 0).
+    """Pretrain for an experiment: write files in `folder`, and resume from the checkpoint of stage `first` (if not 0).
 
-    `hooks` are called if they join pretraining; `schedule` and `resolved` are those of the checkpoints. Returns why it
-    ended, if that was before it was complete; collective.
+    Only `hooks` that join pretraining are called; `schedule` and `resolved` are for the checkpoints. Returns the reason
+    of an early end, if any; collective.
     """
     hooks = [hook for hook in hooks if hook.joins_pretraining]
     history: list[Record] = []
@@ -88,16 +88,16 @@ def pretrain_stages(
 
 
 def last_stage(world: Transport, folder: Path) -> int:
-    """Return the number of the stage that an interrupted run was in, or 0 if it had got further; collective."""
-    found = 0
+    """Return the stage at which an interrupted run stopped, or 0 if it had completed pretraining; collective."""
+    stage = 0
     if world.rank == 0 and not (folder / "checkpoint.h5").exists():
-        while (folder / f"pretrain_{found + 1}.h5").exists():
-            found += 1
-    return int(world.bcast(found))
+        while (folder / f"pretrain_{stage + 1}.h5").exists():
+            stage += 1
+    return int(world.bcast(stage))
 
 
 def _train(run: TrainState, stage: Autoencoder, hooks: list[Hook], checkpoint: Path | None) -> None:
-    """Train a stage from its beginning, or from a checkpoint."""
+    """Train a stage from scratch or from a checkpoint."""
     stage.begin_epoch(0)
     if checkpoint is not None:
         restore(checkpoint, run)
@@ -122,19 +122,19 @@ class NameStage(Hook):
 class ReconstructionError:
     """‖x − Wᵀ(Wx)‖² over ‖x − mean of x‖², both summed over samples and cells; the mean is each cell's own.
 
-    `evaluate` takes it as a metric, of outputs that are a Reconstruction.
+    A metric for `evaluate` with Reconstruction outputs.
 
     Parameters
     ----------
     stage : Autoencoder
     split : Split
-        What the mean is over; collective.
+        Samples of the mean; collective.
     batch_size : int
         Samples per pass, over all replicas.
     """
 
     name, on_host = "reconstruction_error", False
-    meter, result = Metric.meter, Metric.result  # of a metric that no file can name
+    meter, result = Metric.meter, Metric.result  # not available in YAML
 
     def __init__(self, stage: Autoencoder, split: Split, batch_size: int) -> None:
         grid, total = stage.grid, np.zeros(stage.output.local_shape[1:])
@@ -146,7 +146,7 @@ class ReconstructionError:
         self.mean = (total / max(1, len(split))).astype(stage.dtype)
 
     def measure(self, y: Reconstruction, targets: np.ndarray | None = None) -> tuple[float, float]:
-        """Return the two sums over everything local."""
+        """Return the two sums over the local cells."""
         return _squares(to_host(y.residual)), _squares(to_host(y.x) - self.mean)
 
 

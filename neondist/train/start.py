@@ -1,4 +1,4 @@
-"""Start of an experiment: with new weights, with those of a file, or from an earlier run's checkpoint."""
+"""Start of an experiment: new weights, weights of a file, or an earlier run's checkpoint."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Start:
 
     Attributes
     ----------
-    resumed : whether the files of the earlier run stay
-    stage : the stage of pretraining whose checkpoint is to be read, 0 for none
-    pretrained : whether pretraining is over
+    resumed : whether the files of the earlier run are kept
+    stage : pretraining stage whose checkpoint is loaded, 0 for none
+    pretrained : whether pretraining is complete
     """
 
     resumed: bool = False
@@ -37,7 +37,7 @@ def begin(
     init_from: str | Path | None,
     store: SnapshotStore | None,
 ) -> Start:
-    """Give `run` the weights, and the position, that it begins with; collective.
+    """Initialise the weights and the position of `run`; collective.
 
     Raises
     ------
@@ -48,18 +48,19 @@ def begin(
         stage = last_stage(run.grid.world, folder) if run.model.whole.num_pretrain_epochs else 0
         if stage:
             return Start(True, stage)
-        if not _nothing_yet(run.grid.world, folder, resume):
+        if not _starts_over(run.grid.world, folder, resume):
             restore_newest(folder / CHECKPOINT, run, store)
             return Start(True, pretrained=True)
         run.notes.append("no earlier run has written a checkpoint: starting from scratch")
     if init_from is not None:
-        with checkpoint.opened(Path(init_from), run.grid.world) as file:
-            run.notes.append(f"weights from {init_from}: {checkpoint.take(file, run.model.kept_arrays()['model'])}")
+        with checkpoint.open_checkpoint(Path(init_from), run.grid.world) as file:
+            match = checkpoint.load_weights(file, run.model.kept_arrays()["model"])
+            run.notes.append(f"weights from {init_from}: {match}")
     return Start()
 
 
-def _nothing_yet(world: Transport, folder: Path, resume: bool | str) -> bool:
-    """Return whether a run that resumes starts over; collective."""
+def _starts_over(world: Transport, folder: Path, resume: bool | str) -> bool:
+    """Return whether a resumed run starts from scratch; collective."""
     new = False
     with all_or_none(world):
         if world.rank == 0:

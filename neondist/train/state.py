@@ -1,4 +1,4 @@
-"""A training run under way: what hooks may look at."""
+"""State of a training run, as seen by hooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import DataError
 from ..metrics import Misclassification
 from ..models import Trainable
 from ..parallel import Flag
-from .field_facts import taken, texts_of
+from .field_facts import restore_fields, texts_of
 
 if TYPE_CHECKING:
     from ..services.worker_tasks import WorkerTasks
@@ -32,11 +32,11 @@ class Record(dict[str, Any]):
 
     @classmethod
     def of(cls, numbers: Mapping[str, Any]) -> Record:
-        """Return numbers that any version has written: in 0.1 those of the test split were called valid_*."""
+        """Return a record written by any version; in 0.1 numbers of the test split were named valid_*."""
         return cls({_renamed(name): value for name, value in numbers.items()})
 
     def __missing__(self, name: str) -> Any:
-        """Give a number under its name of version 0.1, with a warning."""
+        """Return a number by its name of version 0.1, with a warning."""
         if (new := _renamed(name)) not in self:
             raise KeyError(name)
         warnings.warn(f"'{name}' of a record is now called '{new}'", DeprecationWarning, stacklevel=2)
@@ -44,28 +44,28 @@ class Record(dict[str, Any]):
 
     @property
     def selection(self) -> str:
-        """The split by which settings are chosen: 'validation', or 'test' where there are not numbers of it."""
+        """Split for model selection: 'validation', or 'test' if there is no validation split."""
         return "validation" if "validation_loss" in self else "test"
 
     def selected(self, number: str) -> Any:
-        """Return 'loss' or 'error' of that split; None if there is none."""
+        """Return 'loss' or 'error' of the selection split; None if there is none."""
         return self.get(f"{self.selection}_{number}")
 
 
 def without_nan(value: Any) -> Any:
-    """Return a number of a record, or a list of them, with None for what is not finite, as JSON has it."""
+    """Return a number of a record, or a list of them, with None for non-finite values, for JSON."""
     if isinstance(value, list):
         return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def told_of(samples: int, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an evaluation has found as `neondist evaluate` prints it: 'samples', 'loss', 'error' and the others.
+def format_results(samples: int, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results of an evaluation as `neondist evaluate` prints them: 'samples', 'loss', 'error', and others.
 
-    What is not finite is None, as JSON has it.
+    Non-finite values are None.
     """
-    told = {name: without_nan(value) for name, value in found.items()}
-    return {"samples": samples, "loss": told.pop("loss"), "error": told.pop(Misclassification.name, None), **told}
+    rest = {name: without_nan(value) for name, value in results.items()}
+    return {"samples": samples, "loss": rest.pop("loss"), "error": rest.pop(Misclassification.name, None), **rest}
 
 
 def _renamed(name: str) -> str:
@@ -80,8 +80,8 @@ class Totals:
     ----------
     loss : of all samples
     seconds : spent on the epoch
-    sent_before, summed_before : bytes that all ranks sent, and gave into sums, before a resume
-    sent, summed : bytes that this rank has sent, and given into sums, since
+    sent_before, summed_before : bytes that all ranks sent, and reduced, before a resume
+    sent, summed : bytes that this rank has sent, and reduced, since
     skipped : samples that are not in `loss`: of other workers, and of steps in which something was not finite
     """
 
@@ -94,14 +94,14 @@ class Totals:
     summed: int = 0
 
     def moved(self, grid: ProcessGrid) -> tuple[int, int]:
-        """Return the bytes that all ranks have sent, and given into sums; collective."""
+        """Return the bytes that all ranks have sent and reduced; collective."""
         sent, summed = zip(*grid.world.allgather((self.sent, self.summed)), strict=True)
         return self.sent_before + sum(sent), self.summed_before + sum(summed)
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Reason and exit code of a run that ends before its last epoch; with code 0 it is complete, and not to go on."""
+    """Reason and exit code of a run that ends before its last epoch; with code 0 it is complete."""
 
     reason: str
     code: int = 75
@@ -120,11 +120,11 @@ class TrainState:
     samples_seen : samples of the present epoch so far, those before a resume included
     loss : mean loss of the last batch
     history : one record per complete epoch, those before a resume included
-    stop : set it, on every rank in the same hook call, to end the run there: a checkpoint is written, and `--resume`
-        goes on from this very step
+    stop : set on every rank in the same hook call to end the run there: a checkpoint is written, and `--resume`
+        continues from this step
     totals : sums over the present epoch
-    notes : what to tell at the start
-    tasks : of a worker of an asynchronous job: what it trains; others train whole epochs
+    notes : messages to print at the start
+    tasks : tasks of a worker of an asynchronous job; None: whole epochs
     """
 
     model: Trainable
@@ -161,20 +161,20 @@ class TrainState:
         return len(self.dataset.train)
 
     def request_stop(self, reason: str) -> None:
-        """Ask, on this rank or on several, that the run ends on all ranks after the next step, complete."""
+        """Request, on one rank or more, that the run ends on all ranks after the next step, as complete."""
         self.model.sync.flags.mine[Flag.STOP] = 1
 
     def is_asked_to_stop(self) -> bool:
-        """Whether this rank was asked to stop, which all ranks hear in the next step, if there is one."""
+        """Whether this rank has a stop request, which all ranks receive in the next step."""
         return bool(self.model.sync.flags.mine[[Flag.SIGTERM, Flag.SIGUSR1, Flag.TIME, Flag.STOP]].any())
 
     def read_requests(self) -> None:
-        """Stop, if a rank asked for it in the step that is over."""
+        """Stop if a rank requested it in the completed step."""
         if self.stop is None and self.model.sync.flags.ranks(Flag.STOP):
             self.stop = Stop("requested by a rank", code=0)
 
     def check_samples(self, samples: int) -> None:
-        """Raise DataError unless an epoch that is to be continued has so many samples."""
+        """Raise DataError unless the epoch to continue has this number of samples."""
         if self.samples != samples:
             raise DataError(
                 f"was written in the middle of an epoch of {samples} samples, but the data set has {self.samples};"
@@ -183,14 +183,14 @@ class TrainState:
             )
 
     def texts(self) -> dict[str, str]:
-        """Return what a checkpoint holds beside arrays and the position; collective."""
+        """Return the texts of a checkpoint: normalisation and fields; collective."""
         train = self.dataset.train
         factor, offset = train.normalisation
         images = {"shape": self.dataset.sample_shape, "factor": factor, "offset": offset, "fill": train.fill}
         return {"images": json.dumps(images), **texts_of(getattr(train, "fields", None))}
 
     def take_texts(self, texts: Mapping[str, str]) -> None:
-        """Go on with what `texts` returned; ValueError, which says what is wrong with it."""
+        """Continue with texts of a checkpoint; ValueError if they do not match."""
         fields = getattr(self.dataset.train, "fields", None)  # what is only like a split may not have it
         if fields is not None:
-            taken(texts, fields)
+            restore_fields(texts, fields)

@@ -1,4 +1,4 @@
-"""Validation of an experiment before a rank is started."""
+"""Validation of an experiment before ranks are started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .callbacks.best import Best
 from .callbacks.checkpoint import CheckpointSchedule
 from .callbacks.loggers import Logger
 
-_BATCHES = 3  # of the samples: the one that trains, the next, and the first layer's view
+_BATCHES = 3  # in memory: the current, the next, and the first layer's view
 
 
 class Experiment(Protocol):
@@ -49,19 +49,19 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
     Parameters
     ----------
     grid : GridShape, optional
-        Instead of the one that the experiment asks for.
+        Default: the experiment's grid.
     room : int, optional
-        Bytes that a rank has; default: what a rank alone on this machine would have.
+        Bytes available to a rank; default: those of a single rank on this machine.
 
     Raises
     ------
     UserError
-        GridError, DataError, ShapeError or ConfigError; `subject`, where there is one, is the object it is about.
+        GridError, DataError, ShapeError or ConfigError; `subject`, if set, is the object at fault.
     """
     model, dataset = experiment.model, experiment.dataset
     with about(experiment):
-        asked = grid_shape_of(experiment, ranks)
-        shape = grid or asked
+        default_shape = grid_shape_of(experiment, ranks)
+        shape = grid or default_shape
     with about(dataset):
         dataset.check()
     with about_model(experiment):
@@ -102,16 +102,16 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
 
 
 def _check_room_for_batches(dataset: Dataset, shape: GridShape, batch_size: int, itemsize: int) -> None:
-    """Refuse batches whose tiles no rank could hold on a machine like this one."""
+    """Raise DataError if a batch's tile does not fit in the memory of this machine."""
     extent, channels = dataset.sample_shape[:-1], dataset.sample_shape[-1]
     samples = split(batch_size, shape.replicas, 0)[1]
-    cells = shape.partition(extent).box(0).size * channels  # the first tile is the fullest
+    cells = shape.partition(extent).box(0).size * channels  # the first tile is the largest
     needed = _BATCHES * samples * cells * itemsize
     require_room(needed, f"a rank's tile of {samples} samples", "use more ranks, or smaller batches")
 
 
 def _check_room_for_layers(plan: Plan, room_for_each: Callable[[int], int | None]) -> None:
-    """Refuse a layer whose view, or whose parameters, no rank could hold alone on a machine like this one."""
+    """Raise DataError if a layer's view or parameters do not fit in the memory of this machine."""
     remedy = "use more ranks, smaller batches, or fewer outputs"
     for name, needed in plan.each_needs():
         require_room(needed, f"layer '{name}'", remedy, partial(room_for_each, 1))
@@ -119,7 +119,7 @@ def _check_room_for_layers(plan: Plan, room_for_each: Callable[[int], int | None
 
 @contextmanager
 def about_model(experiment: Experiment) -> Iterator[None]:
-    """Mark a UserError of the block as being about the model, or the experiment if that has the field it names."""
+    """Set the subject of a UserError to the model, or to the experiment if that sets the field at fault."""
     try:
         with about(experiment.model):
             yield
@@ -132,7 +132,7 @@ def about_model(experiment: Experiment) -> Iterator[None]:
 
 @contextmanager
 def about(subject: Any) -> Iterator[None]:
-    """Mark a UserError of the block as being about `subject`, unless it says already what it is about."""
+    """Set the subject of a UserError of the block to `subject`, unless it has one."""
     try:
         yield
     except UserError as error:

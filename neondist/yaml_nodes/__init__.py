@@ -1,6 +1,6 @@
-"""YAML text as a tree of nodes that know their file and line, for experiments, strategies and resource files.
+"""YAML text as a tree of nodes with file and line, for experiments, strategies and resource files.
 
-read: a file's text, bounded. parse: text to `tree`, without constructing anything. scalars: plain values.
+read: a file's text, limited in size. parse: text to `tree`, without constructing objects. scalars: plain values.
 """
 
 from .parse import parse

@@ -16,12 +16,12 @@ MAX_BYTES = 1 << 20
 def parse_file(
     path: Path, text: str | None = None, most_bytes: int = MAX_BYTES, most_nodes: int = MAX_NODES
 ) -> Node | None:
-    """Return the tree of a file, whose text may be known already; None for an empty one.
+    """Return the tree of a file, or of its `text` if already read; None for an empty one.
 
     Raises
     ------
     ConfigError
-        'FILE:LINE: field: what, and the remedy'.
+        As 'FILE:LINE: field: problem and remedy'.
     """
     content = read_text(path, most_bytes) if text is None else text
     return parse(content, lambda line: f"{path}:{line + 1}", most_nodes=most_nodes)

@@ -1,4 +1,4 @@
-"""Plain YAML scalars to Python values."""
+"""Conversion of YAML scalars to Python values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from yaml.constructor import SafeConstructor
 
 from .tree import Plain
 
-# YAML 1.1 takes 1e-3 (no dot, no sign) for text; people mean a number
+# YAML 1.1 reads 1e-3 (no dot, no sign) as text; a number is meant
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def scalar(text: str, kind: str, quoted: bool) -> Plain:
-    """Return the value of a scalar of a YAML core `kind` ('int', 'str', ...); ValueError if the two do not fit."""
+    """Return the value of a scalar of a YAML core `kind` ('int', 'str', ...); ValueError for invalid text."""
     if kind == "null":
         return None
     if kind == "bool":

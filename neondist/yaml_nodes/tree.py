@@ -1,4 +1,4 @@
-"""The experiment file as a tree of values that know where they were written."""
+"""Tree of the values of a YAML file, each with its source position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Node:
     Attributes
     ----------
     value : the plain value, the list of nodes, or the nodes by field name
-    place : where it was written, 'FILE:LINE' or '--set key=value'
+    place : source position, 'FILE:LINE' or '--set key=value'
     tag : the class named by a YAML tag, without its '!'; such a node's value is a mapping
     """
 
@@ -27,7 +27,7 @@ class Node:
     tag: str | None = None
 
     def __str__(self) -> str:
-        """Describe the value as messages quote it."""
+        """Describe the value for messages."""
         value = self.value
         if self.tag is not None:
             return f"!{self.tag}"
@@ -41,7 +41,7 @@ class Node:
 
 
 def node_of(value: object, place: str) -> Node:
-    """Return the tree of a plain value, list or mapping of Python, all of which was written at one place."""
+    """Return the tree of a plain Python value, list or mapping, all at one source position."""
     if isinstance(value, Mapping):
         return Node({str(name): node_of(child, place) for name, child in value.items()}, place)
     if isinstance(value, list | tuple):
@@ -52,7 +52,7 @@ def node_of(value: object, place: str) -> Node:
 
 
 def shorten(text: str, most: int = 60) -> str:
-    """Return text that fits into a one-line message."""
+    """Return the text on one line, truncated to `most` characters."""
     line = " ".join(text.splitlines())
     return line if len(line) <= most else line[: most - 3] + "..."
 
@@ -62,18 +62,18 @@ def join(path: str, name: object) -> str:
     return f"{path}.{name}" if path else str(name)
 
 
-def message(place: str, path: str, what: str) -> str:
-    """Return 'FILE:LINE: field: what'; the top object has no field."""
-    return ": ".join(part for part in (place, path, what) if part)
+def message(place: str, path: str, text: str) -> str:
+    """Return 'FILE:LINE: field: text'; the top object has no field."""
+    return ": ".join(part for part in (place, path, text) if part)
 
 
 def value_of(node: Node, path: str, kind: type, words: str) -> Any:
-    """Return the value of a node without a tag; ConfigError, with the words for what was expected, if it is another."""
+    """Return the value of an untagged node; ConfigError, which states the expected `words`, if it has another type."""
     if node.tag is not None or not isinstance(node.value, kind):
         raise fault(node, path, f"expected {words}, got {node}")
     return node.value
 
 
-def fault(node: Node, path: str, what: str) -> ConfigError:
-    """Return the error that says what is wrong with one value of the file."""
-    return ConfigError(message(node.place, path, what))
+def fault(node: Node, path: str, text: str) -> ConfigError:
+    """Return the error for one value of the file."""
+    return ConfigError(message(node.place, path, text))

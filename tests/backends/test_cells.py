@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from neondist.backends import Kernels, Normal, get_backend
+from neondist.backends import Kernels, Normalisation, get_backend
 from neondist.backends import cells as cells_module
 
 pytestmark = pytest.mark.skipif(cells_module.compiled() is None, reason="neondist was installed without a C compiler")
@@ -69,7 +69,10 @@ def test_equals_the_reference(kernels, shape, dtype, layout):
         groups = len(x) if by_sample else 1
         numbers = [rng.normal(1, 1, (groups, shape[-1])).astype(dtype) for _ in range(6)]
         for clip in (False, True):
-            how, widened = Normal(*numbers[:3], clip), Normal(*(each.astype("float64") for each in numbers[:3]), clip)
+            how, widened = (
+                Normalisation(*numbers[:3], clip),
+                Normalisation(*(each.astype("float64") for each in numbers[:3]), clip),
+            )
             kernels.normalise(x, how, y)
             REFERENCE.normalise(wide, widened, expected)
             check(y, expected)

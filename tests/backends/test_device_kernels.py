@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import neondist as nd
 from neondist.arrays.namespace import to_host
 from neondist.arrays.precision import ComputePrecision
-from neondist.backends import Kernels, Normal
+from neondist.backends import Kernels, Normalisation
 from neondist.comm import loopback
 
 pytestmark = pytest.mark.skipif(compiler() is None and not ON_GPU, reason="no C compiler")
@@ -86,7 +86,7 @@ def test_cells_are_normalised_in_one_launch_each_way(data, clip, by_sample, dtyp
     found = []
     for kernels, brought in (REFERENCE, np.array), (device.backend.kernels, xp.array):
         x, dy, y, dx = (brought(whole)[inside] for whole in wholes)
-        how, by = Normal(*map(brought, factors[:3]), clip), [brought(factor) for factor in factors[3:]]
+        how, by = Normalisation(*map(brought, factors[:3]), clip), [brought(factor) for factor in factors[3:]]
         before = device.launches
         kernels.normalise(x, how, y)
         kernels.normalise_back(x, dy, how, by, dx)
@@ -116,14 +116,14 @@ def test_sums_over_cells_are_a_few_launches(data, clip, by_sample, dtype):
     before = device.launches
     found = [
         *kernels.moments(x, by_sample),
-        *kernels.normalise_sums(x, dy, Normal(*map(device.xp.array, factors), clip)),
+        *kernels.normalise_sums(x, dy, Normalisation(*map(device.xp.array, factors), clip)),
     ]
     found += [kernels.channel_sum(x), kernels.sample_sum(x)]
     assert device.launches - before <= 16
     x, dy = whole[inside].astype("f8"), slopes[inside].astype("f8")
     expected = [*REFERENCE.moments(x, by_sample)]
     if not clip:  # whether a number is clipped hangs on its rounding
-        expected += REFERENCE.normalise_sums(x, dy, Normal(*factors))
+        expected += REFERENCE.normalise_sums(x, dy, Normalisation(*factors))
     expected += [REFERENCE.channel_sum(x), REFERENCE.sample_sum(x)]
     found = found[:2] + found[4 if clip else 2 :]
     close = 1e-4 if dtype == "float32" else 1e-12
@@ -135,10 +135,10 @@ def test_sums_over_cells_are_a_few_launches(data, clip, by_sample, dtype):
 def test_gradients_of_what_was_clipped_are_left_out():
     device = device_under_test()
     x, dy = np.array([[-1.0, 2.0], [3.0, -4.0], [5.0, 6.0]]), np.array([[10.0, 20.0], [30.0, 40.0], [50.0, 60.0]])
-    how = Normal(*(np.array([numbers]) for numbers in ([1.0, 1.0], [2.0, 2.0], [0.0, 0.0])), True)
+    how = Normalisation(*(np.array([numbers]) for numbers in ([1.0, 1.0], [2.0, 2.0], [0.0, 0.0])), True)
     expected = REFERENCE.normalise_sums(x, dy, how)
     np.testing.assert_array_equal(expected[0], [[80.0, 80.0]])
-    there = Normal(*map(device.xp.array, how[:3]), True)
+    there = Normalisation(*map(device.xp.array, how[:3]), True)
     found = device.backend.kernels.normalise_sums(device.xp.array(x), device.xp.array(dy), there)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(to_host(one), other)

@@ -12,7 +12,7 @@ from neondist.bench.model import calibrate, predict, workload
 from neondist.bench.model import rank_profile as rank_profile
 from neondist.bench.model.dry_run import Notes, dry_run_grid
 from neondist.bench.model.rank_profile import RankProfile
-from neondist.bench.model.table import disturbed, prediction_table, schemes_table, words, write
+from neondist.bench.model.table import conclusions, noise_warnings, prediction_table, schemes_table, write
 from neondist.cli.bench.scaling import span
 from neondist.comm import loopback
 from neondist.errors import ConfigError
@@ -57,7 +57,7 @@ def test_what_was_measured_calibrates():
     expected = {row["ranks"]: row["seconds_per_step"] for row in rows_on(true)}
     found = predict.calibrated(guess, rows_on(guess), {4: expected[4], 16: expected[16]})
     assert (found.compute_factor, found.jitter) == pytest.approx((0.5, 0.03))
-    rows = [predict.on(found, row, guess) for row in rows_on(guess)]
+    rows = [predict.rescale_row(found, row, guess) for row in rows_on(guess)]
     assert [row["seconds_per_step"] for row in rows] == pytest.approx(list(expected.values()))
     for name in "compute_seconds", "waiting_seconds", "mpi_share":
         assert [row[name] for row in rows] == pytest.approx([row[name] for row in rows_on(found)])
@@ -202,10 +202,10 @@ def test_the_best_grid_is_taken_and_the_turning_point_found(tmp_path):
     assert predict.latency_wins(rows[:2]) is None
     assert predict.error(rows, {1: rows[0]["seconds_per_step"], 4: rows[1]["seconds_per_step"] / 2}) == 0.5
     assert "| 4 | 1 × 2 × 2 |" in prediction_table(rows)
-    assert "from 16 ranks on" in words(rows)[1]
-    assert "unknown" in words(rows)[2]
+    assert "from 16 ranks on" in conclusions(rows)[1]
+    assert "unknown" in conclusions(rows)[2]
     rows[1]["measured_seconds"] = rows[1]["seconds_per_step"] / 2
-    assert "mean error of the prediction: 100.0% (measured on 4 ranks)" in words(rows)
+    assert "mean error of the prediction: 100.0% (measured on 4 ranks)" in conclusions(rows)
     assert "+100%" in prediction_table(rows)
     lines, page, *_ = write(tmp_path, rows, "a title")
     assert lines.read_text().count("\n") == 4
@@ -229,7 +229,7 @@ def test_the_best_schemes_are_put_in_place_and_measured():
     assert all(choice["saves"] > 0.05 for choice in row["schemes"])
     assert "conv1 to conv2 `overlap_tile`" in schemes_table([row])
     assert "slower" not in schemes_table([row])
-    assert "(slower: leave it)" in schemes_table([row | {"seconds_with_schemes": 9.0}])
+    assert "(slower: keep the scheme)" in schemes_table([row | {"seconds_with_schemes": 9.0}])
 
 
 def test_a_machine_that_became_slower_is_seen():
@@ -273,8 +273,8 @@ def test_calibrate(monkeypatch):
     assert min(one.node.latency, one.memory_bandwidth, one.speed) > 0
     one, _ = loopback.run(2, lambda transport: calibrate.calibrate(transport, 2))[0]
     assert one.shared_slowdown == 1
-    assert disturbed(0.5)
-    assert not disturbed(0.1)
+    assert noise_warnings(0.5)
+    assert not noise_warnings(0.1)
 
 
 def test_the_error_of_predictions_is_that_of_steps_measured_here(monkeypatch):

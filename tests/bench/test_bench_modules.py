@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from neondist.bench.module_profile import classified  # noqa: E402
+from neondist.bench.module_profile import classify  # noqa: E402
 from neondist.bench.module_report import KINDS, module_markdown, module_table  # noqa: E402
 from neondist.bench.module_step import default_shape  # noqa: E402
 from neondist.bench.public_models import MODELS  # noqa: E402
@@ -123,15 +123,15 @@ class Event:
 def test_own_times_belong_to_the_operator_that_computes():
     conv = Event("aten::conv2d")
     slow = Event("aten::_slow_conv2d_forward", Event("aten::convolution", conv))
-    assert classified(Event("aten::addmm", slow)) == ("kernels", "aten::_slow_conv2d_forward")
-    assert classified(conv) == ("kernels", "aten::conv2d")
-    assert classified(Event("aten::copy_", Event("aten::contiguous", conv))) == ("copies", "aten::contiguous")
+    assert classify(Event("aten::addmm", slow)) == ("kernels", "aten::_slow_conv2d_forward")
+    assert classify(conv) == ("kernels", "aten::conv2d")
+    assert classify(Event("aten::copy_", Event("aten::contiguous", conv))) == ("copies", "aten::contiguous")
     node = Event("autograd::engine::evaluate_function: ViewBackward")
-    assert classified(node)[0] == "other"
-    assert classified(Event("_Convolution", node)) == ("kernels", "neondist::convolution")
-    assert classified(Event("aten::constant_pad_nd", Event("_Convolution", node)))[0] == "copies"
-    assert classified(Event("aten::add_", Event("neondist::halo", node)))[0] == "copies"
-    assert classified(Event("neondist::wait", Event("neondist::reduce", node)))[0] == "messages"
+    assert classify(node)[0] == "other"
+    assert classify(Event("_Convolution", node)) == ("kernels", "neondist::convolution")
+    assert classify(Event("aten::constant_pad_nd", Event("_Convolution", node)))[0] == "copies"
+    assert classify(Event("aten::add_", Event("neondist::halo", node)))[0] == "copies"
+    assert classify(Event("neondist::wait", Event("neondist::reduce", node)))[0] == "messages"
 
 
 def test_inputs_by_the_first_convolution():

@@ -11,7 +11,7 @@ import pytest
 
 import neondist as nd
 from neondist.bench.model.dry_run import Notes
-from neondist.bench.model.predict import calibrated, on, row_of
+from neondist.bench.model.predict import calibrated, rescale_row, row_of
 from neondist.bench.model.rank_profile import RankProfile
 from neondist.geometry import GridShape
 from neondist.plan import GRADIENTS
@@ -78,13 +78,13 @@ def test_ratios_to_the_first_node_count(name, most):
     times = dict(zip((row["ranks"] for row in rows), published.values(), strict=True))
     two = dict(list(times.items())[:2])
     machine = calibrated(ABCI, rows, two)
-    found = [on(machine, row, ABCI)["seconds_per_step"] for row in rows]
+    found = [rescale_row(machine, row, ABCI)["seconds_per_step"] for row in rows]
     expected = list(times.values())
     assert found[:2] == pytest.approx(expected[:2])
     assert 0 < machine.jitter < 0.05
     errors = [a / found[0] / (b / expected[0]) - 1 for a, b in zip(found, expected, strict=True)]
     assert max(map(abs, errors)) < most, errors
     # messages alone, as the ring of paraDL's own model has them, say that nothing grows
-    flat = [on(calibrated(ABCI, rows[:1], two), row, ABCI)["seconds_per_step"] for row in rows]
+    flat = [rescale_row(calibrated(ABCI, rows[:1], two), row, ABCI)["seconds_per_step"] for row in rows]
     assert flat[-1] / flat[0] < 1.01
     assert all(a < b for a, b in pairwise(found))

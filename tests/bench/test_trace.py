@@ -7,7 +7,7 @@ import pytest
 
 import neondist as nd
 from neondist.comm import loopback
-from neondist.runtime.observers.trace import on_one_clock, write_trace
+from neondist.runtime.observers.trace import align_clocks, write_trace
 
 
 def traced(path, replicas, ranks=4, steps=2):
@@ -59,7 +59,7 @@ def test_clocks_that_differ_are_made_one():
     """Rank 1's clock is 1 ms ahead of rank 0's; one of its sums came late."""
     one = {"name": "a", "ph": "X", "pid": 0, "ts": 5_000_000, "dur": 2_000}
     other = {"name": "b", "ph": "X", "pid": 1, "ts": 6_001_000, "dur": 500}
-    made = on_one_clock([([one], [10, 20, 30]), ([other], [1_000_010, 1_000_020, 1_900_030])])
+    made = align_clocks([([one], [10, 20, 30]), ([other], [1_000_010, 1_000_020, 1_900_030])])
     assert [(e["ts"], e["dur"]) for e in made[2:]] == [(0.0, 2.0), (1.0, 0.5)]
     assert [e["args"]["name"] for e in made[:2]] == ["rank 0", "rank 1"]
 

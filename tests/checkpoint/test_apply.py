@@ -175,7 +175,7 @@ def test_kinds_of_input(tmp_path):
         np.testing.assert_array_equal(
             open_images(save("c.npy", one), (4, 6, 1)).raw(range(1), (slice(0, 4), slice(0, 6))), whole[:1]
         )
-    with pytest.raises(DataError, match=r"which data set\? .*c\.h5:x, .*c\.h5:y"):
+    with pytest.raises(DataError, match=r"no unique data set; name one: .*c\.h5:x, .*c\.h5:y"):
         open_images(tmp_path / "c.h5", (4, 6, 1))
 
 

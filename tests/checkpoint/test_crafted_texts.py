@@ -118,14 +118,14 @@ def _put(file, name, text):
 
 
 def test_what_border_schemes_remember(texts):
-    """`remind` reads the text before it looks at anything else."""
-    from neondist.io.checkpoint import REMEMBERED, Facts, remind
-    from neondist.io.checkpoint.read import Opened
+    """`restore_memory` reads the text before it looks at anything else."""
+    from neondist.io.checkpoint import REMEMBERED, Facts, restore_memory
+    from neondist.io.checkpoint.read import CheckpointReader
 
     good = json.dumps({"of": "owner", "layers": {"conv1": [[[0, 5, "forward", 1, 4]]]}})
 
     exchanged = {"conv1": [nd.GlobalArray(nd.ProcessGrid.serial(), (5, 2, 2, 1), nd.Window(1), dtype="float64")]}
     for text in crafted(good):
-        opened = Opened(Facts(texts[0], {REMEMBERED: text}), None, SingleTransport())
-        found = _outcome(lambda _, opened=opened: remind(opened, exchanged, "owner", SingleTransport()), text)
+        opened = CheckpointReader(Facts(texts[0], {REMEMBERED: text}), None, SingleTransport())
+        found = _outcome(lambda _, opened=opened: restore_memory(opened, exchanged, "owner", SingleTransport()), text)
         assert found in (None, DataError), text

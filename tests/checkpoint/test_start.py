@@ -61,8 +61,8 @@ def test_arrays_of_another_shape_keep_their_first_values(tmp_path):
     save(tmp_path / "c.h5")
     (hook,) = first(layers=lambda: [*layers()[:-1], nd.FCLayerDist(5)], init_from=tmp_path / "c.h5")
     assert "8 arrays loaded; of another shape: " in hook.notes[0]
-    assert "fc1/weights ([90, 4] there, [90, 5] here)" in hook.notes[0]
-    assert "fc1/bias ([4] there, [5] here)" in hook.notes[0]
+    assert "fc1/weights (file [90, 4], model [90, 5])" in hook.notes[0]
+    assert "fc1/bias (file [4], model [5])" in hook.notes[0]
 
 
 def test_nothing_to_take_is_an_error(tmp_path):

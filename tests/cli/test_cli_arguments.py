@@ -7,7 +7,7 @@ from cli_runs import EXPERIMENT, call, neondist
 
 from neondist.cli import main
 from neondist.cli.arguments import parser
-from neondist.launcher.launch import words
+from neondist.launcher.launch import rank_args
 
 
 def parse(*argv):
@@ -73,7 +73,7 @@ def test_shells_complete_each_field_after_set(tmp_path, typed, offered):
 def test_ranks_are_told_the_same(argv):
     asked = parse(*argv)
     for ranks in ["-n", "4"], ["-n4"]:
-        told = parse(*words(parse(*argv, *ranks)))
+        told = parse(*rank_args(parse(*argv, *ranks)))
         assert vars(told) == vars(asked)
 
 

@@ -14,7 +14,7 @@ from processes import finish
 from neondist.cli import main
 from neondist.cli.arguments import parser
 from neondist.cli.run import duration
-from neondist.launcher.launch import words
+from neondist.launcher.launch import rank_args
 
 LONG = ("--set", "epochs=100000")
 
@@ -44,7 +44,7 @@ def test_what_is_no_duration(text):
 
 
 def test_ranks_are_told_the_options():
-    told = parser().parse_args(words(parser().parse_args(["run", "a.yaml", "-n", "4", "--time-limit", "3h30m"])))
+    told = parser().parse_args(rank_args(parser().parse_args(["run", "a.yaml", "-n", "4", "--time-limit", "3h30m"])))
     assert told.time_limit == 12600
 
 

@@ -178,7 +178,7 @@ def test_servers_average_as_many_gradients_as_the_options_say(place):
     assert code == 0, err
     assert "applied: 64 records in each of 2 epochs, each once" in out, err
     folder = next((place / "run/servers").glob("checkpoint-*"))
-    assert read_configuration(folder, 0, 1).fields["rule"] == UpdateRule(True, 2, 1).described()
+    assert read_configuration(folder, 0, 1).fields["rule"] == UpdateRule(True, 2, 1).to_json()
 
 
 @pytest.mark.parametrize(

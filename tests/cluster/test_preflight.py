@@ -11,7 +11,7 @@ from neondist.cluster import Node, SSHConfig
 from neondist.cluster.preflight import COLUMNS, check_nodes, refuse
 from neondist.cluster.ssh_config import AGENT, OWN, python_of, ssh_command, write_ssh_config
 from neondist.errors import ConfigError, LaunchError
-from neondist.launcher.placement import place
+from neondist.launcher.placement import assign_ranks
 
 # each node is this machine, but for its name
 AGENT_SCRIPT = """#!/bin/sh
@@ -162,7 +162,7 @@ def test_places_of_ranks():
         {"nodes": [{"address": "a", "chief": True, "cpus": [0, 1]}, {"address": "b", "gpus": [0, 1, 2], "cpus": [0]}],
          "ssh": {"username": "x"}}
     )  # fmt: skip
-    assert place(spec, 5) == {"a": 2, "b": 3}
-    assert place(spec, 1) == {"a": 1}
+    assert assign_ranks(spec, 5) == {"a": 2, "b": 3}
+    assert assign_ranks(spec, 1) == {"a": 1}
     with pytest.raises(LaunchError, match="has 5 devices"):
-        place(spec, 6)
+        assign_ranks(spec, 6)

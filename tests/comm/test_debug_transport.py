@@ -28,6 +28,6 @@ def test_writing_into_a_buffer_under_way(end, dtype):
         return arrays["receive"]
 
     loopback.run(2, lambda comm: job(comm, lambda c: c))
-    what = "on their way to rank 1" if end == "send" else "that rank 1 was sending to"
-    with pytest.raises(HaloError, match=f"rank 0 of 2: cells {what} were modified between start and finish"):
+    what = "outgoing cells for rank 1" if end == "send" else "cells being received from rank 1"
+    with pytest.raises(HaloError, match=f"rank 0 of 2: {what} were modified between start and finish"):
         loopback.run(2, lambda comm: job(comm, DebugTransport))

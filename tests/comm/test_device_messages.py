@@ -8,7 +8,7 @@ from mpi4py import MPI
 import neondist as nd
 from neondist.arrays.namespace import HostTwin
 from neondist.comm import loopback
-from neondist.comm.cuda import is_proven, says_cuda
+from neondist.comm.cuda import reports_cuda, verify_device_messages
 from neondist.comm.mpi import MPITransport
 from neondist.comm.reductions import Reductions
 from neondist.comm.transport import Message
@@ -17,7 +17,7 @@ from neondist.comm.transport import Message
 @pytest.mark.parametrize("aware", [False, True])
 def test_messages_to_itself(monkeypatch, aware):
     """One copy each way through the host, whatever the number of messages; none where MPI takes the device's memory."""
-    monkeypatch.setattr("neondist.comm.mpi.says_cuda", lambda mpi: aware)
+    monkeypatch.setattr("neondist.comm.mpi.reports_cuda", lambda mpi: aware)
     device, transport = Device(), MPITransport(MPI.COMM_SELF)
     source, target = device.xp.array(np.arange(12.0)), device.xp.array(np.zeros(12))
     cuts = [(slice(0, 5),), (slice(5, 12),)]
@@ -45,9 +45,9 @@ def test_a_part_of_an_array_leaves_the_rest_alone():
 
 def test_what_the_library_says_is_proven():
     """A library that does not take it, as this one may be, is found out."""
-    assert says_cuda(MPI) in (False, True, None)
+    assert reports_cuda(MPI) in (False, True, None)
     device = Device()
-    assert is_proven(MPI.COMM_SELF, device.xp.array(np.zeros(64, "f4")))
+    assert verify_device_messages(MPI.COMM_SELF, device.xp.array(np.zeros(64, "f4")))
 
     class Broken:
         def Get_rank(self):
@@ -56,9 +56,9 @@ def test_what_the_library_says_is_proven():
         def Sendrecv(self, *_):
             """Forget the message."""
 
-    assert not is_proven(Broken(), device.xp.array(np.zeros(64, "f4")))
+    assert not verify_device_messages(Broken(), device.xp.array(np.zeros(64, "f4")))
     Broken.Sendrecv = lambda *_: 1 / 0
-    assert not is_proven(Broken(), device.xp.array(np.zeros(64, "f4")))
+    assert not verify_device_messages(Broken(), device.xp.array(np.zeros(64, "f4")))
 
 
 def test_sums_come_back_when_the_device_is_as_far():

@@ -44,7 +44,7 @@ def test_shapes_that_ranks_do_not_agree_on():
         shapes = [piece(0, comm.rank).shape, piece(comm.rank, comm.rank).shape]  # wrong on rank 0
         comm.all_to_all([piece(comm.rank, peer) for peer in range(2)], shapes)
 
-    with pytest.raises(ValueError, match=r"rank 1 sent an array of shape \(4, 3, 1\), not \(4, 3, 0\)"):
+    with pytest.raises(ValueError, match=r"rank 1 sent an array of shape \(4, 3, 1\); expected \(4, 3, 0\)"):
         loopback.run(2, body)
 
 

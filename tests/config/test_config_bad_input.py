@@ -251,7 +251,7 @@ def test_billion_laughs():
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
     start = time.process_time()
-    with pytest.raises(ConfigError, match=r"exp.yaml:\d+: .*aliases unfold into more than 10000 values; write fewer"):
+    with pytest.raises(ConfigError, match=r"exp.yaml:\d+: .*aliases expand to more than 10000 values; use fewer"):
         load("!ToyExperiment\n" + "\n".join(lines))
     assert time.process_time() - start < 30  # not a hang
 

@@ -84,4 +84,4 @@ def test_mutated_files(tmp_path, monkeypatch):
     assert PAYLOAD not in left
     check_outcomes(outcomes, 75)
     assert outcomes[: len(TEXTS)] == ["fine"] * len(TEXTS)
-    assert "aliases unfold" in outcomes[-1]
+    assert "aliases expand" in outcomes[-1]

@@ -122,7 +122,7 @@ def test_init_says_what_whole_numbers_are(tmp_path, monkeypatch, point):
     images(tmp_path / "mine")
     (tmp_path / "mine" / "labels.csv").write_text("".join(f"{at}.png,{at + 10}{point}\n" for at in range(4)))
     assert main(["init", "mine"]) == 0
-    said = "# Which of 14 classes is an image of? The table's whole numbers are classes, from 0; write values to be"
+    said = "# Image classification, 14 classes. Integers in the table are classes, from 0; write regression"
     assert (said in (tmp_path / "mine.yaml").read_text()) == (not point)
     assert isinstance(load_experiment("mine.yaml").model.cost, nd.MSE) == bool(point)
 

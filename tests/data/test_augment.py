@@ -286,7 +286,7 @@ def test_more_ranks_than_rows():
 @pytest.mark.parametrize(
     ("steps", "shape", "message"),
     [
-        ([nd.QuarterTurns()], (8, 6, 1), r"QuarterTurns: images of shape \(8, 6, 1\) are 8 cells along height and 6"),
+        ([nd.QuarterTurns()], (8, 6, 1), r"QuarterTurns: images of shape \(8, 6, 1\) have 8 cells along height and 6"),
         ([nd.QuarterTurns()], (8, 1), r"QuarterTurns: axes: images of shape \(8, 1\) have no height; .* width$"),
         ([nd.Flip(["depth"])], (8, 8, 1), "Flip: axes: .* have no depth; choose from height, width"),
         ([nd.Shift(6)], (8, 6, 1), "Shift: max: .* less than 6, or mode: replicate"),

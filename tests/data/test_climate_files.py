@@ -76,7 +76,7 @@ def test_a_rank_reads_its_tile_alone(tmp_path):
     series(tmp_path, extent=(8, 8))
     data = nd.ClimateFiles(str(tmp_path / "*.nc"), ["t2m"], validation=3, normalise="none")
     data.check()
-    tiles = data.load(nd.ProcessGrid.serial().of_strip(nd.geometry.GridShape(1, 2, 2), 3))[0].tiles
+    tiles = data.load(nd.ProcessGrid.serial().strip_grid(nd.geometry.GridShape(1, 2, 2), 3))[0].tiles
     before = data._series.source(0).bytes_read
     assert tiles[np.arange(5)].shape == (5, 4, 4, 1)
     assert data._series.source(0).bytes_read - before == 5 * 4 * 4 * 4
@@ -116,8 +116,8 @@ def in_celsius(data):
 
 WRONG = {
     "disorder": (disordered, {}, r"1\.nc: times are not increasing: time 3 of .*1\.nc is not .*; sort"),
-    "a gap": (lambda d: d.isel(time=[0, 1, 2, *range(5, 10)]), {}, r"1\.nc: a gap .* comes 18 hours after .* 6 hours"),
-    "a gap between files": (lambda d: d.isel(time=slice(3, 10)), {}, r"a gap .* time 1 of .*1\.nc comes 1 day after"),
+    "a gap": (lambda d: d.isel(time=[0, 1, 2, *range(5, 10)]), {}, r"1\.nc: a gap .* is 18 hours after .* 6 hours"),
+    "a gap between files": (lambda d: d.isel(time=slice(3, 10)), {}, r"a gap .* time 1 of .*1\.nc is 1 day after"),
     "the same times": (lambda d: weather(0, 10), {}, r"1\.nc: times .* increasing: time 1 .*last of .*0\.nc; sort"),
     "other units": (in_celsius, {}, r"1\.nc: t2m is in 'degC', but in .*0\.nc in 'K'; convert"),
     "another grid": (lambda d: d.isel(lat=slice(0, 5)), {}, r"1\.nc:t2m: has the grid lat 5 x lon 8, but .* 6 x lon 8"),
@@ -152,7 +152,7 @@ WRONG = {
     "numbers for times": (
         lambda d: d.assign_coords(time=("time", np.arange(10.0), {"axis": "T"})), {}, r"1\.nc: its coordinate time has",
     ),
-    "too few times": (lambda d: d, {"lead": 20}, r"too few times for steps: 1 and lead: 20: 20, which makes 0"),
+    "too few times": (lambda d: d, {"lead": 20}, r"too few times for steps: 1 and lead: 20: 20 times give 0"),
     "an unknown target": (lambda d: d, {"targets": ["pr"]}, r"has no array 'pr'"),
 }  # fmt: skip
 

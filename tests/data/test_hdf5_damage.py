@@ -12,7 +12,7 @@ from hdf5_toys import small_hdf5
 import neondist as nd
 from neondist.data.datasets.hdf5_tiles import HDF5Tiles
 from neondist.errors import DataError
-from neondist.io.hdf5 import CheckedArray, ChecksumTable, NewFile, read_whole, state
+from neondist.io.hdf5 import CheckedArray, ChecksumTable, NewFile, file_state, read_whole
 
 SERIAL = nd.ProcessGrid.serial()
 COUNT = 9
@@ -178,7 +178,7 @@ def test_the_state_of_a_file_is_looked_at_once_a_batch(tmp_path, monkeypatch):
     path = tmp_path / "x.h5"
     small_hdf5(path)
     data, asked = opened(path), []
-    monkeypatch.setattr("neondist.data.datasets.hdf5_tiles.state", lambda p: asked.append(p) or state(p))
+    monkeypatch.setattr("neondist.data.datasets.hdf5_tiles.file_state", lambda p: asked.append(p) or file_state(p))
     assert isinstance(data.train.tiles, HDF5Tiles)
     data.train.images(np.arange(20)[::-1])
     assert len(asked) == 1

@@ -234,7 +234,7 @@ def test_time_and_depth_are_samples_or_space(tmp_path):
     volumes = {"images": f"{tmp_path}/?.h5", "labels": f"{tmp_path}/l.csv", "crop": [4, 8, 8], "validation": 1}
     assert on_ranks(4, lambda grid: opened(grid, volumes).sample_shape)[0] == (4, 8, 8, 1)
     np.save(tmp_path / "flat.npy", volume[0, ..., 0])
-    with pytest.raises(nd.DataError, match=r"flat\.npy: has axes YXC; images have 3"):
+    with pytest.raises(nd.DataError, match=r"flat\.npy: has axes YXC; expected 3"):
         nd.ImageFiles(f"{tmp_path}/flat.npy", crop=[1, 1, 1]).check()
 
 

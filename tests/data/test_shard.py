@@ -115,5 +115,5 @@ def test_wrong_shards_are_named(numbers, message):
 def test_more_shards_than_samples_are_refused():
     with pytest.raises(nd.DataError, match="3 training samples for 4 shards"):
         opened(nd.Synthetic((4, 3, 1), train=3, test=2).shard(4, 0))
-    with pytest.raises(nd.ConfigError, match="divided already"):
+    with pytest.raises(nd.ConfigError, match="already a shard"):
         nd.Synthetic((4, 3, 1)).shard(2, 0).shard(2, 0)

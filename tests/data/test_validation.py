@@ -274,4 +274,4 @@ def test_numpy_files(tmp_path):
         splits = opened(nd.HDF5Dataset(tmp_path / "out.h5")).splits
         for found, split in zip(splits.values(), ("train", "val", "test"), strict=True):
             np.testing.assert_array_equal(cells(found)[..., 0], arrays[f"x_{split}"])
-    assert "four files, those for testing last, or six" in convert(tmp_path, *words[:3])
+    assert "four files (training, test), or six" in convert(tmp_path, *words[:3])

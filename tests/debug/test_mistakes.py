@@ -138,7 +138,7 @@ def caught(layer, ranks=2, guarded=True):
         (
             lambda: Right(Overlaps()),
             r"\(Right\), forward, step 1",
-            "rank [01] of 2: cells on their way to rank [01] were modified",
+            "rank [01] of 2: outgoing cells for rank [01] were modified",
         ),
     ],
 )

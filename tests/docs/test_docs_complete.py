@@ -47,7 +47,7 @@ def test_readme_has_every_layer():
 
 def test_the_table_of_torch_operators_has_all_rules():
     pytest.importorskip("torch")
-    from neondist.torch.registry import POINTWISE, RULES, table
+    from neondist.torch.ir.registry import POINTWISE, RULES, table
 
     rows = table()
     assert sorted(name for _, _, names in rows for name in names) == sorted(RULES.keys() | POINTWISE)

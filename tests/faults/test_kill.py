@@ -17,7 +17,7 @@ import neondist as nd
 from neondist.comm import SingleTransport, loopback
 from neondist.config import load_experiment
 from neondist.errors import LaunchError
-from neondist.io.checkpoint import opened
+from neondist.io.checkpoint import open_checkpoint
 from neondist.launcher.mpirun import find_mpirun
 
 KILLS, RANKS = 4, 2
@@ -71,7 +71,7 @@ def folder(tmp_path):
 
 def step_of(path):
     """The step of a checkpoint; fails if it cannot be read."""
-    with opened(path, SingleTransport()) as file:
+    with open_checkpoint(path, SingleTransport()) as file:
         return json.loads(file.facts.texts["position"])["step"], json.loads(file.facts.texts["position"])["epoch"]
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import neondist as nd
-from neondist.formats.conventions import Variable, letters
+from neondist.formats.conventions import Variable, infer_axes
 from neondist.formats.coordinates import latitudes_of, times_of
 
 netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
@@ -255,14 +255,14 @@ BY_NAME = {
 @pytest.mark.parametrize("names", BY_NAME)
 def test_names_of_models_and_of_swaths(names):
     dimensions = tuple(names.split())
-    assert letters("v", Variable(dimensions), range(2, 2 + len(dimensions))) == BY_NAME[names]
+    assert infer_axes("v", Variable(dimensions), range(2, 2 + len(dimensions))) == BY_NAME[names]
 
 
 def test_titles_of_coordinates():
     """A long_name tells what neither another attribute nor the name of a dimension does."""
     titles = {"a": "Longitude", "b": "y coordinate of projection", "time": "Latitude"}
     along = {name: Variable((name,), {"long_name": title}) for name, title in titles.items()}
-    assert letters("v", Variable(("time", "a", "b"), {}, along), (2, 3, 4)) == "TXY"
+    assert infer_axes("v", Variable(("time", "a", "b"), {}, along), (2, 3, 4)) == "TXY"
 
 
 def test_no_link_of_a_group_is_followed(tmp_path):
@@ -276,7 +276,7 @@ def test_no_link_of_a_group_is_followed(tmp_path):
         file["loop"], file["nothing"] = h5py.SoftLink("/loop"), h5py.SoftLink("/gone")
     with nd.open_source(tmp_path / "a.nc") as source:
         assert source.axes == "YXC"
-        assert source.known() == []
+        assert source.metadata_names() == []
 
 
 def test_what_was_written_of_an_unlimited_dimension(tmp_path):

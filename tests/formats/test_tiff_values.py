@@ -68,7 +68,7 @@ def test_masks(tmp_path, layout, count, dtype):
         assert np.isnan(expected).sum() == (count * (~MASK).sum() if dtype != "int16" else 0)
         np.testing.assert_array_equal(read(path), expected)
         with nd.open_source(path) as source:
-            assert ("mask" if internal else "side file a.tif.msk") in source.known()
+            assert ("mask" if internal else "side file a.tif.msk") in source.metadata_names()
         for level in range(2 * internal):
             np.testing.assert_array_equal(read(f"{path}#{level + 1}"), of_gdal(path, level))
 

@@ -2,14 +2,14 @@
 
 import torch
 
-from neondist.torch.run import Runner
+from neondist.torch.execution.run import Runner
 
 FILLS = (torch.nan, 1e3, -1e3)
 
 
 def idle_cells(model, tiles):
     """Return as text which steps of a pass receive lines of cells that change no result; collective."""
-    runner = _Sentinel(model.wires, model.plan)
+    runner = _Sentinel(model.comm, model.plan)
     with torch.no_grad():
         runner(tiles, *model._watch.tensors())
     return runner.idle

@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch_runs import captured_once, difference, distributed, serial
 
 from neondist.errors import UserError
-from neondist.torch import capture, layout
+from neondist.torch.capture.capture import capture
+from neondist.torch.ir import layout
 
 GRIDS = {
     1: ((1, 1, 1, 2), (1, 1, 1, 3), (2, 1, 1, 2), (1, 1, 1, 5), (3, 1, 1, 1)),
@@ -155,7 +156,7 @@ class Pen:
         return self.rng.choice(names) if names else None
 
 
-class RightNorms(TorchFunctionMode):
+class ContiguousNormGradients(TorchFunctionMode):
     """PyTorch's gradients of norms of one sample, which are wrong if those of their results lie otherwise in memory."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -264,13 +265,13 @@ def reference(drawn: Drawn, changed: bool = True) -> dict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with RightNorms():
+            with ContiguousNormGradients():
                 found = serial(module, inputs, change=change)
             torch.manual_seed(13)
             with torch.no_grad():
                 for parameter in near.parameters():
                     parameter.mul_(1 + 1e-13 * torch.randn_like(parameter))
-            with RightNorms():
+            with ContiguousNormGradients():
                 moved = [x * (1 + 1e-13 * torch.randn_like(x)) for x in inputs]
                 again = serial(near, moved, found["gradients"], change)
         except Exception as error:
@@ -323,13 +324,13 @@ def _refused(drawn: Drawn, grid: tuple, error: UserError) -> str:
     parts = {1: (planes * rows * cols,), 2: (planes * rows, cols), 3: (planes, rows, cols)}[drawn.spatial]
     mesh = layout.Mesh((replicas, *parts))
     try:
-        program = capture.captured(drawn.module(), [(shape, torch.float64) for shape in drawn.shapes])
+        program = capture.capture_module(drawn.module(), [(shape, torch.float64) for shape in drawn.shapes])
     except UserError as cause:
         return f"refused: {cause}"
     layouts = [layout.cut(shape, mesh) for shape in drawn.shapes]
     for rank in range(mesh.size):
         try:
-            capture.lowered(program, mesh, rank, layouts)
+            capture.lower_program(program, mesh, rank, layouts)
         except UserError:
             continue
         return f"wrong: rank {rank} does not refuse it, others do: {error}"

@@ -55,7 +55,7 @@ class ToyModel:
         self.optimizer.update(self.weights, grads, self.slots, self.step - 1, self.learning_rate_scale)
         return self.cost.value(y, targets) / batch_size
 
-    def judged(self, x, targets, batch_size):
+    def evaluate_batch(self, x, targets, batch_size):
         assert len(targets) == batch_size
         y = self.fprop(x, training=False)
         return y, targets, self.cost.value(y, targets)

@@ -15,7 +15,7 @@ transport, folder = sys.argv[1:]
 if transport == "mpi":
     from neondist.comm.mpi import world
 else:
-    from neondist.torch.transport import world
+    from neondist.torch.exchange.transport import world
 
 with nd.ProcessGrid(world(), replicas=2) as grid:
     np.savez(Path(folder, f"{grid.rank}.npz"), **train("fully convolutional", grid))

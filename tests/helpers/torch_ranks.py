@@ -17,7 +17,7 @@ def main(ranks, arguments):
     import pytest
     import torch.distributed
 
-    import neondist.torch.transport  # noqa: F401
+    import neondist.torch.exchange.transport  # noqa: F401
 
     if not arguments[0].endswith(".py"):  # tests capture modules
         import torch._dynamo

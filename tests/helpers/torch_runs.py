@@ -17,11 +17,12 @@ from turns import in_turn as in_turn  # for the tests here
 
 from neondist import ProcessGrid
 from neondist.comm import loopback
-from neondist.torch import criteria, factory
-from neondist.torch import module as capturing
-from neondist.torch.blocks import TracedImage
-from neondist.torch.layout import shape_of
-from neondist.torch.transfer import at_place
+from neondist.torch.execution.blocks import TracedImage
+from neondist.torch.ir.layout import shape_of
+from neondist.torch.ir.transfer import at_place
+from neondist.torch.module.module import criteria
+from neondist.torch.module.module import module as capturing
+from neondist.torch.training import factory
 
 if ON_GPU and not torch.cuda.is_available():
     pytest.skip("PyTorch finds no GPU", allow_module_level=True)
@@ -132,7 +133,7 @@ def distributed(module, inputs, gradients, grid, **more):
                 _inference_pass(model, inputs)
             found = _distributed_pass(model, inputs, gradients)
             if change is not None:
-                model.wires.ledger.clear()
+                model.comm.ledger.clear()
                 mine.zero_grad()
                 change(mine)
                 found["after"] = _distributed_pass(model, inputs, gradients_after)
@@ -151,7 +152,7 @@ def _inference_pass(model, inputs):
     for buffer, value in buffers:
         buffer.copy_(value)
     model.step = 0
-    model.wires.ledger.clear()
+    model.comm.ledger.clear()
 
 
 def _distributed_pass(model, inputs, gradients):
@@ -180,7 +181,7 @@ def input_gradient(model, at, gradient):
     if not overlaps or not overlaps[at]:
         return _on_host(model.tiling.gathered(gradient, layout))
     whole = part = torch.zeros(shape_of(layout), dtype=gradient.dtype, device="cpu")
-    for dim, (lo, hi) in at_place(overlaps[at], model.wires.place).items():
+    for dim, (lo, hi) in at_place(overlaps[at], model.comm.place).items():
         part = part.narrow(dim, lo, hi - lo)
     part += gradient.cpu()
     model.grid.world.allreduce(whole.numpy())
@@ -191,7 +192,7 @@ def in_blocks(module, x, size):
     """Return the first output put together from blocks, what the module gives of the whole, and the blocks."""
     module = module.to(x.dtype).eval()
     named = dict(module.named_parameters(remove_duplicate=False)), dict(module.named_buffers(remove_duplicate=False))
-    program = capturing.captured(module, [(tuple(x.shape), x.dtype)])
+    program = capturing.capture_module(module, [(tuple(x.shape), x.dtype)])
     blocks = TracedImage(program, tuple(x.shape), (), "whole").blocks(size)
     with torch.no_grad():
         expected = next(y for y in torch.utils._pytree.tree_leaves(module(x)) if isinstance(y, torch.Tensor))
@@ -205,7 +206,7 @@ def in_blocks(module, x, size):
 def sent(model):
     """Return the bytes that a rank has sent, as its plan tells them."""
     found = Counter()
-    for account, count in model.wires.ledger.items():
+    for account, count in model.comm.ledger.items():
         found[account.kind, account.layer, account.direction] += count * account.nbytes
     return dict(found)
 
@@ -256,7 +257,7 @@ def captured_once(programs=None):
 
     So do calls that are given one dictionary: their modules are alike if they look alike.
     """
-    real, programs = capturing.captured, {} if programs is None else programs
+    real, programs = capturing.capture_module, {} if programs is None else programs
 
     def captured(module, shapes, *what, **more):
         mode = tuple(m.training for m in module.modules())
@@ -279,7 +280,7 @@ def captured_once(programs=None):
     lock = threading.Lock()
     with pytest.MonkeyPatch.context() as patch:
         for place in (capturing, criteria, factory, CONVERSION):
-            patch.setattr(place, "captured", captured)
+            patch.setattr(place, "capture_module", captured)
         yield
 
 

@@ -13,7 +13,7 @@ from cli_runs import EXPERIMENT, mpirun_env, needs_mpirun, neondist, start
 from processes import alive, finish
 
 from neondist.comm.segments import BACKING
-from neondist.launcher.cleanup import USERS, job_folders, restore_tmpdir
+from neondist.launcher.cleanup import USER_TMPDIR, job_folders, restore_tmpdir
 from neondist.launcher.mpirun import Mpirun
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -27,14 +27,14 @@ mpirun = find_mpirun(os.environ)
 env = {**mpirun.environment(), **os.environ}
 with job_folders(mpirun, env) as job:
     command = [*mpirun.command(2), sys.executable, "-c", sys.argv[1]]
-    sys.exit(supervise(command, {**env, **job.environment}, job.held).code)
+    sys.exit(supervise(command, {**env, **job.environment}, job.inherited).code)
 """
 # with names, as in the moment before the ranks know each other
 RANK = """
 import os, time
 from mpi4py import MPI
-from neondist.comm.segments import BACKING, _mapped
-print("rank", os.getpid(), os.getppid(), os.environ[BACKING], *_mapped(), flush=True)
+from neondist.comm.segments import BACKING, _mapped_files
+print("rank", os.getpid(), os.getppid(), os.environ[BACKING], *_mapped_files(), flush=True)
 for _ in range(600):
     MPI.COMM_WORLD.allreduce(1)
     time.sleep(0.05)
@@ -108,7 +108,7 @@ def test_a_process_alone_leaves_nothing(tmp_path):
 
 def test_other_mpis_get_nothing():
     with job_folders(Mpirun("/x/mpiexec", "HYDRA build details: Version: 4.2.0"), {}) as job:
-        assert (job.environment, job.held) == ({}, ())
+        assert (job.environment, job.inherited) == ({}, ())
 
 
 def test_ranks_get_the_users_temporary_folder_and_the_users_choice_stays(tmp_path, monkeypatch):
@@ -120,7 +120,7 @@ def test_ranks_get_the_users_temporary_folder_and_the_users_choice_stays(tmp_pat
         assert Path(env["TMPDIR"]).parent == tmp_path
         restore_tmpdir(env)
         assert env == user
-        nothing = {"TMPDIR": "/x", USERS: ""}
+        nothing = {"TMPDIR": "/x", USER_TMPDIR: ""}
         restore_tmpdir(nothing)
         assert nothing == {}
     assert not list(tmp_path.iterdir())

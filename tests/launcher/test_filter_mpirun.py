@@ -62,12 +62,12 @@ def test_what_is_left_out_is_kept_for_jobs_that_say_nothing_else(said, spoken):
     for data in (said, EXIT):
         messages.feed(data)
     messages.flush()
-    assert (messages.spoken, messages.left_out) == (spoken, EXIT)
+    assert (messages.has_output, messages.notices) == (spoken, EXIT)
 
 
 def test_what_mpirun_says_of_losses():
     messages = Filter()
     messages.feed(LOST + SIGNAL + b"[nodeC:0] *** on a NULL communicator\n")
     assert (messages.lost_nodes, messages.signals) == (("nodeC",), {1: "signal 9 (Killed)"})
-    assert messages.of_mpi == b"[nodeC:0] *** on a NULL communicator\n"
+    assert messages.from_mpi == b"[nodeC:0] *** on a NULL communicator\n"
     assert (Filter().lost_nodes, Filter().signals) == ((), {})

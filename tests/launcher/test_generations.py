@@ -61,7 +61,7 @@ class Script:
              "--hosts-from", str(self.folder / "discover"), *words]
         )  # fmt: skip
         arguments.signals = Signals()
-        members.settle(arguments, None)
+        members.resolve_options(arguments, None)
         return run_generations(arguments, load_experiment(self.folder / "toy.yaml"), self.start, sleep)
 
 
@@ -135,7 +135,7 @@ def test_a_run_of_fixed_size_uses_a_host_again(folder):
 def test_ranks_without_hosts_are_fewer_after_a_loss_if_that_fits():
     for fitting, expected in (({2, 4}, [4, 2, 2]), ({4}, [4, 4, 4])):
         arguments = parser().parse_args(["run", "x.yaml", "--elastic", "2:4", "--restarts", "2"])
-        members.settle(arguments, None)
+        members.resolve_options(arguments, None)
         roster, found = members.Roster(arguments, fitting.__contains__), []
         for _ in expected:
             found.append(roster.choose())

@@ -268,7 +268,7 @@ def test_hosts_that_join_an_elastic_job(folder, monkeypatch, capsys):
 def test_workers_of_a_lost_machine_are_divided(monkeypatch):
     """A worker goes to the machine with the fewest that answers, or stays."""
     answering = {"a", "b", "c"}
-    monkeypatch.setattr(JobNode, "answers", lambda node: node.name in answering)
+    monkeypatch.setattr(JobNode, "is_reachable", lambda node: node.name in answering)
     nodes = JobNodes([JobNode("a"), JobNode("b"), JobNode("c")], ["a", "a", "b", "b", "c"])
     assert nodes.replace("b", ["a", "a", "c"]) == "b"
     answering -= {"b"}

@@ -78,11 +78,11 @@ def test_words_and_a_good_end(monitor, ranks):
     for one in both:
         tell(one)
     wait(lambda: monitor.all_listen())
-    assert monitor.without_word() == [0, 1]
+    assert monitor.unreported_ranks() == [0, 1]
     for one in both * 2:
         tell(one)
     monitor.settle()
-    assert (monitor.without_word(), monitor.loss, monitor.code) == ([], "", 0)
+    assert (monitor.unreported_ranks(), monitor.loss, monitor.code) == ([], "", 0)
     assert monitor.ending is not None
 
 

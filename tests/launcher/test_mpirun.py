@@ -65,7 +65,7 @@ def test_one_that_does_not_run(fake):
 def test_no_mpi4py(monkeypatch):
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(LaunchError, match=r"needs mpi4py, which .* cannot import; install .* 'neondist\["):
-        launch.ready({})
+        launch.require_mpirun({})
 
 
 def test_command():
@@ -94,7 +94,7 @@ def test_what_the_user_has_set_stays():
 
 def test_launch_starts_the_same_command(monkeypatch):
     called = []
-    monkeypatch.setattr(launch, "ready", lambda env: OPEN)
+    monkeypatch.setattr(launch, "require_mpirun", lambda env: OPEN)
     monkeypatch.setattr(launch, "supervise", lambda command, *_, **__: called.append(command) or Ending(7))
     assert launch.launch(parser().parse_args(["run", "e.yaml", "-n", "2", "--resume"])) == Ending(7)
     (command,) = called

@@ -60,7 +60,7 @@ def test_unbound_under_a_quota(monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text("200000 100000")
     assert told(2) is None
-    assert "quota" in pinning.why_not({})
+    assert "quota" in pinning.explain_unpinned({})
 
 
 @pytest.mark.parametrize(("ranks", "parts"), [(2, [[0, 4, 2, 6], [1, 5, 3, 7]]), (3, [[0, 4, 2], [6, 1, 5], [3, 7]])])

@@ -14,8 +14,8 @@ from neondist.cli.arguments import parser
 from neondist.cli.run import bounds
 from neondist.errors import DataError
 from neondist.io.checkpoint import checksum
-from neondist.launcher.launch import words
-from neondist.launcher.restarts import make_whole, resuming_words
+from neondist.launcher.launch import rank_args
+from neondist.launcher.restarts import restore_newest, resume_words
 
 # rank 1 kills itself in its second epoch, as often as there are files that say so; it spoils the newest checkpoint
 DIES = """
@@ -112,12 +112,12 @@ def test_words():
         "--overwrite",
     ]
     assert (
-        resuming_words(given[:4])
-        == resuming_words(["run", "a.yaml", "--overwrite"])
+        resume_words(given[:4])
+        == resume_words(["run", "a.yaml", "--overwrite"])
         == ["run", "a.yaml", "--resume", "auto"]
     )
-    assert resuming_words(["run", "--resume", "a.yaml"]) == ["run", "a.yaml", "--resume", "auto"]
-    assert words(parser().parse_args(given)) == ["run", "a.yaml", "--resume", "auto", "--overwrite"]
+    assert resume_words(["run", "--resume", "a.yaml"]) == ["run", "a.yaml", "--resume", "auto"]
+    assert rank_args(parser().parse_args(given)) == ["run", "a.yaml", "--resume", "auto", "--overwrite"]
     assert bounds("2:8") == (2, 8)
     for wrong in ("2", "0:3", "4:2", "a:b", "1:2:3"):
         with pytest.raises(argparse.ArgumentTypeError):
@@ -132,12 +132,12 @@ def test_the_newest_that_is_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(checksum, "check", check)
     (tmp_path / "pretrain_2.h5").write_text("two")
     (tmp_path / "pretrain_10.h5").write_text("ten")
-    assert make_whole(tmp_path).name == "pretrain_10.h5"
+    assert restore_newest(tmp_path).name == "pretrain_10.h5"
     for at, (name, text) in enumerate({"-00000002": "old", "-00000004": "damaged", "": "damaged"}.items()):
         path = tmp_path / f"checkpoint{name}.h5"
         path.write_text(text)
         os.utime(path, (at, at))
-    assert make_whole(tmp_path).name == "checkpoint-00000002.h5"
+    assert restore_newest(tmp_path).name == "checkpoint-00000002.h5"
     assert (tmp_path / "checkpoint.h5").read_text() == "old"
 
 

@@ -16,7 +16,7 @@ from neondist.launcher.monitor import Monitor
 PARENT = """\
 import os, sys
 from neondist.launcher.supervise import supervise
-sys.exit(supervise(sys.argv[1:], os.environ, gently="GENTLY" in os.environ).code)
+sys.exit(supervise(sys.argv[1:], os.environ, graceful="GENTLY" in os.environ).code)
 """
 
 

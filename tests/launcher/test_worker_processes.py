@@ -68,7 +68,7 @@ class Job:
         if self.ended:
             return
         self.ended = True
-        self.progress = TaskProgress(0, self.progress.begun)
+        self.progress = TaskProgress(0, self.progress.started)
         for process in self.processes.values():
             if process.poll() is None:
                 process.stdin.close()

@@ -113,8 +113,8 @@ def test_auto_sends_no_more_than_either_way(mode):
             continue
         grid = GridShape(1, *map(int, rng.integers(1, 4, 3)))
         lcn = nd.LCNLayer(kernel, padding_mode=mode)
-        words = {way: sent_by_plan(halos, grid) for way, halos in lcn.local.ways(shape).items()}
-        way = lcn.local.fewest(shape, grid)
+        words = {way: sent_by_plan(halos, grid) for way, halos in lcn.local.methods(shape).items()}
+        way = lcn.local.cheapest_method(shape, grid)
         assert words[way] == min(words.values()) == sent_by_plan(lcn.halos_for(shape, grid), grid)
         assert way == "twice" or (shape[-1] == 1 and words["wide"] < words["twice"])
         chosen.append(way)
@@ -125,7 +125,7 @@ def test_auto_sends_no_more_than_either_way(mode):
 @pytest.mark.parametrize(("shape", "way"), [((24, 25, 1), "twice"), ((6, 5, 1), "wide"), ((6, 5, 2), "twice")])
 def test_what_is_sent_is_what_the_plan_says(shape, way):
     grid = GridShape(1, 2, 2)
-    assert nd.LCNLayer(9).local.fewest(shape, grid) == way
+    assert nd.LCNLayer(9).local.cheapest_method(shape, grid) == way
     sent = {}
     for halo in ("auto", "twice", "wide"):
         make = layer("LCN", 9, halo=halo)

@@ -46,7 +46,7 @@ def test_every_layer(whole, grid):
         found = []
         for parts in (1, 2, 3, 5):
             model = every_layer("Dist", nd.ProcessGrid(comm, replicas=replicas), batch=8, accumulate=parts)
-            found.append((steps(model), model.executor.blocks.made))
+            found.append((steps(model), model.executor.blocks.count))
         return found
 
     for rank, results in enumerate(loopback.run(ranks, job)):
@@ -74,7 +74,7 @@ def small(**more):
 def test_memory_is_that_of_one_micro_batch():
     expected, model = steps(small()), small(accumulate=4)
     assert worst(steps(model), expected) < 1e-10
-    assert model.executor.blocks.made == 1
+    assert model.executor.blocks.count == 1
     blocks = model.executor.blocks
     (block,) = blocks._blocks.values()
     assert block.size == 2 * blocks.length  # two samples of eight

@@ -29,7 +29,7 @@ COLLECTIVE = {
     "FitExperiment.run": ("run", lambda s: s.experiment.run(s.grid)),
     "nd.train.predict": ("predict", lambda s: s.predict()),
 }
-AS_OTHERS = {"forward", "judged", "gather", "gather_input", "total", "remember", "renew_buffers", "trial_batch"}
+AS_OTHERS = {"forward", "evaluate_batch", "gather", "gather_input", "total", "remember", "renew_buffers", "trial_batch"}
 """those that only make others, and what passes and costs call between them"""
 LOCAL = {
     "scatter", "scatter_output", "local_targets", "load_state", "load_optimizer_state", "kept_arrays", "plan", "build",

@@ -42,7 +42,7 @@ def test_classes_of_tiles_are_as_good_as_all_tiles(number, grid, strategy):
         assert layer.held == [layer.held_by(tile) for tile in tiles]
         assert layer.halo_cells == [sum(one.plan(tile).halo_volume for one in layer._exchanges) for tile in tiles]
         sent = [[p.source.size * a.channels for a in layer._exchanges for p in a.plan(tile).sends] for tile in tiles]
-        assert list(map(sorted, layer._there)) == list(map(sorted, sent))
+        assert list(map(sorted, layer._gather_messages)) == list(map(sorted, sent))
         arrays = (1 + (index > 0)) * max(view.buffer.size for view in views) * layer.input_shape[-1] * size
         held = max(layer.held) * size * (2 + len(made.optimizer.kept))
         assert costs.memory == arrays * plan.held_samples(0) + held
@@ -50,4 +50,4 @@ def test_classes_of_tiles_are_as_good_as_all_tiles(number, grid, strategy):
             ((lambda tile, layer=layer: layer.view(tile).need), [v.need for v in views]),
             (layer.tile, outputs),
         ):
-            assert report._extents(map(box, layer.unlike), 1) == report._extents(boxes, 1)
+            assert report._extents(map(box, layer.distinct_tiles), 1) == report._extents(boxes, 1)

@@ -70,8 +70,8 @@ def conv(scheme):
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (conv(Twice()), "Twice has exchanged 2 times in one call forward, but its exchanges says 1 to 1"),
-        (conv(Halves()), r"Halves sends messages of \[.*\] bytes forward, but its message_bytes says"),
+        (conv(Twice()), "Twice has exchanged 2 times in one call forward, but its exchanges declares 1 to 1"),
+        (conv(Halves()), r"Halves sends messages of \[.*\] bytes forward, but its message_bytes returns"),
         (lambda: WiderDist(2, 3, padding=1), r"layer 'wider1' \(WiderDist\): its arrays send messages of .* elements"),
         (SumsDist, r"layer 'sums1' \(SumsDist\): reduces 6 elements forward, but its reductions_for declares 3"),
     ],

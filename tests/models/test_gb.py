@@ -202,7 +202,7 @@ def test_runs_of_layers_around_a_stage(name):
     def job(comm, scheme):
         data, grid = nd.Synthetic((11, 10, 1), classes=4, train=16, test=8), nd.ProcessGrid(comm)
         model = nd.GBDist(layers(scheme), dtype="float64", backend="numpy", seed=2)
-        data.open(grid.reading(model.plan(data.sample_shape, grid.shape).wide_tiles))
+        data.open(grid.with_tiles(model.plan(data.sample_shape, grid.shape).wide_tiles))
         model.build(data.sample_shape, 8, grid)
         losses = [record["test_loss"] for record in nd.pretrain(model, data, 8)]
         losses += [record["test_loss"] for record in nd.fit(model, data, epochs=2, batch_size=8)]

@@ -110,10 +110,10 @@ def test_memory_is_given_back_and_used_again():
         runs = [model.forward(x) for _ in range(3)]
         runs[1].backward(dy)
         del runs
-    assert model.executor.blocks.made == 3
+    assert model.executor.blocks.count == 3
     kept = model.forward(x)
     model.train_batch(x, np.zeros(4, int))
-    assert model.executor.blocks.made == 3
+    assert model.executor.blocks.count == 3
     kept.close()
     gc.collect()
     assert len(model.executor.blocks.free) == 3

@@ -176,7 +176,7 @@ MISTAKES = {
         "backend 'tensor'",
     ),
     "empty": (lambda: nd.Convnet([]), ConfigError, "at least one layer"),
-    "vector": (lambda: nd.Convnet([nd.FCLayer(1)]).build((5,), 1), ShapeError, "vectors go into an MLP"),
+    "vector": (lambda: nd.Convnet([nd.FCLayer(1)]).build((5,), 1), ShapeError, "use an MLP for vectors"),
     "mlp": (lambda: nd.MLP([nd.ConvLayer(1, 1)]).build((5, 5, 1), 1), ConfigError, "use Convnet"),
     "not built": (lambda: nd.Convnet([nd.FCLayer(1)]).fprop(np.zeros((1, 2, 2, 1))), ConfigError, "not built yet"),
     "no twin": (

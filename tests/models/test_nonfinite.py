@@ -121,7 +121,7 @@ def test_a_skipped_step_changes_nothing_but_the_count(ranks, factors, spoil):
                 spoil(model, x)
                 assert np.isnan(model.train_batch(x, targets, BATCH))
                 model.layers[0].activation.at = None
-                assert (model.nonfinite_monitor.step, model.nonfinite_monitor.in_a_row) == (1, 1)
+                assert (model.nonfinite_monitor.step, model.nonfinite_monitor.consecutive) == (1, 1)
                 other.step += 1
             else:
                 losses = [m.train_batch(m.scatter(images), targets, BATCH) for m in (model, other)]
@@ -156,7 +156,7 @@ def test_border_schemes_remember_nothing_of_a_skipped_step(scheme, bad):
                 continue
             x = model.scatter(images[:count])
             assert model.train_batch(x, labels[:count], count) == other.train_batch(x, labels[:count], count)
-        assert model.nonfinite_monitor.in_a_row == 0
+        assert model.nonfinite_monitor.consecutive == 0
 
     loopback.run(2, body)
 

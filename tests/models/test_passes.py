@@ -305,6 +305,6 @@ def test_evaluation_leaves_running_statistics_alone():
     x, labels = np.random.default_rng(0).normal(size=(5, *SHAPE)), np.arange(5) % 4
     model.train_batch(x, labels)
     before = model.state()
-    model.judged(x, labels, 5)
+    model.evaluate_batch(x, labels, 5)
     for name, array in model.state().items():
         np.testing.assert_array_equal(array, before[name], err_msg=name)

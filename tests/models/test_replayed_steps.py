@@ -105,7 +105,7 @@ def test_smaller_batches_have_graphs_of_their_own():
     assert model.executor.replays.usable
     assert max(replayed[-3:]) < min(replayed[:3])
     *_, model = compared(small, 12, sizes=(1, 2, 3, 4, 5, 6))  # too many to keep
-    assert len(model.executor.replays._found) == KEPT
+    assert len(model.executor.replays._graphs) == KEPT
 
 
 class AtStep(nd.ActivationLayer):
@@ -214,4 +214,4 @@ def test_a_graph_keeps_the_tables_of_its_launches():
         with pytest.raises(RuntimeError, match="H2D"):
             kernels.capture(lambda: kernels.channel_sum(x))
         kernels.channel_sum(x)
-        assert kernels._kept == []
+        assert kernels._captured_tables == []

@@ -19,7 +19,7 @@ def test_strips_make_up_each_tile(extent, parts, count):
     tiles, cut = grid.partition(extent), strips.partition(extent)
     seen = []
     for tile in range(grid.tiles):
-        numbers, box = strips.of_tile(tile, len(extent)), tiles.box(tile)
+        numbers, box = strips.strips_of(tile, len(extent)), tiles.box(tile)
         boxes = [cut.box(number) for number in numbers]
         assert sum(one.size for one in boxes) == box.size
         assert all(one.empty or one.intersect(box) == one for one in boxes)
@@ -47,7 +47,7 @@ def test_strips_below_a_cut_read_no_more_of_the_image_than_the_tile_has(extent, 
     except nd.UserError:
         reject()
     stream = Stream.of(plan.graph, len(layers), plan.grid, count)
-    stream = stream.keeping(count, tuple(stream.possible_cuts()))
+    stream = stream.checkpoint(count, tuple(stream.possible_cuts()))
     for part in stream.parts:
         for tile in range(tiles):
             image = stream.tiles[0].box(tile)

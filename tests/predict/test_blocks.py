@@ -8,7 +8,7 @@ from graphs.play import first_state
 
 import neondist as nd
 from neondist.errors import ConfigError, UserError
-from neondist.plan.blocks import BlockPlan, fitted_blocks, not_in_blocks
+from neondist.plan.blocks import BlockPlan, find_obstacles, fit_blocks
 from neondist.runtime.blocks import Blockwise
 
 
@@ -42,7 +42,7 @@ def test_generated_networks(first):
             model.build(case.shape, 2)
         except UserError:
             continue
-        if any(not_in_blocks(model.compiled.graph)):
+        if any(find_obstacles(model.compiled.graph)):
             continue
         model.load_state(first_state(case)[0])
         rng = np.random.default_rng(number)
@@ -124,20 +124,20 @@ def test_what_sees_the_whole_image_is_named():
         ),
     ):
         model = nd.Convnet(layers)
-        assert list(not_in_blocks(model.plan((9, 9, 1)).graph)) == [name]
+        assert list(find_obstacles(model.plan((9, 9, 1)).graph)) == [name]
 
 
 def test_blocks_shrink_until_they_fit():
     graph = unet().plan((500, 400, 1)).graph
-    whole = fitted_blocks(graph, (10_000, 10_000), 1 << 60, 8)
+    whole = fit_blocks(graph, (10_000, 10_000), 1 << 60, 8)
     assert (len(whole), whole.size) == (1, (500, 400))
-    large = fitted_blocks(graph, (256, 256), 1 << 60, 8)
+    large = fit_blocks(graph, (256, 256), 1 << 60, 8)
     assert large.size == (256, 256)
     before = large.largest
     for numbers in (before - 1, before // 20, before // 100):
-        plan = fitted_blocks(graph, (256, 256), numbers, 8)
+        plan = fit_blocks(graph, (256, 256), numbers, 8)
         assert plan.largest <= numbers < before
         assert all(n % 4 == 0 for n in plan.size)
-    assert fitted_blocks(graph, (300, 45), 1 << 60, 8).size == (256, 44)
+    assert fit_blocks(graph, (300, 45), 1 << 60, 8).size == (256, 44)
     with pytest.raises(ConfigError, match=r"even a block of 4 x 4 takes .*; layer '\w+'"):
-        fitted_blocks(graph, (256, 256), 10, 8)
+        fit_blocks(graph, (256, 256), 10, 8)

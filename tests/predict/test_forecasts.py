@@ -58,10 +58,10 @@ def network(path, whole):
     data, model = given.dataset, given.model
     data.open(nd.ProcessGrid.serial())
     model.build(data.sample_shape, 1, nd.ProcessGrid.serial())
-    from neondist.io.checkpoint import opened
+    from neondist.io.checkpoint import open_checkpoint
     from neondist.train.weights import take_weights
 
-    with opened(path / "run" / "checkpoint.h5", model.grid.world) as file:
+    with open_checkpoint(path / "run" / "checkpoint.h5", model.grid.world) as file:
         take_weights(file, model)
     mean, std = data.fields.mean, data.fields.std
 

@@ -22,7 +22,7 @@ from neondist.comm import ProcessGrid, loopback  # noqa: E402
 from neondist.errors import ConfigError, DataError, OutputError  # noqa: E402
 from neondist.formats.class_colours import class_colours  # noqa: E402
 from neondist.io.journal import Journal  # noqa: E402
-from neondist.torch.windows import ModuleWindows  # noqa: E402
+from neondist.torch.training.windows import ModuleWindows  # noqa: E402
 from neondist.train.inference import TrainedModule, predict_module  # noqa: E402
 from neondist.train.inference.windows import Centres  # noqa: E402
 
@@ -120,7 +120,7 @@ def on(ranks, folder, target, source="slide.ome.tif", block=None, overwrite=Fals
 
 @pytest.mark.parametrize(("ranks", "block"), [(1, None), (2, 3), (3, 1)])
 def test_windows_are_those_of_a_plain_loop(folder, tmp_path, monkeypatch, ranks, block):
-    monkeypatch.setattr("neondist.torch.windows.CELLS", 4 * WINDOW**2)  # several calls a block
+    monkeypatch.setattr("neondist.torch.training.windows.CELLS", 4 * WINDOW**2)  # several calls a block
     expected = np.load(folder / "map.npy")
     assert on(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape == (11, 14, 3)
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=0, atol=1e-6)
@@ -233,7 +233,7 @@ def test_every_cell_and_classes_that_are_seen(folder):
         ("--factory nets_of_test.py:tiles --set epochs=1", "--import apply to experiments"),
         ("", "give --factory FILE.py:NAME"),
         ("--factory slide.ome.tif:tiles", "--factory slide.ome.tif: is not a Python file"),
-        ("transposed.pt --factory nets_of_test.py:tiles", "0.weight ([3, 5, 3, 3] there, [5, 3, 3, 3] here)"),
+        ("transposed.pt --factory nets_of_test.py:tiles", "0.weight (file [3, 5, 3, 3], model [5, 3, 3, 3])"),
         ("whole_numbers.pt --factory nets_of_test.py:tiles", "numbers.pt: 5.bias holds torch.int32 values, but the"),
         ("nan.pt --factory nets_of_test.py:tiles", "nan.pt: 5.bias has values that are not finite"),
         ("more.pt --factory nets_of_test.py:tiles", "more.pt: does not fit the module: left over in the file: 6.bias"),
@@ -273,7 +273,7 @@ class Hidden:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"model": {"0.weight": torch.zeros(1)}, "hidden": Hidden()}, r"objects in a file are not executed"),
+        ({"model": {"0.weight": torch.zeros(1)}, "hidden": Hidden()}, r"objects in files are not loaded"),
         ({"model": {"a": torch.zeros(1)}, "net": {"a": torch.zeros(1)}}, r"several states, under 'model' and 'net'"),
         ({"weight": 3}, r"holds no state_dict, but a dict with the keys 'weight'"),
         ([1], r"holds no state_dict, but a list"),
@@ -323,8 +323,8 @@ def test_loss_and_error_are_those_of_pytorch(folder, tmp_path, capsys, block):
     ("labels", "message"),
     [
         (np.full((104, 131), 8, "u1"), r"y.tif: label 8 is outside the 2 classes"),
-        (np.full((104, 131), 0.5, "f4"), r"y.tif: holds float32 values, one for each cell; give classes"),
-        (np.zeros((50, 50), "u1"), r"y.tif: has labels for [1, 50, 50]; the outputs are [1, 104, 131]: give a label"),
+        (np.full((104, 131), 0.5, "f4"), r"y.tif: holds one float32 value per cell; give classes"),
+        (np.zeros((50, 50), "u1"), r"y.tif: has labels for [1, 50, 50]; the outputs are [1, 104, 131]; give a label"),
     ],
 )
 def test_labels_that_do_not_fit(folder, tmp_path, capsys, labels, message):

@@ -12,7 +12,7 @@ from test_runs import NETWORKS, passes
 import neondist as nd
 from neondist.errors import ConfigError
 from neondist.plan.planner import best_cuts, segment_seconds
-from neondist.plan.segments import placed
+from neondist.plan.segments import place_layers
 from neondist.system.machine import Figures
 
 
@@ -63,7 +63,7 @@ def test_what_is_computed_twice_is_that_of_the_fullest_tile():
     model = nd.ConvnetDist(layers, scheme=nd.DeepHalo())
     links, grid = list(model.chain.inputs((14, 14, 2))), nd.GridShape(1, 2, 1)
     figures = Figures(bandwidth=1e30, latency=1e-30, samples=3, cell_seconds={"conv1": 1.0})
-    assert segment_seconds(figures, placed(links, grid), grid) == pytest.approx([14 * 3, 0])
+    assert segment_seconds(figures, place_layers(links, grid), grid) == pytest.approx([14 * 3, 0])
 
 
 def test_mistakes():

@@ -51,7 +51,7 @@ def test_what_a_lost_worker_has_pushed_is_applied_once(steps):
         first, second = (Worker(job, name, values) for name in ("a", "b"))
         done = [next(found)[0] for found in [first.steps(0)] for _ in range(steps)]
         first.tasks.close()
-        job.master.lost("a")
+        job.master.release("a")
         seen = [(what, numbers) for epoch in range(EPOCHS) for what, numbers in second.steps(epoch)]
         told = {job.master.check(one._state.samples, one._state.credits) for one in job.servers}
         versions = {one._state.version for one in job.servers}
@@ -111,7 +111,7 @@ def test_records_that_were_applied_twice_or_never_are_found():
     with pytest.raises(ServiceError, match="has applied 24 records, 22 of them once"):
         master.check(RECORDS * EPOCHS + SIZE, credits)
     less = Credits()
-    for credit in credits.listed()[1:]:
+    for credit in credits.to_list()[1:]:
         less.add(credit)
     with pytest.raises(ServiceError, match="has not applied 1 of 12 minibatches"):
         master.check(RECORDS * EPOCHS - SIZE, less)

@@ -52,7 +52,7 @@ def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path):
             client.load("one", nd.SGD(1.0))
             client.pull(values)
             np.testing.assert_array_equal(values["w"], 1)
-            assert client.credits().listed() == [Credit(0, 0, 0)]
+            assert client.credits().to_list() == [Credit(0, 0, 0)]
     finally:
         process.kill()
         process.wait()

@@ -79,7 +79,7 @@ def undisturbed(tmp_path_factory):
         client = connect(job)
         client.initialize(arrays(0), OPTIMIZER)
         train(client, range(3))
-        assert client.save("at-3").listed() == [Credit(0, step, 0) for step in range(3)]
+        assert client.save("at-3").to_list() == [Credit(0, step, 0) for step in range(3)]
         return folder, train(client, range(3, 6))
 
 
@@ -93,7 +93,7 @@ def test_any_number_of_servers_goes_on(undisturbed, tmp_path, counts):
         with Servers(count, tmp_path) as job:
             client = connect(job)
             client.load("at-3" if at == 0 else f"again-{at - 1}", OPTIMIZER)
-            assert client.credits().listed() == [Credit(0, step, 0) for step in range(3)]
+            assert client.credits().to_list() == [Credit(0, step, 0) for step in range(3)]
             if at == len(counts) - 1:
                 assert client.push(gradients(2), credit=Credit(0, 2, 0)).stale  # nothing has been pulled
                 client.pull(arrays(9))
@@ -140,7 +140,7 @@ def test_export(undisturbed, tmp_path):
 def test_an_exported_checkpoint_is_one_of_a_run(tmp_path):
     """Weights of a model on servers, in the file that the model itself reads."""
     from neondist.comm import SingleTransport
-    from neondist.io.checkpoint import opened, take
+    from neondist.io.checkpoint import load_weights, open_checkpoint
 
     def built(seed):
         model = nd.MLP(
@@ -157,8 +157,8 @@ def test_an_exported_checkpoint_is_one_of_a_run(tmp_path):
         client.initialize(values, nd.SGD(0.1))
         client.save("first")
     export_checkpoint(tmp_path / "first", tmp_path / "checkpoint.h5")
-    with opened(tmp_path / "checkpoint.h5", SingleTransport()) as file:
-        take(file, fresh.kept_arrays()["model"], strict=True)
+    with open_checkpoint(tmp_path / "checkpoint.h5", SingleTransport()) as file:
+        load_weights(file, fresh.kept_arrays()["model"], strict=True)
     for name, value in fresh.state().items():
         np.testing.assert_array_equal(value, values[name])
 
@@ -181,9 +181,9 @@ def test_a_checkpoint_waits_for_a_gradient_between_two_servers(tmp_path):
         later = third.push_later(gradients(1), credit=Credit(0, 1, 0))
         assert not client.push(gradients(0), credit=Credit(0, 0, 0)).duplicate
         saving.join(20)
-        assert found[0].listed() == [Credit(0, 0, 0)]
+        assert found[0].to_list() == [Credit(0, 0, 0)]
         assert not later.result().duplicate
-        assert len(client.credits().listed()) == 2
+        assert len(client.credits().to_list()) == 2
 
 
 def test_another_master_hands_out_what_one_server_lacks(tmp_path, monkeypatch):

@@ -288,11 +288,11 @@ def test_hostile_models_are_refused(tmp_path):
     draw, outcomes = random.Random(int(os.environ["NEONDIST_SEED"])), Counter()
     table, shapes = TableSpec("table", 10, 2, "float64"), {"w": (4, 3), "b": ()}
     with Servers(1) as job:
-        layout = job.layouts("PS", shapes, [table])[0].described()
+        layout = job.layouts("PS", shapes, [table])[0].to_json()
     fields = {
         "layout": layout,
         "optimizer": describe_optimizer(nd.Adam(0.1, weight_decay=0.1)),
-        "rule": UpdateRule().described(),
+        "rule": UpdateRule().to_json(),
         "values": True,
         "name": "absent",
     }
@@ -317,7 +317,7 @@ def test_the_order_of_arrival_changes_no_bit():
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         with Servers(1) as job:
             layout = job.layouts("PS", {"w": (50,)})[0]
-        state = ServerState(layout.described(), describe_optimizer(nd.SGD(0.1)))
+        state = ServerState(layout.to_json(), describe_optimizer(nd.SGD(0.1)))
         pushed = [given[at] for at in order]
         state.apply(
             [PushedGradient(name, name, 0, 0, n, 1.0, None, {"float64": g.copy()}, {}) for name, g, n in pushed]

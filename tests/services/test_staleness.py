@@ -27,7 +27,7 @@ def timeline(bound, durations, steps):
         bound.arrive(worker)
         blocked.add((at, worker))
         for one in sorted(blocked):
-            if bound.may_go_on(one[1]):
+            if bound.may_continue(one[1]):
                 blocked.remove(one)
                 ends[one[1]].append(now)
                 done = {name: len(each) for name, each in ends.items()}
@@ -68,7 +68,7 @@ def test_the_bound_is_never_exceeded(staleness, events):
         elif kind == "leave":
             bound.leave(name)
             waiting.discard(name)
-        waiting -= {one for one in waiting if bound.may_go_on(one)}
+        waiting -= {one for one in waiting if bound.may_continue(one)}
         steps = bound.steps
         for one in steps.keys() - waiting:
             assert steps[one] - min(steps.values()) <= staleness
@@ -80,7 +80,7 @@ def test_without_a_bound_everybody_goes_on():
     for _ in range(100):
         bound.arrive("fast")
     bound.join("slow")
-    assert bound.may_go_on("fast")
+    assert bound.may_continue("fast")
 
 
 def test_rates_by_staleness():
@@ -93,17 +93,17 @@ def test_credits_are_a_set(given_credits, finished):
     credits, expected = Credits(), set(given_credits)
     for one in given_credits:
         credits.add(Credit(*one))
-    assert set(credits.listed()) == expected
+    assert set(credits.to_list()) == expected
     if finished >= 0:
         credits.finish(finished)
-    again = Credits.parse(credits.described())
+    again = Credits.parse(credits.to_json())
     for epoch in range(4):
         for task in range(6):
             for minibatch in (0, 1, 64, 70):
                 one = Credit(epoch, task, minibatch)
                 assert (one in again) == (one in expected or epoch <= finished)
     both = again.union(Credits())
-    assert both.described() == credits.described()
+    assert both.to_json() == credits.to_json()
 
 
 @pytest.mark.parametrize("value", [None, [1, 2], [1, 2, -3], [1, 2, True], [0, 0, 1 << 40], "123"])

@@ -103,7 +103,7 @@ def test_mistakes_of_scripts(name):
         ),
         (
             {"resource_spec": {"nodes": [{"address": "localhost", "cpus": [0, 1]}]}},
-            "a job is started from a file|there is no script here",  # by pytest; by a worker of xdist
+            "a job is started from a file|this process has no script",  # by pytest; by a worker of xdist
         ),
     ],
 )

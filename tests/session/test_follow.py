@@ -101,7 +101,7 @@ def test_what_was_removed_is_skipped(tmp_path, capsys):
     first = follower.next()
     first.path.unlink()
     assert not follower.visit(first, lambda file, progress: None)
-    assert "checkpoint-00000000.h5 was removed before it was evaluated" in capsys.readouterr().out
+    assert "checkpoint-00000000.h5 was removed before evaluation" in capsys.readouterr().out
     damaged = follower.next()
     damaged.path.write_bytes(damaged.path.read_bytes()[:-1])
     with pytest.raises(nd.DataError, match="damaged"):

@@ -11,7 +11,7 @@ import pytest
 from processes import finish
 
 from neondist.comm import SingleTransport
-from neondist.io.checkpoint import opened
+from neondist.io.checkpoint import open_checkpoint
 from neondist.services.wire import TOKEN, create_token
 from neondist.session.follow import position_of
 
@@ -74,7 +74,7 @@ def test_a_server_and_two_workers(tmp_path):
     lines = told[1][0].splitlines()
     assert lines
     assert all(line.startswith("step ") for line in lines)
-    with opened(tmp_path / "ckpt" / "checkpoint.h5", SingleTransport()) as file:
+    with open_checkpoint(tmp_path / "ckpt" / "checkpoint.h5", SingleTransport()) as file:
         step = position_of(file).step
     assert 40 <= step <= 41
     assert json.loads((tmp_path / "ckpt" / "complete.json").read_text()) == {"step": step}

@@ -128,11 +128,11 @@ def test_a_worker_waits_for_the_master(servers):
 
 def test_mistakes(servers, monkeypatch):
     _, task_of = servers()
-    with pytest.raises(nd.ConfigError, match="model: parameter servers update models of layers"):
+    with pytest.raises(nd.ConfigError, match="model: expected a model of layers"):
         session(task_of("worker"), None, None)
     ranks = built()
     ranks.execute(strategy="ShardedOptimizer")
-    with pytest.raises(nd.ConfigError, match="model: its strategy is for ranks that update together"):
+    with pytest.raises(nd.ConfigError, match="model: its strategy is for synchronous ranks"):
         session(task_of("worker"), ranks, None)
     monkeypatch.delenv(TOKEN)
     with pytest.raises(nd.ConfigError, match=r"NEONDIST_TOKEN: expected a secret .* create one"):

@@ -64,7 +64,7 @@ def test_the_choice_fits_into_memory():
         faster = [each for each in found if each.order < choice.order]
         assert search.held(choice) <= limit < min([search.held(each) for each in faster], default=limit + 1)
         assert len(left) == len(faster)
-    with pytest.raises(nd.ConfigError, match=r"needs .* at least with any grid and strategy; give more memory"):
+    with pytest.raises(nd.ConfigError, match=r"needs at least .* with any grid and strategy; give more memory"):
         search.best(found, needs[0] - 1)
 
 

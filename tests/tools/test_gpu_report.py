@@ -26,8 +26,8 @@ def tool():
 
 @pytest.mark.long
 def test_a_report_in_miniature(tool, monkeypatch, tmp_path):
-    halos, modules = partial(tool.halos, shape=(2, 8, 8, 3), steps=1), partial(tool.modules, device="cpu")
-    jobs = {"losses": tool.losses, "modules": modules, "halos": halos}
+    halos, modules = partial(tool.run_halo, shape=(2, 8, 8, 3), steps=1), partial(tool.train_module, device="cpu")
+    jobs = {"losses": tool.train_layers, "modules": modules, "halos": halos}
 
     @cache
     def on_ranks(job, ranks):
@@ -40,7 +40,7 @@ def test_a_report_in_miniature(tool, monkeypatch, tmp_path):
 
     def measured(network, precision, compiles):
         assert compiles
-        return tool.measured(tool.NETWORKS[network], precision, card, False, rounds=1)
+        return tool.measure_network(tool.NETWORKS[network], precision, card, False, rounds=1)
 
     card = tool.Card("a strict device", Device().backend, "cpu", on_ranks, measured)
     text = "\n".join(tool.report(card, ["small"], 600, precisions=("float32", "no such")))
@@ -67,9 +67,9 @@ def test_a_measurement_that_crashes_costs_one_row(tool, monkeypatch, tmp_path):
         "json.dump({'ours': 1.0}, open(sys.argv[-1], 'w'))\n"
     )
     monkeypatch.setattr(tool, "__file__", str(script))
-    assert tool.in_process("small", "float32", True) == {"ours": 1.0, "compiled": "the process ended with 3"}
-    assert tool.in_process("small", "float32", False) == {"ours": 1.0}
-    assert tool.in_process("never", "float32", True)["ours"] == "the process ended with 3"
+    assert tool.measure_in_process("small", "float32", True) == {"ours": 1.0, "compiled": "the process ended with 3"}
+    assert tool.measure_in_process("small", "float32", False) == {"ours": 1.0}
+    assert tool.measure_in_process("never", "float32", True)["ours"] == "the process ended with 3"
 
 
 def test_without_a_gpu_it_says_why(tool, monkeypatch, capsys):

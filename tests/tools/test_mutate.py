@@ -80,16 +80,16 @@ def test_what_becomes_of_a_mutation(mutate, tree, monkeypatch):
 @pytest.mark.long
 def test_without_a_mutation_the_tests_must_pass(mutate, tree, capsys):
     mutations = mutate.read(tree / "list.yaml")[:1]
-    assert mutate.sound(mutations, tree, 120)
+    assert mutate.passes_unmutated(mutations, tree, 120)
     (tree / "code_under_test.py").write_text(CODE.replace("n // 2", "n // 3"))
-    assert not mutate.sound(mutations, tree, 120)
+    assert not mutate.passes_unmutated(mutations, tree, 120)
     assert "assert 1 == 2" in capsys.readouterr().out
 
 
 def test_words_choose(mutate, tree):
     mutations = mutate.read(tree / "list.yaml")
-    assert [one.name for one in mutate.chosen(mutations, ["ENDLESS", "other.py"])] == ["endless", "no file", "no test"]
-    assert mutate.chosen(mutations, []) == mutations
+    assert [one.name for one in mutate.select(mutations, ["ENDLESS", "other.py"])] == ["endless", "no file", "no test"]
+    assert mutate.select(mutations, []) == mutations
 
 
 def test_names_must_differ(mutate, tree):

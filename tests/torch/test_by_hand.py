@@ -226,11 +226,11 @@ def test_bad_input_by_hand():
     window, x = nd.Window(3, padding=1), torch.zeros(1, 1, 3, 3)
     cases = (
         (lambda grid: ndt.halo(x[:, :, grid.rank :], window, grid), ["", ""]),
-        (lambda grid: ndt.halo(x[:, :, 1 - grid.rank :], window, grid), ["a tile of (5, 3) cells has"] * 2),
+        (lambda grid: ndt.halo(x[:, :, 1 - grid.rank :], window, grid), ["this rank's tile of (5, 3) is"] * 2),
         (lambda grid: ndt.halo(x[0], window, grid), ["(N, C, *spatial) of 4 numbers, got (1, 3, 3)"] * 2),
         (lambda grid: ndt.halo(x.numpy(), window, grid), ["x: expected a torch.Tensor, got ndarray"] * 2),
         (lambda grid: ndt.halo(x, 3, grid), ["window: expected an nd.Window, got 3"] * 2),
-        (lambda grid: ndt.halo(x, window, grid, (1, 1, 7, 3)), ["a tile of (7, 3) cells has"] * 2),
+        (lambda grid: ndt.halo(x, window, grid, (1, 1, 7, 3)), ["this rank's tile of (7, 3) is"] * 2),
         (lambda grid: ndt.halo(x, nd.Window(20), grid), ["more than the padded input has"] * 2),
         (lambda grid: ndt.halo(x.double() if grid.rank else x, window, grid), ["its dtype is torch.float64"] * 2),
         (lambda grid: ndt.reduce(x, "mean", grid), ["op: 'mean' is unknown; choose 'sum' or 'max'"] * 2),

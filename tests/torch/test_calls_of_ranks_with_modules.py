@@ -222,7 +222,7 @@ def test_a_buffer_that_a_rank_changes():
 
 def test_checksums_see_each_bit_and_its_place():
     from neondist.comm.agree import checksum_of as of_array
-    from neondist.torch.checks import checksum_of
+    from neondist.torch.capture.checks import checksum_of
 
     x = torch.arange(3 * 70000, dtype=torch.int32).view(3, -1)  # more than one block of rows, and a rest
     changed = []
@@ -323,12 +323,12 @@ class Apart(nd.comm.SingleTransport):
 
 
 def test_every_rank_draws_alike():
-    from neondist.torch.run import Runner
+    from neondist.torch.execution.run import Runner
 
     after = []
     for rank in range(2):
         torch.manual_seed(3)
-        wires = SimpleNamespace(grid=SimpleNamespace(world=Apart(rank)))
-        Runner._drawn(SimpleNamespace(wires=wires), [])
+        comm = SimpleNamespace(grid=SimpleNamespace(world=Apart(rank)))
+        Runner._draw_seed(SimpleNamespace(comm=comm), [])
         after.append(torch.get_rng_state())
     assert torch.equal(*after)

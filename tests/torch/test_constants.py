@@ -15,7 +15,7 @@ from torch_runs import captured_once, check  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
-from neondist.torch.capture import captured  # noqa: E402
+from neondist.torch.capture.capture import capture_module  # noqa: E402
 
 IMAGES = (2, 4, 8, 12)
 
@@ -342,7 +342,7 @@ class ReadsInAllWays(nn.Module):
 @pytest.mark.long
 def test_each_way_of_reading_is_noted(kept):
     for way in WAYS:
-        reads = captured(ReadsInAllWays(kept, [way]), [((1, 4, 1, 1), torch.float32)]).reads
+        reads = capture_module(ReadsInAllWays(kept, [way]), [((1, 4, 1, 1), torch.float32)]).reads
         assert reads.buffers if kept else reads.others, way
 
 
@@ -415,7 +415,7 @@ def test_update_bn_as_stochastic_weight_averaging_does():
 
 def test_programs_have_nothing_of_what_was_read():
     for norm in (averaged(0.1), averaged(0.1).eval()):
-        program = captured(norm.double(), [(IMAGES, torch.float64)])
+        program = capture_module(norm.double(), [(IMAGES, torch.float64)])
         assert {str(node.target) for node in program.graph.nodes if node.op in ("call_function", "get_attr")} <= {
             "aten.conv2d.default", "aten.batch_norm.default", "aten.relu.default", "aten.add_.Tensor"
         }  # fmt: skip
@@ -428,7 +428,7 @@ def test_what_knows_values_is_not_recorded():
         def forward(self, x):
             return x * float(torch.arange(4).sum())
 
-    program = captured(nn.Sequential(averaged(0.1), Positions()), [(IMAGES, torch.float32)])
+    program = capture_module(nn.Sequential(averaged(0.1), Positions()), [(IMAGES, torch.float32)])
     names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
     assert "aten.batch_norm.default" in names
     assert "wrap_with_set_grad_enabled" not in names

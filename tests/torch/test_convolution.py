@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from neondist.torch import convolution
-from neondist.torch.mesh_comm import CHANNELS_LAST, format_of
+from neondist.torch.exchange.mesh_comm import CHANNELS_LAST, format_of
+from neondist.torch.kernels import convolution
 
 CASES = {
     "3 x 3": ((2, 16, 13, 12), (24, 16, 3, 3), 1, 1, 1),

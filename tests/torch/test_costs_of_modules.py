@@ -14,11 +14,11 @@ from torch_runs import captured_once  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.geometry import GridShape  # noqa: E402
 from neondist.plan import report  # noqa: E402
-from neondist.torch.costs import paths  # noqa: E402
-from neondist.torch.layout import Atom, Mesh  # noqa: E402
+from neondist.torch.ir.layout import Atom, Mesh  # noqa: E402
+from neondist.torch.ir.transfer import Transfer, Want  # noqa: E402
+from neondist.torch.lowering.costs import module_paths  # noqa: E402
+from neondist.torch.lowering.traffic import ring_traffic, traffic_of  # noqa: E402
 from neondist.torch.rules import product  # noqa: E402
-from neondist.torch.traffic import sent_around, traffic_of  # noqa: E402
-from neondist.torch.transfer import Transfer, Want  # noqa: E402
 
 GRIDS = GridShape(1, 2, 3), GridShape(2, 3, 1), GridShape(1, 1, 1), GridShape(1, 1, 5)
 
@@ -145,7 +145,7 @@ def test_a_ring_computes_the_scores_once_more(monkeypatch):
     assert two[1] * 6 == one[1] / 2 * 7
     ring = next(step.key for step in planned(GridShape(2, 2, 3)).steps.steps if step.kind == "ring")
     for direction in ("forward", "backward"):
-        assert sent_around(ring, direction).tolist() == [ring.sent(rank, direction) for rank in range(12)]
+        assert ring_traffic(ring, direction).tolist() == [ring.sent(rank, direction) for rank in range(12)]
 
 
 def test_the_table_has_the_totals():
@@ -159,7 +159,7 @@ def test_the_table_has_the_totals():
     rows = {line.split()[0]: line for line in lines if line}
     assert "4×4×17×14" in rows["first.0"]
     assert "halo" in rows["first.0"]
-    assert f"sum of gradients: a rank gives {report.size(plan.parameters.reduced(0))} a step" in lines
+    assert f"gradient reduction: {report.size(plan.parameters.reduced(0))} per rank and step" in lines
 
 
 def test_thousands_of_ranks_are_planned_at_once():
@@ -173,10 +173,10 @@ def test_thousands_of_ranks_are_planned_at_once():
 
 def test_modules_inside_of_one_another_are_told_together():
     names = ["a.b.c:op", "a.b.d:op", "a.e:op", "f:op", "aten.add.Tensor"]
-    assert list(paths(names, 5).values()) == ["a.b.c", "a.b.d", "a.e", "f", "aten.add.Tensor"]
-    assert list(paths(names, 4).values()) == ["a.b", "a.b", "a.e", "f", "aten.add.Tensor"]
-    assert set(paths(names, 1).values()) == {"a", "f", "aten.add.Tensor"}
-    assert paths([], 3) == {}
+    assert list(module_paths(names, 5).values()) == ["a.b.c", "a.b.d", "a.e", "f", "aten.add.Tensor"]
+    assert list(module_paths(names, 4).values()) == ["a.b", "a.b", "a.e", "f", "aten.add.Tensor"]
+    assert set(module_paths(names, 1).values()) == {"a", "f", "aten.add.Tensor"}
+    assert module_paths([], 3) == {}
 
 
 def test_what_an_optimizer_keeps():

@@ -222,10 +222,10 @@ def test_other_threads_apply_functions_as_ever():
     """While one captures, virtual ranks run: the Functions of their passes are not recorded."""
     from threading import Thread
 
-    from neondist.torch.custom_gradients import recorded
+    from neondist.torch.ir.custom_gradients import record_functions
 
     x, found = torch.ones(3, requires_grad=True), []
-    with recorded() as calls:
+    with record_functions() as calls:
         thread = Thread(target=lambda: found.append(torch.autograd.grad(StraightThrough.apply(x, 2.0).sum(), x)[0]))
         thread.start()
         thread.join()

@@ -14,7 +14,7 @@ import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.errors import HaloError  # noqa: E402
-from neondist.torch.registry import RULES  # noqa: E402
+from neondist.torch.ir.registry import RULES  # noqa: E402
 
 NET = nn.Sequential(
     nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 3), nn.Softplus(), nn.MaxPool2d(2)

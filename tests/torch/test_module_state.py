@@ -24,9 +24,9 @@ from turns import some  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
-from neondist.torch.capture import captured  # noqa: E402
+from neondist.torch.capture.capture import capture_module  # noqa: E402
+from neondist.torch.capture.watch import Watch  # noqa: E402
 from neondist.torch.convert import from_torch  # noqa: E402
-from neondist.torch.watch import Watch  # noqa: E402
 
 SHAPE = 1, 2, 6, 5
 SCALE, TABLE = 1.0, {"scale": 1.0}
@@ -439,7 +439,7 @@ def test_print_of_the_user_stays(capsys):
 
     module = Failing(lambda y: (print("mine", file=sys.stderr), y if y.sum() > 0 else -y)[1])
     with pytest.raises(nd.ConfigError, match="needs the value of a tensor"):
-        captured(module, [(SHAPE, torch.float32)])
+        capture_module(module, [(SHAPE, torch.float32)])
     assert set(capsys.readouterr().err.split()) == {"mine"}
 
 

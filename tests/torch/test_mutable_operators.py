@@ -10,7 +10,7 @@ from torch_runs import check  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.errors import UserError  # noqa: E402
 from neondist.torch import distribute  # noqa: E402
-from neondist.torch.functionalize import RUNNING, written_arguments  # noqa: E402
+from neondist.torch.ir.functionalize import RUNNING, written_arguments  # noqa: E402
 
 _OTHER = "cudnn", "miopen", "gather_stats", "backward", "no_update.out"  # of other devices, or of other dtypes
 

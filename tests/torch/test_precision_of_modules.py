@@ -16,7 +16,7 @@ import neondist.torch as ndt  # noqa: E402
 from neondist.arrays.precision import ComputePrecision, LossScaler  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.geometry import grid_shape  # noqa: E402
-from neondist.torch.train_step import computing_in  # noqa: E402
+from neondist.torch.training.train_step import compute_in  # noqa: E402
 
 NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 SHAPE, BATCH, STEPS = (12, 8, 3), 4, 3
@@ -171,7 +171,7 @@ def test_tf32_is_switched_on_for_a_pass():
     switches = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [each.allow_tf32 for each in switches]
     for name, expected in (("tf32", True), ("float32", False)):
-        with computing_in(ComputePrecision(name), OnGPU()):
+        with compute_in(ComputePrecision(name), OnGPU()):
             assert [each.allow_tf32 for each in switches] == [expected] * 2
         assert [each.allow_tf32 for each in switches] == before
 

@@ -13,7 +13,7 @@ from torch_runs import Function, captured_once  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
-from neondist.torch.run import Runner  # noqa: E402
+from neondist.torch.execution.run import Runner  # noqa: E402
 
 IMAGES = (2, 3, 13, 11)
 
@@ -42,7 +42,7 @@ def attention(x):
 def test_dropout_is_that_of_one_rank_on_every_grid(monkeypatch):
     """Grids have plans of other lengths, and a channel or a vector is whole on all ranks."""
     monkeypatch.setattr(
-        Runner, "_drawn", lambda self, inputs: torch.tensor(12345)
+        Runner, "_draw_seed", lambda self, inputs: torch.tensor(12345)
     )  # virtual ranks share PyTorch's generator
     torch.manual_seed(0)
     parts = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Conv2d(4, 4, 3), nn.Dropout2d(0.5)
@@ -74,7 +74,7 @@ DRAWN = {
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.long
 def test_numbers_are_those_of_one_rank_on_every_grid(name, monkeypatch):
-    monkeypatch.setattr(Runner, "_drawn", lambda self, inputs: torch.tensor(12345))
+    monkeypatch.setattr(Runner, "_draw_seed", lambda self, inputs: torch.tensor(12345))
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), Function(DRAWN[name])).double()
     images = torch.randn(IMAGES, dtype=torch.float64)
@@ -96,7 +96,7 @@ class Noisy(nn.Module):
 
 
 def test_a_criterion_that_begins_to_draw(monkeypatch):
-    monkeypatch.setattr(Runner, "_drawn", lambda self, inputs: torch.tensor(5))
+    monkeypatch.setattr(Runner, "_draw_seed", lambda self, inputs: torch.tensor(5))
     images = torch.randn(IMAGES, generator=torch.Generator().manual_seed(1))
 
     def body(world):
@@ -113,7 +113,7 @@ def test_a_criterion_that_begins_to_draw(monkeypatch):
 
 
 def test_numbers_are_spread_as_pytorchs(monkeypatch):
-    monkeypatch.setattr(Runner, "_drawn", lambda self, inputs: torch.tensor(12345))
+    monkeypatch.setattr(Runner, "_draw_seed", lambda self, inputs: torch.tensor(12345))
     torch.manual_seed(0)
     images = torch.randn(IMAGES, dtype=torch.float64)
     functions = {

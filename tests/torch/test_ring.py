@@ -13,7 +13,7 @@ from torch_runs import Function, captured_once, check, in_turn  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
-from neondist.torch import ring  # noqa: E402
+from neondist.torch.exchange import ring  # noqa: E402
 from neondist.torch.rules import product  # noqa: E402
 
 CELLS = 13 * 11

@@ -111,7 +111,7 @@ class MyConvLayer(nd.ConvLayer):
     ("layer", "name"), [(nd.ConvLayer(2, 3, activation=Half()), "Half"), (MyConvLayer(2, 3), "My")]
 )
 def test_what_users_write(layer, name):
-    with pytest.raises(nd.ConfigError, match=f"has no module that computes what {name}"):
+    with pytest.raises(nd.ConfigError, match=f"has no equivalent of {name}"):
         ndt.to_torch(built([layer], IMAGE))
 
 

@@ -128,7 +128,7 @@ def test_the_data_of_a_tensor():
     def body(grid):
         ndt.distribute(Inner(lambda x: torch.cat([x, x.data])), IMAGES, grid)
 
-    refused(body, "Tensor.data in a forward is not recorded; say .detach() instead")
+    refused(body, "Tensor.data in a forward is not recorded; use .detach() instead")
 
 
 @pytest.mark.parametrize("of", [lambda x: x, lambda x: x.mean((2, 3))], ids=["tiles", "every rank's"])

@@ -17,7 +17,7 @@ import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.observer import Observer  # noqa: E402
-from neondist.torch.traffic import WayBack  # noqa: E402
+from neondist.torch.lowering.traffic import BackwardSteps  # noqa: E402
 
 
 class Everything(nn.Module):
@@ -160,7 +160,7 @@ def test_parameters_are_summed_that_have_gradients(grid):
             found = model(model.scatter(torch.ones(SHAPE, dtype=torch.float64)))
             torch.autograd.backward([y.sum() for y in found])
             trained = [name for name, _ in module.named_parameters()]
-            reached = WayBack(model.plan, trained).reached
+            reached = BackwardSteps(model.plan, trained).reached
             planned = [use for at, use in enumerate(module.uses) if model.plan.parameters.get(f"used.{at}") in reached]
             with_gradient = [use for use, p in zip(module.uses, module.used, strict=True) if p.grad is not None]
             return planned, with_gradient, sent(model), model.plan.traffic(ranks.rank, trained)
@@ -225,7 +225,7 @@ def test_a_pass_that_sends_other_than_planned_is_a_defect():
         with ProcessGrid(world, rows=2) as ranks:
             model = ndt.distribute(copy.deepcopy(original), (1, 1, 8, 8), ranks)
             assert model.plan.bytes(ranks.rank) == 8 * 4  # a row, forward: nobody asks for the input's gradient
-            model.wires.record = lambda *account: None
+            model.comm.record = lambda *account: None
             with pytest.raises(RuntimeError, match="were planned"):
                 model(model.scatter(torch.ones(1, 1, 8, 8)))
 

@@ -20,8 +20,8 @@ import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 from neondist.launcher.mpirun import find_mpirun  # noqa: E402
-from neondist.torch import criteria  # noqa: E402
-from neondist.torch import module as capturing  # noqa: E402
+from neondist.torch.module.module import criteria  # noqa: E402
+from neondist.torch.module.module import module as capturing  # noqa: E402
 
 GRIDS = (1, 1, 1), (1, 3, 1), (1, 2, 2), (2, 1, 2)
 """(replicas, rows, cols)"""
@@ -131,7 +131,7 @@ def test_a_distributed_module_is_the_module_to_its_user(tmp_path):
 
 def test_a_mode_is_captured_once_and_a_changed_attribute_anew(monkeypatch):
     made_of = []
-    real = capturing.captured
+    real = capturing.capture_module
 
     def counted(module, *more, **named):
         made_of.append(type(module).__name__)
@@ -147,7 +147,7 @@ def test_a_mode_is_captured_once_and_a_changed_attribute_anew(monkeypatch):
             return self.norm(x) * self.scale
 
     for place in (capturing, criteria):
-        monkeypatch.setattr(place, "captured", counted)
+        monkeypatch.setattr(place, "capture_module", counted)
     with nd.ProcessGrid.serial() as grid:
         model = ndt.distribute(Scaled().double(), IMAGES, grid)
         x = drawn(*IMAGES)

@@ -14,7 +14,7 @@ from torch_runs import captured_once  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
-from neondist.torch.training_memory import TrainingMemory  # noqa: E402
+from neondist.torch.lowering.training_memory import TrainingMemory  # noqa: E402
 
 SHAPE = (2, 3, 96, 80)
 

@@ -16,7 +16,7 @@ import neondist.torch as ndt
 from neondist import ProcessGrid
 from neondist.backends.windows import out_extent
 from neondist.comm import loopback
-from neondist.torch import volumes
+from neondist.torch.kernels import volumes
 
 EVERY = "NEONDIST_ZOO" in os.environ
 THREE = st.tuples(*[st.integers(1, 3)] * 3)

@@ -104,7 +104,7 @@ BAD = {
     "others": (
         of_net(**{"last.bias": None, "lost": torch.zeros(2), "first.weight": torch.zeros(4, 3, 3, 2)}),
         "does not fit the module: not in the file: last.bias; left over in the file: lost; of another shape:"
-        " first.weight ([4, 3, 3, 2] there, [4, 3, 3, 3] here); name a file with this module's state_dict",
+        " first.weight (file [4, 3, 3, 2], model [4, 3, 3, 3]); name a file with this module's state_dict",
     ),
 }
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neondist.torch import winograd
+from neondist.torch.kernels import winograd
 
 PAIR = st.tuples(st.integers(1, 3), st.integers(1, 3))
 

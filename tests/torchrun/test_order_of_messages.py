@@ -11,7 +11,7 @@ from torch_runs import captured_once
 
 import neondist as nd
 import neondist.torch as ndt
-from neondist.torch.transport import MESSAGES, TorchTransport, world
+from neondist.torch.exchange.transport import MESSAGES, TorchTransport, world
 
 SENT, RECEIVED, SUM = "sent to", "received from", "sum over all"
 PROGRAMS = {}  # what torch.export finds, for all cases

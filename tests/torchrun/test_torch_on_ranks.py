@@ -16,7 +16,7 @@ from support import check_collectives, check_messages, check_redistribution, che
 import neondist as nd
 from neondist.comm import DebugTransport, Message, agree, loopback
 from neondist.errors import DataError, GridError, LaunchError, RemoteError
-from neondist.torch.transport import TorchTransport, world
+from neondist.torch.exchange.transport import TorchTransport, world
 
 SIZE = int(os.environ["WORLD_SIZE"])
 DTYPES = ["float32", "float64", "int64", "int32", "int16", "uint8", "bool", "float16", "complex128"]

@@ -16,7 +16,7 @@ import yaml
 from neondist.cli import main
 from neondist.errors import LONGEST, DataError
 from neondist.train import Best
-from neondist.train.html_report import page_of_numbers, read_records, report
+from neondist.train.html_report import read_records, report, result_page
 
 MARK = "<script>'\"&"
 RECORD = {"epoch": 1, "step": 3, "train_loss": 1.5, "seconds": 1.0}
@@ -80,7 +80,7 @@ def test_odd_records(tmp_path_factory, records):
     folder = tmp_path_factory.mktemp("run")
     write(folder, records)
     is_page_or_message(folder)
-    page_of_numbers(MARK, {MARK: MARK}, records[0])
+    result_page(MARK, {MARK: MARK}, records[0])
     try:
         found = read_records(folder / "metrics.jsonl")
     except DataError:

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from neondist.train.callbacks.curves import draw_curves
-from neondist.train.html_report import page_of_numbers, report
+from neondist.train.html_report import report, result_page
 from neondist.train.state import Record
 from neondist.train.svg_plot import Axis, plot
 
@@ -91,7 +91,7 @@ def test_best_point_is_marked_on_logarithmic_axes():
     ],
 )
 def test_ticks_hold_all_values(values, labels):
-    axis = Axis.around(values)
+    axis = Axis.vertical(values)
     assert axis.low <= min(values) <= max(values) <= axis.high
     assert 2 <= len(axis.ticks) <= 7
     assert labels is None or axis.labels() == labels
@@ -100,9 +100,9 @@ def test_ticks_hold_all_values(values, labels):
 
 
 def test_ticks_of_epochs_are_whole():
-    assert Axis.along([1, 2], powers=False).labels() == ["1", "2"]
-    assert Axis.along([5], powers=False).labels() == ["5"]
-    assert Axis.along([0, 1000], powers=False).labels() == ["0", "500", "1,000"]
+    assert Axis.horizontal([1, 2], powers=False).labels() == ["1", "2"]
+    assert Axis.horizontal([5], powers=False).labels() == ["5"]
+    assert Axis.horizontal([0, 1000], powers=False).labels() == ["0", "500", "1,000"]
 
 
 def test_splits_have_colours_of_their_own(tmp_path):
@@ -124,8 +124,8 @@ def test_report_begins_with_its_best_epoch(tmp_path):
 
 
 def test_evaluate_page_has_a_figure():
-    text = page_of_numbers("e", {}, {"loss": 1.0, "iou_per_class": [0.5, None, "<script>", 0.25] * 6})
+    text = result_page("e", {}, {"loss": 1.0, "iou_per_class": [0.5, None, "<script>", 0.25] * 6})
     assert text.count("<circle") == 12
     assert "<script>" not in text
     assert "<p class='lead'>Loss: 1</p>" in text
-    assert "<svg" not in page_of_numbers("e", {}, {"loss": 1.0, "iou_per_class": [0.5, 0.25]})  # the table is enough
+    assert "<svg" not in result_page("e", {}, {"loss": 1.0, "iou_per_class": [0.5, 0.25]})  # the table is enough

@@ -16,7 +16,7 @@ import pytest
 
 from neondist.cli import sweep
 from neondist.io.generation_log import GenerationLog
-from neondist.train.html_report import page_of_numbers, report
+from neondist.train.html_report import report, result_page
 from neondist.train.page import png
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -158,8 +158,8 @@ def visit(tmp_path_factory):
     texts = {
         "wrong.html": WRONG,
         "report.html": report(run),
-        "dense.html": page_of_numbers("e", {"checkpoint": "long/" * 60}, found, samples(dense=True)),
-        "classes.html": page_of_numbers("e", {}, found, samples(dense=False)),
+        "dense.html": result_page("e", {"checkpoint": "long/" * 60}, found, samples(dense=True)),
+        "classes.html": result_page("e", {}, found, samples(dense=False)),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

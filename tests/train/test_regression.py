@@ -10,7 +10,7 @@ from neondist.bench.schemes import bench_schemes
 from neondist.comm import SingleTransport, loopback
 from neondist.errors import ConfigError
 from neondist.train import ProgressBar, evaluate_checkpoint
-from neondist.train.state import told_of
+from neondist.train.state import format_results
 
 
 class Smooth(nd.Synthetic):
@@ -50,9 +50,9 @@ def _wide(path):
 
 
 def test_schemes_are_not_compared_by_it(tmp_path):
-    described = type("Described", (), {"scheme": "halo", "seed": 1})
+    describe_object = type("Described", (), {"scheme": "halo", "seed": 1})
     with pytest.raises(ConfigError, match="no classes"):
-        bench_schemes(SingleTransport(), tmp_path, [(described, experiment)])
+        bench_schemes(SingleTransport(), tmp_path, [(describe_object, experiment)])
 
 
 def test_one_hot_targets_have_one():
@@ -71,5 +71,5 @@ def test_one_hot_targets_have_one():
 
 
 def test_what_is_not_finite_is_told_as_null():
-    found = told_of(2, {"loss": float("nan"), "misclassification": 0.5, "iou": [1.0, float("inf")]})
+    found = format_results(2, {"loss": float("nan"), "misclassification": 0.5, "iou": [1.0, float("inf")]})
     assert found == {"samples": 2, "loss": None, "error": 0.5, "iou": [1.0, None]}

@@ -1,7 +1,7 @@
-"""Measuring the machine at hand: messages between two ranks, and what ranks take from each other.
+"""Calibration on this machine: messages between two ranks, and slowdowns of ranks that share resources.
 
-Everything has its turn in every round, and the fastest turn of each counts: what disturbs for seconds spoils no figure.
-Ranks that are not at work sleep.
+Every round measures everything once, and the fastest turn of each counts, so that short disturbances do not matter.
+Idle ranks sleep.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from .workload import Convolving, copying, multiplying
 SIZES = (1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 ROUNDS, TURN = 8, 0.1
 CHECKED = "mnist", "separable", "lcn"
-"""networks whose steps are predicted and measured"""
+"""networks whose predicted steps are compared with measured ones"""
 PIECES = (2e-3, 3e-2)
-"""seconds that ranks which share cores compute between two meetings: less than a slice of the system's, and many"""
+"""seconds between two meetings of ranks that share cores: less than a scheduler time slice, and many of them"""
 
 
 def measurements(world: Transport, cores: int) -> int:
-    """Return how many parts `calibrate` and `prediction_error` have together."""
+    """Return the number of progress steps of `calibrate` and `prediction_error` together."""
     return ROUNDS + len(_checks(world, cores))
 
 
 def calibrate(world: Transport, cores: int, progress: Progress | None = None) -> tuple[Machine, float]:
-    """Return the machine that these ranks (two at least) run on, as one node of so many cores; collective.
+    """Return the machine of these ranks (at least two) as one node of `cores` cores, and the noise; collective.
 
-    Beside it how much longer the median turn of a matrix product took than the fastest: much, if others disturb.
+    The noise is the excess of the median turn of a matrix product over the fastest; large if other programs run.
     """
     if progress is not None:
         progress.begin("messages and kernels")
@@ -68,7 +68,7 @@ def calibrate(world: Transport, cores: int, progress: Progress | None = None) ->
         if progress is not None:
             progress.add(1)
     best = {name: min(taken) for name, taken in turns.all.items()}
-    noise = max(median(turns.all["product", how]) / best["product", how] - 1 for how in ("alone", "shared"))
+    noise = max(median(turns.all["product", sharing]) / best["product", sharing] - 1 for sharing in ("alone", "shared"))
     slowdown, at_memory = (max(1.0, best[name, "shared"] / best[name, "alone"]) for name in ("product", "copy"))
     link = _link({size: best[size] for size in SIZES})
     machine = Machine(
@@ -91,7 +91,7 @@ def calibrate(world: Transport, cores: int, progress: Progress | None = None) ->
 
 
 def prediction_error(world: Transport, cores: int, machine: Machine, progress: Progress | None = None) -> float:
-    """Return the mean relative error of predicted steps of some networks, on up to so many ranks; collective."""
+    """Return the mean relative error of predicted steps of some networks, on up to `cores` ranks; collective."""
     errors = []
     for name, ranks in _checks(world, cores):
         if progress is not None:
@@ -113,12 +113,12 @@ def prediction_error(world: Transport, cores: int, machine: Machine, progress: P
 
 
 def _checks(world: Transport, cores: int) -> list[tuple[str, int]]:
-    """Return the networks and numbers of ranks that are predicted and measured."""
+    """Return the networks and rank counts to predict and measure."""
     return list(itertools.product(CHECKED, sorted({1, 2, min(cores, world.size)})))
 
 
 def _link(times: dict[int, float]) -> Link:
-    """Return the line through the times of messages; relative errors count, or the latency would be lost."""
+    """Fit a line to the times of messages, by relative errors, or the latency would be lost."""
     taken = np.array(list(times.values()))
     matrix = np.array([[1.0, size] for size in times]) / taken[:, None]
     (latency, per_byte), *_ = np.linalg.lstsq(matrix, np.ones(len(taken)), rcond=None)
@@ -126,34 +126,34 @@ def _link(times: dict[int, float]) -> Link:
 
 
 def _pair(world: Transport, size: int) -> Callable[[], None]:
-    """Return an exchange of messages of so many bytes between ranks 0 and 1."""
+    """Return an exchange of messages of `size` bytes between ranks 0 and 1."""
     array = np.zeros((2, size), np.uint8)
     peer = {0: [1], 1: [0]}.get(world.rank, [])
-    here, there = (slice(0, 1), slice(0, size)), (slice(1, 2), slice(0, size))
-    return world.exchange([Message(p, array, here) for p in peer], [Message(p, array, there) for p in peer]).run
+    source, target = (slice(0, 1), slice(0, size)), (slice(1, 2), slice(0, size))
+    return world.exchange([Message(p, array, source) for p in peer], [Message(p, array, target) for p in peer]).run
 
 
 def _meeting(work: Callable[[], Any], count: int, group: Transport) -> Callable[[], None]:
-    """Return some work, and a sum at which the ranks of the group meet."""
-    word = np.zeros(1)
+    """Return a function that does some work, then an allreduce that synchronises the group."""
+    number = np.zeros(1)
 
     def call() -> None:
         for _ in range(count):
             work()
-        group.allreduce(word)
+        group.allreduce(number)
 
     return call
 
 
 class _Turns:
-    """The turns of everything that was timed, in seconds a call, by name."""
+    """Timings in seconds per call, by name."""
 
     def __init__(self, world: Transport) -> None:
         self.world = world
         self.all: defaultdict[Hashable, list[float]] = defaultdict(list)
 
     def take(self, name: Hashable, call: Callable[[], Any], count: int, ranks: int) -> float:
-        """Call it on so many ranks, while the others sleep; the slowest rank counts."""
+        """Time calls on `ranks` ranks while the others sleep; the slowest rank counts."""
         rest(self.world)
         begin = time.perf_counter()
         for _ in range(count if self.world.rank < ranks else 0):

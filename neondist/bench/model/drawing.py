@@ -1,4 +1,4 @@
-"""Predictions as a picture."""
+"""Plot of predictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...io.files import can_draw, write_figure
 
 
 def draw(file: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
-    """Draw seconds over ranks; return the file, or nothing where there is no matplotlib."""
+    """Draw seconds over ranks; return the file, or nothing without matplotlib."""
     if not can_draw():
         return []
     from matplotlib.figure import Figure

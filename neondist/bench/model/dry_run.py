@@ -1,4 +1,4 @@
-"""One rank of many, alone: it computes what that rank would, and notes what it would send."""
+"""Dry run of one rank of many: it computes, and records messages instead of sending them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ...comm import Done, Exchange, Message, ProcessGrid, ReduceOp, Request, Transport
+from ...comm import CompletedRequest, Exchange, Message, ProcessGrid, ReduceOp, Request, Transport
 
 
 @dataclass
 class Notes:
-    """Notes on messages that were counted instead of sent.
+    """Record of messages that were counted instead of sent.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class DryRunTransport(Transport):
         self.rank, self.size, self.notes = rank, size, notes
 
     def split(self, color: int, key: int) -> Transport:
-        """Return a group of the same size; `dry_run_grid` knows better ones."""
+        """Return a group of the same size; `dry_run_grid` sets the right ones."""
         return DryRunTransport(key, self.size, self.notes)
 
     def split_by(self, color: Callable[[int], int]) -> Transport:
@@ -41,24 +41,24 @@ class DryRunTransport(Transport):
         return DryRunTransport(group.index(self.rank), len(group), self.notes)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
-        """Return an exchange that only notes its messages."""
-        return _Noted(self, sends, receives)
+        """Return an exchange that only records its messages."""
+        return _RecordedExchange(self, sends, receives)
 
     def allreduce(self, array: np.ndarray, op: ReduceOp = "sum") -> None:
-        """Note it; the array stays this rank's share."""
+        """Record it; the array stays this rank's share."""
         self.notes.sums.append((self.size, array.nbytes))
 
     def iallreduce(self, array: np.ndarray) -> Request:
-        """Note it."""
+        """Record it."""
         self.allreduce(array)
-        return Done()
+        return CompletedRequest()
 
     def allgather_array(self, array: np.ndarray) -> np.ndarray:
         """Return the array for every rank."""
         return np.stack([array] * self.size)
 
     def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-        """Note it; return zeros from every rank."""
+        """Record it; return zeros from every rank."""
         others = [array.nbytes for peer, array in enumerate(sends) if peer != self.rank and array.size]
         self.notes.exchanges.append((len(others), sum(others)))
         return [np.zeros(shape, sends[0].dtype) for shape in receive_shapes]
@@ -76,7 +76,7 @@ class DryRunTransport(Transport):
         raise SystemExit(code)
 
 
-class _Noted(Exchange):
+class _RecordedExchange(Exchange):
     transport: DryRunTransport
 
     def _start(self) -> None:
@@ -84,7 +84,7 @@ class _Noted(Exchange):
 
     def _finish(self) -> None:
         for message in self.receives:
-            message.cells[...] = 0  # something has to be there, and MPI would write it too
+            message.cells[...] = 0  # valid numbers, and the cost of MPI's writes
 
 
 def dry_run_grid(rank: int, factors: dict[str, int], size: int, notes: Notes) -> ProcessGrid:

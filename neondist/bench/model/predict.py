@@ -33,9 +33,9 @@ def predict(
     rows = []
     for count in ranks:
         shape = _best(grids(count, experiment()), experiment, machine, profile)
-        found = profile(experiment(), shape, LONG)
-        row = row_of(shape, machine, found)
-        rows.append(row | _schemes(experiment, machine, shape, found, row, profile))
+        rank = profile(experiment(), shape, LONG)
+        row = row_of(shape, machine, rank)
+        rows.append(row | _schemes(experiment, machine, shape, rank, row, profile))
     return rows
 
 
@@ -50,35 +50,35 @@ def _best(shapes: Sequence[GridShape], experiment: Callable[[], Any], machine: M
 def grids(count: int, experiment: Any) -> list[GridShape]:
     """Return the grids to try.
 
-    The one that the file asks for; or the most square one and cuts along one axis, and replicas of square ones.
+    The grid of the file; or the most square grid, cuts along one axis, and replicas of square grids.
     """
-    given = {name: value for name, value in experiment.grid.items() if value is not None}
-    default = grid_shape(count, **given)
-    if {"rows", "cols"} & given.keys():
+    fixed = {name: value for name, value in experiment.grid.items() if value is not None}
+    default = grid_shape(count, **fixed)
+    if {"rows", "cols"} & fixed.keys():
         return [default]
     plan = experiment.model.plan(experiment.dataset.sample_shape, default, experiment.batch_size)
     shapes, min_extent = [default], plan.min_extent
     for rows, cols in factorisations(default.rows * default.cols, 2):
-        if 1 in (rows, cols) and max(rows, cols) <= min_extent:  # tiles without a cell are of no use
+        if 1 in (rows, cols) and max(rows, cols) <= min_extent:  # tiles without cells are useless
             shapes.append(GridShape(default.replicas, rows, cols, default.planes))
-    if "replicas" not in given:
-        many = [n for n in range(2, min(count, experiment.batch_size) + 1) if count % (n * default.planes) == 0]
-        shapes += [grid_shape(count, **given, replicas=n) for n in many]
+    if "replicas" not in fixed:
+        replicas = [n for n in range(2, min(count, experiment.batch_size) + 1) if count % (n * default.planes) == 0]
+        shapes += [grid_shape(count, **fixed, replicas=n) for n in replicas]
     return list(dict.fromkeys(shapes))
 
 
 def _schemes(
-    experiment: Callable[[], Any], machine: Machine, shape: GridShape, found: RankProfile, row: Row, profile: Measure
+    experiment: Callable[[], Any], machine: Machine, shape: GridShape, rank: RankProfile, row: Row, profile: Measure
 ) -> Row:
-    """Return the best exact schemes of the layers, where there are any, and the step's prediction with them."""
-    made = experiment()
-    if not isinstance(made.model, Model):  # a module's windows have the scheme that its file says
+    """Return the best exact schemes of the layers, if any, and the prediction of the step with them."""
+    trial = experiment()
+    if not isinstance(trial.model, Model):  # the scheme of a module's windows comes from its file
         return {"schemes": [], "seconds_with_schemes": row["seconds_per_step"], "bytes_with_schemes": row["bytes_sent"]}
-    seconds = {name: machine.compute(each, shape.size) for name, each in found.cell_seconds.items()}
-    figures = figures_on(machine, shape, made.batch_size, made.model.dtype.itemsize, seconds)
-    choices = choose(made.model.chain, made.dataset.sample_shape, shape, figures)
-    changed = put_schemes(made.model.leaves, {choice.layer: choice.scheme for choice in choices})
-    best = row_of(shape, machine, profile(made, shape, LONG)) if changed else row
+    seconds = {name: machine.compute(cost, shape.size) for name, cost in rank.cell_seconds.items()}
+    figures = figures_on(machine, shape, trial.batch_size, trial.model.dtype.itemsize, seconds)
+    choices = choose(trial.model.chain, trial.dataset.sample_shape, shape, figures)
+    changed = put_schemes(trial.model.leaves, {choice.layer: choice.scheme for choice in choices})
+    best = row_of(shape, machine, profile(trial, shape, LONG)) if changed else row
     return {
         "schemes": [asdict(choice) | {"saves": choice.halo_seconds - choice.seconds} for choice in choices],
         "seconds_with_schemes": best["seconds_per_step"],
@@ -119,24 +119,24 @@ def row_of(shape: GridShape, machine: Machine, profile: RankProfile) -> Row:
 
 
 def calibrated(machine: Machine, rows: Sequence[Row], measured: Mapping[int, float]) -> Machine:
-    """Return the machine on which the steps that were measured take as long as they did.
+    """Return the machine, fitted to measured steps.
 
-    What is fitted are two of its figures: `compute_factor` and, where the rank counts are on different numbers of
-    nodes, `jitter`. Messages take what they are said to take.
+    The fit changes `compute_factor` and, if the rank counts use different numbers of nodes, `jitter`. The costs of
+    messages stay as given.
 
     Parameters
     ----------
-    rows : of `predict`, for the machine
+    rows : result of `predict` for the machine
     measured : dict of rank count to seconds
 
     Raises
     ------
     ConfigError
-        A measured step takes less than its messages alone would.
+        A measured step takes less time than its messages alone.
     """
-    known = [row for row in rows if row["ranks"] in measured]
-    matrix, left = [], []
-    for row in known:
+    fitted_rows = [row for row in rows if row["ranks"] in measured]
+    matrix, remaining = [], []
+    for row in fitted_rows:
         compute, ranks = row["compute_seconds"], row["ranks"]
         taken = measured[ranks] - row["exchange_seconds"] - row["sum_seconds"]
         taken -= row["waiting_seconds"] - machine.lateness(ranks, compute)
@@ -145,51 +145,51 @@ def calibrated(machine: Machine, rows: Sequence[Row], measured: Mapping[int, flo
                 f"--measured {ranks}={measured[ranks]:g}: the messages of that step alone take"
                 f" {measured[ranks] - taken:.3g} s on this machine; its latency or bandwidth is wrong"
             )
-        weight = 1 / measured[ranks]  # relative errors count
+        weight = 1 / measured[ranks]  # minimises relative errors
         matrix.append([compute * weight, compute * machine.expected_lateness(ranks) * weight])
-        left.append(taken * weight)
-    both, *_ = np.linalg.lstsq(np.array(matrix), np.array(left), rcond=None)
-    factor, late = map(float, both)
-    if late < 0 or len({machine.nodes_of(row["ranks"]) for row in known}) == 1:
-        (factor,), late = np.linalg.lstsq(np.array(matrix)[:, :1], np.array(left), rcond=None)[0], 0.0
-    return replace(machine, compute_factor=machine.compute_factor * float(factor), jitter=late / float(factor))
+        remaining.append(taken * weight)
+    solution, *_ = np.linalg.lstsq(np.array(matrix), np.array(remaining), rcond=None)
+    factor, jitter = map(float, solution)
+    if jitter < 0 or len({machine.nodes_of(row["ranks"]) for row in fitted_rows}) == 1:
+        (factor,), jitter = np.linalg.lstsq(np.array(matrix)[:, :1], np.array(remaining), rcond=None)[0], 0.0
+    return replace(machine, compute_factor=machine.compute_factor * float(factor), jitter=jitter / float(factor))
 
 
-def on(machine: Machine, row: Row, before: Machine) -> Row:
-    """Return a row of `predict` for a machine that differs from the one before in what `calibrated` fits."""
-    ranks, old = row["ranks"], row["compute_seconds"]
-    compute = old * machine.compute_factor / before.compute_factor
-    waiting = row["waiting_seconds"] - before.lateness(ranks, old) + machine.lateness(ranks, compute)
-    total = row["seconds_per_step"] - old - row["waiting_seconds"] + compute + waiting
-    more = {"compute_seconds": compute, "waiting_seconds": waiting, "seconds_per_step": total}
-    more["seconds_with_schemes"] = row.get("seconds_with_schemes", 0.0) + total - row["seconds_per_step"]
-    return row | more | {"mpi_share": (total - compute) / total}
+def rescale_row(machine: Machine, row: Row, previous: Machine) -> Row:
+    """Return a row of `predict` for another machine, which differs from the previous one by `calibrated`."""
+    ranks, compute_before = row["ranks"], row["compute_seconds"]
+    compute = compute_before * machine.compute_factor / previous.compute_factor
+    waiting = row["waiting_seconds"] - previous.lateness(ranks, compute_before) + machine.lateness(ranks, compute)
+    total = row["seconds_per_step"] - compute_before - row["waiting_seconds"] + compute + waiting
+    updates = {"compute_seconds": compute, "waiting_seconds": waiting, "seconds_per_step": total}
+    updates["seconds_with_schemes"] = row.get("seconds_with_schemes", 0.0) + total - row["seconds_per_step"]
+    return row | updates | {"mpi_share": (total - compute) / total}
 
 
 def drift(row: Row, experiment: Any, profile: Measure = profile_rank) -> float:
-    """Return by how much the rank alone takes another time by now than when the row was predicted."""
+    """Return the relative change of the time of one rank since the row was predicted."""
     shape = GridShape(**row["grid"])
-    both = row["alone_seconds"], profile(experiment, shape, QUICK).seconds
-    return max(both) / min(both) - 1
+    times = row["alone_seconds"], profile(experiment, shape, QUICK).seconds
+    return max(times) / min(times) - 1
 
 
 def turning_point(rows: Sequence[Row]) -> int:
-    """Return the rank count from which more ranks no longer make a step faster."""
+    """Return the rank count with the fastest step."""
     best: int = min(rows, key=lambda row: row["seconds_per_step"])["ranks"]
     return best
 
 
 def latency_wins(rows: Sequence[Row]) -> int | None:
-    """Return the least rank count from which messages' latency takes longer than computing, or None."""
-    found = None
+    """Return the smallest rank count from which message latency exceeds compute time, or None."""
+    ranks = None
     for row in reversed(rows):
         if row["latency_seconds"] <= row["compute_seconds"]:
             break
-        found = row["ranks"]
-    return found
+        ranks = row["ranks"]
+    return ranks
 
 
 def error(predicted: Sequence[Row], measured: dict[int, float]) -> float:
-    """Return the mean relative distance between prediction and measurement."""
-    both = [(row["seconds_per_step"], measured[row["ranks"]]) for row in predicted if row["ranks"] in measured]
-    return float(np.mean([abs(a - b) / b for a, b in both]))
+    """Return the mean relative error of the predictions."""
+    pairs = [(row["seconds_per_step"], measured[row["ranks"]]) for row in predicted if row["ranks"] in measured]
+    return float(np.mean([abs(a - b) / b for a, b in pairs]))

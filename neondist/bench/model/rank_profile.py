@@ -1,4 +1,4 @@
-"""The fullest rank of many, alone in this process: what it computes, would send, and holds."""
+"""Profile of the fullest rank of many, run alone in this process: compute time, messages and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .dry_run import Notes, dry_run_grid
 
 TURNS = 5
 QUICK, LONG = 0.1, 0.5
-"""seconds of computing to time, at least: to compare grids, and to predict"""
+"""minimum seconds of computing to time: to compare grids, and to predict"""
 
 
 @dataclass
@@ -27,12 +27,12 @@ class RankProfile:
 
     Attributes
     ----------
-    seconds : of computing, the median of some turns
-    noise : how much longer the median turn took, over the fastest
-    notes : what it would send
+    seconds : compute time, the median of some turns
+    noise : relative excess of the median turn over the fastest
+    notes : messages that it would send
     held : bytes of memory
-    moved : bytes that its computing reads and writes at least
-    recomputed : what strips compute twice of a pass through segments, over what all layers compute of it once
+    moved : least bytes read and written by computing
+    recomputed : products that strips of segments compute twice, relative to those of all layers once
     cell_seconds : by layer: seconds for one output cell of one sample
     """
 
@@ -51,7 +51,7 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
     Parameters
     ----------
     least : float
-        Seconds to compute, in a few turns, of which the median counts.
+        Seconds to compute, in a few turns, whose median is used.
     """
     model: TrainableModel = experiment.model
     step, notes, samples = _prepared(experiment, shape)
@@ -67,33 +67,33 @@ def profile_rank(experiment: Any, shape: GridShape, least: float = LONG) -> Rank
     plan = model.compiled
     for name, plans in plan.units.items() if isinstance(plan, Plan) else ():
         taken = (clock.seconds[name, "forward"] + clock.seconds[name, "backward"]) / (count * max(1, samples))
-        works = [products(one) / max(1, prod(one.output_shape[:-1])) for one in plans]
-        share = taken / max(1, sum(work * one.layer.tile.size for work, one in zip(works, plans, strict=True)))
+        works = [products(entry) / max(1, prod(entry.output_shape[:-1])) for entry in plans]
+        share = taken / max(1, sum(work * entry.layer.tile.size for work, entry in zip(works, plans, strict=True)))
         alone = len(plans) == 1
-        for work, one in zip(works, plans, strict=True):  # of a segment, a layer takes its share of the products
-            if cells := one.layer.tile.size:
-                spent[one.name] = taken / cells if alone else work * share
+        for work, entry in zip(works, plans, strict=True):  # a layer of a segment takes its share by products
+            if cells := entry.layer.tile.size:
+                spent[entry.name] = taken / cells if alone else work * share
     noise = median(turns) / min(turns) - 1
-    held, moved = (what(model.grid.rank) for what in (plan.memory, plan.moved))
-    again = recomputed(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
-    return RankProfile(median(turns), notes, held, moved, spent, noise, again)
+    held, moved = (figure(model.grid.rank) for figure in (plan.memory, plan.moved))
+    repeated = recomputed(plan, model.grid.tile) if isinstance(plan, Plan) else 0.0
+    return RankProfile(median(turns), notes, held, moved, spent, noise, repeated)
 
 
 def recomputed(plan: Plan, tile: int) -> float:
-    """Return the products of rows that two strips of a segment compute, over those of all layers once, forward."""
-    whole = sum(products(one) * one.layer.tile.size / max(1, prod(one.output_shape[:-1])) for one in plan)
+    """Return the products of rows computed by two strips of a segment, relative to those of all layers once."""
+    whole = sum(products(entry) * entry.layer.tile.size / max(1, prod(entry.output_shape[:-1])) for entry in plan)
     done = once = 0.0
     for segment in plan.segments:
         strips = list(segment.strips(tile))
-        for one in segment.plans:
-            work = products(one) / max(1, prod(one.output_shape[:-1]))
-            done += work * sum(section.placed[id(one.layer)].tile(at).size for at, section in strips)
-            once += work * one.layer.tile.size
+        for entry in segment.plans:
+            work = products(entry) / max(1, prod(entry.output_shape[:-1]))
+            done += work * sum(section.placed[id(entry.layer)].tile(at).size for at, section in strips)
+            once += work * entry.layer.tile.size
     return (done - once) / whole if whole else 0.0
 
 
 def fullest(shape: GridShape, extent: Sequence[int]) -> int:
-    """Return the tile with most cells, and of those one in the middle, which has most neighbours."""
+    """Return the tile with the most cells; of several, the most central, which has the most neighbours."""
     boxes = shape.partition(extent).boxes()
     middle = [n / 2 for n in extent]
 
@@ -105,7 +105,7 @@ def fullest(shape: GridShape, extent: Sequence[int]) -> int:
 
 
 def _prepared(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], Notes, int]:
-    """Return a training step of the fullest rank, what it notes, and its samples."""
+    """Return a training step of the fullest rank, its record of messages, and its number of samples."""
     model, sample_shape, whole = experiment.model, experiment.dataset.sample_shape, experiment.batch_size
     notes = Notes()
     factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols, "planes": shape.planes}
@@ -113,7 +113,7 @@ def _prepared(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], No
     model.build(sample_shape, whole, grid, model.within(model.plan(sample_shape, shape, whole)))
     model.place(experiment.dataset.fields)
     x, targets = model.trial_batch(experiment.dataset)
-    model.learning_rate_scale = 0.0  # its gradients are not those of the whole
+    model.learning_rate_scale = 0.0  # its gradients are incomplete
 
     def step() -> None:
         notes.exchanges.clear()
@@ -125,7 +125,7 @@ def _prepared(experiment: Any, shape: GridShape) -> tuple[Callable[[], None], No
 
 
 def _timed(step: Callable[[], None], least: float) -> float:
-    """Return the seconds of a step, in the mean of so many seconds."""
+    """Return the mean seconds of a step, over at least `least` seconds."""
     count, begin = 0, time.perf_counter()
     while True:
         step()

@@ -1,4 +1,4 @@
-"""Predictions in words, Markdown tables, lines of JSON and a picture."""
+"""Reports of predictions: sentences, Markdown tables, JSON lines and a plot."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .predict import error, latency_wins, turning_point
 
 HEADS = ["ranks", "grid", "step", "compute", "exchange", "sums", "waiting", "MPI", "sent", "summed", "held"]
 BEST_HEADS = ["ranks", "step", "best schemes", "step with them"]
-DISTURBED = 0.25
+NOISE_LIMIT = 0.25
 TIMES = ("seconds_per_step", "compute_seconds", "exchange_seconds", "sum_seconds", "waiting_seconds")
 
 
 def prediction_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows of `predict`, bytes of a rank; with what was measured, if anything was."""
+    """Return the rows of `predict`, with bytes per rank, and measured steps if there are any."""
     measured = any(row.get("measured_seconds") for row in rows)
     twice = any(row["recomputed"] for row in rows)
     heads = [*HEADS, *(["recomputed"] if twice else []), *(["measured", "off by"] if measured else [])]
@@ -32,45 +32,45 @@ def prediction_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def schemes_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return what the best exact schemes of the layers are on every rank count, and what they save of a step."""
-    found = [row for row in rows if row["schemes"]]
+    """Return the best exact schemes of the layers for every rank count, and the time that they save."""
+    shown = [row for row in rows if row["schemes"]]
     return markdown(
         BEST_HEADS,
         [
             [
                 str(row["ranks"]),
                 seconds_text(row["seconds_per_step"]),
-                ", ".join(_runs(row["schemes"])) or "`halo` everywhere",
-                seconds_text(row["seconds_with_schemes"]) + _verdict(row),
+                ", ".join(_scheme_texts(row["schemes"])) or "`halo` everywhere",
+                seconds_text(row["seconds_with_schemes"]) + _slower_note(row),
             ]
-            for row in found
+            for row in shown
         ],
     )
 
 
-def words(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what the rows say of large rank counts."""
-    wins = latency_wins(rows)
-    found = [
+def conclusions(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return sentences on large rank counts and on the prediction error."""
+    ranks = latency_wins(rows)
+    sentences = [
         f"no faster with more than {turning_point(rows)} ranks",
         "message latency is below compute time on all of these"
-        if wins is None
-        else f"message latency exceeds compute time from {wins} ranks on",
+        if ranks is None
+        else f"message latency exceeds compute time from {ranks} ranks on",
     ]
     measured = {row["ranks"]: row["measured_seconds"] for row in rows if row.get("measured_seconds")}
     if measured:
-        where = ", ".join(map(str, measured))
-        found.append(f"mean error of the prediction: {error(rows, measured):.1%} (measured on {where} ranks)")
+        rank_list = ", ".join(map(str, measured))
+        sentences.append(f"mean error of the prediction: {error(rows, measured):.1%} (measured on {rank_list} ranks)")
     else:
-        found.append("the prediction error is unknown: nothing was measured on the calibrated machine")
+        sentences.append("the prediction error is unknown: nothing was measured on the calibrated machine")
     noise = max(row["noise"] for row in rows)
-    return found + disturbed(noise)
+    return sentences + noise_warnings(noise)
 
 
-def disturbed(noise: float) -> list[str]:
+def noise_warnings(noise: float) -> list[str]:
     """Return a warning if turns of the same work took different times."""
-    told = f"turns of the same work differed by {noise:.0%}: other programs disturb, so trust no figure"
-    return [told] if noise > DISTURBED else []
+    warning = f"turns of the same work differed by {noise:.0%}: other programs are running; results are unreliable"
+    return [warning] if noise > NOISE_LIMIT else []
 
 
 def write(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path]:
@@ -78,7 +78,7 @@ def write(folder: Path, rows: Sequence[dict[str, Any]], title: str) -> list[Path
     lines, page, picture = (folder / f"model.{kind}" for kind in ("jsonl", "md", "png"))
     write_text(lines, "".join(json.dumps(row) + "\n" for row in rows))
     schemes = [schemes_table(rows)] if any(row["schemes"] for row in rows) else []
-    parts = [title, prediction_table(rows), *schemes, *words(rows)]
+    parts = [title, prediction_table(rows), *schemes, *conclusions(rows)]
     write_text(page, "\n\n".join(parts) + "\n")
     return [lines, page, *draw(picture, rows, title)]
 
@@ -93,9 +93,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _verdict(row: dict[str, Any]) -> str:
-    """Say so where what was computed with the schemes took more than they save."""
-    return " (slower: leave it)" if row["seconds_with_schemes"] > 1.02 * row["seconds_per_step"] else ""
+def _slower_note(row: dict[str, Any]) -> str:
+    """Return a note if the schemes make the step slower."""
+    return " (slower: keep the scheme)" if row["seconds_with_schemes"] > 1.02 * row["seconds_per_step"] else ""
 
 
 def _measured(row: dict[str, Any]) -> list[str]:
@@ -103,12 +103,12 @@ def _measured(row: dict[str, Any]) -> list[str]:
     return [seconds_text(taken), f"{row['seconds_per_step'] / taken - 1:+.0%}"] if taken else ["-", "-"]
 
 
-def _runs(choices: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the layers whose scheme is not `halo`, neighbours of one scheme together."""
-    found = []
+def _scheme_texts(choices: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the layers whose scheme is not `halo`, with consecutive layers of one scheme merged."""
+    texts = []
     for scheme, group in groupby(choices, key=lambda choice: choice["scheme"]):
-        inside = list(group)
+        members = list(group)
         if scheme != "halo":
-            names = inside[0]["layer"] + (f" to {inside[-1]['layer']}" if len(inside) > 1 else "")
-            found.append(f"{names} `{scheme}` (saves {seconds_text(sum(c['saves'] for c in inside))})")
-    return found
+            names = members[0]["layer"] + (f" to {members[-1]['layer']}" if len(members) > 1 else "")
+            texts.append(f"{names} `{scheme}` (saves {seconds_text(sum(c['saves'] for c in members))})")
+    return texts

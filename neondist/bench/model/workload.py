@@ -13,27 +13,27 @@ from ...layers import ConvLayer, FCLayer, MaxPoolingLayer, ReLU
 from ...models import Convnet
 
 SIDE = 256
-"""of the matrices: they stay in a core's own cache"""
+"""extent of the matrices, which fit in a core's own cache"""
 COPIED = 1 << 26
 """bytes: more than the caches hold"""
 
 
 class Work(NamedTuple):
-    """A function to time, and how many operations or bytes (read and written) it takes."""
+    """A function to time, and its number of operations or bytes (read and written)."""
 
     call: Callable[[], Any]
     amount: float
 
 
 def multiplying() -> Work:
-    """Return a matrix product, which the core limits."""
+    """Return a matrix product, limited by the core."""
     a, b = np.ones((2, SIDE, SIDE), np.float32)
     out = np.empty_like(a)
     return Work(lambda: np.matmul(a, b, out=out), 2 * SIDE**3)
 
 
 def copying() -> Work:
-    """Return a copy, which the memory limits."""
+    """Return a copy, limited by memory bandwidth."""
     source, target = np.ones((2, COPIED // 8))
     return Work(lambda: np.copyto(target, source), 2 * COPIED)
 
@@ -58,6 +58,6 @@ class Convolving:
 
     @property
     def operations(self) -> float:
-        """Of a step: forward, and backward for weights and inputs."""
+        """Operations of a step: forward, and backward for weights and inputs."""
         convolutions = (layer for layer in self.model.leaves if layer.window is not None and layer.params)
-        return sum(3 * 2 * 2 * prod(one.output_shape[:-1]) * one.params["weights"].size for one in convolutions)
+        return sum(3 * 2 * 2 * prod(layer.output_shape[:-1]) * layer.params["weights"].size for layer in convolutions)

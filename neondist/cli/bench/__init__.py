@@ -1,4 +1,4 @@
-"""`neondist bench`: training steps and halo exchanges; suite, torch, scaling and schemes have files of their own."""
+"""`neondist bench`: training steps and halo exchanges; suite, torch, scaling and schemes have their own files."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def add(commands: Any) -> None:
     group.set_defaults(of_layers=("bench", "use bench step, scaling or model"))
     benches = group.add_subparsers(required=True, metavar="WHAT")
 
-    one = benches.add_parser("step", help="training steps, layer by layer", allow_abbrev=False)
-    options.experiment(one)
-    one.add_argument("--against", choices=["torch"], help="also time the same network in this library, alternating")
-    one.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps to time (default 10)")
-    one.add_argument(
+    cmd = benches.add_parser("step", help="training steps, layer by layer", allow_abbrev=False)
+    options.experiment(cmd)
+    cmd.add_argument("--against", choices=["torch"], help="also time the same network in this library, alternating")
+    cmd.add_argument("--steps", type=options.positive, default=10, metavar="K", help="steps to time (default 10)")
+    cmd.add_argument(
         "--roofline", action="store_true", help="report the bottleneck of each layer: arithmetic or memory bandwidth"
     )
-    one.add_argument("--trace", metavar="FILE", type=options.file, help="write a timeline of all ranks, for Perfetto")
-    one.add_argument(
+    cmd.add_argument("--trace", metavar="FILE", type=options.file, help="write a timeline of all ranks, for Perfetto")
+    cmd.add_argument(
         "--reading", action="store_true", help="also time steps that include reading their batches, as in training"
     )
-    one.add_argument("--json", type=options.path, metavar="FILE", help="also write the results to this file")
-    one.set_defaults(command=step)
+    cmd.add_argument("--json", type=options.path, metavar="FILE", help="also write the results to this file")
+    cmd.set_defaults(command=step)
 
-    one = benches.add_parser("halo", help="halo exchanges of several sizes, compared with plain mpi4py and memcpy")
-    options.ranks(one)
-    one.add_argument("--json", type=options.path, metavar="FILE", help="also write the results to this file")
-    one.set_defaults(command=halo)
+    cmd = benches.add_parser("halo", help="halo exchanges of several sizes, compared with plain mpi4py and memcpy")
+    options.ranks(cmd)
+    cmd.add_argument("--json", type=options.path, metavar="FILE", help="also write the results to this file")
+    cmd.set_defaults(command=halo)
 
     suite.add(benches)
     modules.add(benches)
@@ -56,18 +56,18 @@ def add(commands: Any) -> None:
 
 
 def step(arguments: argparse.Namespace) -> int:
-    """Measure the training steps of an experiment; 1 if PyTorch's gradients are others."""
+    """Measure the training steps of an experiment; 1 if PyTorch's gradients differ."""
 
     def work(world: Transport, experiment: Any) -> int:
         from ...bench.step import bench_step
         from ...bench.tables import step_table
 
-        # PyTorch gets what all ranks of this machine have together, which a launcher may have taken from each of them
+        # PyTorch gets the cores of all ranks on this machine; a launcher may have bound each rank to a subset
         cores = threads.cores(os.getppid()) if detect(os.environ) is not None else threads.cores()
-        how = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace, arguments.reading)
-        made = bench_step(experiment, experiment.open_grid(world), *how)
-        _tell(world, made, step_table, arguments.json)
-        return int(not made.get("against", {}).get("agree", True))
+        settings = (arguments.steps, arguments.against, cores, arguments.roofline, arguments.trace, arguments.reading)
+        results = bench_step(experiment, experiment.open_grid(world), *settings)
+        _print(world, results, step_table, arguments.json)
+        return int(not results.get("against", {}).get("agree", True))
 
     return on_ranks(arguments, partial(_prepare, arguments), work)
 
@@ -75,8 +75,8 @@ def step(arguments: argparse.Namespace) -> int:
 def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> Any:
     if arguments.against == "torch" and importlib.util.find_spec("torch") is None:
         raise ConfigError("--against torch: PyTorch is not installed; pip install 'neondist[torch]'")
-    asked = "--against torch" if arguments.against else "--roofline" if arguments.roofline else ""
-    arguments.of_layers = asked, "leave it out"
+    option = "--against torch" if arguments.against else "--roofline" if arguments.roofline else ""
+    arguments.of_layers = option, "leave it out"
     return validated(arguments, world, ranks)
 
 
@@ -91,18 +91,18 @@ def halo(arguments: argparse.Namespace) -> int:
         from ...bench.halo import bench_halo
         from ...bench.tables import halo_table
 
-        _tell(world, bench_halo(world), halo_table, arguments.json)
+        _print(world, bench_halo(world), halo_table, arguments.json)
         return 0
 
     return on_ranks(arguments, check, work)
 
 
-def _tell(world: Transport, made: dict[str, Any], table: Callable[[dict[str, Any]], Any], file: str | None) -> None:
-    """Print the table on rank 0; write the JSON file if asked."""
+def _print(world: Transport, result: dict[str, Any], table: Callable[[dict[str, Any]], Any], file: str | None) -> None:
+    """Print the table on rank 0; write the JSON file if requested."""
     if world.rank:
         return
     from ...terminal.rich_console import Console
 
-    Console(soft_wrap=True).print(table(made))
+    Console(soft_wrap=True).print(table(result))
     if file is not None:
-        write_text(Path(file), json.dumps(made, indent=2, default=str) + "\n")
+        write_text(Path(file), json.dumps(result, indent=2, default=str) + "\n")

@@ -31,36 +31,36 @@ NAMES = (
 
 
 def add(benches: Any) -> None:
-    """Say what can be typed."""
+    """Register the command."""
     about = "training steps of distributed PyTorch modules, compared with PyTorch in one process"
-    one = benches.add_parser("torch", help=about, allow_abbrev=False)
-    one.add_argument(
-        "--models", type=_words, metavar="A,FILE.py:NAME,MODULE:NAME",
+    cmd = benches.add_parser("torch", help=about, allow_abbrev=False)
+    cmd.add_argument(
+        "--models", type=_read_names, metavar="A,FILE.py:NAME,MODULE:NAME",
         help=f"functions or classes that return a module, such as torchvision.models:resnet18, or {NAMES} (default:"
              " all of these that are installed)",
     )  # fmt: skip
-    one.add_argument(
-        "--against", type=_against, default=list(AGAINST), metavar="eager,compile",
+    cmd.add_argument(
+        "--against", type=_read_sides, default=list(AGAINST), metavar="eager,compile",
         help="PyTorch in one process on all cores, or none (default: both)",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "-n", "--ranks", dest="ranks", type=options.positive, metavar="RANKS",
         help="ranks that share this machine's cores (default: one per core)",
     )  # fmt: skip
-    one.add_argument("--force", action="store_true", help="start more ranks than this machine has cores")
-    one.add_argument(
+    cmd.add_argument("--force", action="store_true", help="start more ranks than this machine has cores")
+    cmd.add_argument(
         "--input", type=options.counts, metavar="N,C,H,W",
         help="input shape (default: from the first convolution, 1,C,224,224 or 1,C,64,64,64)",
     )  # fmt: skip
-    one.add_argument("--compile", action="store_true", help="ndt.distribute(..., compile=True) on the ranks")
-    options.rounds(one, "both sides are", steps=3)
+    cmd.add_argument("--compile", action="store_true", help="ndt.distribute(..., compile=True) on the ranks")
+    options.rounds(cmd, "both sides are", steps=3)
     for kind in "json", "markdown":
-        one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
-    one.add_argument(
+        cmd.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
+    cmd.add_argument(
         "--side", choices=["ranks", *AGAINST], help="time one side of one model for one round, and write it to --json"
     )
-    one.add_argument("--profile", action="store_true", help="with --side: also profile the step")
-    one.set_defaults(command=modules)
+    cmd.add_argument("--profile", action="store_true", help="with --side: also profile the step")
+    cmd.set_defaults(command=modules)
 
 
 def modules(arguments: argparse.Namespace) -> int:
@@ -83,7 +83,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     notes: list[str] = []
     sides = ["ranks", *suite.theirs(list(arguments.against), notes)]
     names = arguments.models or _installed(list(MODELS), notes)
-    made: dict[str, Any] = {
+    results: dict[str, Any] = {
         "bench": "torch", "ranks": ranks, "threads": max(1, cores // ranks), "cores": cores,
         "rounds": arguments.rounds, "sides": sides, "compile": arguments.compile, "environment": suite.environment(),
         "networks": [], "notes": notes, "means": {},
@@ -98,16 +98,16 @@ def _compare(arguments: argparse.Namespace) -> int:
                 factory_of(name)
         measure = _Measure(arguments, cores, Path(folder), progress)
         for row in bench_suite(names, sides, measure, arguments.rounds, progress.begin):
-            made["networks"].append(row)
-            made["means"] = means(made["networks"], {**_families(names), "all": names})
+            results["networks"].append(row)
+            results["means"] = means(results["networks"], {**_families(names), "all": names})
             if arguments.json:  # after each model: an interrupted run keeps its results
-                write_text(arguments.json, json.dumps(made, indent=2, default=str) + "\n")
-    failed = [row["why"]["ranks"] for row in made["networks"] if "ranks" in row["why"]]
+                write_text(arguments.json, json.dumps(results, indent=2, default=str) + "\n")
+    failed = [row["why"]["ranks"] for row in results["networks"] if "ranks" in row["why"]]
     if len(failed) == len(names):
         raise ConfigError("\n".join(dict.fromkeys(failed)))
-    Console(soft_wrap=True).print(module_table(made))
+    Console(soft_wrap=True).print(module_table(results))
     if arguments.markdown:
-        write_text(arguments.markdown, module_markdown(made))
+        write_text(arguments.markdown, module_markdown(results))
     written = [file for file in (arguments.json, arguments.markdown) if file]
     if written:
         options.print_written(written)
@@ -125,115 +125,115 @@ def _turn(arguments: argparse.Namespace) -> int:
     (name,) = arguments.models
 
     def prepare(world: Transport, ranks: int) -> Any:
-        return factory_of(name) if world.size == ranks else None  # not where mpirun is still to be started
+        return factory_of(name) if world.size == ranks else None  # not before mpirun has started the ranks
 
-    def work(world: Transport, found: tuple[Callable[[], Any], Any]) -> int:
+    def work(world: Transport, model: tuple[Callable[[], Any], Any]) -> int:
         from ...bench.module_step import measure_module
 
-        factory, shape = found
-        how = arguments.steps, arguments.compile, arguments.profile
-        made = measure_module(arguments.side, factory, arguments.input or shape, world, *how)
+        factory, shape = model
+        settings = arguments.steps, arguments.compile, arguments.profile
+        result = measure_module(arguments.side, factory, arguments.input or shape, world, *settings)
         if world.rank == 0 and arguments.json is not None:
-            write_text(arguments.json, json.dumps(made) + "\n")
+            write_text(arguments.json, json.dumps(result) + "\n")
         return 0
 
     return on_ranks(arguments, prepare, work)
 
 
 def factory_of(name: str) -> tuple[Callable[[], Any], tuple[int, ...] | None]:
-    """Return what makes a model, and the shape of its input, where that is known; ConfigError without such a model."""
+    """Return the factory of a model and its input shape, if known; ConfigError if there is no such model."""
     from ...bench.public_models import MODELS
 
-    known = MODELS.get(name)
-    if known is None:
+    model = MODELS.get(name)
+    if model is None:
         if ":" not in name:
             raise ConfigError(f"--models {name}: unknown; there are {', '.join(MODELS)}, FILE.py:NAME and MODULE:NAME")
         return load_factory(name, "--models "), None
-    return partial(load_factory(known.factory, "--models "), **known.arguments), known.shape
+    return partial(load_factory(model.factory, "--models "), **model.arguments), model.shape
 
 
 class _Measure:
-    """A turn of one side for one model, in a new process."""
+    """Measurement of one side of one model in a new process."""
 
     def __init__(self, arguments: argparse.Namespace, cores: int, folder: Path, progress: Any) -> None:
         self.arguments, self.cores, self.folder, self.progress = arguments, cores, folder, progress
-        self._refused: dict[str, UserError] = {}
+        self._errors: dict[str, UserError] = {}
 
     def __call__(self, model: str, side: str, first: bool) -> dict[str, Any]:
-        """Return what `measure_module` does; a model that cannot be distributed is not measured at all."""
+        """Return the result of `measure_module`; a model that cannot be distributed is not measured at all."""
         turns = self.arguments.rounds if first else 1
         try:
-            if model in self._refused:
-                raise self._refused[model]
-            made = self._made(model, side, ["--profile"] if first and side != "compile" else [])
+            if model in self._errors:
+                raise self._errors[model]
+            result = self._run_turn(model, side, ["--profile"] if first and side != "compile" else [])
         except UserError as error:
             if side == "ranks":
-                self._refused[model] = error
+                self._errors[model] = error
             self.progress.add(turns)
             raise
         self.progress.add(1)
-        return made
+        return result
 
-    def _made(self, model: str, side: str, more: list[str]) -> dict[str, Any]:
+    def _run_turn(self, model: str, side: str, extra: list[str]) -> dict[str, Any]:
         from ...bench.suite import WARM
 
         arguments = self.arguments
-        words = ["--models", model, "--side", side, "--steps", str(arguments.steps), *more]
+        words = ["--models", model, "--side", side, "--steps", str(arguments.steps), *extra]
         words += ["--input", ",".join(map(str, arguments.input))] if arguments.input else []
-        each = self.cores
+        thread_count = self.cores
         if side == "ranks":
             words += ["-n", str(arguments.ranks), *(["--force"] if arguments.force else [])]
             words += ["--compile"] if arguments.compile else []
-            each = max(1, self.cores // arguments.ranks)
-        env = os.environ | WARM | dict.fromkeys(threads.VARIABLES, str(each))
+            thread_count = max(1, self.cores // arguments.ranks)
+        env = os.environ | WARM | dict.fromkeys(threads.VARIABLES, str(thread_count))
         env |= {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
         return json_of(["torch", *words], env, _failure)
 
 
-def _failure(code: int, told: str) -> UserError:
-    """Return the error of a turn that has ended with another exit code than 0."""
+def _failure(code: int, stderr: str) -> UserError:
+    """Return the error of a measurement with a nonzero exit code."""
     if code == 2:
-        return ConfigError(told.rpartition("error: ")[2].strip() or told.strip())
-    sys.stderr.write(told)
+        return ConfigError(stderr.rpartition("error: ")[2].strip() or stderr.strip())
+    sys.stderr.write(stderr)
     return LaunchError(f"ended with exit code {code}; see its output above")
 
 
 def _installed(names: list[str], notes: list[str]) -> list[str]:
-    """Return the public models whose packages are here; `notes` says which are not."""
+    """Return the public models whose packages are installed; missing ones are added to `notes`."""
     from ...bench.public_models import MODELS
 
     packages = {name: MODELS[name].factory.partition(":")[0].partition(".")[0] for name in names}
-    lacking = {name: one for name, one in packages.items() if importlib.util.find_spec(one) is None}
-    for package in dict.fromkeys(lacking.values()):
-        notes.append(f"{package} is not installed: without {', '.join(n for n in lacking if lacking[n] == package)}")
-    found = [name for name in names if name not in lacking]
-    if not found:
+    missing = {name: package for name, package in packages.items() if importlib.util.find_spec(package) is None}
+    for package in dict.fromkeys(missing.values()):
+        notes.append(f"{package} is not installed: without {', '.join(n for n in missing if missing[n] == package)}")
+    available = [name for name in names if name not in missing]
+    if not available:
         raise ConfigError(f"--models: none of {', '.join(names)} is installed; give FILE.py:NAME")
-    return found
+    return available
 
 
 def _families(names: list[str]) -> dict[str, list[str]]:
     from ...bench.public_models import MODELS
 
-    found: dict[str, list[str]] = {}
+    families: dict[str, list[str]] = {}
     for name in names:
         if name in MODELS:
-            found.setdefault(MODELS[name].family, []).append(name)
-    return found
+            families.setdefault(MODELS[name].family, []).append(name)
+    return families
 
 
-def _words(text: str) -> list[str]:
-    """Read names of models."""
-    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not found:
+def _read_names(text: str) -> list[str]:
+    """Parse names of models."""
+    names = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not names:
         raise argparse.ArgumentTypeError(f"'{text}' does not name a model; give FILE.py:NAME, for instance")
-    return found
+    return names
 
 
-def _against(text: str) -> list[str]:
-    """Read sides."""
-    found = [] if text == "none" else list(dict.fromkeys(text.split(",")))
-    for word in found:
+def _read_sides(text: str) -> list[str]:
+    """Parse the sides to compare with."""
+    sides = [] if text == "none" else list(dict.fromkeys(text.split(",")))
+    for word in sides:
         if word not in AGAINST:
             raise argparse.ArgumentTypeError(f"'{word}' is unknown; choose from {', '.join(AGAINST)}, or none")
-    return found
+    return sides

@@ -1,4 +1,4 @@
-"""`neondist bench scaling` and `bench model`: steps on more and more ranks, measured, or predicted for elsewhere."""
+"""`neondist bench scaling` and `bench model`: training steps by number of ranks, measured or predicted."""
 
 from __future__ import annotations
 
@@ -26,55 +26,55 @@ from ..experiment import load, validated
 
 
 def add(benches: Any) -> None:
-    """Say what can be typed."""
-    one = benches.add_parser("scaling", help="training step on an increasing number of ranks", allow_abbrev=False)
-    options.experiment(one)
-    one.add_argument(
+    """Register the commands."""
+    cmd = benches.add_parser("scaling", help="training step on an increasing number of ranks", allow_abbrev=False)
+    options.experiment(cmd)
+    cmd.add_argument(
         "--ranks", dest="counts", type=options.counts, default=[1, 2, 4], metavar="1,2,4", help="rank counts"
     )
-    one.add_argument("--weak", action="store_true", help="weak scaling: the batch grows with the number of ranks")
-    options.rounds(one, "each rank count is", steps=10)
-    one.add_argument(
+    cmd.add_argument("--weak", action="store_true", help="weak scaling: the batch grows with the number of ranks")
+    options.rounds(cmd, "each rank count is", steps=10)
+    cmd.add_argument(
         "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-scaling)"
     )
-    one.set_defaults(command=scaling, of_layers=None)
+    cmd.set_defaults(command=scaling, of_layers=None)
 
-    two = benches.add_parser("model", help="predict step times for other machines and numbers of ranks")
-    parts = two.add_subparsers(required=True, metavar="WHAT")
+    group = benches.add_parser("model", help="predict step times for other machines and numbers of ranks")
+    parts = group.add_subparsers(required=True, metavar="WHAT")
 
-    one = parts.add_parser("calibrate", help="measure this machine", allow_abbrev=False)
-    options.ranks(one, "ranks to start with mpirun (default: two per core)")
-    one.add_argument(
+    cmd = parts.add_parser("calibrate", help="measure this machine", allow_abbrev=False)
+    options.ranks(cmd, "ranks to start with mpirun (default: two per core)")
+    cmd.add_argument(
         "--output",
         type=options.path,
         default="machine.yaml",
         metavar="FILE",
         help="output file (default machine.yaml)",
     )
-    one.set_defaults(command=calibrate)
+    cmd.set_defaults(command=calibrate)
 
-    one = parts.add_parser("predict", help="predict training steps", allow_abbrev=False)
-    options.experiment(one, "use --ranks")
-    one.add_argument(
+    cmd = parts.add_parser("predict", help="predict training steps", allow_abbrev=False)
+    options.experiment(cmd, "use --ranks")
+    cmd.add_argument(
         "--machine",
         type=options.path,
         default="machine.yaml",
         metavar="FILE",
         help="the machine (default machine.yaml)",
     )
-    one.add_argument("--ranks", dest="counts", type=span, default=[1, 2, 4], metavar="1..4096", help="or 1,2,4")
-    one.add_argument(
-        "--measure", type=_none_or, metavar="1,2",
+    cmd.add_argument("--ranks", dest="counts", type=span, default=[1, 2, 4], metavar="1..4096", help="or 1,2,4")
+    cmd.add_argument(
+        "--measure", type=_read_counts, metavar="1,2",
         help="numbers of ranks to measure for the prediction error, or none (default: those that this machine can run)",
     )  # fmt: skip
-    one.add_argument(
-        "--measured", type=_times, default={}, metavar="8=0.24,16=0.25",
+    cmd.add_argument(
+        "--measured", type=_read_times, default={}, metavar="8=0.24,16=0.25",
         help="measured seconds per step by number of ranks, to calibrate compute_factor and jitter",
     )  # fmt: skip
-    one.add_argument(
+    cmd.add_argument(
         "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-model)"
     )
-    one.set_defaults(command=predict, of_layers=None)
+    cmd.set_defaults(command=predict, of_layers=None)
 
 
 def scaling(arguments: argparse.Namespace) -> int:
@@ -98,10 +98,10 @@ def scaling(arguments: argparse.Namespace) -> int:
 
         def measure(count: int) -> dict[str, Any]:
             progress.begin(counted(count, "rank"))
-            grown = batch * count // arguments.counts[0] if arguments.weak else batch
-            found = step_of(arguments, count, [f"batch_size={grown}"], arguments.steps)
+            batch_size = batch * count // arguments.counts[0] if arguments.weak else batch
+            result = step_of(arguments, count, [f"batch_size={batch_size}"], arguments.steps)
             progress.add(1)
-            return found
+            return result
 
         rows = bench_scaling(measure, arguments.counts, arguments.rounds)
     kind = "weak" if arguments.weak else "strong"
@@ -115,17 +115,17 @@ def step_of(
     count: int,
     settings: Sequence[str],
     steps: int,
-    each: int | None = None,
-    more: Sequence[str] = (),
+    cores: int | None = None,
+    extra: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return what `neondist bench step` measures in a job of its own, on so many threads a rank, with more settings."""
-    words = ["-n", str(count), "--steps", str(steps), *more]
+    """Return the results of `neondist bench step` in a new job with `cores` threads per rank and extra options."""
+    words = ["-n", str(count), "--steps", str(steps), *extra]
     words += ["--set", *arguments.settings, *settings] if arguments.settings or settings else []
-    env = dict(os.environ) | ({} if each is None else dict.fromkeys(threads.VARIABLES, str(each)))
+    env = dict(os.environ) | ({} if cores is None else dict.fromkeys(threads.VARIABLES, str(cores)))
     words += [f"--import={module}" for module in arguments.modules]
     return json_of(
         ["step", options.word(arguments.file), *words], env,
-        lambda code, _: LaunchError(f"{count} ranks ended with exit code {code}; see their output above"), told=None,
+        lambda code, _: LaunchError(f"{count} ranks ended with exit code {code}; see their output above"), stderr=None,
     )  # fmt: skip
 
 
@@ -133,32 +133,32 @@ def json_of(
     words: Sequence[str],
     env: Mapping[str, str],
     failure: Callable[[int, str], UserError],
-    told: int | None = subprocess.PIPE,
+    stderr: int | None = subprocess.PIPE,
 ) -> dict[str, Any]:
-    """Return what `neondist bench`, with these words, writes to its JSON file.
+    """Return the contents of the JSON file that `neondist bench` with these words writes.
 
     Parameters
     ----------
     env : mapping
-    failure : function of the exit code, if that is not 0, and of what the process has said
-        Returns the error.
-    told : what subprocess does with its stderr
-        None: it is this process's own, and `failure` is given nothing.
+    failure : callable
+        Returns the error, given a nonzero exit code and the stderr of the process.
+    stderr : int or None
+        As in subprocess.run. None: inherited from this process, and `failure` gets ''.
     """
     with tempfile.TemporaryDirectory(prefix="neondist-bench-") as folder:
         file = Path(folder, "made.json")
         command = safe_path.command("neondist", "bench", *words, "--json", file)
-        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=told, text=True, check=False, env=env)
-        if done.returncode:
-            raise failure(done.returncode, done.stderr or "")
-        found: dict[str, Any] = json.loads(read_bytes(file))
-        return found
+        process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=stderr, text=True, check=False, env=env)
+        if process.returncode:
+            raise failure(process.returncode, process.stderr or "")
+        result: dict[str, Any] = json.loads(read_bytes(file))
+        return result
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
     """Measure this machine."""
     if job_of(arguments) is None and arguments.ranks is None:
-        arguments.ranks = 2 * max(2, threads.cores())  # two for each core: what it costs to share one
+        arguments.ranks = 2 * max(2, threads.cores())  # two per core, to measure the cost of sharing one
 
     def check(_: Transport, ranks: int) -> None:
         if ranks < 2:
@@ -166,7 +166,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
     def work(world: Transport, _: None) -> int:
         from ...bench.model import calibrate as model
-        from ...bench.model.table import disturbed
+        from ...bench.model.table import noise_warnings
         from ...system.machine import write
         from ...train.inference.progress import first_rank_progress
 
@@ -177,14 +177,14 @@ def calibrate(arguments: argparse.Namespace) -> int:
             machine = replace(machine, error=model.prediction_error(world, cores, machine, progress))
         if world.rank == 0:
             write(Path(arguments.output), machine, f"measured by neondist bench model calibrate on {world.size} ranks")
-            emit(read_bytes(arguments.output).decode(), *disturbed(noise))
+            emit(read_bytes(arguments.output).decode(), *noise_warnings(noise))
         return 0
 
     return on_ranks(arguments, check, work)
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Predict steps, and tell how wrong the predictions are."""
+    """Predict training steps and report the prediction error."""
     from threadpoolctl import threadpool_limits
 
     from ...bench.model import predict as model
@@ -198,58 +198,58 @@ def predict(arguments: argparse.Namespace) -> int:
         raise LaunchError("bench model predict runs in one process; run it outside of an MPI job, with --ranks, not -n")
     machine = read(Path(arguments.machine))
     measured = arguments.measure
-    if measured is None:  # by itself where it can: on the machine that the file describes
-        here = machine.host == platform.node()
-        measured = [count for count in arguments.counts if here and count <= 2 * threads.cores()]
+    if measured is None:  # automatic on the machine that the file describes
+        local = machine.host == platform.node()
+        measured = [count for count in arguments.counts if local and count <= 2 * threads.cores()]
     folder = options.folder(arguments, "model")
     prepare(SingleTransport(), folder)
-    given = arguments.measured
-    measured = [count for count in measured if count not in given]
-    for count in (*arguments.counts, *given):  # a grid that the file fixes is for one of them
+    times = arguments.measured
+    measured = [count for count in measured if count not in times]
+    for count in (*arguments.counts, *times):  # a fixed grid suits only one of them
         validated(arguments, SingleTransport(), count)
-    counts, rows = sorted({*arguments.counts, *measured, *given}), list[dict[str, Any]]()
+    counts, rows = sorted({*arguments.counts, *measured, *times}), list[dict[str, Any]]()
     with Progress(len(counts) + len(measured), sys.stderr, "step", first=0) as progress:
         for count in counts:
             progress.begin(counted(count, "rank"))
-            with threadpool_limits(1):  # a rank for each core
-                rows += model.predict(lambda: _looked_at(arguments), [count], machine)
+            with threadpool_limits(1):  # one rank per core
+                rows += model.predict(lambda: _load_checked(arguments), [count], machine)
             progress.add(1)
-        if given:
-            better = model.calibrated(machine, rows, given)
-            rows = [model.on(better, row, machine) | {"measured_seconds": given.get(row["ranks"])} for row in rows]
-            emit(f"calibrated by --measured: compute_factor {better.compute_factor:.4g}, jitter {better.jitter:.3g}\n")
+        if times:
+            best = model.calibrated(machine, rows, times)
+            rows = [model.rescale_row(best, r, machine) | {"measured_seconds": times.get(r["ranks"])} for r in rows]
+            emit(f"calibrated by --measured: compute_factor {best.compute_factor:.4g}, jitter {best.jitter:.3g}\n")
         for row in rows:
             if row["ranks"] in measured:
                 progress.begin(f"measuring {counted(row['ranks'], 'rank')}")
                 row["measured_seconds"] = _measure(arguments, row)
                 with threadpool_limits(1):
-                    row["noise"] = max(row["noise"], model.drift(row, _looked_at(arguments)))
+                    row["noise"] = max(row["noise"], model.drift(row, _load_checked(arguments)))
                 progress.add(1)
     emit(table.prediction_table(rows))
     if any(row["schemes"] for row in rows):
         emit(f"\n{table.schemes_table(rows)}")
-    emit("\n" + "\n".join(table.words(rows)))
+    emit("\n" + "\n".join(table.conclusions(rows)))
     options.print_written(table.write(folder, rows, f"{Path(arguments.file).name} on {Path(arguments.machine).name}"))
     return 0
 
 
-def _looked_at(arguments: argparse.Namespace) -> Any:
-    """Return the experiment, whose data set knows the shape of its samples."""
+def _load_checked(arguments: argparse.Namespace) -> Any:
+    """Return the experiment with its data set checked, so that the sample shape is known."""
     experiment = load(arguments)
     experiment.dataset.check()
     return experiment
 
 
 def _measure(arguments: argparse.Namespace, row: dict[str, Any]) -> float:
-    """Return the seconds of a step on the row's ranks and grid, a thread each, as the prediction has it."""
+    """Return the seconds per step on the row's ranks and grid, one thread per rank, as in the prediction."""
     settings = [f"grid.{axis}={count}" for axis, count in row["grid"].items()]
     steps = max(4, round(1 / row["seconds_per_step"]))
-    made = step_of(arguments, row["ranks"], settings, steps, each=1)
-    return float(made["seconds_per_step"])
+    result = step_of(arguments, row["ranks"], settings, steps, cores=1)
+    return float(result["seconds_per_step"])
 
 
 def span(text: str) -> list[int]:
-    """Read '1,2,4', or '1..4096': the powers of two times the first."""
+    """Parse '1,2,4', or '1..4096': the first times powers of two."""
     first, dots, last = text.partition("..")
     if not dots:
         return options.counts(text)
@@ -257,20 +257,20 @@ def span(text: str) -> list[int]:
     return [low << power for power in range((high // low).bit_length())]
 
 
-def _none_or(text: str) -> list[int]:
-    """Read '1,2', or 'none'."""
+def _read_counts(text: str) -> list[int]:
+    """Parse '1,2' or 'none'."""
     return [] if text == "none" else options.counts(text)
 
 
-def _times(text: str) -> dict[int, float]:
-    """Read '8=0.24,16=0.25'."""
-    found = {}
+def _read_times(text: str) -> dict[int, float]:
+    """Parse '8=0.24,16=0.25'."""
+    seconds_by_ranks = {}
     for word in text.split(","):
         ranks, _, seconds = word.partition("=")
         try:
-            found[options.positive(ranks)] = float(seconds)
+            seconds_by_ranks[options.positive(ranks)] = float(seconds)
         except ValueError:
-            found[options.positive(ranks)] = 0.0
-        if not 0 < found[int(ranks)] < float("inf"):
+            seconds_by_ranks[options.positive(ranks)] = 0.0
+        if not 0 < seconds_by_ranks[int(ranks)] < float("inf"):
             raise argparse.ArgumentTypeError(f"'{word}' is not RANKS=SECONDS; expected for instance 8=0.24,16=0.25")
-    return found
+    return seconds_by_ranks

@@ -1,4 +1,4 @@
-"""`neondist bench schemes` and `bench seams`: what border schemes cost in accuracy, bytes and time, and where."""
+"""`neondist bench schemes` and `bench seams`: accuracy, bytes and time of border schemes; errors at seams."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ SEAMS = "tower,tower(fill=reflect),halo_oneway,quantised(bits=8)"
 
 
 def add(benches: Any) -> None:
-    """Say what can be typed."""
-    one = benches.add_parser("schemes", help="accuracy, bytes and time of border schemes", allow_abbrev=False)
-    options.experiment(one)
-    options.virtual(one, many=True)
-    one.add_argument(
+    """Register the commands."""
+    cmd = benches.add_parser("schemes", help="accuracy, bytes and time of border schemes", allow_abbrev=False)
+    options.experiment(cmd)
+    options.virtual(cmd, many=True)
+    cmd.add_argument(
         "--schemes", default=SCHEMES, metavar="A,B(x=1),...", help=f"schemes to compare (default {SCHEMES})"
     )
-    one.add_argument("--epochs", type=options.positive, metavar="E", help="epochs of each run (default: the file's)")
-    one.add_argument("--seeds", type=options.positive, default=1, metavar="S", help="runs of each scheme (default 1)")
-    one.add_argument(
+    cmd.add_argument("--epochs", type=options.positive, metavar="E", help="epochs of each run (default: the file's)")
+    cmd.add_argument("--seeds", type=options.positive, default=1, metavar="S", help="runs of each scheme (default 1)")
+    cmd.add_argument(
         "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-schemes)"
     )
-    one.set_defaults(command=schemes)
+    cmd.set_defaults(command=schemes)
 
-    one = benches.add_parser(
+    cmd = benches.add_parser(
         "seams", help="errors of schemes as a function of the distance to the seam", allow_abbrev=False
     )
-    options.experiment(one)
-    options.virtual(one)
-    one.add_argument("--schemes", default=SEAMS, metavar="A,B(x=1),...", help=f"schemes to compare (default {SEAMS})")
-    one.add_argument(
+    options.experiment(cmd)
+    options.virtual(cmd)
+    cmd.add_argument("--schemes", default=SEAMS, metavar="A,B(x=1),...", help=f"schemes to compare (default {SEAMS})")
+    cmd.add_argument(
         "--output", type=options.path, metavar="DIR", help="output folder (default runs/NAME OF THE FILE-seams)"
     )
-    one.set_defaults(command=seams)
+    cmd.set_defaults(command=seams)
 
 
 def schemes(arguments: argparse.Namespace) -> int:
-    """Train with every scheme and seed that has no result yet; then tell all results."""
+    """Train with every scheme and seed that has no result yet, and report all results."""
     counts = arguments.virtual or [None]
-    for count in counts[1:]:  # whatever is wrong with a later one is found before the first trains
+    for count in counts[1:]:  # validate all before the first one trains
         _prepare(arguments, SingleTransport(), count)
     rows: list[dict[str, Any]] = []
     for count in counts:
@@ -82,34 +82,34 @@ def _measure(
 
 
 def _prepare(arguments: argparse.Namespace, world: Transport, ranks: int) -> list[argparse.Namespace]:
-    """Return the command of every run, once all of them are right; collective."""
-    texts = _listed(arguments)
+    """Return the command of every run after validating all of them; collective."""
+    texts = _read_schemes(arguments)
     for text in texts:
-        validated(_named(arguments, text, 1), world, ranks)
-    return [_named(arguments, text, seed + 1) for seed in range(arguments.seeds) for text in texts]
+        validated(_command_for(arguments, text, 1), world, ranks)
+    return [_command_for(arguments, text, seed + 1) for seed in range(arguments.seeds) for text in texts]
 
 
 def seams(arguments: argparse.Namespace) -> int:
-    """Compare every scheme with the exact exchange on one batch, with first weights."""
+    """Compare every scheme with the exact exchange on one batch with initial weights."""
 
     def work(world: Transport, runs: dict[str, argparse.Namespace]) -> int:
         from ...bench.seams import seam_error, table, write
 
         folder = options.folder(arguments, "seams")
-        found = {}
+        errors = {}
         for text, run in runs.items():
-            pair = [validated(each, world, world.size) for each in (_named(arguments, "halo", 1), run)]
+            pair = [validated(command, world, world.size) for command in (_command_for(arguments, "halo", 1), run)]
             dataset, grid = pair[0].dataset, pair[0].open_grid(world)
-            dataset.open(grid.reading(pair[0].model.plan(dataset.sample_shape, grid.shape).wide_tiles))
+            dataset.open(grid.with_tiles(pair[0].model.plan(dataset.sample_shape, grid.shape).wide_tiles))
             for experiment in pair:
                 experiment.model.build(dataset.sample_shape, experiment.batch_size, grid)
             batches = [np.arange(pair[0].batch_size) % len(dataset.train) + shift for shift in (1, 0)]
             lo, hi = grid.sample_range(pair[0].batch_size)
             images = [dataset.train.images(b[lo:hi] % len(dataset.train), pair[0].model.dtype) for b in batches]
-            found[text] = seam_error(pair[0].model, pair[1].model, images)
+            errors[text] = seam_error(pair[0].model, pair[1].model, images)
         if world.rank == 0:
-            files = write(folder, found)
-            emit(table(found))
+            files = write(folder, errors)
+            emit(table(errors))
             options.print_written(files)
         return 0
 
@@ -119,7 +119,7 @@ def seams(arguments: argparse.Namespace) -> int:
 def _prepare_seams(arguments: argparse.Namespace, world: Transport, ranks: int) -> dict[str, argparse.Namespace]:
     from ...halo.fusion import fusion_of
 
-    runs = {text: _named(arguments, text, 1) for text in _listed(arguments)}
+    runs = {text: _command_for(arguments, text, 1) for text in _read_schemes(arguments)}
     for text, run in runs.items():
         if fusion_of(validated(run, world, ranks).model.scheme) is not None:
             raise ConfigError(
@@ -128,7 +128,7 @@ def _prepare_seams(arguments: argparse.Namespace, world: Transport, ranks: int) 
     return runs
 
 
-def _listed(arguments: argparse.Namespace) -> list[str]:
+def _read_schemes(arguments: argparse.Namespace) -> list[str]:
     """Return the schemes of --schemes."""
     texts = [text.strip() for text in re.split(r",(?![^()]*\))", arguments.schemes) if text.strip()]
     if not texts:
@@ -136,10 +136,10 @@ def _listed(arguments: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _named(arguments: argparse.Namespace, scheme: str, seed: int) -> argparse.Namespace:
+def _command_for(arguments: argparse.Namespace, scheme: str, seed: int) -> argparse.Namespace:
     """Return the command for one scheme and seed."""
-    said = [f"model.scheme={scheme}", f"seed={seed}"]
+    overrides = [f"model.scheme={scheme}", f"seed={seed}"]
     if getattr(arguments, "epochs", None) is not None:
-        said.append(f"epochs={arguments.epochs}")
-    settings = [*arguments.settings, *said]
+        overrides.append(f"epochs={arguments.epochs}")
+    settings = [*arguments.settings, *overrides]
     return argparse.Namespace(**{**vars(arguments), "settings": settings, "scheme": scheme, "seed": seed})

@@ -1,4 +1,4 @@
-"""`neondist bench suite`: networks of its own, and any file, against the best of PyTorch."""
+"""`neondist bench suite`: built-in networks, or any file, against the fastest PyTorch."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ NAMES = "plain, vgg, mnist, resnet, unet, vol, wide, dilated, separable, unet3d,
 
 
 def add(benches: Any) -> None:
-    """Say what can be typed."""
+    """Register the command."""
     about = "training steps of several networks, against PyTorch's best"
-    one = benches.add_parser("suite", help=about, allow_abbrev=False)
-    one.add_argument(
+    cmd = benches.add_parser("suite", help=about, allow_abbrev=False)
+    cmd.add_argument(
         "--networks", metavar="A,B,FILE.yaml", default="main,others",
         help=f"{NAMES}, any FILE.yaml, or main and others: the first six, and the rest (default both)",
     )  # fmt: skip
-    options.ranks(one, "ranks that share this machine's cores (default: one per core)")
-    options.rounds(one, "both sides are", steps=5)
-    one.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="as in run")
+    options.ranks(cmd, "ranks that share this machine's cores (default: one per core)")
+    options.rounds(cmd, "both sides are", steps=5)
+    cmd.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE", help="as in run")
     for kind in "json", "markdown", "plot":
-        one.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
-    one.set_defaults(command=suite)
+        cmd.add_argument(f"--{kind}", metavar="FILE", type=options.file, help="also write the results to this file")
+    cmd.set_defaults(command=suite)
 
 
 def suite(arguments: argparse.Namespace) -> int:
-    """Measure every network; 1 if one of ours could not be."""
+    """Measure every network; 1 if a side of neondist could not be measured."""
     from ...bench.networks import GROUPS
     from ...bench.suite import OURS, THEIRS, bench_suite, means
     from ...bench.suite_report import draw, suite_markdown, suite_table
@@ -57,7 +57,7 @@ def suite(arguments: argparse.Namespace) -> int:
     notes: list[str] = []
     sides = [side for side in OURS if side != "ranks" or ranks > 1]
     sides += theirs(list(THEIRS), notes)
-    made: dict[str, Any] = {
+    results: dict[str, Any] = {
         "bench": "suite", "ranks": ranks, "threads": max(1, cores // ranks), "cores": cores, "rounds": arguments.rounds,
         "sides": sides, "environment": environment(), "networks": [], "notes": notes,
         "compared": any(side in THEIRS for side in sides),
@@ -67,49 +67,49 @@ def suite(arguments: argparse.Namespace) -> int:
         Progress(None, sys.stderr, "turn", first=0) as progress,
     ):
         progress.begin("checking the networks")
-        files = _files(arguments, Path(folder), sorted({1, ranks}))
+        files = _network_files(arguments, Path(folder), sorted({1, ranks}))
         measure = _Measure(arguments, files, ranks, cores, Path(folder))
         progress.expect(len(files) * len(sides) * arguments.rounds)
 
         def timed(network: str, side: str, first: bool) -> dict[str, Any]:
             try:
-                found = measure(network, side, first)
+                result = measure(network, side, first)
             except (ConfigError, LaunchError):
-                progress.add(arguments.rounds if first else 1)  # its other rounds are left out
+                progress.add(arguments.rounds if first else 1)  # its other rounds are skipped
                 raise
             progress.add(1)
-            return found
+            return result
 
-        for row in bench_suite(list(files), _in_turn(sides), timed, arguments.rounds, progress.begin):
-            made["networks"].append(row)
-            made["means"] = means(made["networks"], {**GROUPS, "all": list(files)})
+        for row in bench_suite(list(files), _interleave(sides), timed, arguments.rounds, progress.begin):
+            results["networks"].append(row)
+            results["means"] = means(results["networks"], {**GROUPS, "all": list(files)})
             if arguments.json:  # after each network: the command may be stopped before the last
-                write_text(arguments.json, json.dumps(made, indent=2, default=str) + "\n")
-    Console(soft_wrap=True).print(suite_table(made))
+                write_text(arguments.json, json.dumps(results, indent=2, default=str) + "\n")
+    Console(soft_wrap=True).print(suite_table(results))
     if arguments.markdown:
-        write_text(arguments.markdown, suite_markdown(made))
+        write_text(arguments.markdown, suite_markdown(results))
     if arguments.plot:
-        draw(arguments.plot, made)
+        draw(arguments.plot, results)
     written = [file for file in (arguments.json, arguments.markdown, arguments.plot) if file]
     if written:
         options.print_written(written)
-    return int(any(side in row["why"] for row in made["networks"] for side in OURS))
+    return int(any(side in row["why"] for row in results["networks"] for side in OURS))
 
 
 def check(arguments: argparse.Namespace, bench: str, ranks: int, cores: int, files: Sequence[Path | None]) -> None:
-    """Raise LaunchError where such ranks prove nothing, ConfigError where files cannot be written."""
+    """Raise LaunchError if timings on these ranks are meaningless, ConfigError if a file cannot be written."""
     if job_of(arguments) is not None:
         raise LaunchError(f"bench {bench} starts MPI jobs itself; run it outside of an MPI job, with -n RANKS")
     if ranks > cores and not arguments.force:
         raise LaunchError(f"-n {ranks}: this machine has {cores} cores, and timings of ranks that share a core are"
                           f" meaningless; give at most {cores}, or --force")  # fmt: skip
-    for file in filter(None, files):  # before hours of measuring
+    for file in filter(None, files):  # before hours of measurements
         if file.is_dir() or not file.parent.is_dir():
             raise ConfigError(f"{file}: {'is a folder' if file.is_dir() else 'its folder is not there'}; name a file")
 
 
 def theirs(sides: list[str], notes: list[str]) -> list[str]:
-    """Return PyTorch's sides that can be measured; `notes` says why others cannot."""
+    """Return PyTorch's sides that can be measured; reasons for the others are added to `notes`."""
     if importlib.util.find_spec("torch") is None:
         notes.append("PyTorch is not installed, so neondist was timed alone; pip install 'neondist[torch]'")
         return []
@@ -119,22 +119,22 @@ def theirs(sides: list[str], notes: list[str]) -> list[str]:
     return sides
 
 
-def _in_turn(sides: list[str]) -> list[str]:
-    """Return ours, theirs, ours, theirs."""
+def _interleave(sides: list[str]) -> list[str]:
+    """Return the sides of neondist and PyTorch in alternation."""
     ours, theirs = [s for s in sides if s in ("ranks", "one")], [s for s in sides if s not in ("ranks", "one")]
-    mixed = [side for pair in zip(ours, theirs, strict=False) for side in pair]
-    return mixed + [side for side in (*ours, *theirs) if side not in mixed]
+    interleaved = [side for pair in zip(ours, theirs, strict=False) for side in pair]
+    return interleaved + [side for side in (*ours, *theirs) if side not in interleaved]
 
 
-def _files(arguments: argparse.Namespace, folder: Path, counts: list[int]) -> dict[str, Path]:
-    """Return the file of each network by name, once all of them are right for each number of ranks."""
+def _network_files(arguments: argparse.Namespace, folder: Path, counts: list[int]) -> dict[str, Path]:
+    """Return the file of each network by name, after validating all for each number of ranks."""
     from ...bench.networks import GROUPS, NETWORKS
     from ...comm import SingleTransport
     from ...config import dump
 
     words = [word.strip() for word in arguments.networks.split(",") if word.strip()]
     names = [name for word in words for name in GROUPS.get(word, (word,))]
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for name in dict.fromkeys(names):
         if name in NETWORKS:
             file = folder / f"{name}.yaml"
@@ -145,22 +145,22 @@ def _files(arguments: argparse.Namespace, folder: Path, counts: list[int]) -> di
             raise ConfigError(
                 f"--networks {name}: unknown; there are {', '.join([*NETWORKS, *GROUPS])}, and any FILE.yaml"
             )
-        if name in found:
+        if name in paths:
             raise ConfigError(f"--networks {file}: two networks are named {name}; rename the file")
-        found[name] = file
+        paths[name] = file
         for count in counts:
-            validated(_of_file(arguments, file), SingleTransport(), count)
-    if not found:
+            validated(_command_for(arguments, file), SingleTransport(), count)
+    if not paths:
         raise ConfigError(f"--networks: no network named; choose from {', '.join(NETWORKS)}, or FILE.yaml")
-    return found
+    return paths
 
 
-def _of_file(arguments: argparse.Namespace, file: Path) -> argparse.Namespace:
+def _command_for(arguments: argparse.Namespace, file: Path) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(arguments), "file": str(file), "settings": []})
 
 
 class _Measure:
-    """A turn of one side for one network, in a new process."""
+    """Measurement of one side of one network in a new process."""
 
     def __init__(
         self, arguments: argparse.Namespace, files: dict[str, Path], ranks: int, cores: int, folder: Path
@@ -169,26 +169,26 @@ class _Measure:
         self.torch_side = cache(self._torch_side)
 
     def __call__(self, network: str, side: str, first: bool) -> dict[str, Any]:
-        """Return 'seconds', 'peak_bytes' and, the first time, 'layers' and 'machine' of ours."""
+        """Return 'seconds', 'peak_bytes' and, the first time, neondist's 'layers' and 'machine'."""
         steps = self.arguments.steps
         if side not in ("ranks", "one"):
             return self.torch_side(network).measure(side, steps)
-        count, each = (self.ranks, None) if side == "ranks" else (1, self.cores)
-        more = ["--roofline"] if first else []
-        made = step_of(_of_file(self.arguments, self.files[network]), count, [], steps, each, more)
-        found = {"seconds": made["seconds_per_step"], "peak_bytes": max(made["process_bytes"])}
-        found |= {name: made[name] for name in ("batch_size", "sample_shape", "layers", "machine") if name in made}
-        return found
+        count, cores = (self.ranks, None) if side == "ranks" else (1, self.cores)
+        extra = ["--roofline"] if first else []
+        step = step_of(_command_for(self.arguments, self.files[network]), count, [], steps, cores, extra)
+        result = {"seconds": step["seconds_per_step"], "peak_bytes": max(step["process_bytes"])}
+        result |= {name: step[name] for name in ("batch_size", "sample_shape", "layers", "machine") if name in step}
+        return result
 
     def _torch_side(self, network: str) -> Any:
         from ...bench.suite import TorchSide
 
         settings = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}
-        return TorchSide(load(_of_file(self.arguments, self.files[network])), self.cores, settings)
+        return TorchSide(load(_command_for(self.arguments, self.files[network])), self.cores, settings)
 
 
 def environment() -> dict[str, Any]:
-    """Return what results are of: versions, the machine, its processor."""
+    """Return the environment of the results: versions, machine, processor."""
     from ...comm import ProcessGrid
     from ...io import environment as about
 

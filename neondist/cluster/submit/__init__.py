@@ -1,7 +1,7 @@
 """Jobs for the schedulers of clusters.
 
-`submission`: an experiment, its files and its numbers of nodes and ranks. `slurm`: a batch script. `manifests`: the
-objects of Kubeflow's MPI operator and Trainer. `kubernetes`: creates them, follows the job, deletes them.
+`submission`: an experiment, its files and its numbers of nodes and ranks. `slurm`: a batch script. `manifests`: objects
+of Kubeflow's MPI operator and Trainer. `kubernetes`: creates and deletes them, and follows the job.
 """
 
 from .submission import Submission, job_name

@@ -1,4 +1,4 @@
-"""Jobs in a Kubernetes cluster: create what manifests describe, scale it, follow its state and log, delete it."""
+"""Jobs in a Kubernetes cluster: create, scale, follow and delete the objects of manifests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .manifests import Manifest
 
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _PATIENCE = 10
-"""Seconds for an answer, and between two looks at a job."""
+"""Seconds for a response, and between checks of a job."""
 _REPLICAS = "spec.mpiReplicaSpecs.Worker.replicas"
 _PLURALS = {"MPIJob": "mpijobs", "TrainJob": "trainjobs", "ClusterTrainingRuntime": "clustertrainingruntimes"}
 _CLUSTER_WIDE = {"ClusterTrainingRuntime"}
@@ -25,19 +25,19 @@ _LAUNCHERS = {
     "MPIJob": "training.kubeflow.org/job-name={},training.kubeflow.org/job-role=launcher",
     "TrainJob": "jobset.sigs.k8s.io/jobset-name={},jobset.sigs.k8s.io/replicatedjob-name=launcher",
 }
-_ENDS = {"Succeeded": 0, "Complete": 0, "Failed": 1}
-"""Exit codes by the conditions with which jobs end."""
+_EXIT_CODES = {"Succeeded": 0, "Complete": 0, "Failed": 1}
+"""Exit codes by the final conditions of jobs."""
 
 
 class Cluster:
-    """A connection to the cluster and namespace of the current context, or of the pod that this process runs in.
+    """Connection to the cluster and namespace of the current context, or of the pod of this process.
 
     Raises
     ------
     MissingPackageError
         The extra `kubernetes` is not installed.
     LaunchError
-        No cluster is configured. Methods raise it where the cluster cannot be reached, or refuses.
+        No cluster is configured. Methods raise it if the cluster is unreachable or rejects a request.
     """
 
     def __init__(self) -> None:
@@ -57,59 +57,59 @@ class Cluster:
             raise LaunchError(f"no Kubernetes cluster is configured ({_line(error)}); set KUBECONFIG") from error
 
     def apply(self, manifests: Sequence[Manifest]) -> None:
-        """Create objects, in their order; change the number of workers of an MPIJob that is there.
+        """Create objects in order; change the number of workers of an existing MPIJob.
 
         Raises
         ------
         LaunchError
-            An object of the same name has other contents. Nothing has been changed.
+            An object of the same name differs. Nothing is changed.
         """
-        found = [self._call("get", one) for one in manifests]
-        for one, there in zip(manifests, found, strict=True):
-            for place, has in () if there is None else _differences(one, there):
-                if place != _REPLICAS:
+        existing = [self._call("get", manifest) for manifest in manifests]
+        for manifest, current in zip(manifests, existing, strict=True):
+            for field, value in () if current is None else _find_differences(manifest, current):
+                if field != _REPLICAS:
                     raise LaunchError(
-                        f"{_title(one)} already exists, and its {place} is {has}; --delete it first, or give"
+                        f"{_title(manifest)} already exists, and its {field} is {value}; --delete it first, or give"
                         " another --name (only --nodes can change for a running job, within --elastic)"
                     )
-        for one, there in zip(manifests, found, strict=True):
-            if there is None:
-                self._call("create", one, one)
-                say(f"{_title(one)}: created")
-            elif any(_differences(one, there)):
-                replicas = one["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
-                self._call("patch", one, {"spec": {"mpiReplicaSpecs": {"Worker": {"replicas": replicas}}}})
-                say(f"{_title(one)}: {replicas} workers")
+        for manifest, current in zip(manifests, existing, strict=True):
+            if current is None:
+                self._call("create", manifest, manifest)
+                say(f"{_title(manifest)}: created")
+            elif any(_find_differences(manifest, current)):
+                replicas = manifest["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
+                self._call("patch", manifest, {"spec": {"mpiReplicaSpecs": {"Worker": {"replicas": replicas}}}})
+                say(f"{_title(manifest)}: {replicas} workers")
 
     def delete(self, manifests: Sequence[Manifest]) -> None:
-        """Delete those objects that are there, the job first."""
-        for one in reversed(manifests):
-            say(f"{_title(one)}: {'does not exist' if self._call('delete', one) is None else 'deleted'}")
+        """Delete the existing objects, the job first."""
+        for manifest in reversed(manifests):
+            say(f"{_title(manifest)}: {'does not exist' if self._call('delete', manifest) is None else 'deleted'}")
 
     def follow(self, job: Manifest) -> int:
         """Print a job's conditions and its launcher's log until it ends; return 0 if it has succeeded, else 1."""
-        told: set[str] = set()
-        logged: set[str] = set()
+        reported: set[str] = set()
+        logged_pods: set[str] = set()
         while True:
-            for there in self._watch(job):
-                if there is None:
+            for current in self._watch(job):
+                if current is None:
                     say(f"{_title(job)}: deleted")
                     return 1
-                conditions = [one for one in there.get("status", {}).get("conditions", []) if one["status"] == "True"]
-                for condition in (one for one in conditions if one["type"] not in told):
-                    if condition["type"] in _ENDS:
-                        self._print_logs(job, logged)
-                    told.add(condition["type"])
+                conditions = [one for one in current.get("status", {}).get("conditions", []) if one["status"] == "True"]
+                for condition in (one for one in conditions if one["type"] not in reported):
+                    if condition["type"] in _EXIT_CODES:
+                        self._print_logs(job, logged_pods)
+                    reported.add(condition["type"])
                     say(f"{_title(job)}: {condition['type']} ({condition.get('message') or condition['reason']})")
-                ends = [_ENDS[one["type"]] for one in conditions if one["type"] in _ENDS]
-                if ends:
-                    return max(ends)
-                self._print_logs(job, logged)
+                codes = [_EXIT_CODES[condition["type"]] for condition in conditions if condition["type"] in _EXIT_CODES]
+                if codes:
+                    return max(codes)
+                self._print_logs(job, logged_pods)
 
     def _connect(self) -> tuple[Any, str]:
         client, config = self._kubernetes.client, self._kubernetes.config
         settings = client.Configuration()
-        settings.retries = 0  # each would be a warning on stderr
+        settings.retries = 0  # each prints a warning on stderr
         file = os.environ.get("KUBECONFIG", "~/.kube/config")
         try:
             _, context = config.list_kube_config_contexts(file)
@@ -122,8 +122,8 @@ class Cluster:
             return client.ApiClient(settings), _NAMESPACE.read_text().strip()
 
     def _call(self, verb: str, manifest: Manifest, body: Manifest | None = None) -> Manifest | None:
-        """Get, create, patch or delete an object; return it, or None if it is not there."""
-        words: dict[str, Any] = {}
+        """Get, create, patch or delete an object; return it, or None if it does not exist."""
+        arguments: dict[str, Any] = {}
         kind = manifest["kind"]
         if kind == "ConfigMap":
             api = self._kubernetes.client.CoreV1Api(self._api)
@@ -132,31 +132,31 @@ class Cluster:
             api = self._kubernetes.client.CustomObjectsApi(self._api)
             method = f"{verb}_{'cluster' if kind in _CLUSTER_WIDE else 'namespaced'}_custom_object"
             group, version = manifest["apiVersion"].split("/")
-            words = {"group": group, "version": version, "plural": _PLURALS[kind]}
-        words |= {} if kind in _CLUSTER_WIDE else {"namespace": self.namespace}
-        words |= {} if verb == "create" else {"name": manifest["metadata"]["name"]}
-        words |= {} if body is None else {"body": body}
-        with self._told(manifest):
+            arguments = {"group": group, "version": version, "plural": _PLURALS[kind]}
+        arguments |= {} if kind in _CLUSTER_WIDE else {"namespace": self.namespace}
+        arguments |= {} if verb == "create" else {"name": manifest["metadata"]["name"]}
+        arguments |= {} if body is None else {"body": body}
+        with self._launch_errors(manifest):
             try:
-                answer = getattr(api, method)(**words, _request_timeout=_PATIENCE)
+                response = getattr(api, method)(**arguments, _request_timeout=_PATIENCE)
             except self._kubernetes.client.ApiException as error:
                 if error.status != 404 or verb not in ("get", "delete"):
                     raise
                 return None
-        return dict(self._api.sanitize_for_serialization(answer) or {})
+        return dict(self._api.sanitize_for_serialization(response) or {})
 
     def _watch(self, job: Manifest) -> Iterator[Manifest | None]:
-        """Yield what is known of a job, and each change, for some seconds; None once it is gone."""
-        there = self._call("get", job)
-        yield there
-        if there is None:
+        """Yield the state of a job and its changes, for some seconds; None once it is deleted."""
+        current = self._call("get", job)
+        yield current
+        if current is None:
             return
         import urllib3
 
         api = self._kubernetes.client.CustomObjectsApi(self._api)
         group, version = job["apiVersion"].split("/")
         name, watch = job["metadata"]["name"], self._kubernetes.watch.Watch()
-        with self._told(job):
+        with self._launch_errors(job):
             try:
                 for event in watch.stream(
                     api.list_namespaced_custom_object, group, version, self.namespace, _PLURALS[job["kind"]],
@@ -166,33 +166,33 @@ class Cluster:
                     if event["object"]["metadata"]["name"] == name:
                         yield None if event["type"] == "DELETED" else event["object"]
             except urllib3.exceptions.ReadTimeoutError:
-                return  # nothing has happened
+                return  # no change
 
-    def _print_logs(self, job: Manifest, logged: set[str]) -> None:
-        """Print the logs of launchers that have started, to their ends, each once."""
+    def _print_logs(self, job: Manifest, logged_pods: set[str]) -> None:
+        """Print the complete logs of started launchers, each once."""
         api = self._kubernetes.client.CoreV1Api(self._api)
         selector = _LAUNCHERS[job["kind"]].format(job["metadata"]["name"])
-        with self._told(job):
+        with self._launch_errors(job):
             pods = api.list_namespaced_pod(self.namespace, label_selector=selector, _request_timeout=_PATIENCE).items
             for pod in pods:
-                if pod.status.phase in (None, "Pending") or pod.metadata.name in logged:
+                if pod.status.phase in (None, "Pending") or pod.metadata.name in logged_pods:
                     continue
-                logged.add(pod.metadata.name)
-                answer = api.read_namespaced_pod_log(
+                logged_pods.add(pod.metadata.name)
+                response = api.read_namespaced_pod_log(
                     pod.metadata.name, self.namespace, follow=True, _preload_content=False
                 )
-                for line in answer:
+                for line in response:
                     say(line.decode(errors="replace").rstrip("\r\n"))
 
     @contextmanager
-    def _told(self, manifest: Manifest) -> Iterator[None]:
-        """Turn errors of the client into a message with the remedy."""
+    def _launch_errors(self, manifest: Manifest) -> Iterator[None]:
+        """Translate errors of the client into LaunchError with a remedy."""
         import urllib3
 
         try:
             yield
         except self._kubernetes.client.ApiException as error:
-            raise LaunchError(f"{_title(manifest)}: {_refusal(error, manifest['kind'])}") from error
+            raise LaunchError(f"{_title(manifest)}: {_describe_rejection(error, manifest['kind'])}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise LaunchError(
                 f"the cluster at {self._api.configuration.host} cannot be reached ({_line(error)}); does kubectl"
@@ -208,26 +208,26 @@ def _line(error: BaseException) -> str:
     return " ".join(str(getattr(error, "reason", None) or error).split())[:300]
 
 
-def _refusal(error: Any, kind: str) -> str:
-    """Return what an answer of the cluster's API means."""
+def _describe_rejection(error: Any, kind: str) -> str:
+    """Describe an error response of the cluster's API."""
     try:
-        said = json.loads(error.body)["message"]
+        message = json.loads(error.body)["message"]
     except (TypeError, ValueError, KeyError):
-        said = error.reason
+        message = error.reason
     if error.status == 404:
-        return f"the cluster does not know {kind}s; install {_OPERATORS.get(kind, _TRAINER)} there ({said})"
+        return f"the cluster does not know {kind}s; install {_OPERATORS.get(kind, _TRAINER)} there ({message})"
     if error.status in (401, 403):
-        return f"not allowed ({said}); request the permission, or use another context"
-    return f"the cluster rejected it ({said})"
+        return f"not allowed ({message}); request the permission, or use another context"
+    return f"the cluster rejected it ({message})"
 
 
-def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield places where an object is not as described, with what it has; defaults may have been added."""
-    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        for key in ours:
-            yield from _differences(ours[key], theirs.get(key), f"{path}.{key}".lstrip("."))
-    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            yield from _differences(one, other, f"{path}[{at}]")
-    elif ours != theirs:
-        yield path, theirs
+def _find_differences(expected: Any, current: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of an object that differ from a manifest, with their values; defaults are ignored."""
+    if isinstance(expected, Mapping) and isinstance(current, Mapping):
+        for key in expected:
+            yield from _find_differences(expected[key], current.get(key), f"{path}.{key}".lstrip("."))
+    elif isinstance(expected, list) and isinstance(current, list) and len(expected) == len(current):
+        for index, (item, other) in enumerate(zip(expected, current, strict=True)):
+            yield from _find_differences(item, other, f"{path}[{index}]")
+    elif expected != current:
+        yield path, current

@@ -1,8 +1,8 @@
 """Manifests for Kubeflow's MPI operator (MPIJob v2beta1) and Trainer (TrainJob and ClusterTrainingRuntime v1alpha1).
 
 Both operators create the pods, an SSH key and a host file, and set the variables of Open MPI 4 (OMPI_MCA_orte_*),
-which Open MPI 5 ignores: manifests carry those that it reads. The launcher's command is that of one container; workers
-run sshd (kubeflow/trainer #4030), and the launcher waits until they do (#2751).
+which Open MPI 5 ignores; manifests therefore set its variables. The launcher's command is that of one container; the
+workers run sshd (kubeflow/trainer #4030), and the launcher waits for it (#2751).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ...errors import ConfigError
 from .submission import RESTARTS, Submission
 
 HOST_FILE, DISCOVERY = "/etc/mpi/hostfile", "/etc/mpi/discover_hosts.sh"
-"""Files of the operators; the second lists the workers that run, one a line."""
+"""Files of the operators; the second is a script that lists the running workers, one per line."""
 PORT = 2222
 _USER, _HOME = 1000, "/home/mpiuser"
 _FOLDER, _RUNS = "/etc/neondist", "/runs"
 _SSHD = ["/usr/sbin/sshd", "-De", "-f", f"{_HOME}/.sshd_config"]
-"""The Dockerfile of this project writes that file."""
+"""The Dockerfile of this project writes the configuration file."""
 _LARGEST = 1 << 20
-"""Bytes of a ConfigMap."""
+"""Maximum size of a ConfigMap in bytes."""
 _ENV = [
     {"name": "PRTE_MCA_prte_default_hostfile", "value": HOST_FILE},
     {"name": "PRTE_MCA_plm_ssh_args", "value": "-o ConnectionAttempts=10"},
@@ -34,15 +34,15 @@ Manifest = dict[str, Any]
 
 
 def mpi_job(job: Submission, image: str, claim: str | None = None) -> list[Manifest]:
-    """Return a ConfigMap and an MPIJob, which goes on while workers come and go.
+    """Return a ConfigMap and an MPIJob, which continues while workers join and leave.
 
     Parameters
     ----------
     job : Submission
     image : str
-        As the project's Dockerfile builds it.
+        Image built by the project's Dockerfile.
     claim : str, optional
-        A PersistentVolumeClaim for the run's folder, which all pods mount.
+        PersistentVolumeClaim for the run's folder, mounted by all pods.
     """
     files = _config_map(job)
     low, high = job.elastic or (job.ranks_per_node, job.ranks)
@@ -70,13 +70,13 @@ def mpi_job(job: Submission, image: str, claim: str | None = None) -> list[Manif
 def train_job(job: Submission, image: str, claim: str | None = None) -> list[Manifest]:
     """Return a ConfigMap, a ClusterTrainingRuntime and a TrainJob; parameters as `mpi_job`.
 
-    The launcher is one of the nodes. Only its job has the label that lets Trainer replace a command, so that the others
-    keep their sshd; both containers are called `node`, since Trainer mounts the SSH key into those alone.
+    The launcher is one of the nodes. Only its job has the label by which Trainer replaces a command, so the others keep
+    their sshd; both containers are called `node`, since Trainer mounts the SSH key only into those.
 
     Raises
     ------
     ConfigError
-        Trainer has no list of the pods that run, and so no elasticity.
+        The job is elastic, but Trainer has no list of running pods.
     """
     if job.elastic is not None:
         raise ConfigError("--elastic: Trainer's jobs have a fixed number of nodes; use --mpijob, or leave it out")
@@ -132,12 +132,12 @@ def train_job(job: Submission, image: str, claim: str | None = None) -> list[Man
 
 
 def dump(manifests: Sequence[Manifest]) -> str:
-    """Return manifests as the YAML documents of one file."""
+    """Return the YAML text of manifests, one document each."""
     return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a value that stands at several places out at each, and texts of several lines as blocks."""
+    """Dumper that writes repeated values in full, and multi-line text as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -155,7 +155,7 @@ def _object(version: str, kind: str, name: str, labels: dict[str, str] | None = 
 
 
 def _config_map(job: Submission) -> Manifest:
-    """Return the files of the experiment, for a folder of all pods."""
+    """Return a ConfigMap with the files of the experiment, mounted by all pods."""
     texts = {}
     for path, key in _keys(job).items():
         try:
@@ -171,7 +171,7 @@ def _config_map(job: Submission) -> Manifest:
 
 
 def _keys(job: Submission) -> dict[str, str]:
-    """Return the keys of files in the ConfigMap: their names, since modules are known by theirs."""
+    """Return the keys of files in the ConfigMap: their names, by which modules are imported."""
     keys = {path: "experiment.yaml" if path == job.file else Path(path).name for path in job.files}
     for path, key in keys.items():
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", key) or list(keys.values()).count(key) > 1:
@@ -189,7 +189,7 @@ def _run(job: Submission, claim: str | None) -> list[str]:
 
 
 def _pod(container: str, image: str, job: Submission, claim: str | None) -> Manifest:
-    """Return a pod with one container of the image's user, without a command."""
+    """Return a pod with one container, run as the image's user, without a command."""
     volumes: list[Manifest] = [
         {"name": "experiment", "configMap": {"name": f"{job.name}-experiment"}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},  # 64 MiB otherwise, for all messages between ranks
@@ -199,12 +199,12 @@ def _pod(container: str, image: str, job: Submission, claim: str | None) -> Mani
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "runs", "mountPath": _RUNS})
     user = {"runAsUser": _USER, "runAsGroup": _USER}
-    one = {"name": container, "image": image, "securityContext": user, "volumeMounts": mounts}
-    return {"securityContext": {"fsGroup": _USER}, "containers": [one], "volumes": volumes}
+    spec = {"name": container, "image": image, "securityContext": user, "volumeMounts": mounts}
+    return {"securityContext": {"fsGroup": _USER}, "containers": [spec], "volumes": volumes}
 
 
 def _server(job: Submission) -> Manifest:
-    """Return the command of a worker, ready when its sshd answers."""
+    """Return the command of a worker, which is ready once its sshd responds."""
     probe = {"tcpSocket": {"port": PORT}, "periodSeconds": 2}
     return {"command": _SSHD, "readinessProbe": probe, "resources": _resources(job)}
 

@@ -1,4 +1,4 @@
-"""A batch script for Slurm, which puts itself back into the queue until the run is complete."""
+"""Slurm batch script that requeues itself until the run is complete."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ...system.signals import STOPPED
 from .submission import Submission
 
 LEAD = 120
-"""Seconds before the end of its time in which a job finishes its step and writes a checkpoint."""
+"""Seconds before the time limit at which a job stops with a checkpoint."""
 ATTEMPTS = 100
-"""Starts of a job, after which it is not put back into the queue any more."""
+"""Maximum number of requeues of a job."""
 _SCRIPT = """\
 #!/bin/bash
 {directives}
 set -u
 cd -- {folder} || exit 2
 
-# USR1 comes {lead} s before the time is over, TERM with preemption and scancel: the run writes a checkpoint and ends
+# USR1 is sent {lead} s before the time limit, TERM by preemption and scancel: the run writes a checkpoint and ends
 run='' signals=0 over=0
-stop() {{ # twice: between a process and its program a signal is lost
+stop() {{ # twice: a signal between fork and exec is lost
     signals=$((signals + 1))
     if [ "$run" ]; then kill -USR1 "$run"; (sleep 1; kill -USR1 "$run") > /dev/null 2>&1 & fi
 }}
@@ -40,13 +40,13 @@ if [ "$signals" -eq 0 ]; then
     if [ "$signals" -gt 0 ]; then stop; fi
     wait "$run"; code=$?
 fi
-while [ "$run" ] && [ "$signals" -gt 0 ]; do # a signal ends the wait, not the run
+while [ "$run" ] && [ "$signals" -gt 0 ]; do # a signal interrupts wait, not the run
     signals=0
     wait "$run"; again=$?
     [ "$again" -eq 127 ] || code=$again
 done
 
-if [ "$over" -eq 1 ] && [ "$code" -eq {killed} ]; then code={stopped}; fi # the run did not know the signal yet
+if [ "$over" -eq 1 ] && [ "$code" -eq {killed} ]; then code={stopped}; fi # the run had no signal handler yet
 if [ "$code" -eq {stopped} ] && [ "$over" -eq 1 ] && [ "$restarts" -lt {attempts} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -54,7 +54,7 @@ exit "$code"
 """
 
 
-# a file of the job's: nodes of a job that was put back into the queue may be others
+# a file per job, rewritten at each start: a requeued job may run on other nodes
 _HOSTS = """\
 hosts=hosts-$SLURM_JOB_ID
 scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:{slots}/' > "$hosts" || exit 2
@@ -62,7 +62,7 @@ scontrol show hostnames "$SLURM_JOB_NODELIST" | sed 's/$/:{slots}/' > "$hosts" |
 
 
 def batch_script(job: Submission, python: str, folder: str, output: str) -> str:
-    """Return a batch script that runs an experiment, and goes on with it after each start.
+    """Return a batch script that runs an experiment, and resumes it after each requeue.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def batch_script(job: Submission, python: str, folder: str, output: str) -> str:
     folder : str
         Working directory.
     output : str
-        The folder of the run.
+        Folder of the run.
     """
     directives = [
         f"--job-name={job.name}",
@@ -88,7 +88,7 @@ def batch_script(job: Submission, python: str, folder: str, output: str) -> str:
         directives.append("--no-kill")  # a lost node does not end the job
         options += ["--elastic", f"{job.elastic[0]}:{job.elastic[1]}"]
     return _SCRIPT.format(
-        directives="\n".join(f"#SBATCH {one}" for one in directives),
+        directives="\n".join(f"#SBATCH {directive}" for directive in directives),
         folder=shlex.quote(folder),
         command=shlex.join([python, "-m", "neondist", *job.run_words()]),
         options=shlex.join(options) + (' --hosts-from "$hosts"' if hosts else ""),
@@ -101,21 +101,21 @@ def batch_script(job: Submission, python: str, folder: str, output: str) -> str:
 
 
 def submit(script: str, sbatch: Sequence[str] = ("sbatch",)) -> str:
-    """Hand a script to Slurm, and return what that says.
+    """Submit a script to Slurm, and return the output of sbatch.
 
     Raises
     ------
     LaunchError
-        There is no Slurm, or it does not take the script.
+        Slurm is not available, or rejects the script.
     """
     try:
-        done = subprocess.run(sbatch, input=script, capture_output=True, text=True, check=False)
+        process = subprocess.run(sbatch, input=script, capture_output=True, text=True, check=False)
     except OSError as error:
         raise LaunchError(
             f"--apply: {sbatch[0]} cannot be run ({error.strerror}); run this on a submit host, or write the script"
             " with --output and copy it there"
         ) from error
-    if done.returncode:
-        said = " ".join((done.stderr.strip() or f"exit code {done.returncode}").split())
-        raise LaunchError(f"--apply: sbatch rejected the script: {said}")
-    return done.stdout.strip()
+    if process.returncode:
+        message = " ".join((process.stderr.strip() or f"exit code {process.returncode}").split())
+        raise LaunchError(f"--apply: sbatch rejected the script: {message}")
+    return process.stdout.strip()

@@ -1,4 +1,4 @@
-"""An experiment as a job of a cluster: its files, its words, and the ranks of each node."""
+"""Experiment as a job of a cluster: its files, its command, and the ranks of each node."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from pathlib import Path
 from ...errors import ConfigError
 
 RESTARTS = 3
-"""Losses of ranks that a job survives without help of the scheduler."""
+"""Losses of ranks after which a job restarts without the scheduler."""
 _LONGEST = 40
-"""Characters of a name: schedulers append to it, and 63 are the limit of Kubernetes."""
+"""Maximum length of a name: schedulers append to it, and Kubernetes allows 63 characters."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """An experiment to be run by a scheduler.
+    """Experiment to be run by a scheduler.
 
     Attributes
     ----------
     name : str
-        Of the job: lower-case letters, digits and hyphens.
+        Name of the job: lower-case letters, digits and hyphens.
     file : str
         Path of the experiment.
     ranks, nodes : int
-        Each node has as many ranks as any other.
+        Number of ranks, a multiple of the number of nodes.
     settings, modules : tuple of str
         Values of `--set` and `--import`.
     elastic : tuple of int, or None
-        The fewest and the most ranks of a job that goes on after a loss.
+        Minimum and maximum number of ranks of a job that continues after a loss.
     needs_servers : bool
-        Whether its strategy does: then its workers are jobs of their own on the nodes.
+        Whether its strategy needs servers; its workers are then separate jobs on the nodes.
 
     Raises
     ------
     ConfigError
-        The ranks do not fit the nodes, or the bounds the ranks or the strategy.
+        The ranks do not match the nodes, or the bounds do not match the ranks or the strategy.
     """
 
     name: str
@@ -70,15 +70,15 @@ class Submission:
 
     @property
     def files(self) -> list[str]:
-        """Paths of the experiment, of its strategy, and of modules: what a machine without this disk needs."""
+        """Files required on a machine without this disk: the experiment, its strategy, and modules."""
         return [self.file, *filter(None, map(_strategy_file, self.settings)), *filter(_is_file, self.modules)]
 
     def restart_words(self) -> list[str]:
-        """Return the words of `neondist run` for what it does after losses; workers beside servers need none."""
+        """Return the options of `neondist run` for restarts after losses; workers with servers need none."""
         return [] if self.needs_servers else ["--restarts", str(RESTARTS)]
 
     def run_words(self, place: Callable[[str], str] = str) -> list[str]:
-        """Return the words of `neondist` that run the experiment, with each file at the path that `place` gives."""
+        """Return the arguments of `neondist` that run the experiment, with the path of each file mapped by `place`."""
         words = ["run", place(self.file)]
         for setting in self.settings:
             file = _strategy_file(setting)
@@ -89,7 +89,7 @@ class Submission:
 
 
 def job_name(file: str) -> str:
-    """Return a name for the job of a file, of the characters that schedulers take."""
+    """Return a job name for a file, of characters that schedulers accept."""
     name = re.sub(r"[^a-z0-9]+", "-", Path(file).stem.lower())[:_LONGEST].strip("-")
     return name if re.match("[a-z]", name) else f"neondist-{name}".rstrip("-")
 

@@ -1,7 +1,7 @@
-"""Augmentation of whole images, of which every rank makes its own tile.
+"""Augmentation of whole images, of which every rank computes its own tile.
 
-base: what one step is. moves: steps that move cells. elastic: one that bends the image. values: steps that change
-cells where they are. tile: a rank's tile of what all steps make of an image, from no more cells than it needs.
+base: base class of transforms. moves: transforms that move cells. elastic: elastic deformation. values: transforms that
+change values in place. tile: a rank's tile after all transforms, computed from the cells that it depends on.
 """
 
 from .base import Draw, Transform

@@ -1,4 +1,4 @@
-"""One step of an augmentation."""
+"""Base class of augmentations."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Axis: TypeAlias = Literal["depth", "height", "width"]
 Probability: TypeAlias = Annotated[float, between(0, 1)]
 Range: TypeAlias = tuple[int, int]
 AXES = ("depth", "height", "width")
-NUMBERS = 4  # that a step has of each sample: whether it applies, and one for each axis
+NUMBERS = 4  # random numbers of a transform per sample: whether it applies, and one for each axis
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Random draws of one step, one sample and one epoch; a function of these and the seed only.
+    """Random draws of one transform for a sample and an epoch; a function of these and the seed only.
 
     Attributes
     ----------
     shape : (*spatial, C) of the whole image
     numbers : `NUMBERS` numbers in [0, 1)
-    stream : key of further numbers, one for each cell of arrays as large as the image or smaller
+    stream : key of further numbers, one per cell of arrays up to the image's size
     sample : number of the sample
     """
 
@@ -46,7 +46,7 @@ class Draw:
         return self.shape[:-1]
 
     def index(self, shape: tuple[int, ...], cells: Sequence[slice]) -> Any:
-        """Return the indices, in `stream`, of some cells of this sample's whole array of `shape`: uint64."""
+        """Return the uint64 indices in `stream` of some cells of this sample's whole array of `shape`."""
         return rng.box_index(shape, cells) + np.uint64(self.sample * prod(shape) % (1 << 64))
 
 
@@ -54,7 +54,7 @@ class Transform(Registered, ABC):
     """Base class of augmentations, defined on whole images; a tile of the result is computed from a box of the input.
 
     Input and output have the same shape, (*spatial, C). `image` maps normalised cells to normalised cells, and may
-    overwrite its input. A step with `moves` also moves label maps.
+    overwrite its input. A transform with `moves` is applied to label maps, too.
     """
 
     moves = False
@@ -77,20 +77,20 @@ class Transform(Registered, ABC):
 
     @abstractmethod
     def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
-        """Return the cells of `box` (*box.shape, C), given those of `source`."""
+        """Return the cells of `box` (*box.shape, C) from those of `source`."""
 
     def labels(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
-        """Return the labels (*box.shape, ...) of `box`, given those of `source`: each is one of the given."""
+        """Return the labels (*box.shape, ...) of `box`, each one of the labels of `source`."""
         return cells
 
 
-def axis_numbers(who: Transform, axes: Sequence[str], shape: Sequence[int]) -> list[int]:
-    """Return the numbers of axes that are given by name; ConfigError if images (*spatial, C) have no such axis."""
+def axis_numbers(transform: Transform, axes: Sequence[str], shape: Sequence[int]) -> list[int]:
+    """Return the indices of axes by name; ConfigError if images (*spatial, C) have no such axis."""
     names = AXES[-(len(shape) - 1) :]
     for name in axes:
         if name not in names:
             raise ConfigError(
-                f"{type(who).__name__}: axes: images of shape {tuple(shape)} have no {name}; choose from"
+                f"{type(transform).__name__}: axes: images of shape {tuple(shape)} have no {name}; choose from"
                 f" {', '.join(names)}"
             )
     return [names.index(name) for name in axes]

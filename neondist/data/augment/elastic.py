@@ -38,11 +38,11 @@ class Elastic(Transform):
 
     def reach(self, box: Box, extent: Sequence[int]) -> Box:
         """Return the box extended by the largest displacement."""
-        far = ceil(self.displacement)
-        return along_axes(box, extent, lambda lo, hi, n: (max(0, lo - far), min(n, hi + far)))
+        margin = ceil(self.displacement)
+        return along_axes(box, extent, lambda lo, hi, n: (max(0, lo - margin), min(n, hi + margin)))
 
     def source(self, box: Box, draw: Draw) -> Box:
-        """Return the same as `reach`."""
+        """Return the box extended by the largest displacement, as `reach` does."""
         return self.reach(box, draw.extent)
 
     def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
@@ -53,51 +53,51 @@ class Elastic(Transform):
         for top in range(box.lo[0], box.hi[0], rows):
             block = Box((top, *box.lo[1:]), (min(top + rows, box.hi[0]), *box.hi[1:]))
             corners = list(self._corners(source, block, draw, cells.dtype))
-            for plane, made in zip(planes, np.moveaxis(out[top - box.lo[0] :][:rows], -1, 0), strict=True):
-                made[...] = sum(plane.take(cell) * weight for cell, weight in corners)
+            for plane, values in zip(planes, np.moveaxis(out[top - box.lo[0] :][:rows], -1, 0), strict=True):
+                values[...] = sum(plane.take(cell) * weight for cell, weight in corners)
         return out
 
     def _corners(self, source: Box, box: Box, draw: Draw, dtype: np.dtype) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield which cells of `source`, by number, lie around the places of a box, and their weights."""
-        ends = []  # of each axis: the cells before and after the place
-        for axis, places in enumerate(self._places(box, draw)):
+        """Yield flat indices into `source`, and weights, of the corners of linear interpolation for a box."""
+        ends = []  # for each axis, the cells on both sides of the position
+        for axis, positions in enumerate(self._positions(box, draw)):
             stride, last = prod(source.shape[axis + 1 :]), source.hi[axis] - 1
-            first = places.astype(np.intp)  # none is below 0
-            after = (places - first).astype(dtype)
-            cells = [(np.minimum(first + more, last) - source.lo[axis]) * stride for more in (0, 1)]
-            ends.append(list(zip(cells, (1 - after, after), strict=True)))
+            first = positions.astype(np.intp)  # rounds down: none is negative
+            fraction = (positions - first).astype(dtype)
+            cells = [(np.minimum(first + step, last) - source.lo[axis]) * stride for step in (0, 1)]
+            ends.append(list(zip(cells, (1 - fraction, fraction), strict=True)))
         for corner in product(*ends):
             cell, weight = zip(*corner, strict=True)
             yield reduce(np.add, cell), reduce(np.multiply, weight)
 
     def labels(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
         """Return the labels of the nearest cells."""
-        places = [np.floor(one + 0.5).astype(np.intp) for one in self._places(box, draw)]
-        return cells[tuple(one - lo for one, lo in zip(places, source.lo, strict=True))]
+        nearest = [np.floor(position + 0.5).astype(np.intp) for position in self._positions(box, draw)]
+        return cells[tuple(index - lo for index, lo in zip(nearest, source.lo, strict=True))]
 
-    def _places(self, box: Box, draw: Draw) -> list[np.ndarray]:
-        """Return the places in the image that the cells of a box show, an array (*box.shape) for each axis."""
-        knots, points = zip(*(self._knots(lo, hi) for lo, hi in box.axes()), strict=True)
+    def _positions(self, box: Box, draw: Draw) -> list[np.ndarray]:
+        """Return the source positions of the cells of a box, an array (*box.shape) for each axis."""
+        knots, points = zip(*(self._control_points(lo, hi) for lo, hi in box.axes()), strict=True)
         lattice = tuple(int((n - 1) / self.spacing) + 4 for n in draw.extent)
         index = draw.index((len(lattice), *lattice), (slice(0, len(lattice)), *points))
         field = self.displacement * (2 * rng.uniform(draw.stream, index) - 1)
-        for axis, each in enumerate(knots, start=1):  # cell by cell, so that no box changes a bit of it
+        for axis, pairs in enumerate(knots, start=1):  # cell by cell: bitwise the same for any box
             shape = (-1, *(1,) * (field.ndim - 1 - axis))
-            field = sum(weight.reshape(shape) * field.take(point, axis) for point, weight in each)
+            field = sum(weight.reshape(shape) * field.take(point, axis) for point, weight in pairs)
         cells = np.meshgrid(*(np.arange(lo, hi) for lo, hi in box.axes()), indexing="ij", sparse=True)
-        return [np.clip(at + by, 0, n - 1) for at, by, n in zip(cells, field, draw.extent, strict=True)]
+        return [np.clip(cell + shift, 0, n - 1) for cell, shift, n in zip(cells, field, draw.extent, strict=True)]
 
-    def _knots(self, lo: int, hi: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], slice]:
-        """Return four control points and weights for each of the cells [lo, hi) of an axis, and which points.
+    def _control_points(self, lo: int, hi: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], slice]:
+        """Return four control points and weights for each cell in [lo, hi) of an axis, and the slice of the points.
 
         Point 0 lies one spacing before the first cell.
         """
-        place = np.arange(lo, hi) / self.spacing
-        knot = np.floor(place).astype(np.intp)
-        t, first = place - knot, int(knot[0])
+        position = np.arange(lo, hi) / self.spacing
+        knot = np.floor(position).astype(np.intp)
+        t, first = position - knot, int(knot[0])
         spline = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
-        each = [(knot - first + point, weight / 6) for point, weight in enumerate(spline)]
-        return each, slice(first, int(knot[-1]) + 4)
+        pairs = [(knot - first + point, weight / 6) for point, weight in enumerate(spline)]
+        return pairs, slice(first, int(knot[-1]) + 4)
 
 
 _BLOCK = 1 << 14  # cells

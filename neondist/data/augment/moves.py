@@ -1,4 +1,4 @@
-"""Steps that move cells by whole cells: mirrored, turned, shifted."""
+"""Transforms that move whole cells: mirroring, rotation, shifts."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Flip(Transform):
 
     def reach(self, box: Box, extent: Sequence[int]) -> Box:
         """Return the box around the cells and their mirror images."""
-        return box.hull(_mirrored(box, axis_numbers(self, self.axes, (*extent, 1)), extent))
+        return box.hull(_mirror_box(box, axis_numbers(self, self.axes, (*extent, 1)), extent))
 
     def source(self, box: Box, draw: Draw) -> Box:
         """Return the cells' mirror images."""
-        return _mirrored(box, self._flipped(draw), draw.extent)
+        return _mirror_box(box, self._flipped(draw), draw.extent)
 
     def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
         """Return the cells mirrored."""
@@ -73,31 +73,31 @@ class QuarterTurns(Transform):
         self.axes = tuple(axes)
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise ConfigError if an axis does not exist, or the two differ in extent, since images keep their shape."""
+        """Raise ConfigError if an axis does not exist, or the extents of the two axes differ."""
         a, b = axis_numbers(self, self.axes, shape)
         if shape[a] != shape[b]:
             raise ConfigError(
-                f"QuarterTurns: images of shape {tuple(shape)} are {shape[a]} cells along {self.axes[0]} and {shape[b]}"
-                f" along {self.axes[1]}, so that a quarter turn does not fit; use Flip of both axes, or square images"
+                f"QuarterTurns: images of shape {tuple(shape)} have {shape[a]} cells along {self.axes[0]} and"
+                f" {shape[b]} along {self.axes[1]}, so a quarter turn does not fit; use Flip of both, or square images"
             )
 
     def reach(self, box: Box, extent: Sequence[int]) -> Box:
         """Return the box around the cells in all four directions."""
-        box = box.hull(self._turned(box, 1, extent))
-        return box.hull(self._turned(box, 2, extent))
+        box = box.hull(self._rotate(box, 1, extent))
+        return box.hull(self._rotate(box, 2, extent))
 
     def source(self, box: Box, draw: Draw) -> Box:
         """Return the cells before the rotation."""
-        return self._turned(box, _turns(draw), draw.extent)
+        return self._rotate(box, _count_turns(draw), draw.extent)
 
     def image(self, cells: np.ndarray, source: Box, box: Box, draw: Draw) -> np.ndarray:
         """Return the cells rotated from the first axis to the second."""
         a, b = axis_numbers(self, self.axes, draw.shape)
-        return np.rot90(cells, _turns(draw), (a, b))
+        return np.rot90(cells, _count_turns(draw), (a, b))
 
     labels = image
 
-    def _turned(self, box: Box, turns: int, extent: Sequence[int]) -> Box:
+    def _rotate(self, box: Box, turns: int, extent: Sequence[int]) -> Box:
         a, b = axis_numbers(self, self.axes, (*extent, 1))
         for _ in range(turns):
             ranges = list(box.axes())
@@ -127,7 +127,7 @@ class Shift(Transform):
         """Raise ConfigError if the image is too small for reflection."""
         if self.mode == "reflect" and self.max >= min(shape[:-1]):
             raise ConfigError(
-                f"Shift: max: images of shape {tuple(shape)} cannot be mirrored {self.max} cells far; give less than"
+                f"Shift: max: images of shape {tuple(shape)} cannot be reflected by {self.max} cells; give less than"
                 f" {min(shape[:-1])}, or mode: replicate"
             )
 
@@ -144,11 +144,11 @@ class Shift(Transform):
         shifted = box.shift(self._offsets(draw))
         for axis, ((lo, hi), n) in enumerate(zip(shifted.axes(), draw.extent, strict=True)):
             if lo < 0 or hi > n:
-                shown = np.arange(lo, hi)
-                places = fold(shown, n, self._fold)
-                cells = cells.take(places - source.lo[axis], axis)
+                coordinates = np.arange(lo, hi)
+                sources = fold(coordinates, n, self._fold)
+                cells = cells.take(sources - source.lo[axis], axis)
                 if self.mode == "zeros":
-                    cells[(slice(None),) * axis + (places != shown,)] = 0
+                    cells[(slice(None),) * axis + (sources != coordinates,)] = 0
         return cells
 
     labels = image
@@ -164,7 +164,7 @@ class Shift(Transform):
         return [int(number * (2 * self.max + 1)) - self.max for number in draw.numbers[1 : len(draw.shape)]]
 
 
-def _turns(draw: Draw) -> int:
+def _count_turns(draw: Draw) -> int:
     return int(4 * draw.numbers[1])
 
 
@@ -172,7 +172,7 @@ def _mirror(cells: Range, n: int) -> Range:
     return n - cells[1], n - cells[0]
 
 
-def _mirrored(box: Box, axes: Sequence[int], extent: Sequence[int]) -> Box:
+def _mirror_box(box: Box, axes: Sequence[int], extent: Sequence[int]) -> Box:
     ranges = list(box.axes())
     for axis in axes:
         ranges[axis] = _mirror(ranges[axis], extent[axis])

@@ -1,4 +1,4 @@
-"""A rank's tile of augmented images, made from the cells that it depends on."""
+"""A rank's tile of augmented images, computed from the cells that it depends on."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ...arrays import rng
 from ...geometry import Box
 from .base import NUMBERS, Draw, Transform
 
-#: returns cells (n, *cells, ...) of the samples of some numbers; slices count from the first cell of `held`
+#: returns cells (n, *cells, ...) of samples by number; slices count from the first cell of `held`
 Read: TypeAlias = Callable[[np.ndarray, tuple[slice, ...]], np.ndarray]
 
 
 class AugmentedTile:
-    """The cells of a box of each image after all steps; which cells of the image these need, and how they are made.
+    """A box of each image after all transforms, computed from the cells that it depends on.
 
-    Every number is a function of the seed, the epoch, the sample and the global cell, and a step's results are of whole
-    images, so all grids, batches and orders of reading have the same.
+    Random draws are functions of the seed, epoch, sample and global cell, and transforms are defined on whole images.
+    So the result does not depend on the grid, the batches or the order of reading.
 
     Parameters
     ----------
     transforms : sequence of Transform
-        The steps, in their order.
+        Transforms, in order of application.
     seed : int
     shape : (*spatial, C) of whole images
-    box : cells that are wanted
-    held : cells that can be read, or None for all that can ever be needed
+    box : cells of the result
+    held : cells that can be read; None: all cells that any random draw may need
     """
 
     def __init__(
@@ -43,56 +43,56 @@ class AugmentedTile:
         self.held = held
 
     def plain(self) -> AugmentedTile:
-        """Return the same cells of the images as they are."""
+        """Return the same box without augmentation."""
         return AugmentedTile((), self.seed, self.shape, self.box, self.held)
 
     @property
     def moves(self) -> bool:
-        """Whether other cells are wanted than those that are held, or in another order."""
+        """Whether `box` differs from `held`, or a transform moves cells."""
         return self.held != self.box or any(transform.moves for transform in self.transforms)
 
     def images(self, read: Read, numbers: np.ndarray, epoch: int, cells: Sequence[slice] | None = None) -> np.ndarray:
-        """Return the wanted cells (n, *cells, C) of some samples; or those of them at `cells`, counted from the first.
+        """Return the box (n, *cells, C) of some samples; or a part of it, `cells`, counted from its first cell.
 
         Parameters
         ----------
-        read : of cells as the network sees them, which may be written to
+        read : returns normalised cells, which may be overwritten
         """
         box = self.box
         if cells is not None:
             box = Box(tuple(c.start for c in cells), tuple(c.stop for c in cells)).shift(self.box.lo)
-        return self._made(read, numbers, epoch, box, False)
+        return self._compute(read, numbers, epoch, box, False)
 
     def labels(self, read: Read, numbers: np.ndarray, epoch: int) -> np.ndarray:
-        """Return the wanted cells (n, *cells, ...) of the label maps of some samples."""
-        return self._made(read, numbers, epoch, self.box, True)
+        """Return the box (n, *cells, ...) of the label maps of some samples."""
+        return self._compute(read, numbers, epoch, self.box, True)
 
-    def _made(self, read: Read, numbers: np.ndarray, epoch: int, box: Box, labels: bool) -> np.ndarray:
+    def _compute(self, read: Read, numbers: np.ndarray, epoch: int, box: Box, labels: bool) -> np.ndarray:
         index = numbers[:, None] * NUMBERS + np.arange(NUMBERS)
-        drawn = []
-        for place, transform in enumerate(self.transforms):
+        draws = []
+        for order, transform in enumerate(self.transforms):
             if transform.moves or not labels:
-                stream = rng.key(self.seed, "augment", place, type(transform).__name__, epoch)
-                drawn.append((transform, rng.uniform(stream, index).tolist(), rng.key(stream, "cells")))
-        if not drawn or box.empty or not len(numbers):
+                stream = rng.key(self.seed, "augment", order, type(transform).__name__, epoch)
+                draws.append((transform, rng.uniform(stream, index).tolist(), rng.key(stream, "cells")))
+        if not draws or box.empty or not len(numbers):
             return read(numbers, box.relative_to(self.held).slices)
-        made = defaultdict[Box, list[tuple[int, list[Any]]]](list)
-        for at, number in enumerate(numbers.tolist()):
+        by_source = defaultdict[Box, list[tuple[int, list[Any]]]](list)
+        for position, number in enumerate(numbers.tolist()):
             steps, source = [], box
-            for transform, uniform, stream in reversed(drawn):
-                draw = Draw(self.shape, uniform[at], stream, number)
+            for transform, uniform, stream in reversed(draws):
+                draw = Draw(self.shape, uniform[position], stream, number)
                 if transform.applies(draw):
-                    wanted, source = source, transform.source(source, draw)
-                    steps.append((transform.labels if labels else transform.image, source, wanted, draw))
-            made[source].append((at, steps))
+                    target, source = source, transform.source(source, draw)
+                    steps.append((transform.labels if labels else transform.image, source, target, draw))
+            by_source[source].append((position, steps))
         out: np.ndarray | None = None
-        for source, samples in made.items():
-            cells = read(numbers[[at for at, _ in samples]], source.relative_to(self.held).slices)
-            for found, (at, steps) in zip(cells, samples, strict=True):
-                for step, *where in reversed(steps):
-                    found = step(found, *where)
+        for source, samples in by_source.items():
+            cells = read(numbers[[position for position, _ in samples]], source.relative_to(self.held).slices)
+            for sample, (position, steps) in zip(cells, samples, strict=True):
+                for step, *arguments in reversed(steps):
+                    sample = step(sample, *arguments)
                 if out is None:
-                    out = np.empty((len(numbers), *found.shape), found.dtype)
-                out[at] = found
+                    out = np.empty((len(numbers), *sample.shape), sample.dtype)
+                out[position] = sample
         assert out is not None
         return out

@@ -1,4 +1,4 @@
-"""Steps that change the values of cells where they are."""
+"""Transforms that change values of cells in place."""
 
 from __future__ import annotations
 

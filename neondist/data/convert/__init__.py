@@ -1,4 +1,4 @@
-"""Folders of images, NumPy files, IDX and CIFAR-10 to one HDF5 file, a few samples at a time."""
+"""Conversion of image folders, NumPy files, IDX files and CIFAR-10 to HDF5, a few samples at a time."""
 
 from __future__ import annotations
 
@@ -22,56 +22,56 @@ from .from_images import image_parts
 from .from_official import cifar_parts, idx_folder, idx_parts, magic
 
 Progress = Callable[[str, int, int], None]
-_COPIES = 3  # of a sample: as it was read, as it is written, and HDF5's
-_FEW = 1 << 17  # cells whose 64-bit copies stay in cache
-_TOP = {"u1": 255.0, "u2": 65535.0}
+_COPIES = 3  # of a sample: as read, as written, and HDF5's own
+_BLOCK_CELLS = 1 << 17  # cells whose 64-bit copies stay in cache
+_FULL_SCALE = {"u1": 255.0, "u2": 65535.0}
 
 
 def parts_of(
     sources: Sequence[Path], loader: Loader, labels: Path | None = None, maps: Path | None = None
 ) -> dict[str, SplitSource]:
-    """Return the parts ('train'; 'validation' and 'test' where there are) of one or more files or of a folder.
+    """Return the parts ('train', optionally 'validation' and 'test') of one or more files or of a folder.
 
     Raises
     ------
     DataError
-        It is nothing that is known here, or damaged.
+        If the format is unknown, or a file is damaged.
     """
     paths = [Path(os.path.expanduser(source)) for source in sources]
-    for path in (*paths, *(beside for beside in (labels, maps) if beside is not None)):
-        if not os.path.exists(path):  # and not Path.exists, which raises where a permission is missing
+    for path in (*paths, *(extra for extra in (labels, maps) if extra is not None)):
+        if not os.path.exists(path):  # Path.exists would raise without permission
             raise DataError(f"{path}: no such file or folder; check the path and its permissions")
     if labels is not None and maps is not None:
         raise ConfigError(
             "--labels and --maps exclude each other; give a class for each image, or one for each of its pixels"
         )
     try:
-        return _known(paths, loader, labels, maps)
+        return _detect_parts(paths, loader, labels, maps)
     except OSError as error:
         raise DataError(f"{error.filename or paths[0]}: cannot be read ({error.strerror or error})") from error
 
 
-def _known(paths: list[Path], loader: Loader, labels: Path | None, maps: Path | None) -> dict[str, SplitSource]:
+def _detect_parts(paths: list[Path], loader: Loader, labels: Path | None, maps: Path | None) -> dict[str, SplitSource]:
     first = paths[0]
     if first.is_dir() and len(paths) == 1:
         if labels is None and maps is None:
             if any((folder / "test_batch.bin").is_file() for folder in (first, first / "cifar-10-batches-bin")):
-                return _without_options(cifar_parts(first), loader)
+                return _reject_options(cifar_parts(first), loader)
             if official := idx_folder(first):
-                return _without_options(idx_parts(official), loader)
+                return _reject_options(idx_parts(official), loader)
         return image_parts(first, loader, labels, maps)
     if labels is not None or maps is not None:
         raise ConfigError(
             f"--labels and --maps apply to a folder of images, and {first} is not one, or is not the only source"
         )
     if all(path.suffix == ".npy" for path in paths):
-        return _without_options(npy_parts(paths), loader)
+        return _reject_options(npy_parts(paths), loader)
     if first.suffix == ".npz" and len(paths) == 1:
-        return _without_options(npz_parts(first), loader)
+        return _reject_options(npz_parts(first), loader)
     if first.name.endswith((".tar.gz", ".tgz")) and len(paths) == 1:
-        return _without_options(cifar_parts(first), loader)
+        return _reject_options(cifar_parts(first), loader)
     if all(path.is_file() and magic(path) for path in paths):
-        return _without_options(idx_parts(paths), loader)
+        return _reject_options(idx_parts(paths), loader)
     raise DataError(
         f"{first}: unknown source; give a folder of images, IMAGES.npy LABELS.npy, a .npz, IDX files or their"
         " folder, or"
@@ -79,7 +79,7 @@ def _known(paths: list[Path], loader: Loader, labels: Path | None, maps: Path | 
     )
 
 
-def _without_options(parts: dict[str, SplitSource], loader: Loader) -> dict[str, SplitSource]:
+def _reject_options(parts: dict[str, SplitSource], loader: Loader) -> dict[str, SplitSource]:
     if loader != Loader():
         raise ConfigError(
             "--size and --mode apply to folders of images; leave them out, since arrays are written unchanged"
@@ -90,21 +90,21 @@ def _without_options(parts: dict[str, SplitSource], loader: Loader) -> dict[str,
 def convert(
     parts: dict[str, SplitSource], target: Path, compress: bool = False, progress: Progress | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Write the parts to an HDF5 file for `HDF5Dataset`, whole or not at all; return the shape of each part's images.
+    """Write the parts atomically to an HDF5 file for `HDF5Dataset`; return the shape of each part's images.
 
     Parameters
     ----------
     parts : from `parts_of`; each is read once
-    target : a file of the same name is replaced, if it is HDF5
-    compress : pack the chunks with gzip
-    progress : called as progress(name of the part, samples written, samples in all)
+    target : an existing file is replaced if it is HDF5
+    compress : compress the chunks with gzip
+    progress : called as progress(part name, samples written, total samples)
 
     Raises
     ------
     DataError
-        A source is damaged, or its samples are not alike.
+        If a source is damaged, or its samples differ in shape.
     OutputError
-        The file cannot be written.
+        If the file cannot be written.
     """
     if os.path.exists(target) and not _is_hdf5(target):
         raise OutputError(f"{target}: exists but is not an HDF5 file, so it is not replaced; choose another name")
@@ -112,11 +112,11 @@ def convert(
         shapes = ", ".join(f"{name} {part.shape}" for name, part in parts.items())
         raise DataError(f"samples of the splits differ in shape: {shapes}; scale them with --size")
     for name, part in parts.items():
-        _check_room(name, part)
+        _require_memory(name, part)
     try:
         with hdf5.NewFile(target) as new:
             for name, part in parts.items():
-                _write(new, new.file.create_group(name), name, part, compress, progress or _silent)
+                _write(new, new.file.create_group(name), name, part, compress, progress or _ignore_progress)
     except OSError as error:
         raise OutputError(
             f"{target}: cannot be written ({error.strerror or error}); the existing file is unchanged; free disk"
@@ -127,26 +127,26 @@ def convert(
     return {name: (part.count, *part.shape) for name, part in parts.items()}
 
 
-def _check_room(name: str, part: SplitSource) -> None:
-    """Refuse samples of which this machine cannot hold one, before anything of that size is asked for."""
+def _require_memory(name: str, part: SplitSource) -> None:
+    """Raise DataError if one sample does not fit in memory, before it is allocated."""
     sample = int(np.prod(part.shape, dtype=object)) * part.dtype.itemsize
-    what = f"{name}: a sample of {' x '.join(map(str, part.shape))}"
-    require_room(_COPIES * sample, what, "cut it into pieces first")
+    subject = f"{name}: a sample of {' x '.join(map(str, part.shape))}"
+    require_room(_COPIES * sample, subject, "cut it into pieces first")
 
 
 def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress: bool, progress: Progress) -> None:
-    packing = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compress else {}
+    filters = {"compression": "gzip", "compression_opts": 1, "shuffle": True} if compress else {}
     chunks = chunk_shape(part.shape[:-1], part.shape[-1], part.dtype.itemsize)
     images = group.create_dataset(
-        "images", (part.count, *part.shape), part.dtype, chunks=chunks, fletcher32=True, **packing
+        "images", (part.count, *part.shape), part.dtype, chunks=chunks, fletcher32=True, **filters
     )
     shape = (part.count, *part.label_shape)
     labels = group.create_dataset(
-        "labels", shape, part.label_dtype, fletcher32=True, chunks=_label_chunks(part), **packing
+        "labels", shape, part.label_dtype, fletcher32=True, chunks=_label_chunks(part), **filters
     )
-    scale = _TOP.get(part.dtype.str[1:], 1.0)
+    scale = _FULL_SCALE.get(part.dtype.str[1:], 1.0)
     tables = ChecksumTable(images.shape, images.chunks), ChecksumTable(labels.shape, labels.chunks)
-    few: list[np.ndarray] = []  # labels that are not maps: a block of them has more samples than a block of images
+    label_blocks: list[np.ndarray] = []  # of labels that are not maps, whose chunks span several blocks of images
     classes = ClassLabels(name) if _are_classes(part) else None
     done, sums = 0, np.zeros((2, part.shape[-1]))
     progress(name, 0, part.count)
@@ -159,19 +159,19 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress
         if labels.chunks[0] == 1:
             tables[1].add(y, done)
         else:
-            few.append(y)
+            label_blocks.append(y)
         new.check()
         for image in x:
-            _add(sums, image.reshape(-1, part.shape[-1]), scale)
+            _accumulate(sums, image.reshape(-1, part.shape[-1]), scale)
         if not np.isfinite(sums).all():
-            at = next((n for n, image in enumerate(x) if not np.isfinite(image).all()), 0)
-            raise DataError(f"{name}: sample {done + at} has values that are not finite, or too large; correct them")
+            index = next((n for n, image in enumerate(x) if not np.isfinite(image).all()), 0)
+            raise DataError(f"{name}: sample {done + index} has values that are not finite, or too large; correct them")
         done += len(x)
         progress(name, done, part.count)
     if done != part.count:
         raise DataError(f"{name}: {done} samples were read, {part.count} were expected; the source has changed")
-    if few:
-        tables[1].add(np.concatenate(few), 0)
+    if label_blocks:
+        tables[1].add(np.concatenate(label_blocks), 0)
     for table, array in zip(tables, (images, labels), strict=True):
         table.write(new.file, array.name.strip("/"))
     mean, square = sums / max(1, part.count * int(np.prod(part.shape[:-1])))
@@ -185,16 +185,16 @@ def _write(new: hdf5.NewFile, group: Any, name: str, part: SplitSource, compress
 
 
 def _are_classes(part: SplitSource) -> bool:
-    """Return whether the labels are one class for each sample, or for each cell."""
+    """Return whether the labels are classes, one per sample or per cell."""
     return part.label_dtype.kind in "iu" and (not part.label_shape or len(part.label_shape) == len(part.shape) - 1)
 
 
-def _add(sums: np.ndarray, cells: np.ndarray, scale: float) -> None:
+def _accumulate(sums: np.ndarray, cells: np.ndarray, scale: float) -> None:
     """Add the cells (n, C) and their squares to the sums (2, C), a few at a time."""
-    with np.errstate(over="ignore", invalid="ignore"):  # the caller looks at the sums
-        for at in range(0, len(cells), _FEW):
-            some = cells[at : at + _FEW].astype(np.float64) / scale
-            sums += some.sum(axis=0), np.einsum("ij,ij->j", some, some)
+    with np.errstate(over="ignore", invalid="ignore"):  # the caller checks the sums
+        for start in range(0, len(cells), _BLOCK_CELLS):
+            block = cells[start : start + _BLOCK_CELLS].astype(np.float64) / scale
+            sums += block.sum(axis=0), np.einsum("ij,ij->j", block, block)
 
 
 def _label_chunks(part: SplitSource) -> tuple[int, ...]:
@@ -207,7 +207,7 @@ def _label_chunks(part: SplitSource) -> tuple[int, ...]:
 
 
 def _is_hdf5(path: Path) -> bool:
-    """Return whether a file is HDF5, or empty; a file that cannot be read is not known to be."""
+    """Return whether a file is HDF5, or empty; False if it cannot be read."""
     try:
         if not path.is_file():  # a pipe would block
             return False
@@ -217,16 +217,16 @@ def _is_hdf5(path: Path) -> bool:
         return False
 
 
-def _silent(name: str, done: int, total: int) -> None:
+def _ignore_progress(name: str, done: int, total: int) -> None:
     pass
 
 
-_MOST = 2**31 - 1  # the largest label; no network has so many outputs
+_MAX_LABEL = 2**31 - 1  # far more classes than any network has outputs
 _WHITE = 255
 
 
 class ClassLabels:
-    """Checks of the labels of one part, block by block; labels that training could not use are rejected.
+    """Validation of the labels of one part, block by block.
 
     Attributes
     ----------
@@ -237,21 +237,21 @@ class ClassLabels:
         self.part, self.top, self._done = part, 0, 0
 
     def add(self, labels: np.ndarray) -> None:
-        """Look at the labels of the next samples, (n,) or (n, *spatial).
+        """Check the labels of the next samples, (n,) or (n, *spatial).
 
         Raises
         ------
         DataError
-            One is not a class, or maps are masks of black and white.
+            If a label is not a valid class, or the maps are black-and-white masks.
         """
         if not labels.size:
             return
         low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high > _MOST:
+        if low < 0 or high > _MAX_LABEL:
             wrong = low if low < 0 else high
-            at = self._done + int(np.argwhere(labels == wrong)[0][0])
+            sample = self._done + int(np.argwhere(labels == wrong)[0][0])
             raise DataError(
-                f"{self.part}: sample {at} has the label {wrong}; classes are whole numbers from 0: correct the labels"
+                f"{self.part}: sample {sample} has the label {wrong}; expected whole numbers from 0: correct the labels"
             )
         if labels.ndim > 1 and high == _WHITE and not self.top and np.isin(labels, (0, _WHITE)).all():
             raise DataError(

@@ -47,7 +47,7 @@ class ArrayFile:
 
     @contextmanager
     def open(self) -> Iterator[tuple[tuple[int, ...], np.dtype, IO[bytes]]]:
-        """Give shape, dtype and a stream of the cells, the last axis fastest."""
+        """Open the array; yield its shape, its dtype and a stream of its elements in C order."""
         with _faults(self.title), ExitStack() as stack:
             if self.member is None:
                 stream: Any = stack.enter_context(open_regular(self.path))
@@ -57,22 +57,22 @@ class ArrayFile:
             if dtype.kind not in "biuf" or dtype.itemsize > 8:
                 raise DataError(f"{self.title}: has elements of dtype {dtype}; give real numbers of at most 64 bits")
             if fortran and len(shape) > 1:
-                raise DataError(f"{self.title}: is in Fortran order; save numpy.ascontiguousarray of it")
-            promised = int(np.prod(shape, dtype=object)) * dtype.itemsize
-            if self._bytes(stream) < promised:
+                raise DataError(f"{self.title}: is in Fortran order; save numpy.ascontiguousarray(array)")
+            expected = int(np.prod(shape, dtype=object)) * dtype.itemsize
+            if self._bytes(stream) < expected:
                 raise DataError(
-                    f"{self.title}: truncated: its shape is {shape}, which is {promised} bytes; save it again"
+                    f"{self.title}: truncated: its shape is {shape}, which is {expected} bytes; save it again"
                 )
             yield shape, dtype, stream
 
     def _bytes(self, stream: Any) -> int:
-        """Return the bytes that follow in an open file, or those that the archive says a member has."""
+        """Return the number of bytes left in an open file, or the size of a member by the archive's directory."""
         if self.member is None:
             return os.fstat(stream.fileno()).st_size - stream.tell()
         with _archive(self.path) as archive:
             return archive.getinfo(self.member).file_size
 
-    def facts(self) -> tuple[tuple[int, ...], np.dtype]:
+    def header(self) -> tuple[tuple[int, ...], np.dtype]:
         """Return shape and dtype."""
         with self.open() as (shape, dtype, _):
             return shape, dtype
@@ -90,38 +90,37 @@ class ArrayFile:
 
 
 def npz_parts(path: Path) -> dict[str, SplitSource]:
-    """Return the parts of a .npz file, by the usual names of its arrays."""
+    """Return the parts of a .npz file, recognised by the names of its arrays."""
     with _faults(str(path)), _archive(path) as archive:
         members = {name.removesuffix(".npy"): name for name in archive.namelist()}
-    found = {}
+    parts = {}
     for part, names in _IMAGES.items():
-        images, labels = (next((n for n in wanted if n in members), None) for wanted in (names, _LABELS[part]))
+        images, labels = (next((n for n in candidates if n in members), None) for candidates in (names, _LABELS[part]))
         if images is not None and labels is not None:
-            found[part] = array_part(ArrayFile(path, members.pop(images)), ArrayFile(path, members.pop(labels)))
-    if "train" not in found:
+            parts[part] = array_part(ArrayFile(path, members.pop(images)), ArrayFile(path, members.pop(labels)))
+    if "train" not in parts:
         raise DataError(
             f"{path}: has {', '.join(sorted(members)) or 'no arrays'}; name them x_train, y_train (and x_val, y_val,"
             " x_test, y_test), or images and labels"
         )
     notes = tuple(f"left out: the array {name}" for name in sorted(members))
-    return found | {"train": replace(found["train"], notes=notes)}
+    return parts | {"train": replace(parts["train"], notes=notes)}
 
 
 def npy_parts(paths: list[Path]) -> dict[str, SplitSource]:
-    """Return the parts of .npy files: images and labels for training, and perhaps for validation, and for testing."""
+    """Return the parts of .npy files: images and labels for training, optionally for validation and for testing."""
     names = {2: ["train"], 4: ["train", "test"], 6: ["train", "validation", "test"]}.get(len(paths))
     if names is None:
         raise DataError(
-            f"{paths[0]}: give IMAGES.npy LABELS.npy, four files, those for testing last, or six: for training,"
-            " validation, testing"
+            f"{paths[0]}: give IMAGES.npy LABELS.npy, four files (training, test), or six (training, validation, test)"
         )
     files = [ArrayFile(path) for path in paths]
-    return {name: array_part(*files[2 * at : 2 * at + 2]) for at, name in enumerate(names)}
+    return {name: array_part(*files[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
 
 
 def array_part(images: ArrayFile, labels: ArrayFile) -> SplitSource:
-    """Return the part of an array of images (N, H, W), (N, H, W, C) or (N, D, H, W, C), and one of labels."""
-    (shape, dtype), (label_shape, label_dtype) = images.facts(), labels.facts()
+    """Return the part of images (N, H, W), (N, H, W, C) or (N, D, H, W, C) and their labels."""
+    (shape, dtype), (label_shape, label_dtype) = images.header(), labels.header()
     sample = with_channels(images.path, shape[1:])
     if not shape or not label_shape or shape[0] != label_shape[0] or not shape[0]:
         raise DataError(

@@ -53,7 +53,7 @@ class CIFAR10(CachedDataset):
         return Source(Path(os.path.expanduser(self.path)))
 
     def check(self) -> None:
-        """Check that all batches are there and hold whole records; the pixels are not read."""
+        """Check that all batches exist and hold whole records; the pixels are not read."""
         for name, size in self.source.sizes().items():
             if size == 0 or size % RECORD:
                 raise DataError(
@@ -68,14 +68,14 @@ class CIFAR10(CachedDataset):
     def decode(self, tile: tuple[slice, ...]) -> Arrays:
         """Return one tile of all images, and the md5 of the batches."""
         arrays: Arrays = {}
-        cut = (slice(None), *tile)
+        cells = (slice(None), *tile)
         digest = hashlib.md5(usedforsecurity=False)
         for split, names in BATCHES.items():
             tiles, labels = [], []
-            for batch in self.source.each(names):
+            for batch in self.source.read_batches(names):
                 digest.update(batch)
                 for images, classes in records(batch):
-                    tiles.append(images[cut].copy())
+                    tiles.append(images[cells].copy())
                     labels.append(classes)
             arrays[f"{split}/images"], targets = np.concatenate(tiles), np.concatenate(labels)
             arrays[f"{split}/targets"] = targets

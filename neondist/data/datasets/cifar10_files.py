@@ -19,26 +19,26 @@ RECORD = 1 + 3 * 32 * 32  # a label, then the red, the green and the blue plane
 _CHUNK = 1000
 BATCHES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
 _NAMES = [name for names in BATCHES.values() for name in names]
-_LARGEST = 10_000 * RECORD  # an official batch; nothing larger is read from an archive
-_LARGEST_ARCHIVE = 30 * _LARGEST
+_MAX_BATCH = 10_000 * RECORD  # an official batch; nothing larger is read from an archive
+_MAX_ARCHIVE = 30 * _MAX_BATCH
 
 
 @dataclass(frozen=True)
 class Source:
-    """A folder (or one whose sub-folder cifar-10-batches-bin holds the batches), or a .tar.gz."""
+    """A folder of batches (possibly in its subfolder cifar-10-batches-bin), or a .tar.gz archive."""
 
     path: Path
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of every batch; DataError if one is missing."""
-        if os.path.isdir(self.path):  # and not Path.is_dir, which raises where a permission is missing
+        """Return the size of every batch in bytes; DataError if one is missing."""
+        if os.path.isdir(self.path):  # Path.is_dir would raise without permission
             with _readable(self.path):
                 return {file.name: file.stat().st_size for file in self.files()}
         with self._archive() as archive:
             return {name: member.size for name, member in self._members(archive).items()}
 
     def files(self) -> list[Path]:
-        """Return the files that everything is read from."""
+        """Return the files of the batches, or the archive."""
         if not os.path.isdir(self.path):
             return [self.path]
         inner = self.path / "cifar-10-batches-bin"
@@ -48,13 +48,13 @@ class Source:
                 raise DataError(f"CIFAR10 path: {folder} has no {name}; unpack the binary version of CIFAR-10 there")
         return [folder / name for name in _NAMES]
 
-    def each(self, names: Sequence[str]) -> Iterator[bytes]:
-        """Yield the bytes of the batches of these names, one after the other."""
+    def read_batches(self, names: Sequence[str]) -> Iterator[bytes]:
+        """Yield the content of the named batches."""
         if os.path.isdir(self.path):
             files = {file.name: file for file in self.files()}
             for name in names:
                 with _readable(files[name]):
-                    batch = read_bytes(files[name], _LARGEST)
+                    batch = read_bytes(files[name], _MAX_BATCH)
                 yield batch
             return
         with self._archive() as archive:
@@ -63,20 +63,19 @@ class Source:
                 yield _read(archive, members[name])
 
     def _members(self, archive: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
-        found, size = dict[str, tarfile.TarInfo](), 0
+        members, size = dict[str, tarfile.TarInfo](), 0
         for member in archive:
             size += member.size + tarfile.BLOCKSIZE
-            if size > _LARGEST_ARCHIVE:
+            if size > _MAX_ARCHIVE:
                 raise DataError(
-                    f"{self.path}: decompresses to more than {_LARGEST_ARCHIVE:,} bytes, five times the size of"
-                    " CIFAR-10"
+                    f"{self.path}: decompresses to more than {_MAX_ARCHIVE:,} bytes, five times the size of CIFAR-10"
                 )
             if member.isfile():
-                found[PurePosixPath(member.name).name] = member
-        missing = [name for name in _NAMES if name not in found]
+                members[PurePosixPath(member.name).name] = member
+        missing = [name for name in _NAMES if name not in members]
         if missing:
             raise DataError(f"{self.path}: has no {missing[0]}; it is not the binary version of CIFAR-10")
-        return {name: found[name] for name in _NAMES}
+        return {name: members[name] for name in _NAMES}
 
     @contextmanager
     def _archive(self) -> Iterator[tarfile.TarFile]:
@@ -86,7 +85,7 @@ class Source:
             with open_regular(self.path) as file, tarfile.open(fileobj=file) as archive:
                 yield archive
         except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
-            reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")  # tarfile tells one line per method
+            reason = (str(error).splitlines() or ["cut short"])[0].rstrip(":")  # tarfile reports one line per method
             raise DataError(f"{self.path}: is not a valid .tar.gz ({reason}); download it again") from error
 
 
@@ -99,15 +98,15 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    if member.size > _LARGEST:
-        raise DataError(f"{member.name} claims {member.size} bytes, a batch has at most {_LARGEST}")
+    if member.size > _MAX_BATCH:
+        raise DataError(f"{member.name} declares {member.size} bytes, but a batch has at most {_MAX_BATCH}")
     file = archive.extractfile(member)
     return file.read() if file is not None else b""
 
 
 def records(batch: bytes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield a batch's images (n, 32, 32, 3) uint8 and classes (n,) int64, a few at a time."""
-    found = np.frombuffer(batch, np.uint8).reshape(-1, RECORD)
-    for start in range(0, len(found), _CHUNK):
-        some = found[start : start + _CHUNK]
-        yield some[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), some[:, 0].astype(np.int64)
+    rows = np.frombuffer(batch, np.uint8).reshape(-1, RECORD)
+    for start in range(0, len(rows), _CHUNK):
+        block = rows[start : start + _CHUNK]
+        yield block[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), block[:, 0].astype(np.int64)

@@ -19,11 +19,11 @@ from ...registry.ranges import Count, Index
 from ...system.memory import as_bytes
 from ..augment import Transform
 from ..base import Dataset, Split, count_of, require_share, tile_slices
-from ..raw import normalised
+from ..raw import normalise
 from .field_series import FieldSeries
 from .hdf5_tiles import StreamedSplit
 
-_BLOCK = 1 << 24  # bytes of a tile that are read at once for the statistics
+_BLOCK = 1 << 24  # bytes of a tile read at once for the statistics
 
 
 class ClimateFiles(Dataset):
@@ -107,7 +107,7 @@ class ClimateFiles(Dataset):
         self._series = series = self.open_series(self.files)
         inputs = len(self.input_channels(series))
         self.sample_shape, self.classes = (*series.extent, inputs * self.steps), None
-        chosen = [series.channels[at] for at in self.target_channels(series)]
+        chosen = [series.channels[index] for index in self.target_channels(series)]
         self._fields = Fields(
             f"{series.names[0]}:{chosen[0].variable}",
             chosen,
@@ -119,45 +119,45 @@ class ClimateFiles(Dataset):
             step=series.step,
             order=series.order,
         )
-        self._numbers()
+        self._split_samples()
 
     def open_series(self, files: str, field: str = "files", targets: bool = True) -> FieldSeries:
-        """Return the checked variables of files; `targets`: including those that are only targets.
+        """Return the variables of files, checked; `targets`: including variables that are only targets.
 
         Raises
         ------
         DataError
             If files or variables do not match.
         """
-        more = [name for name in self.targets or () if name not in self.variables] if targets else []
+        extra = [name for name in self.targets or () if name not in self.variables] if targets else []
         options: Any = {"field": field, "fill": self.fill, "cache": self._cache}
-        if not more:
+        if not extra:
             return FieldSeries(files, self.variables, self.levels, **options)
-        known = FieldSeries(files, self.variables, self.levels, **options)
-        new = [name for name in more if not known.place_named(name)]
-        return FieldSeries(files, [*self.variables, *new], self.levels, **options) if new else known
+        inputs = FieldSeries(files, self.variables, self.levels, **options)
+        missing = [name for name in extra if not inputs.find_channels(name)]
+        return FieldSeries(files, [*self.variables, *missing], self.levels, **options) if missing else inputs
 
     def input_channels(self, series: FieldSeries) -> list[int]:
-        """Return the channels of a series in an image, at each of its times."""
-        return [at for at, one in enumerate(series.channels) if one.variable in self.variables]
+        """Return the indices of the channels of an image, at each of its times."""
+        return [index for index, channel in enumerate(series.channels) if channel.variable in self.variables]
 
     def target_channels(self, series: FieldSeries) -> list[int]:
-        """Return the target channels of a series."""
+        """Return the indices of the target channels."""
         names = self.variables if self.targets is None else self.targets
-        found = [at for name in names for at in series.place_named(name)]
-        if len({*found}) < len(found):
-            raise ConfigError(f"targets: {list(names)} name a channel twice; leave out one of them")
-        return found
+        channels = [index for name in names for index in series.find_channels(name)]
+        if len({*channels}) < len(channels):
+            raise ConfigError(f"targets: {list(names)} contains a channel twice; remove one of them")
+        return channels
 
     def channel_names(self, series: FieldSeries) -> list[str]:
         """Return the names of the images' channels, earliest time first: 't2m@t-1', 't2m'."""
-        names = [series.channels[at].name for at in self.input_channels(series)]
+        names = [series.channels[index].name for index in self.input_channels(series)]
         ages = range(self.steps - 1, -1, -1)
         return [f"{name}@t-{age}" if age else name for age in ages for name in names]
 
     def input_units(self, series: FieldSeries) -> list[str]:
         """Return the units of the images' channels."""
-        return [series.channels[at].units for at in self.input_channels(series)] * self.steps
+        return [series.channels[index].units for index in self.input_channels(series)] * self.steps
 
     @property
     def fields(self) -> Fields:
@@ -171,12 +171,12 @@ class ClimateFiles(Dataset):
         """Return the splits, whose tiles are read from the files on demand."""
         if self._series is None:
             self.check()
-        series, numbers = self._series, self._numbers()
+        series, numbers = self._series, self._split_samples()
         assert series is not None
-        facts = [series.names, self.channel_names(series), series.extent, series.times.tolist()]
-        self.content = f"{checksum(np.frombuffer(repr(facts[1:]).encode(), np.uint8)):08x}"
+        content = [series.names, self.channel_names(series), series.extent, series.times.tolist()]
+        self.content = f"{checksum(np.frombuffer(repr(content[1:]).encode(), np.uint8)):08x}"
         tile = tile_slices(grid, self.sample_shape)[:-1]
-        train, validation, test = (self._split(tile, of) if len(of) else None for of in numbers)
+        train, validation, test = (self._split(tile, samples) if len(samples) else None for samples in numbers)
         assert train is not None
         return train, validation, test
 
@@ -189,7 +189,7 @@ class ClimateFiles(Dataset):
         box = grid.partition(series.extent).box(grid.tile)
         mean, square = np.empty(0), np.empty(0)
         with all_or_none(grid.world):
-            mean, square = _over_time(series, self._training_times(), box)
+            mean, square = _time_statistics(series, self._count_training_times(), box)
         centre, deviation = np.zeros(len(series.channels)), np.ones(len(series.channels))
         if self.normalise == "training":
             cells = math.prod(series.extent)
@@ -204,23 +204,23 @@ class ClimateFiles(Dataset):
             split.normalise(np.tile(centre[inputs], self.steps), np.tile(deviation[inputs], self.steps))
             split.fields = fields
 
-    def _training_times(self) -> int:
-        """Return how many times the training samples see."""
-        return len(self._numbers()[0]) + self.steps - 1 + self.lead
+    def _count_training_times(self) -> int:
+        """Return the number of times covered by the training samples."""
+        return len(self._split_samples()[0]) + self.steps - 1 + self.lead
 
-    def _numbers(self) -> list[np.ndarray]:
-        """Return which samples are for training, validation and test; they are numbered by their first time."""
+    def _split_samples(self) -> list[np.ndarray]:
+        """Return the samples of training, validation and test, numbered by their first time."""
         assert self._series is not None
         times = len(self._series)
         samples = times - self.steps + 1 - self.lead
-        kept = (self._kept is not None) + (self._test is not None)
-        if samples < 1 + kept:
+        held_out = (self._validation is not None) + (self._test is not None)
+        if samples < 1 + held_out:
             raise DataError(
-                f"{self.files}: too few times for steps: {self.steps} and lead: {self.lead}: {times}, which makes"
-                f" {max(samples, 0)} samples, and {1 + kept} splits; give more files"
+                f"{self.files}: too few times for steps: {self.steps} and lead: {self.lead}: {times} times give"
+                f" {max(samples, 0)} samples for {1 + held_out} splits; give more files"
             )
         last = 0 if self._test is None else count_of("test", self._test, samples)
-        middle = 0 if self._kept is None else self.count_kept(samples)
+        middle = 0 if self._validation is None else self.count_validation(samples)
         if last + middle >= samples:
             raise DataError(
                 f"validation: {middle} of {samples} samples, and {last} for test, leave no training samples; give fewer"
@@ -239,7 +239,7 @@ class ClimateFiles(Dataset):
 
 
 class FieldTiles:
-    """One tile of the fields at some times, read when they are asked for; one thread at a time may read.
+    """One tile of the fields at some times, read on demand; not thread-safe.
 
     Parameters
     ----------
@@ -247,8 +247,8 @@ class FieldTiles:
     first : array of int
         The first time of each sample.
     steps : int
-        How many times it has, whose channels follow each other.
-    channels : which of the series
+        Number of times of a sample; their channels are concatenated.
+    channels : indices in `series.channels`
     tile : slices of the cells
     """
 
@@ -268,12 +268,12 @@ class FieldTiles:
 
     def part(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, C) of some samples; slices count from the tile's first cell."""
-        box = [slice(of.start + cut.start, of.start + cut.stop) for of, cut in zip(self.tile, cells, strict=True)]
+        box = [slice(own.start + cut.start, own.start + cut.stop) for own, cut in zip(self.tile, cells, strict=True)]
         times = (self._first[indices].reshape(-1, 1) + np.arange(self._steps)).ravel()
-        found = self.series.read(times, box, self._channels)
-        apart = found.reshape(len(indices), self._steps, *found.shape[1:])
-        whole = np.moveaxis(apart, 1, -2).reshape(len(indices), *found.shape[1:-1], self.shape[-1])
-        return np.ascontiguousarray(whole)
+        fields = self.series.read(times, box, self._channels)
+        by_sample = fields.reshape(len(indices), self._steps, *fields.shape[1:])
+        channels_last = np.moveaxis(by_sample, 1, -2).reshape(len(indices), *fields.shape[1:-1], self.shape[-1])
+        return np.ascontiguousarray(channels_last)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
@@ -281,7 +281,7 @@ class FieldTiles:
 
 
 class FieldSplit(StreamedSplit):
-    """A split of fields, whose targets are normalised as its images are."""
+    """A split of fields, whose targets are normalised like its images."""
 
     def __init__(self, tiles: FieldTiles, labels: FieldTiles, ahead: bool, **normalisation: Any) -> None:
         super().__init__(tiles, labels, ahead, **normalisation)
@@ -289,41 +289,41 @@ class FieldSplit(StreamedSplit):
 
     def targets(self, indices: ArrayLike) -> np.ndarray:
         """Return the targets (n, *tile, C) of some samples, normalised."""
-        found = super().targets(indices)
+        raw = super().targets(indices)
         assert self.fields is not None
-        # in float64, for float32 would round what is taken away, and so move all targets
-        return normalised(found, *scaling_of(self.fields), np.float64).astype(found.dtype)
+        # in float64: float32 would round the offset, and so shift all targets
+        return normalise(raw, *scaling_of(self.fields), np.float64).astype(raw.dtype)
 
 
 def scaling_of(fields: Fields) -> tuple[list[float], list[float]]:
-    """Return the factor and the offset of each channel: normalised values are raw ones times factor minus offset."""
+    """Return the factor and the offset of each channel: normalised values are raw values times factor minus offset."""
     return (1 / fields.std).tolist(), (fields.mean / fields.std).tolist()
 
 
-def _over_time(series: FieldSeries, count: int, box: Box) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and the mean square deviation (*box, C) of each cell over the first times, in float64."""
+def _time_statistics(series: FieldSeries, count: int, box: Box) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and variance (*box, C) of each cell over the first `count` times, in float64."""
     channels = len(series.channels)
     mean, square = (np.zeros((*box.shape, channels)) for _ in range(2))
-    some = max(1, _BLOCK // max(1, box.size * channels * series.dtype.itemsize))
-    for first in range(0, count if box.size else 0, some):
-        # one time after the other, so that the numbers do not depend on how many fit into a block
-        for at, found in enumerate(series.read(np.arange(first, min(first + some, count)), box.slices), first + 1):
-            away = found - mean
-            mean += away / at
-            square += away * (found - mean)
+    block = max(1, _BLOCK // max(1, box.size * channels * series.dtype.itemsize))
+    for first in range(0, count if box.size else 0, block):
+        # one time after the other, so that the results do not depend on the block size
+        for number, field in enumerate(series.read(np.arange(first, min(first + block, count)), box.slices), first + 1):
+            difference = field - mean
+            mean += difference / number
+            square += difference * (field - mean)
     return mean, square / max(count, 1)
 
 
 def _exact_sum(world: Transport, cells: np.ndarray, count: int, owns: bool) -> np.ndarray:
     """Return the sum of each channel over the cells of all ranks, the same for any grid; collective.
 
-    Numbers are added as integers of a common scale, whose sum does not depend on the order.
+    Values are added as integers of a common scale, whose sum does not depend on the order.
     """
     channels = cells.shape[-1]
     flat = cells.reshape(-1, channels)
-    tops = world.allgather(np.abs(flat).max(0, initial=0.0).tolist())
-    top = np.maximum(np.array(tops).max(0) * count, np.finfo(np.float64).tiny)
-    scale = np.exp2(np.minimum(61 - np.ceil(np.log2(top)), 1000))
-    mine = np.rint(flat * scale).astype(np.int64).sum(0).tolist() if owns else [0] * channels
-    sums = [sum(column) for column in zip(*world.allgather(mine), strict=True)]
+    maxima = world.allgather(np.abs(flat).max(0, initial=0.0).tolist())
+    bound = np.maximum(np.array(maxima).max(0) * count, np.finfo(np.float64).tiny)
+    scale = np.exp2(np.minimum(61 - np.ceil(np.log2(bound)), 1000))
+    local = np.rint(flat * scale).astype(np.int64).sum(0).tolist() if owns else [0] * channels
+    sums = [sum(column) for column in zip(*world.allgather(local), strict=True)]
     return np.array(sums, np.float64) / scale

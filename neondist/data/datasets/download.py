@@ -1,7 +1,7 @@
-"""The four MNIST files from their public mirror: resumed where a transfer stopped, checked, renamed when whole.
+"""The four MNIST files from their public mirror: resumable downloads, verified and then renamed.
 
-Not by pooch, which starts over after an interruption, verifies checksums only of compressed files (mirrors compress
-again), and brings six packages for these four files.
+pooch is not used: it restarts interrupted transfers, verifies only checksums of compressed files (mirrors recompress
+them), and would add six dependencies.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from .mnist import ALL
 
 MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 Progress = Callable[[str, int, int | None], None]
-"""Called with the file name, the bytes there so far and the total, None where the server does not tell."""
+"""Called with the file name, the bytes received and the total, None if the server does not report it."""
 _PIECE = 1 << 16
 
 
 def download_mnist(
     directory: str | os.PathLike[str], mirror: str = MIRROR, progress: Progress | None = None, timeout: float = 10.0
 ) -> list[Path]:
-    """Download the four MNIST files, about 11 MB, and check them bit for bit; what is there and good is kept.
+    """Download the four MNIST files, about 11 MB, and verify them bit for bit; valid existing files are kept.
 
     Parameters
     ----------
     directory : path
-        Where the files go; made if missing, `~` is expanded.
+        Target folder; created if missing, `~` is expanded.
     mirror : str
         URL of a folder that holds the four .gz files.
     progress : callable, optional
-        Called as progress(file name, bytes there, bytes in all or None).
+        Called as progress(file name, bytes received, total bytes or None).
     timeout : float
-        Seconds without a byte after which the transfer is given up; a later call goes on from there.
+        Seconds without data after which the transfer is aborted; a later call resumes it.
 
     Returns
     -------
@@ -49,7 +49,7 @@ def download_mnist(
     Raises
     ------
     DataError
-        If there is no network, a file does not arrive whole, or the directory cannot be written.
+        If there is no network, a file is incomplete or damaged, or the directory cannot be written.
     """
     folder = Path(os.path.expanduser(directory))
     targets = [folder / f"{file.name}.gz" for file in ALL]
@@ -57,7 +57,7 @@ def download_mnist(
         folder.mkdir(parents=True, exist_ok=True)
         for file, target in zip(ALL, targets, strict=True):
             url = f"{mirror.rstrip('/')}/{target.name}"
-            _fetch(url, target, file.md5, progress or (lambda name, there, total: None), timeout)
+            _fetch(url, target, file.md5, progress or (lambda name, received, total: None), timeout)
     except OSError as error:
         raise DataError(f"{folder} cannot be written ({error.strerror or error}); choose another folder") from error
     except ValueError as error:
@@ -66,21 +66,21 @@ def download_mnist(
 
 
 def _fetch(url: str, target: Path, md5: str, progress: Progress, timeout: float) -> None:
-    """Download `url` to `target`, whose unpacked bytes must have this md5; a good file that is there is kept.
+    """Download `url` to `target`, whose unpacked bytes must have this md5; a valid existing file is kept.
 
-    What has arrived is kept in `target`.part, from where the next call goes on.
+    Partial data are kept in `target`.part, which the next call resumes.
     """
-    if _good(target, md5):
+    if _is_valid(target, md5):
         progress(target.name, target.stat().st_size, target.stat().st_size)
         return
     part = target.with_name(f"{target.name}.part")
     resumed = part.exists() and part.stat().st_size > 0
     _transfer(url, part, progress, timeout)
-    if resumed and not _good(part, md5):
-        # the old piece, or the range, may have been of other bytes: once more, from the start
+    if resumed and not _is_valid(part, md5):
+        # the partial file may be from another version: restart from the beginning
         part.unlink()
         _transfer(url, part, progress, timeout)
-    if not _good(part, md5):
+    if not _is_valid(part, md5):
         part.unlink()
         raise DataError(f"{url}: the download is damaged (wrong checksum); try again, or choose another mirror")
     os.replace(part, target)
@@ -90,58 +90,58 @@ def _transfer(url: str, part: Path, progress: Progress, timeout: float) -> None:
     start = part.stat().st_size if part.exists() else 0
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout) as answer:
-            appends, total = _range(answer)
-            with open(part, "ab" if appends else "wb") as file:
-                there = _copy(answer, file, lambda there: progress(part.stem, there, total))
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout) as response:
+            resumes, total = _parse_range(response)
+            with open(part, "ab" if resumes else "wb") as file:
+                received = _copy(response, file, lambda received: progress(part.stem, received, total))
                 file.flush()
                 os.fsync(file.fileno())
     except urllib.error.HTTPError as error:
-        # nothing is left to send: the piece was whole (or wrong, which its checksum tells)
+        # nothing is left to send: the partial file was complete (or wrong: its checksum decides)
         if error.code == 416 and start:
             return
         raise DataError(f"{url}: the server returned {error.code} {error.reason}; name another mirror") from error
     except (urllib.error.URLError, ConnectionError, TimeoutError, http.client.HTTPException) as error:
-        raise DataError(_stopped(url, part, getattr(error, "reason", None) or error)) from error
-    if total is not None and there < total:
-        raise DataError(_stopped(url, part, f"{there} of {total} bytes arrived"))
+        raise DataError(_stop_message(url, part, getattr(error, "reason", None) or error)) from error
+    if total is not None and received < total:
+        raise DataError(_stop_message(url, part, f"{received} of {total} bytes arrived"))
 
 
-def _range(answer: http.client.HTTPResponse) -> tuple[bool, int | None]:
-    """Return whether the bytes go on where the piece ends (servers may ignore Range), and the size of the file."""
-    if answer.status == 206:
-        found = re.search(r"/(\d+)$", answer.headers.get("Content-Range") or "")
-        return True, int(found[1]) if found else None
-    length = answer.headers.get("Content-Length")
+def _parse_range(response: http.client.HTTPResponse) -> tuple[bool, int | None]:
+    """Return whether the response resumes the transfer (servers may ignore Range), and the size of the file."""
+    if response.status == 206:
+        match = re.search(r"/(\d+)$", response.headers.get("Content-Range") or "")
+        return True, int(match[1]) if match else None
+    length = response.headers.get("Content-Length")
     return False, int(length) if length else None
 
 
-def _copy(answer: http.client.HTTPResponse, file: BinaryIO, progress: Callable[[int], None]) -> int:
-    while piece := _receive(answer):
+def _copy(response: http.client.HTTPResponse, file: BinaryIO, progress: Callable[[int], None]) -> int:
+    while piece := _receive(response):
         file.write(piece)
         progress(file.tell())
     return file.tell()
 
 
-def _receive(answer: http.client.HTTPResponse) -> bytes:
+def _receive(response: http.client.HTTPResponse) -> bytes:
     try:
-        return answer.read(_PIECE)
+        return response.read(_PIECE)
     except http.client.IncompleteRead as error:
         return error.partial
-    # an OSError here is of the network; one of file.write is of the disk
+    # here an OSError is a network error; in file.write, a disk error
     except OSError as error:
         raise http.client.HTTPException(str(error)) from error
 
 
-def _good(path: Path, md5: str) -> bool:
+def _is_valid(path: Path, md5: str) -> bool:
     try:
         return path.exists() and unpacked_md5(path) == md5
     except DataError:
         return False
 
 
-def _stopped(url: str, part: Path, reason: object) -> str:
-    hand = f"copy the files by hand to {part.parent}"
+def _stop_message(url: str, part: Path, reason: object) -> str:
+    alternative = f"copy the files by hand to {part.parent}"
     if part.exists() and part.stat().st_size:
-        return f"{url}: the transfer stopped: {reason}; repeat the command to resume it, or {hand}"
-    return f"no network: {url}: {reason}; {hand}, or name another mirror"
+        return f"{url}: the transfer stopped: {reason}; repeat the command to resume it, or {alternative}"
+    return f"no network: {url}: {reason}; {alternative}, or name another mirror"

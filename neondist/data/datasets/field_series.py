@@ -1,4 +1,4 @@
-"""Variables of several files that are one series in time, of which boxes are read."""
+"""Time series of variables over several files, read by boxes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ...formats.coordinates import (
     values_of,
 )
 from ...formats.fields import Channel
-from ..raw import filled
+from ..raw import fill_missing
 from .hdf5_tiles import runs
-from .image_lists import matching
+from .image_lists import match_files
 
-_OPEN = 64  # variables of files at a time
-_GAP = 1.5  # of the usual step: months are of 28 to 31 days
-_NEAR = 1e-4  # of a step of latitude or longitude, since files may have them in other precision
+_MAX_OPEN = 64  # variables of files, at a time
+_MAX_STEP = 1.5  # of the usual step: months have 28 to 31 days
+_TOLERANCE = 1e-4  # of a step in latitude or longitude, which files may store in different precision
 
 Levels = Sequence[float] | Mapping[str, Sequence[float]] | None
 
 
 class FieldSeries:
-    """The channels of some variables over the times of all files of a pattern, in the order of their names.
+    """The channels of some variables over the times of all files of a pattern, which are sorted by name.
 
     Parameters
     ----------
@@ -42,27 +42,27 @@ class FieldSeries:
         A pattern of NetCDF or Zarr files.
     variables : sequence of str
     levels : sequence of float, or a mapping from variables to them, optional
-        Values of the vertical coordinate that are channels.
+        Values of the vertical coordinate, each a channel.
     field : str
-        What messages call the pattern.
+        Name of the pattern's argument, for messages.
     fill : float, optional
-        What is read instead of NaN. Default: NaN is an error.
+        Value substituted for NaN. Default: NaN is an error.
     cache : int
-        Bytes of decoded chunks that are kept.
+        Bytes of decoded chunks to keep.
 
     Attributes
     ----------
     channels : list of Channel
     extent : (H, W)
     times : array (T,)
-        Seconds; and `step`, the usual ones from time to time.
+        In seconds; `step` is the usual difference.
     latitude : array (H,) or (H, W), or None
     dtype : numpy.dtype
 
     Raises
     ------
     DataError
-        Files do not belong together: it names the file, and what to do.
+        If the files do not form one series; the message names the file and the remedy.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class FieldSeries:
         fill: float | None = None,
         cache: int = 0,
     ) -> None:
-        self.names, self.variables, self.levels, self.fill = matching(field, files), list(variables), levels, fill
+        self.names, self.variables, self.levels, self.fill = match_files(field, files), list(variables), levels, fill
         self._cache, self._sources = ChunkCache(cache), OrderedDict[tuple[int, str], TileSource]()
         self.channels: list[Channel] = []
-        self._rows: dict[str, np.ndarray | None] = {}
+        self._coordinates: dict[str, np.ndarray | None] = {}
         self._first: tuple[str, tuple[str, ...]] | None = None
         self._calendar: tuple[str, str] | None = None  # and the file that has it
         dtypes, times = set(), []
         try:
             for number, name in enumerate(self.names):
-                found = [self._look_at(number, variable) for variable in self.variables]
-                self._channels_of(name, found)
-                dtypes |= {source.dtype for source, _ in found}
-                times.append(self._times_of(name, found))
+                variable_sources = [self._open_checked(number, variable) for variable in self.variables]
+                self._add_channels(name, variable_sources)
+                dtypes |= {source.dtype for source, _ in variable_sources}
+                times.append(self._read_times(name, variable_sources))
             self._begin = np.cumsum([0, *map(len, times)])
             self.times = np.concatenate(times)
             self.dtype = np.result_type(*dtypes, np.float32)
@@ -100,28 +100,28 @@ class FieldSeries:
         return len(self.times)
 
     def read(self, places: np.ndarray, cells: Sequence[slice], channels: Sequence[int] | None = None) -> np.ndarray:
-        """Return cells (n, *cells, C) of some times, and of some channels or all, channels last."""
+        """Return cells (n, *cells, C) of some times, for some channels or all, channels last."""
         chosen = range(len(self.channels)) if channels is None else channels
         extents = [cut.stop - cut.start for cut in cells]
         out = np.empty((len(places), *extents, len(chosen)), self.dtype)
         if not out.size:
             return out
-        for at, number, first, count in self._runs(places):
-            for variable, wanted in self._by_variable(chosen).items():
+        for start, number, first, count in self._runs(places):
+            for variable, selection in self._by_variable(chosen).items():
                 source = self._open(number, variable)
-                for index, channel in wanted:
+                for index, channel in selection:
                     box = self._box(source, slice(first, first + count), cells, channel)
-                    found = source.read(box).reshape(count, *extents)
-                    out[at : at + count, ..., index] = filled(f"{source.path}", found, self.fill)
+                    values = source.read(box).reshape(count, *extents)
+                    out[start : start + count, ..., index] = fill_missing(f"{source.path}", values, self.fill)
         return out
 
     def source(self, place: int, channel: int = 0) -> TileSource:
-        """Return the variable of a channel in the file that has a time."""
+        """Return the variable of a channel in the file that contains a time."""
         return self._open(self._file_of(place), self.channels[channel].variable)
 
-    def place_named(self, name: str) -> list[int]:
-        """Return the channels of a name: of a variable, or of a channel alone."""
-        return [at for at, one in enumerate(self.channels) if name in (one.variable, one.name)]
+    def find_channels(self, name: str) -> list[int]:
+        """Return the indices of the channels of a variable, or of the channel, called `name`."""
+        return [index for index, channel in enumerate(self.channels) if name in (channel.variable, channel.name)]
 
     def close(self) -> None:
         """Close all files; a later read opens them again."""
@@ -130,63 +130,63 @@ class FieldSeries:
 
     @property
     def step(self) -> float:
-        """The usual seconds from time to time."""
+        """The usual time step in seconds."""
         return float(np.median(np.diff(self.times))) if len(self) > 1 else 0.0
 
     @property
     def order(self) -> tuple[str, str]:
-        """Whether coordinates of rows and columns are 'ascending' or 'descending'; '' where that is not known."""
-        values = [self._rows.get(letter) for letter in "YX"]
-        steps = [0.0 if of is None or of.ndim > 1 or len(of) < 2 else float(of[1] - of[0]) for of in values]
+        """Whether coordinates of rows and columns are 'ascending' or 'descending'; '' where unknown."""
+        values = [self._coordinates.get(axis) for axis in "YX"]
+        steps = [0.0 if x is None or x.ndim > 1 or len(x) < 2 else float(x[1] - x[0]) for x in values]
         row, column = ("" if not step else "ascending" if step > 0 else "descending" for step in steps)
         return row, column
 
     def _file_of(self, place: int) -> int:
-        """Return the number of the file that has a time."""
+        """Return the number of the file that contains a time."""
         return int(np.searchsorted(self._begin, place, "right")) - 1
 
     def _runs(self, places: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (position, file, first time in it, count) of times that are one read."""
+        """Yield (position, file, first time in the file, count) of times that form one read."""
         for start, first, count in runs(np.asarray(places)):
-            at = start
+            position = start
             while count:
-                number = self._file_of(first)
-                here = min(count, int(self._begin[number + 1]) - first)
-                yield at, number, first - int(self._begin[number]), here
-                at, first, count = at + here, first + here, count - here
+                file = self._file_of(first)
+                length = min(count, int(self._begin[file + 1]) - first)
+                yield position, file, first - int(self._begin[file]), length
+                position, first, count = position + length, first + length, count - length
 
     def _by_variable(self, chosen: Sequence[int]) -> dict[str, list[tuple[int, Channel]]]:
-        found: dict[str, list[tuple[int, Channel]]] = {}
-        for index, at in enumerate(chosen):
-            found.setdefault(self.channels[at].variable, []).append((index, self.channels[at]))
-        return found
+        groups: dict[str, list[tuple[int, Channel]]] = {}
+        for index, channel in enumerate(chosen):
+            groups.setdefault(self.channels[channel].variable, []).append((index, self.channels[channel]))
+        return groups
 
     @staticmethod
     def _box(source: TileSource, times: slice, cells: Sequence[slice], channel: Channel) -> list[slice]:
         level = 0 if channel.level is None else channel.level[0]
-        known = {"T": times, "Y": cells[0], "X": cells[1], "Z": slice(level, level + 1)}
-        return [known.get(letter, slice(0, 1)) for letter in source.axes]
+        slices = {"T": times, "Y": cells[0], "X": cells[1], "Z": slice(level, level + 1)}
+        return [slices.get(letter, slice(0, 1)) for letter in source.axes]
 
     def _open(self, number: int, variable: str) -> TileSource:
         key = number, variable
         if key not in self._sources:
-            if len(self._sources) >= _OPEN:
+            if len(self._sources) >= _MAX_OPEN:
                 self._sources.popitem(last=False)[1].close()
-            found = open_source(f"{self.names[number]}:{variable}")
-            found.cache = self._cache
-            self._sources[key] = found
+            source = open_source(f"{self.names[number]}:{variable}")
+            source.cache = self._cache
+            self._sources[key] = source
         self._sources.move_to_end(key)
         return self._sources[key]
 
-    def _look_at(self, number: int, variable: str) -> tuple[TileSource, list[AuxiliaryVariable]]:
-        """Return a variable and what is beside it; its axes have to be times, rows and columns."""
+    def _open_checked(self, number: int, variable: str) -> tuple[TileSource, list[AuxiliaryVariable]]:
+        """Return a variable and its auxiliary variables; DataError unless its axes are time, rows and columns."""
         source = self._open(number, variable)
         letters = dict(zip(source.axes, source.shape, strict=True))
         missing = {"T": "time", "Y": "latitude", "X": "longitude"}
-        for letter, what in missing.items():
+        for letter, kind in missing.items():
             if letter not in letters:
                 raise DataError(
-                    f"{source.path}: has no {what} axis (its axes are {source.axes[:-1]}); leave the variable out, or"
+                    f"{source.path}: has no {kind} axis (its axes are {source.axes[:-1]}); leave the variable out, or"
                     " add one"
                 )
         for letter, n in letters.items():
@@ -198,129 +198,128 @@ class FieldSeries:
                 )
         return source, source.auxiliary_variables()[0]
 
-    def _channels_of(self, name: str, found: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> None:
-        """Note the channels of the first file; those of others have to be the same, on the same grid."""
+    def _add_channels(self, name: str, sources: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> None:
+        """Set the channels from the first file; DataError if those of a later file, or its grid, differ."""
         channels: list[Channel] = []
-        for variable, (source, beside) in zip(self.variables, found, strict=True):
-            given = source.attributes()
-            units = text_of(given, "units")
-            numbers = self._levels_of(variable, source, beside)
-            if numbers is None:
-                channels.append(Channel(variable, variable, None, units, given))
-            for number, value in numbers or ():
-                channels.append(Channel(f"{variable}{value:g}", variable, (number, value), units, given))
-            self._check_grid(source, beside)
+        for variable, (source, auxiliaries) in zip(self.variables, sources, strict=True):
+            attributes = source.attributes()
+            units = text_of(attributes, "units")
+            levels = self._select_levels(variable, source, auxiliaries)
+            if levels is None:
+                channels.append(Channel(variable, variable, None, units, attributes))
+            for number, value in levels or ():
+                channels.append(Channel(f"{variable}{value:g}", variable, (number, value), units, attributes))
+            self._check_grid(source, auxiliaries)
         if not self.channels:
             self.channels = channels
-            self.latitude = next((of for one in found if (of := latitudes_of(*one)) is not None), None)
-            names = [one.name for one in channels]
-            twice = next((one for one in names if names.count(one) > 1), None)
+            self.latitude = next((rows for pair in sources if (rows := latitudes_of(*pair)) is not None), None)
+            names = [channel.name for channel in channels]
+            twice = next((channel for channel in names if names.count(channel) > 1), None)
             if twice is not None:
                 raise DataError(f"{name}: two channels are called '{twice}'; leave out one of the variables or levels")
-        if [one.name for one in channels] != [one.name for one in self.channels]:
+        if [channel.name for channel in channels] != [channel.name for channel in self.channels]:
             raise DataError(
-                f"{name}: has {', '.join(one.name for one in channels)}, but {self.names[0]}"
-                f" {', '.join(one.name for one in self.channels)}; give all files the same levels"
+                f"{name}: has {', '.join(channel.name for channel in channels)}, but {self.names[0]} has"
+                f" {', '.join(channel.name for channel in self.channels)}; give all files the same levels"
             )
-        for mine, first in zip(channels, self.channels, strict=True):
-            if mine.units != first.units:
+        for channel, first in zip(channels, self.channels, strict=True):
+            if channel.units != first.units:
                 raise DataError(
-                    f"{name}: {mine.variable} is in '{mine.units}', but in {self.names[0]} in '{first.units}'; convert"
-                    " one of the files, so that all have the same units"
+                    f"{name}: {channel.variable} is in '{channel.units}', but in {self.names[0]} in '{first.units}';"
+                    " convert one of the files, so that all have the same units"
                 )
-            if mine.level != first.level:
+            if channel.level != first.level:
                 raise DataError(
-                    f"{name}: {mine.variable} has level {mine.name} in another position than in {self.names[0]};"
+                    f"{name}: {channel.variable} has level {channel.name} in another position than in {self.names[0]};"
                     " write the levels of all files in the same order"
                 )
 
-    def _levels_of(
-        self, variable: str, source: TileSource, beside: Sequence[AuxiliaryVariable]
+    def _select_levels(
+        self, variable: str, source: TileSource, auxiliaries: Sequence[AuxiliaryVariable]
     ) -> list[tuple[int, float]] | None:
-        """Return the numbers and values of the levels that are wanted; None of a variable without any."""
-        asked = self.levels.get(variable) if isinstance(self.levels, Mapping) else self.levels
+        """Return the indices and values of the requested levels; None for a variable without levels."""
+        requested = self.levels.get(variable) if isinstance(self.levels, Mapping) else self.levels
         count = dict(zip(source.axes, source.shape, strict=True)).get("Z")
-        if count is None or (count == 1 and asked is None):
+        if count is None or (count == 1 and requested is None):
             return None
-        one = coordinate(source, "Z", beside)
-        known = np.arange(count, dtype=np.float64) if one is None else np.asarray(values_of(source.path, one), "f8")
+        axis = coordinate(source, "Z", auxiliaries)
+        known = np.arange(count, dtype=np.float64) if axis is None else np.asarray(values_of(source.path, axis), "f8")
         listed = ", ".join(f"{value:g}" for value in known.tolist())
-        if asked is None:
+        if requested is None:
             raise DataError(f"{source.path}: has {count} levels; choose some with levels: {listed}")
-        found = []
-        for value in asked:
-            at = np.flatnonzero(np.isclose(known, value, rtol=1e-6, atol=0))
-            if not at.size:
+        levels = []
+        for value in requested:
+            index = np.flatnonzero(np.isclose(known, value, rtol=1e-6, atol=0))
+            if not index.size:
                 raise DataError(f"{source.path}: has no level {value:g}; choose from {listed}")
-            found.append((int(at[0]), float(value)))
-        return found
+            levels.append((int(index[0]), float(value)))
+        return levels
 
-    def _check_grid(self, source: TileSource, beside: Sequence[AuxiliaryVariable]) -> None:
-        """Raise DataError unless a variable lies on the grid of the first one."""
+    def _check_grid(self, source: TileSource, auxiliaries: Sequence[AuxiliaryVariable]) -> None:
+        """Raise DataError unless a variable has the same grid as the first one."""
         letters = dict(zip(source.axes, source.shape, strict=True))
         extent = letters["Y"], letters["X"]
         names = tuple(dimension_of(source, letter) for letter in "YX")
         if self._first is None:
             self.extent, self._first = extent, (source.path, names)
-        where, known = self._first
-        if extent != self.extent or names != known:
-            mine, first = (
-                " x ".join(f"{name or letter} {n}" for name, letter, n in zip(of, "YX", on, strict=True))
-                for of, on in ((names, extent), (known, self.extent))
+        first, expected = self._first
+        if extent != self.extent or names != expected:
+            grid, first_grid = (
+                " x ".join(f"{name or letter} {n}" for name, letter, n in zip(dimensions, "YX", sizes, strict=True))
+                for dimensions, sizes in ((names, extent), (expected, self.extent))
             )
             raise DataError(
-                f"{source.path}: has the grid {mine}, but {where} {first}; variables must share their dimensions:"
-                " regrid"
-                " one of them, or leave it out"
+                f"{source.path}: has the grid {grid}, but {first} has {first_grid}; variables must share their"
+                " dimensions: regrid one of them, or leave it out"
             )
         for letter in "YX":
-            one = coordinate(source, letter, beside)
-            values = None if one is None else np.asarray(values_of(source.path, one), np.float64)
+            axis = coordinate(source, letter, auxiliaries)
+            values = None if axis is None else np.asarray(values_of(source.path, axis), np.float64)
             if values is not None and not np.isfinite(values).all():
                 raise DataError(
                     f"{source.path}: its coordinate {dimension_of(source, letter)} has missing values; give each row"
                     " and column a value, or remove the coordinate"
                 )
-            before = self._rows.setdefault(letter, values)
-            if values is None or before is None:
+            reference = self._coordinates.setdefault(letter, values)
+            if values is None or reference is None:
                 continue
-            spacing = float(np.abs(np.diff(before)).min()) if len(before) > 1 else 1.0
-            if not np.allclose(values, before, rtol=0, atol=_NEAR * (spacing or 1.0)):
+            spacing = float(np.abs(np.diff(reference)).min()) if len(reference) > 1 else 1.0
+            if not np.allclose(values, reference, rtol=0, atol=_TOLERANCE * (spacing or 1.0)):
                 raise DataError(
-                    f"{source.path}: its coordinate {dimension_of(source, letter)} differs from that of {where};"
-                    f" {_remedy(values, before)}"
+                    f"{source.path}: its coordinate {dimension_of(source, letter)} differs from that of {first};"
+                    f" {_remedy(values, reference)}"
                 )
 
-    def _times_of(self, name: str, found: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> np.ndarray:
-        """Return the times of a file in seconds, which all its variables share."""
+    def _read_times(self, name: str, sources: Sequence[tuple[TileSource, list[AuxiliaryVariable]]]) -> np.ndarray:
+        """Return the times of a file in seconds; DataError if its variables differ in them."""
         times: list[np.ndarray] = []
-        for source, beside in found:
-            one = coordinate(source, "T", beside)
-            if one is None:
+        for source, auxiliaries in sources:
+            axis = coordinate(source, "T", auxiliaries)
+            if axis is None:
                 raise DataError(
                     f"{source.path}: has no time coordinate along '{dimension_of(source, 'T') or 'T'}'; add one"
                     " with units such as 'hours since 2000-01-01 00:00:00'"
                 )
-            first, calendar = self._calendar or (name, calendar_of(one))
+            first, calendar = self._calendar or (name, calendar_of(axis))
             self._calendar = first, calendar
-            if not comparable(f"{name}:{one.name}", calendar_of(one), calendar):
+            if not comparable(f"{name}:{axis.name}", calendar_of(axis), calendar):
                 raise DataError(
-                    f"{name}: its times have the calendar '{calendar_of(one)}', but those of {first} '{calendar}';"
+                    f"{name}: its times have the calendar '{calendar_of(axis)}', but those of {first} '{calendar}';"
                     " convert them to one calendar (xarray: convert_calendar)"
                 )
-            times.append(times_of(name, one))
+            times.append(times_of(name, axis))
             if len(times[0]) != len(times[-1]) or not np.array_equal(times[0], times[-1]):
                 raise DataError(
-                    f"{source.path}: has other times than {found[0][0].path}; variables must share their dimensions:"
+                    f"{source.path}: has other times than {sources[0][0].path}; variables must share their dimensions:"
                     " select the common times"
                 )
         return times[0]
 
     def _check_times(self) -> None:
-        """Raise DataError where a time does not follow the one before by the usual step."""
+        """Raise DataError if the times are not increasing, or have a gap."""
         steps, usual = np.diff(self.times), self.step
-        wrong = np.flatnonzero(steps <= 0)  # disorder makes gaps, too
-        wrong = wrong if wrong.size else np.flatnonzero(steps > _GAP * usual)
+        wrong = np.flatnonzero(steps <= 0)  # unsorted times have gaps, too
+        wrong = wrong if wrong.size else np.flatnonzero(steps > _MAX_STEP * usual)
         if not wrong.size:
             return
         at = int(wrong[0]) + 1
@@ -333,8 +332,8 @@ class FieldSeries:
                 " file, and name the files so that they sort by time"
             )
         raise DataError(
-            f"{self.names[number]}: a gap in time: {place} comes {_span(steps[at - 1])} after {before}, the usual step"
-            f" is {_span(usual)}; add the file that is missing, or fill the gap"
+            f"{self.names[number]}: a gap in time: {place} is {_format_duration(steps[at - 1])} after {before}, the"
+            f" usual step is {_format_duration(usual)}; add the missing file, or fill the gap"
         )
 
 
@@ -344,8 +343,8 @@ def _remedy(values: np.ndarray, expected: np.ndarray) -> str:
     return "regrid one of the files, or sort its rows and columns alike"
 
 
-def _span(seconds: float) -> str:
-    """Return seconds in words."""
+def _format_duration(seconds: float) -> str:
+    """Return a duration as text, such as '2 days'."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= size:
             return f"{seconds / size:g} {unit if seconds != size else unit[:-1]}"

@@ -1,4 +1,4 @@
-"""Images and volumes of any size in an HDF5 file, of which every rank reads its tile."""
+"""Images and volumes of any size in an HDF5 file; each rank reads its tile."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...comm import ProcessGrid
 from ...errors import ConfigError, DataError
 from ...registry.ranges import Count, above
 from ..base import Dataset, Split
-from .hdf5_source import ArrayFacts, GroupFacts, content, look
+from .hdf5_source import ArrayFacts, GroupFacts, hash_content, read_facts
 from .hdf5_tiles import HDF5Tiles, StreamedSplit
 
-_MOST = 2**31  # classes
-_TOP = {"u1": 255.0, "u2": 65535.0}
-_SHARE = 0.1
+_LIMIT = 2**31  # classes
+_FULL_SCALE = {"u1": 255.0, "u2": 65535.0}
+_TEST_SHARE = 0.1
 
 
 class HDF5Dataset(Dataset):
@@ -80,18 +80,18 @@ class HDF5Dataset(Dataset):
         if not os.fspath(path):
             raise ConfigError(f"path: {path!r} is not a path; give an HDF5 file")
         for field, name in (("images", images), ("labels", labels), ("train", train), ("test", test)):
-            _name(field, name)
+            _check_name(field, name)
         self.path, self.images, self.labels = path, images, labels
-        self.places = {"train": (self.file, train), "test": (self.file, test)}
+        self._groups = {"train": (self.file, train), "test": (self.file, test)}
         if isinstance(validation, (str, Mapping)):
-            self.places["validation"] = self._place(validation, train)
+            self._groups["validation"] = self._locate(validation, train)
             validation = None
         super().__init__(validation=validation)
         self.test_share, self._classes, self.mean, self.std, self.scale = test_share, classes, mean, std, scale
         self.ahead = ahead
         for field, values in (("mean", mean), ("std", std), ("scale", scale)):
             if values is not None:
-                _numbers(field, np.asarray(values, np.float64), positive=field != "mean")
+                _check_numbers(field, np.asarray(values, np.float64), positive=field != "mean")
 
     @property
     def file(self) -> Path:
@@ -100,77 +100,77 @@ class HDF5Dataset(Dataset):
 
     def check(self) -> None:
         """Check the shapes and dtypes of the arrays, and read the labels unless they are maps."""
-        self._groups()
+        self._read_groups()
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose tiles are read from the file on demand."""
-        groups = self._groups()
+        groups = self._read_groups()
         first = groups["train"]
-        self.content = content(groups.values())
+        self.content = hash_content(groups.values())
         numbers = {name: np.arange(len(group)) for name, group in groups.items()}
-        if self._share(groups):
+        if self._drawn_share(groups):
             count = len(numbers["train"])
-            tested = min(max(1, round(self._share(groups) * count)), count - 1)
-            numbers["train"], numbers["test"] = _drawn("test_share", numbers["train"], tested)
-        if self._kept is not None:
-            kept = self.count_kept(len(numbers["train"]))
-            numbers["train"], numbers["validation"] = _drawn("validation", numbers["train"], kept)
-        splits = {name: self._split(grid, groups.get(name, first), first, of) for name, of in numbers.items()}
+            held_out = min(max(1, round(self._drawn_share(groups) * count)), count - 1)
+            numbers["train"], numbers["test"] = _hold_out("test_share", numbers["train"], held_out)
+        if self._validation is not None:
+            kept = self.count_validation(len(numbers["train"]))
+            numbers["train"], numbers["validation"] = _hold_out("validation", numbers["train"], kept)
+        splits = {name: self._split(grid, groups.get(name, first), first, samples) for name, samples in numbers.items()}
         return splits["train"], splits.get("validation"), splits.get("test")
 
-    def _place(self, validation: str | Mapping[str, str | os.PathLike[str]], train: str) -> tuple[Path, str]:
+    def _locate(self, validation: str | Mapping[str, str | os.PathLike[str]], train: str) -> tuple[Path, str]:
         """Return the file and the group of the validation samples."""
         if isinstance(validation, str):
             if not validation.endswith((".h5", ".hdf5")):
-                return self.file, _name("validation", validation)
+                return self.file, _check_name("validation", validation)
             validation = {"path": validation}
         if not {"path"} <= set(validation) <= {"path", "group"} or not os.fspath(validation["path"]):
             raise ConfigError(f"validation: {dict(validation)!r} is invalid; expected {{path: FILE, group: NAME}}")
-        return Path(os.path.expanduser(validation["path"])), _name("validation", validation.get("group", train))
+        return Path(os.path.expanduser(validation["path"])), _check_name("validation", validation.get("group", train))
 
-    def _share(self, groups: Mapping[str, GroupFacts]) -> float:
-        """Return the share of the training samples that is drawn for testing."""
-        return 0.0 if "test" in groups else self.test_share or (0.0 if "validation" in groups else _SHARE)
+    def _drawn_share(self, groups: Mapping[str, GroupFacts]) -> float:
+        """Return the fraction of the training samples that is held out for testing."""
+        return 0.0 if "test" in groups else self.test_share or (0.0 if "validation" in groups else _TEST_SHARE)
 
-    def _groups(self) -> dict[str, GroupFacts]:
-        """Return what there is of each split that the file, or a file for validation, has a group for."""
+    def _read_groups(self) -> dict[str, GroupFacts]:
+        """Return the facts of each existing split; DataError if groups are missing or do not match."""
         groups = {}
-        for name, (path, group) in self.places.items():
-            found = look(path, group, self.images, self.labels)
-            if found is not None:
-                groups[name] = found
+        for name, (path, group) in self._groups.items():
+            facts = read_facts(path, group, self.images, self.labels)
+            if facts is not None:
+                groups[name] = facts
             elif name == "train" or (name == "validation" and (path, group) != (self.file, name)):
                 raise DataError(f"{path}: has no group '{group}'; name yours with {name}: ('/' is the file)")
         first = groups["train"]
         shape = first.images.shape[1:]
-        for found in groups.values():
-            if found.images.shape[1:] != shape or found.maps != first.maps:
+        for facts in groups.values():
+            if facts.images.shape[1:] != shape or facts.maps != first.maps:
                 raise DataError(
-                    f"{found.path}: {found.images.name} {found.images.shape} and its labels {found.labels.shape}"
+                    f"{facts.path}: {facts.images.name} {facts.images.shape} and its labels {facts.labels.shape}"
                     f" differ in shape from {first.images.name} {first.images.shape} and its labels"
                     f" {first.labels.shape}"
                 )
-        if self._share(groups) and len(first) < 2:
+        if self._drawn_share(groups) and len(first) < 2:
             raise DataError(f"{self.file}: one sample cannot be split into training and test; add a group 'test'")
         self.sample_shape = shape
-        self.classes = self._count(groups)
+        self.classes = self._count_classes(groups)
         self._normalisation(first.images)
         return groups
 
-    def _count(self, groups: dict[str, GroupFacts]) -> int | None:
-        """Return the number of classes; DataError if a label is none of them."""
-        told = groups["train"].labels.attributes.get("classes")
-        if told is not None and (told.size != 1 or not 1 <= told.item() <= _MOST or told.item() != int(told.item())):
+    def _count_classes(self, groups: dict[str, GroupFacts]) -> int | None:
+        """Return the number of classes; DataError if a label is out of range."""
+        attr = groups["train"].labels.attributes.get("classes")
+        if attr is not None and (attr.size != 1 or not 1 <= attr.item() <= _LIMIT or attr.item() != int(attr.item())):
             raise DataError(
                 f"{self.file}: attribute 'classes' of {groups['train'].labels.name} is"
-                f" {told.ravel()[:3].tolist()}, which is not a number of classes; correct it, or give classes"
+                f" {attr.ravel()[:3].tolist()}, which is not a number of classes; correct it, or give classes"
             )
-        count = self._classes or (None if told is None else int(told.item()))
+        count = self._classes or (None if attr is None else int(attr.item()))
         for group in groups.values():
             values = group.values
             if values is None or values.ndim != 1 or values.dtype.kind not in "iu":
                 continue
-            count = count if self._classes or told is not None else max(count or 0, int(values.max()) + 1)
+            count = count if self._classes or attr is not None else max(count or 0, int(values.max()) + 1)
             wrong = np.flatnonzero((values < 0) | (values >= (count or 0)))
             if wrong.size:
                 at = wrong[0]
@@ -179,40 +179,40 @@ class HDF5Dataset(Dataset):
 
     def _split(self, grid: ProcessGrid, group: GroupFacts, first: GroupFacts, numbers: np.ndarray) -> Split:
         def tiles(array: ArrayFacts) -> HDF5Tiles:
-            cut = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
-            return HDF5Tiles(group.path, array.name, array.shape, array.dtype, cut, numbers, group.state)
+            cells = grid.tile_box(array.shape[1 : len(self.sample_shape)]).slices
+            return HDF5Tiles(group.path, array.name, array.shape, array.dtype, cells, numbers, group.state)
 
         labels = tiles(group.labels) if group.values is None else group.values[numbers]
         return StreamedSplit(tiles(group.images), labels, self.ahead, **self._normalisation(first.images))
 
     def _normalisation(self, images: ArrayFacts) -> dict[str, Any]:
-        defaults = {"mean": 0.0, "std": 1.0, "scale": _TOP.get(images.dtype.str[1:], 1.0)}
-        found = {}
+        defaults = {"mean": 0.0, "std": 1.0, "scale": _FULL_SCALE.get(images.dtype.str[1:], 1.0)}
+        result = {}
         for field, default in defaults.items():
-            given = getattr(self, field)
-            values = np.asarray(images.attributes.get(field, default) if given is None else given, np.float64)
+            override = getattr(self, field)
+            values = np.asarray(images.attributes.get(field, default) if override is None else override, np.float64)
             if values.shape not in ((), (1,), images.shape[-1:]):
                 raise DataError(
                     f"{field}: {values.shape} numbers do not fit the {images.shape[-1]} channels of {images.name};"
                     " give one, or one per channel"
                 )
-            found[field] = _numbers(field, values, positive=field != "mean")
-        return found
+            result[field] = _check_numbers(field, values, positive=field != "mean")
+        return result
 
 
-def _name(field: str, name: Any) -> str:
+def _check_name(field: str, name: Any) -> str:
     if not isinstance(name, str) or not name or "\0" in name:
         raise ConfigError(f"{field}: {name!r} is not the name of an array or a group; give one")
     return name
 
 
-def _drawn(key: str, numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sample numbers without `count` that are drawn, once for all, and these."""
-    drawn = numbers[rng.uniform(rng.key(key), numbers).argsort(kind="stable")]
-    return np.sort(drawn[count:]), np.sort(drawn[:count])
+def _hold_out(key: str, numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sample numbers without `count` fixed random ones, and these."""
+    shuffled = numbers[rng.uniform(rng.key(key), numbers).argsort(kind="stable")]
+    return np.sort(shuffled[count:]), np.sort(shuffled[:count])
 
 
-def _numbers(field: str, values: np.ndarray, positive: bool) -> np.ndarray:
+def _check_numbers(field: str, values: np.ndarray, positive: bool) -> np.ndarray:
     if not np.all(np.isfinite(values)) or (positive and not np.all(values > 0)):
         raise ConfigError(f"{field}: {values.tolist()} is invalid; expected {'positive ' * positive}numbers")
     return values

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from ...errors import DataError
-from ...io.hdf5 import array_names, faults, find, open_file, plain, probe, read_whole, state
+from ...io.hdf5 import array_names, faults, file_state, find, fingerprint, is_numeric, open_file, read_whole
 from ...system.memory import require_room
 
-LARGEST_CHUNK = 1 << 30  # bytes that one read may ask for beside its own; files in use have chunks of a few MiB
-_MOST_PACKED = 1032  # deflate cannot pack more bytes into one
+LARGEST_CHUNK = 1 << 30  # bytes that one read may decode in excess; typical chunks have a few MiB
+_MAX_RATIO = 1032  # compression ratio of deflate, at most
 
 
 @dataclass(frozen=True)
 class ArrayFacts:
-    """An array of a file: its full name, shape, dtype, and the numbers that are written beside it."""
+    """An array of a file: its full name, shape, dtype and numeric attributes."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,10 +33,10 @@ class GroupFacts:
 
     Attributes
     ----------
-    path, state : the file, and what `hdf5.state` told of it before it was looked at
+    path, state : the file, and its `hdf5.file_state` from before it was read
     images : (N, *spatial, C)
-    labels : (N,) or (N, K), read whole; or maps (N, *spatial) or (N, *spatial, C), of any extent
-    values : the labels, where they are (N,) or (N, K); None where they are maps
+    labels : (N,) or (N, K), read whole; or maps (N, *spatial) or (N, *spatial, C) of any extent
+    values : the labels if they are (N,) or (N, K); None for maps
     """
 
     path: Path
@@ -50,31 +50,31 @@ class GroupFacts:
 
     @property
     def maps(self) -> bool:
-        """Whether every cell has a target of its own."""
+        """Whether every cell has its own target."""
         return self.values is None
 
 
-def look(path: Path, group: str, images: str, labels: str) -> GroupFacts | None:
-    """Return the facts of a group, None if the file has none of that name; the images are not read.
+def read_facts(path: Path, group: str, images: str, labels: str) -> GroupFacts | None:
+    """Return the facts of a group, None if it does not exist; the images are not read.
 
     Raises
     ------
     DataError
-        The file is missing, damaged, or an array is missing or of another kind.
+        If the file is missing or damaged, or an array is missing or of another kind.
     """
-    before = state(path)
+    before = file_state(path)
     with open_file(path) as file, faults(path):
         if find(file, group) is None:
             return None
         return GroupFacts(path, before, *_arrays(path, file, group, images, labels))
 
 
-def content(groups: Iterable[GroupFacts]) -> str:
-    """Return a hash of some of the cells, or of their checksums, of the arrays of groups."""
+def hash_content(groups: Iterable[GroupFacts]) -> str:
+    """Return a hash of the groups' arrays, from some of the cells or their checksums."""
     hashes = []
     for group in groups:
         with open_file(group.path) as file, faults(group.path):
-            hashes += [f"{probe(file, array.name):08x}" for array in (group.images, group.labels)]
+            hashes += [f"{fingerprint(file, array.name):08x}" for array in (group.images, group.labels)]
     return " ".join(hashes)
 
 
@@ -98,7 +98,7 @@ def _arrays(
         return x, y, None
     if len(y.shape) > 2:
         raise DataError(f"{path}: {y.name} has shape {y.shape}; give (N,) classes, or maps of {spatial} spatial axes")
-    if find(file, y.name).nbytes > max(_MOST_PACKED * path.stat().st_size, 1 << 20):
+    if find(file, y.name).nbytes > max(_MAX_RATIO * path.stat().st_size, 1 << 20):
         raise DataError(f"{path}: {y.name} declares {y.shape[0]} labels, more than the file can hold; it is damaged")
     require_room(2 * find(file, y.name).nbytes, f"{path}: {y.name}", "use a machine with more")
     return x, y, read_whole(file, y.name)
@@ -111,13 +111,13 @@ def _array(path: Path, file: Any, group: str, name: str) -> ArrayFacts:
     array = find(file, full)
     if array is None:
         raise DataError(f"{path}: has no array '{full}'; it has {', '.join(array_names(file)) or 'none'}: name yours")
-    if not isinstance(array, h5py.Dataset) or not plain(array):
+    if not isinstance(array, h5py.Dataset) or not is_numeric(array):
         raise DataError(f"{path}: '{full}' is not an array of numbers")
     if 0 in array.shape or not array.shape:
         raise DataError(f"{path}: {full} is empty: its shape is {array.shape}")
-    piece = np.prod(array.chunks or (1,), dtype=object) * array.dtype.itemsize
-    if piece > LARGEST_CHUNK:
-        raise DataError(f"{path}: {full} has chunks of {piece / 1e9:.1f} GB; write it again with chunks of about 1 MB")
+    chunk = np.prod(array.chunks or (1,), dtype=object) * array.dtype.itemsize
+    if chunk > LARGEST_CHUNK:
+        raise DataError(f"{path}: {full} has chunks of {chunk / 1e9:.1f} GB; write it again with chunks of about 1 MB")
     ids = {key: array.attrs.get_id(key) for key in ("mean", "std", "scale", "classes") if key in array.attrs}
-    beside = {key: np.asarray(array.attrs[key]) for key, found in ids.items() if plain(found) and len(found.shape) < 2}
-    return ArrayFacts(full, array.shape, array.dtype, beside)
+    facts = {key: np.asarray(array.attrs[key]) for key, kind in ids.items() if is_numeric(kind) and len(kind.shape) < 2}
+    return ArrayFacts(full, array.shape, array.dtype, facts)

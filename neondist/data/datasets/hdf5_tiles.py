@@ -1,4 +1,4 @@
-"""This rank's tile of samples that stay on the disk."""
+"""This rank's tile of samples that stay on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from ...errors import DataError
-from ...io.hdf5 import CheckedArray, faults, open_file, state
+from ...io.hdf5 import CheckedArray, faults, file_state, open_file
 from ..base import Split
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class HDF5Tiles:
-    """One tile of the samples of an array (N, *spatial, ...), read when they are asked for.
+    """One tile of the samples of an array (N, *spatial, ...), read on demand.
 
     Indexing with an integer array gives local tiles (n, *tile, ...) in the array's dtype. The file is opened at the
-    first read; one thread at a time may read.
+    first read. Not thread-safe.
 
     Parameters
     ----------
@@ -29,8 +29,8 @@ class HDF5Tiles:
     shape, dtype : of the array, (N, *spatial, ...)
     tile : slices of the cells in a sample; axes after them are whole
     numbers : array
-        Places of the samples in the array.
-    state : of the file, as `hdf5.state` told it before the array was looked at
+        Indices of the samples in the array.
+    state : `hdf5.file_state` of the file from before the array was inspected
     """
 
     def __init__(
@@ -58,23 +58,23 @@ class HDF5Tiles:
         if out.size:
             with faults(self.path):
                 array = self._open()
-                for at, first, count in runs(places):
-                    array.read(first, out[at : at + count])
-            # afterwards: of a file that is shorter by now, HDF5 reads zeros
-            if state(self.path) != self._state:
+                for start, first, count in runs(places):
+                    array.read(first, out[start : start + count])
+            # after the read: HDF5 reads zeros from a file that has been truncated
+            if file_state(self.path) != self._state:
                 raise DataError(f"{self.path}: {self.name} has changed since the run began; run the command again")
         return out
 
     def part(self, indices: np.ndarray, cells: tuple[slice, ...]) -> np.ndarray:
         """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
-        inner = (slice(of.start + cut.start, of.start + cut.stop) for of, cut in zip(self.tile, cells, strict=True))
+        inner = (slice(own.start + cut.start, own.start + cut.stop) for own, cut in zip(self.tile, cells, strict=True))
         part = HDF5Tiles(self.path, self.name, *self._expected, tuple(inner), self.numbers, self._state)
         with faults(self.path):
             part._array = self._open().part(part.tile)
         return part[indices]
 
     def close(self) -> None:
-        """Close the file; a later read opens it again."""
+        """Close the file; a later read reopens it."""
         file, self._file, self._array = self._file, None, None
         if file is not None:
             file.close()
@@ -91,10 +91,10 @@ class HDF5Tiles:
 
 
 class StreamedSplit(Split):
-    """A split whose tiles, and perhaps label maps, are read from the disk: the next batch's while one trains.
+    """A split whose tiles, and possibly label maps, are read from disk; a thread prefetches the next batch.
 
-    Whoever lets a thread read waits for it, on every path: one that is in libhdf5 while the interpreter ends would keep
-    h5py's lock, for which all that is left of h5py then waits, and the other ranks in MPI_Finalize for this one.
+    Every code path waits for the reader thread: a thread inside libhdf5 at interpreter exit would keep h5py's lock, so
+    that the finalisation of h5py, and the other ranks in MPI_Finalize, would wait forever.
     """
 
     def __init__(self, tiles: Any, labels: Any, ahead: bool = True, **normalisation: Any) -> None:
@@ -105,26 +105,26 @@ class StreamedSplit(Split):
     def batches(
         self, parts: Iterable[ArrayLike], dtype: DTypeLike = "float32", lazily: bool = False
     ) -> Generator[tuple[Any, np.ndarray]]:
-        """Yield `images` and `targets` of one part after the other; a thread reads the next part meanwhile.
+        """Yield `images` and `targets` of consecutive parts; a thread prefetches the next part.
 
-        An error of the thread is raised where its batch would come. The thread ends when the split is closed.
+        An error of the thread is raised in place of its batch. The thread ends when the split is closed.
         """
         if lazily or not self._ahead:
             yield from super().batches(parts, dtype, lazily)
             return
-        parts, following = iter(parts), None
+        parts, pending = iter(parts), None
         try:
-            following = self._start(next(parts, None), dtype)
-            while following is not None:
-                batch = following.result()
-                following = self._start(next(parts, None), dtype)
+            pending = self._start(next(parts, None), dtype)
+            while pending is not None:
+                batch = pending.result()
+                pending = self._start(next(parts, None), dtype)
                 yield batch
         finally:
-            if following is not None:
-                following.exception()
+            if pending is not None:
+                pending.exception()
 
     def close(self) -> None:
-        """Wait for what is being read, and close the file; a later read opens it again."""
+        """Wait for pending reads and close the file; a later read reopens it."""
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.shutdown()
@@ -144,7 +144,7 @@ class StreamedSplit(Split):
 
 
 def runs(places: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield (position, first place, count) of the runs of neighbouring places, so that each is one read."""
+    """Yield (position, first index, count) of the runs of consecutive indices, each of which is one read."""
     starts = np.flatnonzero(np.diff(places, prepend=places[:1] - 2) != 1)
-    for at, end in zip(starts, [*starts[1:], len(places)], strict=True):
-        yield int(at), int(places[at]), int(end - at)
+    for start, end in zip(starts, [*starts[1:], len(places)], strict=True):
+        yield int(start), int(places[start]), int(end - start)

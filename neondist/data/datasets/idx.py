@@ -1,4 +1,4 @@
-"""The IDX files of MNIST, plain or gzipped, read in bounded pieces and never trusted.
+"""The IDX files of MNIST, plain or gzipped, read in bounded pieces and fully validated.
 
 An IDX file is a big-endian magic number whose last byte is the number of axes, one 32-bit extent per axis, then one
 byte per cell (LeCun, Cortes and Burges, "The MNIST database of handwritten digits").
@@ -27,8 +27,8 @@ PIECE = 1 << 20
 REMEDY = "replace it with a good copy, for instance with: neondist data mnist --to DIR"
 
 
-class Unpacked:
-    """A file's bytes from front to back, unpacked if its content (not its name) is gzip; a context manager.
+class UnpackedFile:
+    """Sequential stream of a file's bytes, decompressed if its content (not its name) is gzip; a context manager.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Unpacked:
     Raises
     ------
     DataError
-        When opened or read: if the file is missing, cannot be read, or is a damaged gzip file.
+        If, on opening or reading, the file is missing, unreadable, or a damaged gzip file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,15 +50,15 @@ class Unpacked:
             self.size_on_disk = os.fstat(self._plain.fileno()).st_size
         self._stream: IO[bytes] | gzip.GzipFile = gzip.GzipFile(fileobj=self._plain) if self.packed else self._plain
 
-    def __enter__(self) -> Unpacked:
+    def __enter__(self) -> UnpackedFile:
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._plain.close()
 
     def read(self, count: int) -> bytes:
-        """Return the next bytes, `count` at most, none at the end."""
-        # faults are named here and not in __exit__, which sees those of other files that are open too
+        """Return the next bytes, at most `count`; none at the end."""
+        # errors are translated here, since __exit__ also sees those of other open files
         with _faults(self.path):
             return self._stream.read(count)
 
@@ -66,7 +66,7 @@ class Unpacked:
 def unpacked_md5(path: Path) -> str:
     """Return the md5 of a file's unpacked bytes; DataError if it cannot be read."""
     digest = hashlib.md5(usedforsecurity=False)
-    with Unpacked(path) as stream:
+    with UnpackedFile(path) as stream:
         while piece := stream.read(PIECE):
             digest.update(piece)
     return digest.hexdigest()
@@ -87,8 +87,8 @@ def _faults(path: Path) -> Iterator[None]:
 
 LABELS, IMAGES = 2049, 2051
 _KIND = {LABELS: "labels", IMAGES: "images"}
-# deflate cannot pack more than 1032 bytes into one, so a larger promise is false
-_MOST_PACKED = 1032
+# deflate compresses by at most this factor, so a larger declared size is false
+_MAX_RATIO = 1032
 _LARGEST_CHUNK = 1 << 24
 
 
@@ -111,15 +111,15 @@ class Header:
 
 
 class Reader:
-    """An open IDX file; made by `open_idx`, read once from front to back by `chunks`."""
+    """An open IDX file, created by `open_idx` and read once, sequentially, by `chunks`."""
 
-    def __init__(self, stream: Unpacked, magic: int) -> None:
+    def __init__(self, stream: UnpackedFile, magic: int) -> None:
         self.path, self._stream, self._md5 = stream.path, stream, hashlib.md5(usedforsecurity=False)
         self.header = self._read_header(magic)
 
     @property
     def md5(self) -> str:
-        """The md5 of the unpacked bytes read so far: of the whole file once `chunks` has ended."""
+        """The md5 of the unpacked bytes read so far; that of the whole file once `chunks` is exhausted."""
         return self._md5.hexdigest()
 
     def chunks(self, count: int = 1000) -> Iterator[np.ndarray]:
@@ -145,10 +145,10 @@ class Reader:
     def _read_header(self, magic: int) -> Header:
         axes = magic & 0xFF
         raw = self._read(4 + 4 * axes)
-        found = int.from_bytes(raw[:4], "big")
-        if len(raw) >= 4 and found != magic:
+        actual = int.from_bytes(raw[:4], "big")
+        if len(raw) >= 4 and actual != magic:
             raise DataError(
-                f"{self.path}: not an IDX file of {_KIND[magic]}: magic number {found}, expected {magic}; {REMEDY}"
+                f"{self.path}: not an IDX file of {_KIND[magic]}: magic number {actual}, expected {magic}; {REMEDY}"
             )
         if len(raw) < 4 + 4 * axes:
             raise DataError(
@@ -160,19 +160,19 @@ class Reader:
         self._check_size(len(raw) + prod(header.extents), header)
         return header
 
-    def _check_size(self, promised: int, header: Header) -> None:
-        """Compare the promise of the header with the size on disk, before anything of that size is read."""
-        there, packed = self._stream.size_on_disk, self._stream.packed
-        if there == promised or (packed and promised <= there * _MOST_PACKED):
+    def _check_size(self, expected: int, header: Header) -> None:
+        """Compare the size declared by the header with the size on disk, before any data are read."""
+        size, packed = self._stream.size_on_disk, self._stream.packed
+        if size == expected or (packed and expected <= size * _MAX_RATIO):
             return
-        what = "truncated" if packed or there < promised else "too long"
+        fault = "truncated" if packed or size < expected else "too long"
         raise DataError(
-            f"{self.path}: {what}: extents {header.extents} in the header need {promised} bytes{' unpacked' * packed},"
-            f" the file has {there}; {REMEDY}"
+            f"{self.path}: {fault}: extents {header.extents} in the header need {expected} bytes{' unpacked' * packed}"
+            f", the file has {size}; {REMEDY}"
         )
 
     def _read(self, count: int) -> bytes:
-        """Return the next `count` bytes, fewer at the end; memory grows only with bytes that are really there."""
+        """Return the next `count` bytes, fewer at the end; memory grows only with bytes actually read."""
         pieces = []
         while count > 0 and (piece := self._stream.read(min(count, PIECE))):
             self._md5.update(piece)
@@ -183,7 +183,7 @@ class Reader:
 
 @contextmanager
 def open_idx(path: Path, magic: int) -> Iterator[Reader]:
-    """Open an IDX file, plain or gzipped (told by its content), and check its header.
+    """Open an IDX file, plain or gzipped (detected by its content), and check its header.
 
     Parameters
     ----------
@@ -194,13 +194,13 @@ def open_idx(path: Path, magic: int) -> Iterator[Reader]:
     Raises
     ------
     DataError
-        While open, for every fault of the file; the message names the file, what was found and the remedy.
+        If the file is invalid, on opening or reading; the message names the file, the fault and the remedy.
     """
-    with Unpacked(path) as stream:
+    with UnpackedFile(path) as stream:
         yield Reader(stream, magic)
 
 
 def read_header(path: Path, magic: int) -> Header:
-    """Return the header, after comparing it with the size of the file; cheap, nothing else is read."""
+    """Return the header, checked against the size of the file; no data are read."""
     with open_idx(path, magic) as reader:
         return reader.header

@@ -1,4 +1,4 @@
-"""Crops of images that stay in their files: where they lie, and this rank's tiles of them."""
+"""Crops of images that stay in their files: their positions, and this rank's tiles."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...arrays import rng
 from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.cache import ChunkCache
-from ..raw import filled
+from ..raw import fill_missing
 from .hdf5_tiles import StreamedSplit
 from .image_lists import Item
 
-_OPEN, _WHOLE = 64, 4  # files at a time; of pictures, and others in one piece, the cells are in memory
+_MAX_OPEN, _MAX_OPEN_WHOLE = 64, 4  # files; those stored as one chunk are held in memory
 
 
 class Crops:
@@ -40,27 +40,27 @@ class Crops:
         axes = np.arange(len(shape), dtype=np.uint64)
         self._index = np.asarray(keys, np.uint64)[:, None] * np.uint64(len(shape)) + axes
         self._seed, self._purpose = seed, purpose
-        self._drawn: tuple[int, np.ndarray] | None = None  # an epoch, and the first cells of all its crops
+        self._drawn: tuple[int, np.ndarray] | None = None  # epoch and first cells of its crops
 
     def first(self, number: int) -> list[int]:
         """Return the first cell of a sample's crop in its image."""
         if self._drawn is None or self._drawn[0] != self.epoch:
             draws = rng.uniform(rng.key(self._seed, self._purpose, self.epoch), self._index)
             self._drawn = self.epoch, np.minimum((draws * (self._room + 1)).astype(np.int64), self._room)
-        found: list[int] = self._drawn[1][number].tolist()
-        return found
+        origin: list[int] = self._drawn[1][number].tolist()
+        return origin
 
 
 class CropTiles:
-    """One tile of each crop, read when it is asked for; one thread at a time may read.
+    """One tile of each crop, read on demand; not thread-safe.
 
     Parameters
     ----------
     tile : slices of the cells in a crop
-    opener : what opens a file
-    fill : what is given instead of NaN; None: NaN is an error
-    classes : of masks, how many there are, and a number beside them that may occur
-    cache : bytes of decoded chunks, of files that have some, to keep
+    opener : function that opens a file
+    fill : value substituted for NaN; None: NaN is an error
+    classes : for masks, the number of classes and an additional label to ignore
+    cache : bytes of decoded chunks to keep
     """
 
     def __init__(
@@ -94,39 +94,39 @@ class CropTiles:
         """Return cells (n, *cells, ...) of some samples; slices count from the tile's first cell."""
         extents = tuple(cut.stop - cut.start for cut in cells)
         out = np.empty((len(indices), *extents, *self.shape[1 + len(extents) :]), self.dtype)
-        for at, number in enumerate(indices) if out.size else ():
+        for index, number in enumerate(indices) if out.size else ():
             item, origin = self.items[number], self.crops.first(number)
             box = [
-                slice(lo + of.start + cut.start, lo + of.start + cut.stop)
-                for lo, of, cut in zip(origin, self.tile, cells, strict=True)
+                slice(lo + own.start + cut.start, lo + own.start + cut.stop)
+                for lo, own, cut in zip(origin, self.tile, cells, strict=True)
             ]
-            found = self._open(item.name).read((*item.place, *box, slice(0, item.shape[-1])))
-            out[at] = self._checked(item, found).reshape(out.shape[1:])
+            values = self._open(item.name).read((*item.place, *box, slice(0, item.shape[-1])))
+            out[index] = self._validate(item, values).reshape(out.shape[1:])
         return out
 
     def close(self) -> None:
-        """Close the files; a later read opens them again."""
+        """Close the files; a later read reopens them."""
         while self._sources:
             self._sources.popitem()[1].close()
 
     def _open(self, name: str) -> TileSource:
         if name not in self._sources:
-            found = self._opener(name)
-            whole = found.chunks == found.shape
-            alike = [other for other, source in self._sources.items() if (source.chunks == source.shape) == whole]
-            if len(alike) >= (_WHOLE if whole else _OPEN):
-                self._sources.pop(alike[0]).close()
+            opened = self._opener(name)
+            whole = opened.chunks == opened.shape
+            candidates = [other for other, source in self._sources.items() if (source.chunks == source.shape) == whole]
+            if len(candidates) >= (_MAX_OPEN_WHOLE if whole else _MAX_OPEN):
+                self._sources.pop(candidates[0]).close()
             if not whole:
-                found.cache = self._cache
-            self._sources[name] = found
+                opened.cache = self._cache
+            self._sources[name] = opened
         self._sources.move_to_end(name)
         return self._sources[name]
 
-    def _checked(self, item: Item, cells: np.ndarray) -> np.ndarray:
-        cells = filled(item.name, cells, self.fill)
+    def _validate(self, item: Item, cells: np.ndarray) -> np.ndarray:
+        cells = fill_missing(item.name, cells, self.fill)
         if self._classes is not None and self._flat:
             count, ignored = self._classes
-            if cells.min() >= 0 and cells.max() < count:  # as a rule, and cheaper to see
+            if cells.min() >= 0 and cells.max() < count:  # the common case, and cheaper
                 return cells
             wrong = cells[(cells < 0) | (cells >= count)]
             wrong = wrong if ignored is None else wrong[wrong != ignored]
@@ -139,7 +139,7 @@ class CropTiles:
 
 
 class CropSplit(StreamedSplit):
-    """A split of crops, which move when its epoch changes."""
+    """A split of crops, whose positions change with the epoch."""
 
     def __init__(self, crops: Crops, tiles: CropTiles, labels: Any, ahead: bool, **normalisation: Any) -> None:
         self._crops, self.fill = crops, tiles.fill
@@ -147,7 +147,7 @@ class CropSplit(StreamedSplit):
 
     @property
     def epoch(self) -> int:
-        """The epoch, which the training loop sets."""
+        """The epoch, set by the training loop."""
         return self._crops.epoch
 
     @epoch.setter

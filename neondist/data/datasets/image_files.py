@@ -1,4 +1,4 @@
-"""Images of any size in files of any kind, of which crops are read, and what is known of them."""
+"""Crops of images of any size in files of any supported format."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...registry.ranges import Count
 from ...system.memory import as_bytes
 from ..base import Dataset, Split, count_of, require_share, tile_slices
 from .image_crops import Crops, CropSplit, CropTiles
-from .image_lists import Item, labelled, masks_of, matching, open_mask, require_alike, samples_of
+from .image_lists import Item, find_masks, match_files, open_mask, read_labels, require_alike, samples_of
 
-_FITTED, _SIDE = 64, 256  # boxes that the normalisation is fitted to, and their cells along an axis
+_FIT_BOXES, _FIT_SIDE = 64, 256  # number and extent of the boxes for fitting the normalisation
 
 
 class ImageFiles(Dataset):
@@ -119,15 +119,15 @@ class ImageFiles(Dataset):
     def check(self) -> None:
         """Check the headers of all files: shapes, dtypes, missing or surplus masks, labels out of range."""
         rank = None if self.crop is None else len(self.crop)
-        self._items = samples_of(matching("images", self.images), rank)
+        self._items = samples_of(match_files("images", self.images), rank)
         self._training, groups = len(self._items), [(self.labels, self._items)]
         if isinstance(self._test, Mapping):
-            more = samples_of(matching("test.images", self._test["images"]), rank)
-            if twice := {item.name for item in more} & {item.name for item in self._items}:
-                raise DataError(f"test: {min(twice)} is also a training image; make the patterns disjoint")
+            test_items = samples_of(match_files("test.images", self._test["images"]), rank)
+            if shared := {item.name for item in test_items} & {item.name for item in self._items}:
+                raise DataError(f"test: {min(shared)} is also a training image; make the patterns disjoint")
             labels = self._test.get("labels", self.labels)
-            groups = [*groups, (labels, more)] if labels != self.labels else [(labels, self._items + more)]
-            self._items = self._items + more
+            groups = [*groups, (labels, test_items)] if labels != self.labels else [(labels, self._items + test_items)]
+            self._items = self._items + test_items
         first = self._items[0]
         extents = tuple(self.crop) if self.crop is not None else first.extents
         require_alike(self._items, extents, self.crop is None)
@@ -137,34 +137,34 @@ class ImageFiles(Dataset):
         names: Sequence[str] = ()
         for labels, items in groups:
             if labels == "folders" or labels.lower().endswith(".csv"):
-                found, self.classes, names = labelled(labels, items, self.classes, names)
-                values.append(found)
+                targets, self.classes, names = read_labels(labels, items, self.classes, names)
+                values.append(targets)
             else:
-                masks += masks_of(labels, items, len(extents))
-        kinds = {(of.shape[1:], of.dtype.kind) for of in values} | {(of.shape[-1:], of.dtype.kind, "") for of in masks}
+                masks += find_masks(labels, items, len(extents))
+        kinds = {(x.shape[1:], x.dtype.kind) for x in values} | {(x.shape[-1:], x.dtype.kind, "") for x in masks}
         if len(kinds) > 1:
             raise DataError("test: has another kind of labels than the training split; give both the same kind")
         self._values, self._masks = np.concatenate(values) if values else None, masks or None
-        if self._kept is not None and self._training < 2:
+        if self._validation is not None and self._training < 2:
             raise DataError(f"{self.images}: one image cannot be split for validation; give more, or no validation")
-        self._numbers()
+        self._split_images()
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
         """Return the splits, whose tiles are read from the files on demand."""
         if not self._items:
             self.check()
-        facts = [f"{item.name} {item.shape} {item.dtype}" for item in [*self._items, *(self._masks or [])]]
-        self.content = f"{checksum(np.frombuffer(repr(facts).encode(), np.uint8)):08x}"
-        numbers = self._numbers()
-        fitted = self._fit(numbers[0])
-        train, *rest = (self._split(grid, of, fitted) if len(of) else None for of in numbers)
+        content = [f"{item.name} {item.shape} {item.dtype}" for item in [*self._items, *(self._masks or [])]]
+        self.content = f"{checksum(np.frombuffer(repr(content).encode(), np.uint8)):08x}"
+        numbers = self._split_images()
+        fitted = self._fit_normalisation(numbers[0])
+        train, *rest = (self._split(grid, samples, fitted) if len(samples) else None for samples in numbers)
         assert train is not None
         return train, rest[0], rest[1]
 
-    def _numbers(self) -> list[np.ndarray]:
-        """Return which images are for training, validation and test."""
+    def _split_images(self) -> list[np.ndarray]:
+        """Return the numbers of the images for training, validation and test."""
         drawn = rng.uniform(rng.key(self.seed, "validation"), np.arange(self._training)).argsort(kind="stable")
-        first = 0 if self._kept is None else self.count_kept(self._training)
+        first = 0 if self._validation is None else self.count_validation(self._training)
         if isinstance(self._test, Mapping) or self._test is None:
             rest, last = np.arange(self._training, len(self._items)), first
         else:
@@ -174,7 +174,7 @@ class ImageFiles(Dataset):
             raise DataError(
                 f"test: {first} images for validation and {last - first} for test leave no training images; give fewer"
             )
-        return [np.sort(of) for of in (drawn[last:], drawn[:first], rest)]
+        return [np.sort(numbers) for numbers in (drawn[last:], drawn[:first], rest)]
 
     def _split(self, grid: ProcessGrid, numbers: np.ndarray, fitted: dict[str, Any]) -> Split:
         """Return the crops of some images as a split."""
@@ -187,31 +187,31 @@ class ImageFiles(Dataset):
         if self._masks is None:
             labels: Any = self._values[samples]  # type: ignore[index]
         else:
-            most = None if self._classes is None else (self._classes, self.ignore_index)
+            classes = None if self._classes is None else (self._classes, self.ignore_index)
             masks = [self._masks[n] for n in samples]
-            labels = CropTiles(crops, masks, tile, open_mask, classes=most, cache=self._cache)
+            labels = CropTiles(crops, masks, tile, open_mask, classes=classes, cache=self._cache)
         return CropSplit(crops, tiles, labels, self.ahead, scale=1.0, **fitted)
 
-    def _fit(self, numbers: np.ndarray) -> dict[str, Any]:
-        """Return mean and std of each channel, of boxes that are drawn among the training images."""
-        given = {name: value for name, value in (("mean", self.mean), ("std", self.std)) if value is not None}
-        if self.normalise == "none" or len(given) == 2:
-            return {"mean": 0.0, "std": 1.0, **given}
-        of = numbers[np.unique(np.linspace(0, len(numbers) - 1, min(_FITTED, len(numbers))).astype(np.int64))]
-        repeats = max(1, _FITTED // len(of))
+    def _fit_normalisation(self, numbers: np.ndarray) -> dict[str, Any]:
+        """Return the mean and std of each channel, computed from random boxes of the training images."""
+        overrides = {name: value for name, value in (("mean", self.mean), ("std", self.std)) if value is not None}
+        if self.normalise == "none" or len(overrides) == 2:
+            return {"mean": 0.0, "std": 1.0, **overrides}
+        chosen = numbers[np.unique(np.linspace(0, len(numbers) - 1, min(_FIT_BOXES, len(numbers))).astype(np.int64))]
+        repeats = max(1, _FIT_BOXES // len(chosen))
         cells = []
-        for number in of:
+        for number in chosen:
             item = self._items[number]
-            side = tuple(min(n, _SIDE if len(item.extents) < 3 else _SIDE // 4) for n in item.extents)
+            side = tuple(min(n, _FIT_SIDE if len(item.extents) < 3 else _FIT_SIDE // 4) for n in item.extents)
             keys = number * repeats + np.arange(repeats)
             boxes = Crops(self.seed, keys, [item.extents] * repeats, side, "fit")
             tiles = CropTiles(boxes, [item] * repeats, tuple(slice(0, n) for n in side), fill=self.fill)
             cells.append(tiles[np.arange(repeats)].reshape(-1, self.sample_shape[-1]))
             tiles.close()
-        found = np.concatenate(cells).astype(np.float64)
+        sample = np.concatenate(cells).astype(np.float64)
         if self.normalise == "mean":
-            low, width = found.mean(0), found.std(0)
+            low, width = sample.mean(0), sample.std(0)
         else:
-            low, high = np.percentile(found, self.percentiles, axis=0)
+            low, high = np.percentile(sample, self.percentiles, axis=0)
             width = high - low
-        return {"mean": low, "std": np.where(width > 0, width, 1.0), **given}
+        return {"mean": low, "std": np.where(width > 0, width, 1.0), **overrides}

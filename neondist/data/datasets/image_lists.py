@@ -1,4 +1,4 @@
-"""Files of a data set of images, and the labels that belong to each, checked before training."""
+"""Files of an image data set and their labels, checked before training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...errors import DataError
 from ...formats import TileSource, open_source
 from ...formats.image_loader import SUFFIXES
 from ...formats.pictures import IndexedSource
-from ...formats.table import known
+from ...formats.table import is_known
 from ..csv_table import read_rows
 
 _INSIDE = re.compile(r"(.+\.(?:h5|hdf5|nc|nc4|zarr))(:[^:]+)$|(.+)(#\d+)$", re.IGNORECASE)
@@ -30,8 +30,8 @@ class Item:
 
     Attributes
     ----------
-    name : of the file, as `open_source` takes it
-    place : of the image on the axes of the file before the spatial ones
+    name : of the file, for `open_source`
+    place : index of the image on the file's leading axes, before the spatial ones
     shape, dtype : (*spatial, C)
     """
 
@@ -46,75 +46,75 @@ class Item:
         return self.shape[:-1]
 
 
-def matching(field: str, pattern: str) -> list[str]:
-    """Return the files of a pattern in the order of their names, each with what the pattern says of its inside."""
-    found = _INSIDE.fullmatch(pattern)
-    files, inside = (found[1] or found[3], found[2] or found[4]) if found else (pattern, "")
+def match_files(field: str, pattern: str) -> list[str]:
+    """Return the files that match a pattern, sorted by name, each with the pattern's array or level suffix."""
+    match = _INSIDE.fullmatch(pattern)
+    files, suffix = (match[1] or match[3], match[2] or match[4]) if match else (pattern, "")
     paths = sorted(glob.glob(os.path.expanduser(files), recursive=True))
-    if files.endswith("*"):  # which is a table's name too
-        paths = [path for path in paths if known(Path(path))] or paths
+    if files.endswith("*"):  # also matches tables
+        paths = [path for path in paths if is_known(Path(path))] or paths
     if not paths:
         raise DataError(f"{field}: no file matches {pattern}; correct the pattern, such as 'scans/*.tif'")
-    return [path + inside for path in paths]
+    return [path + suffix for path in paths]
 
 
 def open_mask(name: str) -> TileSource:
-    """Return a mask: of a picture with a palette, the numbers of its colours."""
+    """Open a mask; a picture with a palette is read as palette indices."""
     if Path(name).suffix.lower() in _PICTURES:
         return IndexedSource(Path(name), "", 0, None)
     return open_source(name)
 
 
 def samples_of(names: Sequence[str], rank: int | None, masks: bool = False) -> list[Item]:
-    """Return the images in some files; `rank`: how many axes they have, None: Y, X, and Z where there is one."""
+    """Return the images in some files; `rank`: their number of spatial axes, None: Y, X, and Z if present."""
     items = []
     for name in names:
         with open_mask(name) if masks else open_source(name) as source:
             spatial = sum(letter in "ZYX" for letter in source.axes) if rank is None else rank
             leading = source.shape[: -spatial - 1]
             if len(source.shape) <= spatial:
-                raise DataError(f"{name}: has axes {source.axes}; images have {spatial} and their channels here")
+                raise DataError(f"{name}: has axes {source.axes}; expected {spatial} spatial axes and channels")
             for place in product(*map(range, leading)):
-                cut = tuple(slice(at, at + 1) for at in place)
+                cut = tuple(slice(index, index + 1) for index in place)
                 items.append(Item(name, cut, source.shape[len(leading) :], source.dtype))
     return items
 
 
 def require_alike(items: Sequence[Item], extents: tuple[int, ...], whole: bool) -> None:
-    """Raise DataError if images have other kinds of cells or channels, or are too small for a crop."""
+    """Raise DataError if images differ in dtype or channels, or are too small for a crop."""
     first = items[0]
     for item in items:
         if (item.shape[-1], item.dtype, len(item.shape)) != (first.shape[-1], first.dtype, len(first.shape)):
             raise DataError(
-                f"{item.name}: is {_words(item)}, but {first.name} is {_words(first)}; all images must have the"
+                f"{item.name}: is {_format(item)}, but {first.name} is {_format(first)}; all images must have the"
                 " same channels and dtype"
             )
         if whole and item.shape != first.shape:
-            raise DataError(f"{item.name}: is {_words(item)}, but {first.name} is {_words(first)}; give crop: [h, w]")
+            raise DataError(f"{item.name}: is {_format(item)}, but {first.name} is {_format(first)}; give crop: [h, w]")
         if any(n < c for n, c in zip(item.extents, extents, strict=True)):
             raise DataError(
-                f"{item.name}: is {_words(item)}, smaller than crop {list(extents)}; leave it out, or reduce crop"
+                f"{item.name}: is {_format(item)}, smaller than crop {list(extents)}; leave it out, or reduce crop"
             )
 
 
-def labelled(
+def read_labels(
     labels: str, items: Sequence[Item], classes: int | None, names: Sequence[str] = ()
 ) -> tuple[np.ndarray, int | None, Sequence[str]]:
-    """Return a class or numbers for each image, from its folder or a table, the number of classes, and their names.
+    """Return the class or target of each image, from its folder or a table, the number of classes, and their names.
 
-    `names`: those that are known, so that a test split has the numbers of training.
+    `names`: the class names of the training split, whose numbers a test split shares.
     """
     if labels == "folders":
         folders = [Path(item.name).parent.name for item in items]
         if not names and len(set(folders)) < 2:
             raise DataError(f"labels: all images are in the folder '{folders[0]}'; give each class a folder, or labels")
-        values, names = _numbered(labels, folders, names)
+        values, names = _number_classes(labels, folders, names)
         return values, classes or len(names), names
-    table = _table(Path(os.path.expanduser(labels)), items)
+    table = _read_table(Path(os.path.expanduser(labels)), items)
     if table.shape[1] == 1 and not any(map(_is_number, table[:, 0])):
         if not names and len(set(table[:, 0])) < 2:
             raise DataError(f"{labels}: all images have the class '{table[0, 0]}'; give two classes, or more")
-        values, names = _numbered(labels, table[:, 0].tolist(), names)
+        values, names = _number_classes(labels, table[:, 0].tolist(), names)
         table = values.reshape(-1, 1).astype(str)
     if table.shape[1] > 1 or not all(value.lstrip("+").isdecimal() for value in table[:, 0]):
         try:
@@ -137,60 +137,60 @@ def labelled(
     return values, count, names
 
 
-def _numbered(labels: str, texts: Sequence[str], names: Sequence[str]) -> tuple[np.ndarray, Sequence[str]]:
-    """Return the numbers of classes, and all their names."""
+def _number_classes(labels: str, texts: Sequence[str], names: Sequence[str]) -> tuple[np.ndarray, Sequence[str]]:
+    """Return the class number of each text, and all class names."""
     names = names or sorted(set(texts))
     if unknown := set(texts).difference(names):
-        known = ", ".join(names)[:200]
-        raise DataError(f"{labels}: '{min(unknown)}' is not among the training classes, {known}; correct it")
+        choices = ", ".join(names)[:200]
+        raise DataError(f"{labels}: '{min(unknown)}' is not among the training classes, {choices}; correct it")
     return np.array([names.index(text) for text in texts]), names
 
 
-def masks_of(pattern: str, items: Sequence[Item], rank: int) -> list[Item]:
-    """Return the mask of each image: the file of its name, or the only file for the only file."""
-    names = matching("labels", pattern)
+def find_masks(pattern: str, items: Sequence[Item], rank: int) -> list[Item]:
+    """Return the mask of each image: the file of the same name, or the only mask for the only image."""
+    names = match_files("labels", pattern)
     images = list(dict.fromkeys(item.name for item in items))
     of = dict(zip(images, names, strict=True)) if len(images) == len(names) == 1 else _by_stem(images, names, pattern)
     masks = {name: samples_of([of[name]], rank, masks=True) for name in images}
     counts = Counter(item.name for item in items)
     for name, group in masks.items():
         if len(group) != counts[name]:
-            of_each = f"{len(group)} of {_words(group[0])}, but its image {name} has {counts[name]}"
+            of_each = f"{len(group)} of {_format(group[0])}, but its image {name} has {counts[name]}"
             raise DataError(f"{group[0].name}: as samples {of_each}; give a mask for each slice, page or time")
-    found = [mask for group in masks.values() for mask in group]
-    for item, mask in zip(items, found, strict=True):
+    all_masks = [mask for group in masks.values() for mask in group]
+    for item, mask in zip(items, all_masks, strict=True):
         if mask.extents != item.extents:
             raise DataError(
-                f"{mask.name}: is {_words(mask)}, but its image {item.name} is {_words(item)}; make them match"
+                f"{mask.name}: is {_format(mask)}, but its image {item.name} is {_format(item)}; make them match"
             )
-    first = found[0]
-    for mask in found:
+    first = all_masks[0]
+    for mask in all_masks:
         if (mask.shape[-1], mask.dtype.kind) != (first.shape[-1], first.dtype.kind):
             raise DataError(
-                f"{mask.name}: is {_words(mask)}, but {first.name} is {_words(first)}; all masks must match"
+                f"{mask.name}: is {_format(mask)}, but {first.name} is {_format(first)}; all masks must match"
             )
-    return found
+    return all_masks
 
 
 def _by_stem(images: Sequence[str], names: Sequence[str], pattern: str) -> dict[str, str]:
-    """Return the mask of each image's name, up to its first dot unless that is another image's."""
-    apart = len({_stem(name).partition(".")[0] for name in images}) == len(images)
+    """Return the mask of each image, matched by name up to the first dot, or in full if that is ambiguous."""
+    is_unique = len({_stem(name).partition(".")[0] for name in images}) == len(images)
 
-    def called(name: str) -> str:
-        return _stem(name).partition(".")[0] if apart else _stem(name)
+    def stem_of(name: str) -> str:
+        return _stem(name).partition(".")[0] if is_unique else _stem(name)
 
-    there: dict[str, str] = {}
+    by_stem: dict[str, str] = {}
     for name in names:
-        if called(name) in there:
-            raise DataError(f"{name}: and {there[called(name)]} are masks with the same name; keep the right one")
-        there[called(name)] = name
-    missing = [name for name in images if called(name) not in there]
+        if stem_of(name) in by_stem:
+            raise DataError(f"{name}: and {by_stem[stem_of(name)]} are masks with the same name; keep the right one")
+        by_stem[stem_of(name)] = name
+    missing = [name for name in images if stem_of(name) not in by_stem]
     if missing:
-        raise DataError(f"{missing[0]}: has no mask called {called(missing[0])} among {pattern}; give each image one")
-    extra = sorted(set(there) - {called(name) for name in images})
-    if extra:
-        raise DataError(f"{there[extra[0]]}: is a mask without an image; remove it, or correct the pattern")
-    return {name: there[called(name)] for name in images}
+        raise DataError(f"{missing[0]}: has no mask called {stem_of(missing[0])} among {pattern}; give each image one")
+    surplus = sorted(set(by_stem) - {stem_of(name) for name in images})
+    if surplus:
+        raise DataError(f"{by_stem[surplus[0]]}: is a mask without an image; remove it, or correct the pattern")
+    return {name: by_stem[stem_of(name)] for name in images}
 
 
 def _is_number(text: str) -> bool:
@@ -202,47 +202,47 @@ def _is_number(text: str) -> bool:
 
 
 def _stem(name: str) -> str:
-    """Return the name of a file without what its format adds: 'a' of 'scans/a.ome.tif'."""
+    """Return the name of a file without its suffixes: 'a' for 'scans/a.ome.tif'."""
     return Path(_INSIDE.sub(r"\1\3", name)).stem.removesuffix(".ome").removesuffix(".nii")
 
 
-def _table(path: Path, items: Sequence[Item]) -> np.ndarray:
-    """Return the texts of a table, a row for each image."""
+def _read_table(path: Path, items: Sequence[Item]) -> np.ndarray:
+    """Return the texts of a table, one row per image."""
     rows = [row for _, row in read_rows(path, "FILE,CLASS")]
-    known: dict[str, set[str]] = {}
+    names_by_tail: dict[str, set[str]] = {}
     for item in items:
         for tail in (*_tails(item.name), _stem(item.name)):
-            known.setdefault(tail, set()).add(item.name)
+            names_by_tail.setdefault(tail, set()).add(item.name)
 
-    def named(text: str) -> set[str]:
-        return next((known[tail] for tail in _tails(text) if tail in known), set())
+    def find_names(text: str) -> set[str]:
+        return next((names_by_tail[tail] for tail in _tails(text) if tail in names_by_tail), set())
 
-    if rows and not named(rows[0][0]):
-        rows = rows[1:]  # the head
-    of: dict[str, list[str]] = {}
+    if rows and not find_names(rows[0][0]):
+        rows = rows[1:]  # the header
+    rows_by_name: dict[str, list[str]] = {}
     for row in rows:
-        name, *others = sorted(named(row[0])) or [""]
+        name, *others = sorted(find_names(row[0])) or [""]
         if others:
             raise DataError(f"{path}: {row[0]!r} could be {name} or {others[0]}; add the folder to the path")
         if not name:
             raise DataError(f"{path}: {row[0]!r} matches no image; remove the row, or correct the pattern of images")
-        if len(row) < 2 or (of and len(row) - 1 != len(next(iter(of.values())))):
+        if len(row) < 2 or (rows_by_name and len(row) - 1 != len(next(iter(rows_by_name.values())))):
             raise DataError(
                 f"{path}: the row {','.join(row)[:80]!r} has {len(row) - 1} values; give all rows the same number"
             )
-        if of.setdefault(name, row[1:]) != row[1:]:
+        if rows_by_name.setdefault(name, row[1:]) != row[1:]:
             raise DataError(f"{path}: {row[0]!r} has two rows; keep one")
     for item in items:
-        if item.name not in of:
+        if item.name not in rows_by_name:
             raise DataError(f"{path}: has no row for {item.name}; give each image a label")
-    return np.array([of[item.name] for item in items], dtype=str)
+    return np.array([rows_by_name[item.name] for item in items], dtype=str)
 
 
 def _tails(name: str) -> list[str]:
-    """Return a path, and what it ends with, down to the name of the file."""
+    """Return a path and its trailing parts, down to the file name."""
     parts = Path(name).parts
     return ["/".join(parts[at:]) for at in range(len(parts))]
 
 
-def _words(item: Item) -> str:
+def _format(item: Item) -> str:
     return f"{' x '.join(map(str, item.shape))} {item.dtype}"

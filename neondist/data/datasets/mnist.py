@@ -24,17 +24,17 @@ class MnistFile:
     md5: str
 
     def spellings(self) -> Iterator[str]:
-        """Yield the names under which people keep it, the gzipped ones first: those a download mends."""
+        """Yield the usual file names, gzipped first, as in a download."""
         for name in (self.name, self.name.replace("-idx", ".idx")):
             yield f"{name}.gz"
             yield name
 
     def find(self, folder: Path) -> Path:
-        """Return where the file lies in `folder`; DataError if it does not."""
+        """Return the path of the file in `folder`; DataError if it is missing."""
         for name in self.spellings():
             if os.path.isfile(folder / name):
                 return folder / name
-        raise DataError(f"MNIST path: {folder} has no {self.name}[.gz]; {_fetch(folder)}")
+        raise DataError(f"MNIST path: {folder} has no {self.name}[.gz]; {_fetch_hint(folder)}")
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ ALL = (TRAIN.images, TRAIN.labels, TEST.images, TEST.labels)
 
 def check_folder(folder: Path) -> None:
     """Raise DataError unless `folder` is a folder."""
-    # os.path and not Path: it answers False where a permission is missing, Path raises
+    # os.path returns False without permission, where Path raises
     if not os.path.exists(folder):
-        raise DataError(f"MNIST path: no folder {folder}; correct the path, or {_fetch(folder)}")
+        raise DataError(f"MNIST path: no folder {folder}; correct the path, or {_fetch_hint(folder)}")
     if not os.path.isdir(folder):
         raise DataError(f"MNIST path: {folder} is a file; give the folder that holds the four MNIST files")
 
 
-def _fetch(folder: Path) -> str:
+def _fetch_hint(folder: Path) -> str:
     return f"fetch the files with: neondist data mnist --to {folder}"
 
 
@@ -120,12 +120,12 @@ class MNIST(CachedDataset):
         return EMBEDDED if self.path is None else Path(os.path.expanduser(self.path))
 
     def check(self) -> None:
-        """Check that the four files are there and that their headers agree; reads a few bytes, not the data."""
+        """Check that the four files exist and their headers match; the data are not read."""
         check_folder(self.folder)
         for pair in _PAIRS.values():
             images, labels = (file.find(self.folder) for file in (pair.images, pair.labels))
-            found = read_header(images, pair.images.magic), read_header(labels, pair.labels.magic)
-            _check_headers(images, labels, *found)
+            headers = read_header(images, pair.images.magic), read_header(labels, pair.labels.magic)
+            _check_headers(images, labels, *headers)
 
     def sources(self) -> list[Path]:
         """Return the four files."""
@@ -145,21 +145,21 @@ class MNIST(CachedDataset):
 def _read_pair(pair: MnistPair, folder: Path, tile: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray, bytes]:
     """Return this rank's tile of all images (N, h, w, 1) uint8, all labels (N,) int64, and the md5 of the whole images.
 
-    Every byte is checked.
+    All bytes are validated.
     """
     images, labels = (file.find(folder) for file in (pair.images, pair.labels))
     with open_idx(images, pair.images.magic) as pixels, open_idx(labels, pair.labels.magic) as digits:
         _check_headers(images, labels, pixels.header, digits.header)
-        cut = (slice(None), *tile)
-        # a whole image lives only as long as its chunk: only the cut tiles are kept
-        tiles = [chunk[..., None][cut].copy() for chunk in pixels.chunks()]
+        cells = (slice(None), *tile)
+        # copies, so that the chunks of whole images are freed
+        tiles = [chunk[..., None][cells].copy() for chunk in pixels.chunks()]
         _check_official(pixels, pair.images)
         targets = np.concatenate(list(digits.chunks())).astype(np.int64)
         _check_official(digits, pair.labels)
     wrong = np.flatnonzero(targets > 9)
     if wrong.size:
-        at = wrong[0]
-        raise DataError(f"{labels}: label {targets[at]} of sample {at} is not a digit (0 to 9); {REMEDY}")
+        sample = wrong[0]
+        raise DataError(f"{labels}: label {targets[sample]} of sample {sample} is not a digit (0 to 9); {REMEDY}")
     return np.concatenate(tiles), targets, bytes.fromhex(pixels.md5)
 
 
@@ -178,5 +178,5 @@ def _check_official(reader: Reader, file: MnistFile) -> None:
     if reader.header.count == file.count and reader.md5 != file.md5:
         raise DataError(
             f"{reader.path}: has {file.count} samples like the official file, but its unpacked md5 is {reader.md5},"
-            f" expected {file.md5}: it it is damaged, or another data set; {REMEDY}"
+            f" expected {file.md5}: it is damaged, or another data set; {REMEDY}"
         )

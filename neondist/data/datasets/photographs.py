@@ -1,4 +1,4 @@
-"""Large crops of natural photographs, whitened, to learn filters from: those that wheels ship, or of a folder."""
+"""Large whitened crops of natural photographs, from installed packages or a folder, for learning filters."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Photographs(Dataset):
         crops = {
             name: Crops(photographs, self.sample_shape, box, n, (self.seed, name)) for name, n in self.counts.items()
         }
-        train, test = (Split(made, made.labels, scale=1.0) for made in crops.values())
+        train, test = (Split(tiles, tiles.labels, scale=1.0) for tiles in crops.values())
         return train, test
 
 
@@ -101,10 +101,10 @@ class Crops:
         self._photographs, self._width, self._tile = photographs, shape[1], tile
         index = np.arange(count)
         self.labels = index % len(photographs)
-        room = [[n - side + 1 for n, side in zip(photo.shape, shape, strict=False)] for photo in photographs]
-        chance = [rng.uniform(rng.key(name, *key), index) for name in ("row", "column", "mirror")]
-        self._corners = [(chance[axis] * np.array(room)[self.labels, axis]).astype(int) for axis in (0, 1)]
-        self._mirrored = chance[2] < 0.5
+        room = [[n - side + 1 for n, side in zip(image.shape, shape, strict=False)] for image in photographs]
+        draws = [rng.uniform(rng.key(name, *key), index) for name in ("row", "column", "mirror")]
+        self._corners = [(draws[axis] * np.array(room)[self.labels, axis]).astype(int) for axis in (0, 1)]
+        self._mirrored = draws[2] < 0.5
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -122,7 +122,7 @@ class Crops:
         return out
 
 
-_MARGIN = 32  # the photograph is mirrored this far, so that its opposite borders do not meet
+_MARGIN = 32  # cells of reflection padding, against wrap-around at the borders
 
 
 def whiten(image: np.ndarray, cutoff: float = 0.4) -> np.ndarray:
@@ -151,12 +151,12 @@ _INSTALL = "install them with: pip install 'neondist[examples]'"
 
 
 def find_photographs(folder: Path | None) -> list[Path]:
-    """Return the pictures of a folder by name, or those of scikit-image and scikit-learn.
+    """Return the images of a folder, sorted by name, or those of scikit-image and scikit-learn.
 
     Raises
     ------
     DataError
-        There are none.
+        If there are none, or a package is missing.
     """
     if find_spec("PIL") is None:
         raise DataError(f"photographs need Pillow, scikit-image and scikit-learn; {_INSTALL}")
@@ -175,7 +175,7 @@ def _shipped(package: str) -> list[Path]:
     if spec is None or not spec.submodule_search_locations:
         name = package.replace("sk", "scikit-")
         raise DataError(
-            f"the photographs are those of scikit-image and scikit-learn, but {name} is missing; {_INSTALL}"
+            f"the default photographs need scikit-image and scikit-learn, but {name} is missing; {_INSTALL}"
         )
     place, names = SHIPPED[package]
     paths = [Path(spec.submodule_search_locations[0]) / place / name for name in names.split()]
@@ -186,10 +186,10 @@ def _shipped(package: str) -> list[Path]:
 
 
 def read_size(path: Path) -> tuple[int, int]:
-    """Return (height, width); DataError if it is not a picture, or too large for this machine."""
+    """Return (height, width); DataError if it is not an image, or too large for this machine."""
     return Loader().extents(path)
 
 
 def read_grey(path: Path) -> np.ndarray:
-    """Return a picture's luminance (H, W) in [0, 1] as float32; DataError if it is not a picture, or of 16 bits."""
+    """Return an image's luminance (H, W) in [0, 1] as float32; DataError if it is not an image, or has 16 bits."""
     return np.asarray(Loader("RGB").picture(path).convert("F"), np.float32) / 255

@@ -1,4 +1,4 @@
-"""Images of any size that a network can learn, made on demand from their global indices."""
+"""Learnable synthetic images of any size, computed on demand from global indices."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...registry.ranges import Index, NotNegative, between
 from ...system.memory import require_room
 from ..base import Dataset, Split, tile_slices
 
-_MOST = 1 << 48  # beyond it, products of extents leave what NumPy can index
+_MOST = 1 << 48  # larger products of extents exceed NumPy's index range
 Extent: TypeAlias = Annotated[int, between(1, _MOST)]
-_KEPT = 40  # bytes of a sample: its label and phase, its place in the order
+_BYTES_PER_SAMPLE = 40  # label, phase and position in the order
 
 
 class Synthetic(Dataset):
@@ -70,7 +70,7 @@ class Synthetic(Dataset):
     def check(self) -> None:
         """Check that there is enough memory for the data kept per sample; arguments are checked by the constructor."""
         count = sum(self.counts.values())
-        require_room(_KEPT * count, f"bookkeeping for {count} samples", "give fewer for train and test")
+        require_room(_BYTES_PER_SAMPLE * count, f"bookkeeping for {count} samples", "give fewer for train and test")
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split]:
         """Return the splits, which compute this rank's tile on demand."""
@@ -79,7 +79,7 @@ class Synthetic(Dataset):
             name: Gratings(self.sample_shape, box, self.classes, count, (self.seed, name), self.noise)
             for name, count in self.counts.items()
         }
-        train, test = (Split(made, made.labels, scale=1.0) for made in tiles.values())
+        train, test = (Split(images, images.labels, scale=1.0) for images in tiles.values())
         return train, test
 
 
@@ -87,10 +87,10 @@ _BLOCK = 1 << 18
 
 
 class Gratings:
-    """One tile of `count` images, made when they are asked for.
+    """One tile of `count` images, computed on demand.
 
-    Indexing with an integer array gives float32 tiles (n, *tile, C). The sine of a sum is put together from sines per
-    axis of the whole image by products and sums alone, so that a cell has the same bits in whichever tile it is made.
+    Indexing with an integer array gives float32 tiles (n, *tile, C). The sine of a sum is computed from sines per
+    axis of the whole image by products and sums alone, so that a cell is bitwise the same in every tile.
 
     Parameters
     ----------
@@ -101,9 +101,9 @@ class Gratings:
     classes, count : int
         Number of classes and of images.
     key : tuple
-        What makes the random numbers differ from those of another split or seed.
+        Key of the random numbers of this split and seed.
     noise : float
-        Half width of the uniform noise.
+        Half-width of the uniform noise.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Gratings:
     ) -> None:
         self._global, self._tile, self._classes, self._noise = tuple(shape), tile, classes, noise
         self.labels = np.arange(count) % classes
-        # a third of a turn either way: the class means differ, so that even a linear model can learn
+        # within a third of a turn: the class means differ, so that even a linear model can learn
         self._phases = (2 * rng.uniform(rng.key("phase", *key), np.arange(count)) - 1) * np.pi / 3
         self._stream = rng.key("noise", *key)
 
@@ -143,7 +143,7 @@ class Gratings:
         return part[indices]
 
     def _fill(self, image: np.ndarray, number: int) -> None:
-        """Make one tile, a few rows at a time: the 64-bit temporaries stay in cache."""
+        """Compute one tile, a few rows at a time to keep the 64-bit temporaries in cache."""
         rows = max(1, _BLOCK // max(1, image[:1].size))
         angles = self._angles(number)
         first = self._tile[0].start
@@ -153,7 +153,7 @@ class Gratings:
             image[lo:hi] = self._grating(angles, block) + self._noise_of(number, block)
 
     def _angles(self, number: int) -> list[np.ndarray]:
-        """Return the angle that each axis of the whole image adds; channels come last and carry the sample's phase."""
+        """Return the angle added by each axis of the whole image; that of the last, channels, includes the phase."""
         label, axes = int(self.labels[number]), len(self._global) - 1
         turn = np.pi * label / self._classes
         # wavelengths from 12 down to 6 cells: a few kernels wide, whatever the size of the image

@@ -1,7 +1,7 @@
-"""Records of CSV files, RecordIO files, tables of databases, arrays in HDF5, and data sets: an array each.
+"""Records of CSV files, RecordIO files, database tables, HDF5 arrays and data sets, each an array.
 
-base: the reader that all are; a file for each kind; reading: from a name to a reader; fed: records to a data set of
-features and labels, by a function of the user's.
+base: the reader's base class. csv_file, recordio, table, arrays: one reader each. reading: opening by name. fed: data
+set of the features and labels that a user's function computes from records.
 """
 
 from .base import BadRecord, RecordReader

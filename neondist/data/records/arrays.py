@@ -28,11 +28,11 @@ class HDF5Records(RecordReader):
         self.path, self.array = path, array
         self._file = open_file(path)
         with faults(path):
-            found = find(self._file, array)
-            if found is None or not getattr(found, "shape", ()) or found.dtype.kind not in "iufb":
+            records = find(self._file, array)
+            if records is None or not getattr(records, "shape", ()) or records.dtype.kind not in "iufb":
                 names = ", ".join(array_names(self._file)) or "none"
-                raise DataError(f"{path}: has no array of numbers '{array}' with records along an axis; it has {names}")
-            self._records = found
+                raise DataError(f"{path}: has no numeric array '{array}' with an axis of records; it has {names}")
+            self._records = records
 
     def __len__(self) -> int:
         return int(self._records.shape[0])
@@ -48,15 +48,15 @@ class HDF5Records(RecordReader):
 
 
 class SplitRecords(RecordReader):
-    """Samples of a data set: values of an image as they are stored, (H, W, C) in row-major order, then the target's.
+    """Samples of a data set: the stored values of an image, (H, W, C) in row-major order, followed by the target.
 
     Parameters
     ----------
     name : str
     dataset : Dataset
     role : {'training', 'evaluation', 'prediction'}
-        Training: the training split. Otherwise the validation split, or else the test split; for prediction the other
-        way about.
+        Training: the training split. Evaluation: the validation split, or else the test split. Prediction: the test
+        split, or else the validation split.
     """
 
     def __init__(self, name: str, dataset: Dataset, role: str) -> None:

@@ -1,4 +1,4 @@
-"""The reader of records that all sources have in common."""
+"""Base class of record readers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class BadRecord(DataError):
 
 
 class RecordReader(ABC):
-    """Records by number: each is one array.
+    """Reader of records by number, each one array.
 
     Attributes
     ----------
     name : str
-        The source as the user has named it.
+        The source, as given by the user.
     columns : list of str
-        Names of a record's entries, where the source has them.
+        Names of a record's entries; empty if the source has none.
     """
 
     name: str
@@ -47,21 +47,21 @@ class RecordReader(ABC):
         """Return records by their numbers; BadRecord if one cannot be read."""
 
     def find_bad(self) -> list[tuple[int, str]]:
-        """Read everything, and return the numbers of the records that cannot be read, with the reason for each."""
-        found: list[tuple[int, str]] = []
+        """Read all records, and return the numbers of those that cannot be read, each with the error message."""
+        errors: list[tuple[int, str]] = []
         for number in range(len(self)):
             try:
                 self.read([number])
             except BadRecord as error:
-                found.append((number, str(error)))
-        return found
+                errors.append((number, str(error)))
+        return errors
 
-    def close(self) -> None:  # noqa: B027 - most have none
-        """Let go of open files."""
+    def close(self) -> None:  # noqa: B027 - optional
+        """Close files, if any."""
 
 
-class Sequential(RecordReader):
-    """The records of several sources, one after the other."""
+class ConcatenatedRecords(RecordReader):
+    """Concatenation of the records of several sources."""
 
     def __init__(self, name: str, parts: Sequence[RecordReader]) -> None:
         super().__init__(name)
@@ -73,15 +73,15 @@ class Sequential(RecordReader):
 
     def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Return records by their numbers over all parts."""
-        found = []
+        records = []
         for number in numbers:
-            at = int(np.searchsorted(self._ends, number, side="right"))
-            first = int(self._ends[at]) - len(self.parts[at])
+            index = int(np.searchsorted(self._ends, number, side="right"))
+            first = int(self._ends[index]) - len(self.parts[index])
             try:
-                found += self.parts[at].read([number - first])
+                records += self.parts[index].read([number - first])
             except BadRecord as error:
                 raise BadRecord(number, str(error)) from error
-        return found
+        return records
 
     def close(self) -> None:
         """Close all parts."""
@@ -89,8 +89,8 @@ class Sequential(RecordReader):
             part.close()
 
 
-class Users(RecordReader):
-    """Return value of a user's function: an object with a length that returns arrays by number."""
+class UserRecords(RecordReader):
+    """Records returned by a user's function: an object with a length that is indexed by number."""
 
     def __init__(self, name: str, records: Any) -> None:
         super().__init__(name)
@@ -101,11 +101,11 @@ class Users(RecordReader):
 
     def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Return records by their numbers."""
-        found = []
+        records = []
         for number in numbers:
             try:
-                found.append(np.asarray(self._records[number]))
+                records.append(np.asarray(self._records[number]))
             except Exception as error:
-                what = f"custom_data_reader failed for record {number}: {type(error).__name__}: {error}"
-                raise BadRecord(number, f"{self.name}: {what}") from error
-        return found
+                problem = f"custom_data_reader failed for record {number}: {type(error).__name__}: {error}"
+                raise BadRecord(number, f"{self.name}: {problem}") from error
+        return records

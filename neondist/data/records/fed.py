@@ -1,4 +1,4 @@
-"""Features and labels that a function of the user's makes of records, as a data set."""
+"""Data set of the features and labels that a user's function computes from records."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ...errors import ConfigError, DataError, UserError
 from ..base import Dataset, Split
 from .base import RecordReader
 
-_PROBED = 2
+_SAMPLES_CHECKED = 2
 
 
 class Mode(str, Enum):
-    """The purpose of the records that `feed` is given; equal to its text."""
+    """Purpose of the records passed to `feed`; equal to its text."""
 
     TRAINING = "training"
     EVALUATION = "evaluation"
@@ -32,8 +32,8 @@ class Feed:
     Parameters
     ----------
     function : callable
-        Of a list of records and a mode; returns features and labels, or for prediction features alone. One of each per
-        record: features (n, C, *spatial), or (n, F).
+        Takes a list of records and a mode; returns features (n, C, *spatial) or (n, F) and labels, one of each per
+        record, or for prediction features alone.
     place : str
         File and line of the function, for messages.
     """
@@ -45,40 +45,40 @@ class Feed:
         """Return features and labels, channels last; ConfigError if the function fails or returns something else."""
         name = getattr(self.function, "__name__", "feed")
         try:
-            found = self.function(records, mode)
+            result = self.function(records, mode)
         except UserError:
             raise
         except Exception as error:
             raise ConfigError(f"{self.place}: {name} failed: {type(error).__name__}: {error}") from error
-        pair = isinstance(found, tuple) and len(found) == 2
-        if not pair and mode != Mode.PREDICTION:
-            raise ConfigError(f"{self.place}: {name} returned {_kind(found)}; return (features, labels)")
-        features = self._array(f"{name}: features", found[0] if pair else found, len(records))
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if not is_pair and mode != Mode.PREDICTION:
+            raise ConfigError(f"{self.place}: {name} returned {_describe_type(result)}; return (features, labels)")
+        features = self._array(f"{name}: features", result[0] if is_pair else result, len(records))
         if features.ndim < 2:
             raise ConfigError(f"{self.place}: {name}: features have shape {features.shape}; return an array per record")
-        if not pair or mode == Mode.PREDICTION:
-            return _last(features), None
-        labels = self._array(f"{name}: labels", found[1], len(records))
-        return _last(features), _last(labels) if labels.shape[2:] == features.shape[2:] else labels
+        if not is_pair or mode == Mode.PREDICTION:
+            return _channels_last(features), None
+        labels = self._array(f"{name}: labels", result[1], len(records))
+        return _channels_last(features), _channels_last(labels) if labels.shape[2:] == features.shape[2:] else labels
 
-    def _array(self, what: str, values: Any, records: int) -> np.ndarray:
+    def _array(self, name: str, values: Any, records: int) -> np.ndarray:
         try:
-            found = np.asarray(values) if hasattr(values, "__array__") else np.stack([np.asarray(x) for x in values])
-            count = len(found)
+            array = np.asarray(values) if hasattr(values, "__array__") else np.stack([np.asarray(x) for x in values])
+            count = len(array)
         except (TypeError, ValueError) as error:
             if isinstance(values, Sequence) and len(values) != records:
-                found, count = np.empty(0), len(values)
+                array, count = np.empty(0), len(values)
             else:
-                raise ConfigError(f"{self.place}: {what} cannot be one array ({error})") from error
+                raise ConfigError(f"{self.place}: {name} cannot be one array ({error})") from error
         if count != records:
-            raise ConfigError(f"{self.place}: {what} are {count} for {records} records; return one per record")
-        if found.dtype.kind not in "biuf":
-            raise ConfigError(f"{self.place}: {what} have dtype {found.dtype}; return numbers")
-        return found
+            raise ConfigError(f"{self.place}: {name} are {count} for {records} records; return one per record")
+        if array.dtype.kind not in "biuf":
+            raise ConfigError(f"{self.place}: {name} have dtype {array.dtype}; return numbers")
+        return array
 
 
 class Samples:
-    """Features and labels of the records that are used, made when they are asked for.
+    """Features and labels of the usable records, computed on demand.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class Samples:
     feed : Feed
     mode : Mode
     bad : collection of int
-        Records that are left out.
+        Numbers of records to leave out.
     """
 
     def __init__(self, reader: RecordReader, feed: Feed, mode: Mode, bad: Sequence[int] = ()) -> None:
@@ -94,27 +94,27 @@ class Samples:
         self.numbers = np.setdiff1d(np.arange(len(reader)), np.asarray(bad, np.intp))
         if not len(self.numbers):
             raise DataError(f"{reader.name}: has no usable records")
-        self._last = lru_cache(maxsize=2)(self._make)  # images and targets of a batch are asked for one by one
+        self._batch = lru_cache(maxsize=2)(self._compute)  # images and targets are requested separately
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def of(self, indices: Any) -> tuple[np.ndarray, np.ndarray | None]:
         """Return features (n, *spatial, C) and labels."""
-        return self._last(tuple(np.asarray(indices).tolist()))
+        return self._batch(tuple(np.asarray(indices).tolist()))
 
-    def _make(self, indices: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None]:
+    def _compute(self, indices: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray | None]:
         return self.feed(self.reader.read(self.numbers[list(indices)].tolist()), self.mode)
 
     def content(self) -> str:
-        """Return a hash of some records, alike on all ranks that read the same source."""
-        some = self.numbers[np.linspace(0, len(self) - 1, min(8, len(self))).astype(int)]
-        sums = [zlib.crc32(np.ascontiguousarray(record).tobytes()) for record in self.reader.read(some.tolist())]
+        """Return a hash of some records, equal on all ranks that read the same source."""
+        numbers = self.numbers[np.linspace(0, len(self) - 1, min(8, len(self))).astype(int)]
+        sums = [zlib.crc32(np.ascontiguousarray(record).tobytes()) for record in self.reader.read(numbers.tolist())]
         return f"{len(self)}:{zlib.crc32(np.array(sums, np.int64).tobytes()):08x}"
 
 
-class _Part:
-    """This rank's tile of features, or of labels that are maps; other labels whole."""
+class _SampleTiles:
+    """This rank's tile of features or label maps; other labels are whole."""
 
     def __init__(self, samples: Samples, which: int, shape: tuple[int, ...], tile: tuple[slice, ...]) -> None:
         self._samples, self._which, self._tile = samples, which, tile
@@ -125,12 +125,12 @@ class _Part:
         return len(self._samples)
 
     def __getitem__(self, indices: Any) -> np.ndarray:
-        found = self._samples.of(np.arange(len(self))[indices])[self._which]
-        assert found is not None  # prediction needs no labels
-        return found[(slice(None), *self._tile)]
+        values = self._samples.of(np.arange(len(self))[indices])[self._which]
+        assert values is not None  # prediction needs no labels
+        return values[(slice(None), *self._tile)]
 
 
-class _Records(Dataset):
+class _RecordDataset(Dataset):
     """Records of one or two sources; see `record_dataset`."""
 
     classes = None
@@ -141,17 +141,17 @@ class _Records(Dataset):
         self._sources = {"train": training} | ({} if evaluation is None else {"validation": evaluation})
 
     def check(self) -> None:
-        """Feed a few records."""
+        """Compute the features of a few records."""
         shapes = set()
         for samples in self._sources.values():
-            features, _ = samples.of(range(min(_PROBED, len(samples))))
+            features, _ = samples.of(range(min(_SAMPLES_CHECKED, len(samples))))
             shapes.add(features.shape[1:])
         if len(shapes) > 1:
             raise DataError(f"feed: features of {' and '.join(s.reader.name for s in self._sources.values())} differ")
         self.sample_shape = shapes.pop()
 
     def load(self, grid: ProcessGrid) -> tuple[Split, Split | None, Split | None]:
-        """Return the splits; nothing is read but the batches."""
+        """Return the splits, whose batches are read on demand."""
         self.content = " ".join(samples.content() for samples in self._sources.values())
         splits = {name: self._split(samples, grid) for name, samples in self._sources.items()}
         return splits["train"], splits.get("validation"), None
@@ -159,22 +159,22 @@ class _Records(Dataset):
     def _split(self, samples: Samples, grid: ProcessGrid) -> Split:
         extent = self.sample_shape[:-1]
         cells = grid.tile_box(extent).slices if extent else ()
-        features, labels = samples.of(range(min(_PROBED, len(samples))))
+        features, labels = samples.of(range(min(_SAMPLES_CHECKED, len(samples))))
         shape = (0,) if labels is None else labels.shape[1:]
         maps = bool(extent) and shape[: len(extent)] == extent
-        images = _Part(samples, 0, features.shape[1:], cells)
-        return Split(images, _Part(samples, 1, shape, cells if maps else ()), scale=1.0)
+        images = _SampleTiles(samples, 0, features.shape[1:], cells)
+        return Split(images, _SampleTiles(samples, 1, shape, cells if maps else ()), scale=1.0)
 
 
 def record_dataset(training: Samples, evaluation: Samples | None = None) -> Dataset:
-    """Return a data set of samples to train, and samples that judge."""
-    return _Records(training, evaluation)
+    """Return a data set of training samples and, optionally, evaluation samples."""
+    return _RecordDataset(training, evaluation)
 
 
-def _last(values: np.ndarray) -> np.ndarray:
+def _channels_last(values: np.ndarray) -> np.ndarray:
     """Return (n, C, *spatial) as (n, *spatial, C)."""
     return np.moveaxis(values, 1, -1) if values.ndim > 2 else values
 
 
-def _kind(found: Any) -> str:
-    return f"a tuple of {len(found)}" if isinstance(found, tuple) else f"a {type(found).__name__}"
+def _describe_type(result: Any) -> str:
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"

@@ -1,4 +1,4 @@
-"""From the name of a source to the reader of its records."""
+"""Opening of record sources by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...io.hdf5 import SIGNATURE
 from ...io.regular_file import open_regular
 from ..datasets.hdf5 import HDF5Dataset
 from .arrays import HDF5Records, SplitRecords
-from .base import RecordReader, Sequential
+from .base import ConcatenatedRecords, RecordReader
 from .csv_file import CsvRecords
 from .recordio import MAGIC, RecordIORecords
 from .table import TableRecords
@@ -23,15 +23,15 @@ def open_records(source: str, role: str = "training") -> RecordReader:
     Parameters
     ----------
     source : str
-        A CSV file, a RecordIO file, a folder of those; FILE.h5:ARRAY, or FILE.h5 as HDF5Dataset has it; or a table,
+        A CSV or RecordIO file, or a folder of them; FILE.h5:ARRAY, or FILE.h5 in the layout of HDF5Dataset; or a table,
         as an SQLAlchemy URL such as sqlite:///FILE.db#TABLE.
     role : {'training', 'evaluation', 'prediction'}
-        Chooses the split, where a source has several.
+        Selects the split if the source has several.
 
     Raises
     ------
     DataError
-        The source is missing, or damaged.
+        If the source is missing or damaged.
     """
     if "://" in source:
         return TableRecords(source)
@@ -40,14 +40,14 @@ def open_records(source: str, role: str = "training") -> RecordReader:
     if array and not path.exists() and Path(os.path.expanduser(file)).is_file():
         return HDF5Records(Path(os.path.expanduser(file)), array)
     if path.is_dir():
-        parts = [_of_file(one, role) for one in sorted(path.iterdir()) if one.is_file() and one.name[0] != "."]
+        parts = [_open_file(p, role) for p in sorted(path.iterdir()) if p.is_file() and p.name[0] != "."]
         if not parts:
             raise DataError(f"{path}: has no files; name a folder of CSV or RecordIO files")
-        return Sequential(source, parts)
-    return _of_file(path, role)
+        return ConcatenatedRecords(source, parts)
+    return _open_file(path, role)
 
 
-def _of_file(path: Path, role: str) -> RecordReader:
+def _open_file(path: Path, role: str) -> RecordReader:
     try:
         with open_regular(path) as file:
             head = file.read(len(SIGNATURE))

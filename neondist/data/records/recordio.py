@@ -1,8 +1,8 @@
 """RecordIO files, as github.com/wangkuiyi/recordio and its package pyrecordio write them.
 
-A file is a row of chunks: a header of five little-endian uint32 (the magic number 0x01020304, the CRC-32 of the packed
-data, the compressor, the length of the packed data, the number of records), then the packed data: for each record its
-length, uint32, and its bytes. Compressors: 0 none, 1 snappy (not read), 2 gzip.
+A file is a sequence of chunks: a header of five little-endian uint32 (the magic number 0x01020304, the CRC-32 of the
+packed data, the compressor, the length of the packed data, the number of records), then the packed data: for each
+record its length, uint32, and its bytes. Compressors: 0 none, 1 snappy (unsupported), 2 gzip.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .base import BadRecord, RecordReader
 MAGIC = 0x01020304
 _HEADER = struct.Struct("<5I")
 _NONE, _SNAPPY, _GZIP = 0, 1, 2
-_LARGEST = 1 << 30
-"""bytes of a chunk"""
+_MAX_BYTES = 1 << 30
+"""of a chunk, compressed or not"""
 _NPY = b"\x93NUMPY"
 
 
@@ -39,7 +39,7 @@ class RecordIOWriter:
     ----------
     path : path
     records_per_chunk : int
-        Chunks have a checksum and are read whole.
+        A chunk has one checksum and is read whole.
     compressor : {None, 'gzip'}
 
     Examples
@@ -93,7 +93,7 @@ class RecordIOWriter:
 
 
 class RecordIORecords(RecordReader):
-    """Records of a RecordIO file: arrays in .npy format, or else arrays of bytes (uint8).
+    """Records of a RecordIO file: arrays in .npy format, otherwise arrays of bytes (uint8).
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class RecordIORecords(RecordReader):
         self.path = path
         try:
             self._file = open_regular(path)
-            chunks = self._index()
+            chunks = self._index_chunks()
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({reason(error)}); name a RecordIO file") from error
         self._starts = np.array([start for start, _ in chunks], np.int64)
@@ -119,78 +119,78 @@ class RecordIORecords(RecordReader):
 
     def read(self, numbers: Sequence[int]) -> list[np.ndarray]:
         """Return records by their numbers."""
-        found = []
+        arrays = []
         for number in numbers:
-            at = int(np.searchsorted(self._ends, number, side="right"))
+            chunk = int(np.searchsorted(self._ends, number, side="right"))
             try:
-                records = self._chunk(at)
+                records = self._chunk(chunk)
             except ValueError as error:
-                raise self._bad(number, str(error)) from error
-            found.append(self._array(number, records[number - self._first(at)]))
-        return found
+                raise self._bad_record(number, str(error)) from error
+            arrays.append(self._decode(number, records[number - self._first_record(chunk)]))
+        return arrays
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _first(self, chunk: int) -> int:
+    def _first_record(self, chunk: int) -> int:
         return int(self._ends[chunk - 1]) if chunk else 0
 
-    def _bad(self, number: int, what: str) -> BadRecord:
+    def _bad_record(self, number: int, problem: str) -> BadRecord:
         return BadRecord(
             number,
-            f"{self.path}: record {number}: {what}; rewrite the file, or skip such records with --skip-bad-records",
+            f"{self.path}: record {number}: {problem}; rewrite the file, or skip such records with --skip-bad-records",
         )
 
-    def _index(self) -> list[tuple[int, int]]:
-        """Return where chunks begin, and how many records each has."""
-        chunks, at, records = list[tuple[int, int]](), 0, 0
+    def _index_chunks(self) -> list[tuple[int, int]]:
+        """Return the offset and the number of records of each chunk."""
+        chunks, start, records = list[tuple[int, int]](), 0, 0
         size = self._file.seek(0, io.SEEK_END)
-        while at < size:
-            self._file.seek(at)
+        while start < size:
+            self._file.seek(start)
             head = self._file.read(_HEADER.size)
             if len(head) < _HEADER.size or _HEADER.unpack(head)[0] != MAGIC:
-                what = "no chunk begins at byte" if chunks else "is not a RecordIO file: no chunk begins at byte"
-                raise DataError(f"{self.path}: record {records}: {what} {at}; rewrite the file")
+                problem = "no chunk begins at byte" if chunks else "is not a RecordIO file: no chunk begins at byte"
+                raise DataError(f"{self.path}: record {records}: {problem} {start}; rewrite the file")
             _, _, _, length, count = _HEADER.unpack(head)
-            if at + _HEADER.size + length > size:
+            if start + _HEADER.size + length > size:
                 raise DataError(f"{self.path}: record {records}: the file ends inside its chunk; rewrite it")
             if count:
-                chunks.append((at, count))
-            at, records = at + _HEADER.size + length, records + count
+                chunks.append((start, count))
+            start, records = start + _HEADER.size + length, records + count
         return chunks
 
     def _read_chunk(self, number: int) -> list[bytes]:
         """Return the records of a chunk; ValueError if it is damaged."""
-        start, count = int(self._starts[number]), int(self._ends[number]) - self._first(number)
+        start, count = int(self._starts[number]), int(self._ends[number]) - self._first_record(number)
         self._file.seek(start)
         _, checksum, compressor, length, _ = _HEADER.unpack(self._file.read(_HEADER.size))
-        packed = self._file.read(min(length, _LARGEST))
+        packed = self._file.read(min(length, _MAX_BYTES))
         if zlib.crc32(packed) != checksum:
             raise ValueError(f"bad checksum in the chunk of {count} records at byte {start}")
-        data = _unpacked(packed, compressor)
-        records, at = list[bytes](), 0
+        data = _decompress(packed, compressor)
+        records, offset = list[bytes](), 0
         for _ in range(count):
-            if at + 4 > len(data):
+            if offset + 4 > len(data):
                 raise ValueError(f"the chunk at byte {start} ends too early")
-            (size,) = struct.unpack_from("<I", data, at)
-            if at + 4 + size > len(data):
+            (size,) = struct.unpack_from("<I", data, offset)
+            if offset + 4 + size > len(data):
                 raise ValueError(f"the chunk at byte {start} ends too early")
-            records.append(data[at + 4 : at + 4 + size])
-            at += 4 + size
+            records.append(data[offset + 4 : offset + 4 + size])
+            offset += 4 + size
         return records
 
-    def _array(self, number: int, record: bytes) -> np.ndarray:
+    def _decode(self, number: int, record: bytes) -> np.ndarray:
         if not record.startswith(_NPY):
             return np.frombuffer(record, np.uint8)
         try:
-            found: np.ndarray = np.load(io.BytesIO(record), allow_pickle=False)
+            array: np.ndarray = np.load(io.BytesIO(record), allow_pickle=False)
         except (ValueError, EOFError, SyntaxError) as error:
-            raise self._bad(number, f"is not an array in .npy format ({error})") from error
-        return found
+            raise self._bad_record(number, f"is not an array in .npy format ({error})") from error
+        return array
 
 
-def _unpacked(packed: bytes, compressor: int) -> bytes:
+def _decompress(packed: bytes, compressor: int) -> bytes:
     if compressor == _NONE:
         return packed
     if compressor == _SNAPPY:
@@ -199,11 +199,11 @@ def _unpacked(packed: bytes, compressor: int) -> bytes:
         )
     if compressor != _GZIP:
         raise ValueError(f"has an unknown compressor, {compressor}")
-    unpacking = zlib.decompressobj(wbits=31)
+    decompressor = zlib.decompressobj(wbits=31)
     try:
-        data = unpacking.decompress(packed, _LARGEST)
+        data = decompressor.decompress(packed, _MAX_BYTES)
     except zlib.error as error:
         raise ValueError(f"cannot be decompressed ({error})") from error
-    if unpacking.unconsumed_tail:
-        raise ValueError(f"has more than {_LARGEST:,} bytes")
+    if decompressor.unconsumed_tail:
+        raise ValueError(f"has more than {_MAX_BYTES:,} bytes")
     return data

@@ -12,14 +12,14 @@ from .base import BadRecord, RecordReader
 
 
 class TableRecords(RecordReader):
-    """Rows of a table, which is read whole, in the order of its primary key, or else as the database gives them.
+    """Rows of a table, read whole, in the order of its primary key, or else in the database's order.
 
-    A row of numbers is an array of float64; any other, an array of text.
+    A row of numbers is an array of float64, any other row an array of text.
 
     Parameters
     ----------
     url : str
-        SQLAlchemy's, followed by #TABLE where the database has several.
+        SQLAlchemy URL, followed by #TABLE if the database has several tables.
     """
 
     def __init__(self, url: str) -> None:
@@ -36,16 +36,16 @@ class TableRecords(RecordReader):
             if engine.url.get_backend_name() == "sqlite":
                 self._require_file(engine.url.database)
             with engine.connect() as connection:
-                found = self._table(sqlalchemy, engine, table)
-                self.columns = [column.name for column in found.columns]
-                query = sqlalchemy.select(found).order_by(*found.primary_key.columns)
+                selected = self._find_table(sqlalchemy, engine, table)
+                self.columns = [column.name for column in selected.columns]
+                query = sqlalchemy.select(selected).order_by(*selected.primary_key.columns)
                 self._rows = [tuple(row) for row in connection.execute(query)]
             engine.dispose()
         except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
             raise DataError(f"{self.name}: cannot be read ({str(error).splitlines()[0]})") from error
         if not self._rows:
             raise DataError(f"{self.name}: has no rows")
-        self._text = not all(_number(value) for value in self._rows[0])
+        self._text = not all(_is_number(value) for value in self._rows[0])
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -59,7 +59,7 @@ class TableRecords(RecordReader):
         if self._text:
             return np.array([str(value) for value in row])
         for name, value in zip(self.columns, row, strict=True):
-            if not _number(value):
+            if not _is_number(value):
                 raise BadRecord(number, f"{self.name}: row {number}: column {name}: {value!r} is not a number")
         return np.array(row, np.float64)
 
@@ -69,19 +69,19 @@ class TableRecords(RecordReader):
         if path in (None, "", ":memory:") or not Path(str(path)).is_file():
             raise DataError(f"{self.name}: no database {path}; correct the URL")
 
-    def _table(self, sqlalchemy: Any, engine: Any, table: str) -> Any:
+    def _find_table(self, sqlalchemy: Any, engine: Any, table: str) -> Any:
         names = sqlalchemy.inspect(engine).get_table_names()
         if not table and len(names) == 1:
             table = names[0]
         if table not in names:
-            has = f"the database has {', '.join(names) or 'none'}"
+            contents = f"the database has {', '.join(names) or 'none'}"
             if not table:
-                raise DataError(f"{self.name}: name a table, as URL#TABLE; {has}")
-            raise DataError(f"{self.name}: no table '{table}'; {has}")
+                raise DataError(f"{self.name}: name a table, as URL#TABLE; {contents}")
+            raise DataError(f"{self.name}: no table '{table}'; {contents}")
         return sqlalchemy.Table(table, sqlalchemy.MetaData(), autoload_with=engine)
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     try:
         float(value)
     except (TypeError, ValueError):

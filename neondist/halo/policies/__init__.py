@@ -1,4 +1,4 @@
-"""Exchange policies, which users call border schemes: how cells of other tiles reach a view, and what returns.
+"""Exchange policies (border schemes): exchange of ghost cells and of their gradients.
 
-base: what every policy says of itself. names: policies as text. The others: one small class each.
+base: the base class. names: policies as text. The others: one small class each.
 """

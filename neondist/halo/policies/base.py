@@ -11,7 +11,7 @@ from ...registry import Registered
 from ..exchange import HaloExchange
 
 Fill: TypeAlias = Literal["zeros", "reflect", "replicate"]
-"""What may stand for cells of other tiles."""
+"""Fill of cells of other tiles that are not exchanged."""
 
 
 class ExchangePolicy(Registered, ABC):
@@ -24,11 +24,11 @@ class ExchangePolicy(Registered, ABC):
     exact : bool
         True if outputs and gradients equal those of one process.
     formula : str
-        Message volume in words, for n samples, c channels, an inner tile of h x w cells and a window of radius O.
+        Text of the message volume for n samples, c channels, an inner tile of h x w cells and a window of radius O.
     """
 
     exact = False
-    #: how exact gradients reach other tiles: 'scatter', or 'gather' or 'auto', which a convolution understands
+    #: exchange of exact gradients: 'scatter', or, for convolutions, 'gather' or 'auto'
     gradients = "scatter"
     #: names of flat arrays in `halo.memory` that later training steps need, for checkpoints
     remembers: Sequence[str] = ()
@@ -91,16 +91,16 @@ class ExchangePolicy(Registered, ABC):
         if list(sent) != declared:
             raise PlanError(
                 f"scheme {type(self).__name__} sends messages of {list(sent)} bytes {direction}, but its message_bytes"
-                f" says {declared}; make them agree (docs/adding_a_scheme.md)"
+                f" returns {declared}; make them agree (docs/adding_a_scheme.md)"
             )
 
     def check_exchanges(self, count: int, direction: str) -> None:
-        """Raise PlanError if a call started another number of exchanges than `exchanges` declares."""
+        """Raise PlanError if the number of exchanges started by a call differs from `exchanges`."""
         least, _, most = self.exchanges(direction)
         if not least <= count <= most:
             raise PlanError(
                 f"scheme {type(self).__name__} has exchanged {count} times in one call {direction}, but its exchanges"
-                f" says {least} to {most}; make them agree (docs/adding_a_scheme.md)"
+                f" declares {least} to {most}; make them agree (docs/adding_a_scheme.md)"
             )
 
     def mean_bytes(self, messages: Sequence[int], itemsize: int, direction: str) -> float:

@@ -1,4 +1,4 @@
-"""An exchange now and then."""
+"""Exchange in every j-th step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Every(ExchangePolicy):
     between : {'reuse', 'zeros', 'reflect', 'replicate'}
     """
 
-    formula = "each way H / j in the mean, H = n c (2 O (h + w) + 4 O²) numbers"
+    formula = "each way H / j on average, H = n c (2 O (h + w) + 4 O²) numbers"
 
     def __init__(self, j: Count = 2, *, between: Literal["reuse"] | Fill = "reuse") -> None:
         self.j, self.between, self.exact = j, between, j == 1

@@ -1,4 +1,4 @@
-"""The exact exchange, and the default."""
+"""Exact exchange (default)."""
 
 from __future__ import annotations
 

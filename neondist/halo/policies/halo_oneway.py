@@ -1,4 +1,4 @@
-"""An exchange in fprop alone."""
+"""Exchange in fprop only."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class HaloOneway(ExchangePolicy):
         halo.drop()
 
     def exchanges(self, direction: str) -> tuple[int, float, int]:
-        """Return one forward, none backward."""
+        """Return one exchange forward, none backward."""
         return (1, 1, 1) if direction == "forward" else (0, 0, 0)

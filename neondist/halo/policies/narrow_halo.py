@@ -1,4 +1,4 @@
-"""The exact exchange for layers whose products have operands of 16 bits."""
+"""Exact exchange for layers with 16-bit operands."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .halo import Halo
 
 
 def halo_in(scheme: ExchangePolicy | None, precision: ComputePrecision) -> ExchangePolicy | None:
-    """Return the exact exchange for a layer that looks at numbers rounded so alone; another scheme as it is."""
+    """Return the exact exchange in the precision of a layer's operands; other schemes are returned unchanged."""
     if type(scheme) is not Halo or not scheme.exact:
         return scheme
-    found = Halo(**scheme.arguments() | {"dtype": precision.name if precision.narrow else None})
-    found.exact = True
-    return found
+    halo = Halo(**scheme.arguments() | {"dtype": precision.name if precision.narrow else None})
+    halo.exact = True
+    return halo

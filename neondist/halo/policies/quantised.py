@@ -1,4 +1,4 @@
-"""Cells in fewer bits."""
+"""Exchange of quantised cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cells of an earlier step."""
+"""Asynchronous exchange with cells of an earlier step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Stale(ExchangePolicy):
         else:
             packed = halo.packed()
             halo.exchange()
-        packed.start(halo.outgoing())  # what came has changed other cells than those that leave
+        packed.start(halo.outgoing())  # receiving has not changed the outgoing cells
         travelling.append(packed)
 
     backward = forward
@@ -48,12 +48,12 @@ class Stale(ExchangePolicy):
 
     def remember(self, halo: HaloExchange, arrays: Sequence[Any]) -> None:
         """Resend the cells."""
-        known = [*halo.memory.get("travelling", ())][: len(arrays)]
-        halo.memory["travelling"] = deque(known + [halo.packed() for _ in arrays[len(known) :]])
+        pending = [*halo.memory.get("travelling", ())][: len(arrays)]
+        halo.memory["travelling"] = deque(pending + [halo.packed() for _ in arrays[len(pending) :]])
         for packed, cells in zip(halo.memory["travelling"], arrays, strict=True):
             packed.outgoing[...] = cells
             packed.start()
 
     def exchanges(self, direction: str) -> tuple[int, float, int]:
-        """Return one exchange; the first steps need another one."""
+        """Return one exchange; the first steps have a second one."""
         return 1, 1, 2

@@ -1,4 +1,4 @@
-"""Towers: tiles that do not talk to each other."""
+"""Towers: tiles without communication."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tower(ExchangePolicy):
         self.fill, self.merge, self.exact = fill, merge, merge
 
     def forward(self, halo: HaloExchange) -> None:
-        """Fill the cells, in bprop the adjoint; exchange where towers are merged."""
+        """Fill the cells, or run the adjoint; exchange if towers are merged."""
         if self.merge:
             halo.exchange()
         else:
@@ -34,5 +34,5 @@ class Tower(ExchangePolicy):
     backward = forward
 
     def exchanges(self, direction: str) -> tuple[int, float, int]:
-        """Return none, or one where towers are merged."""
+        """Return zero, or one exchange if towers are merged."""
         return (1, 1, 1) if self.merge else (0, 0, 0)

@@ -1,6 +1,6 @@
-"""A checksum over a whole HDF5 file, in the block before it that HDF5 leaves to its users.
+"""Checksum of a whole HDF5 file, stored in its user block.
 
-A file is looked at by HDF5 only once its checksum is right: HDF5 itself may crash on a damaged file.
+Files are opened with HDF5 only after their checksum is verified, since HDF5 may crash on damaged files.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ FORMAT = 3
 
 
 def add_checksum(file: BinaryIO) -> None:
-    """Write the length and the CRC-32 of all that follows into the first block of an open file."""
+    """Write the length and the CRC-32 of the rest of an open file into its first block."""
     header = _header(*_measure(file))
     file.seek(0)
     file.write(header)
 
 
 def check(path: Path) -> None:
-    """Read the whole file once.
+    """Verify the checksum of a file, reading it once.
 
     Raises
     ------
     DataError
-        It is missing, is no checkpoint, or a bit of it is not as it was written.
+        If it is missing, not a checkpoint, or damaged.
     """
     try:
         with open_regular(path) as file:
-            found = file.read(BLOCK)
-            title = found.split(b"\n", 1)[0].decode("ascii", "replace")
+            header = file.read(BLOCK)
+            title = header.split(b"\n", 1)[0].decode("ascii", "replace")
             if not title.startswith(TITLE):
                 raise DataError(f"{path}: is not a neondist checkpoint, or its header is damaged; name another file")
             if title != f"{TITLE} {FORMAT}":
                 raise DataError(
                     f"{path}: is a '{title[:40]}', but this neondist reads format {FORMAT}; or it is damaged"
                 )
-            if found != _header(*_measure(file)):
+            if header != _header(*_measure(file)):
                 raise DataError(
                     f"{path}: damaged (its checksum is wrong); restore it from a copy, or name another file"
                 )
@@ -58,7 +58,7 @@ def _header(size: int, crc: int) -> bytes:
 
 
 def _measure(file: BinaryIO) -> tuple[int, int]:
-    """Return the length and the CRC-32 of what follows the first block."""
+    """Return the length and the CRC-32 of the file after its first block."""
     size, crc = 0, 0
     file.seek(BLOCK)
     while piece := file.read(PIECE):

@@ -1,4 +1,4 @@
-"""Older checkpoints beside the newest, by their step."""
+"""Older checkpoints, named by their step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..regular_file import open_regular
 
 
 def keep_copies(path: Path, keep: int, step: int) -> None:
-    """Give a file a second name with its step, and remove all such files but the last `keep`; OutputError if not."""
+    """Link or copy a file to a name with its step, and keep the last `keep` such files; OutputError if that fails."""
     name = path.with_name(f"{path.stem}-{step:08d}{path.suffix}")
     fresh = partial(name)
     with file_errors(fresh, "cannot be removed"):
@@ -31,6 +31,6 @@ def keep_copies(path: Path, keep: int, step: int) -> None:
 
 
 def kept_files(path: Path) -> list[Path]:
-    """Return the files with a step in their name, the last written first."""
-    found = path.parent.glob(f"{path.stem}-[0-9]*{path.suffix}")
-    return sorted(found, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True)
+    """Return the files with a step in their name, the most recently written first."""
+    paths = path.parent.glob(f"{path.stem}-[0-9]*{path.suffix}")
+    return sorted(paths, key=lambda file: (file.stat().st_mtime_ns, file.name), reverse=True)

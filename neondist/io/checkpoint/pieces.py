@@ -1,4 +1,4 @@
-"""Assignment of the parts of whole arrays to ranks."""
+"""Distribution of global arrays over ranks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import numpy as np
 from ...geometry import Box
 from ...parallel import ParameterShard
 
-BLOCK = 4 << 20  # bytes that travel at a time
+BLOCK = 4 << 20  # bytes per transfer
 Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of a whole array.
+    """This rank's part of a global array.
 
     Attributes
     ----------
     name : str
     shape : tuple of int
-        Of the whole array, as the file has it.
+        Global shape, as in the file.
     array : ndarray
-        This rank's part, of the shape of its box.
+        This rank's part, with the shape of its box.
     boxes : sequence of Box
-        For each rank, its part of the whole; a single one if every rank has all of it.
+        Part of each rank; a single box if all ranks have the whole array.
     unfolded : tuple of int, optional
-        The shape in which the parts are boxes, where several axes are the first one of `shape`, or where they are
+        Shape in which the parts are boxes: several axes may be merged into the first one of `shape`, or parts may be
         ranges of the flat array, (size,).
     """
 
@@ -42,7 +42,7 @@ class Piece:
 
     @classmethod
     def of(cls, shard: ParameterShard, array: Any, group: str) -> Piece:
-        """Return an array of a layer, to be named '<group>/<layer name>/<parameter>'."""
+        """Return the piece of a layer's array, named '<group>/<layer name>/<parameter>'."""
         part = array.reshape(shard.box.shape)  # a view
         return cls(f"{group}/{shard.full_name}", tuple(shard.parameter.shape), part, shard.boxes, shard.unfolded)
 
@@ -52,14 +52,14 @@ class Piece:
         return np.dtype(self.array.dtype)
 
     def blocks(self) -> Iterator[tuple[Box, Slices]]:
-        """Yield the blocks that fill the whole in order: as boxes, and where each lies in the file's array."""
+        """Yield the blocks of the global array in order: each as a box, and as slices of the file's array."""
         whole = self.shape if self.unfolded is None else self.unfolded
         if len(self.shape) != 1 and whole == (prod(self.shape),):
             for block in blocks(self.shape, max(1, BLOCK // self.dtype.itemsize)):
                 start = int(np.ravel_multi_index(block.lo, self.shape)) if self.shape else 0
                 yield Box((start,), (start + block.size,)), block.slices
             return
-        first = len(whole) - len(self.shape) + 1  # so many axes are the file's first one
+        first = len(whole) - len(self.shape) + 1  # number of axes merged into the first one
         for block in blocks(whole, max(1, BLOCK // self.dtype.itemsize)):
             place = block.slices
             if first > 1:
@@ -69,11 +69,11 @@ class Piece:
 
 
 def blocks(shape: Sequence[int], cells: int) -> Iterator[Box]:
-    """Yield boxes of at most `cells` cells, each contiguous in an array of this shape, that fill it in order."""
+    """Split an array of this shape into contiguous boxes of at most `cells` cells, and yield them in order."""
     if 0 in shape:
         return
     axis = next((at for at in range(len(shape)) if prod(shape[at + 1 :]) <= cells), len(shape))
-    if axis == len(shape):  # a single number
+    if axis == len(shape):  # scalar
         yield Box((), ())
         return
     step = max(1, cells // prod(shape[axis + 1 :]))

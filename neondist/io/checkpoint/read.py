@@ -1,4 +1,4 @@
-"""Reading a checkpoint file on one rank, for all ranks."""
+"""Reading of a checkpoint file by one rank for all ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .checksum import check
 from .pieces import Piece, Slices
 from .stream import scatter
 
-DEPTH = 20  # groups inside of groups; a file of ours has the depth of layers' names
+DEPTH = 20  # limit of nested groups, which follow layer names
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a file, known on every rank.
+    """Contents of a file, known on every rank.
 
     Attributes
     ----------
     path : the file
     texts : by name
-    shapes : shapes of the whole arrays, by name
+    shapes : global shapes of the arrays, by name
     """
 
     path: Path
@@ -35,18 +35,18 @@ class Facts:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def group(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the arrays of one group, by their names in it."""
+        """Return the shapes of the arrays in a group, by name."""
         return {key[len(name) + 1 :]: shape for key, shape in self.shapes.items() if key.startswith(name + "/")}
 
 
-class Opened:
-    """A file that is open on one rank."""
+class CheckpointReader:
+    """Checkpoint file that is open on one rank."""
 
     def __init__(self, facts: Facts, file: Any, world: Transport, root: int = 0) -> None:
         self.facts, self._file, self._world, self._root = facts, file, world, root
 
     def fill(self, pieces: Sequence[Piece]) -> None:
-        """Fill every rank's parts of arrays of the file, whose shapes have been compared; collective."""
+        """Fill every rank's parts of arrays from the file, whose shapes must match; collective."""
 
         def read(piece: Piece, place: Slices) -> np.ndarray:
             return self._file[piece.name][place]
@@ -62,13 +62,13 @@ class Opened:
 
 
 @contextmanager
-def opened(path: Path, world: Transport, root: int = 0) -> Iterator[Opened]:
-    """Check a file's checksum on the rank `root` and open it there; collective.
+def open_checkpoint(path: Path, world: Transport, root: int = 0) -> Iterator[CheckpointReader]:
+    """Verify a checkpoint on the rank `root` and open it there; collective.
 
     Raises
     ------
     DataError
-        On every rank, if the file is missing, damaged, or none of ours.
+        On every rank, if the file is missing, damaged, or not a checkpoint.
     """
     check_alike(world, {CALL: "reading a checkpoint"})
     file, facts, error = None, None, None
@@ -80,7 +80,7 @@ def opened(path: Path, world: Transport, root: int = 0) -> Iterator[Opened]:
             error = problem
     try:
         agree(world, error)
-        yield Opened(world.bcast(facts, root), file, world, root)
+        yield CheckpointReader(world.bcast(facts, root), file, world, root)
     finally:
         if file is not None:
             file.close()
@@ -92,15 +92,15 @@ def _open(path: Path) -> tuple[Any, Facts]:
     try:
         file = h5py.File(path, "r")
         facts = Facts(path)
-        _look(file, "", facts)
-    # the checksum is right, so this is a file that somebody else has made; HDF5 may raise nearly anything
+        _scan(file, "", facts)
+    # the checksum matches, so the file was crafted; HDF5 may raise nearly anything
     except Exception as error:
         raise DataError(f"{path}: is not a neondist checkpoint ({error}); name another file") from error
     return file, facts
 
 
-def _look(group: Any, prefix: str, facts: Facts) -> None:
-    """Note what the group holds; nothing outside of this file is followed, and nothing but numbers and bytes taken."""
+def _scan(group: Any, prefix: str, facts: Facts) -> None:
+    """Collect the texts and shapes of a group; refuse links, external data, and other types."""
     import h5py
 
     if prefix.count("/") > DEPTH:
@@ -111,7 +111,7 @@ def _look(group: Any, prefix: str, facts: Facts) -> None:
             raise ValueError(f"'{full}' is a link")
         item = group[name]
         if isinstance(item, h5py.Group):
-            _look(item, full + "/", facts)
+            _scan(item, full + "/", facts)
         elif item.is_virtual or item.external:
             raise ValueError(f"'{full}' lies in another file")
         elif item.dtype.kind == "S" and item.shape == ():

@@ -1,4 +1,4 @@
-"""Settings of optimisers, schedulers and the like as JSON: numbers and texts in lists and mappings, nothing else."""
+"""Conversion of settings of optimisers and schedulers to JSON: numbers and texts in lists and mappings only."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 from ...errors import ConfigError
 
 PAIRS = "pairs"
-"""The key under which a mapping is kept whose keys are not strings."""
+"""Key for the items of a mapping whose keys are not strings."""
 
 
 def to_plain(name: str, value: Any) -> Any:
-    """Return a value as JSON can hold it.
+    """Convert a value to types that JSON supports.
 
     Raises
     ------
     ConfigError
-        It, or something in it, is not a number, text, list or mapping; `name` says of what.
+        If the value `name`, or a part of it, is not a number, text, list or mapping.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [to_plain(f"{name}[{at}]", each) for at, each in enumerate(value)]
+        return [to_plain(f"{name}[{at}]", item) for at, item in enumerate(value)]
     if isinstance(value, Mapping):
-        pairs = [[to_plain(name, key), to_plain(f"{name}[{key!r}]", each)] for key, each in value.items()]
+        pairs = [[to_plain(name, key), to_plain(f"{name}[{key!r}]", item)] for key, item in value.items()]
         texts = all(isinstance(key, str) for key in value) and PAIRS not in value
         return dict(pairs) if texts else {PAIRS: pairs}
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
@@ -37,15 +37,15 @@ def to_plain(name: str, value: Any) -> Any:
 
 
 def from_plain(present: Any, plain: Any) -> Any:
-    """Return the value of which `to_plain` made `plain`, with tuples and mappings of the kind that `present` has."""
+    """Invert `to_plain`, with tuples and mappings of the types in the value `present`."""
     if isinstance(plain, dict):
         pairs = plain.get(PAIRS)
-        found = dict(pairs) if set(plain) == {PAIRS} and isinstance(pairs, list) else plain
-        known = present if isinstance(present, Mapping) else {}
-        values = {key: from_plain(known.get(key), each) for key, each in found.items()}
+        items = dict(pairs) if set(plain) == {PAIRS} and isinstance(pairs, list) else plain
+        current = present if isinstance(present, Mapping) else {}
+        values = {key: from_plain(current.get(key), item) for key, item in items.items()}
         return Counter(values) if isinstance(present, Counter) else values
     if isinstance(plain, list):
-        alike = isinstance(present, (list, tuple)) and len(present) == len(plain)
-        made = [from_plain(present[at] if alike else None, each) for at, each in enumerate(plain)]
-        return tuple(made) if isinstance(present, tuple) else made
+        same_length = isinstance(present, (list, tuple)) and len(present) == len(plain)
+        restored = [from_plain(present[at] if same_length else None, item) for at, item in enumerate(plain)]
+        return tuple(restored) if isinstance(present, tuple) else restored
     return plain

@@ -1,8 +1,8 @@
-"""Snapshots: checkpoint files in the shared memory of two nodes, newer than the last one on the disk.
+"""Snapshots: checkpoint files in the shared memory of two nodes, newer than the last one on disk.
 
-Rank 0 writes them; the first rank of another node, its buddy, has a copy, so that a run survives the loss of either
-node. A new file is written beside the last one, which goes once the new one is complete. A process on each of these
-nodes removes them when the supervisor says so, or some time after it was killed.
+Rank 0 writes them; its buddy, the first rank of another node, has a copy, so that a run survives the loss of either
+node. Each snapshot replaces the previous one after it is complete. A process on each of these nodes removes them at the
+request of the supervisor, or some time after the supervisor was killed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .write import write
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "neondist-snapshots-"
-"""Of the folder of a run's snapshots; the run's key follows."""
+"""Prefix of a run's snapshot folder, followed by the run's key."""
 KEEPERS = "NEONDIST_SNAPSHOTS"
-"""'KEY HOST:PORT ...', where the supervisor says when snapshots can go; set for the ranks."""
+"""Environment variable of ranks, 'KEY HOST:PORT ...': the supervisor that requests the removal of snapshots."""
 KEPT = 600
-"""Seconds for which snapshots outlive a supervisor that was killed, so that a resumed run finds them."""
-# a word comes from the supervisor; without one, it was killed. Who claims the files in the meantime keeps them.
+"""Seconds that snapshots outlive a killed supervisor, so that a resumed run finds them."""
+# without a word from the supervisor, it was killed; then another process that claims the files keeps them
 _KEEP = """read word; second=0
 while [ -z "$word" ]; do
     [ "$(cat "$2" 2>/dev/null)" = "$3" ] || exit
@@ -45,7 +45,7 @@ done
 
 
 def folder_of(key: str) -> Path:
-    """Return where a node has the snapshots of a run."""
+    """Return the folder of a run's snapshots on a node."""
     return SHARED_MEMORY / f"{PREFIX}{key}"
 
 
@@ -55,7 +55,7 @@ class SnapshotStore:
     Parameters
     ----------
     key : str
-        Of the run.
+        Key of the run.
     world : Transport
         All ranks.
     node : str, optional
@@ -80,18 +80,18 @@ class SnapshotStore:
         return self.folder / f"{self.node}-{step:010d}.h5"
 
     def steps(self) -> list[tuple[int, int]]:
-        """Return what there is, the newest first: the step, and a rank whose node has its file."""
+        """Return (step, rank of a node that has it) of all snapshots, the newest first."""
         mine = [int(path.stem[-10:]) for path in self._files()] if self.world.rank in self._firsts else []
-        every = enumerate(self.world.allgather(mine))
-        return sorted(((step, rank) for rank, steps in every for step in steps), reverse=True)
+        steps_of_ranks = enumerate(self.world.allgather(mine))
+        return sorted(((step, rank) for rank, steps in steps_of_ranks for step in steps), reverse=True)
 
     def write(self, pieces: Sequence[Piece], texts: Mapping[str, str], step: int) -> None:
-        """Write a snapshot, which replaces the one before it; parameters as of `checkpoint.write`.
+        """Write a snapshot, which replaces the previous one; parameters as in `checkpoint.write`.
 
         Raises
         ------
         OutputError
-            On every rank: the shared memory of a node has no room; the one before it stays.
+            On every rank, if the shared memory of a node is full; the previous snapshot is kept.
         """
         with all_or_none(self.world):
             if self.world.rank in self.writers and not self._claimed:
@@ -117,7 +117,7 @@ class SnapshotStore:
                 path.unlink()
 
     def _claim(self) -> None:
-        """Make the folder, and start the process that removes it."""
+        """Create the folder, and start the process that removes it."""
         with file_errors(self.folder, "snapshots cannot be written"):
             self.folder.mkdir(mode=0o700, exist_ok=True)
             claim, mine = self.folder / f"{self.node}.claim", secrets.token_hex(8)
@@ -135,7 +135,7 @@ class SnapshotStore:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env={"PATH": os.environ.get("PATH", os.defpath)},  # of a rank it has nothing
+                env={"PATH": os.environ.get("PATH", os.defpath)},  # not the environment of a rank
                 start_new_session=True,
             )
 
@@ -152,9 +152,7 @@ class SnapshotStore:
                 elif rank == target:
                     draft = Draft(path)
                     stack.callback(draft.discard)
-                    os.posix_fallocate(
-                        draft.file.fileno(), 0, size
-                    )  # now or never: memory that is mapped has no errors
+                    os.posix_fallocate(draft.file.fileno(), 0, size)  # mapped memory cannot raise OSError later
                     data = np.frombuffer(mmap(draft.file.fileno(), size), np.uint8)
             whole = (slice(0, size),)
             self.world.exchange(

@@ -1,4 +1,4 @@
-"""Parts of arrays travel between rank 0 and the others block by block, so that rank 0 never holds a whole one."""
+"""Transfer of arrays between rank 0 and the others in blocks, so that rank 0 never holds a whole array."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .pieces import Piece, Slices
 
 
 def collect(world: Transport, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, Slices, np.ndarray]]:
-    """Yield all blocks on rank 0: piece, place in the whole, values; collective, to be exhausted on every rank.
+    """Yield all blocks on rank 0 as (piece, slices, values); collective, to be exhausted on every rank.
 
-    On the other ranks it yields nothing. Parts that several ranks have, as replicas do, come from the first.
+    Other ranks yield nothing. Parts that several ranks have, such as replicas, are sent by the first.
     """
     for piece in pieces:
         for block, place in piece.blocks():
@@ -23,8 +23,8 @@ def collect(world: Transport, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, 
                 values = to_host(piece.array[block.slices])
             else:
                 parts = [box.intersect(block) for box in piece.boxes]
-                moves = Redistribution(world.all_to_all, world.rank, parts, _on_one(world, block))
-                values = moves.forward(to_host(_within(piece, world.rank, parts)))
+                moves = Redistribution(world.all_to_all, world.rank, parts, _boxes_on_root(world, block))
+                values = moves.forward(to_host(_local_view(piece, world.rank, parts)))
             if world.rank == 0:
                 yield piece, place, values.reshape([s.stop - s.start for s in place])
 
@@ -32,13 +32,13 @@ def collect(world: Transport, pieces: Iterable[Piece]) -> Iterator[tuple[Piece, 
 def scatter(
     world: Transport, pieces: Iterable[Piece], read: Callable[[Piece, Slices], np.ndarray], root: int = 0
 ) -> None:
-    """Fill every rank's part from `read(piece, place)`, which is called on rank `root` alone, once a block; collective.
+    """Fill every rank's part from `read(piece, place)`, called once per block on rank `root`; collective.
 
-    If `read` raises, so does this, on that rank, once the other ranks have got something.
+    An exception of `read` is raised on that rank after all transfers, with zeros for the missing blocks.
     """
     failure: Exception | None = None
 
-    def values_of(piece: Piece, block: Box, place: Slices) -> np.ndarray:
+    def read_block(piece: Piece, block: Box, place: Slices) -> np.ndarray:
         nonlocal failure
         if failure is None:
             try:
@@ -50,25 +50,25 @@ def scatter(
     for piece in pieces:
         for block, place in piece.blocks():
             if len(piece.boxes) == 1:
-                found = world.bcast(values_of(piece, block, place) if world.rank == root else None, root)
-                piece.array[block.slices] = namespace(piece.array).asarray(found)
+                values = world.bcast(read_block(piece, block, place) if world.rank == root else None, root)
+                piece.array[block.slices] = namespace(piece.array).asarray(values)
                 continue
-            held, parts = _on_one(world, block, root), [box.intersect(block) for box in piece.boxes]
-            mine = (
-                values_of(piece, block, place) if world.rank == root else np.zeros(held[world.rank].shape, piece.dtype)
+            held, parts = _boxes_on_root(world, block, root), [box.intersect(block) for box in piece.boxes]
+            sent = (
+                read_block(piece, block, place) if world.rank == root else np.zeros(held[world.rank].shape, piece.dtype)
             )
-            found = Redistribution(world.all_to_all, world.rank, held, parts).forward(mine)
-            if found.size:
-                _within(piece, world.rank, parts)[...] = namespace(piece.array).asarray(found)
+            values = Redistribution(world.all_to_all, world.rank, held, parts).forward(sent)
+            if values.size:
+                _local_view(piece, world.rank, parts)[...] = namespace(piece.array).asarray(values)
     if failure is not None:
         raise failure
 
 
-def _on_one(world: Transport, block: Box, root: int = 0) -> list[Box]:
-    """Return what each rank has where one rank has all of a block."""
+def _boxes_on_root(world: Transport, block: Box, root: int = 0) -> list[Box]:
+    """Return the box of each rank if `root` has the whole block."""
     return [block if rank == root else Box(block.lo, block.lo) for rank in range(world.size)]
 
 
-def _within(piece: Piece, rank: int, parts: Sequence[Box]) -> np.ndarray:
-    """Return this rank's cells of its part of a block."""
+def _local_view(piece: Piece, rank: int, parts: Sequence[Box]) -> np.ndarray:
+    """Return a view of this rank's part of a block."""
     return piece.array[parts[rank].relative_to(piece.boxes[rank]).slices]

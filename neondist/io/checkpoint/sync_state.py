@@ -1,7 +1,7 @@
-"""State of gradient synchronisation in a checkpoint: error feedback of each rank, and what is the same on all.
+"""State of gradient synchronisation in a checkpoint: error feedback of each rank, and replicated state.
 
-Of other numbers of ranks each takes over the sum of a range of the file's ranks, so that the sum over all ranks, which
-is what the next steps add to the gradients, stays the same.
+If the number of ranks has changed, each rank restores the sum over a range of the file's ranks, which preserves the sum
+over all ranks, the term that is added to the next gradients.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from ...errors import DataError
 from ...geometry import Box, split
 from ...parallel import SyncState
 from .pieces import Piece
-from .read import Opened
+from .read import CheckpointReader
 
 GROUP = "synchronisation"
-"""The group of the arrays in the file."""
-MOST = 1 << 20  # ranks
+"""Group of the arrays in the file."""
+MOST = 1 << 20  # limit of ranks
 
 
 def sync_pieces(states: Sequence[SyncState], world: Transport) -> list[Piece]:
-    """Return what each rank writes: arrays that differ over the ranks get an axis of ranks in front."""
+    """Return the pieces of each rank; arrays that differ across ranks get a leading rank axis."""
     return [_piece(state, state.array if state.replicated else state.array[None], world) for state in states]
 
 
-def restore_sync(file: Opened, states: Sequence[SyncState], world: Transport) -> str:
-    """Fill in what a checkpoint has of these arrays; others become 0, or stay if they are replicated; collective.
+def restore_sync(file: CheckpointReader, states: Sequence[SyncState], world: Transport) -> str:
+    """Restore the states from a checkpoint; missing ones become 0, or stay if they are replicated; collective.
 
     Returns
     -------
     str
-        A note on what is dropped; empty if nothing is.
+        Message on dropped state; '' if there is none.
 
     Raises
     ------
     DataError
-        On every rank: an array has another shape than the model's parameter.
+        On every rank, if the shape of an array does not match the model's parameter.
     """
-    there = file.facts.group(GROUP)
-    known = {state.name for state in states}
-    dropped = sorted(name for name in there if name not in known and name.endswith("/error_feedback"))
+    shapes = file.facts.group(GROUP)
+    names = {state.name for state in states}
+    dropped = sorted(name for name in shapes if name not in names and name.endswith("/error_feedback"))
     for state in states:
-        shape = there.get(state.name)
+        shape = shapes.get(state.name)
         if state.replicated:
             if shape == state.array.shape:
                 file.fill([_piece(state, state.array, world)])

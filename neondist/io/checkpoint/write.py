@@ -1,4 +1,4 @@
-"""A checkpoint file: whole arrays by name, and texts, with a checksum over them."""
+"""Writing of checkpoint files: global arrays and texts by name, with a checksum."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from .keep import keep_copies
 from .pieces import Piece, Slices
 from .stream import collect
 
-SPARE = 1 << 16  # bytes that HDF5's own tables may take, beside SPARE_PER_ARRAY for each array
+SPARE = 1 << 16  # bytes for HDF5's own tables, plus SPARE_PER_ARRAY for each array
 SPARE_PER_ARRAY = 2048
 
 
 def write(
     path: Path, pieces: Sequence[Piece], texts: Mapping[str, str], world: Transport, keep: int = 1, step: int = 0
 ) -> None:
-    """Write a file whole or not at all, on rank 0; parts of other ranks come in blocks; collective.
+    """Write a file atomically on rank 0, which receives the parts of other ranks in blocks; collective.
 
     Parameters
     ----------
-    path : the file; what was there stays until the new one is on the disk
+    path : the file; an existing one is replaced once the new one is on disk
     pieces : all arrays, in the same order on every rank
-    texts : what else the file holds, by name
-    keep : how many of the last files stay; with more than one, each also under a name with its `step`
+    texts : texts by name
+    keep : number of recent files to keep; if more than one, each also gets a name with its `step`
 
     Raises
     ------
     OutputError
-        On every rank, if there is no room or no permission.
+        On every rank, if there is no disk space or no permission.
     """
     check_alike(world, {CALL: "writing a checkpoint"})
     file, error = None, None
@@ -52,7 +52,7 @@ def write(
             if error is None and file is not None:
                 try:
                     file.put(piece, place, values)
-                except Exception as problem:  # the others go on sending; it is raised when all are through
+                except Exception as problem:  # raised after all ranks have sent their parts
                     error = problem
         if file is not None:
             try:
@@ -64,11 +64,11 @@ def write(
     finally:
         if file is not None:
             file.draft.discard()
-    agree(world, error and _told(path, error))
+    agree(world, error and _to_output_error(path, error))
 
 
 class _File:
-    """The HDF5 file under its partial name."""
+    """HDF5 file under its temporary name."""
 
     def __init__(self, path: Path, pieces: Sequence[Piece], texts: Mapping[str, str]) -> None:
         needed = sum(prod(piece.shape) * piece.dtype.itemsize + SPARE_PER_ARRAY for piece in pieces)
@@ -99,19 +99,19 @@ class _File:
         self.file.check()
 
     def close(self) -> None:
-        """Write what HDF5 still holds."""
+        """Close the HDF5 file, writing buffered data."""
         self.file.close()
 
     def finish(self, keep: int, step: int) -> None:
-        """Seal the closed file and give it its name, then the one with its step: that is never the only one."""
+        """Add the checksum to the closed file, publish it, and then keep a copy named by its step."""
         add_checksum(self.draft.file)
         self.draft.finish()
         if keep > 1:
             keep_copies(self.draft.path, keep, step)
 
 
-def _told(path: Path, error: Exception) -> Exception:
-    """Return an error of the file system, or of HDF5 about it, as one that the user can read."""
+def _to_output_error(path: Path, error: Exception) -> Exception:
+    """Convert an error of the file system or of HDF5 into OutputError; return others unchanged."""
     if not isinstance(error, OSError | RuntimeError):
         return error
     return OutputError(_message(path, reason(error)))

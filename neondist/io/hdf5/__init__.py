@@ -1,20 +1,20 @@
-"""HDF5 files in which damage is found and not believed, and that are written whole or not at all.
+"""HDF5 files with detection of damage and atomic writing.
 
-reader: an open file, and what of it can be believed. writer: a new file under another name until it is complete,
-and where its bytes go when the disk is full. checksums: those of ours, of the blocks of an array. chunks: packed ones
-of others, before they are unpacked.
+reader: safe access to an open file. writer: a new file under a temporary name until it is complete, with deferred
+errors when the disk is full. checksums: checksums of the blocks of an array. chunks: checks of compressed chunks before
+they are decompressed.
 
-libhdf5 believes most of what a file says of itself. It keeps checksums of all metadata in files of `VERSION`, and of
-the cells of arrays written with `fletcher32=True`, which finds all but zeros. Text of variable length has none, and one
-wrong byte there makes libhdf5 2.0 search for ever: it is neither written nor read here.
+libhdf5 trusts most of a file's content. Files of `VERSION` have checksums of all metadata; arrays written with
+`fletcher32=True` have checksums of their cells, which do not detect zeroed chunks. Variable-length text has none, and a
+wrong byte there makes libhdf5 2.0 loop forever: it is neither written nor read.
 """
 
-from .checksums import CheckedArray, ChecksumTable, checksum, probe, read_array, read_whole
-from .reader import SIGNATURE, array_names, arrays_in, faults, find, get_text, open_file, plain, state
+from .checksums import CheckedArray, ChecksumTable, checksum, fingerprint, read_array, read_whole
+from .reader import SIGNATURE, array_names, arrays_in, faults, file_state, find, get_text, is_numeric, open_file
 from .writer import VERSION, DeferredErrorFile, NewFile, put_text
 
 __all__ = [
     "SIGNATURE", "VERSION", "CheckedArray", "ChecksumTable", "DeferredErrorFile", "NewFile", "array_names", "arrays_in",
-    "checksum", "faults", "find", "get_text", "open_file", "plain", "probe", "put_text", "read_array", "read_whole",
-    "state",
+    "checksum", "faults", "file_state", "find", "fingerprint", "get_text", "is_numeric", "open_file", "put_text",
+    "read_array", "read_whole",
 ]  # fmt: skip

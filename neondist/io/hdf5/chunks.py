@@ -1,8 +1,8 @@
-"""Packed chunks, looked at before HDF5 unpacks them: it neither bounds their size nor compares it with the array's.
+"""Checks of compressed chunks before HDF5 decompresses them, since it neither limits nor verifies their size.
 
-Of a chunk that unpacks to less, HDF5 reads what lies behind it in memory, and of one that unpacks to more the
-beginning; it dies of a checksum that is not there, and makes room for all that a filter returns. Where nothing was
-written and there is no fill value, it leaves memory as it was.
+If a chunk decompresses to less than its size, HDF5 reads the memory behind it, and if to more, its beginning. It
+crashes on missing checksums, allocates any size that a filter returns, and leaves memory uninitialised for cells that
+were never written and have no fill value.
 """
 
 from __future__ import annotations
@@ -18,32 +18,29 @@ from typing import Any
 from ...errors import DataError
 from ..packed_size import deflate_fits, unpacked_size
 
-_DEFLATE, _SHUFFLE, _FLETCHER32, _SZIP, _SCALEOFFSET, _LZF, _BLOSC, _BZIP2, _LZ4, _ZSTD = (
-    *(1, 2, 3, 4, 6),
-    *(32000, 32001, 307, 32004, 32015),
-)
+_DEFLATE, _SHUFFLE, _FLETCHER32, _SZIP, _SCALEOFFSET = 1, 2, 3, 4, 6
+_LZF, _BLOSC, _BZIP2, _LZ4, _ZSTD = 32000, 32001, 307, 32004, 32015
 _SUM, _SCALE_HEADER = 4, 21  # bytes
-_MARGIN = 64  # bytes by which a filter may lengthen cells
-
+_MARGIN = 64  # bytes that a filter may add
 
 _NEVER_WRITTEN = "was never written, and it has no fill value"
 
 
 class ChunkCheck:
-    """Check of the chunks of an array that are about to be read, each once.
+    """Check of the chunks of an array before they are read, once each.
 
     Parameters
     ----------
     array : h5py.Dataset
     name : str
-        Of the array, for messages.
+        Name of the array, for messages.
     summed : bool
-        Whether the cells are compared with checksums: then only what would take too much memory is looked for.
+        Whether the cells are verified with checksums: then only the memory requirement is checked.
 
     Raises
     ------
     DataError
-        The array is packed with a filter that this machine does not have.
+        If the array uses a filter that is not installed.
     """
 
     def __init__(self, array: Any, name: str, summed: bool = False) -> None:
@@ -51,7 +48,7 @@ class ChunkCheck:
         properties = array.id.get_create_plist()
         filters = [properties.get_filter(at) for at in range(properties.get_nfilters())] if array.chunks else []
         self._filters = [(int(code), tuple(values)) for code, _, values, _ in filters]
-        self._seen = set[tuple[int, ...]]()
+        self._checked = set[tuple[int, ...]]()
         _require_filters(array, name, filters)
         self._unfilled = _is_unfilled(properties)
         if array.chunks:
@@ -59,7 +56,7 @@ class ChunkCheck:
             self._end = os.stat(array.file.filename).st_size if os.path.isfile(array.file.filename) else None
 
     def check(self, cells: Sequence[slice] = ()) -> None:
-        """Raise ValueError if a chunk of these cells, or of all, does not have as many cells as it should."""
+        """Raise ValueError if a chunk of these cells (default: all) does not have the expected size."""
         if self._unfilled and not self._array.chunks and not self._array.id.get_storage_size():
             raise ValueError(f"{self._name}: {_NEVER_WRITTEN}")
         if not self._array.chunks or not (self._filters or self._unfilled):
@@ -67,45 +64,45 @@ class ChunkCheck:
         cells = [*cells, *(slice(0, n) for n in self._array.shape[len(cells) :])]
         along = [range(cut.start // c, ceil(cut.stop / c)) for cut, c in zip(cells, self._array.chunks, strict=True)]
         for place in product(*along):
-            if place not in self._seen:
-                self._check(tuple(at * c for at, c in zip(place, self._array.chunks, strict=True)))
-                self._seen.add(place)
+            if place not in self._checked:
+                self._check_chunk(tuple(at * c for at, c in zip(place, self._array.chunks, strict=True)))
+                self._checked.add(place)
 
-    def _check(self, at: tuple[int, ...]) -> None:
-        found = self._array.id.get_chunk_info_by_coord(at)
-        if found.byte_offset is None:
+    def _check_chunk(self, at: tuple[int, ...]) -> None:
+        chunk = self._array.id.get_chunk_info_by_coord(at)
+        if chunk.byte_offset is None:
             if self._unfilled:
-                raise self._wrong(at, _NEVER_WRITTEN)
+                raise self._damaged(at, _NEVER_WRITTEN)
             return
-        if self._end is not None and found.byte_offset + found.size > self._end:
-            raise self._wrong(at, "lies beyond the end of the file")
+        if self._end is not None and chunk.byte_offset + chunk.size > self._end:
+            raise self._damaged(at, "lies beyond the end of the file")
         if not self._filters:
             return
-        codes = [code for number, (code, _) in enumerate(self._filters) if not found.filter_mask >> number & 1]
-        if _FLETCHER32 in codes and found.size <= _SUM:
-            raise self._wrong(at, "is shorter than its checksum")
-        if self._summed and (_DEFLATE not in codes or deflate_fits(found.size, self._size)):
-            return  # checksums tell afterwards what is wrong
+        codes = [code for number, (code, _) in enumerate(self._filters) if not chunk.filter_mask >> number & 1]
+        if _FLETCHER32 in codes and chunk.size <= _SUM:
+            raise self._damaged(at, "is shorter than its checksum")
+        if self._summed and (_DEFLATE not in codes or deflate_fits(chunk.size, self._size)):
+            return  # checksums detect damage afterwards
         mask, raw = self._array.id.read_direct_chunk(at)
         try:
             size = self._unpacked_size(raw, mask)
         except zlib.error:
             size = 0
         if not size and len(raw) == self._size:
-            return  # it may be one at the edge that is not packed
+            return  # chunks at the edge may be uncompressed
         if size == 0:
-            raise self._wrong(at, "is damaged")
+            raise self._damaged(at, "is damaged")
         if size is not None and size != self._size:
-            raise self._wrong(at, f"unpacks to {size if size < self._size else 'more'} instead of {self._size} bytes")
+            raise self._damaged(at, f"unpacks to {size if size < self._size else 'more'} instead of {self._size} bytes")
 
     def _unpacked_size(self, raw: bytes, mask: int) -> int | None:
-        """Return the size of an unpacked chunk, or one that is too large; None where HDF5 alone can tell."""
-        left = [one for number, one in enumerate(self._filters) if not mask >> number & 1 and one[0] != _SHUFFLE]
-        while left:
-            code, values = left.pop()
+        """Return the decompressed size of a chunk, or any larger than allowed; None if only HDF5 can determine it."""
+        filters = [one for number, one in enumerate(self._filters) if not mask >> number & 1 and one[0] != _SHUFFLE]
+        while filters:
+            code, values = filters.pop()
             if code == _FLETCHER32:
                 raw = raw[:-_SUM]
-            elif not left and code in _SIZES:
+            elif not filters and code in _SIZES:
                 return _SIZES[code](raw, values, self._size)
             elif code == _DEFLATE:
                 raw = zlib.decompressobj().decompress(raw, self._size + _MARGIN)
@@ -113,12 +110,12 @@ class ChunkCheck:
                 return None
         return len(raw)
 
-    def _wrong(self, at: tuple[int, ...], what: str) -> ValueError:
-        return ValueError(f"{self._name}: its chunk at {list(at)} {what}")
+    def _damaged(self, at: tuple[int, ...], problem: str) -> ValueError:
+        return ValueError(f"{self._name}: its chunk at {list(at)} {problem}")
 
 
 def _is_unfilled(properties: Any) -> bool:
-    """Return whether HDF5 leaves alone the memory for cells that were never written."""
+    """Return whether HDF5 leaves memory uninitialised for cells that were never written."""
     from h5py import h5d
 
     time, undefined = properties.get_fill_time(), properties.fill_value_defined() == h5d.FILL_VALUE_UNDEFINED
@@ -128,9 +125,9 @@ def _is_unfilled(properties: Any) -> bool:
 def _require_filters(array: Any, name: str, filters: Sequence[Any]) -> None:
     from h5py import h5z
 
-    for code, _, _, called in filters:
+    for code, _, _, raw_name in filters:
         if not h5z.filter_avail(code):
-            text = called.decode(errors="replace") if isinstance(called, bytes) else str(called)
+            text = raw_name.decode(errors="replace") if isinstance(raw_name, bytes) else str(raw_name)
             raise DataError(
                 f"{array.file.filename}: '{name}' is packed with the HDF5 filter {code} ({text[:40]}), which is not"
                 " installed; set HDF5_PLUGIN_PATH to a folder that has it, or rewrite the file: h5repack -f GZIP=1 FILE"
@@ -139,18 +136,18 @@ def _require_filters(array: Any, name: str, filters: Sequence[Any]) -> None:
 
 
 def _size_of_szip(raw: bytes, values: Sequence[int], size: int) -> int | None:
-    told = int.from_bytes(raw[:4], "little")
-    if told == size and len(values) >= 4:
-        with suppress(ImportError, RuntimeError):  # damage that libaec notices HDF5 tells of
+    declared = int.from_bytes(raw[:4], "little")
+    if declared == size and len(values) >= 4:
+        with suppress(ImportError, RuntimeError):  # HDF5 reports damage that libaec detects
             import imagecodecs
 
             names = ("options_mask", "pixels_per_block", "bits_per_pixel", "pixels_per_scanline")
             return len(imagecodecs.szip_decode(raw[4:], header=False, out=size, **dict(zip(names, values))))  # noqa: B905
-    return told
+    return declared
 
 
 def _size_of_scaled(raw: bytes, values: Sequence[int], size: int) -> int | None:
-    """Return the size of a chunk that HDF5 has scaled to whole numbers of few bits, or 0 if some are missing."""
+    """Return the size of a chunk of HDF5's scale-offset filter, or 0 if it is truncated."""
     count, bits = values[2] if len(values) > 2 else 0, int.from_bytes(raw[:4], "little")
     return size if len(raw) >= _SCALE_HEADER + ceil(count * bits / 8) else 0
 
@@ -164,4 +161,4 @@ _SIZES = {
     _ZSTD: _size_of("zstd"), _LZ4: lambda raw, values, size: int.from_bytes(raw[:8], "big"),
     _SZIP: _size_of_szip, _SCALEOFFSET: _size_of_scaled,
 }  # fmt: skip
-"""filters whose packed bytes tell what they unpack to"""
+"""filters whose decompressed size can be determined"""

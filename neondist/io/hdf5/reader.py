@@ -1,7 +1,7 @@
-"""An open HDF5 file: what may be read of it, and what lies in it; its faults are told in one message.
+"""Safe reading of HDF5 files: access to groups and arrays, and conversion of errors.
 
-libhdf5 follows whatever a file names: a pipe, for which it waits for ever; a file of somebody else; or, in a virtual
-array, the array itself, until the process dies. So no link is followed out of a file, and no array has cells elsewhere.
+libhdf5 follows all references of a file: to a pipe, on which it blocks forever; to other people's files; or, in a
+virtual array, to the array itself, until it crashes. So links out of a file and arrays with external data are refused.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _MOST_LINKS = 16
 
 
 def open_file(path: Path, refusal: str | None = None) -> Any:
-    """Return an h5py.File, open for reading.
+    """Open an h5py.File for reading.
 
     Parameters
     ----------
     path : path
     refusal : str, optional
-        The message for another kind of file, with its remedy.
+        Message for files of another type, with its remedy.
 
     Raises
     ------
     DataError
-        It is missing, not HDF5, or damaged.
+        If it is missing, not HDF5, or damaged.
     """
     import h5py
 
@@ -47,21 +47,21 @@ def open_file(path: Path, refusal: str | None = None) -> Any:
         except OSError as error:
             if "unable to lock" not in str(error):
                 raise
-            return h5py.File(path, "r", locking=False)  # some shared file systems know no locks
+            return h5py.File(path, "r", locking=False)  # some shared file systems do not support locks
 
 
-def state(path: Path) -> tuple[int, int]:
-    """Return what changes when a file is written to: its size, and when it was written last (ns); 0 if it is gone."""
+def file_state(path: Path) -> tuple[int, int]:
+    """Return the size and modification time (ns) of a file, by which changes are detected; 0 if it is missing."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return 0, 0
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 @contextmanager
 def faults(path: Path) -> Iterator[None]:
-    """Raise DataError for whatever a damaged file makes h5py raise in the block; a UserError passes."""
+    """Convert exceptions that h5py raises on a damaged file into DataError; a UserError passes."""
     try:
         yield
     except UserError:
@@ -78,12 +78,12 @@ def faults(path: Path) -> Iterator[None]:
 
 
 def find(file: Any, name: str) -> Any:
-    """Return the group or array of a path in an open file, or None; links inside the file are followed.
+    """Return the group or array at a path in an open file, or None; links inside the file are followed.
 
     Raises
     ------
     DataError
-        A link leads out of the file or in a circle, or an array has its cells in other files.
+        If a link leads out of the file or to itself, or an array has external data.
     """
     import h5py
 
@@ -111,35 +111,35 @@ def find(file: Any, name: str) -> Any:
 
 
 def arrays_in(group: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the array of each hard link in a group: nothing behind other links, which lead anywhere."""
+    """Yield the name and the array of each hard link in a group; other links are not followed."""
     import h5py
 
     for name in group:
         if isinstance(group.get(name, getlink=True), h5py.HardLink):
-            found = group[name]
-            if isinstance(found, h5py.Dataset):
-                yield name, found
+            item = group[name]
+            if isinstance(item, h5py.Dataset):
+                yield name, item
 
 
 def array_names(file: Any, most: int = 10, groups: int = 100) -> list[str]:
-    """Return the names of a few arrays, the outer ones first; of so many groups, and nothing behind a link."""
+    """Return names of at most `most` arrays in at most `groups` groups, breadth-first; links are not followed."""
     import h5py
 
-    found, waiting, seen = list[str](), deque([("", file["/"])]), 1
-    while waiting:
-        prefix, group = waiting.popleft()
+    names, queue, seen = list[str](), deque([("", file["/"])]), 1
+    while queue:
+        prefix, group = queue.popleft()
         for key in islice(group, 10 * groups):
             if not isinstance(group.get(key, getlink=True), h5py.HardLink):
                 continue
             item = group.get(key, getclass=True)
             if item is h5py.Dataset:
-                found.append(prefix + key)
-                if len(found) >= most:
-                    return found
+                names.append(prefix + key)
+                if len(names) >= most:
+                    return names
             elif item is h5py.Group and seen < groups:
                 seen += 1
-                waiting.append((f"{prefix}{key}/", group[key]))
-    return found
+                queue.append((f"{prefix}{key}/", group[key]))
+    return names
 
 
 def _parts(name: str) -> list[str]:
@@ -147,13 +147,13 @@ def _parts(name: str) -> list[str]:
 
 
 def get_text(attributes: Any, name: str) -> str:
-    """Return what `put_text` wrote; KeyError or ValueError if it is missing or something else."""
-    found = attributes.get_id(name)
-    if found.dtype.kind != "S" or found.shape != ():
+    """Return text written by `put_text`; KeyError if it is missing, ValueError for other types."""
+    attribute = attributes.get_id(name)
+    if attribute.dtype.kind != "S" or attribute.shape != ():
         raise ValueError(f"attribute {name} is not text of fixed length")
     return bytes(attributes[name]).decode()
 
 
-def plain(array: Any) -> bool:
-    """Return whether the cells of a dataset (or of an attribute's id) are numbers: no text, references or records."""
+def is_numeric(array: Any) -> bool:
+    """Return whether a dataset (or attribute id) holds numbers, not text, references or records."""
     return array.dtype.kind in "biuf"

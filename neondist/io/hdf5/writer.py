@@ -1,4 +1,4 @@
-"""A new HDF5 file: whole under its name, or not there at all, also where the disk becomes full."""
+"""Atomic writing of HDF5 files, also if the disk is full."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ VERSION = ("v110", "v110")
 
 
 class NewFile:
-    """A context in which a file is written beside its place; it gets its name when the block has ended well.
+    """Context that writes a file under a temporary name, and renames it if the block succeeds.
 
-    What was there under the name stays until then, and stays if the block raises or the disk is full. Make arrays with
+    An existing file is kept until then, and if the block raises or the disk is full. Create arrays with
     `fletcher32=True`, and text with `put_text`.
 
     Parameters
     ----------
     path : Path
-        Its folder is made if missing.
+        Its folder is created if missing.
     private : bool
         Whether other processes are denied access to the file.
 
@@ -47,10 +47,10 @@ class NewFile:
 
     def __enter__(self) -> NewFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # a name of its own: several processes may write such a file at the same time
+        # a unique name: several processes may write the same file concurrently
         self._draft = Draft(self.path, self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp"))
         if self.private:
-            with suppress(OSError):  # some file systems have no permissions
+            with suppress(OSError):  # some file systems do not support permissions
                 os.chmod(self._draft.part, 0o600)
         try:
             self._open = DeferredErrorFile(self._draft.file, libver=VERSION)
@@ -61,7 +61,7 @@ class NewFile:
         return self
 
     def check(self) -> None:
-        """Raise OSError if something could not be written so far: call it now and then in a long block."""
+        """Raise OSError if a write has failed so far; call it regularly in long blocks."""
         self._open.check()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -74,12 +74,12 @@ class NewFile:
 
 
 def put_text(attributes: Any, name: str, text: str) -> None:
-    """Write an attribute as text of fixed length, at most 60 kB; longer text belongs into an array of bytes."""
+    """Write an attribute of fixed-length text, at most 60 kB; store longer text in an array of bytes."""
     attributes[name] = np.bytes_(text.encode())
 
 
 class DeferredErrorFile:
-    """A new HDF5 file whose writes always succeed as far as HDF5 knows; `close` raises the first error that there was.
+    """New HDF5 file that hides write errors from HDF5; `check` and `close` raise the first one.
 
     Parameters
     ----------
@@ -103,12 +103,12 @@ class DeferredErrorFile:
             raise
 
     def check(self) -> None:
-        """Raise the first error of the disk, if there was one."""
+        """Raise the first write error, if any."""
         if self._sink.error is not None:
             raise self._sink.error
 
     def close(self) -> None:
-        """Write what HDF5 still holds, and raise the first error of the disk."""
+        """Close the HDF5 file, writing buffered data, and raise the first write error."""
         try:
             self.hdf5.close()
         finally:
@@ -117,14 +117,14 @@ class DeferredErrorFile:
 
 
 class _Sink:
-    """File object for h5py that holds back a failure until it is asked for.
+    """File object for h5py that stores errors instead of raising them.
 
-    libhdf5 cannot close a file that the disk has refused a part of: the file stays open, its room stays taken, and the
-    process ends in a segmentation fault (libhdf5 2.0). So it is told that all is well, and nothing more is written.
+    libhdf5 cannot close a file after a failed write: the file stays open, its disk space stays occupied, and the
+    process crashes (libhdf5 2.0). So after an error, writes pretend to succeed, and nothing is written.
 
     Attributes
     ----------
-    error : the first failure, or None
+    error : first error, or None
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -132,24 +132,24 @@ class _Sink:
         self._file = open(os.dup(file.fileno()), "rb+", buffering=0)  # noqa: SIM115
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Move to a place."""
+        """Set the position."""
         return self._attempt(lambda: self._file.seek(offset, whence), offset)
 
     def tell(self) -> int:
-        """Return the place."""
+        """Return the position."""
         return self._attempt(self._file.tell, 0)
 
     def read(self, count: int = -1) -> bytes:
-        """Return the next bytes: nothing asks for this, but h5py knows a file by it."""
+        """Return the next bytes; not called, but h5py requires this method."""
         return self._file.read(count) or b""
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill a buffer with the next bytes; what was never written is not looked at once there is an error."""
+        """Fill a buffer with the next bytes; after an error, leave it as it is."""
         self._attempt(lambda: self._file.readinto(buffer), 0)
         return memoryview(buffer).nbytes
 
     def write(self, data: memoryview) -> int:
-        """Write bytes, or remember why they cannot be written."""
+        """Write bytes, or store the error."""
         rest = memoryview(data).cast("B")
         size = len(rest)
         while rest:
@@ -157,7 +157,7 @@ class _Sink:
         return size
 
     def truncate(self, size: int) -> int:
-        """Set the length, or remember why it cannot be set."""
+        """Set the length, or store the error."""
         return self._attempt(lambda: self._file.truncate(size), size)
 
     def flush(self) -> None:
@@ -170,11 +170,11 @@ class _Sink:
         except OSError as problem:
             self.error = self.error or problem
 
-    def _attempt(self, action: Callable[[], Any], otherwise: Any) -> Any:
-        """Return what the action returns; once something has failed, `otherwise`."""
+    def _attempt(self, action: Callable[[], Any], default: Any) -> Any:
+        """Return the result of the action; after an error, `default`."""
         if self.error is None:
             try:
                 return action()
             except OSError as problem:
                 self.error = problem
-        return otherwise
+        return default

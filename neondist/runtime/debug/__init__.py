@@ -1,10 +1,10 @@
 """Effects of `--debug-halo` on the layers of a model.
 
-mark: a NaN that tells where it came from. shadow: what a layer is given instead of a buffer. guard: a layer's task that
-looks for mistakes. Messages are watched by comm.DebugTransport.
+mark: a distinctive NaN for uninitialised cells. shadow: the copy of a buffer that a layer receives. guard: the layer
+task that checks for mistakes. Messages are checked by comm.DebugTransport.
 """
 
-from .guard import guarded, mark_buffer
+from .guard import guard_executor, mark_buffer
 from .mark import unfilled
 
-__all__ = ["guarded", "mark_buffer", "unfilled"]
+__all__ = ["guard_executor", "mark_buffer", "unfilled"]

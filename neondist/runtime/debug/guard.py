@@ -1,4 +1,4 @@
-"""A layer's task under guard: the layer sees nothing but its view, writes nothing but its outputs, or is named."""
+"""Guarded layer task: checks that a layer reads only its view and writes only its outputs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .mark import mark, marked, unfilled
 from .shadow import Shadow
 
 
-def guarded(executor: Executor, layers: Sequence[Layer], seed: int) -> Executor:
-    """Return an executor of the same layers, which guards them; collective.
+def guard_executor(executor: Executor, layers: Sequence[Layer], seed: int) -> Executor:
+    """Return an executor that guards the same layers; collective.
 
     Parameters
     ----------
     seed : int
-        Of the delays of messages.
+        Seed of the delays of messages.
     """
     tiles = DebugTransport(executor.context.grid.tile_comm, seed)
     for array in {id(array): array for layer in layers for array in layer.arrays}.values():
@@ -34,62 +34,62 @@ def guarded(executor: Executor, layers: Sequence[Layer], seed: int) -> Executor:
 
 
 class GuardedContext(StepContext):
-    """The ctx of a guarded call; `view` and `dy` are the layer's copies."""
+    """Context of a guarded call; `view` and `dy` are copies."""
 
     shadow: Shadow | None = None
     others: tuple[Shadow, ...] = ()
 
     @property
     def out(self) -> Any:
-        """The array where the result is wanted, full of marks."""
+        """Array for the result, filled with marks."""
         out = super().out
         mark(out)
         return out
 
-    def _halo(self, direction: str, array: GlobalArray, given: Any) -> Any:
-        if not hasattr(array, "policy"):  # the view holds the neighbours already
-            return super()._halo(direction, array, given)
+    def _halo(self, direction: str, array: GlobalArray, values: Any) -> Any:
+        if not hasattr(array, "policy"):  # the view includes the halo already
+            return super()._halo(direction, array, values)
         gathers = (direction == "forward") != array.reverse
-        buffer = None if array.plan.trivial or not gathers else array.buffer(len(given))
-        found = self.exchanged(direction, array, gathers, buffer, super()._halo, direction, array, given)
+        buffer = None if array.plan.trivial or not gathers else array.buffer(len(values))
+        result = self.checked_exchange(direction, array, gathers, buffer, super()._halo, direction, array, values)
         if not gathers:
-            return found
-        shadow = Shadow(found)
+            return result
+        shadow = Shadow(result)
         self.others = *self.others, shadow
         return shadow.array
 
-    def exchanged(
-        self, direction: str, array: GlobalArray, gathers: bool, buffer: Any, move: Callable[..., Any], *given: Any
+    def checked_exchange(
+        self, direction: str, array: GlobalArray, gathers: bool, buffer: Any, move: Callable[..., Any], *arguments: Any
     ) -> Any:
-        """Return what an exchange of an array returns: a view, all of it filled, or the gradient of a tile.
+        """Return the result of an array's exchange: a completely filled view, or the gradient of a tile.
 
         Parameters
         ----------
         gathers : bool
-            Whether cells come in; otherwise the last of `given` is the gradient of a view, which must be all written.
+            Whether cells are gathered; else the last argument is the gradient of a view, which must be complete.
         buffer : HaloBuffer or None
-            Whose cells have to be filled.
+            Buffer whose cells must be filled.
         """
         if not gathers:
-            what = "values of its view's gradient were never written, or computed from cells outside its view"
-            self._check_cells(direction, array, marked(given[-1]), what)
-            return self.named(direction, move, *given)
+            fault = "values of its view's gradient were never written, or computed from cells outside its view"
+            self._check_cells(direction, array, marked(arguments[-1]), fault)
+            return self.call_named(direction, move, *arguments)
         if buffer is not None:
             mark_buffer(buffer)
-        view = self.named(direction, move, *given)
+        view = self.call_named(direction, move, *arguments)
         remedy = f"; scheme {type(array.policy).__name__} must fill every cell of other tiles"
         self._check_cells(direction, array, unfilled(view, array.plan), "values of its view were never filled", remedy)
         return view
 
-    def _check_cells(self, direction: str, array: GlobalArray, missing: Any, what: str, remedy: str = "") -> None:
-        """Raise HaloError if cells of a view, or of the gradient of one, are missing."""
+    def _check_cells(self, direction: str, array: GlobalArray, missing: Any, fault: str, remedy: str = "") -> None:
+        """Raise HaloError if cells of a view, or of its gradient, are missing."""
         if missing.any():
             first = np.argwhere(missing)[0][1:-1]
             cell = tuple(int(lo + at) for lo, at in zip(array.need.lo, first, strict=True))
-            raise self.problem(direction, f"{missing.sum()} {what}, the first for cell {cell}{remedy}")
+            raise self.problem(direction, f"{missing.sum()} {fault}, the first for cell {cell}{remedy}")
 
-    def named(self, direction: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a call returns; a HaloError gets the layer's name."""
+    def call_named(self, direction: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a call, adding the layer's name to a HaloError."""
         try:
             return call(*arguments)
         except HaloError as error:
@@ -97,31 +97,31 @@ class GuardedContext(StepContext):
                 raise
             raise self.problem(direction, str(error)) from None
 
-    def problem(self, direction: str, what: str) -> HaloError:
-        """Return the error that names the layer, the direction and the step."""
+    def problem(self, direction: str, fault: str) -> HaloError:
+        """Return an error that names the layer, the direction and the step."""
         layer = self._layer
-        error = HaloError(f"layer '{layer.name}' ({type(layer).__name__}), {direction}, step {self.step}: {what}")
+        error = HaloError(f"layer '{layer.name}' ({type(layer).__name__}), {direction}, step {self.step}: {fault}")
         error.subject = layer
         return error
 
-    def check_views(self, direction: str, what: str) -> None:
-        """Raise HaloError if the layer has written into what it was given to look at."""
+    def check_views(self, direction: str, fault: str) -> None:
+        """Raise HaloError if the layer has modified its read-only arrays."""
         if any(shadow.changed for shadow in (self.shadow, *self.others) if shadow is not None):
-            raise self.problem(direction, what)
+            raise self.problem(direction, fault)
 
-    def check_marks(self, direction: str, what: str, array: Any) -> None:
-        """Raise HaloError if an array holds marks."""
-        found = marked(array)
-        if found.any():
+    def check_marks(self, direction: str, quantity: str, array: Any) -> None:
+        """Raise HaloError if an array contains marks."""
+        marks = marked(array)
+        if marks.any():
             raise self.problem(
                 direction,
-                f"{found.sum()} of its {what} were computed from cells outside its view, or never written, the"
-                f" first at index {tuple(map(int, np.argwhere(found)[0]))}; its window may be too small",
+                f"{marks.sum()} of its {quantity} were computed from cells outside its view, or never written, the"
+                f" first at index {tuple(map(int, np.argwhere(marks)[0]))}; its window may be too small",
             )
 
 
 class GuardedTask(LayerTask):
-    """A layer's task that gives copies among marks, and compares."""
+    """Layer task that passes copies surrounded by marks, and checks them afterwards."""
 
     context_class = GuardedContext
 
@@ -133,15 +133,15 @@ class GuardedTask(LayerTask):
         return y
 
     def partial_result(self, direction: str, ctx: Any, array: Any) -> Any:
-        """Call reduce with the copy of the view that forward gets."""
+        """Call reduce with the same copy of the view as forward."""
         return super().partial_result(direction, ctx, self._shadow(ctx, array) if direction == "forward" else array)
 
-    def compute_back(self, ctx: Any, dy: Any) -> Any:
+    def compute_backward(self, ctx: Any, dy: Any) -> Any:
         """Call backward with a copy of dy."""
         ctx.check_views("backward", "found that its view was modified since its forward; work on a copy")
-        given = Shadow(dy)
-        dview = self.layer.backward(ctx, given.array)
-        if given.changed:
+        shadow = Shadow(dy)
+        dview = self.layer.backward(ctx, shadow.array)
+        if shadow.changed:
             raise ctx.problem("backward", "modified the gradient of its outputs in place; work on a copy")
         ctx.check_views("backward", "modified its view in place; work on a copy")
         for name, gradient in self.layer.grads.items():
@@ -151,9 +151,9 @@ class GuardedTask(LayerTask):
         return dview
 
     def halo(self, direction: str, ctx: Any, buffer: Any, array: Any) -> Any:
-        """Make a view, which must be all filled, or a tile's gradient from that of a view, which must be whole."""
-        given = direction, ctx, buffer, array
-        return ctx.exchanged(direction, self.array, direction == "forward", buffer, super().halo, *given)
+        """Return a view, which must be completely filled, or a tile's gradient from a complete gradient of its view."""
+        arguments = direction, ctx, buffer, array
+        return ctx.checked_exchange(direction, self.array, direction == "forward", buffer, super().halo, *arguments)
 
     @staticmethod
     def _shadow(ctx: Any, view: Any) -> Any:
@@ -163,12 +163,12 @@ class GuardedTask(LayerTask):
 
 
 def mark_buffer(buffer: Any) -> None:
-    """Mark all cells but the own ones, which may lie there already, and constant padding.
+    """Mark all cells except own ones, which may be in place already, and constant padding.
 
-    The others have to be filled, or no output looks at them.
+    Marked cells must be filled, unless no output depends on them.
     """
     tile = buffer.tile.copy()
     mark(buffer.cells)
-    buffer.outside = [buffer.cells[buffer.index(box)] for box in buffer.plan.outside]  # no gaps, from now on
-    buffer.fill_outside()  # once for all
+    buffer.outside = [buffer.cells[buffer.index(box)] for box in buffer.plan.outside]  # without gaps, from now on
+    buffer.fill_outside()  # once
     buffer.tile[...] = tile

@@ -17,14 +17,14 @@ _BITS: dict[int, tuple[Any, int]] = {
 
 
 def mark(array: Any) -> None:
-    """Fill an array with the mark; integers have none, and stay."""
+    """Fill a floating-point array with the mark; integer arrays are left unchanged."""
     if array.dtype.kind == "f":
         kind, bits = _BITS[array.dtype.itemsize]
         array.view(kind)[...] = bits
 
 
 def marked(array: Any) -> Any:
-    """Return which cells hold the mark, of either sign."""
+    """Return a mask of the cells that hold the mark, of either sign."""
     if array.dtype.kind != "f":
         return np.zeros(array.shape, bool)
     kind, bits = _BITS[array.dtype.itemsize]
@@ -33,12 +33,12 @@ def marked(array: Any) -> Any:
 
 
 def fingerprint(array: Any) -> int:
-    """Return a checksum of an array's cells, NaNs and all."""
+    """Return a checksum of an array's bytes, including NaNs."""
     return zlib.crc32(array.tobytes())
 
 
 def unfilled(view: Any, plan: HaloPlan) -> Any:
-    """Return which cells of a view hold the mark, among those that outputs are computed from."""
+    """Return a mask of the marked cells of a view, among those that outputs depend on."""
     missing = marked(view)
     if plan.has_unused and plan.used is not None:
         parts = zip(plan.used, plan.need.lo, strict=True)

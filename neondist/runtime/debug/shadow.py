@@ -1,4 +1,4 @@
-"""A copy of an array that lies among marks, to be given away instead of it."""
+"""Copy of an array surrounded by marks, passed to a layer in its place."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MOAT = 4096
 
 
 class Shadow:
-    """A copy with the array's own strides and alignment, so that kernels do with it exactly what they would have done.
+    """A copy with the array's own strides and alignment, so that kernels compute exactly the same.
 
-    Whatever lies between its cells, before and after it is marked: who reads too far gets marks.
+    Memory before, after and between its cells is marked, so reads out of bounds return marks.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Shadow:
 
 
 def shadow_of(array: Any, before: Shadow | None) -> Shadow:
-    """Return a shadow of the array; `before`, which is no longer needed, is reused where it fits."""
+    """Return a shadow of the array, reusing `before`, which is no longer needed, if it fits."""
     if before is None or before.like != _layout(array):
         return Shadow(array)
     before.fill(array)
@@ -60,6 +60,6 @@ def _layout(array: Any) -> tuple:
 
 
 def _reach(array: Any) -> tuple[int, int]:
-    """Return how many bytes the cells take before the first one's address, and from it on."""
+    """Return the bytes that the cells occupy before and after the first one's address."""
     spans = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True) if n]
     return -sum(span for span in spans if span < 0), sum(span for span in spans if span > 0) + array.itemsize

@@ -1,5 +1,5 @@
 """Observers of a pass (`neondist.observer`), which receive the start and end of events, and arrays.
 
-clock: the time of each layer's parts. trace: all ranks on one time line. ledger: messages and sums. nonfinite: where
-a number first was not finite. whereabouts: what a rank is doing, in words, for the watchdog.
+clock: time of each layer by kind of work. trace: timeline of all ranks. ledger: messages and reductions. nonfinite:
+origin of the first non-finite value. whereabouts: description of a rank's current activity, for the watchdog.
 """

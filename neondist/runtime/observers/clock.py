@@ -9,7 +9,7 @@ from typing import Any
 from ...observer import Observer
 
 GRADIENT = "gradient of the output"
-"""is shown before a step of a PyTorch module goes back"""
+"""value observed before the backward pass of a PyTorch module's step"""
 KINDS = ("forward", "backward", "exchange", "wait")
 REST = "cost and rest"
 _ROWS = {"step": REST, "cost": REST, "sync": "sum of gradients", "update": "update"}
@@ -23,7 +23,7 @@ class Clock(Observer):
     ----------
     seconds : dict of (row, kind) to float
         Rows are layers' names, 'update', 'sum of gradients' and REST; kinds are KINDS. 'exchange' is copying and
-        folding on this rank, 'wait' is time inside MPI: messages, and waiting for ranks that are late.
+        folding on this rank; 'wait' is time inside MPI, including waiting for late ranks.
     """
 
     def __init__(self) -> None:
@@ -32,18 +32,18 @@ class Clock(Observer):
         self._mark = 0.0
 
     def begin(self, what: str, name: str, direction: str, subject: object) -> None:
-        """Charge an amount to a row, or to the current row."""
+        """Start charging time to an event's row."""
         self._charge()
         row = _ROWS.get(what) or name or (self._stack[-1][0] if self._stack else REST)
         self._stack.append((row, _KINDS.get(what, direction or "forward")))
 
     def end(self, what: str, name: str, direction: str) -> None:
-        """Go on with what was at work before."""
+        """Resume charging time to the enclosing event."""
         self._charge()
         self._stack.pop()
 
     def value(self, layer: Any, name: str, array: object) -> None:
-        """The gradient of a module's step has arrived: from here on autograd runs backward, which reports no events."""
+        """Switch a module's step to backward when its gradient arrives: autograd reports no events."""
         if name == GRADIENT and self._stack:
             self._charge()
             self._stack[-1] = str(layer.name), "backward"

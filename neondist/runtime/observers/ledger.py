@@ -1,4 +1,4 @@
-"""The byte ledger: every message of halos that this rank has sent, and every sum over ranks that it took part in."""
+"""Byte ledger: every halo message sent by this rank, and every reduction and redistribution that it took part in."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Account(NamedTuple):
     Attributes
     ----------
     kind : 'halo', 'sum' or 'redistribution'; of PyTorch's modules also 'ring'
-    layer : its name; of sums also 'loss' and 'gradients'
+    layer : its name; for sums also 'loss' and 'gradients'
     direction : 'forward' or 'backward'
-    peer : the rank, among all, that a halo or a part of a vector went to; of a sum its group, one of `comm.GROUPS`
-    nbytes : of one message; of a sum those of the array, once, however the library adds it up
+    peer : the world rank that a halo or a part of a vector was sent to; for a sum its group, one of `comm.GROUPS`
+    nbytes : bytes of one message; for a sum those of the array, once, whatever algorithm is used
     """
 
     kind: str
@@ -30,34 +30,34 @@ class Account(NamedTuple):
 
 
 Ledger: TypeAlias = "Counter[Account]"
-"""How many messages were sent, by account."""
+"""Number of messages by account."""
 
 
 def ledger(layers: Sequence[Layer], reductions: Iterable[tuple[str, Reductions]], first: int) -> Ledger:
-    """Return what this rank has sent and summed since its layers were built, by account.
+    """Return the number of messages and sums of this rank since its layers were built, by account.
 
     Parameters
     ----------
     reductions : iterable of (str, Reductions)
-        By name, those of the layers' arrays too.
+        Reductions by name, including those of the layers' arrays.
     first : int
         The first rank of this replica.
 
     Notes
     -----
-    Nothing is written down while a step runs: an exchange counts its runs, and its messages are fixed.
+    Nothing is recorded during a step: an exchange counts its runs, and its messages are fixed.
     """
-    found: Ledger = Counter()
+    counts: Ledger = Counter()
     for layer in layers:
         for array in layer.arrays:
             for direction, exchange in array.recorded:
                 for message in exchange.sends if exchange.runs else ():
                     account = Account("halo", str(layer.name), direction, first + message.peer, message.nbytes)
-                    found[account] += exchange.runs
-    for name, one in reductions:
-        for (direction, group, nbytes), count in one.recorded.items():
-            found[Account("sum", name, direction, group, nbytes)] += count
-        for (direction, group, peer, nbytes), count in one.moved.items():
+                    counts[account] += exchange.runs
+    for name, sums in reductions:
+        for (direction, group, nbytes), count in sums.recorded.items():
+            counts[Account("sum", name, direction, group, nbytes)] += count
+        for (direction, group, peer, nbytes), count in sums.moved.items():
             rank = peer if group == "world" else first + peer
-            found[Account("redistribution", name, direction, rank, nbytes)] += count
-    return found
+            counts[Account("redistribution", name, direction, rank, nbytes)] += count
+    return counts

@@ -18,40 +18,40 @@ from ...system.lazy import LazyTile
 
 REMEDY = "lower the learning rate, check the data, or set nonfinite: skip"
 PATIENCE = 100
-"""Steps in a row that may be skipped."""
+"""Maximum number of consecutive skipped steps."""
 
 
 @dataclass
 class NonFiniteMonitor:
-    """The step that was skipped last.
+    """The last skipped step.
 
     Attributes
     ----------
-    step : its number, from 0; -1: none was
-    where : what was not finite, in words
-    in_a_row : how many were skipped up to now
+    step : its number, from 0; -1: none
+    where : description of the non-finite value
+    consecutive : number of consecutive skipped steps
     """
 
     step: int = -1
     where: str = ""
-    in_a_row: int = 0
+    consecutive: int = 0
 
     def after_step(self, step: int, nonfinite: str, where: str | None) -> None:
-        """Take note of a step, and of what was not finite in it; raise NonFiniteError if the run must not go on."""
+        """Record a step and its non-finite value, if any; raise NonFiniteError if the run must stop."""
         if where is None:
-            self.in_a_row = 0
+            self.consecutive = 0
             return
-        self.step, self.where, self.in_a_row = step, where, self.in_a_row + 1
+        self.step, self.where, self.consecutive = step, where, self.consecutive + 1
         error = NonFiniteError(f"step {step + 1}: not finite: {where} first; {REMEDY}")
-        if self.in_a_row > PATIENCE:
+        if self.consecutive > PATIENCE:
             error = NonFiniteError(
                 f"step {step + 1}: the last {PATIENCE} steps were skipped; not finite: {where} first"
             )
-        if nonfinite == "stop" or self.in_a_row > PATIENCE:
+        if nonfinite == "stop" or self.consecutive > PATIENCE:
             raise error.on_all_ranks()
 
     def overflowed(self, step: int, scaler: LossScaler) -> None:
-        """Take note of a step that is skipped since gradients of 16 bits overflow; the scale is lower for the next."""
+        """Record a step skipped because 16-bit gradients overflow, and lower the loss scale."""
         scaler.update(overflow=True)
         self.step, self.where = step, f"the gradients in float16; the loss scale is {scaler.scale:g} from now on"
 
@@ -63,50 +63,50 @@ class SchemeMemory:
     ----------
     layers : sequence of Layer
     kept : bool
-        False: nothing is kept, and nothing put back.
+        False: no state is saved or restored.
     """
 
     def __init__(self, layers: Sequence[Layer], kept: bool) -> None:
         arrays = [array for layer in layers for array in layer.arrays] if kept else []
         self.arrays = [(array, array.remembered()) for array in arrays]
 
-    def put_back(self) -> None:
-        """Let the schemes forget everything since; collective."""
+    def restore(self) -> None:
+        """Restore the state of the schemes; collective."""
         for array, memory in self.arrays:
             array.remember(memory)
 
 
-class _Finite(Observer):
-    """Takes note of what is finite, in the order of a step."""
+class _FiniteLog(Observer):
+    """Log of the finiteness of values, in the order of a step."""
 
     def __init__(self) -> None:
         self.notes: dict[str, bool] = {}
 
-    def note(self, what: str, array: Any) -> None:
-        """Look at an array."""
-        self.notes[what] = self.notes.get(what, False) or (array is not None and not finite(array))
+    def record(self, name: str, array: Any) -> None:
+        """Record whether an array is finite."""
+        self.notes[name] = self.notes.get(name, False) or (array is not None and not finite(array))
 
     def value(self, layer: Layer | None, name: str, array: Any) -> None:
-        """Look at an array of a layer, or at the cost."""
-        self.note(f"the {name}" if layer is None else f"the {name} of layer '{layer.name}'", array)
+        """Record whether an array of a layer, or the cost, is finite."""
+        self.record(f"the {name}" if layer is None else f"the {name} of layer '{layer.name}'", array)
 
 
 def locate(grid: ProcessGrid, x: Any, again: Callable[[], object]) -> str:
-    """Return in words what first is not finite while the gradients are computed `again`; collective."""
-    found = _Finite()
-    with np.errstate(all="ignore"), grid.observers.watched_by(found):
+    """Return the name of the first non-finite value while `again` recomputes the gradients; collective."""
+    log = _FiniteLog()
+    with np.errstate(all="ignore"), grid.observers.watched_by(log):
         if not isinstance(x, LazyTile):
-            found.note("the images", x)
+            log.record("the images", x)
         again()
-    return first(grid.world, found.notes) or "the sum of the cost or the gradients over all ranks"
+    return first_nonfinite(grid.world, log.notes) or "the sum of the cost or the gradients over all ranks"
 
 
-def first(world: Transport, notes: dict[str, bool]) -> str | None:
-    """Return the first of the notes, made in the same order on all ranks, that is bad on a rank; collective."""
-    found = world.allgather(list(notes.values()))
-    for what, everywhere in zip(notes, zip(*found, strict=True), strict=True):
-        ranks = [str(rank) for rank, bad in enumerate(everywhere) if bad]
+def first_nonfinite(world: Transport, notes: dict[str, bool]) -> str | None:
+    """Return the first note that is bad on any rank; notes have the same order on all ranks; collective."""
+    notes_of_ranks = world.allgather(list(notes.values()))
+    for name, flags in zip(notes, zip(*notes_of_ranks, strict=True), strict=True):
+        ranks = [str(rank) for rank, bad in enumerate(flags) if bad]
         if ranks:
-            on = f" on rank{'s'[: len(ranks) > 1]} {', '.join(ranks[:4])}{' ...' if len(ranks) > 4 else ''}"
-            return what + on * (world.size > 1)
+            suffix = f" on rank{'s'[: len(ranks) > 1]} {', '.join(ranks[:4])}{' ...' if len(ranks) > 4 else ''}"
+            return name + suffix * (world.size > 1)
     return None

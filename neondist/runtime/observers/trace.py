@@ -14,11 +14,11 @@ from ...io.files import write_text
 from ...observer import Observer
 
 Event = dict[str, Any]
-"""As the Trace Event Format has it."""
+"""An event of the Trace Event Format."""
 
 
 class Trace(Observer):
-    """Writes down what begins and ends.
+    """Recorder of the begin and end of events.
 
     Parameters
     ----------
@@ -27,9 +27,9 @@ class Trace(Observer):
     Attributes
     ----------
     events : list of Event
-        Complete ('X') ones, in the order of their ends; 'ts' and 'dur' are nanoseconds of this rank's clock as yet.
+        Complete ('X') events, in the order of their ends; 'ts' and 'dur' are nanoseconds of this rank's clock.
     meetings : list of int
-        When sums over all ranks ended: on all of them at nearly the same time.
+        Times at which sums over all ranks ended: nearly simultaneous on all ranks.
     """
 
     def __init__(self, rank: int) -> None:
@@ -37,11 +37,11 @@ class Trace(Observer):
         self._open: list[tuple[Any, int]] = []
 
     def begin(self, what: str, name: str, direction: str, subject: Any) -> None:
-        """Take note of the time."""
+        """Record the start time."""
         self._open.append((subject, time.perf_counter_ns()))
 
     def end(self, what: str, name: str, direction: str) -> None:
-        """Take note of the time, and of what it was."""
+        """Append the event."""
         now, (subject, begun) = time.perf_counter_ns(), self._open.pop()
         title = name if what == "layer" else what
         details: dict[str, Any] = {"layer": name, "direction": direction}
@@ -59,28 +59,28 @@ class Trace(Observer):
         self.events.append(event | {"ts": begun, "dur": now - begun})
 
 
-def on_one_clock(ranks: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:
-    """Return the events of all ranks, given those and the `meetings` of each, in microseconds of one clock.
+def align_clocks(ranks: Sequence[tuple[list[Event], list[int]]]) -> list[Event]:
+    """Return the events of all ranks, given (events, meetings) of each, in microseconds of one clock.
 
-    Clocks of machines differ: rank 0's is the one, and another's is off by the median over all meetings.
+    Clocks are aligned to rank 0's by the median offset over all meetings.
     """
-    found: list[Event] = []
+    shifted: list[Event] = []
     for events, meetings in ranks:
         off = int(median(mine - first for mine, first in zip(meetings, ranks[0][1], strict=True))) if meetings else 0
-        found += [event | {"ts": event["ts"] - off} for event in events]
-    first = min((event["ts"] for event in found), default=0)
+        shifted += [event | {"ts": event["ts"] - off} for event in events]
+    first = min((event["ts"] for event in shifted), default=0)
     named = [
         {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
         for rank in range(len(ranks))
     ]
-    return named + [event | {"ts": (event["ts"] - first) / 1000, "dur": event["dur"] / 1000} for event in found]
+    return named + [event | {"ts": (event["ts"] - first) / 1000, "dur": event["dur"] / 1000} for event in shifted]
 
 
 def write_trace(path: Path, grid: ProcessGrid, work: Callable[[], object]) -> None:
-    """Write, on rank 0, what all ranks of a grid do during `work`; collective."""
+    """Write a trace of all ranks of a grid during `work`, on rank 0; collective."""
     trace = Trace(grid.rank)
     with grid.observers.watched_by(trace):
         work()
     ranks = grid.world.allgather((trace.events, trace.meetings))
     if grid.rank == 0:
-        write_text(path, json.dumps({"traceEvents": on_one_clock(ranks), "displayTimeUnit": "ms"}) + "\n")
+        write_text(path, json.dumps({"traceEvents": align_clocks(ranks), "displayTimeUnit": "ms"}) + "\n")

@@ -14,36 +14,36 @@ _CALLS = 12
 
 
 class Whereabouts(Observer):
-    """Knows what is at work in the passes of a grid's models; another thread may ask.
+    """Current activity in the passes of a grid's models, readable from another thread.
 
     Attributes
     ----------
     begun : int
-        Counts what has begun: it goes on as long as passes do.
+        Number of events so far, which grows as long as passes progress.
     """
 
     def __init__(self, grid: ProcessGrid) -> None:
         self.grid, self.begun = grid, 0
-        self._at_work: list[tuple[str, str, str, Any]] = []
+        self._stack: list[tuple[str, str, str, Any]] = []
 
     def begin(self, what: str, name: str, direction: str, subject: Any) -> None:
-        """Take note of it."""
+        """Push an event."""
         self.begun += 1
-        self._at_work.append((what, name, direction, subject))
+        self._stack.append((what, name, direction, subject))
 
     def end(self, what: str, name: str, direction: str) -> None:
-        """Take note of it; what was at work before goes on."""
-        self._at_work.pop()
+        """Pop an event."""
+        self._stack.pop()
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks, as far as passes do."""
-        return any(what == "wait" for what, *_ in [*self._at_work])
+        """Whether a pass is waiting for other ranks."""
+        return any(what == "wait" for what, *_ in [*self._stack])
 
     def __str__(self) -> str:
-        """Say in which layer, or which other part of a step, it is, and what it waits for; '' outside of passes."""
+        """Return the current layer, or other part of a step, and its wait; '' outside passes."""
         place, doing, before = "", "", ""
-        for what, name, direction, subject in [*self._at_work]:
+        for what, name, direction, subject in [*self._stack]:
             if what == "layer":
                 place, doing = f"{direction} pass of layer '{name}': ", "waits for no other rank"
             elif what == "wait":
@@ -56,7 +56,7 @@ class Whereabouts(Observer):
     def _waiting(self, subject: Exchange | str, during: str) -> str:
         if isinstance(subject, str):
             return f"waits in a {'redistribution' if during == 'redistribute' else 'sum'} over {self._group(subject)}"
-        first = self.grid.rank - self.grid.tile  # of this replica
+        first = self.grid.rank - self.grid.tile  # first rank of this replica
         peers = sorted({first + message.peer for message in (*subject.receives, *subject.sends)})
         return f"waits in its halo exchange for rank{'s'[: len(peers) > 1]} {', '.join(map(str, peers))}"
 
@@ -68,7 +68,7 @@ class Whereabouts(Observer):
 
 
 def calls(thread: int) -> str:
-    """Return the innermost calls of a thread, a line for each, as faulthandler writes them; '' if it is gone."""
+    """Return the innermost calls of a thread, one per line, as faulthandler writes them; '' if it has ended."""
     inlet, outlet = os.pipe()
     os.set_blocking(outlet, False)  # a full pipe drops the write: no waiting, and no disk
     try:

@@ -1,7 +1,7 @@
-"""Models of PyTorch as models of our layers, and back, where every part has a counterpart that gives the same numbers.
+"""Conversion between PyTorch modules and models of neondist layers, where every part has an exact counterpart.
 
-network: layers in the making. operators: an ATen operator as a layer. from_torch: a module's graph as a model.
-to_torch: a model as a module.
+network: builder of layers. operators: ATen operators to layers. from_torch: a module's graph to a model. to_torch: a
+model to a module.
 """
 
 from .from_torch import from_torch

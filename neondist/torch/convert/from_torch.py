@@ -1,4 +1,4 @@
-"""A module of PyTorch as a model of our layers."""
+"""Conversion of PyTorch modules to models of neondist layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ...comm import ProcessGrid
 from ...comm.agree import all_or_none, check_alike
 from ...errors import ConfigError, ShapeError
 from ...models import ConvnetDist, MLPDist, Model
-from ..capture import captured, decomposed, where
-from ..errors import UnsupportedOperator
-from ..functionalize import note_result, written
-from ..persistent_state import Snapshot
-from ..steps import Where
+from ..capture.capture import capture_module, decompose, location_of
+from ..capture.persistent_state import Snapshot
+from ..ir.errors import UnsupportedOperator
+from ..ir.functionalize import note_result, written_values
+from ..lowering.steps import Where
 from .network import Network, Tensor, Value
 from .operators import OPERATORS
 
@@ -68,36 +68,36 @@ def from_torch(
     grid = grid or (ProcessGrid() if kind.distributed else ProcessGrid.serial())
     grid.check("from_torch")
     with all_or_none(grid.world):
-        network, last = _networks(module, shape, arguments.get("dtype", torch.get_default_dtype()))
-        layers = network.nodes(last)
+        network, output = _convert_both_modes(module, shape, arguments.get("dtype", torch.get_default_dtype()))
+        layers = network.nodes(output)
         if kind.distributed:
             layers = [layer.twin() for layer in layers]
-        made = kind(layers, **{"dtype": _name(network.dtype)} | arguments)
-        names = {layer.name for layer in made.leaves}
-        weights = {at: array for at, array in network.weights.items() if at.rpartition("/")[0] in names}
+        result = kind(layers, **{"dtype": _dtype_name(network.dtype)} | arguments)
+        kept = {layer.name for layer in result.leaves}
+        weights = {name: array for name, array in network.weights.items() if name.rpartition("/")[0] in kept}
     check_alike(
         grid.world,
-        {"the module's layers": sorted(map(str, names))} | {at: zlib.crc32(array) for at, array in weights.items()},
+        {"the module's layers": sorted(map(str, kept))} | {name: zlib.crc32(array) for name, array in weights.items()},
     )
-    made.build(network.input.ours, shape[0], grid)
-    made.load_state(weights)
-    return made
+    result.build(network.input.ours, shape[0], grid)
+    result.load_state(weights)
+    return result
 
 
-def _name(dtype: Any) -> str:
+def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _networks(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[Network, Value]:
-    """Return the network of training, and its output; evaluation has to be the same, but for what a layer knows."""
-    other = [name for name, inner in module.named_modules() if inner.training != module.training]
-    if other:
+def _convert_both_modes(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[Network, Value]:
+    """Return the network in training, and its output; that in evaluation must be the same, apart from layers' modes."""
+    mismatched = [name for name, part in module.named_modules() if part.training != module.training]
+    if mismatched:
         raise ConfigError(
-            f"module '{other[0]}' is in {'eval' if module.training else 'train'}() mode, but the whole module is"
+            f"module '{mismatched[0]}' is in {'eval' if module.training else 'train'}() mode, but the whole module is"
             " not; layers share one mode: call train() or eval() on the whole module"
         )
     tensors = [*module.parameters(), *module.buffers()]
-    dtypes = {_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()} or {_name(default)}
+    dtypes = {_dtype_name(tensor.dtype) for tensor in tensors if tensor.is_floating_point()} or {_dtype_name(default)}
     if dtypes not in ({"float32"}, {"float64"}):
         raise ConfigError(
             f"the module is in {', '.join(sorted(dtypes))}; a model has either float32 or float64 parameters"
@@ -105,12 +105,12 @@ def _networks(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[
     dtype = getattr(torch, *dtypes)
     numbers: dict[Any, int] = {}
     networks = {}
-    before = Snapshot(module)
+    state = Snapshot(module)
     try:
         for training in (True, False):
-            networks[training] = _converted(module.train(training), shape, dtype, numbers)
+            networks[training] = _convert_module(module.train(training), shape, dtype, numbers)
     finally:
-        before.restore()
+        state.restore()
     if networks[True][1].number != networks[False][1].number:
         raise ConfigError(
             f"{type(module).__name__} computes something else in evaluation than in training, apart from dropout"
@@ -119,20 +119,20 @@ def _networks(module: nn.Module, shape: tuple[int, ...], default: Any) -> tuple[
     return networks[True]
 
 
-def _converted(
+def _convert_module(
     module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype, numbers: dict[Any, int]
 ) -> tuple[Network, Value]:
-    """Return the network of a module in the mode that it is in, and its output."""
+    """Return the network of a module in its current mode, and its output."""
     shapes = [(shape, dtype)]
-    program = captured(module, shapes)
+    program = capture_module(module, shapes)
     try:
-        return _network(program, Network(shape, dtype, module.training, numbers))
-    except UnsupportedOperator:  # it may be made of others that have layers, which takes PyTorch longer
-        return _network(decomposed(program, module, shapes), Network(shape, dtype, module.training, numbers))
+        return _fill_network(program, Network(shape, dtype, module.training, numbers))
+    except UnsupportedOperator:  # its decomposition, which is slower, may have layers
+        return _fill_network(decompose(program, module, shapes), Network(shape, dtype, module.training, numbers))
 
 
-def _network(program: Any, net: Network) -> tuple[Network, Value]:
-    """Fill a network with what a program does, and return its output."""
+def _fill_network(program: Any, net: Network) -> tuple[Network, Value]:
+    """Add the operators of a program to a network, and return its output."""
     signature = program.graph_signature
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     (output,) = (node for node in program.graph.nodes if node.op == "output")
@@ -141,40 +141,40 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
         for spec, result in zip(signature.output_specs, output.args[0], strict=True)
         if spec.kind == OutputKind.USER_OUTPUT
     ]
-    given = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
-    if len(results) != 1 or len(given) != 1 or not isinstance(results[0], torch.fx.Node):
+    inputs = [spec for spec in signature.input_specs if spec.kind == InputKind.USER_INPUT]
+    if len(results) != 1 or len(inputs) != 1 or not isinstance(results[0], torch.fx.Node):
         raise ConfigError(
-            f"the module has {len(given)} inputs and {len(results)} outputs; a model has exactly one of each"
+            f"the module has {len(inputs)} inputs and {len(results)} outputs; a model has exactly one of each"
         )
-    changed = {  # what outlives the program, and the buffers that are to be that
+    mutations = {  # results that are written to buffers
         result: spec.target
         for spec, result in zip(signature.output_specs, output.args[0], strict=True)
         if spec.kind == OutputKind.BUFFER_MUTATION
     }
     for node in program.graph.nodes:
-        changed |= {old: specs[old.name].target for old in written(node) if old.op == "placeholder"}
-    changed = {result: name for result, name in changed.items() if not name.endswith("num_batches_tracked")}
-    needed, steps = {results[0], *changed}, set()
+        mutations |= {old: specs[old.name].target for old in written_values(node) if old.op == "placeholder"}
+    mutations = {result: name for result, name in mutations.items() if not name.endswith("num_batches_tracked")}
+    needed, steps = {results[0], *mutations}, set()
     for node in reversed(program.graph.nodes):
-        if node in needed or not needed.isdisjoint(written(node)):
+        if node in needed or not needed.isdisjoint(written_values(node)):
             steps.add(node)
             needed.update(node.all_input_nodes)
     env: dict[Any, Any] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
             spec = specs[node.name]
-            tensor = program.state_dict.get(spec.target)  # None: a constant, or a buffer that no file has
+            tensor = program.state_dict.get(spec.target)  # None: a constant or a non-persistent buffer
             trained = spec.kind == InputKind.PARAMETER and tensor is not None and tensor.requires_grad
             env[node] = net.input if spec.kind == InputKind.USER_INPUT else Tensor(str(spec.target), tensor, trained)
         elif node in steps:
             args, kwargs = pytree.tree_map(
                 lambda arg: env[arg] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
             )
-            made = args[0][args[1]] if node.target is operator.getitem else _made(net, node, args, kwargs)
-            note_result(env, node, made)
-    for result, name in changed.items():
+            value = args[0][args[1]] if node.target is operator.getitem else _convert_node(net, node, args, kwargs)
+            note_result(env, node, value)
+    for result, name in mutations.items():
         if not isinstance(env[result], Tensor) or env[result].name != name:
-            net.refuse(f"it changes the buffer '{name}'", where(result))
+            net.refuse(f"it changes the buffer '{name}'", location_of(result))
     last = env[results[0]]
     if not isinstance(last, Value):
         raise ConfigError("the module returns a value that is not computed from its input")
@@ -183,13 +183,13 @@ def _network(program: Any, net: Network) -> tuple[Network, Value]:
     return net, last
 
 
-def _made(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what an operator gives."""
+def _convert_node(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the result of an operator as a layer."""
     target = node.meta.get("twin", node.target)
-    place = where(node)
+    place = location_of(node)
     net.where = Where(str(target), place.module, place.source)
-    found = OPERATORS.get(str(target))
-    if found is None:
+    conversion = OPERATORS.get(str(target))
+    if conversion is None:
         return net.refuse()
     net.out = pytree.tree_leaves(node.meta["val"])[0]
     declared = target._schema.arguments
@@ -200,6 +200,6 @@ def _made(net: Network, node: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     if not isinstance(first, Value):
         return net.refuse("only values computed from the input have a layer")
     try:
-        return found.function(net, **bound)
+        return conversion.function(net, **bound)
     except (ConfigError, ShapeError) as error:
         return net.refuse(str(error))

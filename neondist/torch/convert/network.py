@@ -1,4 +1,4 @@
-"""A network of layers in the making, value by value; then as containers of one another."""
+"""Builder of a network of layers, value by value, and its nesting into containers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from ...layers import Branches, Concat, GlobalAvgPoolingLayer, Layer, Node
 from ...registry import Registered
-from ..errors import UnsupportedOperator
-from ..steps import Where
+from ..ir.errors import UnsupportedOperator
+from ..lowering.steps import Where
 
 Shape = tuple[int, ...]
 STATE = ("/mean", "/var")
 
 
 class Tensor(NamedTuple):
-    """A parameter or a buffer of the module; None: another tensor."""
+    """A parameter or buffer of the module; `data` is None for other tensors."""
 
     name: str
     data: torch.Tensor | None
@@ -31,13 +31,13 @@ class Value(NamedTuple):
     Attributes
     ----------
     at : int
-        0 is the input of the network, and each step gives the next.
+        Index: 0 is the network's input, and each step adds one.
     shape : tuple of int
-        Of the tensor (N, C, *spatial), or how that is regrouped now, such as (N, C * H * W).
+        Shape of the tensor (N, C, *spatial), or its current reshape, such as (N, C * H * W).
     ours : tuple of int
-        Of the layer's output, without the batch: (*spatial, C), or (C,).
+        Shape of the layer's output without the batch: (*spatial, C), or (C,).
     number : int
-        The same for what is computed alike; layers that are the identity in evaluation are left out.
+        Value number: equal for equal computations, ignoring layers that are the identity in evaluation.
     """
 
     at: int
@@ -47,12 +47,12 @@ class Value(NamedTuple):
 
     @property
     def ordered(self) -> bool:
-        """Whether it is an image or a vector of the same shape in both."""
+        """Whether the tensor and the layer's output have the same axes, up to their order."""
         return self.ours == (*self.shape[2:], *self.shape[1:2])
 
 
 class Step(NamedTuple):
-    """A layer, or several values joined by a container; `means` of the whole image may be a vector as well."""
+    """A layer, or values joined by a container; `means` marks means of the whole image, which may become a vector."""
 
     layer: Layer | None
     join: type[Branches] | None
@@ -62,20 +62,20 @@ class Step(NamedTuple):
 
 
 class Network:
-    """The layers so far, and the operator at hand.
+    """The layers so far, and the operator being converted.
 
     Attributes
     ----------
     training : bool
         Whether the graph is that of training.
     where : Where
-        Where in the user's program the operator stands.
+        Location of the operator in the user's program.
     out : fake tensor
-        What it gives, or the first of that.
+        Its result, or the first of several.
     joined : dict of numbers to Value
-        What values have been concatenated to.
+        Concatenations of these values.
     weights : dict of str to array
-        '<layer>/<parameter>' to what the layers have from the module.
+        Arrays from the module by '<layer>/<parameter>'.
     """
 
     def __init__(self, input_shape: Shape, dtype: torch.dtype, training: bool, numbers: dict[Any, int]) -> None:
@@ -98,7 +98,7 @@ class Network:
         means: bool = False,
         only_training: bool = False,
     ) -> Value:
-        """Return what a layer gives.
+        """Append a layer, and return its output.
 
         Parameters
         ----------
@@ -110,16 +110,16 @@ class Network:
             Whether it is the identity in evaluation.
         """
         weights = weights or {}
-        layer.name = self._name()
-        for name, (tensor, how) in weights.items():
-            self._take(f"{layer.name}/{name}", tensor, how)
-        given = tuple((name, tensor.name) for name, (tensor, _) in weights.items())
+        layer.name = self._layer_name()
+        for name, (tensor, transform) in weights.items():
+            self._add_weight(f"{layer.name}/{name}", tensor, transform)
+        sources = tuple((name, tensor.name) for name, (tensor, _) in weights.items())
         ours = layer.output_shape_for(x.ours)
-        number = x.number if only_training else self._number(_text(layer), given, x.number)
-        return self._made(Step(layer, None, (x.at,), self.where, means), ours, number)
+        number = x.number if only_training else self._number(_signature(layer), sources, x.number)
+        return self._append(Step(layer, None, (x.at,), self.where, means), ours, number)
 
     def join(self, kind: type[Branches], values: Sequence[Any]) -> Value:
-        """Return what several values of the same extent come to."""
+        """Append a container that joins values of the same extent, and return its output."""
         for value in values:
             if not isinstance(value, Value):
                 self.refuse("only values computed from the input have a layer")
@@ -127,19 +127,19 @@ class Network:
         if kind is Concat:
             ours = (*ours[:-1], sum(value.ours[-1] for value in values))
         number = self._number(kind.__name__, *(value.number for value in values))
-        return self._made(Step(None, kind, tuple(value.at for value in values), self.where), ours, number)
+        return self._append(Step(None, kind, tuple(value.at for value in values), self.where), ours, number)
 
-    def regrouped(self, x: Value, shape: Shape) -> Value:
-        """Return a value in another shape; numbers stay in PyTorch's order."""
+    def reshape(self, x: Value, shape: Shape) -> Value:
+        """Return a value in another shape, with elements in PyTorch's order."""
         if len(shape) == 2 and len(x.ours) > 1 and prod(x.ours[:-1]) == 1:  # one cell is its own mean
             means = x.at > 0 and self.steps[x.at - 1].means
             at = self.steps[x.at - 1].inputs[0] if means else x.at
-            layer = GlobalAvgPoolingLayer(name=self._name())
-            return self._made(Step(layer, None, (at,), self.where), x.ours[-1:], self._number("vector", x.number))
+            layer = GlobalAvgPoolingLayer(name=self._layer_name())
+            return self._append(Step(layer, None, (at,), self.where), x.ours[-1:], self._number("vector", x.number))
         return x._replace(shape=tuple(shape))
 
     def shape_of(self, weight: Any) -> Shape:
-        """Return the shape of a parameter; refuse what is none."""
+        """Return the shape of a parameter; refuse other tensors."""
         if not isinstance(weight, Tensor) or weight.data is None:
             return self.refuse("its weight is not a parameter of the module")
         return tuple(weight.data.shape)
@@ -155,36 +155,36 @@ class Network:
 
     def nodes(self, last: Value) -> list[Node]:
         """Return the chain of layers and containers from the input to a value."""
-        above = [0]
+        dominators = [0]
         depth = [0]
-        for step in self.steps:  # the last value that all ways from the input to this one go through
+        for step in self.steps:  # nearest value on all paths from the input
             nearest = step.inputs[0]
             for other in step.inputs[1:]:
                 while nearest != other:
                     if depth[nearest] < depth[other]:
                         nearest, other = other, nearest
-                    nearest = above[nearest]
-            above.append(nearest)
+                    nearest = dominators[nearest]
+            dominators.append(nearest)
             depth.append(depth[nearest] + 1)
         done: set[int] = set()
 
-        def chain(first: int, at: int) -> list[Node]:
-            found: list[Node] = []
-            while at != first:
-                step = self.steps[at - 1]
+        def chain(first: int, position: int) -> list[Node]:
+            nodes: list[Node] = []
+            while position != first:
+                step = self.steps[position - 1]
                 if step.layer is not None:
-                    if at in done:
+                    if position in done:
                         self.refuse("its result goes into branches that are not nested", step.where)
-                    done.add(at)
-                    found.append(step.layer)
+                    done.add(position)
+                    nodes.append(step.layer)
                 elif step.join is not None:
-                    found.append(step.join([chain(above[at], value) for value in step.inputs]))
-                at = above[at]
-            return found[::-1]
+                    nodes.append(step.join([chain(dominators[position], value) for value in step.inputs]))
+                position = dominators[position]
+            return nodes[::-1]
 
         return chain(0, last.at)
 
-    def _made(self, step: Step, ours: Shape, number: int) -> Value:
+    def _append(self, step: Step, ours: Shape, number: int) -> Value:
         shape = tuple(self.out.shape)
         ordered = ours == (*shape[2:], *shape[1:2])
         if not shape or shape[0] != self.batch or not (ordered or prod(shape[1:]) == prod(ours)):
@@ -194,28 +194,28 @@ class Network:
         self.steps.append(step)
         return Value(len(self.steps), shape, ours, number)
 
-    def _number(self, *what: Any) -> int:
-        return self._numbers.setdefault(what, len(self._numbers))
+    def _number(self, *key: Any) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
 
-    def _name(self) -> str:
+    def _layer_name(self) -> str:
         name = (self.where.module or self.where.operator.split(".")[1]).replace("/", "_")
         self._names[name] = self._names.get(name, 0) + 1
         return name if self._names[name] == 1 else f"{name}:{self._names[name]}"
 
-    def _take(self, name: str, tensor: Any, how: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
+    def _add_weight(self, name: str, tensor: Any, transform: Callable[[torch.Tensor], torch.Tensor] | None) -> Any:
         if not isinstance(tensor, Tensor) or tensor.data is None:
             return self.refuse(f"its {name.rpartition('/')[2]} is not a parameter or buffer of the module")
         if id(tensor.data) in self._used:
             self.refuse(f"'{tensor.name}' is used twice, but layers cannot share parameters")
         if tensor.trained == name.endswith(STATE):
-            say = "is trained" if tensor.trained else "is not trained (requires_grad=False)"
-            self.refuse(f"'{tensor.name}' {say}, unlike the layer's {name.rpartition('/')[2]}")
+            state = "is trained" if tensor.trained else "is not trained (requires_grad=False)"
+            self.refuse(f"'{tensor.name}' {state}, unlike the layer's {name.rpartition('/')[2]}")
         self._used.add(id(tensor.data))
         data = tensor.data.detach().cpu()
-        self.weights[name] = (data if how is None else how(data)).numpy().copy()
+        self.weights[name] = (data if transform is None else transform(data)).numpy().copy()
 
 
-def _text(layer: Layer) -> str:
+def _signature(layer: Layer) -> str:
     arguments = {name: value for name, value in layer.arguments().items() if name != "name"}
-    known = (f"{k}={type(v).__name__ if isinstance(v, Registered) else repr(v)}" for k, v in sorted(arguments.items()))
-    return f"{type(layer).__name__}({', '.join(known)})"
+    fields = (f"{k}={type(v).__name__ if isinstance(v, Registered) else repr(v)}" for k, v in sorted(arguments.items()))
+    return f"{type(layer).__name__}({', '.join(fields)})"

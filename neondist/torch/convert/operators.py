@@ -1,4 +1,4 @@
-"""ATen operators as layers: one small function each, which takes the operator's arguments by name."""
+"""Conversion of ATen operators to layers: one function each, which takes the operator's arguments by name."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ class Conversion(NamedTuple):
 OPERATORS: dict[str, Conversion] = {}
 
 
-def becomes(made: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that makes a function what turns operators into layers."""
+def converts_to(layer: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that registers a function as the converter of operators to a layer."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         note = (function.__doc__ or "").strip().split("\n")[0]
-        OPERATORS.update({f"aten.{name}": Conversion(function, made, note) for name in names})
+        OPERATORS.update({f"aten.{name}": Conversion(function, layer, note) for name in names})
         return function
 
     return register
 
 
 def table() -> list[tuple[str, str, list[str]]]:
-    """Return (layers, what is asked for, operators)."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for name, known in OPERATORS.items():
-        found.setdefault((known.layers, known.note), []).append(name)
-    return [(*of, names) for of, names in found.items()]
+    """Return rows (layers, requirements, operators)."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, conversion in OPERATORS.items():
+        rows.setdefault((conversion.layers, conversion.note), []).append(name)
+    return [(*key, names) for key, names in rows.items()]
 
 
 def _image(net: Network, x: Value, axes: int = 0) -> int:
-    """Return the number of spatial axes; refuse what is regrouped, or no image of so many."""
-    found = len(x.shape) - 2
-    if not x.ordered or (axes and found != axes):
+    """Return the number of spatial axes; refuse reshaped values, or another number than `axes`."""
+    spatial = len(x.shape) - 2
+    if not x.ordered or (axes and spatial != axes):
         net.refuse(f"its input has the shape {x.shape}, but a layer takes an image (N, C, ...) or a vector")
-    return found
+    return spatial
 
 
 def _numbers(value: Any, n: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def _numbers(value: Any, n: int) -> tuple[int, ...]:
     return values * n if len(values) == 1 else values
 
 
-@becomes("ConvLayer", *(f"conv{n}d.{how}" for n in (1, 2, 3) for how in ("default", "padding")))
+@converts_to("ConvLayer", *(f"conv{n}d.{kind}" for n in (1, 2, 3) for kind in ("default", "padding")))
 def convolution(
     net: Network, x: Value, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Value:
@@ -73,7 +73,7 @@ def convolution(
     return net.add(layer, x, _with_bias(weight, _channels_last, bias))
 
 
-@becomes("DeconvLayer", "conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input")
+@converts_to("DeconvLayer", "conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input")
 def transposed_convolution(
     net: Network, x: Value, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int,
     dilation: Any,
@@ -82,19 +82,19 @@ def transposed_convolution(
     n = _image(net, x, len(net.shape_of(weight)) - 2)
     _, out, *kernel = net.shape_of(weight)
     strides, pads, extra, dilated = (_numbers(v, n) for v in (stride, padding, output_padding, dilation))
-    how: dict[str, Any] = {"output_padding": extra, "dilation": dilated, "groups": groups, "bias": bias is not None}
-    layer = layers.DeconvLayer(out * groups, tuple(kernel), strides, pads, **how)
+    options: dict[str, Any] = {"output_padding": extra, "dilation": dilated, "groups": groups, "bias": bias is not None}
+    layer = layers.DeconvLayer(out * groups, tuple(kernel), strides, pads, **options)
 
-    def turned(w: torch.Tensor) -> torch.Tensor:
+    def reorder(w: torch.Tensor) -> torch.Tensor:
         by_group = w.reshape(groups, -1, *w.shape[1:])  # (groups, inputs, outputs, *kernel)
         return by_group.permute(*range(3, w.dim() + 1), 1, 0, 2).reshape(*kernel, -1, out * groups)
 
-    return net.add(layer, x, _with_bias(weight, turned, bias))
+    return net.add(layer, x, _with_bias(weight, reorder, bias))
 
 
-@becomes("FCLayer", "linear.default")
+@converts_to("FCLayer", "linear.default")
 def linear(net: Network, x: Value, weight: Any, bias: Any) -> Value:
-    """Of a vector, or of a flattened image, whose rows change places."""
+    """Of a vector or a flattened image; rows of the weight are reordered."""
     if len(x.shape) != 2 or x.shape[0] != net.batch:
         net.refuse(f"its input has the shape {x.shape}, but a layer takes vectors (N, features)")
     out, *extent = net.shape_of(weight)[0], *x.ours[-1:], *x.ours[:-1]
@@ -105,22 +105,22 @@ def linear(net: Network, x: Value, weight: Any, bias: Any) -> Value:
     return net.add(layers.FCLayer(out, bias=bias is not None), x, _with_bias(weight, rows, bias))
 
 
-def _with_bias(weight: Any, how: Any, bias: Any) -> dict[str, Any]:
-    return {"weights": (weight, how)} | ({} if bias is None else {"bias": (bias, None)})
+def _with_bias(weight: Any, transform: Any, bias: Any) -> dict[str, Any]:
+    return {"weights": (weight, transform)} | ({} if bias is None else {"bias": (bias, None)})
 
 
 def _channels_last(weight: torch.Tensor) -> torch.Tensor:
     return weight.permute(*range(2, weight.dim()), 1, 0)
 
 
-@becomes(
+@converts_to(
     "BatchNormLayer", "_native_batch_norm_legit_functional.default", "_native_batch_norm_legit_no_training.default"
 )
 def batch_norm(
     net: Network, x: Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float,
     training: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """With weight, bias and running statistics, which training uses up to date and evaluation as they are."""
+    """With weight, bias and running statistics; training uses batch statistics, evaluation running ones."""
     _image(net, x)
     if training != net.training:
         net.refuse(
@@ -128,40 +128,40 @@ def batch_norm(
         )
     if weight is None or bias is None:
         net.refuse("it has neither weight nor bias (affine=False)")
-    given = {"gamma": weight, "beta": bias, "mean": running_mean, "var": running_var}
-    weights = {name: (tensor, None) for name, tensor in given.items()}
+    tensors = {"gamma": weight, "beta": bias, "mean": running_mean, "var": running_var}
+    weights = {name: (tensor, None) for name, tensor in tensors.items()}
     y = net.add(layers.BatchNormLayer(momentum=momentum, eps=eps), x, weights)
     return y, None, None, running_mean, running_var
 
 
-@becomes("BatchNormLayer", "batch_norm.default")
+@converts_to("BatchNormLayer", "batch_norm.default")
 def whole_batch_norm(
     net: Network, x: Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
     momentum: float, eps: float, **_: Any,
 ) -> Any:  # fmt: skip
-    """With weight, bias and running statistics, which training uses up to date and evaluation as they are."""
+    """With weight, bias and running statistics; training uses batch statistics, evaluation running ones."""
     y, *_, mean, var = batch_norm(net, x, weight, bias, running_mean, running_var, momentum, eps, training)
     return (y, mean, var) if training else y
 
 
-@becomes("GroupNormLayer", "group_norm.default")
+@converts_to("GroupNormLayer", "group_norm.default")
 def group_norm(net: Network, x: Value, num_groups: int, weight: Any, bias: Any, eps: float, **_: Any) -> Value:
     """With weight and bias, or without both."""
     _image(net, x)
     return net.add(layers.GroupNormLayer(num_groups, eps=eps, affine=weight is not None), x, _scales(net, weight, bias))
 
 
-@becomes("GroupNormLayer", "layer_norm.default")
+@converts_to("GroupNormLayer", "layer_norm.default")
 def layer_norm(
     net: Network, x: Value, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float, **_: Any
 ) -> Value:
-    """Of a whole sample; with weight and bias only of a vector."""
+    """Over a whole sample; with weight and bias only for vectors."""
     if tuple(normalized_shape) != x.shape[1:] or (weight is not None and len(x.ours) > 1):
         net.refuse(f"normalises {tuple(normalized_shape)} of {x.shape[1:]} with elementwise scales")
     return net.add(layers.GroupNormLayer(1, eps=eps, affine=weight is not None), x, _scales(net, weight, bias))
 
 
-@becomes("InstanceNormLayer", "instance_norm.default")
+@converts_to("InstanceNormLayer", "instance_norm.default")
 def instance_norm(
     net: Network, x: Value, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
     momentum: float, eps: float, **_: Any,
@@ -179,8 +179,8 @@ def _scales(net: Network, weight: Any, bias: Any) -> dict[str, Any]:
     return {} if weight is None else {"gamma": (weight, None), "beta": (bias, None)}
 
 
-def _windows(net: Network, x: Value, kernel: Any, stride: Any, padding: Any) -> tuple[tuple[Any, ...], bool]:
-    """Return kernel, stride and padding with sides, of which as many fit as there are, and if some reach beyond it."""
+def _fit_windows(net: Network, x: Value, kernel: Any, stride: Any, padding: Any) -> tuple[tuple[Any, ...], bool]:
+    """Return kernel, stride and padding by side that give the output extent, and whether ceil_mode extends it."""
     n = _image(net, x)
     sizes, steps, pads = _numbers(kernel, n), _numbers(stride or kernel, n), _numbers(padding, n)
     sides, beyond = [], False
@@ -193,18 +193,18 @@ def _windows(net: Network, x: Value, kernel: Any, stride: Any, padding: Any) -> 
     return (sizes, steps, tuple(sides)), beyond
 
 
-@becomes("MaxPoolingLayer", *(f"max_pool{n}d.default" for n in (1, 2, 3)))
+@converts_to("MaxPoolingLayer", *(f"max_pool{n}d.default" for n in (1, 2, 3)))
 def max_pool(
     net: Network, x: Value, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
 ) -> Value:
     """Without dilation."""
     if any(d != 1 for d in _numbers(dilation, 1)):
         net.refuse(f"dilation {tuple(dilation)}")
-    windows, _ = _windows(net, x, kernel_size, stride, padding)
+    windows, _ = _fit_windows(net, x, kernel_size, stride, padding)
     return net.add(layers.MaxPoolingLayer(*windows), x)
 
 
-@becomes("AvgPoolingLayer", *(f"avg_pool{n}d.default" for n in (1, 2, 3)))
+@converts_to("AvgPoolingLayer", *(f"avg_pool{n}d.default" for n in (1, 2, 3)))
 def avg_pool(
     net: Network, x: Value, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
     divisor_override: int | None = None,
@@ -212,19 +212,19 @@ def avg_pool(
     """Without divisor_override; ceil_mode with padding only if count_include_pad=False."""
     if divisor_override is not None:
         net.refuse(f"divisor_override {divisor_override}")
-    windows, beyond = _windows(net, x, kernel_size, stride, padding)
+    windows, beyond = _fit_windows(net, x, kernel_size, stride, padding)
     padded = any(before for before, _ in windows[2])
     if beyond and padded and count_include_pad:
         net.refuse("ceil_mode counts padding, but not the cells beyond it")
     return net.add(layers.AvgPoolingLayer(*windows, count_include_pad=count_include_pad and not beyond), x)
 
 
-@becomes(
+@converts_to(
     "AvgPoolingLayer, MaxPoolingLayer",
-    *(f"adaptive_{how}_pool{n}d.default" for how in ("avg", "max") for n in (1, 2, 3)),
+    *(f"adaptive_{kind}_pool{n}d.default" for kind in ("avg", "max") for n in (1, 2, 3)),
 )
 def adaptive_pool(net: Network, x: Value, output_size: Any) -> Any:
-    """Windows must be of one size. A mean of all cells that is flattened: GlobalAvgPoolingLayer."""
+    """Windows must be of equal size. A flattened global mean becomes GlobalAvgPoolingLayer."""
     _image(net, x)
     windows: list[tuple[int, ...]] = []
     for n, m in zip(x.ours, net.out.shape[2:], strict=False):
@@ -240,7 +240,7 @@ def adaptive_pool(net: Network, x: Value, output_size: Any) -> Any:
     return net.add(layers.AvgPoolingLayer(kernel, stride), x, means=set(net.out.shape[2:]) == {1})
 
 
-@becomes("GlobalAvgPoolingLayer, AvgPoolingLayer", "mean.dim")
+@converts_to("GlobalAvgPoolingLayer, AvgPoolingLayer", "mean.dim")
 def mean(net: Network, x: Value, dim: Any, keepdim: bool, dtype: Any) -> Value:
     """Over all cells of the image."""
     if not _image(net, x) or sorted(d % len(x.shape) for d in dim or ()) != list(range(2, len(x.shape))):
@@ -258,42 +258,42 @@ ACTIVATIONS: dict[str, type[layers.Activation]] = {
 }
 
 
-@becomes("ActivationLayer", *ACTIVATIONS)
+@converts_to("ActivationLayer", *ACTIVATIONS)
 def activation(net: Network, x: Value, dim: int | None = None, **_: Any) -> Value:
-    """softmax over the channels."""
+    """softmax only over the channels."""
     if dim is not None and not (x.ordered and dim % len(x.shape) == 1):
         net.refuse(f"dimension {dim} of {x.shape} is not the channels")
     return net.add(layers.ActivationLayer(ACTIVATIONS[net.where.operator.removeprefix("aten.")]()), x)
 
 
-@becomes("DropoutLayer", "native_dropout.default")
+@converts_to("DropoutLayer", "native_dropout.default")
 def dropout(net: Network, x: Value, p: float, train: bool | None) -> tuple[Any, ...]:
-    """In training alone; it draws other numbers than PyTorch, the same on every grid."""
+    """In training only; random numbers differ from PyTorch's, but are the same on every grid."""
     if not net.training:
         net.refuse("it also drops in evaluation")
     return net.add(layers.DropoutLayer(p), x, only_training=True) if p else x, None
 
 
-@becomes("DropoutLayer", "dropout.default")
+@converts_to("DropoutLayer", "dropout.default")
 def whole_dropout(net: Network, x: Value, p: float, train: bool) -> Value:
-    """In training alone; it draws other numbers than PyTorch, the same on every grid."""
+    """In training only; random numbers differ from PyTorch's, but are the same on every grid."""
     return dropout(net, x, p, train)[0] if train else x
 
 
-@becomes(
-    "UpsampleLayer", *(f"{how}{n}d.vec" for how in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3))
+@converts_to(
+    "UpsampleLayer", *(f"{kind}{n}d.vec" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3))
 )
 def nearest(net: Network, x: Value, output_size: Any, scale_factors: Any) -> Value:
-    """By whole factors."""
+    """By integer factors."""
     factors = _factors(net, x, scale_factors)
-    if max(factors) > 40 and "exact" not in net.where.operator:  # 41, in float32, is the first that fails
+    if max(factors) > 40 and "exact" not in net.where.operator:  # 41 is the first that fails in float32
         net.refuse(f"PyTorch rounds factors {factors} so that some cells are not repeated as often")
     return net.add(layers.UpsampleLayer(factors), x)
 
 
-@becomes("UpsampleLayer", "upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec")
+@converts_to("UpsampleLayer", "upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec")
 def interpolated(net: Network, x: Value, output_size: Any, align_corners: bool, scale_factors: Any) -> Value:
-    """By whole factors, align_corners=False."""
+    """By integer factors, align_corners=False."""
     if align_corners:
         net.refuse("align_corners=True")
     return net.add(layers.UpsampleLayer(_factors(net, x, scale_factors), "bilinear"), x)
@@ -311,9 +311,9 @@ def _factors(net: Network, x: Value, scales: Any) -> tuple[int, ...]:
 MODES = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate", "circular": "wrap"}
 
 
-@becomes("PadLayer, CropLayer", "pad.default", "constant_pad_nd.default")
+@converts_to("PadLayer, CropLayer", "pad.default", "constant_pad_nd.default")
 def pad(net: Network, x: Value, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Value:
-    """Of spatial axes, in any mode; negative numbers, with mode 'constant', crop."""
+    """Of spatial axes, in any mode; negative padding, only in mode 'constant', crops."""
     n = _image(net, x)
     if len(pad) > 2 * n or (mode != "constant" and min(pad) < 0):
         net.refuse(f"pads {tuple(pad)} in mode '{mode}'")
@@ -321,21 +321,21 @@ def pad(net: Network, x: Value, pad: Sequence[int], mode: str = "constant", valu
     return net.add(layers.PadLayer(tuple(sides), MODES[mode], fill=float(value or 0)), x)
 
 
-@becomes("CropLayer", "slice.Tensor")
+@converts_to("CropLayer", "slice.Tensor")
 def crop(net: Network, x: Value, dim: int, start: int | None, end: int | None, step: int) -> Value:
-    """Of spatial axes, without steps."""
-    first, last, by = slice(start, end, step).indices(x.shape[dim])
-    if (first, last, by) == (0, x.shape[dim], 1):
+    """Of spatial axes, with step 1."""
+    first, last, stride = slice(start, end, step).indices(x.shape[dim])
+    if (first, last, stride) == (0, x.shape[dim], 1):
         return x
-    at = dim % len(x.shape) - 2
-    if at < 0 or by != 1 or last <= first:
+    axis = dim % len(x.shape) - 2
+    if axis < 0 or stride != 1 or last <= first:
         net.refuse(f"[{start}:{end}:{step}] of dimension {dim} of {x.shape}")
     sides = [(0, 0)] * _image(net, x)
-    sides[at] = first, x.shape[dim] - last
+    sides[axis] = first, x.shape[dim] - last
     return net.add(layers.CropLayer(tuple(sides)), x)
 
 
-@becomes("Sum", "add.Tensor")
+@converts_to("Sum", "add.Tensor")
 def add(net: Network, x: Value, other: Any, alpha: Any) -> Value:
     """Of values of the same shape."""
     if alpha != 1 or not isinstance(other, Value) or (x.shape, x.ours) != (other.shape, other.ours):
@@ -343,31 +343,31 @@ def add(net: Network, x: Value, other: Any, alpha: Any) -> Value:
     return net.join(layers.Sum, [x, other])
 
 
-@becomes("Concat", "cat.default")
+@converts_to("Concat", "cat.default")
 def cat(net: Network, tensors: Sequence[Any], dim: int) -> Value:
     """Along the channels."""
     if not all(isinstance(x, Value) and x.ordered for x in tensors) or dim % len(tensors[0].shape) != 1:
         net.refuse(f"concatenates constants, or along dimension {dim}, which is not the channels")
     if len(tensors) == 1:
         return tensors[0]
-    for n in range(len(tensors), 1, -1):  # DenseNets join again what was joined: then branches stay inside of others
-        known = net.joined.get(tuple(x.at for x in tensors[:n]))
-        if known is not None:
-            return cat(net, [known, *tensors[n:]], dim)
+    for n in range(len(tensors), 1, -1):  # DenseNets concatenate repeatedly: nest the branches
+        joined = net.joined.get(tuple(x.at for x in tensors[:n]))
+        if joined is not None:
+            return cat(net, [joined, *tensors[n:]], dim)
     y = net.joined[tuple(x.at for x in tensors)] = net.join(layers.Concat, tensors)
     return y
 
 
-_REGROUPS = "view reshape _unsafe_view flatten.using_ints squeeze squeeze.dim squeeze.dims unsqueeze"
+_RESHAPES = "view reshape _unsafe_view flatten.using_ints squeeze squeeze.dim squeeze.dims unsqueeze"
 
 
-@becomes("none", *(name if "." in name else f"{name}.default" for name in _REGROUPS.split()))
-def regroup(net: Network, x: Value, **_: Any) -> Value:
+@converts_to("none", *(name if "." in name else f"{name}.default" for name in _RESHAPES.split()))
+def reshape(net: Network, x: Value, **_: Any) -> Value:
     """Flatten the result for a linear layer, or restore its shape."""
-    return net.regrouped(x, net.out.shape)
+    return net.reshape(x, net.out.shape)
 
 
-@becomes("none", "clone.default", "alias.default", "contiguous.default")
+@converts_to("none", "clone.default", "alias.default", "contiguous.default")
 def identity(net: Network, x: Value, **_: Any) -> Value:
-    """Left out."""
+    """Removed."""
     return x

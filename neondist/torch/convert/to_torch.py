@@ -1,4 +1,4 @@
-"""A model of our layers as a module of PyTorch."""
+"""Conversion of models of neondist layers to PyTorch modules."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def to_torch(model: Model) -> nn.Module:
 
 
 def module_of(model: Model, input_shape: Shape, state: Mapping[str, Any]) -> nn.Module:
-    """Return the same of a model that need not be built, with these arrays."""
-    return _Maker({name: torch.from_numpy(array.copy()) for name, array in state.items()}).chain(
+    """Return the module of a model, which need not be built, with these arrays."""
+    return _Converter({name: torch.from_numpy(array.copy()) for name, array in state.items()}).chain(
         model.layers, input_shape
     )
 
 
 class SumOf(nn.Module):
-    """The sum of what branches give."""
+    """Sum of the results of branches."""
 
     def __init__(self, branches: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class ConcatOf(SumOf):
     """Concatenation of the results of branches along the channels."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return all channels."""
+        """Return the concatenation."""
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
 class RootOfSquares(nn.Module):
-    """Root of the sum of squares over each window; its gradient where all are zero is zero, and not NaN."""
+    """Root of the sum of squares over each window; the gradient at zero is zero instead of NaN."""
 
     def __init__(self, kernel: Shape, stride: Shape) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class RootOfSquares(nn.Module):
 
 
 class MeanOfInside(nn.Module):
-    """Mean over those cells of each window that lie inside the image."""
+    """Mean over the cells of each window that are inside the image."""
 
     def __init__(self, pad: nn.Module, pool: nn.Module) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class LocalContrast(nn.Module):
         self.taps, self.pad, self.least = taps, nn.Sequential(*pad), least
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is normalised."""
+        """Return the normalised image."""
         v = x - self.mean(x)
         squares = self.mean(v * v)
         sigma = torch.where(squares > 0, squares, 1).sqrt() * (squares > 0)
@@ -115,15 +115,15 @@ class LocalContrast(nn.Module):
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Return the weighted mean over each window and all channels."""
-        made, n = self.pad(x.mean(1, keepdim=True)), len(self.taps)
+        mean, n = self.pad(x.mean(1, keepdim=True)), len(self.taps)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[n - 1]
         for axis, taps in enumerate(self.taps):
-            made = convolve(made, made.new_tensor(taps).reshape(1, 1, *(-1 if axis == at else 1 for at in range(n))))
-        return made
+            mean = convolve(mean, mean.new_tensor(taps).reshape(1, 1, *(-1 if axis == at else 1 for at in range(n))))
+        return mean
 
 
-class OwnFilters(nn.Module):
-    """A filter for every cell, or for every block of cells."""
+class LocalFilters(nn.Module):
+    """Separate filters for each cell, or for each block of cells."""
 
     def __init__(self, arrays: Arrays, kernel: Shape, stride: Shape, pad: Sequence[nn.Module], block: Shape) -> None:
         super().__init__()
@@ -132,48 +132,48 @@ class OwnFilters(nn.Module):
         self.kernel, self.stride, self.pad, self.block = kernel, stride, nn.Sequential(*pad), block
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what each cell's filter gives on its window."""
-        seen, n = self.pad(x), len(self.kernel)
+        """Return each cell's filter applied to its window."""
+        windows, n = self.pad(x), len(self.kernel)
         weights: torch.Tensor = self.weight
         for axis, (kernel, stride) in enumerate(zip(self.kernel, self.stride, strict=True)):
-            seen = seen.unfold(2 + axis, kernel, stride)  # at last (N, C, *spatial, *kernel)
-        cells = seen.shape[2 : 2 + n]
+            windows = windows.unfold(2 + axis, kernel, stride)  # at last (N, C, *spatial, *kernel)
+        cells = windows.shape[2 : 2 + n]
         for axis, (block, count) in enumerate(zip(self.block, cells, strict=True)):
             if block > 1:
                 weights = weights.repeat_interleave(block, axis).narrow(axis, 0, count)
-        seen = seen.movedim((0, 1), (n, -1)).flatten(n + 1)  # (*spatial, N, windows)
-        y = torch.matmul(seen, weights.flatten(n, -2)).movedim((-2, -1), (0, 1))
+        windows = windows.movedim((0, 1), (n, -1)).flatten(n + 1)  # (*spatial, N, windows)
+        y = torch.matmul(windows, weights.flatten(n, -2)).movedim((-2, -1), (0, 1))
         return y if self.bias is None else y + self.bias
 
 
-class _Maker:
-    """Makes modules of nodes."""
+class _Converter:
+    """Converter of nodes to modules."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self.state = state
 
     def chain(self, nodes: Sequence[Node], shape: Shape) -> nn.Sequential:
-        """Return one module after the other."""
-        found: list[nn.Module] = []
+        """Return the modules of nodes in sequence."""
+        modules: list[nn.Module] = []
         for node in nodes:
-            found += self.modules(node, shape)
+            modules += self.modules(node, shape)
             shape = node.output_shape_for(shape)
-        return nn.Sequential(*found)
+        return nn.Sequential(*modules)
 
     def modules(self, node: Any, shape: Shape) -> Sequence[nn.Module]:
-        """Return what a layer or a container comes to, for an input of this shape."""
+        """Return the modules of a layer or a container, for an input of this shape."""
         kind = serial_class(type(node))
         if kind is Sequential:
             return list(self.chain(node.layers, shape))
         if kind in (Sum, Concat):
             return [(SumOf if kind is Sum else ConcatOf)([self.chain([branch], shape) for branch in node.layers])]
-        own, activation = f"{node.name}/", getattr(node, "activation", None)
-        arrays = {name.removeprefix(own): array for name, array in self.state.items() if name.startswith(own)}
-        make, after = MODULES.get(kind.__name__), FUNCTIONS.get(type(activation).__name__)
-        if make is None or after is None or len(shape) > 4:
-            what = type(node if make is None else activation).__name__
-            raise ConfigError(f"layer '{node.name}': PyTorch has no module that computes what {what} does on {shape}")
-        return [*make(node, shape, arrays), *after()]
+        prefix, activation = f"{node.name}/", getattr(node, "activation", None)
+        arrays = {name.removeprefix(prefix): array for name, array in self.state.items() if name.startswith(prefix)}
+        convert, after = MODULES.get(kind.__name__), FUNCTIONS.get(type(activation).__name__)
+        if convert is None or after is None or len(shape) > 4:
+            kind_name = type(node if convert is None else activation).__name__
+            raise ConfigError(f"layer '{node.name}': PyTorch has no equivalent of {kind_name} for shape {shape}")
+        return [*convert(node, shape, arrays), *after()]
 
 
 FUNCTIONS: dict[str, Callable[[], Sequence[nn.Module]]] = {
@@ -186,38 +186,38 @@ FUNCTIONS: dict[str, Callable[[], Sequence[nn.Module]]] = {
 }
 
 
-def _sized(word: str, shape: Shape) -> Any:
+def _class_of(word: str, shape: Shape) -> Any:
     """Return PyTorch's class for images of a shape, such as nn.Conv2d."""
     return getattr(nn, f"{word}{max(1, len(shape) - 1)}d")
 
 
-def _loaded(kind: Any, *args: Any, weights: Arrays, **named: Any) -> nn.Module:
-    """Return a module with copies of arrays; no random numbers are drawn."""
+def _load_module(kind: Any, *args: Any, weights: Arrays, **options: Any) -> nn.Module:
+    """Return a module with copies of arrays, without drawing random numbers."""
     dtype = next(iter(weights.values())).dtype if weights else None
-    made: nn.Module = nn.utils.skip_init(kind, *args, dtype=dtype, **named)
-    made.load_state_dict(weights)
-    return made
+    module: nn.Module = nn.utils.skip_init(kind, *args, dtype=dtype, **options)
+    module.load_state_dict(weights)
+    return module
 
 
 def _padding(
     sides: Sequence[tuple[int, int]], shape: Shape, mode: str | Sequence[str] = "zeros", fill: float = 0.0
 ) -> list[nn.Module]:
-    """Return what puts cells around an image, or cuts them off."""
+    """Return modules that pad or crop an image."""
     if not isinstance(mode, str):  # one axis after the other
-        alone = [[side if axis == at else (0, 0) for at, side in enumerate(sides)] for axis in range(len(sides))]
-        return [made for of, each in zip(alone, mode, strict=True) for made in _padding(of, shape, each, fill)]
+        by_axis = [[side if axis == i else (0, 0) for i, side in enumerate(sides)] for axis in range(len(sides))]
+        return [pad for pads, mode_ in zip(by_axis, mode, strict=True) for pad in _padding(pads, shape, mode_, fill)]
     flat = tuple(n for side in reversed(sides) for n in side)
     if not any(flat):
         return []
     if mode == "zeros":
-        return [_sized("ConstantPad", shape)(flat, fill)]
+        return [_class_of("ConstantPad", shape)(flat, fill)]
     return [
-        _sized({"reflect": "ReflectionPad", "replicate": "ReplicationPad", "wrap": "CircularPad"}[mode], shape)(flat)
+        _class_of({"reflect": "ReflectionPad", "replicate": "ReplicationPad", "wrap": "CircularPad"}[mode], shape)(flat)
     ]
 
 
-def _split(window: Any, shape: Shape, half: bool = False) -> tuple[Shape, list[nn.Module]]:
-    """Return the padding that a module does itself, if it can, and what does it before.
+def _split_padding(window: Any, shape: Shape, half: bool = False) -> tuple[Shape, list[nn.Module]]:
+    """Return the padding argument of a module, and modules for padding that it does not support.
 
     A pooling module pads at most `half` of its kernel.
     """
@@ -227,18 +227,18 @@ def _split(window: Any, shape: Shape, half: bool = False) -> tuple[Shape, list[n
     return (0,) * window.ndim, _padding(window.padding, shape, window.mode, window.fill)
 
 
-def _renamed(arrays: Arrays, how: Callable[[torch.Tensor], torch.Tensor]) -> Arrays:
-    """Return PyTorch's names for 'weights', after `how`, and 'bias'."""
-    return {"weight": how(arrays["weights"])} | {name: array for name, array in arrays.items() if name == "bias"}
+def _rename_weights(arrays: Arrays, transform: Callable[[torch.Tensor], torch.Tensor]) -> Arrays:
+    """Return 'weights', transformed, and 'bias' under PyTorch's names."""
+    return {"weight": transform(arrays["weights"])} | {name: array for name, array in arrays.items() if name == "bias"}
 
 
 def _convolution(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
-    own, before = _split(window, shape)
-    weights = _renamed(arrays, lambda w: w.permute(-1, -2, *range(w.dim() - 2)))
-    how = {"stride": window.stride, "padding": own, "dilation": window.dilation, "groups": layer.groups}
+    padding, before = _split_padding(window, shape)
+    weights = _rename_weights(arrays, lambda w: w.permute(-1, -2, *range(w.dim() - 2)))
+    options = {"stride": window.stride, "padding": padding, "dilation": window.dilation, "groups": layer.groups}
     channels = shape[-1], layer.out_channels, window.kernel
-    return [*before, _loaded(_sized("Conv", shape), *channels, bias=layer.bias, weights=weights, **how)]
+    return [*before, _load_module(_class_of("Conv", shape), *channels, bias=layer.bias, weights=weights, **options)]
 
 
 def _transposed(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
@@ -246,11 +246,11 @@ def _transposed(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]
     n = window.ndim
     cropped = any(a != b for a, b in window.padding)
 
-    def turned(w: torch.Tensor) -> torch.Tensor:
+    def reorder(w: torch.Tensor) -> torch.Tensor:
         by_group = w.reshape(*w.shape[:-1], groups, -1)  # (*kernel, inputs, groups, outputs)
         return by_group.permute(n + 1, n, n + 2, *range(n)).reshape(shape[-1], -1, *window.kernel)
 
-    how = {
+    options = {
         "stride": window.stride,
         "padding": (0,) * n if cropped else tuple(a for a, _ in window.padding),
         "output_padding": (extra,) * n if isinstance(extra, int) else tuple(extra),
@@ -258,28 +258,28 @@ def _transposed(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]
         "groups": groups,
     }
     channels = shape[-1], layer.out_channels, window.kernel
-    weights = _renamed(arrays, turned)
-    made = _loaded(_sized("ConvTranspose", shape), *channels, bias=layer.bias, weights=weights, **how)
-    return [made, *(_padding([(-a, -b) for a, b in window.padding], shape) if cropped else [])]
+    weights = _rename_weights(arrays, reorder)
+    module = _load_module(_class_of("ConvTranspose", shape), *channels, bias=layer.bias, weights=weights, **options)
+    return [module, *(_padding([(-a, -b) for a, b in window.padding], shape) if cropped else [])]
 
 
 def _linear(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     out = layer.out_features
-    weights = _renamed(arrays, lambda w: w.T.reshape(out, *shape).movedim(-1, 1).reshape(out, -1))
-    made = _loaded(nn.Linear, prod(shape), out, bias=layer.bias, weights=weights)
-    return [nn.Flatten(), made] if len(shape) > 1 else [made]
+    weights = _rename_weights(arrays, lambda w: w.T.reshape(out, *shape).movedim(-1, 1).reshape(out, -1))
+    module = _load_module(nn.Linear, prod(shape), out, bias=layer.bias, weights=weights)
+    return [nn.Flatten(), module] if len(shape) > 1 else [module]
 
 
 def _max_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
-    own, before = _split(window, shape, half=True)
-    return [*before, _sized("MaxPool", shape)(window.kernel, window.stride, own)]
+    padding, before = _split_padding(window, shape, half=True)
+    return [*before, _class_of("MaxPool", shape)(window.kernel, window.stride, padding)]
 
 
 def _avg_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
-    own, before = _split(window, shape, half=True)
-    pool = _sized("AvgPool", shape)(window.kernel, window.stride, own, count_include_pad=layer.count_include_pad)
+    padding, before = _split_padding(window, shape, half=True)
+    pool = _class_of("AvgPool", shape)(window.kernel, window.stride, padding, count_include_pad=layer.count_include_pad)
     return [*before, pool] if layer.count_include_pad or not before else [MeanOfInside(before[0], pool)]
 
 
@@ -291,26 +291,26 @@ def _l2_pooling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]
 def _batch_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     names = {"gamma": "weight", "beta": "bias", "mean": "running_mean", "var": "running_var"}
     weights = {names[name]: array for name, array in arrays.items()} | {"num_batches_tracked": torch.tensor(0)}
-    kind = _sized("BatchNorm", shape)
-    return [_loaded(kind, shape[-1], eps=layer.eps, momentum=layer.momentum, weights=weights)]
+    kind = _class_of("BatchNorm", shape)
+    return [_load_module(kind, shape[-1], eps=layer.eps, momentum=layer.momentum, weights=weights)]
 
 
 def _sample_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     weights = {{"gamma": "weight", "beta": "bias"}[name]: array for name, array in arrays.items()}
     sizes = layer.groups_for(shape), shape[-1]
-    if sizes[0] == sizes[1] and prod(shape[:-1]) > 1:  # PyTorch is faster so
-        kind = _sized("InstanceNorm", shape)
-        return [_loaded(kind, shape[-1], eps=layer.eps, affine=layer.affine, weights=weights)]
-    return [_loaded(nn.GroupNorm, *sizes, eps=layer.eps, affine=layer.affine, weights=weights)]
+    if sizes[0] == sizes[1] and prod(shape[:-1]) > 1:  # faster in PyTorch
+        kind = _class_of("InstanceNorm", shape)
+        return [_load_module(kind, shape[-1], eps=layer.eps, affine=layer.affine, weights=weights)]
+    return [_load_module(nn.GroupNorm, *sizes, eps=layer.eps, affine=layer.affine, weights=weights)]
 
 
 def _response_norm(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
-    made = nn.LocalResponseNorm(layer.depth, layer.alpha, layer.beta, layer.k)
-    return [made] if len(shape) > 1 else [nn.Unflatten(1, (shape[-1], 1)), made, nn.Flatten()]
+    norm = nn.LocalResponseNorm(layer.depth, layer.alpha, layer.beta, layer.k)
+    return [norm] if len(shape) > 1 else [nn.Unflatten(1, (shape[-1], 1)), norm, nn.Flatten()]
 
 
 def _local_contrast(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
-    window, least = layer.local.over(shape), layer.min_deviation
+    window, least = layer.local.window_over(shape), layer.min_deviation
     pad = _padding(window.padding, shape, window.mode)
     return [LocalContrast(layer.local.taps(shape), pad, None if least == "mean" else least)]
 
@@ -318,18 +318,18 @@ def _local_contrast(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Mod
 def _local_filtering(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     block = layer.block_for(window.output_extent(shape[:-1])) or (1,) * window.ndim
-    return [OwnFilters(arrays, window.kernel, window.stride, _padding(window.padding, shape), block)]
+    return [LocalFilters(arrays, window.kernel, window.stride, _padding(window.padding, shape), block)]
 
 
 def _upsampling(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     factors = layer.window_for(shape).factor
-    mode = "nearest" if max(factors) <= 40 else "nearest-exact"  # float32 rounds 1 / 41 so that cells would be left out
+    mode = "nearest" if max(factors) <= 40 else "nearest-exact"  # float32 rounds 1 / 41, which would skip cells
     if layer.mode != "nearest":
         mode = ("linear", "bilinear", "trilinear")[len(shape) - 2]
     return [nn.Upsample(scale_factor=tuple(map(float, factors)), mode=mode)]
 
 
-def _padded(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
+def _pad_or_crop(layer: Any, shape: Shape, arrays: Arrays) -> Sequence[nn.Module]:
     window = layer.window_for(shape)
     return _padding(window.padding, shape, window.mode, window.fill)
 
@@ -339,11 +339,11 @@ MODULES: dict[str, Callable[[Any, Shape, Arrays], Sequence[nn.Module]]] = {
     "AvgPoolingLayer": _avg_pooling,
     "BatchNormLayer": _batch_norm,
     "ConvLayer": _convolution,
-    "CropLayer": _padded,
+    "CropLayer": _pad_or_crop,
     "DeconvLayer": _transposed,
     "DropoutLayer": lambda layer, shape, arrays: [nn.Dropout(layer.rate)],
     "FCLayer": _linear,
-    "GlobalAvgPoolingLayer": lambda layer, shape, arrays: [_sized("AdaptiveAvgPool", shape)(1), nn.Flatten()],
+    "GlobalAvgPoolingLayer": lambda layer, shape, arrays: [_class_of("AdaptiveAvgPool", shape)(1), nn.Flatten()],
     "GroupNormLayer": _sample_norm,
     "InstanceNormLayer": _sample_norm,
     "L2PoolingLayer": _l2_pooling,
@@ -351,6 +351,6 @@ MODULES: dict[str, Callable[[Any, Shape, Arrays], Sequence[nn.Module]]] = {
     "LRNLayer": _response_norm,
     "LocalFilteringLayer": _local_filtering,
     "MaxPoolingLayer": _max_pooling,
-    "PadLayer": _padded,
+    "PadLayer": _pad_or_crop,
     "UpsampleLayer": _upsampling,
 }

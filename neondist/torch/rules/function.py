@@ -1,20 +1,21 @@
-"""A user's autograd.Functions, which run as they are written."""
+"""User-defined autograd.Functions, executed as written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ..custom_gradients import OPERATOR
-from ..graph import axes_of_values
-from ..layout import axes_of
-from ..registry import rule
-from ..steps import Where
+from ..ir.custom_gradients import OPERATOR
+from ..ir.graph import axes_of_values
+from ..ir.layout import axes_of
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
+from ..lowering.steps import Where
 
 
 @rule(OPERATOR, always=True)
-def user_function(lowering: Any, tensors: Sequence[Any], number: int) -> Any:
-    """Local, if forward and backward of an autograd.Function look at one index each."""
+def user_function(lowering: Lowering, tensors: Sequence[Any], number: int) -> Any:
+    """Local, if forward and backward of an autograd.Function are elementwise."""
     function, here, outs = lowering.functions[number], lowering.where, lowering.out
     lowering.where = Where(function.name, here.module, here.source)
     if lowering.parts_of_gradients:

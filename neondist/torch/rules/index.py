@@ -1,4 +1,4 @@
-"""Operators that move cells: padding, slices, concatenation, flips, rolls."""
+"""Operators that move cells: padding, slicing, concatenation, flips, rolls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from ...geometry import fold
-from ..layout import Atom, axes_of, local_shape, replaced, whole
-from ..registry import rule
-from ..transfer import clipped, hull
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of, local_shape, replaced, whole
+from ..ir.registry import rule
+from ..ir.transfer import clipped, hull
+from ..lowering.lower import Lowering
 
 
-def remapped(lowering: Any, x: Any, dim: int, extent: int, source: Callable[[int], int]) -> Any:
-    """Return x with another extent of one dimension, whose index i is index source(i) of x.
+def remapped(lowering: Lowering, x: Value, dim: int, extent: int, source: Callable[[int], int]) -> Any:
+    """Return x with one dimension resized, whose index i is index source(i) of x.
 
     Cells between the first and the last that a part looks at travel.
     """
@@ -38,9 +40,9 @@ def remapped(lowering: Any, x: Any, dim: int, extent: int, source: Callable[[int
 
 
 def ranged(
-    lowering: Any, x: Any, dim: int, extent: int, ranges_of: Callable[[int, int], Sequence[tuple[int, int]]]
+    lowering: Lowering, x: Value, dim: int, extent: int, ranges_of: Callable[[int, int], Sequence[tuple[int, int]]]
 ) -> Any:
-    """Return x with another extent of one dimension, of which [lo, hi) are ranges of x, one after the other."""
+    """Return x with one dimension resized; `ranges_of(lo, hi)` gives the ranges of x that make up [lo, hi)."""
     x = lowering.single(x, dim)
     axis = lowering.cut(x, dim)
     out = lowering.mesh.atom(extent, axis)
@@ -50,8 +52,10 @@ def ranged(
 
 
 @rule("aten.slice.Tensor")
-def slices(lowering: Any, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    """Cells of a slice, redistributed."""
+def slices(
+    lowering: Lowering, x: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    """Redistribution: slicing."""
     dim %= len(x.shape)
     picked = range(x.shape[dim])[slice(start, end, step)]
     if len(picked) == x.shape[dim]:
@@ -68,8 +72,8 @@ def slices(lowering: Any, x: Any, dim: int = 0, start: Any = None, end: Any = No
 
 
 @rule("aten.select.int")
-def select(lowering: Any, x: Any, dim: int, index: int) -> Any:
-    """Reduction: one index of a dimension; of a cut one, every rank gets it from the one that has it."""
+def select(lowering: Lowering, x: Value, dim: int, index: int) -> Any:
+    """Reduction: one index of a dimension; from a partitioned one, the rank that owns it sends it to all."""
     dim %= len(x.shape)
     x = lowering.single(x, dim)
     layout = (*x.layout[:dim], *x.layout[dim + 1 :])
@@ -83,40 +87,46 @@ def select(lowering: Any, x: Any, dim: int, index: int) -> Any:
     def run(a: torch.Tensor) -> torch.Tensor:  # of no index: zeros, which hang together with a all the same
         return a.narrow(dim, *mine).sum(dim).to(a.dtype)
 
-    return lowering.reduced(run, [x], [axis], layout)
+    return lowering.reduced(run, [x], [] if axis is None else [axis], layout)
 
 
 @rule("aten.narrow.default")
-def narrow(lowering: Any, x: Any, dim: int, start: int, length: int) -> Any:
-    """Cells of a slice, redistributed."""
+def narrow(lowering: Lowering, x: Value, dim: int, start: int, length: int) -> Any:
+    """Redistribution: slicing."""
     return slices(lowering, x, dim, start, start + length)
 
 
 @rule("aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default", "aten.chunk.default",
       "aten.split_with_sizes_copy.default")  # fmt: skip
 def split(
-    lowering: Any, x: Any, split_size: Any = None, split_sizes: Any = None, dim: int = 0, chunks: Any = None
+    lowering: Lowering, x: Value, split_size: Any = None, split_sizes: Any = None, dim: int = 0, chunks: Any = None
 ) -> Any:
-    """Slices, one after the other."""
-    found, at = [], 0
+    """Redistribution: consecutive slices."""
+    parts, at = [], 0
     for out in lowering.out:
         n = out.shape[dim % len(x.shape)]
-        found.append(slices(lowering, x, dim, at, at + n))
+        parts.append(slices(lowering, x, dim, at, at + n))
         at += n
-    return tuple(found)
+    return tuple(parts)
 
 
 @rule("aten.unbind.int")
-def unbind(lowering: Any, x: Any, dim: int = 0) -> Any:
-    """Each index of a dimension."""
+def unbind(lowering: Lowering, x: Value, dim: int = 0) -> Any:
+    """Reduction: every index of a dimension."""
     return tuple(select(lowering, x, dim, at) for at in range(x.shape[dim]))
 
 
 @rule("aten.slice_scatter.default", always=True)
 def slice_scatter(
-    lowering: Any, x: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+    lowering: Lowering,
+    x: Value,
+    src: Value,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
 ) -> Any:
-    """A slice has new values."""
+    """Redistribution: new values in a slice."""
     dim %= len(x.shape)
     picked = range(x.shape[dim])[slice(start, end, step)]
     if len(picked) == x.shape[dim]:
@@ -144,15 +154,15 @@ def slice_scatter(
 
 
 def _written(a: torch.Tensor, at: tuple[slice, ...], b: torch.Tensor) -> torch.Tensor:
-    """Return a with b at some places; torch.slice_scatter has no gradients of complex numbers."""
-    found = a.clone()
-    found[at] = b
-    return found
+    """Return a copy of a with b at some places; torch.slice_scatter has no gradient for complex numbers."""
+    copy = a.clone()
+    copy[at] = b
+    return copy
 
 
 @rule("aten.flip.default")
-def flip(lowering: Any, x: Any, dims: Sequence[int]) -> Any:
-    """Cells in the opposite order."""
+def flip(lowering: Lowering, x: Value, dims: Sequence[int]) -> Any:
+    """Redistribution: cells in reverse order."""
     for dim in (d % len(x.shape) for d in dims):
         n = x.shape[dim]
         if lowering.is_whole(x, dim):
@@ -163,8 +173,8 @@ def flip(lowering: Any, x: Any, dims: Sequence[int]) -> Any:
 
 
 @rule("aten.roll.default")
-def roll(lowering: Any, x: Any, shifts: Sequence[int], dims: Sequence[int]) -> Any:
-    """Cells moved around the end."""
+def roll(lowering: Lowering, x: Value, shifts: Sequence[int], dims: Sequence[int]) -> Any:
+    """Redistribution: cyclic shift."""
     if not dims:
         lowering.refuse("rolls the flattened tensor")
     for shift, dim in zip(shifts, (d % len(x.shape) for d in dims), strict=True):
@@ -182,13 +192,13 @@ def _rolled(shift: int, n: int, lo: int, hi: int) -> list[tuple[int, int]]:
 
 def around(lo: int, hi: int, n: int) -> list[tuple[int, int]]:
     """Return the cells [lo, hi) modulo n, as ranges."""
-    found = []
+    ranges = []
     while lo < hi:
         turn = lo // n * n
         end = min(hi, turn + n)
-        found.append((lo - turn, end - turn))
+        ranges.append((lo - turn, end - turn))
         lo = end
-    return found
+    return ranges
 
 
 _MODES = {"reflection": "reflect", "replication": "replicate", "circular": "circular"}
@@ -197,11 +207,18 @@ _MODES = {"reflection": "reflect", "replication": "replicate", "circular": "circ
 @rule("aten.pad.default", "aten.constant_pad_nd.default", "aten.reflection_pad1d.default",
       "aten.reflection_pad2d.default", "aten.reflection_pad3d.default", "aten.replication_pad1d.default",
       "aten.replication_pad2d.default", "aten.replication_pad3d.default", "aten._pad_circular.default")  # fmt: skip
-def pad(lowering: Any, x: Any, pad: Any = None, mode: str | None = None, value: Any = None, padding: Any = None) -> Any:
-    """Cells around the image, of every mode; negative ones take cells away."""
+def pad(
+    lowering: Lowering,
+    x: Value,
+    pad: Sequence[int] | None = None,
+    mode: str | None = None,
+    value: float | None = None,
+    padding: Sequence[int] = (),
+) -> Any:
+    """Redistribution: padding in every mode; negative amounts crop."""
     name = str(lowering.target)
     mode = mode or next((mode for word, mode in _MODES.items() if word in name), "constant")
-    amounts = list(pad if pad is not None else padding)
+    amounts = list(padding if pad is None else pad)
     for at in range(len(amounts) // 2):
         dim, before, after = len(x.shape) - 1 - at, amounts[2 * at], amounts[2 * at + 1]
         if mode == "circular" and min(before, after) < 0:  # what is left goes around
@@ -214,7 +231,7 @@ def pad(lowering: Any, x: Any, pad: Any = None, mode: str | None = None, value: 
     return x
 
 
-def _padded(lowering: Any, x: Any, dim: int, before: int, after: int, mode: str, value: float) -> Any:
+def _padded(lowering: Lowering, x: Value, dim: int, before: int, after: int, mode: str, value: float) -> Any:
     n, mode = x.shape[dim], "wrap" if mode == "circular" else mode
     extent = n + before + after
     if lowering.is_whole(x, dim):
@@ -238,8 +255,8 @@ def _padded(lowering: Any, x: Any, dim: int, before: int, after: int, mode: str,
 
 
 @rule("aten.cat.default")
-def cat(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenation; redistributed along a partitioned dimension."""
+def cat(lowering: Lowering, tensors: Sequence[Any], dim: int = 0) -> Any:
+    """Local; redistributed along a partitioned dimension."""
     tensors = [t for t in tensors if not (len(t.shape) == 1 and t.shape[0] == 0)]
     dim %= len(tensors[0].shape)
     tensors = [t for t in tensors if t.shape[dim]] or tensors[:1]
@@ -263,31 +280,31 @@ def cat(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
     return lowering.local(lambda *ts: torch.cat(ts, dim), seen, replaced(rest, dim, out), dtype)
 
 
-def _clear(lowering: Any, value: Any, dim: int, rest: Sequence[Any]) -> Any:
-    """Return a value of which no axis that cuts other dimensions cuts this one, which is of one atom."""
+def _clear(lowering: Lowering, value: Value, dim: int, rest: Sequence[Any]) -> Any:
+    """Return the value such that no mesh axis of other dimensions partitions this one, which has one atom."""
     cut = value.layout[dim]
     return lowering.gathered(value, [dim] if len(cut) > 1 or axes_of([cut]) & axes_of(rest) else [])
 
 
 @rule("aten.stack.default")
-def stack(lowering: Any, tensors: Sequence[Any], dim: int = 0) -> Any:
-    """One after the other, in a new dimension."""
+def stack(lowering: Lowering, tensors: Sequence[Any], dim: int = 0) -> Any:
+    """Local: concatenation along a new dimension."""
     dim %= len(tensors[0].shape) + 1
     shape = (*tensors[0].shape[:dim], 1, *tensors[0].shape[dim:])
     return cat(lowering, [lowering.reshape(t, shape) for t in tensors], dim)
 
 
 @rule("aten.select_scatter.default", always=True)
-def select_scatter(lowering: Any, x: Any, src: Any, dim: int, index: int) -> Any:
-    """One index of a dimension has new values."""
+def select_scatter(lowering: Lowering, x: Value, src: Value, dim: int, index: int) -> Any:
+    """Redistribution: new values at one index of a dimension."""
     dim, index = dim % len(x.shape), index % x.shape[dim]
     there = lowering.reshape(src, (*x.shape[:dim], 1, *x.shape[dim + 1 :]))
     return slice_scatter(lowering, x, there, dim, index, index + 1)
 
 
 @rule("aten.index_select.default")
-def index_select(lowering: Any, x: Any, dim: int, index: Any) -> Any:
-    """By a tensor that every rank has; the dimension is seen whole."""
+def index_select(lowering: Lowering, x: Value, dim: int, index: Value) -> Any:
+    """Redistribution: the index tensor is replicated, and the dimension gathered."""
     dim %= len(x.shape)
     x, index = lowering.gathered(x, [dim]), lowering.gathered(index)
     layout = replaced(x.layout, dim, Atom(lowering.out.shape[dim]))
@@ -295,8 +312,8 @@ def index_select(lowering: Any, x: Any, dim: int, index: Any) -> Any:
 
 
 @rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
-def index(lowering: Any, x: Any, indices: Sequence[Any]) -> Any:
-    """By tensors that every rank has; the dimensions that they count are seen whole."""
+def index(lowering: Lowering, x: Value, indices: Sequence[Any]) -> Any:
+    """Redistribution: index tensors are replicated, and the indexed dimensions gathered."""
     given = [(dim, lowering.gathered(value)) for dim, value in enumerate(indices) if value is not None]
     if any(value.dtype == torch.bool for _, value in given):
         lowering.refuse("the shape of a selection by a mask depends on values")
@@ -315,14 +332,14 @@ def index(lowering: Any, x: Any, indices: Sequence[Any]) -> Any:
 
 
 def first_of(dims: Sequence[int]) -> int:
-    """Return where PyTorch puts what is picked along dimensions: there, or in front if they are not neighbours."""
+    """Return the position of the indexed dimensions in the result: in place if adjacent, else in front."""
     return dims[0] if list(dims) == list(range(dims[0], dims[-1] + 1)) else 0
 
 
 @rule("aten.fill.Tensor", "aten.fill.Scalar")
-def fill(lowering: Any, x: Any, value: Any) -> Any:
-    """One number everywhere."""
+def fill(lowering: Lowering, x: Value, value: Value | float) -> Any:
+    """Local: a constant."""
     shape, dtype, device = x.local, x.dtype, lowering.out.device
-    if hasattr(value, "axes"):
+    if isinstance(value, Value):
         return lowering.local(lambda v: v.to(dtype).expand(shape).clone(), [value], x.layout, dtype, x.axes)
     return lowering.local(lambda: torch.full(shape, value, dtype=dtype, device=device), [], x.layout, dtype)

@@ -1,4 +1,4 @@
-"""Costs: means and sums over cells of the whole images."""
+"""Loss functions: means and sums over all cells of the global images."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, axes_of
-from ..registry import CAPTURED_AS, rule
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of
+from ..ir.registry import CAPTURED_AS, rule
+from ..lowering.lower import Lowering
 
 
-def _total(lowering: Any, each: Any, weights: Any, reduction: int) -> Any:
-    """Return numbers as they are (0), their mean, which may be weighted (1), or their sum (2)."""
+def _total(lowering: Lowering, each: Any, weights: Any, reduction: int) -> Any:
+    """Return the values unreduced (0), their mean, optionally weighted (1), or their sum (2)."""
     if reduction == 0:
         return each
     total = lowering.reduced(lambda a: a.sum(), [each], axes_of(each.layout), ())
@@ -29,10 +31,11 @@ def _total(lowering: Any, each: Any, weights: Any, reduction: int) -> Any:
 
 @rule("aten.cross_entropy_loss.default", whole=("weight",))
 def cross_entropy(
-    lowering: Any, x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100,
+    lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1,
+    ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
-    """Reduction: sums over cells, and the number of them (or of their weights)."""
+    """Reduction: sums over cells, and their number or total weight."""
     channel = 1 if len(x.shape) > 1 else 0
     x = lowering.gathered(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
@@ -48,8 +51,8 @@ def cross_entropy(
     return _total(lowering, losses, _weights(lowering, losses, there, weight, ignore_index), reduction)
 
 
-def _weights(lowering: Any, losses: Any, target: Any, weight: Any, ignored: int) -> Any:
-    """Return for each cell the weight of its class; without weights 1, and 0 where it does not count."""
+def _weights(lowering: Lowering, losses: Any, target: Value, weight: Value | None, ignored: int) -> Any:
+    """Return the weight of each cell's class (default 1), and 0 for ignored cells."""
     dtype = losses.dtype
 
     def run(t: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
@@ -60,16 +63,16 @@ def _weights(lowering: Any, losses: Any, target: Any, weight: Any, ignored: int)
 
 
 @rule("aten.one_hot.default")
-def one_hot(lowering: Any, x: Any, num_classes: int = -1) -> Any:
-    """Local: each class is a new last dimension."""
+def one_hot(lowering: Lowering, x: Value, num_classes: int = -1) -> Any:
+    """Local: classes as a new last dimension."""
     if num_classes < 0:
         lowering.refuse("the number of classes depends on the values; give num_classes")
     return lowering.local(lambda a: F.one_hot(a, num_classes), [x], (*x.layout, (Atom(num_classes),)), torch.int64)
 
 
 @rule("aten.multilabel_margin_loss.default")
-def multilabel_margin(lowering: Any, x: Any, target: Any, reduction: int = 1) -> Any:
-    """Reduction: sums over samples; taken apart, PyTorch 2.13 counts what stands behind a target's -1."""
+def multilabel_margin(lowering: Lowering, x: Value, target: Value, reduction: int = 1) -> Any:
+    """Reduction: sums over samples; PyTorch 2.13's decomposition counts targets after the first -1."""
     x = lowering.gathered(x, [-1])
     there = lowering.aligned(target, x.layout, x.axes)
     run = lambda a, t: F.multilabel_margin_loss(a, t, reduction="none")  # noqa: E731
@@ -77,8 +80,15 @@ def multilabel_margin(lowering: Any, x: Any, target: Any, reduction: int = 1) ->
 
 
 @rule("aten.nll_loss_nd.default", "aten.nll_loss.default", "aten.nll_loss2d.default", whole=("weight",))
-def nll(lowering: Any, x: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100) -> Any:
-    """Reduction: sums over cells, and the number of them (or of their weights)."""
+def nll(
+    lowering: Lowering,
+    x: Value,
+    target: Value,
+    weight: Value | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+) -> Any:
+    """Reduction: sums over cells, and their number or total weight."""
     channel = 1 if len(x.shape) > 1 else 0
     x = lowering.gathered(x, [channel])
     layout = (*x.layout[:channel], *x.layout[channel + 1 :])
@@ -90,7 +100,9 @@ def nll(lowering: Any, x: Any, target: Any, weight: Any = None, reduction: int =
 
 
 def _pairwise(function: Any) -> Any:
-    def rule_of(lowering: Any, x: Any, target: Any, weight: Any = None, reduction: int = 1, **more: Any) -> Any:
+    def rule_of(
+        lowering: Lowering, x: Value, target: Value, weight: Value | None = None, reduction: int = 1, **more: Any
+    ) -> Any:
         """Reduction: sums over cells."""
         values = [x, target, *([] if weight is None else [weight])]
         named = {name: value for name, value in more.items() if hasattr(value, "layout_or_none")}
@@ -128,7 +140,7 @@ for _name, _function in {
 def gaussian_nll(
     input: torch.Tensor, target: torch.Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> torch.Tensor:
-    """Return torch.nn.functional.gaussian_nll_loss, with NaN for negative variances, which that raises for."""
+    """Return torch.nn.functional.gaussian_nll_loss, with NaN instead of an error for negative variances."""
     if not isinstance(var, torch.Tensor):
         return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
     if var.shape != input.shape:
@@ -144,16 +156,16 @@ def gaussian_nll(
 
 
 def hidden_weight() -> torch.Tensor | None:
-    """Return the weight of the torch.nn.functional.l1_loss that is being called, which its overrides are not given."""
-    frame, found = sys._getframe(), None
-    while frame.f_back is not None and found is None:
+    """Return the weight of the current torch.nn.functional.l1_loss call, which its overrides do not receive."""
+    frame, weight = sys._getframe(), None
+    while frame.f_back is not None and weight is None:
         frame = frame.f_back
-        found = frame.f_locals.get("weight") if frame.f_code is F.l1_loss.__code__ else None
-    return found
+        weight = frame.f_locals.get("weight") if frame.f_code is F.l1_loss.__code__ else None
+    return weight
 
 
 def l1(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return torch.nn.functional.l1_loss, with its weight."""
+    """Return torch.nn.functional.l1_loss, including its weight argument."""
     given = kwargs if (weight := hidden_weight()) is None else {**kwargs, "weight": weight}
     return F.l1_loss(*args, **given)
 

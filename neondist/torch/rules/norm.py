@@ -1,4 +1,4 @@
-"""Normalisations: statistics of the whole image (and batch), the mean first, then the variance about it."""
+"""Normalisation with statistics of the global images (and batch): mean, then variance about it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..functions import Moments
-from ..layout import Atom, axes_of
-from ..mesh_comm import format_of
-from ..norm_gradients import pass_contiguous
-from ..registry import rule
+from ..exchange.functions import Moments
+from ..exchange.mesh_comm import format_of
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
+from ..lowering.norm_gradients import pass_contiguous
 from .reduce import moments, total
 
 
 def normalised(
-    lowering: Any, x: Any, groups: int | None, weight: Any, bias: Any, eps: float
+    lowering: Lowering, x: Value, groups: int | None, weight: Value | None, bias: Value | None, eps: float
 ) -> tuple[Any, Any, Any, int]:
-    """Return x (N, C, ...) normalised and scaled, mean and variance of each group, and how many numbers one has.
+    """Return x (N, C, ...) normalised and scaled, mean and variance of each group, and the size of a group.
 
     Parameters
     ----------
@@ -37,8 +39,8 @@ def normalised(
     return *lowering.normalise(x, weight, bias, moments, (batch,)), number
 
 
-def scaled(lowering: Any, x: Any, weight: Any, bias: Any, dims: Sequence[int]) -> Any:
-    """Return x times a weight, plus a bias, which have these dimensions of x."""
+def scaled(lowering: Lowering, x: Value, weight: Value | None, bias: Value | None, dims: Sequence[int]) -> Any:
+    """Return x * weight + bias, where weight and bias have the given dimensions of x."""
     shape = [n if at in dims else 1 for at, n in enumerate(x.shape)]
     for value, run in ((weight, torch.mul), (bias, torch.add)):
         if value is not None:
@@ -47,12 +49,14 @@ def scaled(lowering: Any, x: Any, weight: Any, bias: Any, dims: Sequence[int]) -
     return x
 
 
+MaybeValue = Value | None
 _STATISTICS = ("weight", "bias", "running_mean", "running_var")
 
 
 @rule("aten.batch_norm.default", always=True, whole=_STATISTICS)
 def batch_norm(
-    lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
+    lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
+    running_var: MaybeValue, training: bool,
     momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Any:  # fmt: skip
     """Reduction in training: moments of each channel, over all tiles and replicas."""
@@ -67,7 +71,8 @@ def batch_norm(
 
 @rule("aten._native_batch_norm_legit_functional.default", always=True, whole=_STATISTICS)
 def functional_batch_norm(
-    lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
+    lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
+    running_var: MaybeValue, training: bool,
     momentum: float, eps: float,
 ) -> Any:  # fmt: skip
     """Reduction: moments of each channel, over all tiles and replicas."""
@@ -82,7 +87,14 @@ def functional_batch_norm(
 
 @rule("aten._batch_norm_with_update_functional.default", always=True, whole=_STATISTICS)
 def updating_batch_norm(
-    lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+    lowering: Lowering,
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    running_mean: Value | None,
+    running_var: Value | None,
+    momentum: float,
+    eps: float,
 ) -> Any:
     """Reduction: moments of each channel, over all tiles and replicas."""
     given = x, weight, bias, running_mean, running_var
@@ -91,13 +103,13 @@ def updating_batch_norm(
 
 
 def _statistics(
-    lowering: Any, running: Sequence[Any], found: Sequence[Any], momentum: float, number: int, samples: int = 1
+    lowering: Lowering, running: Sequence[Any], current: Sequence[Any], momentum: float, number: int, samples: int = 1
 ) -> list[Any]:
-    """Return running means and variances, moved towards those of a pass, which are sums over so many samples."""
+    """Return running statistics, updated by those of a pass, which are sums over `samples` samples."""
     unbiased = number / max(1, number - 1)
     return [
         lowering.local(partial(_moved, momentum, momentum * factor / samples), [old, new], new.layout, old.dtype)
-        for old, new, factor in zip(running, found, (1, unbiased), strict=True)
+        for old, new, factor in zip(running, current, (1, unbiased), strict=True)
     ]
 
 
@@ -107,9 +119,16 @@ def _moved(momentum: float, share: float, old: torch.Tensor, new: torch.Tensor) 
 
 @rule("aten._native_batch_norm_legit_no_training.default", whole=_STATISTICS)
 def fixed(
-    lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
+    lowering: Lowering,
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    running_mean: Value | None,
+    running_var: Value | None,
+    momentum: float,
+    eps: float,
 ) -> Any:
-    """Local: the statistics are known."""
+    """Local: uses the running statistics."""
     x = lowering.gathered(x, [1])
     args = [x, running_mean, running_var, weight, bias]
 
@@ -123,10 +142,11 @@ def fixed(
 
 @rule("aten.instance_norm.default", always=True, whole=_STATISTICS)
 def instance_norm(
-    lowering: Any, x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
+    lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
+    running_var: MaybeValue, use_input_stats: bool,
     momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Any:  # fmt: skip
-    """Reduction: moments of each channel of each sample; their means over samples, if there are running statistics."""
+    """Reduction: moments of each channel of each sample, averaged over samples for running statistics."""
     if not use_input_stats:
         return fixed(lowering, x, weight, bias, running_mean, running_var, momentum, eps)[0]
     if not x.axes and running_mean is None and x.shape[0] > 1:  # PyTorch's gradients of one sample may be wrong
@@ -141,7 +161,15 @@ def instance_norm(
 
 
 @rule("aten.group_norm.default", whole=("weight", "bias"))
-def group_norm(lowering: Any, x: Any, num_groups: int, weight: Any, bias: Any, eps: float, cudnn_enabled: bool) -> Any:
+def group_norm(
+    lowering: Lowering,
+    x: Value,
+    num_groups: int,
+    weight: Value | None,
+    bias: Value | None,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
     """Reduction: moments of each group of channels of each sample."""
     x = lowering.gathered(x, [1])
     return normalised(lowering, x, num_groups, weight, bias, eps)[0]
@@ -149,7 +177,15 @@ def group_norm(lowering: Any, x: Any, num_groups: int, weight: Any, bias: Any, e
 
 @rule("aten.native_group_norm.default", whole=("weight", "bias"))
 def native_group_norm(
-    lowering: Any, x: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
+    lowering: Lowering,
+    x: Value,
+    weight: Value | None,
+    bias: Value | None,
+    N: int,
+    C: int,
+    HxW: int,
+    group: int,
+    eps: float,
 ) -> Any:
     """Reduction: moments of each group of channels of each sample."""
     return group_norm(lowering, x, group, weight, bias, eps, False), None, None
@@ -157,9 +193,15 @@ def native_group_norm(
 
 @rule("aten.layer_norm.default", whole=("weight", "bias"))
 def layer_norm(
-    lowering: Any, x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float, cudnn_enable: bool
+    lowering: Lowering,
+    x: Value,
+    normalized_shape: Sequence[int],
+    weight: Value | None,
+    bias: Value | None,
+    eps: float,
+    cudnn_enable: bool,
 ) -> Any:
-    """Reduction: moments over the last dimensions; local where those are whole."""
+    """Reduction: moments over the last dimensions; local if those are not partitioned."""
     rank = len(x.shape)
     dims = list(range(rank - len(normalized_shape), rank))
     if all(lowering.is_whole(x, dim) for dim in dims):
@@ -174,15 +216,17 @@ def layer_norm(
 
 @rule("aten.native_layer_norm.default", whole=("weight", "bias"))
 def native_layer_norm(
-    lowering: Any, x: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+    lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: Value | None, bias: Value | None, eps: float
 ) -> Any:
     """Reduction: moments over the last dimensions."""
     return layer_norm(lowering, x, normalized_shape, weight, bias, eps, False), None, None
 
 
 @rule("aten.rms_norm.default", whole=("weight",))
-def rms_norm(lowering: Any, x: Any, normalized_shape: Sequence[int], weight: Any, eps: float | None) -> Any:
-    """Reduction: squares over the last dimensions; local where those are whole."""
+def rms_norm(
+    lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: Value | None, eps: float | None
+) -> Any:
+    """Reduction: squares over the last dimensions; local if those are not partitioned."""
     rank = len(x.shape)
     dims = list(range(rank - len(normalized_shape), rank))
     if not all(lowering.is_whole(x, dim) for dim in dims):

@@ -1,4 +1,4 @@
-"""Cells that are picked, or written to, by the values of tensors."""
+"""Indexing by the values of tensors: gather, scatter, embedding."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, axes_of, replaced, shape_of, whole, whole_along
-from ..registry import rule
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of, replaced, shape_of, whole, whole_along
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 from .index import first_of, slices
 
 
 @rule("aten.gather.default")
-def gather(lowering: Any, x: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
-    """Redistribution: the dimension is seen whole, by each rank for the indices that it has."""
+def gather(lowering: Lowering, x: Value, dim: int, index: Value, sparse_grad: bool = False) -> Any:
+    """Redistribution: the dimension is gathered for the indices of each rank."""
     dim %= len(x.shape)
     x = _first(lowering, x, dim, index.shape)
     rest = lowering.common([replaced(value.layout, dim, Atom(1)) for value in (index, x)])
@@ -29,8 +31,8 @@ def gather(lowering: Any, x: Any, dim: int, index: Any, sparse_grad: bool = Fals
     return lowering.local(lambda a, i: a.gather(dim, i), [seen, lowering.cut_as(index, layout)], layout)
 
 
-def _first(lowering: Any, x: Any, dim: int, shape: Sequence[int]) -> Any:
-    """Return the first indices of all dimensions but one, as many as `shape` says."""
+def _first(lowering: Lowering, x: Value, dim: int, shape: Sequence[int]) -> Any:
+    """Return x cropped to `shape` along all dimensions but one."""
     for at, n in enumerate(shape):
         if at != dim and x.shape[at] != n:
             x = slices(lowering, x, at, 0, n)
@@ -38,8 +40,8 @@ def _first(lowering: Any, x: Any, dim: int, shape: Sequence[int]) -> Any:
 
 
 @rule("aten.take.default")
-def take(lowering: Any, x: Any, index: Any) -> Any:
-    """Redistribution: all is seen whole, by each rank for the indices that it has."""
+def take(lowering: Lowering, x: Value, index: Value) -> Any:
+    """Redistribution: the whole tensor is gathered for the indices of each rank."""
     flat = lowering.reshape(x, (prod(x.shape),))
     seen = lowering.seen_as(flat, whole(flat.shape), axes_of(index.layout))
     return lowering.local(torch.take, [seen, index], index.layout)
@@ -47,10 +49,10 @@ def take(lowering: Any, x: Any, index: Any) -> Any:
 
 @rule("aten.embedding.default")
 def embedding(
-    lowering: Any, weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False,
+    lowering: Lowering, weight: Value, indices: Value, padding_idx: int = -1, scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:  # fmt: skip
-    """Local: the rows of a table that every rank has whole."""
+    """Local: rows of a replicated table."""
     if scale_grad_by_freq:
         lowering.refuse("gradients scaled by how often all ranks pick a row")
     rows = lowering.gathered(weight)
@@ -60,8 +62,8 @@ def embedding(
 
 
 @rule("aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default")
-def grid_sampler(lowering: Any, x: Any, grid: Any, **how: Any) -> Any:
-    """Redistribution: images are seen whole, by each rank for the places that it has."""
+def grid_sampler(lowering: Lowering, x: Value, grid: Value, **how: Any) -> Any:
+    """Redistribution: images are gathered for the sampling points of each rank."""
     n, (batch,) = len(x.shape) - 2, lowering.common([x.layout[:1], grid.layout[:1]])
     cells = tuple(
         dim if not axes_of([dim]) & axes_of([batch]) else whole_along((dim,), (0,))[0] for dim in grid.layout[1:-1]
@@ -75,8 +77,16 @@ def grid_sampler(lowering: Any, x: Any, grid: Any, **how: Any) -> Any:
 
 @rule("aten.scatter.src", "aten.scatter.value", "aten.scatter.reduce", "aten.scatter.value_reduce",
       "aten.scatter_add.default", "aten.scatter_reduce.two")  # fmt: skip
-def scatter(lowering: Any, x: Any, dim: int, index: Any, src: Any = None, value: Any = None, **how: Any) -> Any:
-    """Redistribution: the dimension is seen whole, and cut as before."""
+def scatter(
+    lowering: Lowering,
+    x: Value,
+    dim: int,
+    index: Value,
+    src: Value | None = None,
+    value: Value | None = None,
+    **how: Any,
+) -> Any:
+    """Redistribution: the dimension is gathered, and partitioned again."""
     dim %= len(x.shape)
     if src is not None:
         src = _first(lowering, src, -1, index.shape)
@@ -93,14 +103,20 @@ def scatter(lowering: Any, x: Any, dim: int, index: Any, src: Any = None, value:
 @rule("aten.index_add.default", "aten.index_copy.default", "aten.index_reduce.default", "aten.index_fill.int_Scalar",
       "aten.index_fill.int_Tensor")  # fmt: skip
 def index_add(
-    lowering: Any, x: Any, dim: int, index: Any, source: Any = None, value: Any = None, reduce: str = "", **how: Any
+    lowering: Lowering,
+    x: Value,
+    dim: int,
+    index: Value,
+    source: Value | None = None,
+    value: Value | float | None = None,
+    reduce: str = "",
+    **how: Any,
 ) -> Any:
-    """Redistribution: the dimension is seen whole, and cut as before; the index is a tensor that every rank has."""
+    """Redistribution: the dimension is gathered, and partitioned again; the index tensor is replicated."""
     dim %= len(x.shape)
-    tensors = hasattr(value, "axes")
     (there, *given), back = lowering.co_align([v for v in (x, source) if v is not None], {dim})
-    given += [value] if tensors else []
-    words = ([] if value is None or tensors else [value]) + ([reduce] if reduce else [])
+    given += [value] if isinstance(value, Value) else []
+    words = ([] if value is None or isinstance(value, Value) else [value]) + ([reduce] if reduce else [])
     target = partial(lowering.target, **how)
 
     def run(a: torch.Tensor, i: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -111,8 +127,10 @@ def index_add(
 
 
 @rule("aten.index_put.default", "aten._unsafe_index_put.default")
-def index_put(lowering: Any, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, **_: Any) -> Any:
-    """Redistribution: the dimensions that the indices count are seen whole, and cut as before; masks are local."""
+def index_put(
+    lowering: Lowering, x: Value, indices: Sequence[Any], values: Any, accumulate: bool = False, **_: Any
+) -> Any:
+    """Redistribution: indexed dimensions are gathered, and partitioned again; boolean masks are local."""
     given = {dim: value for dim, value in enumerate(indices) if value is not None}
     if any(value.dtype == torch.bool for value in given.values()):
         return _masked(lowering, x, given, values, accumulate)
@@ -132,8 +150,8 @@ def index_put(lowering: Any, x: Any, indices: Sequence[Any], values: Any, accumu
     return lowering.cut_as(lowering.local(run, args, there.layout), back)
 
 
-def _masked(lowering: Any, x: Any, given: dict[int, Any], values: Any, accumulate: bool) -> Any:
-    """Return x where a mask is false, and elsewhere values that are alike for all cells of the mask."""
+def _masked(lowering: Lowering, x: Value, given: dict[int, Any], values: Any, accumulate: bool) -> Any:
+    """Return x with one value per channel written where a mask is true."""
     ((dim, mask), *others) = given.items()
     rest = len(x.shape) - dim - len(mask.shape)
     shape = [1] * (dim + rest + 1 - len(values.shape)) + list(values.shape)
@@ -147,14 +165,14 @@ def _masked(lowering: Any, x: Any, given: dict[int, Any], values: Any, accumulat
 
 
 @rule("aten.masked_scatter.default")
-def masked_scatter(lowering: Any, **_: Any) -> Any:
-    """Refused: which cell gets which number depends on the values of the mask."""
+def masked_scatter(lowering: Lowering, **_: Any) -> Any:
+    """Refused: the source of each cell depends on the values of the mask."""
     lowering.refuse("the assignment of values to cells depends on the values of the mask; use torch.where")
 
 
 @rule("aten.searchsorted.Tensor", "aten.bucketize.Tensor")
-def searchsorted(lowering: Any, x: Any, sorted_sequence: Any = None, boundaries: Any = None, **how: Any) -> Any:
-    """Pointwise; the sorted numbers are a tensor that every rank has whole."""
+def searchsorted(lowering: Lowering, x: Value, sorted_sequence: Any = None, boundaries: Any = None, **how: Any) -> Any:
+    """Pointwise; the sorted sequence is replicated."""
     places = sorted_sequence if boundaries is None else boundaries
     sorter, dtype, layout = how.pop("sorter", None), lowering.out.dtype, x.layout
     target = lowering.target

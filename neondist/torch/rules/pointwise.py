@@ -1,4 +1,4 @@
-"""Operators whose results depend on one index of each argument; most say so by a tag of PyTorch's own."""
+"""Elementwise operators; most are recognised by PyTorch's own tag."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from ..registry import pointwise, rule
+from ..ir.graph import Value
+from ..ir.registry import pointwise, rule
+from ..lowering.lower import Lowering
 
 pointwise(
     "aten.clone.default", "aten._to_copy.default", "aten.alias.default",
@@ -22,8 +24,8 @@ pointwise(
 
 
 @rule("aten.prelu.default", whole=("weight",))
-def prelu(lowering: Any, x: Any, weight: Any) -> Any:
-    """Pointwise; the slope is that of the channel."""
+def prelu(lowering: Lowering, x: Value, weight: Value) -> Any:
+    """Pointwise; one slope per channel."""
     shape = [1] * len(x.shape)
     if len(shape) > 1:
         shape[1] = prod(weight.shape)
@@ -35,23 +37,23 @@ def prelu(lowering: Any, x: Any, weight: Any) -> Any:
 
 
 @rule("aten.type_as.default", "aten.to.other", always=True)
-def type_as(lowering: Any, x: Any, other: Any, **_: Any) -> Any:
-    """Pointwise; of the second argument it is the dtype alone that matters."""
+def type_as(lowering: Lowering, x: Value, other: Value, **_: Any) -> Any:
+    """Pointwise; only the dtype of the second argument matters."""
     dtype = lowering.out.dtype
     return lowering.local(lambda a: a.to(dtype), [x], x.layout, dtype)
 
 
 @rule("aten.detach.default", always=True)
-def detach(lowering: Any, x: Any) -> Any:
-    """Pointwise; without a gradient, on ranks that have no index of it, too."""
-    found = lowering.local(torch.Tensor.detach, [x], x.layout)
-    found.kind = "constant"
-    return found
+def detach(lowering: Lowering, x: Value) -> Any:
+    """Pointwise; without a gradient, also on ranks without elements."""
+    detached = lowering.local(torch.Tensor.detach, [x], x.layout)
+    detached.kind = "constant"
+    return detached
 
 
 @rule("aten.copy.default", always=True)
-def copy(lowering: Any, x: Any, src: Any, non_blocking: bool = False) -> Any:
-    """The values of the second argument, in the shape and dtype of the first."""
+def copy(lowering: Lowering, x: Value, src: Value, non_blocking: bool = False) -> Any:
+    """Pointwise; values of the second argument in the shape and dtype of the first."""
     context = x.axes
     there = lowering.aligned(src, x.layout, context)
     shape, dtype = x.local, x.dtype

@@ -8,27 +8,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, Dim, Layout, axes_of, indices, whole
-from ..registry import rule
-from ..ring import Ring
+from ..exchange.ring import Ring
+from ..ir.graph import Value
+from ..ir.layout import Atom, Dim, Layout, axes_of, indices, whole
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 
 
 @rule("aten.linear.default", whole=("weight", "bias"))
-def linear(lowering: Any, x: Any, weight: Any, bias: Any = None) -> Any:
-    """Local; over a cut dimension, each rank has the columns of its cells, and their sums are added."""
-    weight, bias = (None if value is None else lowering.gathered(value) for value in (weight, bias))
+def linear(lowering: Lowering, x: Value, weight: Value, bias: Value | None = None) -> Any:
+    """Local; over a partitioned dimension, partial products of each rank's columns are summed."""
+    weight, bias = lowering.gathered(weight), None if bias is None else lowering.gathered(bias)
     layout = (*x.layout[:-1], (Atom(weight.shape[0]),)) if len(weight.shape) > 1 else x.layout[:-1]
     dtype = lowering.out.dtype
     if lowering.is_whole(x, -1):
         return lowering.local(F.linear, [x, weight, bias], layout, dtype)
     columns = lowering.aligned(weight, ((Atom(weight.shape[0]),), x.layout[-1]), x.axes)
-    found = lowering.reduced(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)
-    return found if bias is None else lowering.local(torch.add, [found, bias], layout, dtype)
+    product = lowering.reduced(F.linear, [x, columns], axes_of(x.layout[-1:]), layout, dtype)
+    return product if bias is None else lowering.local(torch.add, [product, bias], layout, dtype)
 
 
 @rule("aten.bilinear.default", whole=("weight", "bias"))
-def bilinear(lowering: Any, input1: Any, input2: Any, weight: Any, bias: Any = None) -> Any:
-    """Local, along whole features."""
+def bilinear(lowering: Lowering, input1: Value, input2: Value, weight: Value, bias: Value | None = None) -> Any:
+    """Local; features are not partitioned."""
     one, two = (lowering.gathered(value, [-1]) for value in (input1, input2))
     rest = lowering.common([one.layout[:-1], two.layout[:-1]])
     args = [lowering.cut_as(value, (*rest, value.layout[-1])) for value in (one, two)]
@@ -37,8 +39,8 @@ def bilinear(lowering: Any, input1: Any, input2: Any, weight: Any, bias: Any = N
 
 
 @rule("aten.cdist.default", "aten._cdist_forward.default", "aten._euclidean_dist.default")
-def distances(lowering: Any, x1: Any, x2: Any, **more: Any) -> Any:
-    """Redistribution: every rank sees all rows of the second; taken apart, the gradient of distance 0 is NaN."""
+def distances(lowering: Lowering, x1: Value, x2: Value, **more: Any) -> Any:
+    """Redistribution: rows of the second argument are gathered; a decomposition has NaN gradients at distance 0."""
     one, two = lowering.gathered(x1, [-1]), lowering.gathered(x2, [-1])
     batch = lowering.common([one.layout[:-2], two.layout[:-2]]) if len(lowering.out.shape) > 2 else ()
     layout = (*batch, one.layout[-2], (Atom(two.shape[-2]),))
@@ -49,14 +51,14 @@ def distances(lowering: Any, x1: Any, x2: Any, **more: Any) -> Any:
 
 
 @rule("aten.pdist.default", "aten._pdist_forward.default")
-def pairs(lowering: Any, x: Any, p: float = 2) -> Any:
-    """Redistribution: every rank has all rows, and computes the distances of all pairs."""
+def pairs(lowering: Lowering, x: Value, p: float = 2) -> Any:
+    """Redistribution: rows are gathered, and every rank computes the distances of all pairs."""
     return lowering.local(lambda a: F.pdist(a, p), [lowering.gathered(x)], whole(lowering.out.shape))
 
 
 @rule("aten.addmm.default")
-def addmm(lowering: Any, x: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any = 1) -> Any:
-    """A product and a sum."""
+def addmm(lowering: Lowering, x: Value, mat1: Value, mat2: Value, beta: Any = 1, alpha: Any = 1) -> Any:
+    """Matrix product and sum, by simpler operators."""
     product = matmul(lowering, mat1, mat2)
     there = lowering.aligned(x, product.layout, product.axes)
     return lowering.local(lambda p, a: beta * a + alpha * p, [product, there], product.layout, lowering.out.dtype)
@@ -64,8 +66,15 @@ def addmm(lowering: Any, x: Any, mat1: Any, mat2: Any, beta: Any = 1, alpha: Any
 
 @rule("aten.matmul.default", "aten.bmm.default", "aten.mm.default",
       "aten.mv.default", "aten.dot.default")  # fmt: skip
-def matmul(lowering: Any, x: Any, other: Any = None, mat2: Any = None, vec: Any = None, tensor: Any = None) -> Any:
-    """Local; over a dimension that is cut alike in both, sums are added; else the second is seen whole along it."""
+def matmul(
+    lowering: Lowering,
+    x: Value,
+    other: Value | None = None,
+    mat2: Value | None = None,
+    vec: Any = None,
+    tensor: Any = None,
+) -> Any:
+    """Local; partial products are summed over a dimension partitioned alike; else the second is gathered along it."""
     a, b = x, next(value for value in (other, mat2, vec, tensor) if value is not None)
     if len(a.shape) < 2 or len(b.shape) < 2:
         one, two = a, b
@@ -89,18 +98,18 @@ def matmul(lowering: Any, x: Any, other: Any = None, mat2: Any = None, vec: Any 
     return lowering.reduced(torch.matmul, [left, right], axes_of([inner]), layout, a.dtype)
 
 
-def _apart(value: Any, batch: Layout) -> Dim:
-    """Return how the rows of a product's first factor are cut, whole where an axis cuts the batch of the other."""
+def _apart(value: Value, batch: Layout) -> Dim:
+    """Return the layout of the first factor's rows, not partitioned by mesh axes of the batch."""
     rows = value.layout[-2]
     return (Atom(value.shape[-2]),) if axes_of([rows]) & axes_of(batch) else rows
 
 
 RING_BYTES = 2**24
-"""Keys and values that take less are gathered: they travel twice so, and not three times, with fewer waits."""
+"""Smaller keys and values are gathered, which sends them twice instead of three times, with fewer waits."""
 
 
-def _by_ring(lowering: Any, query: Any, key: Any, value: Any, mask: Any) -> bool:
-    """Return whether keys and values go around a ring: where they are cut as queries are, and too large to gather."""
+def _by_ring(lowering: Lowering, query: Value, key: Value, value: Value, mask: Value | None) -> bool:
+    """Return whether to use ring attention: keys are partitioned like queries, and too large to gather."""
     around = axes_of(key.layout[-2:-1])
     alike = key.layout[:-2] == value.layout[:-2] == query.layout[:-2] and key.layout[-2] == value.layout[-2]
     if not around or not alike or axes_of(query.layout[-2:-1]) != around or (mask and mask.kind != "constant"):
@@ -111,10 +120,10 @@ def _by_ring(lowering: Any, query: Any, key: Any, value: Any, mask: Any) -> bool
 
 @rule("aten.scaled_dot_product_attention.default", always=True)
 def attention(
-    lowering: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    lowering: Lowering, query: Value, key: Value, value: Value, attn_mask: Value | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """Redistribution: every rank sees all keys and values, for the queries of its own cells; large ones one by one."""
+    """Redistribution: keys and values are gathered for each rank's queries; large ones by ring attention."""
     if dropout_p:  # of scores, each by its global index
         return lowering.apart() or lowering.refuse("dropout inside of attention")
     query, key, value = (lowering.gathered(t, [-1]) for t in (query, key, value))

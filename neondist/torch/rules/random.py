@@ -1,4 +1,4 @@
-"""Random numbers, keyed by the global index: the same for every grid."""
+"""Random numbers keyed by the global index: identical on every grid."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch._decomp import decomposition_table
 
-from ..layout import Layout, axes_of, whole
-from ..registry import rule
+from ..ir.graph import Value
+from ..ir.layout import Layout, axes_of, whole
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 
 
 def uniform(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return a number of [0, 1) for each index, in float64; splitmix64 (Steele et al. 2014) of key and index."""
+    """Return a number in [0, 1) for each index, in float64: splitmix64 (Steele et al. 2014) of key and index."""
     z = index * -7046029254386353131 + key  # in int64, which wraps around
     z = (z ^ _shifted(z, 30)) * -4658895280553007687
     z = (z ^ _shifted(z, 27)) * -7723592293110705685
@@ -27,8 +29,8 @@ def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
-def numbers(lowering: Any, layout: Layout) -> Any:
-    """Return a value of uniform numbers, each keyed by this operator, the pass and its global index."""
+def numbers(lowering: Lowering, layout: Layout) -> Any:
+    """Return uniform random numbers keyed by the operator, the pass and the global index."""
     place, (key, number) = lowering.place, lowering.random_key()
     ranges = [[atom.range(place) for atom in dim] for dim in layout]
     extents = [[atom.extent for atom in dim] for dim in layout]
@@ -42,9 +44,9 @@ def numbers(lowering: Any, layout: Layout) -> Any:
             index = index[..., None] * prod(sizes) + along
         return uniform(seed + number * 1000003, index)
 
-    found = lowering.local(run, [key], layout, torch.float64)
-    found.kind = "constant"
-    return found
+    draws = lowering.local(run, [key], layout, torch.float64)
+    draws.kind = "constant"
+    return draws
 
 
 def _dropped(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -52,8 +54,8 @@ def _dropped(p: float, a: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 @rule("aten.native_dropout.default", "aten.dropout.default", always=True)
-def dropout(lowering: Any, x: Any, p: float, train: bool = True) -> Any:
-    """Local; whether a number is dropped depends on its global index."""
+def dropout(lowering: Lowering, x: Value, p: float, train: bool = True) -> Any:
+    """Local; the mask is keyed by the global index."""
     several = "native" in str(lowering.target)
     if not train or p == 0:
         return (x, None) if several else x
@@ -63,22 +65,22 @@ def dropout(lowering: Any, x: Any, p: float, train: bool = True) -> Any:
 
 
 @rule("aten.feature_dropout.default", always=True)
-def feature_dropout(lowering: Any, x: Any, p: float, train: bool) -> Any:
-    """Local; whole channels are dropped."""
+def feature_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Any:
+    """Local; drops whole channels."""
     if not train or p == 0:
         return x
     return lowering.local(partial(_dropped, p), [x, _of_channels(lowering, x)], x.layout)
 
 
-def _of_channels(lowering: Any, x: Any) -> Any:
-    """Return a uniform number for each channel of each sample."""
+def _of_channels(lowering: Lowering, x: Value) -> Any:
+    """Return one uniform random number for each channel of each sample."""
     draws = numbers(lowering, (*x.layout[:2], *whole([1] * (len(x.shape) - 2))))
     return lowering.enter(draws, x.axes)
 
 
 @rule("aten.alpha_dropout.default", "aten.feature_alpha_dropout.default", always=True)
-def alpha_dropout(lowering: Any, x: Any, p: float, train: bool) -> Any:
-    """Local; what is dropped, cells or whole channels, keeps mean and variance (Klambauer et al. 2017)."""
+def alpha_dropout(lowering: Lowering, x: Value, p: float, train: bool) -> Any:
+    """Local; drops cells or channels, preserving mean and variance (Klambauer et al. 2017)."""
     if not train or p == 0:
         return x
     channels = "feature" in str(lowering.target)
@@ -94,8 +96,10 @@ def alpha_dropout(lowering: Any, x: Any, p: float, train: bool) -> Any:
 
 
 @rule("aten.rrelu.default", always=True)
-def rrelu(lowering: Any, x: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: Any) -> Any:
-    """Local; slopes of negative numbers by the global index, their mean in evaluation."""
+def rrelu(
+    lowering: Lowering, x: Value, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, **_: Any
+) -> Any:
+    """Local; slopes keyed by the global index, their mean in evaluation."""
     if not training:
         return lowering.local(lambda a: F.leaky_relu(a, (lower + upper) / 2), [x], x.layout)
 
@@ -106,16 +110,16 @@ def rrelu(lowering: Any, x: Any, lower: float = 1 / 8, upper: float = 1 / 3, tra
 
 
 @rule("aten.bernoulli.p", "aten.bernoulli_.float", always=True)
-def bernoulli(lowering: Any, x: Any, p: float = 0.5, generator: Any = None) -> Any:
-    """Local; 1 with probability p, by the global index."""
+def bernoulli(lowering: Lowering, x: Value, p: float = 0.5, generator: Any = None) -> Any:
+    """Local; 1 with probability p, keyed by the global index."""
     dtype = x.dtype
     draws = numbers(lowering, x.layout)
     return lowering.local(lambda u: (u < p).to(dtype), [draws], x.layout, dtype)
 
 
 @rule("aten.rand_like.default", "aten.rand.default", "aten.uniform.default", always=True)
-def rand(lowering: Any, x: Any = None, to: float = 1.0, **how: Any) -> Any:
-    """Local; uniform, by the global index."""
+def rand(lowering: Lowering, x: Value | None = None, to: float = 1.0, **how: Any) -> Any:
+    """Local; uniform, keyed by the global index."""
     out, low = lowering.out, how.get("from", 0.0)
     layout = _drawn(lowering, x)
     return lowering.local(
@@ -125,8 +129,8 @@ def rand(lowering: Any, x: Any = None, to: float = 1.0, **how: Any) -> Any:
 
 @rule("aten.randint.default", "aten.randint.low", "aten.randint_like.default", "aten.randint_like.low_dtype",
       always=True)  # fmt: skip
-def randint(lowering: Any, x: Any = None, low: int = 0, high: int = 1, **_: Any) -> Any:
-    """Local; whole numbers, by the global index."""
+def randint(lowering: Lowering, x: Value | None = None, low: int = 0, high: int = 1, **_: Any) -> Any:
+    """Local; integers, keyed by the global index."""
     dtype, layout = lowering.out.dtype, _drawn(lowering, x)
     return lowering.local(
         lambda u: (low + (u * (high - low)).floor()).to(dtype), [numbers(lowering, layout)], layout, dtype
@@ -135,8 +139,8 @@ def randint(lowering: Any, x: Any = None, low: int = 0, high: int = 1, **_: Any)
 
 @rule("aten.randn_like.default", "aten.randn.default", "aten.normal_functional.default", "aten.normal.float_float",
       "aten.normal.Tensor_float", "aten.normal.float_Tensor", "aten.normal.Tensor_Tensor", always=True)  # fmt: skip
-def randn(lowering: Any, x: Any = None, mean: Any = 0.0, std: Any = 1.0, **_: Any) -> Any:
-    """Local; normal, by the global index (Box and Muller 1958)."""
+def randn(lowering: Lowering, x: Value | None = None, mean: Any = 0.0, std: Any = 1.0, **_: Any) -> Any:
+    """Local; normal, keyed by the global index (Box and Muller 1958)."""
     dtype = lowering.out.dtype
     given = [value for value in (mean, std) if hasattr(value, "axes")]
     layout = lowering.common([value.layout for value in given]) if given else _drawn(lowering, x)
@@ -155,14 +159,14 @@ def randn(lowering: Any, x: Any = None, mean: Any = 0.0, std: Any = 1.0, **_: An
     return lowering.local(run, args, layout, dtype)
 
 
-def _drawn(lowering: Any, x: Any) -> Layout:
-    """Return how drawn numbers are cut: as what they are like."""
+def _drawn(lowering: Lowering, x: Value | None) -> Layout:
+    """Return the layout of random numbers: that of x, if given."""
     return x.layout if x is not None else whole(lowering.out.shape)
 
 
 @rule("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
-def recurrent(lowering: Any, dropout: float = 0.0, train: bool = False, num_layers: int = 1, **_: Any) -> Any:
-    """Step by step, as the operators that they are made of; dropout between layers is refused."""
+def recurrent(lowering: Lowering, dropout: float = 0.0, train: bool = False, num_layers: int = 1, **_: Any) -> Any:
+    """Decomposed step by step; dropout between layers is refused."""
     if not lowering.mesh.axes:
         return lowering.alike()
     if train and dropout and num_layers > 1:

@@ -1,4 +1,4 @@
-"""Operators that sum up, or compare, what lies along dimensions; along cut ones, a few numbers cross."""
+"""Reductions along dimensions; along partitioned ones, ranks exchange partial results."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedOperator
-from ..layout import Atom, Layout, axes_of, shape_of
-from ..registry import rule
+from ..ir.errors import UnsupportedOperator
+from ..ir.graph import Value
+from ..ir.layout import Atom, Layout, axes_of, shape_of
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 
 
-def dims_of(x: Any, dim: Any) -> list[int]:
-    """Return dimensions as numbers from 0, all of them for None or none."""
+def dims_of(x: Value, dim: int | Sequence[int] | None) -> list[int]:
+    """Return dimensions as sorted non-negative integers; None or an empty list: all."""
     rank = len(x.shape)
-    if dim is None or dim == []:
-        return list(range(rank))
-    return sorted(d % rank for d in (dim if isinstance(dim, (list, tuple)) else [dim])) if rank else []
+    dims = [dim] if isinstance(dim, int) else dim
+    return sorted(d % rank for d in dims) if dims and rank else list(range(rank))
 
 
-def without(x: Any, dims: Sequence[int], keepdim: bool) -> Layout:
-    """Return the layout of what is left once dimensions have been summed up."""
+def without(x: Value, dims: Sequence[int], keepdim: bool) -> Layout:
+    """Return the layout after a reduction over dimensions."""
     kept = ((Atom(1),) if at in dims else dim for at, dim in enumerate(x.layout))
     return tuple(dim for at, dim in enumerate(kept) if keepdim or at not in dims)
 
 
-def axes_along(x: Any, dims: Iterable[int]) -> frozenset[int]:
-    """Return the axes that cut these dimensions."""
+def axes_along(x: Value, dims: Iterable[int]) -> frozenset[int]:
+    """Return the mesh axes that partition these dimensions."""
     return axes_of(x.layout[dim] for dim in dims)
 
 
 def total(
-    lowering: Any,
+    lowering: Lowering,
     run: Callable[..., Any],
     args: Sequence[Any],
     dims: Sequence[int],
     keepdim: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the sum of what `run` gives, over dimensions of its first argument; run(*tensors, dims, keepdim)."""
+    """Return the sum of run(*tensors, dims, keepdim) over dimensions of its first argument."""
     x = args[0]
     return lowering.reduced(
         lambda *t: run(*t, list(dims), keepdim), args, axes_along(x, dims), without(x, dims, keepdim), dtype
@@ -53,8 +54,14 @@ def _summed(a: torch.Tensor, dims: list[int], keepdim: bool) -> torch.Tensor:
 
 
 @rule("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default", "aten.nansum.default")
-def sums(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
-    """Reduction: sums of tiles are added."""
+def sums(
+    lowering: Lowering,
+    x: Value,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Reduction: partial sums."""
     name = str(lowering.target)
     if "nansum" in name:
         x = lowering.local(lambda a: torch.where(a.isnan(), 0, a), [x], x.layout)
@@ -63,38 +70,43 @@ def sums(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, dtype: A
     if dtype is not None or not (x.dtype.is_floating_point or x.dtype.is_complex):
         wanted = lowering.out.dtype
         x = lowering.local(lambda a: a.to(wanted), [x], x.layout, wanted)
-    found = total(lowering, _summed, [x], dims, keepdim)
-    return found if number == 1 else lowering.local(lambda a: a / number, [found], found.layout)
+    summed = total(lowering, _summed, [x], dims, keepdim)
+    return summed if number == 1 else lowering.local(lambda a: a / number, [summed], summed.layout)
 
 
 @rule("aten.var.correction", "aten.std.correction", "aten.var_mean.correction", "aten.var.dim", "aten.std.dim",
       "aten.var_mean.dim", "aten.var.default", "aten.std.default", "aten.std_mean.correction", "aten.std_mean.dim",
       "aten.std_mean.default", "aten.var_mean.default")  # fmt: skip
 def variance(
-    lowering: Any, x: Any, dim: Any = None, correction: Any = None, keepdim: bool = False, unbiased: bool = True
+    lowering: Lowering,
+    x: Value,
+    dim: int | Sequence[int] | None = None,
+    correction: Any = None,
+    keepdim: bool = False,
+    unbiased: bool = True,
 ) -> Any:
-    """Reduction: the mean first, then squares of the differences from it."""
+    """Reduction: the mean, then squared differences from it."""
     name = str(lowering.target)
     dims = dims_of(x, dim)
     less = float(correction) if correction is not None else float(unbiased)
     mean, squares, _ = moments(lowering, x, dims)
     number = prod(x.shape[d] for d in dims)
-    found = lowering.local(
+    result = lowering.local(
         lambda s: s / max(0.0, number - less) if number > less else s * torch.nan, [squares], squares.layout
     )
     if "std" in name:
-        found = lowering.local(_root, [found], found.layout)
+        result = lowering.local(_root, [result], result.layout)
     layout = without(x, dims, keepdim)
-    found, mean = lowering.shaped(found, layout), lowering.shaped(mean, layout)
-    return (found, mean) if "_mean" in name else found
+    result, mean = lowering.shaped(result, layout), lowering.shaped(mean, layout)
+    return (result, mean) if "_mean" in name else result
 
 
 def _root(v: torch.Tensor, order: float = 2) -> torch.Tensor:
-    """Return the root, whose derivative at 0 is taken to be 0, as PyTorch does for standard deviations and norms."""
+    """Return the root with derivative 0 at 0, as in PyTorch's standard deviations and norms."""
     return v.where(v != 0, 1).pow(1 / order).where(v != 0, 0)
 
 
-def moments(lowering: Any, x: Any, dims: Sequence[int]) -> tuple[Any, Any, Any]:
+def moments(lowering: Lowering, x: Value, dims: Sequence[int]) -> tuple[Any, Any, Any]:
     """Return the mean over dimensions, the sum of squared differences from it, and the differences."""
     number = prod(x.shape[d] for d in dims)
     summed = total(lowering, _summed, [x], dims)
@@ -111,9 +123,14 @@ def _square(a: torch.Tensor) -> torch.Tensor:
 
 @rule("aten.linalg_vector_norm.default")
 def vector_norm(
-    lowering: Any, x: Any, ord: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None
+    lowering: Lowering,
+    x: Value,
+    ord: float = 2,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Any:
-    """Reduction: sums of powers are added; infinite orders as the operators that they are made of; below 1, whole."""
+    """Reduction: sums of powers; infinite orders by extrema; for orders below 1, dimensions are gathered."""
     dims = dims_of(x, dim)
     if ord < 1 and ord not in (0, -torch.inf):  # taken apart, their gradient at 0 would be another one
         x = lowering.gathered(x, dims)
@@ -124,8 +141,8 @@ def vector_norm(
 
 
 @rule("aten.amax.default", "aten.amin.default", "aten.max.default", "aten.min.default")
-def extreme(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    """Reduction: the greatest of all tiles; those that are equal share the gradient."""
+def extreme(lowering: Lowering, x: Value, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Any:
+    """Reduction: extrema over tiles; equal elements share the gradient."""
     dims = dims_of(x, dim)
     low = "min" in str(lowering.target)
     if not x.dtype.is_floating_point:
@@ -141,12 +158,14 @@ def extreme(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False) -> An
         p = p / c
         return (-m if low else m) + (p - p.detach()).nan_to_num()
 
-    found = lowering.local(shared, [picked, count, greatest], picked.layout)
-    return lowering.shaped(found, without(x, dims, keepdim))
+    extremum = lowering.local(shared, [picked, count, greatest], picked.layout)
+    return lowering.shaped(extremum, without(x, dims, keepdim))
 
 
-def _greatest(lowering: Any, run: Callable[..., Any], x: Any, dims: list[int], dtype: Any = None) -> Any:
-    """Return the maximum over dimensions, which stay, of what `run` gives; it has no gradient."""
+def _greatest(
+    lowering: Lowering, run: Callable[..., Any], x: Value, dims: list[int], dtype: torch.dtype | None = None
+) -> Any:
+    """Return the maximum of run(x) over dimensions, keeping them; it has no gradient."""
 
     def most(a: torch.Tensor) -> torch.Tensor:
         a = run(a.detach())
@@ -158,18 +177,20 @@ def _greatest(lowering: Any, run: Callable[..., Any], x: Any, dims: list[int], d
     return lowering.reduced(most, [x], axes_along(x, dims), without(x, dims, True), dtype, op="max")
 
 
-def _whole_extreme(lowering: Any, x: Any, dims: list[int], keepdim: bool, low: bool) -> Any:
-    """Return the extreme of whole numbers, which has no gradient."""
+def _whole_extreme(lowering: Lowering, x: Value, dims: list[int], keepdim: bool, low: bool) -> Any:
+    """Return the minimum or maximum of integers, which has no gradient."""
     dtype, sign = x.dtype, -1 if low else 1
-    found = _greatest(lowering, lambda a: a.to(torch.int64) * sign, x, dims, torch.int64)
-    found = lowering.local(lambda a: (a * sign).to(dtype), [found], found.layout, dtype)
-    return lowering.shaped(found, without(x, dims, keepdim))
+    greatest = _greatest(lowering, lambda a: a.to(torch.int64) * sign, x, dims, torch.int64)
+    extremum = lowering.local(lambda a: (a * sign).to(dtype), [greatest], greatest.layout, dtype)
+    return lowering.shaped(extremum, without(x, dims, keepdim))
 
 
 @rule("aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten._log_softmax.default",
       "aten._safe_softmax.default")  # fmt: skip
-def softmax(lowering: Any, x: Any, dim: int, dtype: Any = None, half_to_float: bool = False) -> Any:
-    """Reduction: the maximum and the sum along the dimension, where it is cut."""
+def softmax(
+    lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = None, half_to_float: bool = False
+) -> Any:
+    """Reduction: maximum and sum along a partitioned dimension."""
     dims, name = dims_of(x, dim), str(lowering.target)
     logarithm, safe = "log" in name, "safe" in name  # safe: zeros, where all is -inf
     if dtype is not None and dtype != x.dtype:
@@ -188,18 +209,19 @@ def softmax(lowering: Any, x: Any, dim: int, dtype: Any = None, half_to_float: b
 
 
 @rule("aten.cumsum.default")
-def cumsum(lowering: Any, x: Any, dim: int, dtype: Any = None) -> Any:
-    """Reduction: what all tiles before this one sum up to."""
+def cumsum(lowering: Lowering, x: Value, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """Reduction: sums of the preceding tiles."""
     dim, wanted = dim % len(x.shape) if x.shape else 0, lowering.out.dtype
     if lowering.is_whole(x, dim):
         return lowering.local(lambda a: a.cumsum(dim, dtype=dtype), [x], x.layout, wanted)
     if len(x.layout[dim]) > 1:
         return along(lowering, x, dim, dtype=dtype)
     axis = lowering.cut(x, dim)
+    assert axis is not None
     at, parts = lowering.place[axis], lowering.mesh.parts[axis]
 
     def later(a: torch.Tensor) -> torch.Tensor:
-        """Return this part's sum, for each of the parts that come after it."""
+        """Return this part's sum for each later part."""
         there = torch.arange(parts, device=a.device) > at
         return a.sum(dim, dtype=dtype).unsqueeze(-1) * there
 
@@ -214,8 +236,10 @@ def cumsum(lowering: Any, x: Any, dim: int, dtype: Any = None) -> Any:
 @rule("aten.median.default", "aten.nanmedian.default", "aten.nanmedian.dim", "aten.mode.default",
       "aten.quantile.scalar", "aten.nanquantile.scalar", "aten.quantile.default",
       "aten.nanquantile.default")  # fmt: skip
-def ranked(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, q: Any = None, **_: Any) -> Any:
-    """Redistribution: the dimension is seen whole."""
+def ranked(
+    lowering: Lowering, x: Value, dim: int | Sequence[int] | None = None, keepdim: bool = False, q: Any = None, **_: Any
+) -> Any:
+    """Redistribution: the dimension is gathered."""
     dims, outs = dims_of(x, dim), lowering.out
     several = isinstance(outs, (tuple, list))
     values, run = lowering.tensors()
@@ -234,8 +258,10 @@ def ranked(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, q: Any
       "aten.prod.dim_int", "aten.any.dim", "aten.all.dim",
       "aten.logsumexp.default", "aten.median.dim", "aten.kthvalue.default", "aten.argsort.default",
       "aten.normalize.default")  # fmt: skip
-def along(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, **more: Any) -> Any:
-    """Local, along dimensions that are whole; others are taken apart into simpler operators, or seen whole."""
+def along(
+    lowering: Lowering, x: Value, dim: int | Sequence[int] | None = None, keepdim: bool = False, **more: Any
+) -> Any:
+    """Local along dimensions that are not partitioned; otherwise decomposed, or the dimension is gathered."""
     target, outs, was = lowering.target, lowering.out, None
     dims = dims_of(x, dim)
     if any(not lowering.is_whole(x, d) for d in dims):
@@ -265,5 +291,5 @@ def along(lowering: Any, x: Any, dim: Any = None, keepdim: bool = False, **more:
 
     if several:
         return lowering.locals(run, [x], outs, layouts)
-    found = lowering.local(run, [x], layouts[0], outs.dtype)
-    return found if was is None or found.shape != shape_of(was) else lowering.cut_as(found, was)
+    result = lowering.local(run, [x], layouts[0], outs.dtype)
+    return result if was is None or result.shape != shape_of(was) else lowering.cut_as(result, was)

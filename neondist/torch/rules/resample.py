@@ -1,7 +1,8 @@
-"""Values between cells: interpolation and adaptive pooling, one axis after the other."""
+"""Interpolation and adaptive pooling, one axis at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, floor
 from typing import Any, NamedTuple
 
@@ -9,31 +10,35 @@ import torch
 import torch.nn.functional as F
 
 from ...geometry import Cells, as_ranges
-from ..layout import Atom, axes_of, replaced
-from ..registry import rule
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of, replaced
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 from .window import spatial_rank
 
 
 class Taps(NamedTuple):
-    """Cells that each result is made of, and their weights, (results, taps)."""
+    """Cells that contribute to each result, and their weights, both of shape (results, taps)."""
 
     cells: torch.Tensor
     weights: torch.Tensor | None
 
     def hull(self, lo: int, hi: int) -> tuple[int, int]:
-        """Return the range of cells that some results are made of."""
+        """Return the range of cells that contribute to the results [lo, hi)."""
         cells = self.cells[lo:hi]
         return (int(cells.min()), int(cells.max()) + 1) if lo < hi else (0, 0)
 
     def used_cells(self, lo: int, hi: int) -> Cells:
-        """Return the cells that some results are made of."""
+        """Return the cells that contribute to the results [lo, hi)."""
         first, last = self.hull(lo, hi)
         cells = self.cells[lo:hi].unique()
         return (range(first, last),) if len(cells) == last - first else as_ranges(cells.tolist())
 
 
-def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int, int], axes: dict[int, Any]) -> Any:
-    """Return x resampled along dimensions; those of `axes` are cut in the results."""
+def interpolate(
+    lowering: Lowering, x: Value, taps: dict[int, Taps], extents: dict[int, int], axes: dict[int, Any]
+) -> Any:
+    """Return x resampled along dimensions; `axes` are the mesh axes that partition the results."""
     wants, used, starts, atoms = {}, {}, {}, {}
     for dim, tap in taps.items():
         out = atoms[dim] = lowering.mesh.atom(extents[dim], axes[dim])
@@ -42,7 +47,7 @@ def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int,
         wants[dim] = out.axis, ranges
         used[dim] = [tap.used_cells(lo, hi) for lo, hi in out.ranges]
     context = x.axes | {atom.axis for atom in atoms.values() if atom.axis is not None}
-    found = lowering.view(x, wants, context, window=True, used=used)
+    view = lowering.view(x, wants, context, window=True, used=used)
     plans = []
     for dim, tap in taps.items():
         lo, hi = atoms[dim].range(lowering.place)
@@ -63,13 +68,13 @@ def interpolate(lowering: Any, x: Any, taps: dict[int, Taps], extents: dict[int,
         return a
 
     layout = tuple((atoms[dim],) if dim in atoms else cut for dim, cut in enumerate(x.layout))
-    return lowering.local(run, [found], layout, lowering.out.dtype)
+    return lowering.local(run, [view], layout, lowering.out.dtype)
 
 
-def spatial(lowering: Any, x: Any, n: int) -> tuple[list[int], dict[int, Any]]:
-    """Return the last n dimensions, and the axes that shall cut the results along them.
+def spatial(lowering: Lowering, x: Value, n: int) -> tuple[list[int], dict[int, Any]]:
+    """Return the last n dimensions, and the mesh axes that partition the results along them.
 
-    What is whole becomes cut, if the mesh has as many axes: a few cells grow to an image here.
+    An unpartitioned input becomes partitioned if the mesh has as many axes: a few cells grow to an image here.
     """
     dims = list(range(len(x.shape) - n, len(x.shape)))
     axes = {dim: lowering.cut(x, dim) for dim in dims}
@@ -85,7 +90,7 @@ def _scale(n: int, m: int, factor: float | None, align: bool) -> float:
 
 
 def _places(n: int, m: int, factor: float | None, align: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Return where in the image results lie, as ATen's UpSample.h reckons it: in the dtype, with one rounding.
+    """Return source coordinates of the results, as in ATen's UpSample.h: in the dtype, with one rounding.
 
     In float32 the place of result 9000 of 9001 is off by 1e-3 of a cell, and PyTorch's numbers are those of that place.
     """
@@ -119,9 +124,9 @@ def cubic(n: int, m: int, factor: float | None, align: bool, dtype: torch.dtype)
 
 
 def smoothed(n: int, m: int, scale: float, dtype: torch.dtype, cubic: bool) -> Taps:
-    """Return the taps of interpolation with antialias=True, whose filters are as wide as a result's share of the image.
+    """Return the taps of interpolation with antialias=True, with filters as wide as a result's share of the image.
 
-    As ATen's UpSampleKernel.cpp reckons them: in the dtype, triangles, or cubic ones with A = -0.5.
+    As in ATen's UpSampleKernel.cpp: in the dtype, triangles, or cubic ones with A = -0.5.
     """
     width, reach = torch.tensor(max(scale, 1.0), dtype=dtype), 2 if cubic else 1
     centres = torch.tensor(scale, dtype=dtype) * (torch.arange(m, dtype=dtype) + 0.5)
@@ -139,11 +144,11 @@ def smoothed(n: int, m: int, scale: float, dtype: torch.dtype, cubic: bool) -> T
 
 
 def nearest(n: int, m: int, factor: float | None, exact: bool) -> Taps:
-    """Return the cells of nearest interpolation; reckoned in float32, as PyTorch does."""
+    """Return the taps of nearest interpolation, computed in float32 as in PyTorch."""
     scale = torch.tensor(1.0 / factor if factor else n / m, dtype=torch.float32)
     at = torch.arange(m, dtype=torch.float32)
-    found = ((at + 0.5) * scale if exact else at * scale).floor().to(torch.int64).clamp(max=n - 1)
-    return Taps(found[:, None], None)
+    cells = ((at + 0.5) * scale if exact else at * scale).floor().to(torch.int64).clamp(max=n - 1)
+    return Taps(cells[:, None], None)
 
 
 @rule("aten.upsample_nearest1d.vec", "aten.upsample_nearest2d.vec", "aten.upsample_nearest3d.vec",
@@ -154,10 +159,11 @@ def nearest(n: int, m: int, factor: float | None, exact: bool) -> Taps:
       "aten.upsample_trilinear3d.default", "aten.upsample_bicubic2d.default", "aten._upsample_bilinear2d_aa.vec",
       "aten._upsample_bicubic2d_aa.vec", always=True)  # fmt: skip
 def upsample(
-    lowering: Any, x: Any, output_size: Any = None, align_corners: bool = False, scale_factors: Any = None,
+    lowering: Lowering, x: Value, output_size: int | Sequence[int] | None = None, align_corners: bool = False,
+    scale_factors: Any = None,
     scales: Any = None, scales_d: Any = None, scales_h: Any = None, scales_w: Any = None,
 ) -> Any:  # fmt: skip
-    """Window, whose place depends on the result: cells around each result's place in the image."""
+    """Window at a position that depends on the result: cells around its source coordinates."""
     if not lowering.mesh.axes:
         return lowering.alike()
     name, n = str(lowering.target), spatial_rank(lowering)
@@ -194,8 +200,8 @@ def upsample(
 
 @rule("aten.adaptive_avg_pool1d.default", "aten.adaptive_avg_pool2d.default", "aten.adaptive_avg_pool3d.default",
       "aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")  # fmt: skip
-def adaptive_avg_pool(lowering: Any, x: Any, output_size: Any) -> Any:
-    """Reduction: each tile's part of the sums; the results are whole on every rank, or cut where there are many."""
+def adaptive_avg_pool(lowering: Lowering, x: Value, output_size: int | Sequence[int]) -> Any:
+    """Reduction: partial sums of each tile; results are replicated, or partitioned if there are many."""
     n = spatial_rank(lowering)
     dims = list(range(len(x.shape) - n, len(x.shape)))
     for dim, m in zip(dims, lowering.out.shape[-n:], strict=True):
@@ -207,11 +213,10 @@ def _bins(n: int, m: int) -> list[tuple[int, int]]:
     return [(floor(i * n / m), ceil((i + 1) * n / m)) for i in range(m)]
 
 
-def _averaged(lowering: Any, x: Any, dim: int, m: int) -> Any:
+def _averaged(lowering: Lowering, x: Value, dim: int, m: int) -> Any:
     atom = lowering.atom(x, dim)
     n, axis, bins = atom.extent, atom.axis, _bins(atom.extent, m)
-    many = axis is not None and m >= 2 * lowering.mesh.parts[axis] and m * 2 >= n
-    if many:
+    if axis is not None and m >= 2 * lowering.mesh.parts[axis] and m * 2 >= n:
         out = lowering.mesh.atom(m, axis)
         ranges = [((bins[lo][0], bins[hi - 1][1]) if lo < hi else (0, 0),) for lo, hi in out.ranges]
         view = lowering.view(x, {dim: (axis, ranges)})
@@ -228,12 +233,12 @@ def _averaged(lowering: Any, x: Any, dim: int, m: int) -> Any:
 
 def _matrix(bins: list[tuple[int, int]], first: int, last: int) -> torch.Tensor:
     """Return the weights (results, cells) of the cells [first, last)."""
-    found = torch.zeros(len(bins), max(0, last - first), dtype=torch.float64)
+    weights = torch.zeros(len(bins), max(0, last - first), dtype=torch.float64)
     for i, (lo, hi) in enumerate(bins):
         a, b = max(lo, first), min(hi, last)
         if a < b:
-            found[i, a - first : b - first] = 1.0 / (hi - lo)
-    return found
+            weights[i, a - first : b - first] = 1.0 / (hi - lo)
+    return weights
 
 
 def _applied(a: torch.Tensor, matrix: torch.Tensor, dim: int) -> torch.Tensor:
@@ -242,8 +247,8 @@ def _applied(a: torch.Tensor, matrix: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 @rule("aten.adaptive_max_pool1d.default", "aten.adaptive_max_pool2d.default", "aten.adaptive_max_pool3d.default")
-def adaptive_max_pool(lowering: Any, x: Any, output_size: Any) -> Any:
-    """Window, whose place depends on the result; the indices cannot be had."""
+def adaptive_max_pool(lowering: Lowering, x: Value, output_size: int | Sequence[int]) -> Any:
+    """Window at a position that depends on the result; indices are not supported."""
     n = spatial_rank(lowering)
     values, _ = lowering.out
     dims = list(range(len(x.shape) - n, len(x.shape)))

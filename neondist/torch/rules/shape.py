@@ -1,4 +1,4 @@
-"""Operators that regroup dimensions; nothing moves, unless a cut has to."""
+"""Reshaping; data move only if a partition boundary has to."""
 
 from __future__ import annotations
 
@@ -7,62 +7,65 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from ..errors import UnsupportedOperator
-from ..layout import Atom, axes_of, local_shape
-from ..registry import rule
+from ..ir.errors import UnsupportedOperator
+from ..ir.graph import Value
+from ..ir.layout import Atom, axes_of, local_shape
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 from .index import around, ranged, remapped
 
 
 @rule("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.view_copy.default",
       "aten._reshape_copy.default", "aten.flatten.using_ints", "aten.unflatten.int", "aten.unsqueeze.default",
       "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")  # fmt: skip
-def regrouped(lowering: Any, x: Any, **_: Any) -> Any:
-    """Regroups dimensions; cut ones stay cut, wherever their bounds allow it."""
+def regrouped(lowering: Lowering, x: Value, **_: Any) -> Any:
+    """Local, if partition boundaries allow it; otherwise redistributed."""
     return lowering.reshape(x, lowering.out.shape)
 
 
 @rule("aten.as_strided.default", "aten.as_strided_copy.default", "aten.as_strided_scatter.default", always=True)
-def as_strided(lowering: Any, **_: Any) -> Any:
-    """Refused: it tells cells by their places in memory."""
+def as_strided(lowering: Lowering, **_: Any) -> Any:
+    """Refused: it addresses elements by memory offsets."""
     why, remedy = "its memory layout differs from that in one process", "select cells with view, unfold or an index"
     raise UnsupportedOperator(lowering.where, why, remedy=remedy)
 
 
 @rule("aten.permute.default", "aten.permute_copy.default")
-def permute(lowering: Any, x: Any, dims: Sequence[int]) -> Any:
-    """Dimensions in another order, with their cuts."""
+def permute(lowering: Lowering, x: Value, dims: Sequence[int]) -> Any:
+    """Local: dimensions are permuted with their partitions."""
     order = [dim % len(x.shape) for dim in dims]
     return lowering.local(lambda a: a.permute(order), [x], tuple(x.layout[dim] for dim in order))
 
 
 @rule("aten.transpose.int")
-def transpose(lowering: Any, x: Any, dim0: int, dim1: int) -> Any:
-    """Two dimensions change places."""
+def transpose(lowering: Lowering, x: Value, dim0: int, dim1: int) -> Any:
+    """Local: two dimensions are swapped."""
     order = list(range(len(x.shape)))
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return permute(lowering, x, order)
 
 
 @rule("aten.t.default", "aten.numpy_T.default", "aten.adjoint.default", "aten.mT.default")
-def transposed(lowering: Any, x: Any) -> Any:
-    """The last two dimensions change places."""
+def transposed(lowering: Lowering, x: Value) -> Any:
+    """Local: the last two dimensions are swapped."""
     return transpose(lowering, x, -2, -1) if len(x.shape) > 1 else x
 
 
 @rule("aten.movedim.int", "aten.movedim.intlist")
-def movedim(lowering: Any, x: Any, source: Any, destination: Any) -> Any:
-    """Dimensions in another order."""
+def movedim(lowering: Lowering, x: Value, source: int | Sequence[int], destination: int | Sequence[int]) -> Any:
+    """Local: dimensions are permuted."""
     rank = len(x.shape)
-    source = [d % rank for d in (source if isinstance(source, (list, tuple)) else [source])]
-    destination = [d % rank for d in (destination if isinstance(destination, (list, tuple)) else [destination])]
-    rest = iter(d for d in range(rank) if d not in source)
-    placed = dict(zip(destination, source, strict=True))
+    sources, targets = (
+        [d % rank for d in ([dims] if isinstance(dims, int) else dims)] for dims in (source, destination)
+    )
+    rest = iter(d for d in range(rank) if d not in sources)
+    placed = dict(zip(targets, sources, strict=True))
     return permute(lowering, x, [placed[d] if d in placed else next(rest) for d in range(rank)])
 
 
 @rule("aten.broadcast_tensors.default")
-def broadcast_tensors(lowering: Any, tensors: Any) -> Any:
-    """Pointwise; each by itself, so that one depends on no other."""
+def broadcast_tensors(lowering: Lowering, tensors: Any) -> Any:
+    """Pointwise; each tensor is expanded on its own."""
     layout = lowering.common([x.layout for x in tensors])
     context, local = axes_of(layout), local_shape(layout, lowering.place)
     aligned = [lowering.aligned(x, layout, context) for x in tensors]
@@ -70,8 +73,8 @@ def broadcast_tensors(lowering: Any, tensors: Any) -> Any:
 
 
 @rule("aten.meshgrid.default", "aten.meshgrid.indexing")
-def meshgrid(lowering: Any, tensors: Any, indexing: str = "ij") -> Any:
-    """Each repeated along the others' dimensions."""
+def meshgrid(lowering: Lowering, tensors: Any, indexing: str = "ij") -> Any:
+    """Local: each tensor is repeated along the dimensions of the others."""
     order = list(range(len(tensors)))
     if indexing == "xy" and len(tensors) > 1:
         order[:2] = 1, 0
@@ -85,8 +88,8 @@ def meshgrid(lowering: Any, tensors: Any, indexing: str = "ij") -> Any:
 
 
 @rule("aten.expand.default", "aten.expand_copy.default")
-def expand(lowering: Any, x: Any, size: Any, implicit: bool = False) -> Any:
-    """Dimensions of one index are repeated; those stay whole."""
+def expand(lowering: Lowering, x: Value, size: Any, implicit: bool = False) -> Any:
+    """Local: dimensions of size 1 are repeated, and not partitioned."""
     shape = lowering.out.shape
     new = len(shape) - len(x.shape)
     grown = [dim for dim, n in enumerate(x.shape) if n != shape[new + dim]]
@@ -100,8 +103,8 @@ def expand(lowering: Any, x: Any, size: Any, implicit: bool = False) -> Any:
 
 
 @rule("aten.repeat.default")
-def repeat(lowering: Any, x: Any, repeats: Sequence[int]) -> Any:
-    """Repeated cells; redistributed along a partitioned dimension."""
+def repeat(lowering: Lowering, x: Value, repeats: Sequence[int]) -> Any:
+    """Local; redistributed along a partitioned dimension."""
     old = ((Atom(1),),) * (len(repeats) - len(x.shape)) + x.layout
     shape = lowering.out.shape
     here = [times if whole else 1 for times, whole in zip(repeats, (not axes_of([dim]) for dim in old), strict=True)]
@@ -114,8 +117,10 @@ def repeat(lowering: Any, x: Any, repeats: Sequence[int]) -> Any:
 
 
 @rule("aten.repeat_interleave.self_int")
-def repeat_interleave(lowering: Any, x: Any, repeats: int, dim: int | None = None, output_size: Any = None) -> Any:
-    """Each index several times."""
+def repeat_interleave(
+    lowering: Lowering, x: Value, repeats: int, dim: int | None = None, output_size: Any = None
+) -> Any:
+    """Redistribution: each index is repeated."""
     if dim is None:
         x, dim = lowering.reshape(x, (prod(x.shape),)), 0
     dim %= len(x.shape)
@@ -123,8 +128,8 @@ def repeat_interleave(lowering: Any, x: Any, repeats: int, dim: int | None = Non
 
 
 @rule("aten.pixel_shuffle.default")
-def pixel_shuffle(lowering: Any, x: Any, upscale_factor: int) -> Any:
-    """Channels become cells: dimensions regrouped."""
+def pixel_shuffle(lowering: Lowering, x: Value, upscale_factor: int) -> Any:
+    """Local: channels become cells."""
     r, (*batch, c, h, w) = upscale_factor, x.shape
     k = len(batch)
     split = lowering.reshape(x, [*batch, c // r**2, r, r, h, w])
@@ -133,8 +138,8 @@ def pixel_shuffle(lowering: Any, x: Any, upscale_factor: int) -> Any:
 
 
 @rule("aten.pixel_unshuffle.default")
-def pixel_unshuffle(lowering: Any, x: Any, downscale_factor: int) -> Any:
-    """Cells become channels: dimensions regrouped, cut between groups of cells."""
+def pixel_unshuffle(lowering: Lowering, x: Value, downscale_factor: int) -> Any:
+    """Cells become channels; partition boundaries move to groups of cells."""
     r, (*batch, c, h, w) = downscale_factor, x.shape
     k = len(batch)
     split = lowering.reshape(x, [*batch, c, h // r, r, w // r, r])
@@ -143,8 +148,8 @@ def pixel_unshuffle(lowering: Any, x: Any, downscale_factor: int) -> Any:
 
 
 @rule("aten.channel_shuffle.default")
-def channel_shuffle(lowering: Any, x: Any, groups: int) -> Any:
-    """Channels in another order."""
+def channel_shuffle(lowering: Lowering, x: Value, groups: int) -> Any:
+    """Local: channels are permuted."""
     n, c, *cells = x.shape
     split = lowering.reshape(x, [n, groups, c // groups, *cells])
     return lowering.reshape(transpose(lowering, split, 1, 2), x.shape)
@@ -152,6 +157,6 @@ def channel_shuffle(lowering: Any, x: Any, groups: int) -> Any:
 
 @rule("aten.expand_as.default", "aten.view_as.default", "aten.reshape_as.default", "aten.broadcast_tensors.default",
       always=True)  # fmt: skip
-def shaped_as(lowering: Any, **_: Any) -> Any:
-    """Taken apart into operators that are given a shape: the tensor that has it has no gradient of it."""
+def shaped_as(lowering: Lowering, **_: Any) -> Any:
+    """Decomposed into operators that take the shape itself."""
     return lowering.apart()

@@ -9,20 +9,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..layout import Atom, replaced
-from ..registry import rule
+from ..ir.graph import Value
+from ..ir.layout import Atom, replaced
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
 
 
 @rule("aten.view_as_real.default")
-def view_as_real(lowering: Any, x: Any) -> Any:
-    """Local: the real and the imaginary part are a new last dimension."""
+def view_as_real(lowering: Lowering, x: Value) -> Any:
+    """Local: real and imaginary part become a new last dimension."""
     layout = (*x.layout, (Atom(2),))
     return lowering.local(lambda a: torch.view_as_real(a.resolve_conj()), [x], layout, lowering.out.dtype)
 
 
 @rule("aten.view_as_complex.default")
-def view_as_complex(lowering: Any, x: Any) -> Any:
-    """Local: the last dimension, of the real and the imaginary part, is seen whole."""
+def view_as_complex(lowering: Lowering, x: Value) -> Any:
+    """Local: the last dimension holds the real and the imaginary part."""
     x = lowering.gathered(x, [-1])
     run = lambda a: torch.complex(*a.unbind(-1))  # noqa: E731  (where numbers lie in memory may be otherwise here)
     return lowering.local(run, [x], x.layout[:-1], lowering.out.dtype)
@@ -30,14 +32,14 @@ def view_as_complex(lowering: Any, x: Any) -> Any:
 
 @rule(*(f"aten.fft_{name}{dims}.default" for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
         for dims in ("", "2", "n")))  # fmt: skip
-def spectrum(lowering: Any, **_: Any) -> Any:
-    """Redistribution: one dimension after the other is seen whole, each rank transforming a part of the others."""
+def spectrum(lowering: Lowering, **_: Any) -> Any:
+    """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
     return lowering.apart(own=True) or lowering.refuse()
 
 
 @rule("aten._fft_c2c.default")
-def complex_to_complex(lowering: Any, x: Any, dim: Sequence[int], normalization: int, forward: bool) -> Any:
-    """Redistribution: one dimension after the other is seen whole, each rank transforming a part of the others."""
+def complex_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, forward: bool) -> Any:
+    """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
     for d in dim:
         run = partial(torch._fft_c2c, dim=[d], normalization=normalization, forward=forward)
         x = _transformed(lowering, x, d, x.shape[d], run, lowering.out.dtype)
@@ -45,8 +47,8 @@ def complex_to_complex(lowering: Any, x: Any, dim: Sequence[int], normalization:
 
 
 @rule("aten._fft_r2c.default")
-def real_to_complex(lowering: Any, x: Any, dim: Sequence[int], normalization: int, onesided: bool) -> Any:
-    """Redistribution: one dimension after the other is seen whole, each rank transforming a part of the others."""
+def real_to_complex(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, onesided: bool) -> Any:
+    """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
     *rest, last = dim
     run = partial(torch._fft_r2c, dim=[last], normalization=normalization, onesided=onesided)
     x = _transformed(lowering, x, last, lowering.out.shape[last], run, lowering.out.dtype)
@@ -54,8 +56,8 @@ def real_to_complex(lowering: Any, x: Any, dim: Sequence[int], normalization: in
 
 
 @rule("aten._fft_c2r.default")
-def complex_to_real(lowering: Any, x: Any, dim: Sequence[int], normalization: int, last_dim_size: int) -> Any:
-    """Redistribution: one dimension after the other is seen whole, each rank transforming a part of the others."""
+def complex_to_real(lowering: Lowering, x: Value, dim: Sequence[int], normalization: int, last_dim_size: int) -> Any:
+    """Redistribution: dimensions are gathered one at a time, while others are partitioned."""
     *rest, last = dim
     for d in rest:
         inverse = partial(torch._fft_c2c, dim=[d], normalization=normalization, forward=False)
@@ -66,11 +68,11 @@ def complex_to_real(lowering: Any, x: Any, dim: Sequence[int], normalization: in
 
 @rule("aten.stft.default")
 def short_time(
-    lowering: Any, x: Any, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
+    lowering: Lowering, x: Value, n_fft: int, hop_length: int | None = None, win_length: int | None = None,
     window: Any = None, normalized: bool = False, onesided: bool | None = None, return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> Any:  # fmt: skip
-    """Window: frames of the signal, each transformed by the rank that has it."""
+    """Window: each rank transforms its own frames of the signal."""
     length = n_fft if win_length is None else win_length
     before = (n_fft - length) // 2
     half, norm = onesided is not False, "ortho" if normalized else None
@@ -79,8 +81,8 @@ def short_time(
         frames = a.unfold(-1, n_fft, n_fft // 4 if hop_length is None else hop_length)
         frames = frames.narrow(-1, before, length)
         frames = F.pad(frames * windows[0] if windows else frames, (before, n_fft - length - before))
-        found = (torch.fft.rfft(frames, norm=norm) if half else torch.fft.fft(frames, norm=norm)).mT
-        return found if return_complex else torch.view_as_real(found)
+        spectra = (torch.fft.rfft(frames, norm=norm) if half else torch.fft.fft(frames, norm=norm)).mT
+        return spectra if return_complex else torch.view_as_real(spectra)
 
     if align_to_window or x.dtype.is_complex:
         lowering.refuse("frames as long as the window, or complex input")
@@ -88,13 +90,13 @@ def short_time(
 
 
 def _transformed(
-    lowering: Any, x: Any, dim: int, extent: int, run: Callable[..., torch.Tensor], dtype: torch.dtype
+    lowering: Lowering, x: Value, dim: int, extent: int, run: Callable[..., torch.Tensor], dtype: torch.dtype
 ) -> Any:
-    """Return what `run` gives along one dimension, of another extent perhaps, which is whole for it; cut as x was."""
+    """Return run(x) along one gathered dimension, which may be resized; partitioned again as x was."""
     dim, was = dim % len(x.shape), x.layout
     seen = lowering.cut_as(x, lowering.reshard_away_from(was, [dim]))
-    found = lowering.local(run, [seen], replaced(seen.layout, dim, Atom(extent)), dtype)
+    result = lowering.local(run, [seen], replaced(seen.layout, dim, Atom(extent)), dtype)
     if extent != x.shape[dim]:
         axis = next((atom.axis for atom in was[dim] if atom.axis is not None), None)
         was = replaced(was, dim, lowering.mesh.atom(extent, axis))
-    return lowering.cut_as(found, was)
+    return lowering.cut_as(result, was)

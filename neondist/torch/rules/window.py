@@ -1,4 +1,4 @@
-"""Operators that see a bounded neighbourhood: convolution, pooling, unfolding."""
+"""Convolution and unfolding: operators on a bounded neighbourhood."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import torch
 import torch.nn.functional as F
 
 from ...geometry import Cells, cells_used_by, clip_ranges, outputs_using
-from .. import volumes
-from ..convolution import conv as convolved
-from ..layout import Atom, Layout, axes_of, local_shape, replaced
-from ..registry import rule
-from ..transfer import clipped
+from ..ir.graph import Value
+from ..ir.layout import Atom, Layout, local_shape, replaced
+from ..ir.registry import rule
+from ..ir.transfer import clipped
+from ..kernels import volumes
+from ..kernels.convolution import conv as convolved
+from ..lowering.lower import Lowering
 
 Ints = Sequence[int]
+Size = int | Ints
+"""One number for all spatial axes, or one for each."""
 _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: volumes.conv_transpose3d}
-_MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
 class Sliding(NamedTuple):
-    """Sliding of a window along one dimension."""
+    """Sliding window along one dimension."""
 
     kernel: int
     stride: int
@@ -30,39 +33,44 @@ class Sliding(NamedTuple):
     dilation: int
 
     def sees(self, lo: int, hi: int) -> tuple[int, int]:
-        """Return the cells, those outside of the image too, that the results [lo, hi) look at."""
+        """Return the range of cells that the results [lo, hi) read, including padding."""
         first = lo * self.stride - self.padding
         return first, first + (hi - lo - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
 
     def used_cells(self, lo: int, hi: int, n: int) -> Cells:
-        """Return which of n cells the results [lo, hi) are computed from."""
+        """Return the cells, out of n, that the results [lo, hi) are computed from."""
         return tuple(clip_ranges(cells_used_by(lo, hi, *self), 0, n))
 
     def contributing(self, lo: int, hi: int, n: int) -> Cells:
-        """Return which of n cells contribute to the results [lo, hi) of the transposed window."""
+        """Return the cells, out of n, that contribute to the results [lo, hi) of the transposed window."""
         return tuple(clip_ranges(outputs_using(lo, hi, *self), 0, n))
 
     def reached(self, lo: int, hi: int, n: int) -> tuple[int, int]:
-        """Return the range around those: from the first to the last."""
-        found = self.contributing(lo, hi, n)
-        return (found[0].start, found[-1].stop) if found else (0, 0)
+        """Return the range from the first to the last of those cells."""
+        cells = self.contributing(lo, hi, n)
+        return (cells[0].start, cells[-1].stop) if cells else (0, 0)
 
 
-def spatial_rank(lowering: Any) -> int:
-    """Return of how many spatial dimensions the operator at hand is: 2 for aten.max_pool2d."""
+def spatial_rank(lowering: Lowering) -> int:
+    """Return the number of spatial dimensions of the current operator: 2 for aten.max_pool2d."""
     return next(n for n in (1, 2, 3) if f"{n}d" in str(lowering.target))
 
 
-def spread_out(value: Any, n: int) -> list[int]:
-    """Return a number of each spatial axis."""
-    values = list(value) if isinstance(value, (list, tuple)) else [value]
+def spread_out(value: Size, n: int) -> list[int]:
+    """Return one number for each of n spatial axes."""
+    values = [value] if isinstance(value, int) else list(value)
     return values * n if len(values) == 1 else values
 
 
 def windows_of(
-    lowering: Any, x: Any, sliding: Sequence[Sliding], extents: Sequence[int], fill: float = 0.0, every: bool = False
+    lowering: Lowering,
+    x: Value,
+    sliding: Sequence[Sliding],
+    extents: Sequence[int],
+    fill: float = 0.0,
+    every: bool = False,
 ) -> tuple[Any, list[int], list[Atom]]:
-    """Return the view of windows that slide along the last dimensions, the padding left to do, and the results' atoms.
+    """Return the view for windows along the last dimensions, the remaining padding, and the atoms of the results.
 
     Parameters
     ----------
@@ -91,14 +99,14 @@ def windows_of(
     return lowering.view(x, wants, None, pads, fill, window=True, used=used), left, atoms
 
 
-def images(x: Any, channels: int, atoms: Sequence[Atom]) -> Layout:
-    """Return the layout of results: samples as x, all channels, these spatial atoms."""
+def images(x: Value, channels: int, atoms: Sequence[Atom]) -> Layout:
+    """Return the layout of results: batch as in x, all channels, the given spatial atoms."""
     batch = x.layout[: len(x.layout) - len(atoms) - 1]
     return (*batch, (Atom(channels),), *((atom,) for atom in atoms))
 
 
-def _whole_channels(lowering: Any, x: Any, n: int) -> Any:
-    """Return x with all channels, and cells each of whose dimensions is cut by one axis at most."""
+def _whole_channels(lowering: Lowering, x: Value, n: int) -> Any:
+    """Return x with channels gathered, and each spatial dimension partitioned by one mesh axis at most."""
     x = lowering.gathered(x, [-n - 1])
     for dim in range(-n, 0):
         x = lowering.single(x, dim)
@@ -107,7 +115,16 @@ def _whole_channels(lowering: Any, x: Any, n: int) -> Any:
 
 @rule("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
       "aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding", whole=("weight", "bias"))  # fmt: skip
-def conv(lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
+def conv(
+    lowering: Lowering,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    stride: Size,
+    padding: Size,
+    dilation: Size,
+    groups: int,
+) -> Any:
     """Window; kernels of any size, stride, dilation, padding and groups."""
     n = len(weight.shape) - 2
     kernel, stride, dilation = weight.shape[2:], spread_out(stride, n), spread_out(dilation, n)
@@ -127,7 +144,7 @@ def conv(lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: An
 
 
 def _one_cell(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a convolution with strides, of kernels of one cell, as one without, of every s-th cell.
+    """Return a strided 1 x 1 convolution as one without stride on every s-th cell.
 
     The backward of PyTorch's own (2.13) crashes for some shapes in channels-last, on some processors.
     """
@@ -142,7 +159,7 @@ def _one_cell(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _one_cell_transposed(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the transposed convolution that belongs to `_one_cell`: results lie s cells apart, zeros between them."""
+    """Return the transposed counterpart of `_one_cell`: results are s cells apart, with zeros between them."""
 
     def sparse(
         a: torch.Tensor, w: torch.Tensor, b: Any, stride: Ints, pads: Ints, extras: Ints, groups: int, dilation: Ints
@@ -151,21 +168,22 @@ def _one_cell_transposed(run: Callable[..., torch.Tensor]) -> Callable[..., torc
         y = run(a, w, None, ones, none, none, groups, ones)
         ends = [(n - 1) * s + 1 for n, s in zip(y.shape[-len(stride) :], stride, strict=True)]
         sizes = [end + extra for end, extra in zip(ends, extras, strict=True)]
-        found = y.new_zeros((*y.shape[: -len(stride)], *sizes))
+        result = y.new_zeros((*y.shape[: -len(stride)], *sizes))
         cells: Any = (..., *(slice(None, end, s) for end, s in zip(ends, stride, strict=True)))
         inside: Any = (..., *(slice(p, n - p) for p, n in zip(pads, sizes, strict=True)))
-        found[cells] = y
-        return found[inside] if b is None else found[inside] + b.view(-1, *ones)
+        result[cells] = y
+        return result[inside] if b is None else result[inside] + b.view(-1, *ones)
 
     return sparse
 
 
 @rule("aten.convolution.default", whole=("weight", "bias"))
 def convolution(
-    lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
-    output_padding: Any, groups: int,
+    lowering: Lowering, x: Value, weight: Value, bias: Value | None, stride: Size, padding: Size, dilation: Size,
+    transposed: bool,
+    output_padding: Size, groups: int,
 ) -> Any:  # fmt: skip
-    """Window; as conv, or conv_transpose."""
+    """Window; convolution or transposed convolution."""
     if transposed:
         return conv_transpose(lowering, x, weight, bias, stride, padding, output_padding, groups, dilation)
     return conv(lowering, x, weight, bias, stride, padding, dilation, groups)
@@ -174,10 +192,11 @@ def convolution(
 @rule("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input",
       whole=("weight", "bias"))  # fmt: skip
 def conv_transpose(
-    lowering: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, groups: int,
-    dilation: Any,
+    lowering: Lowering, x: Value, weight: Value, bias: Value | None, stride: Size, padding: Size,
+    output_padding: Size, groups: int,
+    dilation: Size,
 ) -> Any:  # fmt: skip
-    """Window; each rank computes the results of its own cells from all inputs that reach them."""
+    """Window; each rank computes its own results from all contributing inputs."""
     n = len(weight.shape) - 2
     x = _whole_channels(lowering, x, n)
     strides, paddings, extras, dilations = (spread_out(v, n) for v in (stride, padding, output_padding, dilation))
@@ -199,13 +218,13 @@ def conv_transpose(
 
 
 _Crop = tuple[int, int, int, bool]
-"""Of what is spread out: a dimension, the first index to keep, how many, and whether anything reaches them."""
+"""Crop of a transposed result: dimension, first index, length, and whether any input contributes."""
 
 
 def _reaching(
-    lowering: Any, x: Any, sliding: Sequence[Sliding], extents: Sequence[int]
+    lowering: Lowering, x: Value, sliding: Sequence[Sliding], extents: Sequence[int]
 ) -> tuple[Any, list[int], list[Atom], list[_Crop]]:
-    """Return the view of the cells that reach this rank's results by windows that are spread out again.
+    """Return the view of the cells that contribute to this rank's results of transposed windows.
 
     Then the padding to take away along dimensions that are not cut, the results' atoms, and what to keep along others.
     """
@@ -236,121 +255,14 @@ def _cropped(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
     return y
 
 
-@rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default")
-def max_pool(lowering: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool) -> Any:
-    """Window; cells outside of the image lose against any other."""
-    values, _ = max_pool_with_indices(lowering, x, kernel_size, stride, padding, dilation, ceil_mode)
-    return values
-
-
-@rule("aten.max_pool1d_with_indices.default", "aten.max_pool2d_with_indices.default",
-      "aten.max_pool3d_with_indices.default")  # fmt: skip
-def max_pool_with_indices(
-    lowering: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool
-) -> Any:
-    """Window; cells outside of the image lose against any other, and indices count in the whole image."""
-    n = spatial_rank(lowering)
-    values = lowering.out[0] if isinstance(lowering.out, (tuple, list)) else lowering.out
-    kernel, steps = spread_out(kernel_size, n), spread_out(stride or kernel_size, n)
-    pads, dilated = spread_out(padding, n), spread_out(dilation, n)
-    slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
-    view, left, atoms = windows_of(lowering, x, slides, values.shape[-n:], fill=-torch.inf)
-    run = _MAX[n]
-    layout = (*x.layout[:-n], *((atom,) for atom in atoms))
-    how = kernel, steps, left, dilated, ceil_mode
-    maxima = lowering.local(lambda a: run(a, *how), [view], layout, values.dtype)
-    firsts = [0 if atom.axis is None else slide.sees(*atom.range(lowering.place))[0]
-              for slide, atom in zip(slides, atoms, strict=True)]  # fmt: skip
-    cells = x.shape[-n:]
-
-    def index(a: torch.Tensor) -> torch.Tensor:
-        _, here = run(a.detach(), *how, return_indices=True)
-        found, size = torch.zeros_like(here), 1
-        for dim in reversed(range(n)):
-            at, step = here % a.shape[dim - n] + firsts[dim], slides[dim].dilation
-            at = at + (step - 1 - at).clamp(min=0) // step * step  # before the image only where all are -inf
-            found, here, size = found + at * size, here // a.shape[dim - n], size * cells[dim]
-        return found
-
-    return maxima, lowering.local(index, [view], layout, torch.int64)
-
-
-@rule("aten.max_unpool2d.default", "aten.max_unpool3d.default")
-def max_unpool(lowering: Any, x: Any, indices: Any, output_size: Any, **_: Any) -> Any:
-    """Redistribution: every rank sees all values and indices, and places those of its own cells."""
-    n = len(output_size)
-    dims = range(len(x.shape) - n, len(x.shape))
-    axes = [lowering.cut(lowering.single(x, dim), dim) for dim in dims]
-    atoms = [lowering.mesh.atom(extent, axis) for extent, axis in zip(output_size, axes, strict=True)]
-    x, indices = (lowering.gathered(value, dims) for value in (x, indices))
-    rest = lowering.common([value.layout[:-n] for value in (x, indices)])
-    layout = (*rest, *((atom,) for atom in atoms))
-    args = [lowering.aligned(value, (*rest, *value.layout[-n:]), axes_of(layout)) for value in (x, indices)]
-    ranges, shape = [atom.range(lowering.place) for atom in atoms], local_shape(layout, lowering.place)
-
-    def run(a: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        a, at = a.flatten(-n), at.flatten(-n)
-        cell, mine, size = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool), 1
-        for extent, (lo, hi) in zip(reversed(output_size), reversed(ranges), strict=True):
-            along, at = at % extent, at // extent
-            mine &= (along >= lo) & (along < hi)
-            cell, size = cell + (along - lo) * size, size * (hi - lo)
-        found = a.new_zeros((*a.shape[:-1], size + 1)).scatter(-1, cell.where(mine, size), a)
-        return found[..., :size].reshape(shape)
-
-    return lowering.local(run, args, layout)
-
-
-@rule("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.avg_pool3d.default")
-def avg_pool(
-    lowering: Any, x: Any, kernel_size: Any, stride: Any, padding: Any, ceil_mode: bool, count_include_pad: bool,
-    divisor_override: int | None = None,
-) -> Any:  # fmt: skip
-    """Window; sums of cells, divided by how many there are in the whole image."""
-    n = spatial_rank(lowering)
-    kernel, steps, pads = spread_out(kernel_size, n), spread_out(stride or kernel_size, n), spread_out(padding, n)
-    slides = [Sliding(*of, 1) for of in zip(kernel, steps, pads, strict=True)]
-    view, _, atoms = windows_of(lowering, x, slides, lowering.out.shape[-n:], every=True)
-    counts = []
-    for at, (slide, atom) in enumerate(zip(slides, atoms, strict=True)):
-        cells = x.shape[len(x.shape) - n + at]
-        lo, hi = atom.range(lowering.place)
-        each = []
-        for i in range(lo, hi):
-            a = i * slide.stride - slide.padding
-            b = min(a + slide.kernel, cells + slide.padding)
-            each.append(b - a if count_include_pad else min(b, cells) - max(a, 0))
-        counts.append(each)
-    even = all(len(set(each)) <= 1 for each in counts)
-    divisor: Any = divisor_override
-    if divisor is None and even:
-        divisor = 1
-        for each in counts:
-            divisor *= each[0] if each else 1
-    elif divisor is None:
-        divisor = torch.ones(())
-        for each in counts:
-            divisor = divisor.unsqueeze(-1) * torch.tensor(each, dtype=torch.float64)
-
-    def run(a: torch.Tensor) -> torch.Tensor:
-        if n == 1:
-            y = F.avg_pool2d(a.unsqueeze(-2), [1, *kernel], [1, *steps], divisor_override=1).squeeze(-2)
-        else:
-            y = (F.avg_pool2d if n == 2 else F.avg_pool3d)(a, kernel, steps, divisor_override=1)
-        return y / (divisor if isinstance(divisor, int) else divisor.to(y.device, y.dtype))
-
-    layout = (*x.layout[:-n], *((atom,) for atom in atoms))
-    return lowering.local(run, [view], layout, lowering.out.dtype)
-
-
 def _windows(n: int, slide: Sliding) -> int:
-    """Return how many windows there are along n cells."""
+    """Return the number of windows along n cells."""
     return (n + 2 * slide.padding - slide.dilation * (slide.kernel - 1) - 1) // slide.stride + 1
 
 
 @rule("aten.im2col.default")
-def im2col(lowering: Any, x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    """Window; the results' last dimension is made of rows and columns."""
+def im2col(lowering: Lowering, x: Value, kernel_size: Size, dilation: Size, padding: Size, stride: Size) -> Any:
+    """Window; rows and columns are merged into the last dimension."""
     kernel, dilated, pads, steps = (spread_out(v, 2) for v in (kernel_size, dilation, padding, stride))
     x = _whole_channels(lowering, x, 2)
     slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
@@ -363,9 +275,9 @@ def im2col(lowering: Any, x: Any, kernel_size: Any, dilation: Any, padding: Any,
 
 @rule("aten.col2im.default")
 def col2im(
-    lowering: Any, x: Any, output_size: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any
+    lowering: Lowering, x: Value, output_size: Any, kernel_size: Size, dilation: Size, padding: Size, stride: Size
 ) -> Any:  # fmt: skip
-    """Window; each rank sums up its own cells of all columns that reach them."""
+    """Window; each rank sums the contributions to its own cells."""
     kernel, dilated, pads, steps = (spread_out(v, 2) for v in (kernel_size, dilation, padding, stride))
     slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
     extents = spread_out(output_size, 2)
@@ -391,8 +303,8 @@ def col2im(
 
 
 @rule("aten.unfold.default")
-def unfold(lowering: Any, x: Any, dimension: int, size: int, step: int) -> Any:
-    """Window; of one dimension, the cells of each window in a new last one."""
+def unfold(lowering: Lowering, x: Value, dimension: int, size: int, step: int) -> Any:
+    """Window; windows of one dimension, their cells in a new last dimension."""
     dim = dimension % len(x.shape)
     x = lowering.single(x, dim)
     axis = lowering.cut(x, dim)

@@ -1,4 +1,4 @@
-"""checkpoint_best.h5: the best epoch so far by one number of the records; and the end, when none is better for long."""
+"""checkpoint_best.h5: best epoch by a number of the records, and early stopping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .hook import Hook
 
 
 def _number(value: object) -> float:
-    """Return a number of a record; NaN for anything else, and for what is too large for a float."""
+    """Return a number of a record; NaN for other types and integers too large for a float."""
     try:
         return float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -46,8 +46,8 @@ class Best(Registered):
 
     def check(self, metrics: Sequence[Metric]) -> None:
         """Raise ConfigError if no record has the metric."""
-        if self.number is not None and self.number not in (known := _numbers(metrics)):
-            raise ConfigError(f"number: '{self.number}' is not in any record{suggest(self.number, known)}")
+        if self.number is not None and self.number not in (names := _numbers(metrics)):
+            raise ConfigError(f"number: '{self.number}' is not in any record{suggest(self.number, names)}")
 
     def check_splits(self, splits: Sequence[str]) -> None:
         """Raise ConfigError if the metric belongs to a validation split that the data set does not have."""
@@ -62,12 +62,12 @@ class Best(Registered):
     def epoch(self, history: Sequence[Record], metrics: Sequence[Metric]) -> int:
         """Return the number of the best epoch (the first of equal ones), 0 if there is none."""
         name, sign = self.name(history), -1.0 if self.larger(metrics) else 1.0
-        best, found = math.inf, 0
+        best, epoch = math.inf, 0
         for record in history:
             value = _number(record.get(name))
-            if sign * value < best - (self.min_change if found else 0.0):
-                best, found = sign * value, record["epoch"]
-        return found
+            if sign * value < best - (self.min_change if epoch else 0.0):
+                best, epoch = sign * value, record["epoch"]
+        return epoch
 
     def name(self, history: Sequence[Record]) -> str:
         """Return the name of the metric."""
@@ -88,13 +88,13 @@ class Best(Registered):
 
 
 class KeepBest(Hook):
-    """Write a checkpoint whenever an epoch is the best so far, and end a run that gets no better.
+    """Write a checkpoint of each best epoch so far, and stop early without improvement.
 
     Parameters
     ----------
     best : Best
     metrics : sequence of Metric
-        Those that are measured.
+        Metrics of the records.
     folder : path, optional
         Default: nothing is written.
     resolved : str, optional
@@ -108,26 +108,26 @@ class KeepBest(Hook):
         self.checkpoint = None if folder is None else Checkpoint(folder / BEST, resolved=resolved)
 
     def begin(self, run: TrainState) -> None:
-        """End a run that goes on from where it was over, before anybody counts its epochs."""
+        """End a resumed run that had already stopped early."""
         self.best.check_splits(list(run.dataset.splits))
-        if why := self.best.stalled(run.history, self.metrics):
+        if reason := self.best.stalled(run.history, self.metrics):
             run.epochs = run.epoch
-            run.notes.append(f"{why}; raise patience of best to train on")
+            run.notes.append(f"{reason}; raise patience of best to train on")
 
     def after_epoch(self, run: TrainState) -> None:
-        """Write, if it is the best; end, if there has been none for long."""
+        """Write a checkpoint if the epoch is the best; stop early without improvement."""
         if self.checkpoint is not None and self.best.epoch(run.history, self.metrics) == run.epoch:
             self.checkpoint.save(run)
-        if why := self.best.stalled(run.history, self.metrics):
+        if reason := self.best.stalled(run.history, self.metrics):
             run.epochs = run.epoch
             if run.first_rank:
-                say(why)
+                say(reason)
 
 
 def _numbers(metrics: Sequence[Metric]) -> dict[str, bool]:
-    """Return the names of all numbers, and whether a larger one is better."""
-    found = {f"{split}_{number}": False for split in ("validation", "test") for number in ("loss", "error")}
-    found["train_loss"] = False
+    """Return the names of all numbers, and whether larger values are better."""
+    larger_is_better = {f"{split}_{number}": False for split in ("validation", "test") for number in ("loss", "error")}
+    larger_is_better["train_loss"] = False
     for metric in metrics:
-        found |= dict.fromkeys((metric.name, f"validation_{metric.name}"), metric.larger_is_better)
-    return found
+        larger_is_better |= dict.fromkeys((metric.name, f"validation_{metric.name}"), metric.larger_is_better)
+    return larger_is_better

@@ -1,4 +1,4 @@
-"""checkpoint.h5: all that is needed to continue a run, on any number of ranks; and when it is written."""
+"""checkpoint.h5: state to resume a run on any number of ranks, and its schedule."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ...arrays.precision import LossScaler
 from ...comm import Transport
 from ...errors import ConfigError, DataError
 from ...halo import scheme_text
-from ...io.checkpoint import REMEMBERED, Piece, memory_of, opened, remind, restore_sync, sync_pieces, write
-from ...io.checkpoint.read import Opened
-from ...io.checkpoint.texts import LARGEST, of_kind, plain_json, whole
+from ...io.checkpoint import Piece, open_checkpoint, restore_sync, scheme_memory, sync_pieces, write
+from ...io.checkpoint.read import CheckpointReader
+from ...io.checkpoint.texts import LARGEST, parse_json, require_integer, require_type
 from ...parallel import SyncState
 from ...registry import suggest
 from ...registry.ranges import integer, real
@@ -53,7 +53,7 @@ class Progress:
 
     @classmethod
     def of(cls, run: TrainState) -> Progress:
-        """Return where a run is; collective."""
+        """Return the progress of a run; collective."""
         totals = run.totals
         sent, summed = totals.moved(run.grid)
         sums = Totals(totals.loss, totals.seconds, sent, skipped=totals.skipped, summed_before=summed)
@@ -63,12 +63,12 @@ class Progress:
         return cls(*counts, sums, list(run.history), model.uncounted, None if scaler is None else scaler.state())
 
     def put(self, run: TrainState) -> None:
-        """Let `run` go on from here.
+        """Set the position of `run` to this progress.
 
         Raises
         ------
         DataError
-            Its seed, or in the middle of an epoch its number of samples, is another.
+            The seed differs or, within an epoch, the number of samples.
         """
         if run.model.seed not in (None, self.seed):
             raise DataError(
@@ -81,8 +81,8 @@ class Progress:
         run.epoch, run.samples_seen, run.model.step = self.epoch, self.seen, self.step
         run.totals, run.history = replace(self.totals), list(self.history)
         ends = [record.get("step", 0) for record in self.history if record["epoch"] == run.model.num_initial_epochs]
-        known = (ends or [0])[-1] if self.uncounted is None else self.uncounted
-        run.model.uncounted = min(known, self.step)
+        uncounted = (ends or [0])[-1] if self.uncounted is None else self.uncounted
+        run.model.uncounted = min(uncounted, self.step)
         scaler = run.model.whole.loss_scaler
         if scaler is not None and self.loss_scale is not None:
             scaler.load(self.loss_scale)
@@ -93,29 +93,29 @@ class Progress:
 
     @classmethod
     def from_json(cls, text: str) -> Progress:
-        """Return what `to_json` wrote; ValueError, which says what is wrong, if it is something else."""
-        values = plain_json(text, dict)
-        known = {one.name for one in fields(cls)}
-        if not known - {"uncounted", "loss_scale"} <= set(values) <= known:
+        """Parse the output of `to_json`; ValueError with the reason if it is invalid."""
+        values = parse_json(text, dict)
+        names = {field_.name for field_ in fields(cls)}
+        if not names - {"uncounted", "loss_scale"} <= set(values) <= names:
             raise ValueError("its fields differ")
-        totals = of_kind("'totals'", values["totals"], dict)
-        if set(totals) != {one.name for one in fields(Totals)}:
+        totals = require_type("'totals'", values["totals"], dict)
+        if set(totals) != {field_.name for field_ in fields(Totals)}:
             raise ValueError("'totals' has unexpected fields")
         for name in ("epoch", "step", "seen", "samples", "seed", "uncounted"):
             if name != "uncounted" or values.get(name) is not None:
-                whole(f"'{name}'", values[name])
+                require_integer(f"'{name}'", values[name])
         for name, value in totals.items():
             if name in ("loss", "seconds"):
                 _number(f"totals.{name}", value)
             else:
-                whole(f"'totals.{name}'", value)
+                require_integer(f"'totals.{name}'", value)
         if (values.get("uncounted") or 0) > values["step"]:
             raise ValueError("'uncounted' exceeds 'step'")
         if values.get("loss_scale") is not None:
-            LossScaler().load(of_kind("'loss_scale'", values["loss_scale"], dict))
+            LossScaler().load(require_type("'loss_scale'", values["loss_scale"], dict))
         if values["seen"] > values["samples"]:
             raise ValueError("'seen' exceeds the samples of an epoch")
-        history = [_record(record) for record in of_kind("'history'", values["history"], list)]
+        history = [_record(record) for record in require_type("'history'", values["history"], list)]
         return cls(**values | {"totals": Totals(**totals), "history": history})
 
 
@@ -125,21 +125,21 @@ def _number(name: str, value: Any) -> None:
 
 
 def _record(record: Any) -> Record:
-    """Return an epoch's record, after checking what the loop and its hooks read of it; a mean of nothing is NaN."""
+    """Validate an epoch's record as read by the loop and its hooks, and return it; an empty mean is NaN."""
     if not isinstance(record, dict) or "epoch" not in record:
         raise ValueError("an epoch's record has unexpected fields")
     for name, value in record.items():
         if name in ("epoch", "step", "bytes_sent", "bytes_summed"):
-            whole(f"'{name}' of an epoch's record", value)
+            require_integer(f"'{name}' of an epoch's record", value)
         elif name == "stage":
-            of_kind("'stage' of an epoch's record", value, str)
+            require_type("'stage' of an epoch's record", value, str)
         else:
             _numbers(name, value)
     return Record.of(record)
 
 
 def _numbers(name: str, value: Any, depth: int = 0) -> None:
-    """Check a number of a record, or a list of them, or a table, or figures by name."""
+    """Validate a value of a record: a number, a list, a table, or a mapping of numbers."""
     if type(value) in (list, dict) and depth < 2:
         for item in value.values() if type(value) is dict else value:
             _numbers(name, item, depth + 1)
@@ -159,11 +159,11 @@ class CheckpointSchedule:
     Attributes
     ----------
     every_steps, every_epochs : int, optional
-        Whenever the run has done a multiple of so many steps or epochs. Where nothing is given: every epoch.
+        Interval in steps or epochs. Default if no interval is given: every epoch.
     every_minutes : float, optional
-        Once so much time has gone by since the last one, after the step under way.
+        Interval in minutes since the last checkpoint, checked after each step.
     keep : int
-        Files that stay: with more than one, checkpoint-STEP.h5 for the last ones, beside checkpoint.h5, the newest.
+        Number of files to keep: with more than one, also the last ones as checkpoint-STEP.h5.
     """
 
     every_steps: int | None = None
@@ -173,39 +173,39 @@ class CheckpointSchedule:
 
     @classmethod
     def of(cls, fields: Mapping[str, float | int | None] | None) -> CheckpointSchedule:
-        """Return the schedule of the field `checkpoint` of an experiment; ConfigError if it cannot be used."""
+        """Parse the field `checkpoint` of an experiment; ConfigError if it is invalid."""
         if not isinstance(fields, Mapping | None):
             raise ConfigError(
                 f"checkpoint: {fields!r} is invalid; expected a mapping such as {{every_steps: 500, keep: 3}}"
             )
-        given = {key: value for key, value in (fields or {}).items() if value is not None}
-        for key in given:
+        values = {key: value for key, value in (fields or {}).items() if value is not None}
+        for key in values:
             if key not in KEYS:
                 raise ConfigError(f"checkpoint: unknown key '{key}'{suggest(str(key), KEYS)}")
-        numbers = {key: integer(f"checkpoint: {key}", given[key], 1) for key in given if key != "every_minutes"}
-        minutes = given.get("every_minutes")
+        numbers = {key: integer(f"checkpoint: {key}", values[key], 1) for key in values if key != "every_minutes"}
+        minutes = values.get("every_minutes")
         if minutes is not None:
             minutes = real("checkpoint: every_minutes", minutes, 0.0, open_low=True)
-        if not any(key.startswith("every") for key in given):
+        if not any(key.startswith("every") for key in values):
             numbers["every_epochs"] = 1
         return cls(every_minutes=minutes, **numbers)
 
     def after_step(self, step: int, before: int) -> bool:
-        """Return whether one is due after so many steps; `before`: those when it was asked last, mostly one less."""
+        """Return whether one is due after `step` steps; `before`: the step of the previous query."""
         return self.every_steps is not None and step // self.every_steps > before // self.every_steps
 
     def after_epoch(self, epoch: int) -> bool:
-        """Return whether one is due after so many epochs."""
+        """Return whether one is due after `epoch` epochs."""
         return self.every_epochs is not None and epoch % self.every_epochs == 0
 
 
 class Checkpoint(Hook):
-    """Write a checkpoint when it is due, and when the run ends; the old one stays until the new one is on the disk.
+    """Write a checkpoint when it is due and at the end; the old one is kept until the new one is on disk.
 
     Parameters
     ----------
     path : path
-        The newest checkpoint. Rank 0 writes it; the parts of other ranks come to it in blocks.
+        Path of the newest checkpoint. Rank 0 writes it and receives the parts of other ranks in blocks.
     schedule : CheckpointSchedule, optional
         Default every epoch.
     resolved : str, optional
@@ -215,34 +215,34 @@ class Checkpoint(Hook):
     def __init__(self, path: Path, schedule: CheckpointSchedule | None = None, resolved: str | None = None) -> None:
         self.path, self.schedule, self.resolved = path, schedule or CheckpointSchedule.of(None), resolved
         self.written = (-1, -1, -1)
-        self.last, self.asked = time.monotonic(), 0
+        self.last, self.last_step = time.monotonic(), 0
 
     def before_run(self, run: TrainState) -> None:
-        """Write a first checkpoint, so that a place that cannot be written is found now, not after an epoch."""
-        self.written, self.last, self.asked = _place(run), time.monotonic(), run.step
+        """Write a first checkpoint, to detect an unwritable folder now and not after an epoch."""
+        self.written, self.last, self.last_step = _place(run), time.monotonic(), run.step
         if run.step == 0:
             self.save(run)
 
     def after_step(self, run: TrainState) -> None:
-        """Write a checkpoint, if one is due in the middle of an epoch."""
-        ends, asked, self.asked = run.samples_seen >= run.samples, self.asked, run.step
-        if not (ends and self.schedule.after_epoch(run.epoch + 1)) and (
-            self.schedule.after_step(run.step, asked) or self._minutes_are_over(run)
+        """Write a checkpoint if one is due within the epoch."""
+        is_epoch_end, previous, self.last_step = run.samples_seen >= run.samples, self.last_step, run.step
+        if not (is_epoch_end and self.schedule.after_epoch(run.epoch + 1)) and (
+            self.schedule.after_step(run.step, previous) or self._is_minute_due(run)
         ):
             self.save(run)
 
     def after_epoch(self, run: TrainState) -> None:
-        """Write a checkpoint, if one is due."""
+        """Write a checkpoint if one is due."""
         if self.schedule.after_epoch(run.epoch):
             self.save(run)
 
     def after_run(self, run: TrainState) -> None:
-        """Write the last state, unless it is written."""
+        """Write the final state, unless it is already written."""
         if not self.is_written(run):
             self.save(run)
 
     def on_stop(self, run: TrainState) -> None:
-        """Write a checkpoint of this very step, unless it is written."""
+        """Write a checkpoint of this step, unless it is already written."""
         self.after_run(run)
 
     def save(self, run: TrainState) -> None:
@@ -251,7 +251,7 @@ class Checkpoint(Hook):
         Raises
         ------
         OutputError
-            On every rank, if it cannot be written; the one before it stays.
+            On every rank, if it cannot be written; the previous one is kept.
         """
         write(self.path, *self.contents(run), run.grid.world, self.schedule.keep, run.step)
         self.written, self.last = _place(run), time.monotonic()
@@ -269,42 +269,42 @@ class Checkpoint(Hook):
             "written by": f"neondist {__version__}, {run.grid.shape}",
         }
         world = run.grid.world
-        remembered = memory_of(run.model.whole.exchanged, _owner(run), world)
+        remembered = scheme_memory.collect_memory(run.model.whole.exchanged, _owner(run), world)
         if remembered.text:
-            texts[REMEMBERED] = remembered.text
+            texts[scheme_memory.REMEMBERED] = remembered.text
         return [*_pieces(run), *remembered.pieces, *sync_pieces(_sync_states(run), world)], texts
 
-    def _minutes_are_over(self, run: TrainState) -> bool:
-        """Tell, by rank 0's clock, whether a checkpoint is due; collective."""
+    def _is_minute_due(self, run: TrainState) -> bool:
+        """Return whether `every_minutes` have passed by rank 0's clock; collective."""
         limit = self.schedule.every_minutes
         return limit is not None and bool(run.grid.world.bcast(time.monotonic() - self.last >= 60 * limit))
 
 
 def restore(path: Path, run: TrainState, root: int = 0, otherwise: str = "run without --resume") -> None:
-    """Let `run` go on from where the file, which the rank `root` reads, was written; collective.
+    """Restore `run` from a file that the rank `root` reads; collective.
 
     Parameters
     ----------
     otherwise : str
-        Remedy where the file does not fit.
+        Remedy in the message if the file does not match.
 
     Raises
     ------
     DataError
-        On every rank, if the file is missing, damaged, or of another model or seed.
+        On every rank, if the file is missing, damaged, or belongs to another model or seed.
     """
-    with opened(path, run.grid.world, root) as file:
+    with open_checkpoint(path, run.grid.world, root) as file:
         progress = _progress(file)
         for group, arrays in run.model.kept_arrays(file.facts.group("optimizer")).items():
-            wanted = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
-            _compare(path, file.facts.group(group), wanted, otherwise)
+            expected = {shard.full_name: tuple(shard.parameter.shape) for shard, _ in arrays}
+            _compare(path, file.facts.group(group), expected, otherwise)
         try:
             progress.put(run)
             run.take_texts(file.facts.texts)
         except (DataError, ValueError) as problem:
             raise DataError(f"{path}: {problem}, or {otherwise}") from None
         file.fill(_pieces(run))
-        if note := remind(file, run.model.whole.exchanged, _owner(run), run.grid.world):
+        if note := scheme_memory.restore_memory(file, run.model.whole.exchanged, _owner(run), run.grid.world):
             run.notes.append(note)
         if note := restore_sync(file, _sync_states(run), run.grid.world):
             run.notes.append(note)
@@ -313,13 +313,13 @@ def restore(path: Path, run: TrainState, root: int = 0, otherwise: str = "run wi
 def step_of(path: Path, world: Transport) -> int:
     """Return the step of a checkpoint, -1 if it is missing or damaged; collective."""
     try:
-        with opened(path, world) as file:
+        with open_checkpoint(path, world) as file:
             return _progress(file).step
     except DataError:
         return -1
 
 
-def _progress(file: Opened) -> Progress:
+def _progress(file: CheckpointReader) -> Progress:
     try:
         return Progress.from_json(file.facts.texts["position"])
     except (KeyError, ValueError) as problem:
@@ -332,18 +332,18 @@ def _pieces(run: TrainState) -> list[Piece]:
 
 
 def _sync_states(run: TrainState) -> list[SyncState]:
-    """Return what gradient synchronisation keeps from step to step."""
+    """Return the states of gradient synchronisation that persist across steps."""
     return run.model.whole.sync_states
 
 
 def _owner(run: TrainState) -> str:
-    """Return what has to be the same, so that border schemes may go on with what they remembered."""
+    """Return a text that must match for border schemes to resume from their stored arrays."""
     schemes = {name: scheme_text(scheme) for name, scheme in run.model.whole.schemes.items()}
     different = sorted(set(schemes.values()))
-    told = different[0] if len(different) == 1 else ", ".join(f"{name}: {text}" for name, text in schemes.items())
+    text = different[0] if len(different) == 1 else ", ".join(f"{n}: {scheme}" for n, scheme in schemes.items())
     shape = run.grid.shape
     tiles = f"{shape.planes} x {shape.rows} x {shape.cols}" if shape.planes > 1 else f"{shape.rows} x {shape.cols}"
-    return f"{tiles} tiles, {shape.replicas} replicas, batches of {run.batch_size}, scheme {told}"
+    return f"{tiles} tiles, {shape.replicas} replicas, batches of {run.batch_size}, scheme {text}"
 
 
 def _place(run: TrainState) -> tuple[int, int, int]:
@@ -351,13 +351,13 @@ def _place(run: TrainState) -> tuple[int, int, int]:
 
 
 def _compare(
-    path: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], otherwise: str
+    path: Path, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], otherwise: str
 ) -> None:
-    """Raise DataError where the file and the model differ in names or shapes."""
-    for name in sorted({*found, *wanted}):
-        there, here = (list(shapes[name]) if name in shapes else "nothing" for shapes in (found, wanted))
-        if there != here:
+    """Raise DataError if the file and the model differ in names or shapes."""
+    for name in sorted({*stored, *expected}):
+        actual, shape = (list(shapes[name]) if name in shapes else "nothing" for shapes in (stored, expected))
+        if actual != shape:
             raise DataError(
-                f"{path}: belongs to another model: it has {there} for '{name}', but the model has {here}; resume"
+                f"{path}: belongs to another model: it has {actual} for '{name}', but the model has {shape}; resume"
                 f" with the experiment that wrote it, or {otherwise}"
             )

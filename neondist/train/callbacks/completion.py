@@ -1,4 +1,4 @@
-"""complete.json: the mark of a run that has nothing left to train, for those who follow its checkpoints."""
+"""complete.json: marker of a completed run, for followers of its checkpoints."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .hook import Hook
 
 
 class CompletionMark(Hook):
-    """Write the mark, after the last checkpoint, when the run is complete; a run that goes on has none."""
+    """Write the marker after the last checkpoint, when the run is complete."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def before_run(self, run: TrainState) -> None:
-        """Remove the mark of an earlier run."""
+        """Remove the marker of an earlier run."""
         with all_or_none(run.grid.world):
             if run.first_rank:
                 with file_errors(self.path, "cannot be removed"):
                     self.path.unlink(missing_ok=True)
 
     def after_run(self, run: TrainState) -> None:
-        """Write the mark."""
+        """Write the marker."""
         with all_or_none(run.grid.world):
             if run.first_rank:
                 write_text(self.path, json.dumps({"step": run.step}) + "\n")
 
     def on_stop(self, run: TrainState) -> None:
-        """Write the mark, if the run is not to go on."""
+        """Write the marker if the run is complete."""
         if run.stop is not None and run.stop.code == 0:
             self.after_run(run)

@@ -15,26 +15,26 @@ from .progress import is_metric
 
 _MARKERS = {"train": "o", "validation": "^", "test": "s"}
 _MOST = 4
-"""panels of metrics beside loss and error"""
+"""Largest number of panels for metrics, in addition to loss and error."""
 
 
 class Curves(Hook):
-    """Draw the curves at the end of the run, and of one that fails, on rank 0; nothing without matplotlib."""
+    """Draw the curves at the end of a run, also after failure, on rank 0; does nothing without matplotlib."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def after_run(self, run: TrainState) -> None:
-        """Draw."""
+        """Draw the curves."""
         with all_or_none(run.grid.world):
             self._draw(run)
 
     def on_stop(self, run: TrainState) -> None:
-        """Draw what there is."""
+        """Draw the curves so far."""
         self.after_run(run)
 
     def on_error(self, run: TrainState, error: BaseException) -> None:
-        """Draw what there is."""
+        """Draw the curves so far."""
         self._draw(run)
 
     def _draw(self, run: TrainState) -> None:
@@ -43,7 +43,7 @@ class Curves(Hook):
 
 
 def draw_curves(history: Sequence[Record], path: Path) -> None:
-    """Write a picture of the losses of `history`, of any version, and of the errors, if there are any."""
+    """Plot the losses of `history`, of any version, and the errors and metrics, if any."""
     from matplotlib.figure import Figure
 
     history = [Record.of(record) for record in history]
@@ -79,8 +79,8 @@ def draw_curves(history: Sequence[Record], path: Path) -> None:
 
 def _set_limits(axes: Any) -> None:
     values = [y for line in axes.get_lines() for y in line.get_ydata()]
-    low, _, far = axis_range(values) if values else (None, None, False)
-    if far:
+    low, _, logarithmic = axis_range(values) if values else (None, None, False)
+    if logarithmic:
         axes.set_yscale("log")
     elif low == 0 and max(values) > 0:
         axes.set_ylim(bottom=0)
@@ -88,6 +88,6 @@ def _set_limits(axes: Any) -> None:
 
 def _line(axes: Any, history: Sequence[Record], key: str, split: str, factor: float = 1) -> None:
     points = [(r["epoch"], factor * r[key]) for r in history if is_number(r.get(key))]
-    marker = _MARKERS[split] if len(points) <= 40 else None  # markers of more would hide the line
+    marker = _MARKERS[split] if len(points) <= 40 else None  # more markers would hide the line
     if points:
         axes.plot(*zip(*points, strict=True), color=SPLIT_COLOURS[split], marker=marker, label=split)

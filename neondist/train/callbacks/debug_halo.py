@@ -1,4 +1,4 @@
-"""`--debug-halo`: a run that is slow, and stops where a layer or a scheme treats its cells wrongly."""
+"""`--debug-halo`: slow checked execution that detects wrong use of halo cells by layers and schemes."""
 
 from __future__ import annotations
 

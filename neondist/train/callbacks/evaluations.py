@@ -1,4 +1,4 @@
-"""evaluations.jsonl: the validation split, judged every so many steps."""
+"""evaluations.jsonl: evaluation of the validation split at an interval of steps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .hook import Hook
 
 
 class Evaluations(Hook):
-    """Judge the validation and the test split every so many steps; rank 0 prints a line and writes a JSON object.
+    """Evaluate the validation and test splits every `steps` steps; rank 0 prints a line and writes a JSON object.
 
     Parameters
     ----------
     folder : path
-        Of the run.
+        Folder of the run.
     steps : int
     metrics : sequence of Metric
     """
@@ -31,19 +31,19 @@ class Evaluations(Hook):
         self.path, self.steps, self.metrics = folder / EVALUATIONS, steps, metrics
 
     def before_run(self, run: TrainState) -> None:
-        """Begin the file, or go on with it."""
+        """Create the file, or continue it."""
         with all_or_none(run.grid.world):
             if run.first_rank and (run.step == 0 or not self.path.exists()):
                 write_text(self.path, "")
 
     def after_step(self, run: TrainState) -> None:
-        """Judge, if it is time."""
+        """Evaluate if it is due."""
         if run.step % self.steps:
             return
         with run.model.whole.averaged():
-            found = {name: without_nan(value) for name, value in judge(run, self.metrics).items()}
+            results = {name: without_nan(value) for name, value in judge(run, self.metrics).items()}
         with all_or_none(run.grid.world):
             if run.first_rank:
-                append(self.path, json.dumps({"step": run.step, **found}, allow_nan=False) + "\n")
-                numbers = [f"{name} {value:.6g}" for name, value in found.items() if isinstance(value, float)]
+                append(self.path, json.dumps({"step": run.step, **results}, allow_nan=False) + "\n")
+                numbers = [f"{name} {value:.6g}" for name, value in results.items() if isinstance(value, float)]
                 say(f"step {run.step}: {', '.join(numbers)}")

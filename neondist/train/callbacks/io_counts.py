@@ -1,4 +1,4 @@
-"""Signs of life: bytes that processes have moved to and from disks, and files that change."""
+"""Disk activity of processes: bytes read and written, and changing files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def moved(processes: Iterable[int]) -> int:
-    """Return how many bytes processes have read from disks and written to disks; 0 where the system does not tell.
+    """Return the bytes that processes have read from and written to disks; 0 if the system does not report them.
 
-    What goes to a terminal is not counted: a progress bar moves even if nothing else does.
+    Terminal output is not counted: a progress bar moves even without progress.
     """
-    import psutil  # takes a while
+    import psutil  # slow import
 
     total = 0
     for process in processes:
@@ -25,13 +25,13 @@ def moved(processes: Iterable[int]) -> int:
 
 def written(folder: Path | None) -> list[tuple[str, int, int]]:
     """Return names, sizes and times of the files in a folder."""
-    found = []
+    files = []
     with suppress(OSError):
         for entry in os.scandir(folder) if folder is not None else ():
             with suppress(OSError):
                 stat = entry.stat(follow_symlinks=False)
-                found.append((entry.name, stat.st_size, stat.st_mtime_ns))
-    return sorted(found)
+                files.append((entry.name, stat.st_size, stat.st_mtime_ns))
+    return sorted(files)
 
 
 def is_stopped(pid: int) -> bool:

@@ -12,14 +12,13 @@ if TYPE_CHECKING:
     from ...services.training import WorkerPlace
 
 JOB = "job"
-"""Their name in a record."""
+"""Key of the figures in a record."""
 
 
 class JobFigures(Hook):
-    """Ask the master at the end of each epoch for the workers, tasks, versions of servers and throughput of the job.
+    """Query the master after each epoch for workers, tasks, versions of servers and throughput of the job.
 
-    The numbers of the record itself are those of the worker that writes it. A master that is being restarted is not
-    waited for.
+    The other numbers of the record are those of the worker that writes it. A restarting master is not waited for.
 
     Parameters
     ----------
@@ -31,15 +30,15 @@ class JobFigures(Hook):
 
     def after_epoch(self, run: TrainState) -> None:
         """Add the figures to the record."""
-        found = self._ask() if run.first_rank else None
-        if found := run.grid.world.bcast(found):
-            run.history[-1][JOB] = found
+        figures = self._ask() if run.first_rank else None
+        if figures := run.grid.world.bcast(figures):
+            run.history[-1][JOB] = figures
 
     def _ask(self) -> dict[str, Any] | None:
         from ...services.wire import ServiceClient  # gRPC
 
         try:
-            with ServiceClient(self._worker.master, "Recovery", self._worker.token, timeout=10.0, patience=1.0) as one:
-                return dict(one.call("figures").mapping("figures"))
+            with ServiceClient(self._worker.master, "Recovery", self._worker.token, timeout=10.0, patience=1.0) as rpc:
+                return dict(rpc.call("figures").mapping("figures"))
         except ServiceError:
             return None

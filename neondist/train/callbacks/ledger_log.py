@@ -1,4 +1,4 @@
-"""ledger.jsonl: every message and every sum of an epoch."""
+"""ledger.jsonl: messages and reductions of each epoch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ class LedgerLog(Hook):
     Fields: epoch, rank, pass ('training' or 'evaluation'), kind, layer, direction ('forward' or 'backward'), peer,
     messages, bytes. A 'halo' goes to the rank `peer`, as does a 'redistribution', a part of a redistributed vector.
     A 'sum' is made with a group of ranks, `peer` is 'world' (all), 'tiles' (of one replica) or 'replicas' (the same
-    tile in all replicas), and its bytes are those of the array that the rank gives, once: how a library passes it on is
-    its own affair (a ring of P ranks sends 2 (P - 1) / P of them). Sums of the whole model have the layers 'gradients'
-    and 'loss'.
+    tile in all replicas), and its bytes count the rank's array once, independent of the algorithm of the MPI library (a
+    ring of P ranks sends 2 (P - 1) / P of them). Sums of the whole model have the layers 'gradients' and 'loss'.
 
-    The bytes of an epoch's training add up to `bytes_sent` (halos) and `bytes_summed` (all others) in metrics.jsonl,
-    except in an epoch that was stopped and resumed, of which the ledger has what was sent since.
+    The training bytes of an epoch add up to `bytes_sent` (halos) and `bytes_summed` (all others) in metrics.jsonl,
+    except for a resumed epoch, where the ledger only has the bytes since the resume.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,24 +45,25 @@ class LedgerLog(Hook):
                 write_text(self.path, "".join(f"{line}\n" for line in lines if _epoch(line) <= run.epoch))
 
     def after_step(self, run: TrainState) -> None:
-        """Close the books of the training before the evaluation begins."""
+        """Record the ledger at the end of training, before the evaluation."""
         if run.samples_seen == len(run.dataset.train):
             self.trained = run.model.whole.ledger()
 
     def after_epoch(self, run: TrainState) -> None:
         """Append the epoch's lines; collective."""
         now = run.model.whole.ledger()
-        mine = [*_entries("training", self.trained - self.before), *_entries("evaluation", now - self.trained)]
+        own_entries = [*_entries("training", self.trained - self.before), *_entries("evaluation", now - self.trained)]
         self.before = now
-        everyone = run.grid.world.allgather(mine)
+        entries_by_rank = run.grid.world.allgather(own_entries)
         with all_or_none(run.grid.world):
             if run.first_rank:
-                told = ({"epoch": run.epoch, "rank": at, **one} for at, each in enumerate(everyone) for one in each)
-                append(self.path, "".join(json.dumps(entry) + "\n" for entry in told))
+                by_rank = enumerate(entries_by_rank)
+                records = ({"epoch": run.epoch, "rank": at, **entry} for at, entries in by_rank for entry in entries)
+                append(self.path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def _entries(during: str, ledger: Ledger) -> list[dict[str, Any]]:
-    """Return one entry for each layer, direction and receiver, whatever the sizes of the messages."""
+    """Return one entry per layer, direction and receiver, summed over message sizes."""
     messages: Counter[Key] = Counter()
     sent: Counter[Key] = Counter()
     for account, count in ledger.items():
@@ -77,7 +77,7 @@ def _entries(during: str, ledger: Ledger) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of the earlier run; DataError if the file is there and cannot be read."""
+    """Return the lines of the earlier run; DataError if the file exists and cannot be read."""
     try:
         with open_regular(path) as file:
             return file.read().decode(errors="replace").splitlines()
@@ -91,4 +91,4 @@ def _epoch(line: str) -> float:
     try:
         return int(json.loads(line)["epoch"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line that was not written to its end
+        return float("inf")  # an incomplete line

@@ -1,4 +1,4 @@
-"""tasks.sqlite: the queue of a run in one process."""
+"""tasks.sqlite: task queue of a single-process run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..state import TrainState
 from .hook import Hook
 
 _LEASE = 1e9
-"""seconds; the one worker is this process"""
+"""Lease in seconds; the only worker is this process."""
 
 
 class LocalTasks(Hook):
-    """Let a queue in the run's folder say the order of the records, and credit them after each step.
+    """Take the order of records from a queue in the run's folder, and credit them after each step.
 
-    A run that is resumed goes on from its checkpoint: the credit of what is not in the weights is taken back.
+    A resumed run continues from its checkpoint: credits of records that are not in the weights are revoked.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class LocalTasks(Hook):
         self._task: Task | None = None
 
     def before_run(self, run: TrainState) -> None:
-        """Open the queue, as the weights are."""
+        """Open the queue at the position of the weights."""
         if run.step == 0:
             for path in self.folder.glob(f"{TASKS}*"):
                 path.unlink()
@@ -51,7 +51,7 @@ class LocalTasks(Hook):
         self._credit(run.epoch, run.samples_seen)
 
     def after_run(self, run: TrainState) -> None:
-        """Close the queue, so that its file is whole."""
+        """Close the queue and complete its file."""
         self.close()
 
     def on_stop(self, run: TrainState) -> None:
@@ -68,7 +68,7 @@ class LocalTasks(Hook):
         while self._task is None or (self._task.epoch, self._task.end) < (epoch, seen):
             if self._task is not None:
                 self.queue.report(self._task.id)
-            found = self.queue.get("local")
-            assert isinstance(found, Task)  # there is one for every batch
-            self._task = found
+            task = self.queue.get("local")
+            assert isinstance(task, Task)  # each batch belongs to a task
+            self._task = task
         self.queue.applied(self._task.id, seen)

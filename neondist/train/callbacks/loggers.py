@@ -1,4 +1,4 @@
-"""Records of epochs for other programs to show: TensorBoard and MLflow, both in local files."""
+"""Loggers of epoch records to local files of TensorBoard and MLflow."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .hook import Hook
 
 
 class Logger(Registered, Hook):
-    """Gives every epoch's numbers, on rank 0, to another program; those of classes one by one, as NAME/0.
+    """Base class of loggers of every epoch's numbers, on rank 0; per-class values are logged as NAME/0.
 
     Parameters
     ----------
     folder : path, optional
-        Where they are written; default: in the folder of the run.
+        Output folder; default: in the folder of the run.
     """
 
     module: str
@@ -36,7 +36,7 @@ class Logger(Registered, Hook):
         self.folder = self.place = None if folder is None else Path(folder)
 
     def within(self, folder: Path | None, experiment: str | None = None) -> None:
-        """Take note of the folder of the run, and of its YAML; ConfigError if there is no folder to write to."""
+        """Set the run's folder and its YAML; ConfigError if there is no folder to write to."""
         self.experiment = experiment
         self.place = self.folder or (None if folder is None else folder / self.name)
         if self.place is None:
@@ -45,15 +45,15 @@ class Logger(Registered, Hook):
             )
 
     def check(self) -> None:
-        """Raise MissingPackageError if the package is not there."""
+        """Raise MissingPackageError if the package is not installed."""
         try:
             import_module(self.module)
         except ImportError:
-            who = type(self).__name__
-            raise MissingPackageError(f"{who} needs {self.module}: pip install 'neondist[loggers]'") from None
+            logger = type(self).__name__
+            raise MissingPackageError(f"{logger} needs {self.module}: pip install 'neondist[loggers]'") from None
 
     def before_run(self, run: TrainState) -> None:
-        """Begin, with the epochs that the run continues from."""
+        """Open the log, and write the epochs that the run continues from."""
         with all_or_none(run.grid.world):
             if run.first_rank:
                 self.begin(run)
@@ -160,7 +160,7 @@ class MLflow(Logger):
 
 
 def parameters(experiment: str) -> Iterator[tuple[str, str]]:
-    """Yield the fields of an experiment in YAML by their paths, as `--set` has them; of objects, their tags."""
+    """Yield the fields of an experiment in YAML by their paths, as in `--set`; for objects, their tags."""
     root = yaml.compose(experiment, Loader=yaml.SafeLoader)
     return iter(()) if root is None else _fields(root, "")
 
@@ -182,16 +182,16 @@ def _fields(node: yaml.Node, path: str) -> Iterator[tuple[str, str]]:
 
 
 def numbers(record: Record) -> Iterator[tuple[str, float]]:
-    """Yield all numbers of a record by name, those in lists and mappings too; what is not finite is left out."""
+    """Yield all finite numbers of a record by name, including those in lists and mappings."""
     for name, value in record.items():
-        for place, one in _each(name, without_nan(value)):
-            if name != "epoch" and type(one) in (int, float):
-                yield place, one
+        for path, number in _flatten(name, without_nan(value)):
+            if name != "epoch" and type(number) in (int, float):
+                yield path, number
 
 
-def _each(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(value, (list, dict)):
         yield name, value
         return
-    for at, one in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _each(f"{name}/{at}", one)
+    for at, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _flatten(f"{name}/{at}", item)

@@ -14,15 +14,15 @@ from .hook import Hook
 class MetricsLog(Hook):
     """Write one JSON object per epoch, on rank 0, floats in full precision; NaN and infinity become null.
 
-    The object holds what a Record does; seconds, samples_per_second, bytes_sent (halos) and bytes_summed (arrays that
-    were given into sums over ranks, or sent in redistributions), both of all ranks, are of training alone.
+    The object has the fields of a Record; seconds, samples_per_second, bytes_sent (halos) and bytes_summed (arrays
+    that were reduced over ranks or redistributed), both over all ranks, are of training only.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def before_run(self, run: TrainState) -> None:
-        """Rewrite the file with the epochs that the run continues from: an unfinished line must not stay."""
+        """Rewrite the file with the epochs that the run continues from, without an incomplete line."""
         with all_or_none(run.grid.world):
             if run.first_rank:
                 write_text(self.path, "".join(map(line, run.history)))

@@ -18,16 +18,16 @@ from .hook import Hook
 _WORDS = {"train": "training"}
 _LONGER = {ReconstructionError.name: "reconstruction error"}
 _KNOWN = {"seconds", "samples_per_second", *(f"{name}_{number}" for name in SPLITS for number in ("loss", "error"))}
-"""what an epoch's line has in any case"""
+"""Fields that every epoch's line has."""
 
 
 class ProgressBar(Hook):
-    """A bar for the epoch under way on rank 0, and one line per epoch; only the lines where there is no terminal.
+    """Progress bar of the current epoch on rank 0, and one line per epoch; only the lines without a terminal.
 
     Parameters
     ----------
     file : text file, optional
-        Where to print; default stdout.
+        Output stream; default stdout.
     """
 
     joins_pretraining = True
@@ -39,7 +39,7 @@ class ProgressBar(Hook):
         self.start, self.first = 0.0, 0
 
     def before_run(self, run: TrainState) -> None:
-        """Say what will run, and show the bar."""
+        """Print the headline and show the bar."""
         if not run.first_rank:
             return
         for text in (*run.notes, headline(run)):
@@ -51,7 +51,7 @@ class ProgressBar(Hook):
         self.start, self.first = time.perf_counter(), run.samples_seen
 
     def after_step(self, run: TrainState) -> None:
-        """Move the bar; say it if the step was skipped."""
+        """Update the bar; print a line if the step was skipped."""
         if run.first_rank and not math.isfinite(run.loss):
             self._print(run, f"step {run.step} skipped: not finite: {run.model.whole.nonfinite_monitor.where}")
         if self.bar is not None:
@@ -67,17 +67,17 @@ class ProgressBar(Hook):
             self.start, self.first = time.perf_counter(), 0
 
     def on_stop(self, run: TrainState) -> None:
-        """Give the terminal back, and say where the run stopped and why."""
+        """Close the bar, and print where and why the run stopped."""
         self._close_bar()
         if run.first_rank and run.stop is not None:
             self._print(run, f"stopped at step {run.step}: {run.stop.reason}")
 
     def on_error(self, run: TrainState, error: BaseException) -> None:
-        """Give the terminal back."""
+        """Close the bar."""
         self._close_bar()
 
     def after_run(self, run: TrainState) -> None:
-        """Give the terminal back."""
+        """Close the bar."""
         self._close_bar()
 
     def _open_bar(self, run: TrainState, console: Any) -> None:
@@ -112,7 +112,7 @@ def terminal(file: IO[str] | None = None) -> Any:
     if not (sys.stdout if file is None else file).isatty():
         return None
     if "OMPI_COMM_WORLD_SIZE" in os.environ and "NEONDIST_LAUNCHED" not in os.environ:
-        return None  # Open MPI gives every rank a terminal, wherever its own output goes; only our launcher tells where
+        return None  # Open MPI gives every rank a terminal, even if its own output is redirected
     from ...terminal.rich_console import Console
 
     console = Console(file=file)
@@ -120,7 +120,7 @@ def terminal(file: IO[str] | None = None) -> Any:
 
 
 def headline(run: TrainState) -> str:
-    """Return one line that says what is trained on what."""
+    """Return one line on the model, the ranks and the data."""
     grid = run.grid
     tiles = f"{grid.planes} x " * (grid.planes > 1) + f"{grid.rows} x {grid.cols}"
     ranks = "1 rank" if grid.size == 1 else f"{grid.size} ranks ({grid.replicas} x {tiles})"
@@ -137,7 +137,7 @@ def headline(run: TrainState) -> str:
 
 
 def is_metric(name: str, value: Any) -> bool:
-    """Return whether it is one number of a metric that was asked for."""
+    """Return whether a value of a record is a number of a requested metric."""
     return name not in _KNOWN and type(value) is float and not math.isnan(value)
 
 

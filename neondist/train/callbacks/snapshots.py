@@ -1,4 +1,4 @@
-"""Snapshots in the memory of nodes: when they are written, and going on from the newest."""
+"""Snapshots in the memory of nodes: their schedule, and resuming from the newest."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .checkpoint import Checkpoint, restore, step_of
 from .hook import Hook
 
 SHARE = 0.02
-"""Of a run's time, for snapshots whose number of steps is not given."""
+"""Largest fraction of a run's time for automatic snapshots."""
 _EACH, _SPEED = 0.01, 5e8
-"""seconds of a snapshot, and its bytes a second, until one has been measured"""
+"""Initial estimates of a snapshot's seconds and bytes per second."""
 
 
 def open_store(folder: Path, world: Transport) -> SnapshotStore | None:
-    """Return the snapshots of a run that a supervisor has begun; collective."""
+    """Return the snapshot store of a supervised run; collective."""
     key = ""
     with all_or_none(world):
         if world.rank == 0:
@@ -40,15 +40,15 @@ def open_store(folder: Path, world: Transport) -> SnapshotStore | None:
 class Snapshots(Hook):
     """Write snapshots between checkpoints.
 
-    Where the shared memory has no room for them, checkpoints are written to the disk instead, as often.
+    If shared memory has no space for them, checkpoints are written to disk at the same interval.
 
     Parameters
     ----------
     store : SnapshotStore
     every : int, 'auto' or None
-        Steps; 'auto': as often as takes at most 2 % of the time; None: never.
+        Interval in steps; 'auto': using at most 2 % of the time; None: never.
     checkpoint : Checkpoint
-        Called before this hook; a step that it has written needs no snapshot.
+        Called before this hook; steps that it has written need no snapshot.
     clock : callable
         time.perf_counter, but for tests.
     """
@@ -70,7 +70,7 @@ class Snapshots(Hook):
         self.began, self.spent, self.cost = self.clock(), 0.0, _EACH + size / _SPEED
 
     def after_step(self, run: TrainState) -> None:
-        """Write a snapshot, if one is due; rank 0 says in a step's sum of gradients that it is due after the next."""
+        """Write a snapshot if one is due; rank 0 announces it one step ahead in the gradient reduction."""
         flags = run.model.sync.flags
         if self.every == "auto":
             due = flags.ranks(Flag.SNAPSHOT) > 0
@@ -83,12 +83,12 @@ class Snapshots(Hook):
 
     @property
     def affordable(self) -> bool:
-        """Whether all snapshots, with one more, take their share of the time at most."""
+        """Whether one more snapshot stays within the share of time."""
         return self.spent + self.cost <= SHARE * (self.clock() - self.began)
 
     def save(self, run: TrainState) -> None:
         """Write a snapshot now; collective."""
-        before = self.clock()
+        start = self.clock()
         if not self.on_disk:
             try:
                 self.store.write(*self.checkpoint.contents(run), run.step)
@@ -100,29 +100,29 @@ class Snapshots(Hook):
                     _log(self.checkpoint.path.parent, "snapshots", what=f"on the disk: {why}")
         if self.on_disk:
             self.checkpoint.save(run)
-        self.cost = self.clock() - before
+        self.cost = self.clock() - start
         self.spent += self.cost
 
     def after_run(self, run: TrainState) -> None:
-        """Remove the snapshots: the last checkpoint is on the disk."""
+        """Remove the snapshots: the last checkpoint is on disk."""
         self.store.remove()
 
     def on_stop(self, run: TrainState) -> None:
-        """Remove the snapshots: the checkpoint of this step is on the disk."""
+        """Remove the snapshots: the checkpoint of this step is on disk."""
         self.store.remove()
 
 
 def restore_newest(path: Path, run: TrainState, store: SnapshotStore | None) -> None:
-    """Let `run` go on from the newest complete snapshot, or from the checkpoint where that is as new; collective.
+    """Restore `run` from the newest complete snapshot, or from the checkpoint if that is as new; collective.
 
     Raises
     ------
     DataError
-        On every rank, as `restore`: neither can be used.
+        On every rank, as `restore`, if neither can be used.
     """
-    found = store.steps() if store is not None else []
-    on_disk = step_of(path, run.grid.world) if found else -1
-    for step, root in found:
+    snapshots = store.steps() if store is not None else []
+    on_disk = step_of(path, run.grid.world) if snapshots else -1
+    for step, root in snapshots:
         if store is None or step <= on_disk:
             break
         try:

@@ -1,4 +1,4 @@
-"""Pictures of what a stage has learned: reconstructions beside inputs, filters, and what its units answer to most."""
+"""Pictures of a pretrained stage: reconstructions beside inputs, filters, and optimal stimuli of its units."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Rows = list[np.ndarray]
 Blocks = dict[tuple[int, ...], np.ndarray]
 
 SAMPLES, UNITS, FILTERS, PIXELS = 10, 24, 384, 256
-"""Images, units and filters in a picture, and how many cells high or wide an image is drawn."""
+"""Limits of images, units and filters in a picture, and of an image's height and width in pixels."""
 
 
 class StagePictures(Hook):
     """Draw when a stage has been pretrained, on rank 0; nothing without matplotlib, or for other than images.
 
     `reconstructions_N.png` shows the stage's input, its reconstruction and their difference; `filters_N.png` the
-    filters of cells all over the tiles; both if the stage's input has one channel or three. `stimuli_N.png` shows the
-    images, of the norm of those of the split, at which units of the stage's output are largest. The split is that for
-    validation, or where there is none that for testing.
+    filters of cells spread over the tiles; both if the stage's input has one channel or three. `stimuli_N.png` shows
+    the images, with the mean norm of the split's, that maximise units of the stage's output. The split is the
+    validation split or, without one, the test split.
 
     Parameters
     ----------
@@ -44,24 +44,24 @@ class StagePictures(Hook):
         self.folder = folder
 
     def after_run(self, run: TrainState) -> None:
-        """Collect the pictures (collective), each from its tiles, and draw them."""
+        """Gather the pictures from their tiles and draw them; collective."""
         split, shape = run.dataset.selection, run.dataset.sample_shape
         for stage in run.model.stages if len(shape) == 3 and len(split) else ():
-            pictures, cells, found = reconstructions(stage, split), filters(stage), stimuli(stage, split)
+            pictures, cells, optimal = reconstructions(stage, split), filters(stage), stimuli(stage, split)
             with all_or_none(run.grid.world):
                 if run.first_rank and can_draw():
-                    self._draw(stage, pictures, cells, list(found.reshape(3, -1, *found.shape[1:])))
+                    self._draw(stage, pictures, cells, list(optimal.reshape(3, -1, *optimal.shape[1:])))
 
-    def _draw(self, stage: Autoencoder, pictures: Rows, cells: Blocks, found: Rows) -> None:
+    def _draw(self, stage: Autoencoder, pictures: Rows, cells: Blocks, optimal: Rows) -> None:
         name, number = stage.name, stage.number
         if pictures[0].shape[-1] in (1, 3):
             title = f"Input of '{name}', its reconstruction, and the difference"
             draw_rows(self.folder / f"reconstructions_{number}.png", pictures, title)
             title = f"Filters of '{name}': each block is one output cell"
             draw_blocks(self.folder / f"filters_{number}.png", cells, title)
-        if found[0].shape[-1] in (1, 3):
+        if optimal[0].shape[-1] in (1, 3):
             title = f"Optimal stimuli of units of the stage that begins with '{name}'"
-            draw_rows(self.folder / f"stimuli_{number}.png", found, title)
+            draw_rows(self.folder / f"stimuli_{number}.png", optimal, title)
 
 
 def reconstructions(stage: Autoencoder, split: Split) -> Rows:
@@ -74,25 +74,25 @@ def reconstructions(stage: Autoencoder, split: Split) -> Rows:
 
 
 def filters(stage: Autoencoder) -> Blocks:
-    """Return filters (*kernel, C, out_channels) of places spread over the output, by place; collective.
+    """Return filters (*kernel, C, out_channels) at positions spread over the output, by position; collective.
 
-    With shared filters a place is that of a block.
+    With shared filters a position is that of a block.
     """
     weights, shard, grid = to_host(stage.layer.params["weights"]), stage.shard, stage.grid
     shape = shard.parameter.shape
     side = max(1, int((FILTERS / shape[-1]) ** 0.5))
-    wanted = [sorted({int(i) for i in np.linspace(0, n - 1, min(n, side))}) for n in shape[:2]]
+    positions = [sorted({int(i) for i in np.linspace(0, n - 1, min(n, side))}) for n in shape[:2]]
     lo = shard.box.lo
-    mine = {}
+    own_filters = {}
     if grid.replica == 0:
-        for row, col in ((r, c) for r in wanted[0] for c in wanted[1]):
+        for row, col in ((r, c) for r in positions[0] for c in positions[1]):
             at = (row - lo[0], col - lo[1])
             if all(0 <= i < n for i, n in zip(at, weights.shape, strict=False)):
-                mine[row, col] = weights[at].copy()
-    found: Blocks = {}
-    for part in grid.world.allgather(mine):
-        found.update(part)
-    return dict(sorted(found.items()))
+                own_filters[row, col] = weights[at].copy()
+    blocks: Blocks = {}
+    for part in grid.world.allgather(own_filters):
+        blocks.update(part)
+    return dict(sorted(blocks.items()))
 
 
 def stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
@@ -110,7 +110,7 @@ def stimuli(stage: Autoencoder, split: Split) -> np.ndarray:
 
 
 def _whole(grid: ProcessGrid, tiles: Any, lo: Sequence[int], shape: Sequence[int]) -> np.ndarray:
-    """Return images (n, h, w, C) from the first replica's tiles, every s-th cell where they are large; collective."""
+    """Assemble images (n, h, w, C) from the first replica's tiles, subsampled if large; collective."""
     tiles, step = to_host(tiles), -(-max(shape[:2]) // PIXELS)
     start = [-(-at // step) for at in lo]
     piece = None
@@ -128,13 +128,13 @@ SEAM = 1.0  # the white between pictures
 
 
 def draw_rows(path: Path, rows: Sequence[np.ndarray], title: str) -> None:
-    """Write rows of pictures (n, h, w, C) of one size, all of a row in one scale of grey or colour around 0."""
+    """Write rows of pictures (n, h, w, C) of equal size; each row has one scale, centred at 0."""
     lines = [_stack([_scaled(p, np.abs(row).max(initial=0)) for p in row], 1) for row in rows]
     _write(path, np.concatenate(lines), title)
 
 
 def draw_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title: str) -> None:
-    """Write blocks by (row, column): each holds pictures (h, w, C, n) in one scale around 0."""
+    """Write blocks by (row, column): pictures (h, w, C, n) in one scale, centred at 0."""
     rows = sorted({place[0] for place in blocks})
     lines = []
     for row in rows:
@@ -144,15 +144,15 @@ def draw_blocks(path: Path, blocks: Mapping[tuple[int, ...], np.ndarray], title:
 
 
 def _block(pictures: np.ndarray) -> np.ndarray:
-    """Return n pictures in a block that is as square as can be."""
-    each = [_scaled(p, np.abs(pictures).max(initial=0)) for p in np.moveaxis(pictures, -1, 0)]
-    wide = -(-len(each) // max(1, int(len(each) ** 0.5)))
-    each += [np.ones_like(each[0])] * (-len(each) % wide)
-    return np.concatenate([_stack(each[at : at + wide], 1) for at in range(0, len(each), wide)])
+    """Arrange n pictures in a block that is as square as possible."""
+    tiles = [_scaled(p, np.abs(pictures).max(initial=0)) for p in np.moveaxis(pictures, -1, 0)]
+    wide = -(-len(tiles) // max(1, int(len(tiles) ** 0.5)))
+    tiles += [np.ones_like(tiles[0])] * (-len(tiles) % wide)
+    return np.concatenate([_stack(tiles[at : at + wide], 1) for at in range(0, len(tiles), wide)])
 
 
 def _scaled(picture: np.ndarray, most: float) -> np.ndarray:
-    """Return (h, w, 3) in [0, 1]: 0 is the middle."""
+    """Scale a picture to (h, w, 3) in [0, 1], with 0 at 0.5."""
     grey = 0.5 + 0.5 * picture / most if most > 0 else np.full(picture.shape, 0.5)
     return np.broadcast_to(grey, (*picture.shape[:2], 3))
 

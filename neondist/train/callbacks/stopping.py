@@ -1,4 +1,4 @@
-"""Ending a run in good order: when the batch system says so, and before its time is over."""
+"""Graceful stop of a run: on signals of the batch system, and before a time limit."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ SIGNALS = {"SIGTERM": Flag.SIGTERM, "SIGUSR1": Flag.SIGUSR1}
 
 
 class StopOnSignal(Hook):
-    """SIGTERM or SIGUSR1, on any rank, ends the run on all ranks after the step under way, with a checkpoint.
+    """Stop the run on all ranks after the current step, with a checkpoint, on SIGTERM or SIGUSR1 on any rank.
 
-    The ranks agree inside the sum of the gradients, and before the first step of a run, or of a stage of pretraining,
-    on what came in between. What comes while the checkpoint is written changes nothing. Signals can be caught in a
-    process's main thread only.
+    The ranks agree within the gradient reduction, and before the first step of a run or of a pretraining stage on
+    signals received since. Signals during the checkpoint are ignored. Signals can be caught only in the main thread of
+    a process.
 
     Parameters
     ----------
     signals : Signals, optional
-        Who listens already; default from `open` to `close`.
+        Installed signal handlers; default: installed from `open` to `close`.
     remedy : str
-        How the run goes on, for the message.
+        How to continue the run, for the message.
     """
 
     joins_pretraining = True
@@ -36,68 +36,68 @@ class StopOnSignal(Hook):
         self.run: TrainState | None = None
 
     def open(self) -> None:
-        """Listen."""
+        """Install the handlers."""
         if self.own:
             self.signals.listen()
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Restore the previous handlers."""
         if self.own:
             self.signals.restore()
 
     def before_run(self, run: TrainState) -> None:
-        """Join those who are told; stop before the first step, if a rank has received a signal."""
+        """Subscribe to signals; stop before the first step if a rank has received one."""
         self.run, self.signals.cleans_up = run, True
-        self.signals.join(self._tell)
+        self.signals.join(self._set_flag)
         received = [name for names in run.grid.world.allgather(tuple(self.signals.received)) for name in names]
         if received and run.stop is None and run.epoch < run.epochs:
             run.stop = Stop(f"received {received[0]}; {self.remedy}")
 
     def after_step(self, run: TrainState) -> None:
-        """Stop, if a rank has received a signal."""
+        """Stop if a rank has received a signal."""
         for name, flag in SIGNALS.items():
             if run.stop is None and run.model.sync.flags.ranks(flag):
                 run.stop = Stop(f"received {name}; {self.remedy}")
 
     def after_run(self, run: TrainState) -> None:
-        """Leave those who are told."""
+        """Unsubscribe from signals."""
         if self.run is not None:
             self.run = None
-            self.signals.listeners.remove(self._tell)
+            self.signals.listeners.remove(self._set_flag)
 
     def on_stop(self, run: TrainState) -> None:
-        """Leave those who are told."""
+        """Unsubscribe from signals."""
         self.after_run(run)
 
     def on_error(self, run: TrainState, error: BaseException) -> None:
-        """Leave those who are told."""
+        """Unsubscribe from signals."""
         self.after_run(run)
 
-    def _tell(self, name: str) -> None:
+    def _set_flag(self, name: str) -> None:
         if self.run is not None:
             self.run.model.sync.flags.mine[SIGNALS[name]] = 1
 
 
 DISK = 100e6
-"""Bytes a second that a checkpoint is taken to write, until one has been measured."""
+"""Initial estimate of bytes per second when writing a checkpoint."""
 
 
 class TimeLimit(Hook):
-    """End the run, with a checkpoint, early enough that it is over before its time is.
+    """Stop the run with a checkpoint before a time limit.
 
     Parameters
     ----------
     seconds : float
     started : float, optional
-        When they began to count, as `clock` tells; default now.
+        Start time by `clock`; default now.
     clock : callable
         time.time, but for tests.
 
     Notes
     -----
-    Rank 0 decides after step n, and all ranks stop after step n + 1, in whose sum of gradients they hear of it. Time is
-    kept for two of the longest steps of late and a checkpoint, and where an epoch may end in between, for its
-    evaluation and its checkpoint; for the latter two, what has been measured, or an estimate before that.
+    Rank 0 decides after step n, and all ranks stop after step n + 1, whose gradient reduction carries the flag. The
+    reserve is two of the longest recent steps and a checkpoint and, if an epoch may end in between, its evaluation and
+    checkpoint: measured times, or estimates before the first measurement.
     """
 
     joins_pretraining = True
@@ -109,11 +109,11 @@ class TimeLimit(Hook):
         self.last, self.evaluation, self.saving, self.after_pause = 0.0, 0.0, 0.0, False
 
     def before_run(self, run: TrainState) -> None:
-        """Begin to measure."""
+        """Start the clock."""
         self.last, self.after_pause = self.clock(), False
 
     def after_step(self, run: TrainState) -> None:
-        """Stop, if rank 0 said so in this step; tell the others, if it is time."""
+        """Stop if rank 0 announced it in this step; announce it if the limit is close."""
         took = self._took()
         if self.after_pause:
             self.saving, self.after_pause = max(self.saving, took), False
@@ -125,23 +125,23 @@ class TimeLimit(Hook):
             run.model.sync.flags.mine[Flag.TIME] = 1
 
     def after_epoch(self, run: TrainState) -> None:
-        """Learn how long the evaluation took; what comes before the next step is mostly the checkpoint."""
+        """Measure the evaluation; the time until the next step is mostly the checkpoint."""
         self.evaluation, self.after_pause = max(self.evaluation, self._took()), True
 
     def needed(self, run: TrainState) -> float:
-        """Return the seconds to keep for what there is to do still if the run is to stop."""
+        """Return the seconds to reserve for stopping the run."""
         step = max(self.steps, default=self.saving)
         saving, between = self.saving or _saving(run), 0.0
         if len(run.dataset.train) - run.samples_seen <= run.batch_size:  # the epoch may end before all ranks know
-            judged = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
-            between = saving + (self.evaluation or step * -(-judged // run.batch_size))
+            evaluated = sum(len(split) for name, split in run.dataset.splits.items() if name != "train")
+            between = saving + (self.evaluation or step * -(-evaluated // run.batch_size))
         return 1.0 + 2 * step + between + saving
 
     def _took(self) -> float:
-        before, self.last = self.last, self.clock()
-        return self.last - before
+        previous, self.last = self.last, self.clock()
+        return self.last - previous
 
 
 def _saving(run: TrainState) -> float:
-    """Return how many seconds a checkpoint may take, before one has been measured."""
+    """Return an estimate of the seconds of a checkpoint."""
     return float(run.model.whole.compiled.parameters.memory(run.grid.rank) / DISK)

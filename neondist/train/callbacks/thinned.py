@@ -1,4 +1,4 @@
-"""Small pictures of images that lie in tiles on several ranks: every s-th cell of them."""
+"""Subsampled pictures of tiled images."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ...geometry import Box
 
 
 def step_for(extent: Sequence[int], pixels: int) -> int:
-    """Return how far apart cells are shown, so that no axis has more pixels."""
+    """Return the subsampling step for at most `pixels` along each axis."""
     return -(-max(extent, default=1) // pixels)
 
 
 def shown(box: Box, step: int) -> tuple[slice, ...]:
-    """Return which cells of a box are, from its first one on."""
+    """Return slices of a box's sampled cells, relative to the box."""
     return tuple(slice(-lo % step, None, step) for lo in box.lo)
 
 
 def pasted(grid: ProcessGrid, box: Box, extent: Sequence[int], step: int, cells: np.ndarray, first: int) -> np.ndarray:
-    """Return samples (n, *pixels, ...) on every rank; collective.
+    """Assemble samples (n, *pixels, ...) on every rank; collective.
 
     Parameters
     ----------
     cells : array (m, *pixels, ...)
-        Those that are shown of this rank's box of the images `extent`, of m samples from the `first` on.
+        Sampled cells of this rank's box of images of this `extent`, for m samples starting at `first`.
     """
     parts = grid.world.allgather((first, tuple(-(-lo // step) for lo in box.lo), cells))
     count = max(first + len(part) for first, _, part in parts)

@@ -22,10 +22,10 @@ PIXELS = 512  # a larger image is drawn from every s-th cell, so that no rank ha
 
 
 class TilesPicture(Hook):
-    """Draw an image before training begins, on rank 0; nothing without matplotlib or for other than images.
+    """Draw an image and its tiles before training, on rank 0; does nothing without matplotlib or 2-D images.
 
-    A run that goes on, perhaps after a loss, draws it after its first epoch: to import matplotlib takes longer than all
-    else before the next step. The views drawn are those of the first layer whose window is larger than one cell.
+    A resumed run draws it after its first epoch, since importing matplotlib would delay the next step. The views are
+    those of the first layer whose window is larger than one cell.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,21 +33,21 @@ class TilesPicture(Hook):
         self._drawn = False
 
     def before_run(self, run: TrainState) -> None:
-        """Draw, unless the run goes on; collective."""
+        """Draw, unless the run is resumed; collective."""
         self._drawn = False
         if run.step == 0 and run.epoch == 0:
             self._draw(run)
 
     def after_epoch(self, run: TrainState) -> None:
-        """Draw, if that is still to be done; collective."""
+        """Draw if not done yet; collective."""
         self._draw(run)
 
     def after_run(self, run: TrainState) -> None:
-        """Draw, if that is still to be done; collective."""
+        """Draw if not done yet; collective."""
         self._draw(run)
 
     def _draw(self, run: TrainState) -> None:
-        """Collect the tiles and draw them, once."""
+        """Gather the tiles and draw them, once."""
         if self._drawn:
             return
         self._drawn = True
@@ -65,13 +65,13 @@ class TilesPicture(Hook):
                 draw_tiles(self.path, image, shape[:2], partition.parts, tiles, views, title)
 
 
-_ROWS = 256  # that are read at once
+_ROWS = 256  # rows per read
 
 
 def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> np.ndarray:
-    """Return the first image of `dataset.selection` on every rank, whole or every s-th cell, (h, w, C); collective.
+    """Gather the first image of `dataset.selection` on every rank, subsampled if large, (h, w, C); collective.
 
-    `box` is what this rank's data set has of it: its tile, or more.
+    `box`: cells of this rank's data set, its tile or more.
     """
     *extent, channels = dataset.sample_shape
     step = step_for(extent, PIXELS)
@@ -87,12 +87,12 @@ def collect(dataset: Dataset, grid: ProcessGrid, dtype: np.dtype, box: Box) -> n
 
 
 def _title(shape: Sequence[int], parts: Sequence[int], replicas: int, layer: LayerPlan | None) -> str:
-    what = f"An image ({' × '.join(map(str, shape))}) in {' × '.join(map(str, parts))} tiles"
+    text = f"An image ({' × '.join(map(str, shape))}) in {' × '.join(map(str, parts))} tiles"
     copies = f", the same in each of {replicas} replicas" if replicas > 1 else ""
     if layer is None or layer.window is None:
-        return what + copies
+        return text + copies
     kernel = " × ".join(map(str, layer.window.kernel))
-    return f"{what}{copies}, and what each rank sees for the layer '{layer.name}' (kernel {kernel})"
+    return f"{text}{copies}, and what each rank sees for the layer '{layer.name}' (kernel {kernel})"
 
 
 HALO, PADDING, SEAM = "tab:orange", "0.85", "tab:red"
@@ -117,7 +117,7 @@ def draw_tiles(
     extent : (H, W)
         Cells of the image, in which the boxes are given.
     parts : (rows, cols)
-    tiles, views : what each tile owns, and what it looks at; row-major
+    tiles, views : owned cells and view of each tile; row-major
     """
     from matplotlib.figure import Figure
 
@@ -143,7 +143,7 @@ def draw_tiles(
 
 
 def framed(tile: Box, view: Box) -> Box:
-    """Return the box around a tile and its view; what is empty needs no room."""
+    """Return the hull of a tile and its view, without empty ones."""
     if tile.empty or view.empty:
         return view if tile.empty else tile
     return tile.hull(view)
@@ -163,7 +163,7 @@ def strips(outer: Box, inner: Box) -> Iterator[Box]:
 
 
 def _inches(rows: int, cols: int, cells: Sequence[int]) -> tuple[float, float]:
-    """Return the width and height of the panels together: all in one scale, with room for their titles."""
+    """Return the total width and height of the panels in a common scale, with space for titles."""
     if not rows * cols * min(cells):
         return 2.5, 0.0
     scale = min(max(5.0, 1.3 * max(rows, cols)), 12.0) / max(rows * cells[0], cols * cells[1])
@@ -199,7 +199,7 @@ def _draw_views(
 
 
 def _pixels(image: np.ndarray) -> np.ndarray:
-    """Return grey or colour in [0, 1], of whatever range and channels the image has."""
+    """Return an image as grey or colour in [0, 1]."""
     image = image if image.shape[-1] in (1, 3) else image.mean(axis=-1, keepdims=True)
     low, high = float(image.min(initial=np.inf)), float(image.max(initial=-np.inf))
     scaled = (image - low) / (high - low) if high > low else np.zeros_like(image)

@@ -1,4 +1,4 @@
-"""A rank that waits for ever ends the job, and says what it waits for."""
+"""Watchdog that ends a job with a hung rank, with a report on its state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .io_counts import is_stopped, moved, written
 
 
 def end(world: Transport | None, patience: float) -> None:
-    """End the job from a thread, after a while in which the other ranks may say where they are."""
+    """End the job from a thread, after a grace period for reports of other ranks."""
     time.sleep(min(30.0, max(2.0, patience)))
-    last = threading.Timer(5, os._exit, [1])  # should MPI itself not answer
+    last = threading.Timer(5, os._exit, [1])  # in case MPI itself hangs
     last.daemon = True
     last.start()
     if world is not None and world.size > 1:
@@ -28,28 +28,28 @@ def end(world: Transport | None, patience: float) -> None:
 
 
 class Watchdog(Hook):
-    """End the job where a rank makes no progress for too long, instead of hanging.
+    """End the job if a rank makes no progress for too long, instead of hanging.
 
-    Progress is a pass that goes on, bytes that a rank of this machine reads or writes, files that grow in the run's
-    folder, and outside of runs another place in the code: a slow checkpoint is none that hangs. A thread looks now and
-    then. In which layer's exchange or in which sum the rank waits an observer knows; where it waits in none the report
-    ends with the last calls. Time in which the process was stopped does not count.
+    Progress is a pass that advances, disk traffic of a rank on this machine, files that change in the run's folder and,
+    outside of runs, a new position in the code: a slow checkpoint is not a hang. A thread polls these. The report names
+    the layer's exchange or the reduction in which the rank waits, or else the most recent calls. Time during which the
+    process was stopped does not count.
 
     Parameters
     ----------
     timeout : float
         Seconds.
     end : callable
-        What to do after the report, given the ranks (None: MPI has not started) and some seconds for others to report;
-        default to end the job with exit code 1.
+        Called after the report with the ranks (None: MPI has not started) and a grace period in seconds; default: end
+        the job with exit code 1.
     report : callable
-        Takes the text; default writes to stderr.
+        Called with the text; default: write to stderr.
     whole_process : bool
-        Watch from the first `open` to the end of the process, instead of from the first step to the last file.
+        Watch from the first `open` to the end of the process, instead of only during runs.
     rank, size : int
-        Of this process, as long as no run says it.
+        Rank of this process and number of ranks, until a run sets them.
     folder : path, optional
-        Where the run writes.
+        Output folder of the run.
     """
 
     joins_pretraining = True
@@ -75,7 +75,7 @@ class Watchdog(Hook):
         self.run: TrainState | None = None
 
     def open(self) -> None:
-        """Begin to watch the thread that calls, if the whole process is to be watched."""
+        """Start watching the calling thread, with `whole_process`."""
         if self.whole_process:
             self._begin()
 
@@ -85,24 +85,24 @@ class Watchdog(Hook):
             threading.Thread(target=self._watch, args=(self.done,), name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Watch no longer, unless the whole process is to be watched."""
+        """Stop watching, unless `whole_process`."""
         if not self.whole_process:
             self.stop()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         if self.done is not None:
             self.done.set()
             self.done = None
         self._leave()
 
     def join(self, world: Transport, peers: Sequence[tuple[str, int]], host: str) -> None:
-        """Take note of the ranks: of the machine and process number of each, and of this machine's name."""
+        """Set the ranks: host and process ID of each, and this host's name."""
         self.world, self.rank, self.size = world, world.rank, world.size
         self.peers = {rank: pid for rank, (name, pid) in enumerate(peers) if name == host and rank != world.rank}
 
     def observe(self, grid: ProcessGrid) -> None:
-        """Take note of what passes on this grid do."""
+        """Observe the passes on a grid."""
         self._leave()
         self.world, self.rank, self.size = grid.world, grid.rank, grid.size
         self.work = Whereabouts(grid)
@@ -114,44 +114,44 @@ class Watchdog(Hook):
             self.work = None
 
     def before_run(self, run: TrainState) -> None:
-        """Take note of the run."""
+        """Watch the run."""
         self.observe(run.grid)
         self.run = run
         self._begin()
 
     def after_run(self, run: TrainState) -> None:
-        """No step is to come."""
+        """Forget the run."""
         self.run = None
 
     def on_stop(self, run: TrainState) -> None:
-        """No step is to come."""
+        """Forget the run."""
         self.run = None
 
     def _watch(self, done: threading.Event) -> None:
         tick = min(5.0, self.timeout / 10)
-        seen: object = None
+        previous: object = None
         idle, last = 0.0, time.monotonic()
         while not done.wait(tick):
             now = time.monotonic()
             idle, last = idle + min(now - last, 2 * tick), now
             bytes_moved = moved([os.getpid(), *self.peers.values()])
-            found = (self._progress(), bytes_moved, written(self.folder))
-            if found != seen:
-                seen, idle = found, 0.0
+            activity = (self._progress(), bytes_moved, written(self.folder))
+            if activity != previous:
+                previous, idle = activity, 0.0
             elif idle > self.timeout:
                 self.report(self._text())
                 return self.end(self.world, self.timeout / 4)
 
     def _progress(self) -> tuple[int, str]:
-        """Return how far passes have come, and outside of runs, which have none that are slow, where the code is."""
+        """Return the number of passes and, outside of runs, the position in the code."""
         work = self.work
         return 0 if work is None else work.begun, calls(self.watched) if self.run is None else ""
 
     def _text(self) -> str:
         place = "outside of steps" if self.run is None else f"step {self.run.step + 1}"
         head = f"rank {self.rank} of {self.size}: no progress for {self.timeout:g} s (--stall-timeout), {place}"
-        doing, waits = ("", False) if (work := self.work) is None else (str(work), work.waits)
-        lines = [f"{head}: {doing}" if doing else head]
+        activity, waits = ("", False) if (work := self.work) is None else (str(work), work.waits)
+        lines = [f"{head}: {activity}" if activity else head]
         if not waits:
             lines = [f"{lines[0]}, most recent call first:", calls(self.watched) or "  none: its thread has ended"]
         lines += [

@@ -1,4 +1,4 @@
-"""worst.npz: which samples of the validation split cost most when the run ends, and small pictures of them."""
+"""worst.npz: samples of the validation split with the largest losses at the end of a run, with small pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...geometry import Box
 from ...io.files import replacing
 from ...metrics.classes import as_classes
 from ...models import Trainable
-from ..loop import judged
+from ..loop import evaluate_batches
 from ..state import TrainState
 from .hook import Hook
 from .thinned import pasted, shown, step_for
@@ -28,24 +28,23 @@ MOST, PIXELS = 12, 96
 class WorstSamples(Hook):
     """Write the worst samples of `dataset.selection`, on rank 0, when all epochs are complete.
 
-    There are none of other samples than images and volumes, of which the middle slice is shown, nor of a PyTorch loss
-    that is not a mean over cells.
+    Only for images and volumes (middle slice), and not for a PyTorch loss that is not a mean over cells.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def after_run(self, run: TrainState) -> None:
-        """Judge the split once more, sample by sample (collective), and write."""
+        """Evaluate the split sample by sample and write the file; collective."""
         model = run.model
         if len(run.dataset.splits) == 1 or model is not model.whole:
             return
         with model.whole.averaged():
-            found = worst_samples(model, run.dataset.selection, run.batch_size)
+            samples = worst_samples(model, run.dataset.selection, run.batch_size)
         with all_or_none(run.grid.world):
-            if found and run.first_rank:
+            if samples and run.first_rank:
                 with replacing(self.path) as file:
-                    np.savez_compressed(file, **found)  # type: ignore[arg-type]
+                    np.savez_compressed(file, **samples)  # type: ignore[arg-type]
 
 
 def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int = PIXELS) -> dict[str, np.ndarray]:
@@ -70,36 +69,36 @@ def worst_samples(model: Trainable, split: Split, batch_size: int, pixels: int =
 
 
 def losses_of(model: Trainable, cost: Any, split: Split, batch_size: int) -> np.ndarray:
-    """Return the cost of each sample as if it were alone, float64, on every rank, 0 if nothing counts; collective."""
+    """Return the cost of each sample by itself, float64, on every rank, 0 if all cells are ignored; collective."""
     parts = parts_of(cost)
     sums = np.zeros((len(parts) + len(weighted(cost)), len(split)))
-    for numbers, y, targets, _ in judged(model, split, batch_size):
+    for numbers, y, targets, _ in evaluate_batches(model, split, batch_size):
         for at, number in enumerate(numbers):
-            one = y[at : at + 1], targets[at : at + 1]
-            costs = [float(part.value(*one, model.output.total)) for _, part in parts]
-            sums[:, number] = [*costs, *weights_of(cost, one[0].shape, one[1])]
+            sample = y[at : at + 1], targets[at : at + 1]
+            costs = [float(part.value(*sample, model.output.total)) for _, part in parts]
+            sums[:, number] = [*costs, *weights_of(cost, sample[0].shape, sample[1])]
     sums = model.output.total(sums, replicas=True)
     costs, weights = sums[: len(parts)].T, sums[len(parts) :].T
     means = (
-        mean_of(cost, *of, 1, model.output_shape) if of[1].any() or not of[1].size else 0.0
-        for of in zip(costs, weights, strict=True)
+        mean_of(cost, *sums_, 1, model.output_shape) if sums_[1].any() or not sums_[1].size else 0.0
+        for sums_ in zip(costs, weights, strict=True)
     )
     return np.fromiter(means, "f8", len(split))
 
 
 def _pictures(model: Trainable, split: Split, numbers: np.ndarray, most: int) -> dict[str, np.ndarray]:
-    """Return small images, uint8, and what is and what was said: classes or numbers, of samples or cells."""
+    """Return small images, uint8, with labels and predictions: classes or numbers, per sample or cell."""
     grid, images, extent = model.grid, model.whole.input, model.output_shape[:-1]
     mine = slice(*grid.sample_range(len(numbers)))
     x = (split.lazily if model.streams else split.images)(numbers[mine], model.dtype)
-    y, targets, _ = model.judged(x, split.targets(numbers[mine]), len(numbers))
+    y, targets, _ = model.evaluate_batch(x, split.targets(numbers[mine]), len(numbers))
     y, ignored = to_host(y), model.cost.ignore_index
     labels, keep = without_ignored(targets, ignored)
-    found = as_classes(y, labels)
-    said, label = (y, targets) if found is None else (found[0].argmax(-1), found[1])
-    if found is not None and keep is not None:
+    classified = as_classes(y, labels)
+    said, label = (y, targets) if classified is None else (classified[0].argmax(-1), classified[1])
+    if classified is not None and keep is not None:
         label = np.where(keep, label, ignored)
-    if extent and found is None:
+    if extent and classified is None:
         said, label = (cells[..., 0] if cells.ndim == y.ndim else cells for cells in (said, label))
     pixels = _whole(grid, mine.start, images.own, images.extent, x, most).astype(np.float64)
     box = grid.partition(extent).box(grid.tile) if extent else Box((), ())
@@ -110,16 +109,16 @@ def _pictures(model: Trainable, split: Split, numbers: np.ndarray, most: int) ->
 
 
 def as_bytes_of(pixels: np.ndarray) -> np.ndarray:
-    """Return pictures (n, h, w, C) as uint8, each from its least to its largest value; of other channels the mean."""
+    """Return pictures (n, h, w, C) as uint8, scaled to their range; averaged over other than 1 or 3 channels."""
     pixels = pixels if pixels.shape[-1] in (1, 3) else pixels.mean(axis=-1, keepdims=True)
-    low, high = (of(pixels, axis=(1, 2, 3), keepdims=True) for of in (np.min, np.max))
+    low, high = (reduce(pixels, axis=(1, 2, 3), keepdims=True) for reduce in (np.min, np.max))
     return (255 * (pixels - low) / np.where(high > low, high - low, 1)).astype(np.uint8)
 
 
 def _whole(grid: ProcessGrid, first: int, box: Box, extent: tuple[int, ...], cells: Any, most: int) -> np.ndarray:
-    """Return samples (n, *extent, ...) on every rank, of which this one has a box from the `first` on; collective.
+    """Assemble samples (n, *extent, ...) on every rank from each rank's box; collective.
 
-    Of a large extent it is every s-th cell, of a volume the middle slice; no more than that is read of a LazyTile.
+    Large extents are subsampled to every s-th cell, volumes to the middle slice; a LazyTile is read only there.
     """
     if not extent:
         return pasted(grid, box, extent, 1, cells, first)

@@ -1,10 +1,9 @@
-"""A trained network at work on images of any size.
+"""Inference with a trained network on images of any size.
 
-predict: outputs of all of a file's images into another file, part by part, and on from where it was ended. images: a
-file's images as the network takes them. network: a checkpoint's weights; of_weights: a module's, of a file. routes:
-block by block, or whole; windows: a classifier of tiles at each place. results: what is written. progress: how far it
-is. measure: cost and metrics over files, instead of outputs. forecast: fields some times later, each from the
-one before.
+predict: outputs for a file's images, written part by part and resumable. images: input images of a file. network: with
+a checkpoint's weights; of_weights: a PyTorch module with weights of a file. routes: block by block, or whole images;
+windows: tile classifiers. results: conversion of outputs. progress: progress line. measure: cost and metrics over
+files. forecast: fields at later times.
 """
 
 from .forecast import forecast

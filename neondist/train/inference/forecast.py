@@ -1,4 +1,4 @@
-"""Forecasts of a trained network: the fields some times later, or one forecast from the other, in NetCDF."""
+"""Forecasts of a trained network in NetCDF: single steps, or autoregressive rollouts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ...comm import ProcessGrid, all_or_none
 from ...data import ClimateFiles
 from ...data.datasets.climate_files import FieldTiles
 from ...data.datasets.field_series import FieldSeries
-from ...data.raw import normalised
+from ...data.raw import normalise
 from ...errors import ConfigError, DataError
 from ...formats import TileSource, create_sink
 from ...formats.axes import Cells
-from ...formats.conventions import PLACE, AuxiliaryVariable
+from ...formats.conventions import POSITION_ATTRIBUTES, AuxiliaryVariable
 from ...formats.coordinates import coordinate, dimension_of, times_of, values_of
 from ...formats.packing import OF_VALUES
 from ...geometry import Box
 from ...halo import GlobalArray
-from ...io.checkpoint import opened
+from ...io.checkpoint import open_checkpoint
 from ..experiment import FitExperiment
 from ..field_facts import FieldFacts
 from ..validate import grid_shape_of
 from ..weights import take_weights
 from .network import normalisation
-from .routes import InTiles, choose
+from .routes import TileRoute, choose
 
 _SUFFIXES = (".nc", ".nc4")
 
@@ -46,12 +46,12 @@ def forecast(
 ) -> tuple[int, ...]:
     """Write the forecasts of a checkpoint's network to NetCDF; return their shape (time, *extent, C); collective.
 
-    Variables are in the units of the files, at the times that they are for, on the grid of the input.
+    Variables are in the units of the files, at their valid times, on the grid of the input.
 
     Parameters
     ----------
     experiment : FitExperiment
-        The one that wrote the checkpoint, whose data set is ClimateFiles; its files need not be there.
+        The experiment that wrote the checkpoint, with ClimateFiles as data set; its files are not needed.
     checkpoint : path
         Written by any number of ranks.
     source : path
@@ -61,10 +61,10 @@ def forecast(
     grid : ProcessGrid, optional
         Default `experiment.open_grid()`.
     steps : int, optional
-        So many forecasts one after the other, from the last times of the files: each is an input of the next. Default:
-        a forecast from each time of the files that has as many before it as an image needs.
+        Length of a rollout from the last times of the files: each forecast is an input of the next. Default: one
+        forecast from each time of the files with enough preceding times.
     overwrite : bool
-        Replace a file that is there.
+        Replace an existing file.
 
     Raises
     ------
@@ -73,8 +73,8 @@ def forecast(
         forecasts cannot be inputs.
     """
     grid = experiment.open_grid() if grid is None else grid
-    given = {"the checkpoint": checkpoint, "the source": source, "the target": target, "steps": steps}
-    grid.check("predict", given | {"overwrite": overwrite})
+    facts_ = {"the checkpoint": checkpoint, "the source": source, "the target": target, "steps": steps}
+    grid.check("predict", facts_ | {"overwrite": overwrite})
     dataset, model, path, world = experiment.dataset, experiment.model, Path(checkpoint), grid.world
     with all_or_none(world):
         if not isinstance(dataset, ClimateFiles):
@@ -85,7 +85,7 @@ def forecast(
             raise ConfigError(f"{target}: forecasts are written to NetCDF; give a name ending in .nc")
         grid_shape_of(experiment, grid.size)
         series = dataset.open_series(str(source), "input", targets=False)
-    with closing(series), opened(path, world) as file:
+    with closing(series), open_checkpoint(path, world) as file:
         _, factor, offset, fill = normalisation(path, file.facts.texts)
         with all_or_none(world):
             try:
@@ -103,7 +103,7 @@ def forecast(
                 require_closed(dataset, facts, series)
                 images.repeat_last(grid.replicas)
             route = choose(model, images, grid, experiment.batch_size, None, None)  # type: ignore[arg-type]
-            if not isinstance(route, InTiles):
+            if not isinstance(route, TileRoute):
                 raise ConfigError(
                     "memory: the network does not fit in memory with whole fields; use more ranks, or more memory"
                 )
@@ -118,8 +118,8 @@ def forecast(
         first = series.times[dataset.steps - 1 :] if steps is None else [series.times[-1]]
         times = [t + after for t in first] if steps is None else [first[0] + after * (k + 1) for k in range(count)]
         with _sink(series, facts, times, Path(target), grid, model.dtype, overwrite) as sink:
-            made = _from_files(route, facts) if steps is None else _rolled_out(route, dataset.steps, facts, steps)
-            for places, values in made:
+            forecasts = _from_files(route, facts) if steps is None else _roll_out(route, dataset.steps, facts, steps)
+            for places, values in forecasts:
                 if values is not None:
                     box = grid.partition(series.extent).box(grid.tile)
                     sink.write((places, *box.slices, slice(0, len(facts.outputs))), values.astype(model.dtype))
@@ -128,7 +128,7 @@ def forecast(
 
 
 class FieldImages:
-    """The images (N, H, W, C) of a series, as a network was trained on them."""
+    """Images (N, H, W, C) of a series, normalised as in training."""
 
     stacked = True
 
@@ -150,7 +150,7 @@ class FieldImages:
         self.source = series.source(0)
 
     def repeat_last(self, count: int) -> None:
-        """Let the images be so many of the last one, one for each replica."""
+        """Replace the images by `count` copies of the last one, one per replica."""
         self._first = np.repeat(self._first[-1:], count)
 
     @property
@@ -166,11 +166,11 @@ class FieldImages:
     def read(self, samples: range, box: Box, dtype: Any) -> np.ndarray:
         """Return the cells of a box of consecutive images (n, *box, C)."""
         tiles = FieldTiles(self.series, self._first, self._steps, self._channels, box.slices)
-        return normalised(tiles[np.arange(samples.start, samples.stop)], self.factor, self.offset, dtype)
+        return normalise(tiles[np.arange(samples.start, samples.stop)], self.factor, self.offset, dtype)
 
 
 def require_closed(dataset: ClimateFiles, facts: FieldFacts, series: FieldSeries) -> None:
-    """Raise ConfigError unless forecasts have all that the next one needs."""
+    """Raise ConfigError unless forecasts contain all inputs of the next one."""
     for at in dataset.input_channels(series):
         name = series.channels[at].name
         if name not in facts.outputs:
@@ -185,8 +185,8 @@ def require_closed(dataset: ClimateFiles, facts: FieldFacts, series: FieldSeries
         )
 
 
-def _from_files(route: InTiles, facts: FieldFacts) -> Iterator[tuple[slice, np.ndarray | None]]:
-    """Yield forecasts from all images, this rank's samples and tile of them."""
+def _from_files(route: TileRoute, facts: FieldFacts) -> Iterator[tuple[slice, np.ndarray | None]]:
+    """Yield forecasts from all images: this rank's samples and tile."""
     for part in range(route.parts):
         x = None
         with all_or_none(route.grid.world):
@@ -197,14 +197,14 @@ def _from_files(route: InTiles, facts: FieldFacts) -> Iterator[tuple[slice, np.n
         yield slice(samples.start, samples.stop), None if y is None else facts.physical(y)
 
 
-def _rolled_out(route: InTiles, steps: int, facts: FieldFacts, count: int) -> Iterator[tuple[slice, np.ndarray | None]]:
-    """Yield forecasts, each from the one before; each replica computes them all, and the first one has them."""
+def _roll_out(route: TileRoute, steps: int, facts: FieldFacts, count: int) -> Iterator[tuple[slice, np.ndarray | None]]:
+    """Yield forecasts of a rollout; every replica computes all of them, and the first one yields values."""
     model, grid, images = route.model, route.grid, route.images
     own, channels = model.input.own, images.shape[-1] // steps
     names = facts.inputs[-channels:]
     order = [facts.outputs.index(name) for name in names]
     factor, offset = (np.resize(np.asarray(of), images.shape[-1])[-channels:] for of in (images.factor, images.offset))
-    alike = all(grid.world.allgather(own == grid.partition(route.output_shape[:-1]).box(grid.tile)))
+    aligned = all(grid.world.allgather(own == grid.partition(route.output_shape[:-1]).box(grid.tile)))
     x = None
     with all_or_none(grid.world):
         x = route.read(0)
@@ -213,7 +213,7 @@ def _rolled_out(route: InTiles, steps: int, facts: FieldFacts, count: int) -> It
         y = to_host(model.fprop(x, training=False, batch_size=grid.replicas))
         values = facts.physical(y)
         yield slice(number, number + 1), values if grid.replica == 0 else None
-        if not alike:  # tiles that are read overlap
+        if not aligned:  # tiles that are read overlap
             whole = GlobalArray(grid, (grid.replicas, *route.output_shape), dtype=str(y.dtype)).gather(y)
             values = facts.physical(whole[(slice(grid.replica, grid.replica + 1), *own.slices)])
         following = values[..., order] * factor - offset
@@ -241,18 +241,18 @@ class ForecastPlace(TileSource):
     def auxiliary_variables(self) -> tuple[list[AuxiliaryVariable], list[str]]:
         """Return the coordinates of the grid, the new times, and the attributes of the file."""
         kept, time = list[AuxiliaryVariable](), self._names["T"]
-        for one in self._source.auxiliary_variables()[0]:
-            grid = {*one.dimensions} & {self._names["Y"], self._names["X"]}
-            if one.name == time and one.values is not None:
-                attributes = {name: value for name, value in one.attributes.items() if name not in _OF_OLD_TIMES}
+        for variable in self._source.auxiliary_variables()[0]:
+            grid = {*variable.dimensions} & {self._names["Y"], self._names["X"]}
+            if variable.name == time and variable.values is not None:
+                attributes = {name: value for name, value in variable.attributes.items() if name not in _OF_OLD_TIMES}
                 kept.append(AuxiliaryVariable(time, (time,), self._times, attributes))
-            elif one.name == "/":
-                kept.append(replace(one, attributes=_CONVENTIONS | one.attributes))
-            elif one.name == "" or (
-                one.values is not None and time not in one.dimensions and (grid or not one.dimensions)
+            elif variable.name == "/":
+                kept.append(replace(variable, attributes=_CONVENTIONS | variable.attributes))
+            elif variable.name == "" or (
+                variable.values is not None and time not in variable.dimensions and (grid or not variable.dimensions)
             ):
-                kept.append(one)  # but levels, and what changes with time
-        if not any(one.name == "/" for one in kept):
+                kept.append(variable)  # without levels and time-dependent variables
+        if not any(variable.name == "/" for variable in kept):
             kept.append(AuxiliaryVariable("/", (), None, dict(_CONVENTIONS)))
         return kept, []
 
@@ -274,7 +274,7 @@ def _sink(
     dtype: Any,
     overwrite: bool,
 ) -> Iterator[Any]:
-    """Yield the file of forecasts at some times, in seconds."""
+    """Yield the output file of forecasts at the given times in seconds."""
     place, variables = None, list[tuple[str, Mapping[str, Any]]]()
     with all_or_none(grid.world):
         source = series.source(len(series) - 1)
@@ -283,34 +283,34 @@ def _sink(
             variables.append((name, _attributes(series, name, units)))
     assert place is not None
     shape = len(times), *series.extent, len(facts.outputs)
-    made = create_sink(target, shape, dtype, "TYXC", like=place, overwrite=overwrite, grid=grid, variables=variables)
-    with closing(made) as sink:
+    file = create_sink(target, shape, dtype, "TYXC", like=place, overwrite=overwrite, grid=grid, variables=variables)
+    with closing(file) as sink:
         yield sink
 
 
 def _raw_times(source: TileSource, last: float, times: Sequence[float]) -> np.ndarray:
-    """Return times as the coordinate of a file has them; whole numbers where those are."""
-    one = coordinate(source, "T", source.auxiliary_variables()[0])
-    assert one is not None
-    values = values_of(source.path, one)
-    zero, unit = times_of(source.path, replace(one, values=np.arange(2.0), attributes=_plain(one)))
-    found = float(values[-1]) + (np.asarray(times) - last) / (unit - zero)
-    whole = one.values is not None and one.values.dtype.kind in "iu" and np.allclose(found, np.rint(found), atol=1e-6)
-    return np.rint(found).astype(np.int64) if whole else found
+    """Return times in the units and integer type of a file's time coordinate."""
+    axis = coordinate(source, "T", source.auxiliary_variables()[0])
+    assert axis is not None
+    values = values_of(source.path, axis)
+    zero, unit = times_of(source.path, replace(axis, values=np.arange(2.0), attributes=_time_attributes(axis)))
+    raw = float(values[-1]) + (np.asarray(times) - last) / (unit - zero)
+    whole = axis.values is not None and axis.values.dtype.kind in "iu" and np.allclose(raw, np.rint(raw), atol=1e-6)
+    return np.rint(raw).astype(np.int64) if whole else raw
 
 
-def _plain(one: AuxiliaryVariable) -> dict[str, Any]:
-    return {name: value for name, value in one.attributes.items() if name in ("units", "calendar")}
+def _time_attributes(variable: AuxiliaryVariable) -> dict[str, Any]:
+    return {name: value for name, value in variable.attributes.items() if name in ("units", "calendar")}
 
 
 def _attributes(series: FieldSeries, name: str, units: str) -> dict[str, Any]:
-    """Return the attributes of an output: those of the variable of that name, but how it was stored."""
-    channel = next((one for one in series.channels if one.name == name), None)
-    given = {} if channel is None else dict(channel.attributes)
+    """Return the attributes of an output: those of its input variable, without storage attributes."""
+    channel = next((item for item in series.channels if item.name == name), None)
+    attributes = {} if channel is None else dict(channel.attributes)
     kept = {
         key: value
-        for key, value in given.items()
-        if key not in OF_VALUES and key not in PLACE and not key.startswith("_") and key.isidentifier()
+        for key, value in attributes.items()
+        if key not in OF_VALUES and key not in POSITION_ATTRIBUTES and not key.startswith("_") and key.isidentifier()
     }
     kept |= {"units": units} if units else {}
     if channel is not None and channel.level is not None:

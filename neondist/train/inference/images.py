@@ -1,4 +1,4 @@
-"""Images in a file, of any size, as a network takes them."""
+"""Images of any size in a file, normalised for a network."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 import numpy as np
 
-from ...data.raw import filled, normalised
+from ...data.raw import fill_missing, normalise
 from ...errors import AxesError, DataError
 from ...formats import TileSource, open_source
 from ...geometry import Box
-from ...io.hdf5 import state
+from ...io.hdf5 import file_state
 
 SPATIAL = "ZYX"
 
 
 class Images:
-    """The samples (N, *spatial, C) of a source; what axes it has beside those are samples one after the other.
+    """Samples (N, *spatial, C) of a source; its additional axes are flattened to samples.
 
     Parameters
     ----------
     source : TileSource
     sample_shape : (*spatial, C)
-        Of the images that the network was trained on: their axes and channels matter.
+        Shape of a training image, whose axes and channels must match.
     factor, offset : sequence of float
-        What makes of a raw value what the network was trained on.
+        Normalisation of raw values as in training.
     fill : float, optional
-        The raw value that stands for NaN. Default: NaN is an error.
+        Raw value to replace NaN. Default: NaN is an error.
 
     Attributes
     ----------
@@ -55,24 +55,24 @@ class Images:
         self.shape = prod(self.lead), *source.shape[first:]
 
     def read(self, samples: range, box: Box, dtype: Any) -> np.ndarray:
-        """Return the cells of a box of consecutive samples (n, *box, C), as the network was trained on them."""
-        return normalised(self.raw(samples, box.slices), self.factor, self.offset, dtype)
+        """Return the normalised cells of a box of consecutive samples (n, *box, C)."""
+        return normalise(self.raw(samples, box.slices), self.factor, self.offset, dtype)
 
     def raw(self, samples: range, cells: Sequence[slice]) -> np.ndarray:
-        """Return the same as they are in the file, but for NaN."""
+        """Return raw cells of consecutive samples, with NaN replaced."""
         parts = [samples] if self.stacked else [samples[at : at + 1] for at in range(len(samples))]
         shape = (*(cut.stop - cut.start for cut in cells), self.shape[-1])
         boxes = ((*self.places(part), *cells, slice(0, self.shape[-1])) for part in parts)
-        found = [self.source.read(box).reshape(len(part), *shape) for part, box in zip(parts, boxes, strict=True)]
-        whole = found[0] if len(found) == 1 else np.concatenate([np.empty((0, *shape), self.source.dtype), *found])
-        return filled(self.source.path, whole, self.fill)
+        arrays = [self.source.read(box).reshape(len(part), *shape) for part, box in zip(parts, boxes, strict=True)]
+        whole = arrays[0] if len(arrays) == 1 else np.concatenate([np.empty((0, *shape), self.source.dtype), *arrays])
+        return fill_missing(self.source.path, whole, self.fill)
 
     def close(self) -> None:
         """Close the file."""
         self.source.close()
 
     def places(self, samples: range) -> tuple[slice, ...]:
-        """Return where consecutive samples lie in the axes that are samples: one, where there is more than one axis."""
+        """Return slices of the sample axes for consecutive samples; for one sample if there are several axes."""
         if len(self.lead) == 1:
             return (slice(samples.start, samples.stop),)
         place = np.unravel_index(samples.start, self.lead) if self.lead else ()
@@ -80,14 +80,14 @@ class Images:
 
     @property
     def stacked(self) -> bool:
-        """Whether several samples are one box of the source."""
+        """Whether consecutive samples form one box of the source."""
         return len(self.lead) == 1
 
     def identity(self) -> list[Any]:
-        """Return what changes if the file does."""
+        """Return facts that change if the file changes."""
         path = Path(self.source.path)
         files = sorted(path.iterdir())[:1000] if path.is_dir() else [path]
-        return [str(path), list(self.source.shape), str(self.source.dtype), [state(file) for file in files]]
+        return [str(path), list(self.source.shape), str(self.source.dtype), [file_state(file) for file in files]]
 
 
 def open_images(
@@ -98,7 +98,7 @@ def open_images(
     fill: float | None = None,
     opener: Callable[..., TileSource] = open_source,
 ) -> Images:
-    """Return the images of a file; where it does not name its axes they follow from what the network takes.
+    """Return the images of a file; unnamed axes are inferred from the network's input.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def open_images(
     Raises
     ------
     DataError
-        It is missing, damaged, of an unknown kind, or of another number of axes or channels.
+        It is missing, damaged, of an unknown kind, or has wrong axes or channels.
     """
     try:
         source = opener(path)
@@ -136,6 +136,6 @@ def open_images(
 
 
 def _misfit(path: str | Path, sample_shape: Sequence[int], shape: Sequence[int], axes: str = "") -> DataError:
-    wanted = ", ".join(["N", *"DHW"[4 - len(sample_shape) :], str(sample_shape[-1])])
-    held = f"an array of shape {list(shape)}" + (f" ({axes})" if axes else "")
-    return DataError(f"{path}: holds {held}; the model takes ({wanted}): give images of these axes and channels")
+    expected = ", ".join(["N", *"DHW"[4 - len(sample_shape) :], str(sample_shape[-1])])
+    actual = f"an array of shape {list(shape)}" + (f" ({axes})" if axes else "")
+    return DataError(f"{path}: holds {actual}; the model takes ({expected}): give images of these axes and channels")

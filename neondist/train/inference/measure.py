@@ -1,4 +1,4 @@
-"""The cost and the metrics of a checkpoint's network over files: images of any size, and their labels."""
+"""Evaluation of a trained network on files: images of any size, and their labels."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from ..apply import PIXELS
 from ..callbacks.thinned import shown, step_for
 from ..callbacks.worst_samples import as_bytes_of, worst_samples
 from ..experiment import FitExperiment, all_metrics
-from ..loop import counted, evaluate
-from ..state import told_of
+from ..loop import evaluate, select_counted
+from ..state import format_results
 from .images import Images, open_images
 from .network import network
 from .of_weights import TrainedModule
-from .predict import through
+from .predict import compute
 from .progress import first_rank_progress
-from .routes import InBlocks, InTiles, Route
+from .routes import BlockRoute, Route, TileRoute
 
 
 def evaluate_files(
@@ -46,33 +46,33 @@ def evaluate_files(
 ) -> dict[str, Any]:
     """Return the cost and the metrics of a checkpoint's network over images and labels in files; collective.
 
-    As `predict`, images may be of any size, and go whole or in blocks.
+    As in `predict`, images may be of any size, and are evaluated whole or in blocks.
 
     Parameters
     ----------
     experiment, checkpoint, source, grid, block : as in `predict`
     labels : path
-        What `nd.open_source` reads: classes of the outputs' extent, whole numbers, or targets of the outputs' shape.
+        Input for `nd.open_source`: integer classes of the outputs' extent, or targets of the outputs' shape.
     samples : dict, optional
-        Filled with small pictures, as `worst_samples` returns them; of images in blocks, the first one.
+        Filled with small pictures as from `worst_samples`; block-wise, with the first image.
 
     Returns
     -------
     dict
-        'samples', 'loss', 'error' (the misclassification) and the metrics by their names, equal on every rank; None
-        where something does not suit the targets.
+        'samples', 'loss', 'error' (misclassification) and metrics by name, equal on every rank; None for values that
+        do not apply to the targets.
 
     Raises
     ------
     UserError
-        As `predict`; ConfigError for a cost that needs whole images where they go in blocks.
+        As `predict`; ConfigError for a cost that needs whole images, block-wise.
     """
     grid = experiment.open_grid() if grid is None else grid
     facts = {"the checkpoint": checkpoint, "the source": source, "the labels": labels, "block": block}
     grid.check("evaluate images", facts | {"samples": samples is not None})
     beyond = max((metric.beyond for metric in experiment.metrics if isinstance(metric, PerSample)), default=0)
     opened = network(experiment, checkpoint, source, grid, block, None, beyond)
-    return _measured(opened, experiment.model, experiment.metrics, labels, grid, samples)
+    return _evaluate(opened, experiment.model, experiment.metrics, labels, grid, samples)
 
 
 def evaluate_module(
@@ -88,13 +88,13 @@ def evaluate_module(
     Parameters
     ----------
     trained : TrainedModule
-        With windows, labels are those of its map of scores.
+        With windows, labels are for its score map.
     source, labels, grid, block, samples : as in `evaluate_files`
 
     Returns
     -------
     dict
-        'samples', 'loss' and 'error', equal on every rank; None where something does not suit the targets.
+        'samples', 'loss' and 'error', equal on every rank; None for values that do not apply to the targets.
 
     Raises
     ------
@@ -105,68 +105,68 @@ def evaluate_module(
     facts = {"the source": source, "the labels": labels, "block": block, "samples": samples is not None}
     grid.check("evaluate images", facts)
     opened = trained.opened(source, grid, block, None)
-    return _measured(opened, trained.model, all_metrics(None), labels, grid, samples)
+    return _evaluate(opened, trained.model, all_metrics(None), labels, grid, samples)
 
 
-def _measured(
-    opened: AbstractContextManager[tuple[InBlocks | InTiles, Images, dict[str, str]]],
+def _evaluate(
+    opened: AbstractContextManager[tuple[BlockRoute | TileRoute, Images, dict[str, str]]],
     model: TrainableModel,
     metrics: Sequence[Metric],
     labels: str | Path,
     grid: ProcessGrid,
     samples: dict[str, np.ndarray] | None,
 ) -> dict[str, Any]:
-    """Return the cost and the metrics on the route that `opened` yields; collective."""
+    """Evaluate cost and metrics on the route that `opened` yields; collective."""
     with first_rank_progress(grid.rank, sys.stderr) as progress, opened as (route, images, _):
         with all_or_none(grid.world):
             for metric in metrics:
                 metric.check_outputs(route.output_shape)
-            targets = _labels(labels, route, images)
-        with closing(targets), _labels_named(labels):
-            if isinstance(route, InTiles):
-                found = _whole(route, metrics, images, targets, samples)
+            targets = _open_labels(labels, route, images)
+        with closing(targets), _name_label_file(labels):
+            if isinstance(route, TileRoute):
+                results = _evaluate_whole(route, metrics, images, targets, samples)
             else:
                 with all_or_none(grid.world):
                     tiles = _Targets(targets, Box.of(targets.shape[1:-1]))
                     sums = _Sums(model, metrics, route, tiles, grid, pictures=samples is not None)
                 if progress is not None:
                     progress.expect(route.parts)
-                through(route, range(route.parts), grid, sums, progress)
-                found = sums.result()
+                compute(route, range(route.parts), grid, sums, progress)
+                results = sums.result()
                 if samples is not None and sums.thumbnail is not None:
-                    samples |= sums.thumbnail.result(found["loss"])
-    return told_of(images.shape[0], found)
+                    samples |= sums.thumbnail.result(results["loss"])
+    return format_results(images.shape[0], results)
 
 
-def _labels(labels: str | Path, route: Route, images: Images) -> Images:
+def _open_labels(labels: str | Path, route: Route, images: Images) -> Images:
     *extent, channels = route.output_shape
-    wanted, problem = (images.shape[0], *extent), DataError("")
-    # a file without names for its axes may be read as either; a picture with a palette has the numbers of its colours
-    of_palette = Path(labels).suffix.lower() == ".png"
-    for each in (1, channels) if of_palette else (channels, 1):
+    expected, problem = (images.shape[0], *extent), DataError("")
+    # files without axis names are ambiguous; a PNG with a palette holds class indices
+    is_png = Path(labels).suffix.lower() == ".png"
+    for depth in (1, channels) if is_png else (channels, 1):
         try:
-            found = open_images(labels, (*extent, each), opener=open_mask if of_palette and each == 1 else open_source)
+            image = open_images(labels, (*extent, depth), opener=open_mask if is_png and depth == 1 else open_source)
         except DataError as error:
             problem = error
             continue
-        kind = found.source.dtype
-        if found.shape[:-1] == wanted and (each == channels or kind.kind in "iub"):
-            return found
-        found.close()
-        if found.shape[:-1] == wanted:
+        dtype = image.source.dtype
+        if image.shape[:-1] == expected and (depth == channels or dtype.kind in "iub"):
+            return image
+        image.close()
+        if image.shape[:-1] == expected:
             problem = DataError(
-                f"{labels}: holds {kind} values, one for each cell; give classes, whole numbers, or {channels} channels"
+                f"{labels}: holds one {dtype} value per cell; give classes as integers, or {channels} channels"
             )
             continue
         problem = DataError(
-            f"{labels}: has labels for {list(found.shape[:-1])}; the outputs are {list(wanted)}: give a label for each"
+            f"{labels}: has labels for {list(image.shape[:-1])}; the outputs are {list(expected)}; give a label per"
             " cell of the outputs"
         )
     raise problem
 
 
 @contextmanager
-def _labels_named(labels: str | Path) -> Iterator[None]:
+def _name_label_file(labels: str | Path) -> Iterator[None]:
     """Name the file in errors about labels."""
     try:
         yield
@@ -177,10 +177,10 @@ def _labels_named(labels: str | Path) -> Iterator[None]:
 
 
 class _Sums:
-    """Adds up, block by block, what the cost and the metrics say; of some, sums of each sample over all its blocks."""
+    """Accumulator of cost and metrics over blocks; some need sums per sample over all its blocks."""
 
     def __init__(
-        self, model: TrainableModel, metrics: Sequence[Metric], route: InBlocks, targets: _Targets, grid: ProcessGrid,
+        self, model: TrainableModel, metrics: Sequence[Metric], route: BlockRoute, targets: _Targets, grid: ProcessGrid,
         pictures: bool,
     ) -> None:  # fmt: skip
         self.cost, self.metrics = model.cost_of_cells(), metrics
@@ -200,9 +200,9 @@ class _Sums:
                 self.tables[metric] = np.zeros((samples, 2))
         outputs = Outputs(grid, shape, lambda sums, replicas: _total(grid, sums))
         self.meters = {metric: metric.meter(outputs) for metric in self.metrics if metric not in self.tables}
-        self.thumbnail = _Thumbnail(route, targets.images, grid) if pictures else None  # it reads images once more
+        self.thumbnail = _Thumbnail(route, targets.images, grid) if pictures else None  # reads images again
         self.sums = np.zeros(len(self.parts) + len(weighted(self.cost)))
-        # of no samples, so that every rank has all sums
+        # no samples: initialises all sums on every rank
         self._add(range(0), np.zeros((0, *shape), route.dtype), targets.of(np.zeros((0, *targets.shape[1:]))))
 
     def write(self, part: int, y: np.ndarray | None) -> None:
@@ -215,51 +215,51 @@ class _Sums:
                 self.thumbnail.add(box, y[0], targets[0])
 
     def done(self, part: int) -> None:
-        """Take note of nothing: there is no journal."""
+        """Do nothing: there is no journal."""
 
     def result(self) -> dict[str, Any]:
-        """Return the means, given what all ranks have added up; collective."""
-        tables = {one: _total(self.grid, table) for one, table in self.tables.items()}
+        """Return the means over the sums of all ranks; collective."""
+        tables = {key: _total(self.grid, table) for key, table in self.tables.items()}
         costs, weights = np.split(_total(self.grid, self.sums), [len(self.parts)])
         for at, part in enumerate(self.parts):
             costs[at] += part.of_samples(tables[part]).sum() if part in tables else 0
         samples = len(self.targets)
-        found: dict[str, Any] = {"loss": mean_of(self.cost, costs, weights, samples, self.route.output_shape)}
+        means: dict[str, Any] = {"loss": mean_of(self.cost, costs, weights, samples, self.route.output_shape)}
         for metric in self.metrics:
             if metric in tables:
-                found |= metric.result(np.array([metric.of_samples(tables[metric]).sum(), samples]))  # type: ignore[attr-defined]
+                means |= metric.result(np.array([metric.of_samples(tables[metric]).sum(), samples]))  # type: ignore[attr-defined]
             else:
-                found |= self.meters[metric].result()
-        return found
+                means |= self.meters[metric].result()
+        return means
 
     def _add(self, samples: range, y: np.ndarray, targets: np.ndarray) -> None:
-        own = slice(None), *(slice(size) for size in self.route.plan.size)  # of what others have too
-        wide, y, targets = (y, targets), y[own], targets[own]
-        for one, table in self.tables.items():
-            table[samples.start : samples.stop] += one.of_cells(*(wide if getattr(one, "beyond", 0) else (y, targets)))
+        own = slice(None), *(slice(size) for size in self.route.plan.size)  # without overlap
+        full, y, targets = (y, targets), y[own], targets[own]
+        for key, table in self.tables.items():
+            table[samples.start : samples.stop] += key.of_cells(*(full if getattr(key, "beyond", 0) else (y, targets)))
         costs = [0.0 if part in self.tables else float(part.value(y, targets)) for part in self.parts]
         self.sums += [*costs, *weights_of(self.cost, y.shape, targets)]
-        judged = counted(y, targets, getattr(self.cost, "ignore_index", None))
+        cells = select_counted(y, targets, getattr(self.cost, "ignore_index", None))
         for meter in self.meters.values():
-            meter.add(*judged)
+            meter.add(*cells)
 
 
 class _Thumbnail:
-    """Every s-th cell of the first image, its targets and its outputs, from blocks; of a volume the middle slice."""
+    """Subsampled first image with targets and outputs, assembled from blocks; middle slice of a volume."""
 
-    def __init__(self, route: InBlocks, labels: Images, grid: ProcessGrid) -> None:
+    def __init__(self, route: BlockRoute, labels: Images, grid: ProcessGrid) -> None:
         self.route, self.labels, self.grid = route, labels, grid
         self.extent = route.output_shape[:-1]
-        self.source = route.like()  # None where outputs lie at other places than cells of the image
-        drawn = self.source is not None and len(self.extent) in (2, 3)
-        self.step = step_for(self.extent[-2:], PIXELS) if drawn else 0
+        self.source = route.like()  # None if outputs are not aligned with the image's cells
+        drawable = self.source is not None and len(self.extent) in (2, 3)
+        self.step = step_for(self.extent[-2:], PIXELS) if drawable else 0
         shape = [-(-n // self.step) for n in self.extent[-2:]] if self.step else []
         self.maps = {name: np.zeros(shape) for name in ("label", "said")}
         self.image = np.zeros((*shape, 1 if self.source is None else self.source.shape[-1]))
         self.classes = False
 
     def add(self, box: Box, y: np.ndarray, targets: np.ndarray) -> None:
-        """Take the cells of a block (*cells, C)."""
+        """Add the cells of a block (*cells, C)."""
         if self.source is None or not self.step:
             return
         own = [slice(lo, min(hi, lo + n)) for lo, hi, n in zip(box.lo, box.hi, self.route.plan.size, strict=True)]
@@ -271,8 +271,8 @@ class _Thumbnail:
         inside: Any = (*(at - cut.start for at, cut in zip(middle, own, strict=False)), *picked)
         within = tuple(slice(0, cut.stop - cut.start) for cut in own)
         self.classes = targets.ndim < y.ndim
-        said = y.argmax(-1) if self.classes else y[..., 0]
-        for name, cells in (("said", said), ("label", targets if self.classes else targets[..., 0])):
+        prediction = y.argmax(-1) if self.classes else y[..., 0]
+        for name, cells in (("said", prediction), ("label", targets if self.classes else targets[..., 0])):
             self.maps[name][rows, columns] = cells[within][inside]
         place = (*self.route.images.places(range(0, 1)), *own, slice(0, self.image.shape[-1]))
         self.image[rows, columns] = self.source.read(place).reshape(*(cut.stop - cut.start for cut in own), -1)[inside]
@@ -289,7 +289,7 @@ class _Thumbnail:
 
 
 class _Tiles:
-    """A rank's tile of each image in a file, as a split has it."""
+    """A rank's tile of each image in a file, as in a split."""
 
     def __init__(self, images: Images, box: Box) -> None:
         self.images, self.box = images, box
@@ -302,46 +302,46 @@ class _Tiles:
         return self.part(numbers, Box.of(self.box.shape).slices)
 
     def part(self, numbers: np.ndarray, cells: Sequence[slice]) -> np.ndarray:
-        """Return cells of some images in a row; slices count from the tile's first cell."""
+        """Return cells of consecutive images; slices are relative to the tile."""
         first = int(numbers[0]) if len(numbers) else 0
         own = zip(cells, self.box.lo, strict=True)
         return self.images.raw(range(first, first + len(numbers)), [slice(c.start + o, c.stop + o) for c, o in own])
 
 
 class _Targets(_Tiles):
-    """The same of labels."""
+    """A rank's tile of each label image in a file."""
 
     def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
         return self.of(super().__getitem__(numbers))
 
     def of(self, raw: np.ndarray) -> np.ndarray:
-        """Return classes (n, *cells), or numbers to be met (n, *cells, C)."""
+        """Return classes (n, *cells), or regression targets (n, *cells, C)."""
         if self.images.source.dtype.kind in "iub" and raw.shape[-1] == 1:
             return raw[..., 0].astype(np.int64)
         return raw
 
 
-def _whole(
-    route: InTiles,
+def _evaluate_whole(
+    route: TileRoute,
     metrics: Sequence[Metric],
     images: Images,
     labels: Images,
     samples: dict[str, np.ndarray] | None,
 ) -> dict[str, Any]:
-    """Return what an evaluation of whole images finds, each rank its tile; collective."""
+    """Evaluate whole images, one tile per rank; collective."""
     factor, offset = np.asarray(images.factor, "f8"), np.asarray(images.offset, "f8")
     tile = route.grid.partition(route.output_shape[:-1]).box(route.grid.tile)
     split = StreamedSplit(
         _Tiles(images, route.model.input.own), _Targets(labels, tile), mean=offset / factor, std=1 / factor, scale=1.0
     )
     with closing(split):
-        found = evaluate(route.model, split, route.batch, metrics)
+        results = evaluate(route.model, split, route.batch, metrics)
         if samples is not None:
             samples |= worst_samples(route.model, split, route.batch, PIXELS)
-        return found
+        return results
 
 
 def _total(grid: ProcessGrid, sums: np.ndarray) -> np.ndarray:
-    found = np.array(sums)
-    grid.world.allreduce(found)
-    return found
+    total = np.array(sums)
+    grid.world.allreduce(total)
+    return total

@@ -12,9 +12,9 @@ from typing import Any
 from ...comm import ProcessGrid, all_or_none
 from ...errors import DataError, ShapeError
 from ...geometry import GridShape
-from ...io.checkpoint import opened
+from ...io.checkpoint import open_checkpoint
 from ...io.checkpoint.checksum import BLOCK
-from ...io.checkpoint.texts import of_kind, plain_json, whole
+from ...io.checkpoint.texts import parse_json, require_integer, require_type
 from ...io.regular_file import open_regular
 from ...models import Model
 from ...registry import Registered
@@ -22,7 +22,7 @@ from ..experiment import FitExperiment
 from ..validate import grid_shape_of
 from ..weights import take_weights
 from .images import Images, open_images
-from .routes import InBlocks, InTiles, choose, forward_plan
+from .routes import BlockRoute, TileRoute, choose, forward_plan
 
 _EXECUTION = {"optimizer", "cost", "accumulate", "sync", "recompute", "strips", "memory"}
 
@@ -36,26 +36,26 @@ def network(
     block: int | None,
     before: list[Any] | None,
     beyond: int = 0,
-) -> Iterator[tuple[InBlocks | InTiles, Images, dict[str, str]]]:
-    """Yield the route that a network with a checkpoint's weights goes, its images, and what both are; collective."""
+) -> Iterator[tuple[BlockRoute | TileRoute, Images, dict[str, str]]]:
+    """Yield the inference route of a checkpoint's network, its images, and identities of both; collective."""
     model, world, path = experiment.model, grid.world, Path(checkpoint)
     with all_or_none(world):
         grid_shape_of(experiment, grid.size)
-    with opened(path, world) as file:
+    with open_checkpoint(path, world) as file:
         sample_shape, factor, offset, fill = normalisation(path, file.facts.texts)
         with all_or_none(world):
             images = open_images(source, sample_shape, factor, offset, fill)
         with closing(images):
-            with all_or_none(world), _extents_told(model, images):
+            with all_or_none(world), _check_extents(model, images):
                 route = choose(model, images, grid, experiment.batch_size, block, before, beyond)
             take_weights(file, model)
-            said = {"checkpoint": _identity(path), "network": hashlib.sha256(_text(model).encode()).hexdigest()[:16]}
-            yield route, images, said
+            keys = {"checkpoint": _identity(path), "network": hashlib.sha256(_text(model).encode()).hexdigest()[:16]}
+            yield route, images, keys
 
 
 @contextmanager
-def _extents_told(model: Any, images: Images) -> Iterator[None]:
-    """Raise an error that names the file and valid extents if layers do not match for images of this extent."""
+def _check_extents(model: Any, images: Images) -> Iterator[None]:
+    """On a shape mismatch of layers, raise an error that names the file and valid image extents."""
     try:
         yield
     except ShapeError as error:
@@ -64,19 +64,19 @@ def _extents_told(model: Any, images: Images) -> Iterator[None]:
             fits = tuple(max(step, n // step * step) for n in extents)
             with suppress(ShapeError):
                 forward_plan(model, (*fits, channels), GridShape(), 1)
-                had, would = (" x ".join(map(str, of)) for of in (extents, fits))
+                actual, valid = (" x ".join(map(str, sizes)) for sizes in (extents, fits))
                 raise DataError(
-                    f"{images.source.path}: {had} cells are not a valid input size of the network, but {would} are:"
+                    f"{images.source.path}: {actual} cells are not a valid input size of the network, but {valid} are:"
                     f" crop or pad images to multiples of {step} ({error})"
                 ) from error
         raise
 
 
 def normalisation(path: Path, texts: dict[str, str]) -> tuple[tuple[int, ...], list[float], list[float], float | None]:
-    """Return the shape of an image of training, and how they were made of raw values; the same on every rank."""
+    """Return shape, factor, offset and fill value of the training images; the same on every rank."""
     try:
-        facts = plain_json(texts["images"], dict)
-        shape = tuple(whole("'shape'", n, 1) for n in of_kind("'shape'", facts["shape"], list))
+        facts = parse_json(texts["images"], dict)
+        shape = tuple(require_integer("'shape'", n, 1) for n in require_type("'shape'", facts["shape"], list))
         fill = None if facts.get("fill") is None else _numbers("fill", [facts["fill"]])[0]
         return shape, _channels(facts, "factor", shape), _channels(facts, "offset", shape), fill
     except (KeyError, ValueError) as problem:
@@ -86,8 +86,8 @@ def normalisation(path: Path, texts: dict[str, str]) -> tuple[tuple[int, ...], l
 
 
 def _channels(facts: dict[str, Any], name: str, shape: tuple[int, ...]) -> list[float]:
-    """Return the finite numbers of one name: one, or one for each channel."""
-    numbers = _numbers(name, of_kind(f"'{name}'", facts[name], list))
+    """Return the finite numbers of a field: one, or one per channel."""
+    numbers = _numbers(name, require_type(f"'{name}'", facts[name], list))
     if len(numbers) not in (1, *shape[-1:]):
         raise ValueError(f"'{name}' has {len(numbers)} numbers")
     return numbers
@@ -100,16 +100,16 @@ def _numbers(name: str, numbers: list[Any]) -> list[float]:
 
 
 def _identity(path: Path) -> str:
-    """Return the first block of a checkpoint, which has its checksum."""
+    """Return a hash of a checkpoint's first block, which contains its checksum."""
     with open_regular(path) as file:
         return hashlib.sha256(file.read(BLOCK)).hexdigest()[:16]
 
 
 def _text(value: Any) -> str:
-    """Return what the outputs of a network depend on, beside its weights."""
+    """Return a text of all settings that determine a network's outputs, without its weights."""
     if isinstance(value, Registered):
-        given = {name: _text(one) for name, one in value.arguments().items() if name not in _EXECUTION}
-        return f"{type(value).__name__}({given})"
+        arguments = {name: _text(argument) for name, argument in value.arguments().items() if name not in _EXECUTION}
+        return f"{type(value).__name__}({arguments})"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_text(one) for one in value)}]"
+        return f"[{', '.join(_text(item) for item in value)}]"
     return str(getattr(value, "__qualname__", value))

@@ -1,4 +1,4 @@
-"""A module of PyTorch with the weights of a file, which need no experiment and no data set."""
+"""PyTorch module with weights from a file, without an experiment or a data set."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from ...errors import AxesError, ConfigError, DataError
 from ...formats import open_source
 from ...io.regular_file import open_regular, read_bytes
 from .images import Images, open_images
-from .routes import InBlocks, InTiles, choose, limit_of
-from .windows import InWindows, block_of, check_windows
+from .routes import BlockRoute, TileRoute, choose, limit_of
+from .windows import WindowRoute, block_of, check_windows
 
 BATCH = 8
-"""Whole images that go together at most."""
+"""Largest batch of whole images."""
 
 
 class TrainedModule:
-    """A module that a factory makes, with trained weights, ready for images of any size.
+    """A module from a factory, with trained weights, ready for images of any size.
 
     Parameters
     ----------
     factory : callable
-        Returns the torch.nn.Module, from images (n, C, *spatial).
+        Returns the torch.nn.Module, which takes images (n, C, *spatial).
     weights : path
-        A state_dict: safetensors, or of torch.save, as `neondist.torch.load_weights` reads it.
+        A state_dict, as safetensors or from torch.save; see `neondist.torch.load_weights`.
     name : str
-        Of the factory, as messages and journals have it.
+        Name of the factory in messages and journals.
     windows, stride : int, optional
-        Of a classifier of tiles: cells along each axis of a window, and between the first cells of neighbours (default:
-        side by side). The output is then a map of scores, a cell for each window that lies in the image whole.
+        For a tile classifier: cells along each axis of a window, and distance between windows (default: its size). The
+        output is then a map of scores, with one cell for each window that lies completely in the image.
     scale, mean, std : float, or one for each channel
-        The module is given (x / scale - mean) / std of values x of a file.
+        The module's input is (x / scale - mean) / std for values x of a file.
     memory : int, optional
-        Bytes that all processes on a machine may use together.
+        Memory limit in bytes for all processes on a machine.
 
     Raises
     ------
@@ -62,7 +62,7 @@ class TrainedModule:
         memory: int | str | None = None,
     ) -> None:
         from ...torch import TorchModel, load_weights
-        from ...torch.feeding import expected_image
+        from ...torch.training.feeding import expected_image
 
         if stride is not None and windows is None:
             raise ConfigError("--stride requires --windows CELLS; give it, or leave out --stride")
@@ -84,24 +84,24 @@ class TrainedModule:
         self._code = _file_of(factory)
 
     def check(self, source: str | Path) -> None:
-        """Find what is wrong with images before ranks are started; UserError."""
-        with closing(self.images(source)) as images, self._channels_told(images):
+        """Validate the images before ranks are started; UserError."""
+        with closing(self.images(source)) as images, self._check_channels(images):
             if self.windows is not None:
                 self._in_windows(images, None, None)
 
     def images(self, source: str | Path) -> Images:
-        """Return the images of a file, as the module takes them.
+        """Return the images of a file in the layout of the module.
 
         Raises
         ------
         UserError
-            DataError for a file that cannot be read, has other axes, or no room for a window; ConfigError for a number
-            of means that is not that of channels.
+            DataError for a file that cannot be read, has other axes, or is smaller than a window; ConfigError if the
+            number of means differs from that of channels.
         """
         channels = self.channels
         try:
-            with open_source(source) as found:
-                channels = found.shape[-1] if found.named else channels or found.shape[-1]
+            with open_source(source) as file:
+                channels = file.shape[-1] if file.named else channels or file.shape[-1]
         except AxesError as error:
             channels = channels or error.shape[-1]
         for option in ("mean", "std"):
@@ -125,56 +125,56 @@ class TrainedModule:
     @contextmanager
     def opened(
         self, source: str | Path, grid: ProcessGrid, block: int | None, before: list[Any] | None
-    ) -> Iterator[tuple[InBlocks | InTiles, Images, dict[str, str]]]:
-        """Yield the route that the module goes, its images, and what both are, as `network` does; collective."""
+    ) -> Iterator[tuple[BlockRoute | TileRoute, Images, dict[str, str]]]:
+        """Yield the inference route, the images, and identities of both, as `network` does; collective."""
         with all_or_none(grid.world):
             images = self.images(source)
         with closing(images):
-            with all_or_none(grid.world), self._channels_told(images):
+            with all_or_none(grid.world), self._check_channels(images):
                 route = (
                     choose(self.model, images, grid, BATCH, block, before)
                     if self.windows is None
                     else self._in_windows(images, block, before, grid.size)
                 )
-                said = self._said() if grid.rank == 0 else None
-            yield route, images, grid.world.bcast(said)
+                identities = self._identities() if grid.rank == 0 else None
+            yield route, images, grid.world.bcast(identities)
 
-    def _in_windows(self, images: Images, block: int | None, before: list[Any] | None, ranks: int = 1) -> InWindows:
-        from ...torch.windows import ModuleWindows
+    def _in_windows(self, images: Images, block: int | None, before: list[Any] | None, ranks: int = 1) -> WindowRoute:
+        from ...torch.training.windows import ModuleWindows
 
         assert self.windows is not None
         assert self.stride is not None
         size = [block_of(self.stride, block, before)] * self.spatial
-        given = self.model.dtype, images.shape[1:], self.windows, self.stride, size
-        return InWindows(images, ModuleWindows(self.model.module, *given), limit_of(self.model.memory, ranks))
+        window_args = self.model.dtype, images.shape[1:], self.windows, self.stride, size
+        return WindowRoute(images, ModuleWindows(self.model.module, *window_args), limit_of(self.model.memory, ranks))
 
     @contextmanager
-    def _channels_told(self, images: Images) -> Iterator[None]:
-        """Raise an error about the channels if the module fails for images with other channels than it takes."""
+    def _check_channels(self, images: Images) -> Iterator[None]:
+        """On an error of the module, raise one about the number of channels if that does not match."""
         try:
             yield
         except ConfigError as error:
-            there = images.shape[-1]
-            if self.channels in (None, there):
+            channels = images.shape[-1]
+            if self.channels in (None, channels):
                 raise
             raise DataError(
-                f"{images.source.path}: has {there} channels, but the first convolution of {self.name} takes"
+                f"{images.source.path}: has {channels} channels, but the first convolution of {self.name} takes"
                 f" {self.channels}; give images of {self.channels} channels, or another --factory"
             ) from error
 
-    def _said(self) -> dict[str, str]:
-        """Return what a resumed job has to have in common with the one that it resumes."""
+    def _identities(self) -> dict[str, str]:
+        """Return hashes that a resumed job must have in common with the original."""
         weights = hashlib.sha256()
         with open_regular(self.weights) as file:
-            while part := file.read(1 << 20):
-                weights.update(part)
+            while chunk := file.read(1 << 20):
+                weights.update(chunk)
         options = self.name, self.windows, self.stride, self.scale, self.mean, self.std, str(self.model.module)
         network = hashlib.sha256(repr(options).encode() + self._code).hexdigest()[:16]
         return {"weights": weights.hexdigest()[:16], "network": network}
 
 
 def _file_of(factory: Callable[..., Any]) -> bytes:
-    """Return the text of the file that a function is in; nothing of one that is in none."""
+    """Return the source file of a function as bytes; b'' if there is none."""
     with suppress(TypeError, OSError):
         return read_bytes(inspect.getfile(factory))
     return b""

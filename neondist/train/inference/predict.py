@@ -1,4 +1,4 @@
-"""The outputs of a trained network for images of any size, written part by part."""
+"""Inference on images of any size, with outputs written part by part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...comm import ProcessGrid, all_or_none
 from ...data import ClimateFiles
 from ...errors import ConfigError, DataError, OutputError
 from ...formats import TileSink, create_sink
-from ...formats.draft import is_named
+from ...formats.draft import is_published
 from ...geometry import split
 from ...io.files import make_folder
 from ...io.files import partial as unfinished
@@ -48,41 +48,40 @@ def predict(
 ) -> tuple[int, ...]:
     """Write the outputs of a checkpoint's network for images of any size; return their whole shape; collective.
 
-    Raw values are treated as the training images were: the checkpoint knows how they were normalised, so the data set
-    need not be there. Where the network fits into memory with whole images, each rank has its tile of them; else it
-    goes in blocks of the output, each computed from all cells that it depends on, and each rank has its own blocks.
-    The numbers are the same, but for rounding. What needs the whole image, such as a fully connected layer, cannot go
-    in blocks.
+    Raw values are normalised as recorded in the checkpoint; the data set is not needed.
+    If whole images fit in memory, each rank computes its tile of them. Otherwise each rank computes blocks of the
+    output by itself, each from its whole receptive field. Results agree up to rounding. Layers that need the
+    whole image, such as fully connected ones, cannot be computed block by block.
 
-    Whenever it is ended, the same call goes on with what is missing.
+    An interrupted call resumes when it is repeated.
 
     Parameters
     ----------
     experiment : FitExperiment
-        The one that wrote the checkpoint; its model's `memory` is what all ranks of a machine may use.
+        The experiment that wrote the checkpoint; its model's `memory` limits all ranks of a machine.
     checkpoint : path
-        Written by any number of ranks.
+        Written on any number of ranks.
     source : path
-        What `nd.open_source` reads; axes beside those of an image are samples.
+        Input for `nd.open_source`; additional axes are samples.
     target : path
-        What `nd.create_sink` writes. Of several kinds of output each has a file of its own: 'out-classes.npy'.
+        Output for `nd.create_sink`. Several kinds of output go to separate files, such as 'out-classes.npy'.
     grid : ProcessGrid, optional
         Default `experiment.open_grid()`.
     classes, probabilities, raw : bool
-        Write the number of the largest output of each cell, the softmax, or the outputs as they are (default).
+        Write the argmax of each cell, the softmax, or the raw outputs (default).
     block : int, optional
-        Cells along each axis that a block of the output has, fewer where memory is not enough. Default: whole images,
-        or 2048 cells where these do not fit.
+        Cells along each axis of an output block, fewer if memory is short. Default: whole images, or 2048 cells if
+        these do not fit.
     overwrite : bool
-        Replace an existing file, and start over where another output was begun.
+        Replace an existing file or an unfinished output.
     steps : int, optional
-        Of a network that was trained on ClimateFiles: so many forecasts one after the other; see `forecast`.
+        For a network trained on ClimateFiles: number of successive forecasts; see `forecast`.
 
     Raises
     ------
     UserError
-        On every rank: DataError for a file that cannot be read or does not fit, OutputError if nothing can be written,
-        ConfigError for a network that fits into no memory.
+        On every rank: DataError for a file that cannot be read or does not fit, OutputError if writing fails,
+        ConfigError for a network that does not fit in memory.
     """
     grid = experiment.open_grid() if grid is None else grid
     if steps is not None or isinstance(experiment.dataset, ClimateFiles):
@@ -94,7 +93,7 @@ def predict(
     kinds, read = kinds_of(raw, probabilities, classes), {"the checkpoint": checkpoint, "the source": source}
     grid.check("predict", read | _facts(target, kinds, block, overwrite))
     opened = partial(network, experiment, checkpoint, source, grid, block)
-    return _written(opened, Path(target), grid, kinds, overwrite)
+    return _write_outputs(opened, Path(target), grid, kinds, overwrite)
 
 
 def predict_module(
@@ -109,13 +108,13 @@ def predict_module(
     block: int | None = None,
     overwrite: bool = False,
 ) -> tuple[int, ...]:
-    """Write the outputs of a module with trained weights, as `predict` does those of a checkpoint; collective.
+    """Write the outputs of a module with trained weights, as `predict` does for a checkpoint; collective.
 
     Parameters
     ----------
     trained : TrainedModule
     source, target, grid, classes, probabilities, raw, block, overwrite : as in `predict`
-        With windows, a block is so many windows along each axis.
+        With windows, `block` counts windows along each axis.
 
     Raises
     ------
@@ -126,31 +125,31 @@ def predict_module(
     kinds = kinds_of(raw, probabilities, classes)
     grid.check("predict", {"the source": source} | _facts(target, kinds, block, overwrite))
     opened = partial(trained.opened, source, grid, block)
-    return _written(opened, Path(target), grid, kinds, overwrite)
+    return _write_outputs(opened, Path(target), grid, kinds, overwrite)
 
 
 def _facts(target: str | Path, kinds: Sequence[str], block: int | None, overwrite: bool) -> dict[str, Any]:
-    """Return the facts of the output to compare over the ranks."""
+    """Return the facts about the output that must be equal on all ranks."""
     return {"the target": target, "the outputs": kinds, "block": block, "overwrite": overwrite}
 
 
-def _written(
+def _write_outputs(
     opened: Callable[[list[Any] | None], AbstractContextManager[tuple[Route, Images, dict[str, str]]]],
     target: Path,
     grid: ProcessGrid,
     kinds: Sequence[str],
     overwrite: bool,
 ) -> tuple[int, ...]:
-    """Write the outputs on the route that `opened` yields; the shape, collective."""
+    """Write the outputs on the route that `opened` yields; return their shape; collective."""
     with (
         first_rank_progress(grid.rank) as progress,
         _journal(target, grid) as (journal, before),
-        opened(before) as (route, images, said),
+        opened(before) as (route, images, identities),
     ):
         done: set[int] = set()
         with all_or_none(grid.world):
             check_kinds(kinds, route.output_shape[-1], target)
-            job = {"outputs": kinds, "route": route.about, "input": images.identity(), **said}
+            job = {"outputs": kinds, "route": route.about, "input": images.identity(), **identities}
             if journal is not None:
                 done = journal.done(job, overwrite)
         done = grid.world.bcast(done)
@@ -158,10 +157,10 @@ def _written(
             with all_or_none(grid.world):
                 if journal is not None and not done:
                     journal.begin(job)
-            left = [part for part in range(route.parts) if part not in done]
+            remaining = [part for part in range(route.parts) if part not in done]
             if progress is not None:
                 progress.expect(route.parts, len(done))
-            through(route, left, grid, Writer(route, images, sinks, grid.world.bcast(journal)), progress)
+            compute(route, remaining, grid, Writer(route, images, sinks, grid.world.bcast(journal)), progress)
             for sink in sinks.values():
                 sink.commit()
         with all_or_none(grid.world):
@@ -171,47 +170,47 @@ def _written(
     return *images.lead, *route.output_shape[:-1], *((channels,) if kinds[0] != "classes" else ())
 
 
-def through(route: Route, parts: Sequence[int], grid: ProcessGrid, take: Any, progress: Progress | None = None) -> None:
-    """Compute parts, and hand the outputs to `take`; the next part is read, and the last one taken, meanwhile."""
+def compute(route: Route, parts: Sequence[int], grid: ProcessGrid, sink: Any, progress: Progress | None = None) -> None:
+    """Compute parts and pass the outputs to `sink`, reading and writing in the background."""
     parts = route.ordered(parts)
     mine = parts if route.collective else parts[slice(*split(len(parts), grid.size, grid.rank))]
     others = 1 if route.collective else grid.size
-    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
-        ahead = reader.submit(route.read, mine[0]) if mine else None
-        behind: tuple[int, Future[None]] | None = None
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as pool:
+        prefetched = reader.submit(route.read, mine[0]) if mine else None
+        pending: tuple[int, Future[None]] | None = None
         for at, part in enumerate(mine):
-            assert ahead is not None
-            x = _agreed(route, grid, ahead.result)
-            ahead = reader.submit(route.read, mine[at + 1]) if at + 1 < len(mine) else None
+            assert prefetched is not None
+            x = _run_agreed(route, grid, prefetched.result)
+            prefetched = reader.submit(route.read, mine[at + 1]) if at + 1 < len(mine) else None
             with grid.observers.during("layer", f"part {part}", "forward"):
                 y = route.outputs(part, x)
-            _finish(route, grid, behind, take)
-            behind = part, writer.submit(take.write, part, y)
+            _finish(route, grid, pending, sink)
+            pending = part, pool.submit(sink.write, part, y)
             if progress is not None:
                 progress.add(others, others * route.cells(part))
-        _finish(route, grid, behind, take)
+        _finish(route, grid, pending, sink)
 
 
-def _agreed(route: Route, grid: ProcessGrid, action: Callable[[], Any]) -> Any:
-    """Return what an action returns; where ranks work together all fail or none."""
+def _run_agreed(route: Route, grid: ProcessGrid, action: Callable[[], Any]) -> Any:
+    """Return the result of an action; on a collective route all ranks raise, or none does."""
     if not route.collective:
         return action()
-    found = None
+    value = None
     with all_or_none(grid.world):
-        found = action()
-    return found
+        value = action()
+    return value
 
 
-def _finish(route: Route, grid: ProcessGrid, behind: tuple[int, Future[None]] | None, take: Any) -> None:
-    """Wait for a part that is being taken, and note that it is done."""
-    if behind is not None:
-        _agreed(route, grid, behind[1].result)
+def _finish(route: Route, grid: ProcessGrid, pending: tuple[int, Future[None]] | None, writer: Any) -> None:
+    """Wait for a pending write and mark its part as done."""
+    if pending is not None:
+        _run_agreed(route, grid, pending[1].result)
         if not route.collective or grid.rank == 0:
-            take.done(behind[0])
+            writer.done(pending[0])
 
 
 class Writer:
-    """Takes outputs to files, and notes in a journal what is on the disk."""
+    """Writer of outputs to files, with a journal of the parts on disk."""
 
     def __init__(self, route: Route, images: Images, sinks: dict[str, TileSink], journal: Journal) -> None:
         self.route, self.images, self.sinks, self.journal = route, images, sinks, journal
@@ -232,23 +231,23 @@ class Writer:
             sink.flush()
 
     def done(self, part: int) -> None:
-        """Note that a part is done."""
+        """Mark a part as done in the journal."""
         self.journal.add(part)
 
 
 @contextmanager
 def _journal(target: Path, grid: ProcessGrid) -> Iterator[tuple[Journal | None, list[Any] | None]]:
-    """Yield the journal of an output, on rank 0 alone, and the route that it tells of; others wait, or are told."""
-    part = unfinished(target)
+    """Yield the journal of an output, on rank 0 only, and the route that it records, on all ranks."""
+    draft = unfinished(target)
     with ExitStack() as stack:
-        found = None
+        journal = None
         with all_or_none(grid.world):
             if grid.rank == 0:
                 make_folder(target.parent)
-                lock = Lock(part.with_name(part.name + ".journal.lock"), target, "file with --output")
+                lock = Lock(draft.with_name(draft.name + ".journal.lock"), target, "file with --output")
                 stack.callback(lock.release)
-                found = Journal(part.with_name(part.name + ".journal"))
-        yield found, grid.world.bcast((found.job or {}).get("route") if found is not None else None)
+                journal = Journal(draft.with_name(draft.name + ".journal"))
+        yield journal, grid.world.bcast((journal.job or {}).get("route") if journal is not None else None)
 
 
 @contextmanager
@@ -261,29 +260,29 @@ def _sinks(
     done: set[int],
     journal: Journal | None,
 ) -> Iterator[dict[str, TileSink]]:
-    """Yield the files on their route, those of an earlier process if something is done; but for complete ones.
+    """Yield the incomplete output files by kind, resuming those of an earlier process.
 
-    Where the input fails before any part is done, nothing of them is left.
+    If the input fails before any part is done, all of them are removed.
     """
     *extent, channels = route.output_shape
-    source, like, found = images.source, route.like(), {}
+    source, like, sinks = images.source, route.like(), {}
     axes = source.axes[: len(images.lead)] + source.axes[len(images.lead) : -1][: len(extent)] + "C"
-    makes: list[Callable[..., TileSink]] = []
-    complete: list[str] = []  # where a process was ended between a file's name and the next, or the journal's end
+    factories: list[Callable[..., TileSink]] = []
+    complete: list[str] = []  # if interrupted after a rename, before the next or the journal's end
     if len(done) == route.parts:
         with all_or_none(grid.world):
             if grid.rank == 0:
-                complete = [kind for kind, path in paths.items() if is_named(path)]
+                complete = [kind for kind, path in paths.items() if is_published(path)]
         complete = grid.world.bcast(complete)
-    with _removed_on_failure(makes, route, grid, journal), ExitStack() as stack:
+    with _remove_on_failure(factories, route, grid, journal), ExitStack() as stack:
         for kind, path in paths.items():
             if kind in complete:
                 continue
             shape = (*images.lead, *extent, channels_of(kind, channels))
-            given = shape, dtype_of(kind, channels, route.dtype), axes
+            layout = shape, dtype_of(kind, channels, route.dtype), axes
             options = options_of(kind, channels, path)
-            make = partial(create_sink, path, *given, like=like, overwrite=overwrite, grid=grid, **options)
-            makes.append(make)
+            make = partial(create_sink, path, *layout, like=like, overwrite=overwrite, grid=grid, **options)
+            factories.append(make)
             if not done:
                 with closing(make(resume=False)) as sink:
                     if sink.lost and grid.rank == 0:
@@ -293,15 +292,15 @@ def _sinks(
                 raise OutputError(
                     f"{path}: the partial output of the earlier job is missing; give --overwrite to start again"
                 )
-            found[kind] = sink
-        yield found
+            sinks[kind] = sink
+        yield sinks
 
 
 @contextmanager
-def _removed_on_failure(
-    makes: Sequence[Callable[..., TileSink]], route: Route, grid: ProcessGrid, journal: Journal | None
+def _remove_on_failure(
+    factories: Sequence[Callable[..., TileSink]], route: Route, grid: ProcessGrid, journal: Journal | None
 ) -> Iterator[None]:
-    """Remove unfinished outputs if the input is at fault, all ranks know, and no part of them is done."""
+    """Remove unfinished outputs on a DataError that all ranks raise, if no part is done."""
     try:
         yield
     except DataError:
@@ -309,7 +308,7 @@ def _removed_on_failure(
             with all_or_none(grid.world):
                 empty = journal is not None and Journal(journal.path).empty
             if grid.world.bcast(empty):
-                for make in makes:
+                for make in factories:
                     make(resume=False).close()
                 with all_or_none(grid.world):
                     if journal is not None and journal.path.exists():

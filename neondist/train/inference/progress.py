@@ -1,4 +1,4 @@
-"""One line that says how far a long job is, and when it will end."""
+"""Progress line of a long job with an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _FIRST, _EVERY, _ON_TERMINAL = 3.0, 30.0, 0.2
 
 
 class Progress:
-    """Prints the parts that are done and the time left: after 3 seconds, then every 30 if there is no terminal.
+    """Progress line: first after 3 seconds, then every 30 if there is no terminal.
 
-    As a context manager it prints the first line on time even while the first part is still computed.
+    As a context manager it prints the first line on time even during the first part.
 
     Parameters
     ----------
     parts : int, optional
-        All that there are to do; if that is not known yet, `expect` sets it.
+        Total number of parts; if it is not known yet, call `expect` later.
     file : text file, optional
-        Where to print; default stdout.
+        Output stream; default stdout.
     unit : str
-        What a part is called.
+        Name of a part.
     first : float, optional
-        Seconds until the first line; 0 prints it when the first part begins, for what is known to take long.
+        Seconds until the first line; 0 prints it when the first part begins.
     """
 
     def __init__(
         self, parts: int | None = None, file: IO[str] | None = None, unit: str = "part", first: float | None = None
     ) -> None:
         self.first = _FIRST if first is None else first
-        self.parts, self.done, self.before, self.cells = parts, 0, 0, 0
-        self.file, self.unit, self.doing = file, unit, ""
+        self.parts, self.done, self.resumed, self.cells = parts, 0, 0, 0
+        self.file, self.unit, self.activity = file, unit, ""
         self.start = time.monotonic()
         self.printed: float | None = None
         self.terminal = terminal(file) is not None
@@ -55,40 +55,40 @@ class Progress:
     ) -> None:
         self.close()
 
-    def expect(self, parts: int, before: int = 0) -> None:
-        """Set how many parts there are, and how many of these an earlier process has done; time counts from here."""
+    def expect(self, parts: int, resumed: int = 0) -> None:
+        """Set the total number of parts and those done by an earlier process; restart the clock."""
         with self._lock:
-            self.parts, self.done, self.before, self.start = parts, before, before, time.monotonic()
+            self.parts, self.done, self.resumed, self.start = parts, resumed, resumed, time.monotonic()
             if self.first <= 0:
-                self.printed = None  # the line of the first part is the first again
-            if before:
-                say(f"resuming: {before} of {parts} {self.unit}s were already done", self.file)
+                self.printed = None  # print again for the first part
+            if resumed:
+                say(f"resuming: {resumed} of {parts} {self.unit}s were already done", self.file)
 
-    def begin(self, doing: str) -> None:
-        """Note what is computed now."""
-        self.doing = doing
+    def begin(self, activity: str) -> None:
+        """Set the current activity."""
+        self.activity = activity
         if self.printed is None and self.first <= 0:
             with self._lock:
                 self._print(time.monotonic())
 
     def add(self, parts: int, cells: int = 0) -> None:
-        """Count parts, and the cells of outputs in them; print the line if it is time."""
+        """Count completed parts and their output cells; print the line if it is due."""
         with self._lock:
-            self.done, self.cells, self.doing = self.done + parts, self.cells + cells, ""
+            self.done, self.cells, self.activity = self.done + parts, self.cells + cells, ""
             if self.parts is not None:
                 self.done = min(self.parts, self.done)
             self._print(time.monotonic())
 
     def line(self, now: float) -> str:
-        """Return what is printed."""
-        seconds, done = max(now - self.start, 1e-9), self.done - self.before
+        """Return the progress line."""
+        seconds, done = max(now - self.start, 1e-9), self.done - self.resumed
         if self.parts is None:
             return f"preparing, {duration(seconds)} so far  "
         facts = [f"{self.unit} {self.done} of {self.parts}"]
         if self.cells:
             facts.append(f"{self.cells / 1e6 / seconds:.3g} Mpixel/s")
-        if self.doing and self.done < self.parts:
-            facts.append(f"now {self.doing}")
+        if self.activity and self.done < self.parts:
+            facts.append(f"now {self.activity}")
         if done > 0:
             facts.append(f"{duration((self.parts - self.done) * seconds / done)} left")
         else:
@@ -96,7 +96,7 @@ class Progress:
         return f"{', '.join(facts)}  "
 
     def close(self) -> None:
-        """Leave the line."""
+        """Stop and end the terminal's line."""
         self._end.set()
         if self._thread is not None:
             self._thread.join()
@@ -106,20 +106,20 @@ class Progress:
             self.printed = None
 
     def _wait(self) -> None:
-        """Print the first line while the first part may still be computed."""
+        """Print the first line on time, even during the first part."""
         if not self._end.wait(self.first):
             with self._lock:
                 self._print(time.monotonic())
 
     def _print(self, now: float) -> None:
-        """Print the line if it is time: early once, again with the first estimate, and then now and again."""
-        has_estimate = self.done > self.before
+        """Print the line if it is due: once early, with the first estimate, and then periodically."""
+        has_estimate = self.done > self.resumed
         every = _ON_TERMINAL if self.terminal else _EVERY
         due = now - self.start >= self.first if self.printed is None else now - self.printed >= every
         if not due and not (self.printed is not None and has_estimate and not self._estimated):
             return
         self.printed, self._estimated = now, has_estimate
-        # a terminal's line may be longer than the next one
+        # erase the rest of a longer line
         end, start = ("\x1b[K", "\r") if self.terminal else ("\n", "")
         say(self.line(now), self.file, end, start)
 
@@ -127,12 +127,12 @@ class Progress:
 def first_rank_progress(
     rank: int, file: IO[str] | None = None, parts: int | None = None, unit: str = "part", first: float | None = None
 ) -> AbstractContextManager[Progress | None]:
-    """Return the progress of a job for rank 0, of parts that may not be known yet; None for other ranks."""
+    """Return a Progress on rank 0, None on other ranks; `parts` may not be known yet."""
     return Progress(parts, file, unit, first) if rank == 0 else nullcontext()
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people read it: '2 h 5 min'."""
+    """Return a duration as text such as '2 h 5 min'."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

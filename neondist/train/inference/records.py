@@ -1,4 +1,4 @@
-"""A checkpoint's outputs for records, in their order."""
+"""Predictions of a checkpoint for records, in order."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from ...comm import ProcessGrid
 from ...data.records import Samples
-from ...io.checkpoint import opened
+from ...io.checkpoint import open_checkpoint
 from ...models import TrainableModel
 from ..weights import take_weights
 
 
 def predictions(model: TrainableModel, samples: Samples, batch_size: int, checkpoint: Path) -> Iterator[np.ndarray]:
-    """Yield the outputs (n, C, *spatial) of one batch of records after the other, in this process.
+    """Yield the outputs (n, C, *spatial) batch by batch, in this process.
 
     Raises
     ------
@@ -25,7 +25,7 @@ def predictions(model: TrainableModel, samples: Samples, batch_size: int, checkp
     grid, batch_size = ProcessGrid.serial(), min(batch_size, len(samples))
     shape = samples.of(range(batch_size))[0].shape[1:]
     model.build(shape, batch_size, grid, model.plan(shape, grid.shape, batch_size))
-    with opened(checkpoint, grid.world) as file:
+    with open_checkpoint(checkpoint, grid.world) as file:
         take_weights(file, model)
     for first in range(0, len(samples), batch_size):
         numbers = range(first, min(first + batch_size, len(samples)))

@@ -15,13 +15,13 @@ KINDS = ("raw", "probabilities", "classes")
 
 
 def kinds_of(raw: bool, probabilities: bool, classes: bool) -> list[str]:
-    """Return the kinds that are asked for; the raw outputs if none is."""
-    asked = zip(KINDS, (raw, probabilities, classes), strict=True)
-    return [kind for kind, wanted in asked if wanted] or ["raw"]
+    """Return the selected kinds of output; raw outputs by default."""
+    flags = zip(KINDS, (raw, probabilities, classes), strict=True)
+    return [kind for kind, selected in flags if selected] or ["raw"]
 
 
 def check_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:
-    """Raise ConfigError for what a network with so many outputs for a cell has not, or such a file cannot keep."""
+    """Raise ConfigError for kinds that need more output channels, or that this file format cannot store."""
     if "classes" in kinds and path.suffix.lower() in (".jpg", ".jpeg"):
         raise ConfigError(f"{path}: JPEG is lossy and would change classes; choose .png")
     for kind in kinds:
@@ -30,29 +30,29 @@ def check_kinds(kinds: Sequence[str], channels: int, path: Path) -> None:
 
 
 def channels_of(kind: str, channels: int) -> int:
-    """Return how many numbers a cell has."""
+    """Return the number of channels of a kind of output."""
     return 1 if kind == "classes" else channels
 
 
 def dtype_of(kind: str, channels: int, dtype: Any) -> np.dtype:
-    """Return what they are."""
+    """Return the dtype of a kind of output."""
     return np.min_scalar_type(channels - 1) if kind == "classes" else np.dtype(dtype)
 
 
 def options_of(kind: str, channels: int, path: Path) -> dict[str, Any]:
-    """Return how a file of one kind is written, beside what its format has by default."""
+    """Return the options of `create_sink` for a kind of output that differ from the format's defaults."""
     if kind != "classes":
         return {}
     suffix = path.suffix.lower()
     if suffix in (".npy", ".h5", ".hdf5"):
-        return {"channels": False}  # as NumPy's users have class maps; formats of images know no single channel anyway
+        return {"channels": False}  # class maps without a channel axis, as usual in NumPy
     if path.name.lower().endswith(".ome.zarr"):
         return {"classes": channels}
     return {"palette": True} if suffix == ".png" and channels <= 256 else {}
 
 
 def result(kind: str, y: np.ndarray) -> np.ndarray:
-    """Return one kind of the outputs (n, *cells, C)."""
+    """Convert the outputs (n, *cells, C) to one kind."""
     if kind == "raw":
         return y
     if kind == "classes":
@@ -61,7 +61,7 @@ def result(kind: str, y: np.ndarray) -> np.ndarray:
 
 
 def paths_of(kinds: Sequence[str], path: Path) -> dict[str, Path]:
-    """Return the file of each kind: of several, 'out.ome.zarr' becomes 'out-classes.ome.zarr'."""
+    """Return the file of each kind: with several, 'out.ome.zarr' becomes 'out-classes.ome.zarr'."""
     if len(kinds) == 1:
         return {kinds[0]: path}
     stem, dot, suffix = path.name.partition(".")

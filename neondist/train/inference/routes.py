@@ -1,4 +1,4 @@
-"""The two ways through a network: block by block, each rank its own; or whole, each rank its tile."""
+"""Inference routes: block by block, independently on each rank; or whole images, one tile per rank."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ...formats.cache import ChunkCache
 from ...geometry import Box, GridShape
 from ...models import Model, TrainableModel
 from ...plan import Plan, Training, compile_plan
-from ...plan.blocks import COPIES, fitted, fitted_blocks, not_in_blocks
+from ...plan.blocks import COPIES, find_obstacles, fit_blocks, shrink_to_fit
 from ...runtime.blocks import Blockwise
 from ...system.memory import PROCESS, free_memory, share_of, words
 from .images import Images
 
 BLOCK = {1: 1 << 18, 2: 2048, 3: 256}
-"""default number of cells along each axis of a block, by the number of axes"""
+"""Default cells along each axis of a block, by the number of axes."""
 CACHE = 1 << 28
-"""bytes of decoded chunks that a rank keeps at most, beside its blocks"""
+"""Largest cache of decoded chunks of a rank in bytes."""
 
 
 class Route(Protocol):
@@ -37,9 +37,9 @@ class Route(Protocol):
     output_shape : (*spatial, C)
     dtype : numpy.dtype
     collective : bool
-        Whether all ranks work on a part together.
+        Whether all ranks work on each part together.
     about : list
-        What a resumed job has to have in common with the one that it resumes.
+        Identity of the route, equal for a job and its resumption.
     """
 
     parts: int
@@ -49,37 +49,37 @@ class Route(Protocol):
     about: list[Any]
 
     def like(self) -> TileSource | None:
-        """Return an image whose cells lie where those of the output do; None if there is none."""
+        """Return an image with the output's cell positions; None if there is none."""
 
     def ordered(self, parts: Sequence[int]) -> Sequence[int]:
-        """Return parts in the order in which they are best read."""
+        """Return parts in the best order for reading."""
 
     def read(self, part: int) -> np.ndarray:
-        """Return what this rank needs of the images for a part."""
+        """Return this rank's input for a part."""
 
     def outputs(self, part: int, x: np.ndarray) -> np.ndarray | None:
-        """Return this rank's outputs; None: others have them."""
+        """Return this rank's outputs; None if other ranks have them."""
 
     def place(self, part: int) -> tuple[range, Box]:
-        """Return the samples and the cells that they are."""
+        """Return the samples and the box of this rank's outputs."""
 
     def cells(self, part: int) -> int:
-        """Return how many cells of images a part is, on all ranks."""
+        """Return the number of cells of a part on all ranks."""
 
 
-class InBlocks:
-    """Each rank computes blocks by itself, each from all cells that it depends on.
+class BlockRoute:
+    """Block-wise route: each rank computes blocks independently, each from its whole receptive field.
 
     Parameters
     ----------
     images : Images
-    plan : BlockPlan, or what is like it
+    plan : BlockPlan or similar
     run : callable
-        From a block's number and its cells of the image to its output.
+        Maps a block's number and its input cells to its output.
     cache : int
         Bytes of decoded chunks.
     output_shape : (*spatial, C)
-        Of one image's output.
+        Shape of one image's output.
     dtype : numpy.dtype
     """
 
@@ -101,11 +101,11 @@ class InBlocks:
 
     def like(self) -> TileSource | None:
         """Return the images, if the outputs are as large."""
-        return _as_large(self.images, self.output_shape)
+        return _source_if_aligned(self.images, self.output_shape)
 
     @staticmethod
     def _blocks_in(cache: int, images: Images, plan: Any) -> int:
-        """Return how many neighbours across can be kept until those below them are read."""
+        """Return the number of adjacent blocks that fit in the cache until the next row is read."""
         source, cells = images.source, plan.largest_image.shape
         if source.chunks is None:
             return 1
@@ -115,37 +115,37 @@ class InBlocks:
         return max(1, int(blocks ** (1 / max(1, len(cells) - 1)) + 1e-6))
 
     def ordered(self, parts: Sequence[int]) -> Sequence[int]:
-        """Return blocks in columns, so that what two of them need is decoded once."""
+        """Return blocks in columns, so that shared chunks are decoded once."""
 
-        def place(part: int) -> list[int]:
+        def sort_key(part: int) -> list[int]:
             sample, number = divmod(part, len(self.plan))
             first, *others = self.plan.coords(number)
             return [sample, *(at // self._across for at in others), first, *others]
 
-        return sorted(parts, key=place)
+        return sorted(parts, key=sort_key)
 
     def read(self, part: int) -> np.ndarray:
-        """Return a block's part of its image."""
+        """Return the input cells of a block."""
         sample, number = divmod(part, len(self.plan))
         return self.images.read(range(sample, sample + 1), self.plan.image(number), self.dtype)
 
     def outputs(self, part: int, x: np.ndarray) -> np.ndarray:
-        """Return a block."""
+        """Return the output of a block."""
         y: np.ndarray = to_host(self._run(part % len(self.plan), x))
         return y
 
     def place(self, part: int) -> tuple[range, Box]:
-        """Return its sample and its cells."""
+        """Return the sample and the output box of a block."""
         sample, number = divmod(part, len(self.plan))
         return range(sample, sample + 1), self.plan.output(number)
 
     def cells(self, part: int) -> int:
-        """Return how many cells of the output it has."""
+        """Return the number of output cells of a block."""
         return self.plan.output(part % len(self.plan)).size
 
 
-class InTiles:
-    """All ranks compute a batch of whole images, each its tile."""
+class TileRoute:
+    """Whole-image route: all ranks compute a batch together, each its tile."""
 
     collective = True
 
@@ -157,34 +157,34 @@ class InTiles:
 
     def like(self) -> TileSource | None:
         """Return the images, if the outputs are as large."""
-        return _as_large(self.images, self.output_shape)
+        return _source_if_aligned(self.images, self.output_shape)
 
     def ordered(self, parts: Sequence[int]) -> Sequence[int]:
-        """Return them as they are."""
+        """Return the parts unchanged."""
         return parts
 
     def _samples(self, part: int) -> range:
         return range(part * self.batch, min((part + 1) * self.batch, self.images.shape[0]))
 
     def read(self, part: int) -> np.ndarray:
-        """Return this rank's tile of its replica's share."""
+        """Return this rank's tile of its replica's samples."""
         samples = self._samples(part)
         lo, hi = self.grid.sample_range(len(samples))
         return self.images.read(samples[lo:hi], self.model.input.own, self.dtype)
 
     def outputs(self, part: int, x: np.ndarray) -> np.ndarray | None:
-        """Return its tile of the output; a vector is the first tile's."""
+        """Return this rank's tile of the output; the first tile has vectors."""
         y: np.ndarray = to_host(self.model.fprop(x, training=False, batch_size=len(self._samples(part))))
         return y if len(self.output_shape) > 1 or self.grid.tile == 0 else None
 
     def place(self, part: int) -> tuple[range, Box]:
-        """Return the replica's share of the samples, and the tile."""
+        """Return the replica's samples and the tile's box."""
         samples = self._samples(part)
         lo, hi = self.grid.sample_range(len(samples))
         return samples[lo:hi], self.grid.partition(self.output_shape[:-1]).box(self.grid.tile)
 
     def cells(self, part: int) -> int:
-        """Return how many cells the images have."""
+        """Return the number of cells of the batch's images."""
         return len(self._samples(part)) * Box.of(self.images.shape[1:-1]).size
 
 
@@ -196,24 +196,24 @@ def choose(
     block: int | None,
     before: list[Any] | None,
     beyond: int = 0,
-) -> InBlocks | InTiles:
-    """Return the route that a network goes: whole if it fits into memory, or needs the whole image; else in blocks.
+) -> BlockRoute | TileRoute:
+    """Return the inference route: whole images if they fit in memory or are required; else blocks.
 
     Parameters
     ----------
     batch : int
-        Samples that go together at most.
+        Largest number of samples per pass.
     block : int, optional
-        Cells along each axis that a block may have: then it goes in blocks.
+        Largest number of cells along each axis of a block; forces the block-wise route.
     before : list, optional
-        The `about` of the job that is resumed.
+        `about` of the job to resume.
     beyond : int
-        Cells after its own, along each axis, that a block also has.
+        Extra cells after the end of each block, along each axis.
 
     Raises
     ------
     UserError
-        The network does not fit the images, cannot go in blocks, or fits into no memory.
+        The network does not match the images, cannot be computed in blocks, or does not fit in memory.
     """
     shape, memory = images.shape[1:], getattr(model, "memory", None)
     batch = max(grid.replicas, min(batch, images.shape[0] if images.stacked else 1))
@@ -222,65 +222,65 @@ def choose(
     limit = grid.world.bcast(limit_of(memory, grid.size))
     if not isinstance(model, Model):
         return _choose_module(model, images, grid, batch, block, limit, beyond)
-    alone = forward_plan(model, shape, GridShape(), 1)
-    graph = alone.graph
-    whole = next(not_in_blocks(graph), None)
-    if block is not None and whole is not None:
+    serial_plan = forward_plan(model, shape, GridShape(), 1)
+    graph = serial_plan.graph
+    obstacle = next(find_obstacles(graph), None)
+    if block is not None and obstacle is not None:
         raise ConfigError(
-            f"block: layer '{whole[0]}' cannot be computed block by block ({whole[1]}); leave out --block"
+            f"block: layer '{obstacle[0]}' cannot be computed block by block ({obstacle[1]}); leave out --block"
         )
     if block is None:
-        plan, batch = _halved(lambda batch: forward_plan(model, shape, grid.shape, batch), _needed, batch, grid, limit)
-        if _needed(plan) > limit and whole is not None:
+        plan, batch = _halve(lambda batch: forward_plan(model, shape, grid.shape, batch), _needed, batch, grid, limit)
+        if _needed(plan) > limit and obstacle is not None:
             if memory is None:
                 raise ConfigError(
-                    f"memory: layer '{whole[0]}' {whole[1]}, so that it cannot be computed block by block; for a"
+                    f"memory: layer '{obstacle[0]}' {obstacle[1]}, so that it cannot be computed block by block; for a"
                     f" whole image, a rank needs {words(_needed(plan))}, but has {words(limit)}; use more ranks, or"
                     " give --memory, which computes it strip by strip"
                 )
             plan = model.plan(shape, grid.shape, batch)
-        if whole is not None or _needed(plan) <= limit:
-            return InTiles(model, images, batch, grid, plan)
+        if obstacle is not None or _needed(plan) <= limit:
+            return TileRoute(model, images, batch, grid, plan)
     cache = cache_of(images, limit)
-    numbers = (limit - cache - alone.memory(0) + alone.arena(0, 0)) // model.dtype.itemsize
+    numbers = (limit - cache - serial_plan.memory(0) + serial_plan.arena(0, 0)) // model.dtype.itemsize
     sizes = _sizes(block, len(graph.shapes[graph.output]) - 1)
-    blocks = fitted_blocks(graph, sizes, numbers, model.dtype.itemsize, beyond)
-    model.build(shape, 1, ProcessGrid.serial(), alone)
-    computed = Blockwise(blocks, model.context)
+    blocks = fit_blocks(graph, sizes, numbers, model.dtype.itemsize, beyond)
+    model.build(shape, 1, ProcessGrid.serial(), serial_plan)
+    blockwise = Blockwise(blocks, model.context)
 
     def run(number: int, x: np.ndarray) -> Any:
-        return computed.run(number, model.context.backend.from_host(x, model.dtype))
+        return blockwise.run(number, model.context.backend.from_host(x, model.dtype))
 
-    return InBlocks(images, blocks, run, cache, model.output_shape, model.dtype)
+    return BlockRoute(images, blocks, run, cache, model.output_shape, model.dtype)
 
 
 def _choose_module(
     model: Any, images: Images, grid: ProcessGrid, batch: int, block: int | None, limit: int, beyond: int
-) -> InBlocks | InTiles:
-    """Return the route of a module of PyTorch, as `choose` does."""
+) -> BlockRoute | TileRoute:
+    """Return the route of a PyTorch module, as `choose` does."""
     shape = images.shape[1:]
     model.resize(shape)
-    plan, batch = _halved(
+    plan, batch = _halve(
         lambda batch: model.plan(shape, grid.shape, batch), lambda plan: plan.needed, batch, grid, limit
     )
     if block is None and plan.needed <= limit:
-        return InTiles(model, images, batch, grid, plan)
+        return TileRoute(model, images, batch, grid, plan)
     needed = f"for a whole image, a rank needs {words(plan.needed)}"
     if block is None:
         remedy = f"{needed}, but has {words(limit)}; use more ranks, or give more --memory"
     else:
         remedy = f"leave out --block: {needed}"
     traced, cache = model.in_blocks(shape, remedy), cache_of(images, limit)
-    sizes, left = _sizes(block, len(traced.extent)), limit - cache - plan.weights
-    blocks = fitted(partial(traced.blocks, beyond=beyond), traced.extent, sizes, left)
+    sizes, budget = _sizes(block, len(traced.extent)), limit - cache - plan.weights
+    blocks = shrink_to_fit(partial(traced.blocks, beyond=beyond), traced.extent, sizes, budget)
     model.build(shape, 1, ProcessGrid.serial())
-    return InBlocks(images, blocks, partial(model.block, blocks), cache, model.output_shape, model.dtype)
+    return BlockRoute(images, blocks, partial(model.block, blocks), cache, model.output_shape, model.dtype)
 
 
-def _halved(
+def _halve(
     plan_of: Callable[[int], Any], needed: Callable[[Any], int], batch: int, grid: ProcessGrid, limit: int
 ) -> tuple[Any, int]:
-    """Return the plan for as many samples as fit, and how many they are."""
+    """Return the plan for the largest batch that fits, and the batch size."""
     plan = plan_of(batch)
     while needed(plan) > limit and batch > grid.replicas:
         batch = max(grid.replicas, batch // 2)
@@ -288,28 +288,28 @@ def _halved(
     return plan, batch
 
 
-def _as_large(images: Images, output_shape: tuple[int, ...]) -> TileSource | None:
+def _source_if_aligned(images: Images, output_shape: tuple[int, ...]) -> TileSource | None:
     return images.source if tuple(output_shape[:-1]) == images.shape[1:-1] else None
 
 
 def cache_of(images: Images, limit: int) -> int:
-    """Return the bytes of decoded chunks that a rank may keep."""
+    """Return the cache size for decoded chunks of a rank in bytes."""
     return 0 if images.source.chunks is None else min(CACHE, limit // 4)
 
 
 def _sizes(block: int | None, axes: int) -> list[int]:
-    """Return the cells along each axis that a block has at most."""
+    """Return the largest block extents."""
     return [block or BLOCK[axes]] * axes
 
 
 def forward_plan(model: Any, shape: tuple[int, ...], grid: GridShape, batch: int) -> Plan:
-    """Return the plan of a model of neondist's layers for passes alone that do not go back, whole tiles at once."""
+    """Return the forward-only plan of a model of neondist's layers, with whole tiles."""
     training = Training(model.cost, model.optimizer, model.dtype, backward=False)
     return compile_plan(model.chain, shape, grid, batch, training)
 
 
 def limit_of(memory: int | None, ranks: int) -> int:
-    """Return the bytes that a rank may use for a network."""
+    """Return the memory limit of a rank for a network in bytes."""
     if memory is not None:
         return share_of(memory, ranks)
     free = free_memory()
@@ -317,8 +317,8 @@ def limit_of(memory: int | None, ranks: int) -> int:
 
 
 def _needed(plan: Plan) -> int:
-    """Return the bytes that a rank needs at most for whole images: of the network, and of those read and written."""
-    ends = 0
+    """Return the peak bytes of a rank for whole images: the network, and images read and written."""
+    io_bytes = 0
     for shape in (plan.input_shape, plan.output_shape):
-        ends += plan.grid.partition(shape[:-1]).largest * shape[-1] * plan.samples(0) * plan.itemsize
-    return max(plan.memory(rank) for rank in range(plan.grid.size)) + COPIES * ends
+        io_bytes += plan.grid.partition(shape[:-1]).largest * shape[-1] * plan.samples(0) * plan.itemsize
+    return max(plan.memory(rank) for rank in range(plan.grid.size)) + COPIES * io_bytes

@@ -1,4 +1,4 @@
-"""Maps of the scores that a classifier of tiles has for windows of an image."""
+"""Score maps of a tile classifier applied to windows of an image."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ...errors import DataError
 from ...formats import TileSource
 from ...formats.axes import Cells
 from .images import SPATIAL, Images
-from .routes import InBlocks, cache_of
+from .routes import BlockRoute, cache_of
 
 LONGEST, MOST = 8, 2048
-"""Windows along each axis of a block, and the cells of the image between its first and its last one, at most."""
+"""Limits of a block along each axis: windows, and image cells from the first window to the last."""
 
 
 class Centres(TileSource):
-    """The cells in the middle of an image's windows, with the calibration of their map.
+    """Centre cells of an image's windows, with the calibration of the score map.
 
     Parameters
     ----------
     source : TileSource
         The image.
     window, stride : int
-        Along each spatial axis.
+        Extent and distance along each spatial axis.
     """
 
     def __init__(self, source: TileSource, window: int, stride: int) -> None:
@@ -35,20 +35,20 @@ class Centres(TileSource):
             (n - window) // stride + 1 if axis in SPATIAL else n
             for n, axis in zip(source.shape, source.axes, strict=True)
         ]
-        scale, middle = source.metadata.get("scale", {}), source.metadata.get("translation", {})
+        scale, shift = source.metadata.get("scale", {}), source.metadata.get("translation", {})
         spatial = [axis for axis in scale if axis in SPATIAL]
         facts = {
             "scale": scale | {axis: scale[axis] * stride for axis in spatial},
-            "translation": middle | {axis: middle.get(axis, 0.0) + scale[axis] * (window - 1) / 2 for axis in spatial},
+            "translation": shift | {axis: shift.get(axis, 0.0) + scale[axis] * (window - 1) / 2 for axis in spatial},
             "units": source.metadata.get("units", {}),
         }
         super().__init__(
-            source.path, source.axes, shape, source.dtype, metadata={n: of for n, of in facts.items() if of}
+            source.path, source.axes, shape, source.dtype, metadata={n: value for n, value in facts.items() if value}
         )
 
-    def known(self) -> list[str]:
+    def metadata_names(self) -> list[str]:
         """Return the names of what is known of the image; the map may not have all of it."""
-        return list(dict.fromkeys([*self.metadata, *self._source.known()]))
+        return list(dict.fromkeys([*self.metadata, *self._source.metadata_names()]))
 
     def _read(self, cells: Cells) -> np.ndarray:
         box, picked = [], []
@@ -58,19 +58,19 @@ class Centres(TileSource):
         return self._source.read(box)[tuple(picked)]
 
 
-class InWindows(InBlocks):
-    """Each rank computes blocks of the map by itself."""
+class WindowRoute(BlockRoute):
+    """Block-wise route of a score map."""
 
     def __init__(self, images: Images, plan: Any, limit: int) -> None:
         super().__init__(images, plan, plan.run, cache_of(images, limit), plan.output_shape, plan.dtype)
 
     def like(self) -> TileSource:
-        """Return the image at the places of the map."""
+        """Return the image at the positions of the map."""
         return Centres(self.images.source, self.plan.window, self.plan.stride)
 
 
 def check_windows(images: Images, window: int) -> None:
-    """Raise DataError unless the images have room for a window."""
+    """Raise DataError if the images are smaller than a window."""
     extents = images.shape[1:-1]
     if min(extents) < window:
         raise DataError(
@@ -80,7 +80,7 @@ def check_windows(images: Images, window: int) -> None:
 
 
 def block_of(stride: int, block: int | None, before: list[Any] | None) -> int:
-    """Return how many windows a block has along each axis: as asked for, as in the job that is resumed, or some."""
+    """Return the windows along each axis of a block: from the resumed job, the option, or the default."""
     if block is None and before is not None and before[0] == "blocks":
         return int(max(before[1]))
     return block or max(1, min(LONGEST, MOST // stride))

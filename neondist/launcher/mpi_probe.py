@@ -1,0 +1,15 @@
+"""Probe of MPI in a separate process: prints the library, or the error, as a line of JSON."""
+
+import json
+
+from ..comm import cuda, segments
+
+if __name__ == "__main__":
+    try:
+        with segments.tidy_start():
+            from mpi4py import MPI
+        segments.unlink_segments(MPI)
+        library = MPI.Get_library_version().splitlines()[0].split(", package")[0].strip(" ,\x00")
+        print(json.dumps({"library": library, "cuda": cuda.reports_cuda(MPI)}))
+    except Exception as error:
+        print(json.dumps({"error": str(error).splitlines()[0]}))

@@ -1,0 +1,346 @@
+"""Capture of a module as a graph of ATen operators at the global shape, on fake tensors without memory."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from ...errors import ConfigError
+from ...halo import ExchangePolicy
+from ..exchange.schemes import assign_schemes
+from ..ir.custom_gradients import record_functions
+from ..ir.errors import NotRecorded
+from ..ir.functionalize import is_simple, keep_statistics, note_result
+from ..ir.graph import Value
+from ..ir.layout import Layout, Mesh, axes_of, whole
+from ..lowering.lower import Lowering
+from ..lowering.plan import TorchPlan
+from ..lowering.steps import Where
+from .checks import check_module
+from .constants import known_values, remove_reads
+from .no_grad import stop_gradients
+from .persistent_state import preserve_state
+from .tracing import Shapes, no_graph, tracing, user_frames
+
+DRAWS = 1000
+"""Stride of random-number keys between operators; exceeds the keys of one operator."""
+
+
+def capture_module(
+    module: nn.Module,
+    shapes: Shapes,
+    name: str = "",
+    device: torch.device | None = None,
+) -> Any:
+    """Return the exported program of a module, with composite operators preserved.
+
+    no_grad, inference_mode and autocast around the call are not captured; they apply when the program runs. Code that
+    calls `torch.is_grad_enabled()` sees its value around this call.
+
+    Parameters
+    ----------
+    name : str
+        Name of the module in errors; default: its class.
+    device : torch.device, optional
+        Device of the inputs; default: that of the module's parameters and buffers.
+
+    Raises
+    ------
+    ConfigError
+        If its control flow depends on tensor values, if it has backward hooks, or if it cannot be traced for another
+        reason.
+    """
+    check_module(module)
+    gradients = torch.is_grad_enabled()
+    importlib.import_module("torch._dynamo")  # before `record_functions` patches what it inspects
+    with tracing(name or type(module).__name__, shapes), record_functions() as calls, known_values(module) as values:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            on = device or device_of(module)
+            inputs = tuple(torch.empty(tuple(shape), dtype=dtype, device=on) for shape, dtype in shapes)
+        with preserve_state(module, inputs) as asks, no_graph(), torch.set_grad_enabled(gradients or not asks):
+            program: Any = torch.export.export(module, inputs, strict=False)
+        remove_reads(program)
+        tied = _join_names(program)
+        stop_gradients(program, lambda node: location_of(node).source)
+        specs = program.graph_signature.input_specs
+        buffers = [spec.arg.name for spec in specs if spec.kind == InputKind.BUFFER]
+        if not is_simple(program.graph, buffers):
+            try:
+                program = _without_writes(program)
+            except AssertionError:
+                if not tied:
+                    raise
+                raise NotRecorded(
+                    f"the forward writes into a part of the buffer {tied[0]}, which has several names, or reads it"
+                    " by one that it had before; keep one name"
+                ) from None
+        program.functions, program.reads, program.trained = calls, values.reads, values.trained
+        return program
+
+
+def _join_names(program: Any) -> list[str]:
+    """Redirect all names of a buffer to the first; return the other names."""
+    first: dict[int, Any] = {}
+    duplicates: list[str] = []
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    tensors = {**program.constants, **program.state_dict}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind == InputKind.BUFFER:
+            node = nodes[spec.arg.name]
+            if (original := first.setdefault(id(tensors[spec.target]), node)) is not node:
+                node.replace_all_uses_with(original)
+                duplicates.append(spec.target)
+    return duplicates
+
+
+def _without_writes(program: Any) -> Any:
+    """Return the program without in-place and composite operators."""
+    keep_statistics(program.graph)
+    return program.run_decompositions({})
+
+
+def decompose(program: Any, module: nn.Module, shapes: Shapes) -> Any:
+    """Return a captured program without in-place and composite operators."""
+    with tracing(type(module).__name__, shapes):
+        result = _without_writes(program)
+        result.functions, result.reads, result.trained = program.functions, program.reads, program.trained
+        return result
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of a module's first parameter or buffer, or PyTorch's default device."""
+    own = next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
+    return torch.get_default_device() if own is None else own
+
+
+def location_of(node: Any) -> Where:
+    """Return the location of a node in the user's program."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    frames = user_frames(node.meta.get("stack_trace") or "")
+    return Where(str(node.target), path, frames[-1] if frames else "")
+
+
+def lower_program(
+    program: Any,
+    mesh: Mesh,
+    rank: int,
+    layouts: Sequence[Layout],
+    gather_at: Sequence[str] = (),
+    schemes: Mapping[str, ExchangePolicy] | None = None,
+    recompute: bool = False,
+    lowering: Lowering | None = None,
+    trained: dict[str, torch.Tensor] | None = None,
+) -> tuple[TorchPlan, Any]:
+    """Return the plan of a program for one rank, and the tree of its outputs.
+
+    Parameters
+    ----------
+    layouts : sequence of Layout
+        Layout of each of the user's inputs.
+    gather_at : sequence of str
+        Paths of modules that every rank computes on whole arrays; their output images are tiled again.
+    schemes : dict of path to ExchangePolicy
+        Border schemes of modules' windows; default: exact.
+    recompute : bool
+        Whether the backward pass recomputes segments.
+    lowering : Lowering, optional
+        Builder of the plan.
+    trained : dict of name to tensor, optional
+        Receives tensors that require gradients but are not parameters; treated as parameters. Default: refused.
+    """
+    lowering, signature = lowering or Lowering(mesh, rank), program.graph_signature
+    lowering.functions = program.functions
+    specs = {spec.arg.name: spec for spec in signature.input_specs}
+    parameters: dict[str, int] = {}
+    buffers: dict[str, int] = {}
+    inputs: list[int] = []
+    env: dict[Any, Any] = {}
+    changed: dict[str, Any] = {}
+    pending = list(layouts)[::-1]
+    gathering = _Gathering(lowering, gather_at)
+    outputs: Sequence[Any] = ()
+    output_nodes: Sequence[Any] = ()
+    for position, node in enumerate(program.graph.nodes):
+        if node.op == "placeholder":
+            env[node] = _bind(lowering, node, specs[node.name], program, pending, parameters, buffers, inputs, trained)
+        elif node.op == "output":
+            lowering.where, output_nodes = location_of(node), node.args[0]
+            outputs = pytree.tree_map(lambda arg: gathering.outside(lowering.read(env, arg)), node.args[0])
+        else:
+            lowering.where, lowering.out, lowering.draws = location_of(node), node.meta.get("val"), position * DRAWS
+            _check_static(lowering)
+            pick = gathering.inside if gathering.at(node) else gathering.outside
+
+            def value(arg: Any, pick: Callable[[Any], Any] = pick) -> Any:
+                return pick(lowering.read(env, arg))
+
+            args, kwargs = pytree.tree_map(value, (node.args, dict(node.kwargs)))
+            result = lowering.call(node.meta.get("twin", node.target), args, kwargs)
+            overwritten = note_result(env, node, result)
+            changed |= {specs[old.name].target: old for old in overwritten if old.op == "placeholder"}
+            if gathering.at(node):
+                gathering.note(result)
+    mutated = {name: lowering.gathered(gathering.outside(lowering.read(env, old))).id for name, old in changed.items()}
+    results: list[Any] = []
+    for spec, out, output_node in zip(signature.output_specs, outputs, output_nodes, strict=True):
+        if spec.kind == OutputKind.USER_OUTPUT:
+            results.append(lowering.enter(out, ()) if isinstance(out, Value) else out)  # a parameter counts once
+        elif spec.kind == OutputKind.BUFFER_MUTATION:
+            mutated[spec.target] = lowering.gathered(out).id
+        else:
+            lowering.where = location_of(output_node)
+            lowering.refuse("an input, or a parameter, is changed in place")
+    ids = [out.id if isinstance(out, Value) else _Plain(out) for out in results]
+    plan = TorchPlan(
+        mesh,
+        rank,
+        lowering.steps,
+        lowering.values,
+        parameters,
+        buffers,
+        inputs,
+        ids,
+        mutated,
+        None if lowering.key is None else lowering.key.id,
+        recompute,
+    )
+    assign_schemes(plan.steps, schemes or {})
+    return plan, program.call_spec.out_spec
+
+
+def _check_static(lowering: Lowering) -> None:
+    for out in pytree.tree_leaves(lowering.out):
+        if isinstance(out, torch.SymInt) or (isinstance(out, torch.Tensor) and not _is_static(out)):
+            location = lowering.where
+            raise ConfigError(
+                f"{location.place}{location.operator}{_in_module(location)}: the shape of its result depends"
+                " on the values of tensors; a module's computation may depend on their shapes, but not on their"
+                " values"
+            )
+
+
+def _is_static(tensor: torch.Tensor) -> bool:
+    return all(isinstance(n, int) for n in tensor.shape)
+
+
+def _in_module(location: Where) -> str:
+    return f" in module '{location.module}'" if location.module else ""
+
+
+class _Plain:
+    """An output that is not a tensor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _bind(
+    lowering: Lowering,
+    node: Any,
+    spec: Any,
+    program: Any,
+    pending: list[Layout],
+    parameters: dict[str, int],
+    buffers: dict[str, int],
+    inputs: list[int],
+    trained: dict[str, torch.Tensor] | None,
+) -> Any:
+    fake = node.meta["val"]
+    if spec.kind == InputKind.CONSTANT_TENSOR:
+        constant = program.constants[spec.target]
+        if isinstance(constant, FakeTensor):
+            location = location_of(next(iter(node.users), node))
+            raise ConfigError(
+                f"{location.place}{location.operator}{_in_module(location)} receives a tensor that PyTorch"
+                " could not trace, such as the .data of another; use .detach() instead"
+            )
+        # a parameter read from a list or a dictionary
+        for name in parameters:
+            if name in program.state_dict and _memory(program.state_dict[name]) == _memory(constant):
+                return lowering.values[parameters[name]]
+        # PyTorch may have detached it
+        trainable = (t for t in (constant, *program.trained) if t.requires_grad)
+        parameter = next((t for t in trainable if _memory(t) == _memory(constant)), None)
+        if parameter is None:
+            return lowering.constant(constant)
+        if trained is None:
+            location = location_of(next(iter(node.users), node))
+            raise ConfigError(
+                f"{location.place}{location.operator}{_in_module(location)} receives a tensor that requires"
+                " grad but is not a parameter of the module; register it as an nn.Parameter of a module"
+            )
+        value = lowering.input(whole(fake.shape), fake.dtype, "parameter")
+        parameters[spec.target], trained[spec.target] = value.id, parameter
+        return value
+    if not isinstance(fake, torch.Tensor):
+        return fake
+    layout = pending.pop() if spec.kind == InputKind.USER_INPUT else whole(fake.shape)
+    if spec.kind == InputKind.USER_INPUT:
+        image, value = lowering.image(layout, fake.dtype)
+        inputs.append(image.id)
+        return value
+    kinds = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "constant"}
+    value = lowering.input(layout, fake.dtype, kinds.get(spec.kind, "value"))
+    if spec.kind == InputKind.PARAMETER:
+        parameters[spec.target] = value.id
+    elif spec.kind == InputKind.BUFFER:
+        buffers[spec.target] = value.id
+    else:
+        raise ConfigError(f"an input of kind {spec.kind} cannot be distributed")
+    return value
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+class _Gathering:
+    """Modules that every rank computes on whole arrays."""
+
+    def __init__(self, lowering: Lowering, paths: Sequence[str]) -> None:
+        self.lowering, self.paths = lowering, tuple(paths)
+        self.gathered: set[int] = set()
+        self.cache: dict[tuple[int, bool], Value] = {}
+
+    def at(self, node: Any) -> bool:
+        """Return whether a node is computed on whole arrays."""
+        stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        return any(path in self.paths for path in [*stack, *([""] if "" in self.paths else [])])
+
+    def note(self, result: Any) -> None:
+        """Record values that were computed on whole arrays."""
+        self.gathered.update(value.id for value in pytree.tree_leaves(result) if isinstance(value, Value))
+
+    def inside(self, value: Any) -> Any:
+        """Return a value as seen inside a gathered module."""
+        return self._convert(value, True)
+
+    def outside(self, value: Any) -> Any:
+        """Return a value as seen outside gathered modules."""
+        return self._convert(value, False)
+
+    def _convert(self, value: Any, whole: bool) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._convert(item, whole) for item in value)
+        if not isinstance(value, Value) or value.kind == "parameter":
+            return value
+        if whole == (value.id in self.gathered) or (whole and not axes_of(value.layout)):
+            return value
+        key = value.id, whole
+        if key not in self.cache:
+            if whole:
+                self.cache[key] = self.lowering.gathered(value)
+            else:
+                mesh = self.lowering.mesh
+                is_image = len(value.shape) == mesh.spatial + 2
+                self.cache[key] = self.lowering.recut(value, mesh.image(value.shape)) if is_image else value
+        return self.cache[key]

@@ -1,0 +1,184 @@
+"""Validation of user arguments, with error messages."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...comm import ProcessGrid
+from ...comm.agree import ROW, ROWS
+from ...errors import ConfigError, ShapeError
+from ..lowering.plan import TorchPlan
+from .consistency import bits_of
+
+
+def check_gather_at(module: nn.Module, gather_at: Sequence[str]) -> None:
+    """Raise ConfigError, with suggestions, unless all are paths of modules."""
+    if isinstance(gather_at, str):
+        raise ConfigError(f"gather_at: expected a list of module paths, got a string; use [{gather_at!r}]")
+    paths = [path for path, _ in module.named_modules()]
+    for path in gather_at:
+        if path not in paths:
+            close = difflib.get_close_matches(path, paths, 3, 0.4)
+            hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+            raise ConfigError(f"gather_at: the module has none named {path!r}{hint or '; see named_modules()'}")
+
+
+_UNWRAP = "pass model.module, not its {} wrapper: gradients are summed over all ranks without it"
+_WRAPPERS = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): _UNWRAP.format("DistributedDataParallel"),
+    ("torch.nn.parallel.data_parallel", "DataParallel"): _UNWRAP.format("DataParallel"),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): _UNWRAP.format("FullyShardedDataParallel"),
+    ("torch.distributed.fsdp", "FSDPModule"): "call distribute instead of fully_shard",
+}
+"""Identified by name, since importing the classes is slow."""
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise ConfigError for modules that cannot be captured or would behave differently from a single process."""
+    for path, part in module.named_modules():
+        name = f"the module {path!r}" if path else "the module"
+        for kind in type(part).__mro__:
+            if remedy := _WRAPPERS.get((kind.__module__.partition("._")[0], kind.__name__)):
+                raise ConfigError(f"{name} is wrapped in {kind.__name__}, which communicates tensors itself; {remedy}")
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"{name} was made by torch.jit and cannot be captured; give the nn.Module that it was made from"
+            )
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise ConfigError(
+                f"{name} has a backward hook, which would not be called; remove it, or register it on the module"
+                " that distribute returns"
+            )
+        if any(nn.parameter.is_lazy(p) for p in part._parameters.values()):
+            raise ConfigError(f"{name} is lazy and has no weights yet; apply the module to a small image first")
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Raise ShapeError unless the value is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        hint = "; torch.from_numpy makes one of an array" if hasattr(value, "__array__") else ""
+        raise ShapeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}{hint}")
+
+
+def check_parameters(
+    plan: TorchPlan, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise ConfigError if a tensor of the module has changed shape or was removed since the capture."""
+    for kind, ids, tensors in (("parameter", plan.parameters, parameters), ("buffer", plan.buffers, buffers)):
+        for name, value in ids.items():
+            shape = plan.values[value].shape
+            if name not in tensors or tuple(tensors[name].shape) != shape:
+                state = f"has shape {tuple(tensors[name].shape)}" if name in tensors else "is gone"
+                raise ConfigError(
+                    f"the module's {kind} {name!r}, of shape {shape}, {state}; call distribute after such a change"
+                )
+
+
+def gradients_of(kind: str, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Return which tensors require gradients, which determines the messages of the backward pass."""
+    return {f"requires_grad of {kind} {index}": tensor.requires_grad for index, tensor in enumerate(tensors)}
+
+
+def checksum_of(tensor: torch.Tensor) -> int:
+    """Return a checksum of a tensor's shape, dtype and bits, computed on its device; see `comm.agree.checksum_of`."""
+    start = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if tensor.is_meta or not tensor.numel():
+        return start
+    data = bits_of(tensor)
+    end = data.numel() // (ROWS * ROW) * (ROWS * ROW)
+    if data.storage_offset() % 8:
+        end = 0
+    sums = data[:end].view(torch.int64).view(-1, ROWS, ROW // 8).sum(1)
+    return zlib.crc32(data[end:].cpu().numpy().data, zlib.crc32(sums.cpu().numpy().data, start))
+
+
+class BackwardCheck:
+    """Check that all ranks begin a backward pass together; warn about losses not computed by `model.loss`.
+
+    A gradient of a model's output is correct if it comes entirely from `model.loss`. Any other is treated as that of
+    this rank's part of a sum over ranks, which a mean over a tile is not.
+
+    Parameters
+    ----------
+    facts : mapping
+        Facts to compare whenever a backward pass begins.
+    """
+
+    def __init__(self, grid: ProcessGrid, facts: Mapping[str, Any]) -> None:
+        self._grid, self._facts = grid, facts
+        self._task, self._warned, self._losses = -1, False, 0
+        self._outputs = WeakIdKeyDictionary()
+        # gradients sent by losses in this pass: to outputs, by id; under None, to tensors computed from outputs
+        self._sent: dict[int | None, list[torch.Tensor]] = {}
+
+    def watch_output(self, output: torch.Tensor, is_known: Callable[[torch.Tensor], Any]) -> None:
+        """Check the gradient that arrives at an output; `is_known` tells tensors that `scatter_target` returned."""
+        if self._grid.size > 1 and output.requires_grad:
+            key = id(output)
+            output.register_hook(lambda gradient: self._check_arrival(gradient, key, is_known))
+            self._outputs[output] = output._version
+
+    def watch_loss(self, loss: torch.Tensor) -> None:
+        """Compare facts when the backward pass of a loss begins."""
+        if self._grid.size > 1 and loss.requires_grad:
+            self._losses += 1
+            loss.register_hook(partial(self._begin_loss, f"backward of loss {self._losses}"))
+
+    def from_loss(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an alias of a tensor for a loss to read; records the gradient that the loss sends back."""
+        if self._grid.size == 1 or not tensor.requires_grad:
+            return tensor
+        key = id(tensor) if self._outputs.get(tensor) == tensor._version else None
+        alias = tensor.view_as(tensor)
+        alias.register_hook(lambda gradient: self._record_sent(gradient, key))
+        return alias
+
+    def _begin_loss(self, call: str, gradient: torch.Tensor) -> None:
+        on_host = gradient.device.type == "cpu"  # reading it would synchronise a GPU
+        self._begin(call, {"its factor": f"{gradient.item():.5g}"} if on_host else {})
+
+    def _begin(self, call: str, facts: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._grid.check(call, {**self._facts, **facts})
+        task = torch._C._current_graph_task_id()
+        if self._task != task:
+            self._task = task
+            self._sent.clear()
+
+    def _record_sent(self, gradient: torch.Tensor, key: int | None) -> None:
+        if self._task != torch._C._current_graph_task_id():  # of a gathered output, before any loss
+            self._begin("backward of an output")
+        self._sent.setdefault(key, []).append(gradient)
+
+    def _check_arrival(self, gradient: torch.Tensor, key: int, is_known: Callable[[torch.Tensor], Any]) -> None:
+        if self._task != torch._C._current_graph_task_id():
+            self._begin("backward of an output")
+        sent = self._sent.pop(key, [])
+        if self._warned or None in self._sent or is_known(gradient):
+            return
+        if not sent or not _is_sum(gradient, sent):
+            self._warned = True
+            warnings.warn(_NOT_FROM_LOSS, stacklevel=2)
+
+
+_NOT_FROM_LOSS = (
+    "an output of a distributed module received a gradient that does not come from model.loss: it is treated as the"
+    " gradient of this rank's part of a sum over all ranks, so a mean over a tile counts once per rank. Use"
+    " model.loss(criterion, output, model.scatter_target(target)); or divide sums by the sizes of the whole images,"
+    " and ignore this warning"
+)
+
+
+def _is_sum(gradient: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    if len(parts) == 1:
+        return gradient.data_ptr() == parts[0].data_ptr() or torch.equal(gradient, parts[0])
+    return torch.allclose(gradient, torch.stack(tuple(parts)).sum(0), equal_nan=True)

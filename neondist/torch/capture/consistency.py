@@ -1,0 +1,65 @@
+"""Hashes of a module's program and weights, and checks that they agree on all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...comm import Transport
+from ...errors import ConfigError
+
+DRIFT = 1e-4
+"""Tolerance of sums over weights, relative to sums of absolute values: rounding depends on the processor."""
+
+
+def digest_of(plan: Any, program: Any) -> str:
+    """Return a hash of a program, constants included, and of its steps."""
+    digest = hashlib.sha256(plan.digest.encode())
+    digest.update(program.graph_module.code.encode())
+    for name, value in sorted(program.constants.items()):
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(bits_of(value).cpu().numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor's values, in order, as uint8 on its device; a view if it is contiguous."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the version counter of each tensor; -1 for inference tensors, which have none."""
+    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
+def check_drift(world: Transport, parameters: Mapping[str, torch.Tensor], step: int) -> None:
+    """Raise ConfigError on all ranks if their weights have diverged; collective.
+
+    Compares one number computed from sums over each tensor. Gradients are reduced over all ranks, so weights diverge
+    only through different updates.
+    """
+    tensors = {name: p.detach() for name, p in parameters.items() if p.is_floating_point() and not p.is_meta}
+    if world.size == 1 or not tensors:
+        return
+    sums = [torch.stack([p.sum(dtype=torch.float64), p.abs().sum(dtype=torch.float64)]) for p in tensors.values()]
+    totals, sizes = torch.stack([pair.cpu() for pair in sums]).numpy().T
+    sizes = np.maximum(sizes, np.finfo(float).tiny)
+    factors = 1 + np.sqrt(np.arange(1, len(sizes) + 1)) % 1  # so that differences of two tensors do not cancel
+    number = factors @ (totals / sizes + np.log(sizes))
+    extremes = np.array([number, -number])
+    world.allreduce(extremes, "max")
+    if extremes.sum() > DRIFT:
+        every = np.array(world.allgather(totals.tolist()))
+        differences = np.abs(every - every[0]).max(0) / sizes
+        at = int(differences.argmax())
+        rank = int(np.abs(every[:, at] - every[0, at]).argmax())
+        raise ConfigError(
+            f"rank {rank}: after {step} steps the sum of {list(tensors)[at]!r} is {every[rank, at]:.6g}, but"
+            f" {every[0, at]:.6g} on rank 0; update the weights alike on all ranks, with the same optimiser settings"
+            " and state_dict"
+        ).on_all_ranks()

@@ -1,0 +1,351 @@
+"""Constant folding in a capture: values of tensors that depend on shapes, literals and buffers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..ir.errors import NotRecorded
+from ..ir.functionalize import REGION, memory_of, written_arguments
+
+LARGEST = 2**18
+"""Maximum number of elements of a tensor whose values are computed; code reads no numbers from larger ones."""
+_VALUE_SHAPED = frozenset(
+    ["argwhere", "bincount", "masked_select", "nonzero", "one_hot", "repeat_interleave", "unique", "unique_consecutive"]
+)
+"""Functions whose result shapes depend on values."""
+_TENSOR: Any = torch.Tensor
+_MASKED = torch.masked_select, _TENSOR.masked_select
+_SELECTIONS = *_MASKED, torch.repeat_interleave, _TENSOR.repeat_interleave
+_BATCH_NORMS = nn.BatchNorm1d.forward.__code__, nn.SyncBatchNorm.forward.__code__
+_READS_MEMORY = (
+    _TENSOR.numpy, _TENSOR.__array__, _TENSOR.__dlpack__, _TENSOR.__format__, _TENSOR.__repr__, _TENSOR.tolist,
+)  # fmt: skip
+"""Functions that read the memory directly, unseen by dispatch modes."""
+_REAL = torch.Tensor, nn.Parameter
+_INDEXED = _TENSOR.__getitem__, _TENSOR.__setitem__
+_READS_METADATA = frozenset(
+    getattr(_TENSOR, name).__get__ for name in ("device", "dtype", "is_leaf", "layout", "requires_grad")
+) | {_TENSOR._is_view, _TENSOR.is_inference, _TENSOR.storage_offset, _TENSOR.stride, _TENSOR.untyped_storage}
+"""The most frequent calls of PyTorch while it traces."""
+
+
+class Reads(NamedTuple):
+    """The tensors from which a forward has read numbers; the captured program is valid for these values only.
+
+    Attributes
+    ----------
+    buffers : set of str
+    others : list of torch.Tensor
+        Such as plain attributes and closure variables.
+    """
+
+    buffers: set[str]
+    others: list[torch.Tensor]
+
+
+class _KnownValue(NamedTuple):
+    value: torch.Tensor
+    sources: set[str]
+    others: dict[int, torch.Tensor]
+
+
+class KnownValues(TorchDispatchMode):
+    """Compute the values of fake tensors that depend on no input, parameter or random number.
+
+    Attributes
+    ----------
+    reads : Reads
+    trained : list of torch.Tensor
+        Tensors that require gradients but are not parameters of the module.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = Reads(set(), [])
+        self.trained: list[torch.Tensor] = []
+        self._known: Any = WeakIdKeyDictionary()
+        self._outside: Any = WeakIdKeyDictionary()  # views of real tensors
+
+    def note(self, fakes: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+        """Record the values of the buffers, given as fake tensors."""
+        for name, fake in fakes.items():
+            value = values.get(name)
+            if value is not None and value.numel() <= LARGEST and not value.is_meta:
+                with no_dispatch():
+                    self._known[fake] = _KnownValue(value.detach().clone(), {name}, {})
+
+    def peek(self, tensor: Any) -> Any:
+        """Return the value of a tensor, or None if it is unknown."""
+        entry = self._of(tensor)
+        return None if entry is None else entry.value
+
+    def read(self, tensor: Any) -> torch.Tensor | None:
+        """Return the value of a tensor and record the read; None if it is unknown."""
+        entry = None if tensor is None else self._of(tensor)
+        if entry is None:
+            return None
+        self.reads.buffers.update(entry.sources)
+        self.reads.others.extend(t for t in entry.others.values() if all(t is not other for other in self.reads.others))
+        return entry.value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        shape_only = is_shape_only(func)
+        items = [self._of(t, literal=func is torch.ops.aten.lift_fresh.default, shape_only=shape_only) for t in tensors]
+        self.trained.extend(t for t in tensors if type(t) in _REAL and t.requires_grad)
+        is_known = None not in items and torch.Tag.nondeterministic_seeded not in func.tags
+        is_known = is_known and not any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves)
+        if is_known and torch.Tag.data_dependent_output in func.tags:
+            for tensor in tensors:
+                self.read(tensor)
+            return _compute(func, leaves, spec, items)
+        writes = [w for w in pytree.tree_leaves(written_arguments(func, args, kwargs)) if isinstance(w, torch.Tensor)]
+        if any(map(self._is_outside, writes)):  # checked first: a pass would not write
+            raise NotRecorded(
+                "the forward writes into a tensor that is not a buffer of the module, or reaches a buffer by another"
+                " name; register it as a buffer, and write into that"
+            )
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if func.is_view and any(map(self._is_outside, tensors)):
+            self._outside.update(dict.fromkeys(outputs))
+        is_known = is_known and all(_is_small(out) for out in outputs)
+        values = _try_compute(func, leaves, spec, items) if is_known else None
+        memories = [memory_of(tensor) for tensor in writes]
+        touched = [tensor for tensor in list(self._known) if memory_of(tensor) in memories] if memories else []
+        if values is None:
+            for tensor in touched:
+                del self._known[tensor]
+            return result
+        sources: set[str] = set()
+        others: dict[int, torch.Tensor] = {}
+        for argument in filter(None, items if not shape_only else ()):
+            sources |= argument.sources
+            others |= argument.others
+        for tensor in touched:
+            self._known[tensor].sources.update(sources)
+            self._known[tensor].others.update(others)
+        for out, value in zip(outputs, values, strict=True):
+            if all(out is not tensor for tensor in tensors):
+                self._known[out] = _KnownValue(value, set(sources), dict(others))
+        return result
+
+    def _is_outside(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor outlives the capture and is neither a parameter nor a buffer."""
+        return type(tensor) in _REAL or tensor in self._outside
+
+    def _of(self, tensor: Any, literal: bool = False, shape_only: bool = False) -> _KnownValue | None:
+        """Return the known value of a tensor, or None.
+
+        Parameters
+        ----------
+        literal : bool
+            Whether a real tensor is a literal of the code.
+        shape_only : bool
+            Whether only the shape matters.
+        """
+        entry: _KnownValue | None = self._known.get(tensor)
+        if entry is None and shape_only and _is_small(tensor):
+            with no_dispatch():
+                return _KnownValue(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), set(), {})
+        if entry is not None or type(tensor) is not torch.Tensor or tensor.requires_grad or tensor.is_meta:
+            return entry
+        if tensor.numel() > LARGEST:
+            return None
+        with no_dispatch():
+            entry = _KnownValue(tensor.clone(), set(), {} if literal else {id(tensor): tensor})
+        self._known[tensor] = entry
+        return entry
+
+
+class _Calls(TorchFunctionMode):
+    """Provide known values to PyTorch function calls: reads of memory, value-dependent shapes, and masks as indices.
+
+    Attributes
+    ----------
+    count : torch.Tensor or None
+        Batch counter that PyTorch's batch norm has just read, for a cumulative average (momentum 1 / count).
+    """
+
+    def __init__(self, values: KnownValues) -> None:
+        super().__init__()
+        self._values = values
+        self.count: torch.Tensor | None = None
+        self._depth = 0
+
+    def enter(self, *_: Any) -> None:
+        """Record that a forward of PyTorch's batch norm begins."""
+        self._depth += 1
+
+    def leave(self, *_: Any) -> None:
+        """Record that it has ended."""
+        self._depth -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS_MEMORY and (value := self._values.read(args[0])) is not None:
+            with torch._C.DisableTorchFunction(), no_dispatch():
+                return func(value.clone(), *args[1:], **kwargs)
+        count, self.count = self.count, None
+        share = None if count is None else 1.0 / float(self._values.peek(count))
+        if share is not None and func is F.batch_norm and kwargs.get("momentum") == share:
+            return self._average_statistics(count, *args, **kwargs)
+        self._values.read(count)
+        if func is _TENSOR.__float__ and self._depth and self._values.peek(args[0]) is not None:
+            self.count = args[0]
+            return float(self._values.peek(self.count))
+        if func in _INDEXED:
+            args = (args[0], self._replace_masks(args[1]), *args[2:])
+        if func in _READS_METADATA:
+            return func(*args, **kwargs)
+        with self._values:
+            if getattr(func, "__name__", "") in _VALUE_SHAPED:
+                literals = self._fold(func, args, kwargs)
+                if literals is not None:
+                    return literals
+            return func(*args, **kwargs)
+
+    def _fold(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the results of a function of known values as literals, or None if an argument is unknown."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        values = {id(leaf): self._values.read(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        if not values or None in values.values():
+            return self._select(func, *args, **kwargs) if func in _SELECTIONS else None
+        args, kwargs = pytree.tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], spec)
+        with torch._C.DisableTorchFunction(), no_dispatch():
+            results = func(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, _literal, results)
+
+    def _select(self, func: Any, x: Any, selector: Any = None, dim: int | None = None, **options: Any) -> Any:
+        """Return the elements of a tensor selected by a known mask or repeat count, or None if that is unknown."""
+        is_mask = func in _MASKED
+        selector = options.get("mask" if is_mask else "repeats", selector)
+        value = self._values.read(selector) if isinstance(selector, torch.Tensor) else None
+        if value is None:
+            return None
+        with torch._C.DisableTorchFunction(), no_dispatch():
+            if is_mask:
+                shape = torch.broadcast_shapes(x.shape, value.shape)
+                indices = value.expand(shape).flatten().nonzero()[:, 0]
+            else:
+                indices = torch.repeat_interleave(value.expand(x.numel() if dim is None else x.shape[dim]))
+        x = x.expand(shape) if is_mask else x
+        return (x.flatten() if dim is None else x).index_select(dim or 0, _literal(indices))
+
+    def _average_statistics(
+        self, count: Any, x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+        training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Any:  # fmt: skip
+        """Return the result of a batch norm whose running statistics are cumulative averages, counted by a tensor.
+
+        A factor held as a number would need a new program in each pass.
+        """
+        with self._values:
+            statistics = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+            result = F.batch_norm(x, *statistics, weight, bias, training, 1.0, eps)
+            for running, new in zip((running_mean, running_var), statistics, strict=True):
+                share = 1.0 / count.to(running.dtype)
+                running.mul_(1.0 - share).add_(new * share)
+            return result
+
+    def _replace_masks(self, index: Any) -> Any:
+        """Return an index whose known boolean masks are replaced by integer indices."""
+        items: list[Any] = []
+        for item in index if isinstance(index, tuple) else (index,):
+            value = self._values.read(item) if isinstance(item, torch.Tensor) and item.dtype == torch.bool else None
+            if value is None or not value.dim():
+                items.append(item)
+                continue
+            with torch._C.DisableTorchFunction(), no_dispatch():
+                indices = value.nonzero(as_tuple=True)
+            with self._values:
+                items.extend(map(_literal, indices))
+        return tuple(items) if isinstance(index, tuple) or len(items) > 1 else items[0]
+
+
+def is_shape_only(func: Any) -> bool:
+    """Return whether an operator depends on the shape of its tensor, not on its values."""
+    name = str(func)
+    return "_like" in name or ".new_" in name
+
+
+def _literal(value: torch.Tensor) -> torch.Tensor:
+    with no_dispatch():
+        numbers = value.tolist()
+    return torch.tensor(numbers, dtype=value.dtype, device=value.device).reshape(value.shape)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return all(isinstance(n, int) for n in tensor.shape) and tensor.numel() <= LARGEST
+
+
+def _compute(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[Any]) -> Any:
+    values = iter(entries)
+    filled = [next(values).value if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(filled, spec)
+    # torch.export would record torch.no_grad and therefore decompose the whole program
+    with torch._C.DisableTorchFunction(), torch.no_grad(), no_dispatch():
+        return func(*args, **kwargs)
+
+
+def _try_compute(func: Any, leaves: Sequence[Any], spec: Any, entries: Sequence[Any]) -> list[torch.Tensor] | None:
+    try:
+        result = _compute(func, leaves, spec, entries)
+    except Exception:  # such as an operator for fake tensors alone
+        return None
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def known_values(module: nn.Module) -> Iterator[KnownValues]:
+    """Let a captured forward read numbers from tensors with known values; yields the recorded reads."""
+    values = KnownValues()
+    real = dict(module.named_buffers(remove_duplicate=False))
+
+    def begin(module: nn.Module, _: Any) -> None:
+        values.note(dict(module.named_buffers(remove_duplicate=False)), real)
+
+    calls = _Calls(values)
+    with ExitStack() as hooks:
+        for part in module.modules():
+            if getattr(type(part).forward, "__code__", None) in _BATCH_NORMS:
+                hooks.enter_context(part.register_forward_pre_hook(calls.enter))
+                hooks.enter_context(part.register_forward_hook(calls.leave, always_call=True))
+        hooks.enter_context(module.register_forward_pre_hook(begin))
+        hooks.enter_context(calls)
+        yield values
+        values.read(calls.count)
+
+
+def remove_reads(program: Any) -> None:
+    """Remove operators that returned numbers, now constants of the program, and no-grad regions left empty."""
+    for module in reversed(list(program.graph_module.modules())):  # regions before their callers
+        graph: Any = getattr(module, "graph", None)
+        for node in reversed(graph.nodes if graph is not None else ()):
+            if not node.users and (_returns_numbers(node.target) or _is_empty_region(module, node)):
+                graph.erase_node(node)
+
+
+def _is_empty_region(module: nn.Module, node: Any) -> bool:
+    """Return whether a node is, or calls, a region without operators."""
+    name = node.target if node.op == "get_attr" else node.args[1].target if node.target is REGION else ""
+    graph: Any = getattr(getattr(module, name, None), "graph", None)
+    return graph is not None and all(inner.op in ("placeholder", "get_attr", "output") for inner in graph.nodes)
+
+
+def _returns_numbers(target: Any) -> bool:
+    returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
+    return bool(returns) and all(str(value.type) in ("number", "int", "float", "bool", "Scalar") for value in returns)

@@ -1,0 +1,137 @@
+"""Descriptions of the computation of forward passes, to compare passes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .consistency import bits_of
+from .constants import is_shape_only, known_values
+
+
+class Recorder(TorchDispatchMode):
+    """Value numbering of the expressions that passes compute: equal expressions have equal numbers in all passes.
+
+    State that a pass leaves for the next keeps its number there, unless it depends on the inputs of that pass or on
+    random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[tuple[Any, ...], int] = {}
+        self._dependent: set[int] = set()
+        self._expressions: dict[int, int] = {}  # by the tensor's id
+        self._writes: dict[int, int] = {}  # by the storage written to
+        self._kept: list[Any] = []  # keeps ids unique
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin a pass with these inputs, parameters and buffers."""
+        for numbers in (self._expressions, self._writes):
+            for key, number in numbers.items():
+                if number in self._dependent:
+                    numbers[key] = self._number(("before", number))
+        for index, tensor in enumerate(tensors):
+            self._writes.pop(_storage(tensor), None)
+            self._expressions[id(tensor)] = self._number(("given", index), follows=True)
+        self._kept += tensors
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_shape = is_shape_only(func)
+        leaves = [self._describe(leaf, by_shape) for leaf in pytree.tree_leaves((args, kwargs))]
+        result = func(*args, **(kwargs or {}))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        follows = is_random or any(number in self._dependent for kind, number in leaves if kind == "tensor")
+        number = self._number((str(func), *leaves), follows)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors(value):
+                    self._writes[_storage(tensor)] = number
+        for index, tensor in enumerate(_tensors(result)):
+            self._expressions[id(tensor)] = self._number(("output", index, number), follows)
+            self._kept.append(tensor)
+        return result
+
+    def expression(self, tensor: torch.Tensor) -> int:
+        """Return the number of the expression of a tensor's current values."""
+        own, write = self._expressions.get(id(tensor)), self._writes.get(_storage(tensor))
+        if own is None:
+            self._kept.append(tensor)
+            own = self._expressions[id(tensor)] = self._number(("constant", _constant_key(tensor)))
+        if write is None:
+            return own
+        return self._number(("written", own, write), own in self._dependent or write in self._dependent)
+
+    def follows(self, value: Any) -> bool:
+        """Return whether a value depends on inputs, parameters or random numbers, or is not a tensor."""
+        tensors = _tensors(value)
+        return not tensors or any(self.expression(tensor) in self._dependent for tensor in tensors)
+
+    def _describe(self, leaf: Any, by_shape: bool) -> tuple[str, Any]:
+        if not isinstance(leaf, torch.Tensor):
+            is_plain = isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
+            return "value", repr(leaf) if is_plain else type(leaf).__name__
+        return ("shape", (tuple(leaf.shape), leaf.dtype)) if by_shape else ("tensor", self.expression(leaf))
+
+    def _number(self, key: tuple[Any, ...], follows: bool = False) -> int:
+        number = self._numbers.setdefault(key, len(self._numbers))
+        if follows:
+            self._dependent.add(number)
+        return number
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return a key shared by a tensor and its views."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return id(tensor)
+
+
+def _constant_key(tensor: torch.Tensor) -> Any:
+    """Return a key of a tensor that no operator computed: its values, where accessible, else its id."""
+    metadata: tuple[Any, ...] = tuple(tensor.shape), tensor.dtype
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return *metadata, id(tensor)
+    with no_dispatch():
+        return *metadata, hashlib.sha256(bits_of(tensor).numpy().data).digest()
+
+
+class Passes:
+    """Repeated forward passes of a module on fake tensors.
+
+    Parameters
+    ----------
+    inputs : fake tensors
+    """
+
+    def __init__(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        self._module, self._inputs = module, inputs
+        self._mode, self.recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
+        self._fakes: dict[str, Any] = {}  # the module could write to real ones
+        fakes: dict[torch.Tensor, Any] = {}
+        for path, part in module.named_modules():  # aliases, too: functional_call restores them in order
+            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None:
+                    fakes[tensor] = fakes[tensor] if tensor in fakes else self._mode.from_tensor(tensor)
+                    self._fakes[f"{path}.{name}".removeprefix(".")] = fakes[tensor]
+
+    def run(self) -> list[Any]:
+        """Return the expressions of the results of a pass, and of all parameters and buffers after it."""
+        with self._mode, torch.compiler.set_stance("force_eager"):
+            inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in self._inputs]
+            self.recorder.begin([*inputs, *self._fakes.values()])
+            with self.recorder, known_values(self._module):
+                result = torch.func.functional_call(self._module, self._fakes, tuple(inputs), tie_weights=False)
+        return [self.recorder.expression(tensor) for tensor in (*_tensors(result), *self._fakes.values())]

@@ -1,0 +1,76 @@
+"""Detection of values computed without gradients in a captured module, which decompositions do not preserve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from ..ir.errors import NotRecorded
+from ..ir.functionalize import REGION, memory_of, writes_unseen, written_values
+
+
+def stop_gradients(program: Any, place: Callable[[Any], str]) -> None:
+    """Detach values computed under no_grad or inference_mode.
+
+    Parameters
+    ----------
+    place : callable
+        Returns the user's file and line of a node.
+
+    Raises
+    ------
+    NotRecorded
+        If an in-place write to memory with gradients is hidden from autograd.
+    """
+    graph = program.graph_module.graph
+    for node in graph.nodes:
+        if writes_unseen(node):
+            raise NotRecorded(
+                f"{node.target} modifies running statistics, which its schema does not declare; use batch_norm",
+                place(node),
+            )
+    for node, old, hidden in _writes(program):
+        if hidden and not _is_buffer(program, old):
+            raise NotRecorded(
+                f"{node.target} modifies a tensor in place under torch.no_grad() or through .detach(), which its"
+                " gradient does not see; create a new tensor", place(node),
+            )  # fmt: skip
+    for node in list(graph.nodes):
+        results = list(node.users) if node.target is REGION and node.args[0] is False else []
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.is_inference() and node.op == "call_function":
+            results.append(node)
+        for result in results:
+            with graph.inserting_after(result):
+                detached = graph.call_function(torch.ops.aten.detach.default, (result,))
+            detached.meta = dict(result.meta)
+            result.replace_all_uses_with(detached, lambda user, keep=detached: user is not keep)
+    program.graph_module.recompile()
+
+
+def _writes(program: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """Yield nodes that write, the first node of the memory, and whether the write is hidden from autograd."""
+    module = program.graph_module
+    first: dict[int, Any] = {}
+    detached: set[int] = set()
+    for node in module.graph.nodes:
+        for tensor in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(tensor, torch.Tensor):
+                first.setdefault(memory_of(tensor), node)
+        if node.target is torch.ops.aten.detach.default:
+            detached.add(memory_of(node.meta["val"]))
+        region = node.target is REGION and node.args[0] is False
+        for inner in getattr(module, node.args[1].target).graph.nodes if region else [node]:
+            for old in written_values(inner):
+                memory = memory_of(old.meta["val"]) if isinstance(old, torch.fx.Node) else None
+                if memory in first:
+                    yield inner, first[memory], region or memory in detached
+
+
+def _is_buffer(program: Any, node: Any) -> bool:
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    return kinds.get(node.name) in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

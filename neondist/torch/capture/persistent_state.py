@@ -1,0 +1,283 @@
+"""Detection of state that a forward keeps for the next one; a captured module computes the same in every pass.
+
+Counters, caches and stored results are harmless; state that the next forward would read is refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..ir.errors import NotRecorded, defined_at
+from .expressions import Passes
+from .holder import GONE
+from .module_state import OF_MODULES, PLAIN, Reach, content_key, plain_key
+
+_REPEATS, _SHIFT = 1000, 10_000
+"""Factor on the length of lists, and increment of counters, that simulate many later passes."""
+_ARITHMETIC = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"
+_UNARY = "neg", "pos", "abs"
+_PREDICATES = "lt", "le", "gt", "ge", "eq", "ne", "bool"
+
+
+class _Probe:
+    """Instrumented numbers in place of those that passes change, to detect control flow that depends on them.
+
+    Parameters
+    ----------
+    shift : number
+        Added to the numbers.
+    flips : int
+        Number of comparisons to invert; finite, so that loops end.
+    """
+
+    def __init__(self, shift: int = 0, flips: int = 0) -> None:
+        self.shift, self._flips, self.chosen = shift, flips, False
+        self._kinds = {kind: self._kind(kind) for kind in (int, float)}
+
+    def number(self, value: Any) -> Any:
+        """Return an instrumented number; comparisons of it, and of numbers computed from it, are recorded."""
+        return self._kinds[int if isinstance(value, int) else float](value + self.shift)
+
+    def _kind(self, base: Any) -> Any:
+        def operator_method(name: str) -> Callable[..., Any]:
+            def method(number: Any, *operands: Any) -> Any:
+                operation = getattr(base, name, None)
+                result = NotImplemented if operation is None else operation(number, *operands)
+                if result is NotImplemented and operands and isinstance(operands[0], float):
+                    result = getattr(float, name)(float(number), *operands)
+                if isinstance(result, bool):
+                    self.chosen = True
+                    self._flips -= 1
+                    return result != (self._flips >= 0)
+                return self._kinds[type(result)](result) if type(result) in self._kinds else result
+
+            return method
+
+        names = [f"__{letter}{name}__" for name in _ARITHMETIC for letter in ("", "r")]
+        names += [f"__{name}__" for name in (*_UNARY, *_PREDICATES)]
+        methods = {name: operator_method(name) for name in names}
+        return type(base.__name__, (base,), {**methods, "__hash__": base.__hash__})
+
+
+def _probes(numbers_change: bool) -> Iterator[_Probe]:
+    """Yield the probes of the next passes; the first records comparisons, the last inverts them if there are any."""
+    yield (first := _Probe())
+    if numbers_change:
+        yield _Probe(_SHIFT)
+    if first.chosen:
+        yield _Probe(flips=_REPEATS)
+
+
+_TRACER = "torch.fx._symbolic_trace"
+
+
+class Snapshot:
+    """State of a module and of everything that its forward can reach."""
+
+    def __init__(self, module: nn.Module) -> None:
+        reach = Reach(module, set())
+        self.asks_for_gradients = reach.asks_for_gradients
+        self.iterators, self._generators = reach.iterators, reach.generators
+        self._caches = {cache: cache.cache_info().misses for cache in reach.caches}
+        self._before = [(holder, holder.read()) for holder in reach.holders if holder.restored]
+        self._arrays = [(path, array, array.copy()) for path, array in reach.arrays.items()]
+
+    def changes(self) -> dict[str, tuple[nn.Module | None, list[Any]]]:
+        """Return the changed values: by name, the module that holds them and the new values."""
+        changes: dict[str, tuple[nn.Module | None, list[Any]]] = {}
+        for holder, before in self._before:
+            if holder.of_modules:
+                continue
+            present = holder.read()
+            for key in {**before, **present}:
+                old, new = before.get(key, GONE), present.get(key, GONE)
+                if not (old is new or key in OF_MODULES or _equal(old, new) or _is_wrapper(new, old)):
+                    changes.setdefault(holder.name_of(key), (holder.module, []))[1].append(new)
+        for path, array, old in self._arrays:
+            if content_key(array) != content_key(old):
+                changes[path] = None, [array]
+        return changes
+
+    def probe(self, names: Collection[str], probe: _Probe) -> None:
+        """Replace changed numbers, and lists that have grown, of these names by the probe's."""
+        for holder, before in self._before:
+            present = holder.read()
+            if holder.of_modules or all(holder.name_of(key) not in names for key in present):
+                continue
+            changed = {
+                key: probe.number(new)
+                for key, new in present.items()
+                if isinstance(new, (int, float)) and not isinstance(new, bool) and not _equal(before.get(key), new)
+            }
+            if isinstance(holder.store, (list, deque)) and len(present) > len(before) and probe.shift:
+                changed = dict(enumerate([*present.values()] * _REPEATS))
+            if changed:
+                holder.restore(present | changed)
+        for path, array, _ in self._arrays:
+            if path in names and array.dtype.kind in "iuf" and probe.shift:
+                array += np.array(_REPEATS).astype(array.dtype)
+
+    def restore(self) -> None:
+        """Restore the state."""
+        for holder, before in self._before:
+            holder.restore(before)
+        for _, array, values in self._arrays:
+            np.copyto(array, values)
+
+    def clear_caches(self) -> None:
+        """Clear functools caches filled in a pass; they hold fake tensors."""
+        for cache, misses in self._caches.items():
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+                self._caches[cache] = 0
+
+    def generator_state(self) -> int:
+        """Return a hash of the states of the random generators that the module holds."""
+        states = []
+        for generator in self._generators.values():
+            state = getattr(generator, "getstate", getattr(generator, "get_state", None))
+            states.append(repr(state() if state else generator.bit_generator.state))
+        return hash(tuple(states))
+
+
+def _equal(old: Any, new: Any) -> bool:
+    return isinstance(old, PLAIN) and isinstance(new, PLAIN) and plain_key(old) == plain_key(new)
+
+
+def _is_wrapper(value: Any, inner: Any) -> bool:
+    """Return whether a value is the wrapper that torch.fx.wrap substitutes for a function while PyTorch traces."""
+    names = getattr(value, "__globals__", None)
+    return isinstance(names, dict) and names.get("__name__") == _TRACER and getattr(value, "__wrapped__", None) is inner
+
+
+@contextmanager
+def preserve_state(module: nn.Module, inputs: Sequence[torch.Tensor]) -> Iterator[bool]:
+    """Restore a module after its capture; raise NotRecorded if its next pass would compute something else.
+
+    Yields whether the module's code depends on whether gradients are computed.
+
+    Parameters
+    ----------
+    inputs : fake tensors
+    """
+    before = Snapshot(module)
+    if before.iterators:
+        raise NotRecorded(
+            f"the forward may read from the iterator {next(iter(before.iterators))}, whose next value would be"
+            " captured as a constant",
+            _location(module),
+        )
+    random_state = _generator_state(), before.generator_state()
+    changed: list[str] = []
+    snapshots: list[dict[tuple[str, str, bool], Any]] = []
+
+    def begin(*_: Any) -> None:
+        snapshots.append(_module_items(module))
+
+    def end(*_: Any) -> None:
+        changed.extend(before.changes())
+        snapshots.append(_module_items(module))
+
+    with module.register_forward_pre_hook(begin), module.register_forward_hook(end):
+        try:
+            yield before.asks_for_gradients
+        finally:
+            before.restore()
+            before.clear_caches()
+    try:
+        for kind, name, side in {**snapshots[0], **snapshots[-1]} if snapshots else ():
+            old, new = (items.get((kind, name, side), []) for items in (snapshots[0], snapshots[-1]))
+            if old != new:
+                raise NotRecorded(f"the forward changes the {kind} {name}; {_REMEDIES[kind]}", _location(module))
+        if changed:
+            _check_next_pass(module, inputs)
+        if (_generator_state(), before.generator_state()) != random_state:
+            _check_draws(module, inputs, before)
+    finally:
+        before.restore()
+        before.clear_caches()
+
+
+def _module_items(module: nn.Module) -> dict[tuple[str, str, bool], Any]:
+    """Return the state that nn.Module itself holds, by kind and name; a forward must not change it."""
+    items: dict[tuple[str, str, bool], Any] = {}
+    for path, part in module.named_modules():
+        start = f"{path}." if path else ""
+        for name, tensor in part._parameters.items():
+            items["parameter", start + name, False] = id(tensor), tensor is not None and tensor.requires_grad
+        for name, tensor in part._buffers.items():
+            items["buffer", start + name, False] = None if tensor is None else tensor.shape
+        for hooks in (part._forward_hooks, part._forward_pre_hooks):
+            items["hooks of", path or "the module", hooks is part._forward_hooks] = list(hooks)
+    return items
+
+
+_REMEDIES = {
+    "parameter": "create, replace or freeze it before a pass",
+    "buffer": "register it before the first pass, with its final shape",
+    "hooks of": "register them before a pass",
+}
+
+
+def _generator_state() -> int:
+    """Return a hash of the states of Python's and NumPy's global random generators."""
+    return hash((random.getstate(), pickle.dumps(np.random.get_state(legacy=False))))
+
+
+def _check_next_pass(module: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Raise NotRecorded if a pass depends on state that the previous one has left."""
+    before, passes = Snapshot(module), Passes(module, inputs)
+    expected = passes.run()
+    changes = before.changes()
+    persistent = {name: change for name, change in changes.items() if any(map(passes.recorder.follows, change[1]))}
+    after = Snapshot(module)
+    for probe in _probes(bool(persistent)):
+        after.restore()
+        before.probe(persistent, probe)
+        if _run_or_none(passes.run) != expected:
+            raise NotRecorded(
+                f"the forward changes {', '.join(persistent or changes)}, which the next one reads, but every pass of a"
+                " distributed module runs the captured graph; keep it in a buffer, or, if only the first pass"
+                " changes it, call the module once before distribute",
+                _location(next(iter((persistent or changes).values()))[0] or module),
+            )
+
+
+def _location(module: nn.Module) -> str:
+    """Return the file and line of a module's forward, or of a criterion's function."""
+    function = getattr(module, "criterion", None)
+    for name in ("func", "__func__"):  # of a functools.partial, of a method
+        function = getattr(function, name, function)
+    return defined_at(function if isinstance(function, FunctionType) else type(module).forward)
+
+
+def _run_or_none(run: Callable[[], Any]) -> Any:
+    """Return the result of a function, or None if it raises."""
+    try:
+        return run()
+    except Exception:
+        return None
+
+
+def _check_draws(module: nn.Module, inputs: Sequence[torch.Tensor], state: Snapshot) -> None:
+    """Raise NotRecorded if every pass draws from Python's or NumPy's random generators."""
+    for _ in range(3):  # another thread may have drawn
+        before = _generator_state(), state.generator_state()
+        _run_or_none(Passes(module, inputs).run)
+        if (_generator_state(), state.generator_state()) == before:
+            return
+    message = (
+        "the forward draws from Python's or NumPy's random generator, whose values would be captured as"
+        " constants; draw with torch"
+    )
+    raise NotRecorded(message, _location(module))

@@ -1,0 +1,133 @@
+"""Context in which PyTorch traces a module, and conversion of its errors."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from typing import Any
+
+import torch
+from torch.distributions import Distribution
+
+from ...errors import ConfigError
+from ..ir.errors import NotRecorded
+from ..ir.graph import DEVICES, autocast
+from ..ir.registry import TRACING
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # not torchvision
+_PYTHON = sysconfig.get_path("stdlib")
+Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
+"""Shapes and dtypes of a module's inputs."""
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in')
+
+
+@contextmanager
+def tracing(subject: str, shapes: Shapes) -> Iterator[None]:
+    """Serialise tracing and neutralise the caller's settings; errors of PyTorch become ConfigError."""
+    with TRACING, _quiet(), torch.inference_mode(False), torch.enable_grad(), _no_autocast(), _no_validation():
+        try:
+            yield
+        except Exception as error:
+            raise ConfigError(_explain(subject, shapes, error)) from error
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Create ordinary tensors even in inference_mode, whose tensors allow neither gradients nor in-place changes."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress PyTorch's warnings and log messages, which the error repeats."""
+    loggers_by_name = logging.root.manager.loggerDict
+    loggers = [loggers_by_name[name] for name in list(loggers_by_name) if name.partition(".")[0] == "torch"]
+    enabled = [log for log in loggers if isinstance(log, logging.Logger) and not log.disabled]
+    for log in enabled:
+        log.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log in enabled:
+            log.disabled = False
+
+
+@contextmanager
+def no_graph() -> Iterator[None]:
+    """Remove from stderr the graph that torch.export prints when it fails."""
+    graph, printed = "", io.StringIO()
+    try:
+        with redirect_stderr(printed):
+            yield
+    except Exception as error:
+        graph = f"{getattr(error, 'partial_fx_graph', '')}\n"
+        raise
+    finally:
+        sys.stderr.write(printed.getvalue().replace(graph, "") if graph else printed.getvalue())
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for device, enabled in zip(DEVICES, autocast(), strict=True):
+            if enabled:
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def _no_validation() -> Iterator[None]:
+    """Disable validation in torch.distributions, since traced arguments have no values."""
+    checks: Any = Distribution.set_default_validate_args
+    before = Distribution._validate_args
+    checks(False)
+    try:
+        yield
+    finally:
+        checks(before)
+
+
+def _explain(subject: str, shapes: Shapes, error: Exception) -> str:
+    input_shapes = ", ".join(str(tuple(shape)) for shape, _ in shapes)
+    frames = user_frames("".join(_traceback(error)))
+    place = (isinstance(error, NotRecorded) and error.source) or next(iter(frames[::-1]), "")
+    source = f"{place}: " if place else ""
+    name = type(error).__name__
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    why = first if isinstance(error, NotRecorded) else f"{name}: {first}"
+    if "DataDependent" in name:
+        why = (
+            "an if, a float() or an .item() needs the value of a tensor; a module's computation may depend on the"
+            " shapes of tensors, but not on their values: use torch.where instead"
+        )
+    return f"{source}{subject} cannot be captured for inputs of shape {input_shapes}: {why}"
+
+
+def _traceback(error: BaseException) -> list[str]:
+    import traceback
+
+    return traceback.format_exception(error)
+
+
+def user_frames(text: str) -> list[str]:
+    """Return 'file:line' of the frames outside of PyTorch and neondist, the innermost last."""
+    package = os.path.dirname(__file__)
+    others = (_TORCH, package, "<")
+    return [
+        f"{file}:{line}"
+        for file, line in _FRAME.findall(text)
+        if not file.startswith(others) and (not file.startswith(_PYTHON) or "site-packages" in file)
+    ]

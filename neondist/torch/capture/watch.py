@@ -1,0 +1,165 @@
+"""Detection of changes of values that were read when a module or a criterion was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import chain
+from operator import is_
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .constants import Reads
+from .holder import GONE
+from .module_state import Reach, content_key, plain_key
+
+
+class State:
+    """Snapshot of the values, usable as a key; `numbers` are the contents of tensors that were read."""
+
+    def __init__(self, leaves: dict[str, Any], numbers: tuple[bytes, ...] = ()) -> None:
+        self.leaves, self.numbers = leaves, numbers
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, State) and self.leaves == other.leaves and self.numbers == other.numbers
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.leaves))
+
+
+class Watch:
+    """Values on which the computation of a module or a criterion may depend, beyond parameters and buffers.
+
+    The result of torch.export is valid only for their values at the time of export.
+
+    Parameters
+    ----------
+    root : nn.Module or callable
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._last: list[Any] = []
+        self._known_kinds: list[Any] = []
+        self._names: set[str] = set()
+        self._excluded: set[str] = set()
+        self._reads: dict[State, Reads] = {}
+        self._look()
+
+    def retarget(self, root: Any) -> None:
+        """Watch another function with the same code."""
+        self._root = root
+        self._look()
+
+    def key(self) -> State:
+        """Return the current values of a function's closure, of containers and objects, and dtypes of tensors.
+
+        Keys are equal if nothing has changed, including the values of tensors from which a forward has read numbers.
+        """
+        state = self._state()
+        reads = self._reads.get(state) if self._reads else None
+        if reads is None:
+            return state
+        buffers = self.tensors()[1]
+        read = (*(buffers.get(name) for name in sorted(reads.buffers)), *reads.others)
+        return State(state.leaves, tuple(map(_bytes, read)))
+
+    def _state(self) -> State:
+        try:
+            same = self._is_same()
+        except (KeyError, ValueError, IndexError, RuntimeError, AttributeError):  # something was deleted
+            same = False
+        if not same:
+            self._look()
+        return self._key
+
+    def tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the parameters and the buffers by name, without deleted ones; duplicates included."""
+        parameters = {name: p for name, where, at in self._parameters if (p := where.get(at)) is not None}
+        return parameters, {name: b for name, where, at in self._buffers if (b := where.get(at)) is not None}
+
+    def settle(self, before: State, reads: Reads | None = None) -> State:
+        """Return the key after a forward, without the values that it has changed itself, such as a call counter.
+
+        Parameters
+        ----------
+        reads : Reads, optional
+            Tensors from which it has read numbers; their values are part of later keys.
+        """
+        old, new = before.leaves, self._state().leaves
+        self._excluded.update(path for path in {**old, **new} if old.get(path, GONE) != new.get(path, GONE))
+        self._look()
+        if reads is not None and any(reads):
+            recorded = self._reads.setdefault(self._key, Reads(set(), []))
+            recorded.buffers.update(reads.buffers)
+            recorded.others.extend(t for t in reads.others if all(t is not other for other in recorded.others))
+        return self.key()
+
+    def _is_same(self) -> bool:
+        """Return whether nothing has changed since the last inspection; takes a microsecond for dozens of values."""
+        if list(map(len, self._sized)) != self._sizes or self._kinds() != self._known_kinds:
+            return False
+        values = self._values()
+        if len(values) != len(self._last):
+            return False
+        if not all(map(is_, values, self._last)):
+            for value, before in zip(values, self._last, strict=True):
+                if value is not before and ((key := plain_key(value)) is None or key != plain_key(before)):
+                    return False
+            self._last = values
+        return [content_key(array) for array in self._arrays] == self._contents
+
+    def _values(self) -> list[Any]:
+        return [*chain.from_iterable(self._views), *chain.from_iterable(map(map, self._getters, self._picks))]
+
+    def _kinds(self) -> list[Any]:
+        tensors = [where[at] for _, where, at in self._held]
+        tensors += self._loose
+        kinds: list[Any] = [[tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]]
+        return [*kinds, [tensor.requires_grad for tensor in tensors]] if self._asks else kinds
+
+    def _look(self) -> None:
+        reach = Reach(self._root, self._names, self._excluded)
+        self._key, self._arrays = State(reach.leaves), list(reach.arrays.values())
+        self._contents = [content_key(array) for array in self._arrays]
+        self._loose, self._asks = reach.tensors, reach.asks_for_gradients
+        self._views: list[Any] = []
+        self._getters: list[Callable[[Any], Any]] = []
+        self._picks: list[Collection[Any]] = []
+        self._sized: list[Any] = []
+        for holder in reach.holders:
+            if not holder.watched:
+                continue
+            if holder.get is not None and holder.names is not None:
+                self._getters.append(holder.get)
+                self._picks.append(holder.names)
+            elif not len(holder.store):
+                pass  # only its size is compared
+            elif isinstance(holder.store, dict):
+                self._views += [holder.store.values()] if holder.of_modules else [holder.store, holder.store.values()]
+            else:
+                self._views.append(holder.store)
+            store = vars(holder.store) if isinstance(holder.store, type) else holder.store
+            if holder.get is None or isinstance(store, (dict, MappingProxyType)):
+                self._sized.append(store)
+        self._sizes = list(map(len, self._sized))
+        self._last = self._values()
+        self._parameters: list[tuple[str, dict[str, Any], str]] = []
+        self._buffers: list[tuple[str, dict[str, Any], str]] = []
+        if isinstance(self._root, nn.Module):
+            for path, module in self._root.named_modules(remove_duplicate=False):
+                start = f"{path}." if path else ""
+                for entries, held in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
+                    entries += [(start + name, held, name) for name, tensor in held.items() if tensor is not None]
+        self._held = [*self._parameters, *self._buffers]
+        self._known_kinds = self._kinds()
+
+
+def _bytes(tensor: torch.Tensor | None) -> bytes:
+    if tensor is None:
+        return b""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

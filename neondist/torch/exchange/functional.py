@@ -1,0 +1,338 @@
+"""Halo exchange and reductions as differentiable PyTorch operators, for code that tiles images itself.
+
+Operators take tensors and numbers: a grid is passed as its handle, a window as its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.library import custom_op
+
+from ...comm import ProcessGrid
+from ...comm.agree import CALL, agree, check_alike
+from ...errors import ConfigError, GridError, ShapeError, UserError
+from ...geometry import Window, fold
+from ..ir.layout import local_shape, shape_of
+from ..ir.transfer import Range, Transfer, Want, clipped
+from .functions import announce, recompute
+from .mesh_comm import Channel, MeshComm, format_of
+
+_SCHEMA = "int grid, int[] kernel, int[] stride, int[] padding, int[] dilation, float fill, str mode, int[] extent"
+
+
+def halo(x: torch.Tensor, window: Window, grid: ProcessGrid, global_shape: Sequence[int] | None = None) -> torch.Tensor:
+    """Return the view of a window on a tiled image: this rank's tile plus its halo.
+
+    Each view has the cells needed for this rank's part of the window's output, which is split evenly too: a convolution
+    without padding over the views yields the tiles of the output. Padding is filled in. Backward sums the gradient of a
+    cell over all ranks whose views contain it. Collective over all ranks, forward and backward.
+
+    It is implemented as the custom operator `torch.ops.neondist.halo`, whose shapes and gradient torch.compile knows:
+    with `global_shape` it compiles into a single graph.
+
+    Parameters
+    ----------
+    x : torch.Tensor (N, C, *spatial)
+        This rank's tile, `image[..., *grid.tile_box(extent).slices]`, of its replica's part of the batch.
+    window : Window
+        With one axis per spatial axis of x.
+    grid : ProcessGrid
+    global_shape : sequence of int, optional
+        Global shape (N, C, *spatial). Default: determined with a small message in each call.
+
+    Returns
+    -------
+    torch.Tensor (N, C, *spatial)
+        This rank's view.
+
+    Raises
+    ------
+    ShapeError
+        On all ranks, if the tiles are not an even split of one image.
+    """
+    _check_grid(grid)
+    try:
+        _check(x, window, global_shape)
+    except UserError as error:
+        check_alike(grid.world, {}, error)
+    find_extent = _extent_outside_graph if torch.compiler.is_compiling() else _extent_of
+    extent = find_extent(x, window, grid) if global_shape is None else tuple(global_shape)[2:]
+    padding = tuple(chain.from_iterable(window.padding))
+    window_args = window.kernel, window.stride, padding, window.dilation, window.fill, ",".join(window.modes)
+    return torch.ops.neondist.halo(x, grid.handle, *window_args, extent)
+
+
+def _extent_of(x: torch.Tensor, window: Window, grid: ProcessGrid) -> tuple[int, ...]:
+    return _state_of(grid, window.ndim).extent_of(x, window)
+
+
+# torch.compiler.disable as a decorator would import the compiler, 2 s, with neondist.torch
+_extent_outside_graph = torch._disable_dynamo(_extent_of)
+
+
+def reduce(x: torch.Tensor, op: str, grid: ProcessGrid, group: str = "tiles") -> torch.Tensor:
+    """Return the elementwise sum or maximum over ranks, on every rank (an allreduce); collective.
+
+    As in `halo`, the loss is taken to be the sum of the values on which the ranks call `backward`. So call `backward`
+    on this rank's share of the loss, not on a sum known to all ranks, which would count once per rank.
+
+    It is implemented as the custom operator `torch.ops.neondist.reduce`, whose shapes and gradient torch.compile knows.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        With the same shape on all ranks.
+    op : 'sum' or 'max'
+        The gradient of a maximum is divided equally among all elements that attain it.
+    grid : ProcessGrid
+    group : 'tiles', 'replicas' or 'world'
+        The ranks of one replica, the ranks with the same tile, or all ranks.
+
+    Returns
+    -------
+    torch.Tensor
+        With the shape of x.
+    """
+    if op not in ("sum", "max"):
+        raise ConfigError(f"op: {op!r} is unknown; choose 'sum' or 'max'")
+    if group not in ("tiles", "replicas", "world"):
+        raise ConfigError(f"group: {group!r} is unknown; choose 'tiles', 'replicas' or 'world'")
+    _check_grid(grid)
+    if not isinstance(x, torch.Tensor):
+        check_alike(grid.world, {}, ShapeError(f"x: expected a torch.Tensor, got {type(x).__name__}"))
+    return torch.ops.neondist.reduce(x, op, grid.handle, group)
+
+
+@custom_op("neondist::halo", mutates_args=(), schema=f"(Tensor x, {_SCHEMA}) -> Tensor")
+def _halo(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
+    state, window, extent = _unpack(grid, window_args)
+    state.check(x, window, extent)
+    view = state.view(window, extent)
+    with view.channel.during("forward"):
+        return view.channel.view(x, view.pads, window.fill)
+
+
+@custom_op("neondist::halo_adjoint", mutates_args=(), schema=f"(Tensor gradient, int[] shape, {_SCHEMA}) -> Tensor")
+def _halo_adjoint(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) -> torch.Tensor:
+    state, window, extent = _unpack(grid, window_args)
+    check_alike(state.comm.grid.world, {CALL: "backward of halo", "window": window, "global_shape": extent})
+    view = state.view(window, extent)
+    with view.channel.during("backward"):
+        return view.channel.adjoint(gradient, shape, view.pads)
+
+
+@_halo.register_fake
+def _(x: torch.Tensor, grid: int, *window_args: Any) -> torch.Tensor:
+    state, window, extent = _unpack(grid, window_args)
+    state.check_tile(x, window, extent)
+    view = state.view(window, extent)
+    return view.channel.empty_view(x, view.pads)
+
+
+@_halo_adjoint.register_fake
+def _(gradient: torch.Tensor, shape: list[int], grid: int, *window_args: Any) -> torch.Tensor:
+    return torch.empty(shape, dtype=gradient.dtype, device=gradient.device, memory_format=format_of(gradient))
+
+
+def _save_halo_args(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    x, *ctx.window_args = inputs
+    ctx.shape = x.shape
+    announce(ctx)
+
+
+def _halo_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    recompute(ctx)
+    return torch.ops.neondist.halo_adjoint(gradient, ctx.shape, *ctx.window_args), *[None] * len(ctx.window_args)
+
+
+_halo.register_autograd(_halo_backward, setup_context=_save_halo_args)
+
+
+@custom_op("neondist::reduce", mutates_args=(), schema="(Tensor x, str op, int grid, str group) -> Tensor")
+def _reduce(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
+    state = _state_of(ProcessGrid.of(grid), 2)
+    facts = {CALL: f"reduce {op} over {group}", "the shape of x": tuple(x.shape), "its dtype": x.dtype}
+    check_alike(state.comm.grid.world, facts | {"x.requires_grad": x.requires_grad})
+    all_axes = state.comm.mesh.axes
+    axes = {"tiles": all_axes - {0}, "replicas": all_axes & {0}, "world": all_axes}[group]
+    return state.comm.reduce("reduce", "forward", x, axes, op)
+
+
+@_reduce.register_fake
+def _(x: torch.Tensor, op: str, grid: int, group: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _save_reduce_args(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    x, ctx.op, *ctx.group_args = inputs
+    if ctx.op == "max":
+        ctx.save_for_backward(x, output)
+    else:
+        announce(ctx)
+
+
+def _reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    saved = recompute(ctx)
+    gradient = torch.ops.neondist.reduce(gradient, "sum", *ctx.group_args)
+    if ctx.op == "max":
+        x, maximum = saved
+        is_maximum = (x == maximum).to(gradient.dtype)
+        gradient = gradient * is_maximum / torch.ops.neondist.reduce(is_maximum, "sum", *ctx.group_args).clamp(min=1)
+    return gradient, None, None, None
+
+
+_reduce.register_autograd(_reduce_backward, setup_context=_save_reduce_args)
+
+
+class _View(NamedTuple):
+    channel: Channel
+    pads: tuple[tuple[int, int, int], ...]
+
+
+class _GridState:
+    """State of a grid for images with a given number of axes: communicators, planned messages, known extents."""
+
+    def __init__(self, grid: ProcessGrid, spatial: int) -> None:
+        self.comm = MeshComm(grid, spatial)
+        self._views: dict[tuple[Window, tuple[int, ...]], _View] = {}
+        self._extents: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def extent_of(self, x: torch.Tensor, window: Window) -> tuple[int, ...]:
+        """Return the extent of the whole image, gathered from the ranks; collective."""
+        shape = tuple(x.shape)
+        extent = self._extents.get(shape)
+        # only some ranks may have seen their tile's shape before: check whether all know the extent
+        facts = {CALL: "halo", "window": window, "global_shape": None}
+        versions = (-1,) if extent is None else extent
+        if not check_alike(self.comm.grid.world, facts, versions=versions) or extent is None:
+            extent = self._extents[shape] = self._gather_extent(shape)
+        return extent
+
+    def check(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
+        """Raise on all ranks if the arguments of any are invalid or differ from others'; collective."""
+        error = None
+        try:
+            self.check_tile(x, window, extent)
+        except UserError as problem:
+            error = problem
+        facts = {CALL: "halo", "window": window, "x.requires_grad": x.requires_grad, "its dtype": x.dtype}
+        samples = x.shape[0] if self.comm.grid.replicas == 1 else "any number"  # replicas may differ
+        facts |= {"its number of samples": samples, "its number of channels": x.shape[1], "global_shape": extent}
+        check_alike(self.comm.grid.world, facts, error)
+
+    def _gather_extent(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        mesh, world = self.comm.mesh, self.comm.grid.world
+        shapes = world.allgather(shape)
+        lines = range(1, mesh.spatial + 1)
+        extent = tuple(
+            sum(
+                shapes[mesh.rank([at if line == axis else 0 for line in range(len(mesh.parts))])][axis + 1]
+                for at in range(mesh.parts[axis])
+            )
+            for axis in lines
+        )
+        error = None
+        try:
+            self._check_shape(shape, extent)
+        except ShapeError as problem:
+            error = problem
+        agree(world, error)
+        return extent
+
+    def check_tile(self, x: torch.Tensor, window: Window, extent: tuple[int, ...]) -> None:
+        """Raise ShapeError if x is not this rank's tile of an image of this extent, or if the image is too small."""
+        self._check_shape(tuple(x.shape), extent)
+        window.check(extent)
+
+    def _check_shape(self, shape: tuple[int, ...], extent: tuple[int, ...]) -> None:
+        mesh = self.comm.mesh
+        layout = tuple((mesh.atom(n, axis + 1),) for axis, n in enumerate(extent))
+        expected = local_shape(layout, self.comm.place)
+        if shape[2:] != expected:
+            raise ShapeError(
+                f"rank {self.comm.grid.rank}: x has spatial extents {shape[2:]}, but this rank's tile of"
+                f" {shape_of(layout)} is {expected}; cut the image with grid.tile_box"
+            )
+
+    def view(self, window: Window, extent: tuple[int, ...]) -> _View:
+        """Return the messages for a window over an image, planned once."""
+        key = window, extent
+        if key not in self._views:
+            self._views[key] = self._plan_view(window, extent)
+        return self._views[key]
+
+    def _plan_view(self, window: Window, extent: tuple[int, ...]) -> _View:
+        mesh, wants, pads = self.comm.mesh, [], []
+        for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
+            own = mesh.atom(n, axis + 1)
+            inputs = [_input_ranges(window, axis, n, lo, hi) for lo, hi in mesh.atom(out, axis + 1).ranges]
+            wants.append(Want(axis + 2, own, own.axis, tuple(ranges for ranges, _ in inputs)))
+            _, (before, after) = inputs[0 if own.axis is None else self.comm.place[own.axis]]
+            pads.append((axis + 2, before, after))
+        padded = {dim for dim, before, after in pads if before or after}
+        transfer = Transfer(mesh, tuple(want for want in wants if want.dim in padded or not want.own))
+        return _View(Channel(self.comm, "halo", transfer, "halo"), tuple(pad for pad in pads if pad[0] in padded))
+
+
+def _input_ranges(window: Window, axis: int, n: int, lo: int, hi: int) -> tuple[tuple[Range, ...], tuple[int, int]]:
+    """Return the input ranges of outputs [lo, hi) on an axis of n cells, and the padding before and after."""
+    if lo >= hi:
+        return (), (0, 0)
+    start = lo * window.stride[axis] - window.padding[axis][0]
+    end = (hi - 1) * window.stride[axis] - window.padding[axis][0] + window.span[axis]
+    mode = window.modes[axis]
+    if mode == "zeros":
+        inside, beyond = clipped(start, end, n)
+        return (inside,), beyond
+    return tuple(_runs(fold(i, n, mode) for i in range(start, end))), (0, 0)
+
+
+def _runs(indices: Iterator[int]) -> Iterator[Range]:
+    """Yield ranges of consecutive indices."""
+    start = end = None
+    for i in indices:
+        if i != end:
+            if start is not None and end is not None:
+                yield start, end
+            start = i
+        end = i + 1
+    if start is not None and end is not None:
+        yield start, end
+
+
+def _state_of(grid: ProcessGrid, spatial: int) -> _GridState:
+    key = _GridState, spatial
+    if key not in grid.kept:
+        grid.kept[key] = _GridState(grid, spatial)
+    return grid.kept[key]
+
+
+def _unpack(grid: int, window_args: Sequence[Any]) -> tuple[_GridState, Window, tuple[int, ...]]:
+    """Return the grid state, window and extent encoded in an operator's arguments."""
+    kernel, stride, padding, dilation, fill, mode, extent = window_args
+    sides = tuple(zip(padding[::2], padding[1::2], strict=True))
+    window = Window(tuple(kernel), tuple(stride), sides, tuple(dilation), fill=fill, mode=mode.split(","))
+    return _state_of(ProcessGrid.of(grid), window.ndim), window, tuple(extent)
+
+
+def _check_grid(grid: Any) -> None:
+    if not isinstance(grid, ProcessGrid):
+        raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
+    if grid.closed:
+        raise GridError("grid: is closed; use halo and reduce inside its `with` block")
+
+
+def _check(x: Any, window: Any, global_shape: Any) -> None:
+    if not isinstance(window, Window):
+        raise ConfigError(f"window: expected an nd.Window, got {window!r}")
+    if not isinstance(x, torch.Tensor):
+        raise ShapeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
+    expected = f"(N, C, *spatial) of {window.ndim + 2} numbers"
+    if x.dim() != window.ndim + 2:
+        raise ShapeError(f"x: a window of {window.ndim} axes needs the shape {expected}, got {tuple(x.shape)}")
+    if global_shape is not None and len(global_shape) != x.dim():
+        raise ShapeError(f"global_shape: expected {expected}, got {len(global_shape)}")

@@ -1,0 +1,359 @@
+"""Communication as differentiable operations.
+
+A value replicated on several ranks has its whole gradient on each of them. Therefore a sum over ranks passes its
+gradient on unchanged (`Sum`), and a replicated value used in work that is partitioned over ranks has its gradient
+summed over them (`Spread`). Only parameters are different: each rank computes its part of their gradient, and all parts
+are summed once, at the end of the backward pass (`Parameters`).
+
+None of them supports double backward, which would have to communicate too; they raise an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..ir.graph import GRADIENTS
+from ..ir.once import once_differentiable
+from .mesh_comm import Channel, MeshComm, format_of
+
+_MARKER = torch.empty(0)
+
+
+def announce(ctx: Any) -> None:
+    """Save a marker that `recompute` unpacks."""
+    ctx.save_for_backward(_MARKER)
+
+
+def recompute(ctx: Any) -> Any:
+    """Return the saved tensors, so that an enclosing checkpoint recomputes its forward before anything is sent.
+
+    A checkpoint recomputes when the first saved tensor is unpacked. With local work this may be a different one on each
+    rank, and the messages of the two passes would then have different orders on different ranks.
+    """
+    return ctx.saved_tensors
+
+
+class View(torch.autograd.Function):
+    """View that a rank needs of a partitioned tensor; the adjoint sums."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, channel: Channel, pads: Any, fill: float, owns_gradient: bool
+    ) -> torch.Tensor:
+        """Return the view of this rank; `owns_gradient`: the memory of its gradient is not shared."""
+        ctx.channel, ctx.options = channel, (tensor.shape, pads, owns_gradient)
+        announce(ctx)
+        with channel.during("forward"):
+            return channel.view(tensor, pads, fill)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient of the part."""
+        recompute(ctx)
+        with ctx.channel.during("backward"):
+            return ctx.channel.adjoint(gradients[0], *ctx.options), None, None, None, None
+
+
+class RecomputedResult(torch.autograd.Function):
+    """Result of a segment that all ranks recompute in the backward pass, whatever its steps save locally."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor."""
+        announce(ctx)
+        return torch.ops.aten._unsafe_view(tensor, tensor.shape)  # not a view: it may be modified in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient as it is."""
+        recompute(ctx)
+        return gradients[0]
+
+
+class Gather(torch.autograd.Function):
+    """Partitioned tensor gathered on every rank for replicated work; the adjoint takes the rank's own part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, channel: Channel) -> torch.Tensor:
+        """Return the whole tensor."""
+        ctx.channel, ctx.shape = channel, tensor.shape
+        with channel.during("forward"):
+            return channel.view(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient of the part."""
+        return ctx.channel.own_part(gradients[0], ctx.shape), None
+
+
+class Sum(torch.autograd.Function):
+    """Sum over axes of the mesh; each rank has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: MeshComm, name: str, axes: frozenset[int]) -> torch.Tensor:
+        """Return the sum."""
+        return comm.reduce(name, "forward", tensor, axes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient as it is."""
+        return gradients[0], None, None, None
+
+
+class Spread(torch.autograd.Function):
+    """Identity for use in partitioned work; the gradient is summed over axes of the mesh."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: MeshComm, name: str, axes: frozenset[int]) -> torch.Tensor:
+        """Return the values."""
+        ctx.options = comm, name, axes
+        announce(ctx)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the sum of the gradients."""
+        recompute(ctx)
+        comm, name, axes = ctx.options
+        return comm.reduce(name, "backward", gradients[0], axes), None, None, None
+
+
+class Moments(NamedTuple):
+    """Specification of a normalisation's statistics.
+
+    Attributes
+    ----------
+    groups : int or None
+        Number of groups of channels with statistics per sample; None: statistics per channel over all samples.
+    number : int
+        Number of elements of the whole images in one mean.
+    eps : float
+    axes : axes of the mesh that the elements of one mean are partitioned over
+    own : slices of the spatial dimensions, or None
+        Cells that count on this rank, if it has cells of other ranks too.
+    idle : bool
+        Whether this rank's replica has no samples, but one as a placeholder.
+    """
+
+    groups: int | None
+    number: int
+    eps: float
+    axes: frozenset[int]
+    own: tuple[slice, ...] | None = None
+    idle: bool = False
+
+    def counted(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the cells of rows that count on this rank."""
+        return rows if self.own is None else rows[(slice(None), slice(None), *self.own)]
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x (N, C, ...) reshaped so that dimension 1 has a row for each channel with separate statistics."""
+        return x if self.groups is None else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
+
+    def of_groups(self, rows: torch.Tensor, channels: int) -> torch.Tensor:
+        """Sum over the rows of each group."""
+        return rows if self.groups is None else rows.unflatten(-1, (-1, channels // self.groups)).sum(-1)
+
+    def of_rows(self, groups: torch.Tensor, channels: int) -> torch.Tensor:
+        """Repeat the values of groups for each of their rows."""
+        return groups if self.groups is None else groups.repeat_interleave(channels // self.groups, dim=-1)
+
+
+class Normalise(torch.autograd.Function):
+    """Batch, group and instance normalisation with statistics of the whole images, in one pass over memory each.
+
+    Ranks merge their means and variances in one sum in double precision, which holds the squares of narrower types;
+    float64 takes two sums, to avoid cancellation (Chan, Golub and LeVeque 1983).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: Any, bias: Any, comm: MeshComm, name: str, moments: Moments
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return x (N, C, ...) normalised, and the mean and variance of each group."""
+        ctx.full = x.shape
+        if moments.idle:
+            x = x[:0]
+        samples, channels = x.shape[:2]
+        rows = moments.rows(x)
+        own_rows = moments.counted(rows)
+        mean, variance = _local_moments(own_rows, moments, samples)
+        share = own_rows.numel() // max(1, mean.numel()) / moments.number
+        mean, variance = _merge_moments(mean, variance, share, comm, name, moments.axes)
+        means, variances = (moments.of_rows(values, channels) for values in (mean, variance))
+        scale, shift = (None if v is None else _repeat_channels(v, means) for v in (weight, bias))
+        y = _scale_rows(rows, scale, shift, means, variances, moments.eps) if x.numel() else x.clone()
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.options = comm, name, moments
+        ctx.mark_non_differentiable(mean, variance)
+        y = y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)  # not a view: a ReLU may overwrite it
+        return y.new_zeros(ctx.full) if moments.idle else y, mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient of x, and this rank's parts of the gradients of the weight and the bias."""
+        (x, weight, mean, variance), (comm, name, moments) = ctx.saved_tensors, ctx.options
+        channels, needed = x.shape[1], ctx.needs_input_grad
+        dy = gradients[0][:0] if moments.idle else gradients[0]
+        rows, dy = moments.rows(x), moments.rows(dy.contiguous(memory_format=format_of(x)))
+        means, variances = moments.of_rows(mean, channels), moments.of_rows(variance, channels)
+        scale, std = (
+            torch.ones_like(means) if weight is None else _repeat_channels(weight, means),
+            torch.rsqrt(variances + moments.eps),
+        )
+        if x.numel():  # GPU kernels read the saved statistics, CPU kernels the running ones
+            _, dscale, dshift = torch.ops.aten.native_batch_norm_backward(
+                dy, rows, scale, means, variances, means, std, False, moments.eps, [False, True, True]
+            )
+        else:
+            dscale, dshift = torch.zeros_like(means), torch.zeros_like(means)
+        dx = None
+        if needed[0]:
+            sums = moments.of_groups(torch.stack([dshift, dscale]).mul_(scale), channels)
+            sums = comm.reduce(name, "backward", sums, moments.axes, in_place=True)
+            first, second = moments.of_rows(sums, channels).mul(std).div_(-moments.number).unbind()
+            slope = (scale * std).view(1, -1, *[1] * (rows.dim() - 2))
+            own = moments.counted(rows)
+            shifted = _scale_rows(own, second, first, means, variances, moments.eps) if own.numel() else own.clone()
+            if moments.own is None:
+                dx = shifted.addcmul_(dy, slope)
+            else:
+                dx = (dy * slope).to(x.dtype)
+                moments.counted(dx).add_(shifted)
+            dx = dx.new_zeros(ctx.full) if moments.idle else dx.view(x.shape)
+        if len(dscale) != channels:  # one row per sample; there may be no samples
+            dscale, dshift = (dv.view(len(dv) // channels, channels).sum(0) for dv in (dscale, dshift))
+        return dx, *(dv if need else None for dv, need in zip((dscale, dshift), needed[1:3], strict=True)), *_NONE
+
+
+_NONE = None, None, None
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def _local_moments(rows: torch.Tensor, moments: Moments, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean and variance of each group of this rank's elements."""
+    if not rows.numel():
+        number = rows.shape[1] if moments.groups is None else samples * moments.groups
+        dtype = torch.float32 if rows.dtype in _NARROW else rows.dtype
+        return rows.new_zeros(number, dtype=dtype), rows.new_zeros(number, dtype=dtype)
+    grouped = rows if moments.groups is None else rows.reshape(1, samples * moments.groups, -1)
+    if grouped.dtype in _NARROW:  # as PyTorch does: statistics in higher precision
+        grouped = grouped.float()
+    mean, variance = torch.ops.aten.batch_norm_update_stats(grouped, None, None, 0.0)
+    return mean, variance
+
+
+def _merge_moments(
+    mean: torch.Tensor, variance: torch.Tensor, share: float, comm: MeshComm, name: str, axes: frozenset[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the global mean and variance from those of this rank and its share of the elements."""
+    dtype = mean.dtype
+    if dtype == torch.float64:  # no wider type: squares would cancel
+        mean, own_mean = comm.reduce(name, "forward", mean * share, axes, in_place=True), mean
+        deviations = (own_mean - mean).square_().add_(variance).mul_(share)
+        return mean, comm.reduce(name, "forward", deviations, axes, in_place=True)
+    sums = torch.stack([mean, variance]).double()
+    own_mean, squares = sums.unbind()
+    squares.addcmul_(own_mean, own_mean)
+    mean, squares = comm.reduce(name, "forward", sums.mul_(share), axes, in_place=True).unbind()
+    return mean.to(dtype), squares.addcmul(mean, mean, value=-1).clamp_(min=0).to(dtype)
+
+
+def _scale_rows(
+    rows: torch.Tensor, scale: Any, shift: Any, mean: torch.Tensor, variance: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return rows normalised with these statistics, scaled and shifted, in one pass."""
+    return torch.native_batch_norm(rows, scale, shift, mean, variance, False, 0.0, eps)[0]
+
+
+def _repeat_channels(channels: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Repeat the values of channels for each row, in the dtype of the statistics."""
+    values = channels.to(rows.dtype)
+    return values if len(values) == len(rows) else values.repeat(len(rows) // len(values))
+
+
+class CountOnce(torch.autograd.Function):
+    """Parameter used in replicated work: its gradient counts on one of the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, counts: bool) -> torch.Tensor:
+        """Return the values."""
+        ctx.counts = counts
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient, or zeros."""
+        return gradients[0] if ctx.counts else torch.zeros_like(gradients[0]), None
+
+
+class RecordGradient(torch.autograd.Function):
+    """Parameter of a pass; this rank's contributions to its gradient are recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Return the parameter."""
+        ctx.parts = parts
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient."""
+        ctx.parts.extend(gradient for gradient in gradients if gradient is not None)
+        return gradients[0], None
+
+
+class Parameters(torch.autograd.Function):
+    """All parameters of a pass; their gradients are summed over all ranks, in one reduction per dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: MeshComm, *tensors: torch.Tensor) -> Any:
+        """Return the parameters."""
+        ctx.comm = comm
+        announce(ctx)
+        ctx.set_materialize_grads(False)
+        return tensors  # as views of them
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the sums."""
+        recompute(ctx)
+        sums = list(gradients)
+        for dtype in sorted({g.dtype for g in gradients if g is not None}, key=str):
+            indices = [at for at, g in enumerate(gradients) if g is not None and g.dtype == dtype]
+            grads = [gradients[at] for at in indices]
+            flat = torch._C._nn.flatten_dense_tensors(grads)
+            flat = ctx.comm.reduce(GRADIENTS, "backward", flat, ctx.comm.mesh.axes, in_place=len(indices) > 1)
+            for at, part in zip(indices, torch._C._nn.unflatten_dense_tensors(flat, grads), strict=True):
+                sums[at] = part
+        return (None, *sums)
+
+
+class EmptyResult(torch.autograd.Function):
+    """Empty result of a rank without indices; its inputs take part in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], dtype: torch.dtype, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return an empty tensor."""
+        ctx.inputs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
+        return inputs[0].new_zeros(tuple(shape), dtype=dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return zeros."""
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.inputs)
+        return (None, None, *zeros)

@@ -1,0 +1,201 @@
+"""Border schemes of neondist layers for the windows of torch modules."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from ...backends import Backend, get_backend
+from ...comm import Exchange, ProcessGrid
+from ...errors import ConfigError, HaloError
+from ...geometry import Box, HaloPlan, Lattice, Piece, Window, shift_range
+from ...halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
+from ...halo.buffer import HaloBuffer
+from ...observer import ObservedEvent
+from ...registry import suggest
+from ...runtime.debug import mark_buffer, unfilled
+from ..ir.graph import Step
+from ..ir.transfer import Piece as Indices
+from ..ir.transfer import Range
+from .mesh_comm import MeshComm
+
+Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
+"""A scheme, or schemes by module path; '' is the whole module."""
+
+
+@dataclass
+class _Owner:
+    """Array, channels last, as seen by its halo buffer."""
+
+    grid: ProcessGrid
+    policy: ExchangePolicy
+    plan: HaloPlan
+    channels: int
+    dtype: np.dtype
+    backend: Backend = field(default_factory=lambda: get_backend("numpy"))
+    memory: dict[tuple[int, str], dict[str, Any]] = field(default_factory=dict)
+    recorded: list[tuple[str, Exchange]] = field(default_factory=list)
+    reverse: bool = False
+    #: number of runs of each exchange recorded in the ledger
+    counted: list[int] = field(default_factory=list)
+
+
+class SchemeChannel:
+    """Counterpart of `Channel` for border schemes: cells and gradients are exchanged as the scheme prescribes."""
+
+    def __init__(self, comm: MeshComm, step: Step) -> None:
+        assert step.transfer is not None
+        assert step.scheme is not None
+        self.comm, self.grid, self.name, self.transfer = comm, comm.grid, step.name, step.transfer
+        self.policy = step.scheme
+        self._buffers: dict[Any, tuple[_Owner, HaloBuffer]] = {}
+
+    def view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = (), fill: float = 0.0) -> torch.Tensor:
+        """Return this rank's view from its part; `pads` are (dimension, before, after)."""
+        owner, buffer = self._buffer(tensor, fill)
+        if self.comm.guarded:
+            mark_buffer(buffer)
+        seen = buffer.forward(_channels_last(tensor), self.comm.phase)
+        if self.comm.guarded and (missing := unfilled(seen, owner.plan)).any():
+            raise HaloError(
+                f"rank {self.grid.rank}: step '{self.name}', forward: {missing.sum()} values of its view were never"
+                f" filled; scheme {type(self.policy).__name__} must fill every cell of other tiles"
+            )
+        self._record(owner)
+        view = torch.from_numpy(seen).movedim(-1, 1)  # on the host: schemes exchange there
+        shape, inside = list(view.shape), [slice(None)] * tensor.dim()
+        for dim, before, after in pads:
+            inside[dim] = slice(before, before + shape[dim])
+            shape[dim] += before + after
+        padded = tensor.new_full(shape, fill)
+        padded[tuple(inside)] = view
+        return padded
+
+    def adjoint(
+        self,
+        gradient: torch.Tensor,
+        shape: Sequence[int],
+        pads: Sequence[tuple[int, int, int]] = (),
+        in_place: bool = False,
+    ) -> torch.Tensor:
+        """Return the gradient of this rank's part from that of its view; in new memory, whatever `in_place` is."""
+        for dim, before, after in pads:
+            gradient = gradient.narrow(dim, before, gradient.shape[dim] - before - after)
+        owner, buffer = self._buffers[shape[0], shape[1], gradient.dtype]
+        part = buffer.backward(_channels_last(gradient), self.comm.phase)
+        self._record(owner)
+        return torch.from_numpy(part).movedim(-1, 1).to(gradient.device, gradient.dtype, copy=True)
+
+    def during(self, direction: str) -> ObservedEvent:
+        """Return the context manager that reports this exchange to observers."""
+        return self.grid.observers.during("halo", self.name, direction)
+
+    def _buffer(self, tensor: torch.Tensor, fill: float) -> tuple[_Owner, HaloBuffer]:
+        key = tensor.shape[0], tensor.shape[1], tensor.dtype
+        if key not in self._buffers:
+            self._buffers = {of: kept for of, kept in self._buffers.items() if of[:2] == key[:2]}  # no other batch
+            plan, dtype = self._halo_plan(tuple(tensor.shape[2:]), fill), _channels_last(tensor[:0]).dtype
+            owner = _Owner(self.grid, self.policy, plan, tensor.shape[1], dtype)
+            self._buffers[key] = owner, HaloBuffer(owner, len(tensor))
+        return self._buffers[key]
+
+    def _halo_plan(self, extent: tuple[int, ...], fill: float) -> HaloPlan:
+        """Return the transfer as a HaloPlan of neondist layers: in cells of the image, along all of its axes."""
+        grid, transfer = self.grid, self.transfer
+        first, place = grid.rank - grid.tile, transfer.mesh.place(grid.rank)
+        wants = {want.dim - 2: want for want in transfer.wants}
+        own, need, whole = ([(0, n) for n in extent] for _ in range(3))
+        for axis, want in wants.items():
+            own[axis], whole[axis] = want.source.range(place), (0, want.source.extent)
+            (need[axis],) = want.of(place)
+
+        def piece(indices: Indices, owner: int) -> Piece:
+            owner_place = transfer.mesh.place(owner)
+            cells = [range(lo, hi) for lo, hi in own]
+            for (axis, want), part in zip(wants.items(), indices.source, strict=True):
+                start, _ = want.source.range(owner_place)
+                cells[axis] = shift_range(part, start)
+            return Piece(indices.peer - first, *[Lattice(tuple(cells))] * 2)
+
+        received = transfer.receives(grid.rank)
+        receives = [piece(p, p.peer) for p in received if p.peer != grid.rank]
+        sends = [piece(p, grid.rank) for p in transfer.sends(grid.rank)]
+        local = [piece(p, grid.rank) for p in received if p.peer == grid.rank]
+        return HaloPlan(
+            own=_box(own),
+            need=_box(need),
+            pieces=lambda: (receives, sends, local),
+            buffer=_box(own) if _box(need).empty else _box(need).hull(_box(own)),
+            extent=tuple(n for _, n in whole),
+            window=Window(1, padding=0, fill=fill, ndim=len(extent)),
+            used=tuple(
+                wants[axis].used_at(place) if axis in wants else (range(lo, hi),) for axis, (lo, hi) in enumerate(need)
+            ),
+        )
+
+    def _record(self, owner: _Owner) -> None:
+        """Record the messages since the last call."""
+        recorded, counted = owner.recorded, owner.counted
+        counted += [0] * (len(recorded) - len(counted))
+        for at, (direction, exchange) in enumerate(recorded):
+            for _ in range(counted[at], exchange.runs):
+                for message in exchange.sends:
+                    peer = self.grid.rank - self.grid.tile + message.peer
+                    self.comm.record("halo", self.name, direction, peer, message.nbytes)
+            counted[at] = exchange.runs
+
+
+def parse_schemes(schemes: Schemes, names: Collection[str], recompute: bool) -> dict[str, ExchangePolicy]:
+    """Return the schemes by module path; '' is the whole module.
+
+    Raises
+    ------
+    ConfigError
+        If a scheme or module does not exist, or the scheme does not support windows of torch modules.
+    """
+    policies = {}
+    for path, scheme in schemes.items() if isinstance(schemes, Mapping) else [("", schemes)]:
+        policy = as_scheme(scheme)
+        if path not in names:
+            raise ConfigError(f"scheme: the module has no part {path!r}{suggest(path, names)}")
+        if policy.gradients != "scatter":
+            raise ConfigError(
+                f"scheme: '{scheme_text(policy)}' applies to neondist layers: gradients of a module's windows are"
+                " scattered; leave 'backward' out"
+            )
+        if recompute and policy.has_memory:
+            raise ConfigError(
+                f"recompute: '{scheme_text(policy)}' keeps state between steps, so a step cannot be recomputed"
+            )
+        policies[path] = policy
+    return policies
+
+
+def assign_schemes(steps: Iterable[Step], schemes: Mapping[str, ExchangePolicy]) -> None:
+    """Set the scheme of each window to that of the innermost module that has one."""
+    for step in steps:
+        if step.window:
+            module, _, _ = step.name.rpartition(":")
+            policy = policy_of(module, schemes)
+            step.scheme = None if isinstance(policy, Fusion) else policy
+
+
+def policy_of(module: str, schemes: Mapping[str, ExchangePolicy]) -> ExchangePolicy | None:
+    """Return the scheme of the innermost module that has one; None: exact exchange."""
+    paths = [path for path in schemes if not path or f"{module}.".startswith(f"{path}.")]
+    policy = schemes[max(paths, key=len)] if paths else None
+    return None if type(policy) is Halo else policy
+
+
+def _box(ranges: Sequence[Range]) -> Box:
+    return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
+
+
+def _channels_last(tensor: torch.Tensor) -> np.ndarray:
+    """Return an array (n, *cells, C) sharing the tensor's memory; dtypes that NumPy lacks are copied."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).movedim(1, -1).numpy()

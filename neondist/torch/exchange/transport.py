@@ -1,0 +1,391 @@
+"""Transport over torch.distributed, for jobs started by torchrun without MPI."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import reduce
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ...comm.large_counts import MOST, chunks
+from ...comm.transport import CompletedRequest, Exchange, Message, ReduceOp, Request, Transport, closed_error
+from ...errors import LaunchError, RemoteError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that torchrun sets."""
+FIRST_TAG = 1 << 16
+"""Lower tags are for the caller's own messages over the same process group."""
+KINDS = MESSAGES, COLLECTIVES, SUMS = range(3)
+"""Kinds of messages, each with its own tag: exchanges; collectives; the second half of pending sums."""
+REDUCED = ("float32", "float64", "int32", "int64")
+"""Dtypes reduced by gloo's own allreduce, which does not support all."""
+DIRECT = ("cpu:gloo", "cuda:nccl")
+"""Devices whose tensors a backend sends directly; gloo supports cuda too, but not in messages."""
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+
+PeerTensor = tuple[int, torch.Tensor]
+"""Rank of the peer, and a tensor of bytes."""
+
+
+def world(most: int = MOST) -> TorchTransport:
+    """Return the transport over torch.distributed's default process group; collective.
+
+    The group is initialised with gloo, from the variables that torchrun sets, unless it already is.
+
+    Parameters
+    ----------
+    most : int
+        As in `TorchTransport`.
+
+    Raises
+    ------
+    LaunchError
+        If there is neither a default process group nor torchrun's environment, or gloo cannot start or is missing.
+    """
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise LaunchError(
+            "this PyTorch build has no torch.distributed or no gloo backend: install another build, or run over MPI"
+        )
+    if not dist.is_initialized():
+        missing = [name for name in VARIABLES if name not in os.environ]
+        if missing:
+            raise LaunchError(
+                f"torch.distributed is not initialised, and {', '.join(missing)} missing in the environment: start"
+                " with `torchrun --nproc-per-node N SCRIPT`, or call torch.distributed.init_process_group first"
+            )
+        try:
+            dist.init_process_group("gloo")
+        except (RuntimeError, ValueError) as error:
+            settings = ", ".join(f"{name}={os.environ[name]}" for name in VARIABLES)
+            raise LaunchError(
+                f"torch.distributed does not start with {settings}: {error}; if gloo selects the wrong network"
+                " interface, set GLOO_SOCKET_IFNAME"
+            ) from error
+    return TorchTransport(most=most)
+
+
+def join(address: str, rank: int, size: int, patience: float = 600.0) -> TorchTransport:
+    """Return the transport of processes started one by one, which rendezvous at the address of rank 0; collective.
+
+    Parameters
+    ----------
+    address : str
+        HOST:PORT, where rank 0 listens.
+    rank, size : int
+    patience : float
+        Seconds to wait for the others.
+
+    Raises
+    ------
+    LaunchError
+        The others do not connect in time, or gloo cannot start or is missing.
+    """
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise LaunchError(
+            "this PyTorch build has no torch.distributed or no gloo backend: install another build, or run over MPI"
+        )
+    if not dist.is_initialized():
+        place, limit = f"tcp://{address}", timedelta(seconds=patience)
+        try:
+            dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=limit)
+        except (RuntimeError, ValueError) as error:
+            raise LaunchError(
+                f"process {rank} of {size} cannot connect to the others at {address}: {str(error).splitlines()[0]};"
+                " start all of them, and check that the address is that of the first process and that its port is"
+                " free"
+            ) from error
+    return TorchTransport()
+
+
+@dataclass
+class _Groups:
+    """Number of the last group of ranks that this process created in a process group."""
+
+    last: int = 0
+
+
+class _Part(NamedTuple):
+    """Ordered subset of the ranks of a process group, and the number of this subgroup."""
+
+    ranks: list[int]
+    number: int
+    groups: _Groups
+
+
+class TorchTransport(Transport):
+    """Transport over a torch.distributed process group, which the caller owns.
+
+    Subgroups are not process groups, since torch creates those collectively, with a connection per pair, and frees them
+    only at exit. The messages of a subgroup have their own tags, and it is released with its last user.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, optional
+        A group with a gloo backend for host arrays. Default: the default process group.
+    most : int
+        Maximum number of bytes per message and of elements per reduction; larger ones are split.
+
+    Raises
+    ------
+    LaunchError
+        If the group has no gloo backend for host arrays, such as nccl alone.
+
+    Attributes
+    ----------
+    peers : list of int
+        All ranks but this one.
+    """
+
+    def __init__(self, group: Any = None, part: _Part | None = None, most: int = MOST) -> None:
+        self._group, self.most = dist.group.WORLD if group is None else group, most
+        backends = dist.get_backend_config(self._group)
+        if "cpu:gloo" not in backends:
+            raise LaunchError(
+                f"group: expected a process group with gloo for host arrays, got one with {backends}; create one"
+                " with torch.distributed.new_group(backend='gloo'), or initialise with 'cpu:gloo,cuda:nccl'"
+            )
+        group_ranks = dist.get_process_group_ranks(self._group)
+        # ranks are numbered as in the default process group
+        self._ranks, number, self._groups = part or _Part(group_ranks, 0, _Groups())
+        self._tags = [FIRST_TAG + number * len(KINDS) + kind for kind in KINDS]
+        self.rank, self.size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self.peers = [peer for peer in range(self.size) if peer != self.rank]
+        self.tensors = tuple(pair.partition(":")[0] for pair in backends.split(",") if pair in DIRECT)
+        self._whole = self.size == len(group_ranks)
+
+    @property
+    def group(self) -> Any:
+        """The process group, until this is closed."""
+        if self.closed:
+            raise closed_error()
+        return self._group
+
+    def split(self, color: int, key: int) -> TorchTransport:
+        """Return the group of the ranks with the same colour, ordered by key."""
+        colors = self.allgather((color, key))
+        places = sorted((key, place) for place, (other, key) in enumerate(colors) if other == color)
+        return self._part([place for _, place in places], self._next_number())
+
+    def cut(self, tiles: int) -> tuple[Transport, Transport]:
+        """Return the groups of tiles and of replicas, whose members are known without communication."""
+        replica, tile = divmod(self.rank, tiles)
+        number, places = self._next_number(), range(self.size)
+        # one number for both: they have no two ranks in common
+        return self._part(places[replica * tiles :][:tiles], number), self._part(places[tile::tiles], number)
+
+    def _next_number(self) -> int:
+        """Return a group number that no two of these ranks have used together; collective."""
+        last = np.array([self._groups.last])
+        self.allreduce(last, "max")
+        self._groups.last = int(last[0]) + 1
+        return self._groups.last
+
+    def _part(self, places: Sequence[int], number: int) -> TorchTransport:
+        part = _Part([self._ranks[place] for place in places], number, self._groups)
+        return TorchTransport(self.group, part, self.most)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+        """Return an exchange directly from and into the arrays, or through buffers for non-contiguous boxes."""
+        return _TorchExchange(self, sends, receives)
+
+    def allreduce(self, array: Any, op: ReduceOp = "sum") -> None:
+        """Replace a contiguous array, or tensor of one of the devices, by its sum, or maximum, over all ranks."""
+        if isinstance(array, torch.Tensor):
+            self._allreduce_tensor(array, op)
+        else:
+            self._reduction(array, op, COLLECTIVES).wait()
+
+    def iallreduce(self, array: np.ndarray) -> Request:
+        """Start to replace a contiguous array by its sum over all ranks."""
+        return self._reduction(array, "sum", SUMS)
+
+    def _allreduce_tensor(self, tensor: torch.Tensor, op: ReduceOp) -> None:
+        if self.size == 1 or not tensor.numel():
+            return
+        if self._whole and str(tensor.dtype).removeprefix("torch.") in REDUCED:
+            with self.remote_errors():
+                for part in tensor.view(-1).split(self.most):
+                    dist.all_reduce(part, REDUCE_OPS[op], self.group)
+            return
+        rows = [tensor if peer == self.rank else torch.empty_like(tensor) for peer in range(self.size)]
+        self.swap([(peer, bytes_of(tensor)) for peer in self.peers], [(p, bytes_of(rows[p])) for p in self.peers])
+        combine: Any = torch.add if op == "sum" else torch.maximum
+        tensor.copy_(reduce(combine, rows))
+
+    def _reduction(self, array: np.ndarray, op: ReduceOp, kind: int) -> Request:
+        if self.size == 1 or not array.size:
+            return CompletedRequest()
+        if not array.flags.forc:
+            raise ValueError(f"array: expected a contiguous one, got strides {array.strides} of shape {array.shape}")
+        flat = array.ravel("K")  # a view
+        if not (self._whole and array.dtype.name in REDUCED):
+            return _Reduction(self, flat, op, kind)
+        with self.remote_errors():
+            parts = torch.from_numpy(flat).split(self.most)
+            return _Works(self, [dist.all_reduce(part, REDUCE_OPS[op], self.group, async_op=True) for part in parts])
+
+    def allgather_array(self, array: np.ndarray) -> np.ndarray:
+        """Return the arrays of all ranks, stacked along a new first axis."""
+        gathered = np.empty((self.size, *array.shape), array.dtype)
+        gathered[self.rank] = array
+        rows = [as_bytes(gathered[rank : rank + 1]) for rank in range(self.size)]
+        self.swap([(peer, rows[self.rank]) for peer in self.peers], [(peer, rows[peer]) for peer in self.peers])
+        return gathered
+
+    def all_to_all(self, sends: Sequence[np.ndarray], receive_shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+        """Send an array to every rank, and return what every rank sent to this one, without pickling."""
+        received = [np.empty(shape, sends[0].dtype) for shape in receive_shapes]
+        received[self.rank][...] = sends[self.rank]
+        leaving = [(peer, as_bytes(np.require(sends[peer], requirements=["C", "W"]))) for peer in self.peers]
+        self.swap(leaving, [(peer, as_bytes(received[peer])) for peer in self.peers])
+        return received
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Return copies of every rank's value, in rank order."""
+        data = pickled(value)
+        sizes = self.allgather_array(np.array(data.size))
+        parts = self.all_to_all([data] * self.size, [(size,) for size in sizes])
+        return [pickle.loads(part.tobytes()) for part in parts]
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return a copy of the value of rank `root`."""
+        pickled_value = pickled(value if self.rank == root else None)
+        size = np.array(pickled_value.size)
+        self._broadcast(size, root)
+        data: np.ndarray = pickled_value if self.rank == root else np.empty(size, np.uint8)
+        self._broadcast(data, root)
+        return pickle.loads(data.tobytes())
+
+    def _broadcast(self, array: np.ndarray, root: int) -> None:
+        """Replace the array by that of rank `root`."""
+        data = as_bytes(array)
+        if self.rank == root:
+            self.swap([(peer, data) for peer in self.peers], [])
+        else:
+            self.swap([], [(root, data)])
+
+    def abort(self, code: int) -> None:
+        """End this rank with this exit code; torchrun then ends the others, whose connections to this one are cut."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    def post(self, sends: Iterable[PeerTensor], receives: Iterable[PeerTensor], kind: int) -> Request:
+        """Start sends and receives; messages of the same kind between two ranks match in the order listed."""
+        group, tag = self.group, self._tags[kind]
+        with self.remote_errors():
+            # receives first, so that no message arrives unexpected
+            ends = [(dist.irecv, receives), (dist.isend, sends)]
+            ops = [
+                dist.P2POp(end, data[chunk], self._ranks[peer], group, tag)
+                for end, tensors in ends
+                for peer, data in tensors
+                for chunk in chunks(data.numel(), self.most)
+            ]
+            # as one batch: nccl runs separate operations one after the other, and two ranks could deadlock
+            return _Works(self, dist.batch_isend_irecv(ops) if ops else [])
+
+    def swap(self, sends: Iterable[PeerTensor], receives: Iterable[PeerTensor]) -> None:
+        """Exchange the messages of a collective."""
+        self.post(sends, receives, COLLECTIVES).wait()
+
+    @contextmanager
+    def remote_errors(self) -> Iterator[None]:
+        """Convert gloo's errors to RemoteError."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise RemoteError(
+                f"rank {self.rank} of {self.size}: another rank has exited or does not respond"
+            ) from error
+
+
+class _Works(Request):
+    """Pending operations of torch.distributed."""
+
+    def __init__(self, transport: TorchTransport, works: Sequence[Any]) -> None:
+        self.transport, self.works = transport, works
+
+    def wait(self) -> None:
+        with self.transport.remote_errors():
+            for work in self.works:
+                work.wait()
+
+
+class _Reduction(Request):
+    """Pending sum or maximum: each rank reduces one part of all arrays, in rank order, and sends it to the others."""
+
+    def __init__(self, transport: TorchTransport, flat: np.ndarray, op: ReduceOp, kind: int) -> None:
+        ends = [flat.size * place // transport.size for place in range(transport.size + 1)]
+        self.transport, self.kind = transport, kind
+        self.combine = {"sum": np.add, "max": np.maximum}[op]
+        self.parts = [flat[start:end] for start, end in pairwise(ends)]
+        self.mine = self.parts[transport.rank]
+        self.rows = [np.empty_like(self.mine) for _ in self.parts]
+        self.rows[transport.rank][...] = self.mine
+        self.first = self._post(self.parts, self.rows, COLLECTIVES)
+
+    def wait(self) -> None:
+        self.first.wait()
+        self.mine[...] = reduce(self.combine, self.rows)
+        self._post([self.mine] * len(self.parts), self.parts, self.kind).wait()
+
+    def _post(self, sends: Sequence[np.ndarray], receives: Sequence[np.ndarray], kind: int) -> Request:
+        transport = self.transport
+        leaving, arriving = ([(peer, as_bytes(ends[peer])) for peer in transport.peers] for ends in (sends, receives))
+        return transport.post(leaving, arriving, kind)
+
+
+class _TorchExchange(Exchange):
+    transport: TorchTransport
+
+    def __init__(self, transport: TorchTransport, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        super().__init__(transport, sends, receives)
+        self.leaving, self.arriving = ([_packed(m.cells) for m in messages] for messages in (self.sends, self.receives))
+        self.outgoing = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.sends, self.leaving, strict=True)]
+        self.incoming = [(m.peer, bytes_of(data)) for m, (_, data) in zip(self.receives, self.arriving, strict=True)]
+
+    def _start(self) -> None:
+        for cells, data in self.leaving:
+            if data is not cells:
+                data[...] = cells
+        self.request = self.transport.post(self.outgoing, self.incoming, MESSAGES)
+
+    def _finish(self) -> None:
+        self.request.wait()
+        for cells, data in self.arriving:
+            if data is not cells:
+                cells[...] = data
+
+
+def _packed(cells: Any) -> tuple[Any, Any]:
+    """Return cells and the contiguous array that is sent: the same, or a buffer for their copies."""
+    if isinstance(cells, torch.Tensor):
+        return cells, cells
+    fit = cells.flags.c_contiguous and cells.flags.writeable  # PyTorch warns about read-only arrays
+    return cells, cells if fit else np.empty(cells.shape, cells.dtype)
+
+
+def as_bytes(array: np.ndarray) -> torch.Tensor:
+    """Return the bytes of a contiguous array of any dtype; not a copy."""
+    return torch.from_numpy(array.reshape(-1).view(np.uint8))
+
+
+def bytes_of(data: Any) -> torch.Tensor:
+    """Return the bytes of a contiguous array or tensor; not a copy."""
+    return data.view(-1).view(torch.uint8) if isinstance(data, torch.Tensor) else as_bytes(data)
+
+
+def pickled(value: Any) -> np.ndarray:
+    """Return a value as bytes, for pickle.loads."""
+    return np.frombuffer(bytearray(pickle.dumps(value)), np.uint8)

@@ -1,0 +1,138 @@
+"""Block-wise computation of a captured module whose output is an image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+
+from ...comm import ProcessGrid
+from ...geometry import Box
+from ...plan.blocks import COPIES, cut_into, number_of
+from ..capture.capture import lower_program
+from ..exchange.mesh_comm import MeshComm
+from ..ir.graph import Value
+from ..ir.layout import Shape, axes_of
+from ..lowering.plan import TorchPlan
+from .in_blocks import AxisRanges, BlockLowering, Traced, part_of_block
+from .run import Runner
+
+
+class TracedImage(Traced):
+    """Captured module that can be computed in blocks of its first output, an image.
+
+    Parameters
+    ----------
+    program
+        Result of `captured` for the module in evaluation mode.
+    shape : (1, C, *spatial)
+        Of the image.
+    remedy : str
+        End of the message about an operator that cannot be computed block by block.
+
+    Raises
+    ------
+    UnsupportedOperator
+        An operator depends on more than a bounded neighbourhood; names it, the module's path and the file and line.
+    """
+
+    def __init__(self, program: Any, shape: Sequence[int], gather_at: Sequence[str], remedy: str) -> None:
+        first = BlockLowering(len(shape) - 2, remedy)
+        plan, _ = lower_program(program, first.mesh, 0, [first.mesh.image(shape)], gather_at, lowering=first)
+        output = first.values[next(out for out in plan.outputs if isinstance(out, int))]
+        layout = output.layout
+        if len(layout) != len(shape) or axes_of(layout[:2]) or any(len(dim) > 1 for dim in layout):
+            first.refuse(f"the output, of shape {output.shape}, is not an image")
+        super().__init__(first, plan, shape, [output])
+
+    @property
+    def extent(self) -> Shape:
+        """The spatial extent of the output."""
+        return self.outputs[0].shape[2:]
+
+    def blocks(self, size: Sequence[int], beyond: int = 0) -> ModuleBlocks:
+        """Return the blocks of a size."""
+        return ModuleBlocks(self, size, beyond)
+
+    def ranges_of(self, box: Box) -> AxisRanges:
+        """Return the ranges of a box of the output."""
+        return ((*((0, n) for n in self.outputs[0].shape[:2]), *box.axes()),)
+
+
+class ModuleBlocks:
+    """Blocks of a traced module's output; the counterpart of `plan.blocks.BlockPlan` for layers.
+
+    Parameters
+    ----------
+    traced : TracedImage
+    size : (*spatial,)
+        Of a block; the last ones along an axis may be smaller.
+    beyond : int
+        Number of cells by which a block extends beyond its own.
+    """
+
+    def __init__(self, traced: TracedImage, size: Sequence[int], beyond: int = 0) -> None:
+        self.traced, self.size = traced, tuple(size)
+        self.cells = cut_into(traced.extent, self.size, beyond)
+        self._comm = MeshComm(ProcessGrid.serial(), len(self.size))
+
+    def __len__(self) -> int:
+        return self.cells.tiles
+
+    def coords(self, number: int) -> tuple[int, ...]:
+        """Return a block's coordinates in the grid of blocks."""
+        return self.cells.coords(number)
+
+    def output(self, number: int) -> Box:
+        """Return the cells of the output in a block."""
+        return self.cells.box(number)
+
+    def image(self, number: int) -> Box:
+        """Return the cells of the image that a block depends on."""
+        ranges = self.traced.image(self.traced.ranges_of(self.output(number)))[2:]
+        return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
+
+    def run(
+        self, number: int, x: torch.Tensor, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a block of the output (1, C, *block) from the cells of the image that it depends on."""
+        ranges = self.traced.ranges_of(self.output(number))
+        plan = self.traced.plan(ranges)
+        (y,) = Runner(self._comm, plan)([x], parameters, buffers)
+        return part_of_block(y, _output(plan).layout, ranges[0])
+
+    @cached_property
+    def largest(self) -> int:
+        """Most bytes that a block needs: values of the module, the image and the output."""
+        return max(peak + COPIES * ends for peak, ends, _ in self._costs)
+
+    @property
+    def largest_image(self) -> Box:
+        """Largest box of the image that a block depends on."""
+        return max((self.image(number) for number in self._longest), key=lambda box: box.size)
+
+    def heaviest(self) -> str:
+        """Return the step at which memory use peaks."""
+        return max(self._costs)[2]
+
+    @property
+    def _longest(self) -> list[int]:
+        """Candidates for the block with the largest memory use: inside, and at the borders of the image."""
+        ends = [sorted({0, count // 2}) for count in self.cells.parts]
+        return [number_of(place, self.cells.parts) for place in product(*ends)]
+
+    @cached_property
+    def _costs(self) -> list[tuple[int, int, str]]:
+        costs = []
+        for number in self._longest:
+            plan = self.traced.plan(self.traced.ranges_of(self.output(number)))
+            ends = sum(plan.values[at].nbytes for at in (plan.inputs[0], _output(plan).id))
+            costs.append((*plan.peak(), ends))
+        return [(peak, ends, name) for peak, name, ends in costs]
+
+
+def _output(plan: TorchPlan) -> Value:
+    return plan.values[plan.outputs[0]]

@@ -1,0 +1,126 @@
+"""Planner of a module's segments, from the costs of messages and redundant computation."""
+
+from __future__ import annotations
+
+from math import inf, prod
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...halo.fusion import Fusion
+from ...plan.planner import PASSES, best_cuts
+from ...system.machine import Figures
+from ..exchange.schemes import policy_of
+from ..ir.graph import Value
+from ..ir.transfer import Range, Transfer, Want
+from .blocked import at_least_one
+from .in_blocks import AxisRanges, ids_of
+from .program_lowering import laid, ranges_at
+from .segments import OperatorRecord, OperatorSegment, Search
+
+
+def segments_of(search: Search) -> list[OperatorSegment]:
+    """Return the segments; those under a scheme with a planner are cut at the least cost."""
+    segments, starts = search.segments(), set[int]()
+    for segment in segments:
+        first = next(iter(segment.records.values()))
+        policy = policy_of(first.call.where.module, search.schemes)
+        figures = policy.figures(search.mesh.size) if isinstance(policy, Fusion) else None
+        if figures is not None:
+            starts |= _SegmentCuts(search, segment, figures).starts
+    return search.segments(starts) if starts else segments
+
+
+class _SegmentCuts:
+    """The cheapest cuts of one potential segment."""
+
+    def __init__(self, search: Search, segment: OperatorSegment, figures: Figures) -> None:
+        self.search, self.figures, self.numbers = search, figures, list(segment.records)
+        self.windows = [at for at, number in enumerate(self.numbers) if segment.records[number].windows]
+        self.flops = {number: _flops(record, search.values) for number, record in segment.records.items()}
+        self.middle = tuple(parts // 2 for parts in search.mesh.parts)  # the tile with the most neighbours
+        self.seconds: dict[tuple[int, int], float] = {}
+
+    @property
+    def starts(self) -> set[int]:
+        """Operators at which segments begin."""
+        return {self.numbers[self.windows[first]] for first, _ in best_cuts(self._cost, len(self.windows))}
+
+    def _cost(self, first: int, last: int) -> float:
+        """Return the seconds per training step of exchanges and redundant computation for a segment of windows.
+
+        Called for increasingly long segments with the same end, whose redundant computation only grows: once that
+        costs more than separate exchanges, no longer segment is better.
+        """
+        longer, shorter = (first, last), (first + 1, last)
+        if self.seconds.get(shorter) == inf:
+            self.seconds[longer] = inf
+            return inf
+        sending, redundant = self._costs(first, last)
+        separate = sum(self.seconds[at, at] for at in range(first, last)) + self.seconds.get((last, last), inf)
+        self.seconds[longer] = inf if redundant > separate else sending + redundant
+        return self.seconds[longer]
+
+    def _costs(self, first: int, last: int) -> tuple[float, float]:
+        """Return the seconds of exchanges and of redundant computation."""
+        search, ends = self.search, [*self.windows, len(self.numbers)]
+        segment = search.segment_of(self.numbers[ends[first] : ends[last + 1]])
+        own = ranges_at([laid(out, search.mesh) for out in segment.traced.outputs], dict(enumerate(self.middle)))
+        outputs = at_least_one(own, own)
+        sending = sum(
+            self._exchange_seconds(search.values[value], ranges, 1 + (value not in search.images))
+            for value, ranges in zip(segment.inputs, segment.traced.sources(outputs), strict=True)
+            if value in search.values
+        )
+        redundant = sum(
+            self.flops[number] * self._redundant_share(segment, search.values[ids_of(record.call.result)[0]], outputs)
+            for number, record in segment.records.items()
+        )
+        return sending, PASSES * redundant / self.figures.speed
+
+    def _exchange_seconds(self, value: Value, ranges: tuple[Range, ...], ways: int) -> float:
+        """Return the seconds in which the middle rank receives the cells of a value that it needs."""
+        mesh = self.search.mesh
+        wants = []
+        for dim, ((atom,), needed) in enumerate(zip(value.layout, ranges, strict=True)):
+            if atom.axis is not None:
+                ranges_by_part = [[own] for own in atom.ranges]
+                ranges_by_part[self.middle[atom.axis]] = [needed]
+                wants.append(Want(dim, atom, atom.axis, tuple(map(tuple, ranges_by_part))))
+        rank = mesh.rank(self.middle)
+        pieces = [piece for piece in Transfer(mesh, tuple(wants)).receives(rank) if piece.peer != rank]
+        whole = prod(n for n, (atom,) in zip(value.shape, value.layout, strict=True) if atom.axis is None)
+        count = sum(piece.cells for piece in pieces) * whole * value.dtype.itemsize
+        return ways * (len(pieces) * self.figures.latency + count / self.figures.bandwidth)
+
+    def _redundant_share(self, segment: OperatorSegment, value: Value, outputs: AxisRanges) -> float:
+        """Return the share of a value that the middle rank computes beyond its own cells."""
+        needs, own, needed = segment.traced.needs(outputs), 1.0, 1.0
+        for (atom,), (block,) in zip(value.layout, segment.local_values[value.id].layout, strict=True):
+            if atom.axis is not None and block.origin is not None:
+                origin, factor = block.origin
+                (first, last), (lo, hi) = atom.range(self.middle), needs.get(origin, (0, 0))
+                own *= (last - first) / atom.extent
+                needed *= (hi - lo) * factor / atom.extent
+        return max(0.0, needed - own)
+
+
+def _flops(record: OperatorRecord, values: dict[int, Value]) -> float:
+    """Return the forward FLOPs of an operator on the whole image, at least one per element."""
+
+    def empty(leaf: object) -> object:
+        if not isinstance(leaf, Value):
+            return leaf
+        value = values[leaf.id]
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    least = prod(values[ids_of(record.call.result)[0]].shape)
+    try:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            record.call.target(
+                *pytree.tree_map(empty, list(record.call.args)), **pytree.tree_map(empty, dict(record.call.kwargs))
+            )
+    except Exception:  # it needs values, which meta tensors lack: not a product
+        return least
+    return max(least, counter.get_total_flops())

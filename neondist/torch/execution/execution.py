@@ -1,0 +1,79 @@
+"""Options for executing a module, beyond what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ...halo import ExchangePolicy, Fusion
+from ..capture.capture import lower_program
+from ..capture.checks import check_gather_at
+from ..exchange.schemes import Schemes, parse_schemes
+from ..ir.layout import Layout, Mesh
+from ..lowering.lower import Lowering
+from ..lowering.plan import TorchPlan
+from .fused import fused
+from .segments import Strips
+from .trunk import fitted
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Execution options of a module; see `distribute`.
+
+    Attributes
+    ----------
+    gather_at : tuple of str
+    recompute : bool
+    schemes : dict of path to ExchangePolicy
+    strips : int, 'auto' or None
+    memory : int or None
+        Memory limit of one rank in bytes.
+    """
+
+    gather_at: tuple[str, ...] = ()
+    recompute: bool = False
+    schemes: Mapping[str, ExchangePolicy] = field(default_factory=dict)
+    strips: Strips = None
+    memory: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        gather_at: Sequence[str],
+        recompute: bool,
+        scheme: Schemes,
+        strips: Strips,
+        memory: int | None,
+    ) -> Execution:
+        """Return the options for a module; raise ConfigError unless `gather_at` names its parts."""
+        check_gather_at(module, gather_at)
+        schemes = parse_schemes(scheme, dict(module.named_modules()), recompute)
+        return cls(tuple(gather_at), recompute, schemes, strips, memory)
+
+    @property
+    def reads_wide(self) -> bool:
+        """Whether tiles of images may include a margin."""
+        return any(isinstance(policy, Fusion) and policy.reads_wide for policy in self.schemes.values())
+
+    def lower(
+        self, program: Any, mesh: Mesh, rank: int, layouts: Sequence[Layout], module: nn.Module
+    ) -> tuple[TorchPlan, Any, Lowering | None]:
+        """Return the plan of a program for one rank, the tree of its outputs, and the lowering that fused it, if any.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            Module of the program.
+        """
+        args = program, mesh, rank, layouts, self.gather_at
+        lowering: Lowering | None
+        if self.memory is not None:
+            lowering = fitted(*args, self.recompute, self.memory, module)
+        else:
+            lowering = fused(*args, self.schemes, self.strips)
+        return *lower_program(*args, self.schemes, self.recompute, lowering), lowering

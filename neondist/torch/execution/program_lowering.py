@@ -1,0 +1,127 @@
+"""Lowering of a program with groups of operators that are executed as units, and the inputs that these need."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.graph import Value
+from ..ir.layout import Layout, Mesh
+from ..ir.transfer import Range, Wanted, at_place, hull
+from ..lowering.lower import Lowering
+from .blocked import at_least_one
+from .in_blocks import AxisRanges, Traced
+
+
+class ProgramLowering(Lowering):
+    """Lowering that tells operators of the program from those called by rules.
+
+    Attributes
+    ----------
+    input_values : list of Value
+        Values that are passed from outside.
+    in_rule : bool
+        Whether a rule is being called.
+    number : int
+        Number of the current operator of the program.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.input_values, self.in_rule, self.number = list[Value](), False, -1
+
+    def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
+        """Return a new input value."""
+        self.input_values.append(super().input(layout, dtype, kind))
+        return self.input_values[-1]
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Lower one call of an operator and return its values."""
+        if self.in_rule:
+            return self.lower_by_rule(target, args, kwargs)
+        self.number += 1
+        return self.lower_program_call(target, args, kwargs)
+
+    def lower_by_rule(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Lower one call of an operator by its rule."""
+        before, self.in_rule = self.in_rule, True
+        try:
+            return super().call(target, args, kwargs)
+        finally:
+            self.in_rule = before
+
+    @abstractmethod
+    def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Lower one operator of the program and return its values."""
+
+    def input_views(self, inputs: Sequence[Value], wanted: Sequence[Wanted]) -> tuple[list[Value], list[list[int]]]:
+        """Return this rank's views of the inputs, and the first indices of each view."""
+        views, first = [], []
+        for value, wants in zip(inputs, wanted, strict=True):
+            views.append(self.view_of(value, wants))
+            ranges = at_place(wants, self.place)
+            first.append([ranges[dim][0] if dim in ranges else 0 for dim in range(len(value.layout))])
+        return views, first
+
+    def input_ranges(
+        self, traced: Sequence[Traced], layouts: Sequence[Sequence[Layout]], inputs: Sequence[Layout]
+    ) -> list[Wanted]:
+        """Return the ranges of each input that the parts of each axis need for their tiles of the outputs.
+
+        Parameters
+        ----------
+        traced : groups that are executed together; all have these inputs
+        layouts : of the outputs of each group
+        inputs : layouts of the inputs
+        """
+        needs = {
+            axis: [self._sources(traced, layouts, {axis: part}) for part in range(self.mesh.parts[axis])]
+            for axis in self.mesh.axes
+        }
+        return [
+            {
+                dim: (atom.axis, [sources[at][dim] for sources in needs[atom.axis]])
+                for dim, (atom,) in enumerate(layout)
+                if atom.axis is not None
+            }
+            for at, layout in enumerate(inputs)
+        ]
+
+    def view_of(self, value: Value, wants: Wanted) -> Value:
+        """Return this rank's view of a value."""
+        return self.view(
+            value, {dim: (axis, [[r] for r in ranges]) for dim, (axis, ranges) in wants.items()}, self.mesh.axes
+        )
+
+    @staticmethod
+    def _sources(groups: Sequence[Traced], layouts: Sequence[Sequence[Layout]], place: Mapping[int, int]) -> AxisRanges:
+        """Return the ranges of the inputs that the ranks at a place of some axes need."""
+        sources = []
+        for part, output_layouts in zip(groups, layouts, strict=True):
+            own = ranges_at(output_layouts, place)
+            sources.append(part.sources(at_least_one(own, own)))
+        return tuple(tuple(joined(dims) for dims in zip(*inputs, strict=True)) for inputs in zip(*sources, strict=True))
+
+
+def joined(ranges: Sequence[Range]) -> Range:
+    """Return the hull of several ranges, some of which may be empty."""
+    return hull([at for lo, hi in ranges if lo < hi for at in (lo, hi - 1)])
+
+
+def laid(value: Value, mesh: Mesh) -> Layout:
+    """Return the layout of a box, partitioned evenly."""
+    return tuple((mesh.atom(atom.extent, atom.axis),) for (atom,) in value.layout)
+
+
+def ranges_at(layouts: Sequence[Layout], place: Mapping[int, int]) -> AxisRanges:
+    """Return the ranges of the rank at a place along each dimension; full ranges along axes not in `place`."""
+    return tuple(
+        tuple(
+            atom.ranges[place[atom.axis]] if atom.axis is not None and atom.axis in place else (0, atom.extent)
+            for (atom,) in layout
+        )
+        for layout in layouts
+    )

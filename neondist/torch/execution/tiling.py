@@ -1,0 +1,194 @@
+"""Conversion between whole tensors and this rank's parts of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ShapeError
+from ..exchange.mesh_comm import MeshComm
+from ..ir.layout import Layout, axes_of, cut, local_shape, shape_of, whole
+from ..ir.transfer import Wanted, at_place
+from ..lowering.building import Builder
+from ..lowering.plan import TorchPlan
+from ..lowering.steps import Where
+from .run import Runner
+
+
+def mark(tensor: torch.Tensor, layout: Layout) -> None:
+    """Mark a tensor that no model has returned with the layout of the whole tensor."""
+    tensor.neondist_layout = layout  # type: ignore[attr-defined]
+
+
+class Tiling:
+    """Tiling of a module's inputs, outputs and targets.
+
+    Parameters
+    ----------
+    comm : MeshComm
+    shapes : sequence of tuple
+        The global shapes of the inputs.
+
+    Attributes
+    ----------
+    inputs : list of Layout
+    """
+
+    def __init__(self, comm: MeshComm, shapes: Iterable[Sequence[int]]) -> None:
+        self.comm = comm
+        self.resize(shapes)
+        # layouts of the tensors returned to the user, by id as long as they live
+        self._layouts: dict[int, tuple[weakref.ref[torch.Tensor], Layout]] = {}
+        self._gathers: dict[tuple[Layout, torch.dtype], Runner] = {}
+
+    def resize(self, shapes: Iterable[Sequence[int]]) -> None:
+        """Partition inputs of other global shapes from now on."""
+        self.inputs = [cut(shape, self.comm.mesh) for shape in shapes]
+
+    def whole_shape(self, tile: Any) -> tuple[int, ...] | None:
+        """Return the global shape of a tensor from this rank's part; None: unknown."""
+        if not isinstance(tile, torch.Tensor):
+            return None
+        layout = self.layout_of(tile)
+        if layout is None:
+            return tuple(tile.shape) if self.comm.grid.size == 1 else None
+        return shape_of(layout)
+
+    def remember(self, tensor: torch.Tensor, layout: Layout) -> None:
+        """Remember the layout of a tensor as long as it lives."""
+        key, layouts = id(tensor), self._layouts
+        layouts[key] = weakref.ref(tensor, lambda _: layouts.pop(key, None)), layout
+
+    def unknown(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Return the indices of tensors that neither the model nor `part` has returned."""
+        return [at for at, tensor in enumerate(tensors) if self.layout_of(tensor) is None]
+
+    def layout_of(self, tensor: torch.Tensor) -> Layout | None:
+        """Return the layout of a tensor, if it was returned to the user."""
+        reference, layout = self._layouts.get(id(tensor), (None, None))
+        return layout if reference is not None and reference() is tensor else getattr(tensor, "neondist_layout", None)
+
+    def part(self, image: torch.Tensor, layout: Layout, ranges: Wanted | None = None) -> torch.Tensor:
+        """Return this rank's part of a tensor replicated on every rank, or the larger ranges given for each axis."""
+        if tuple(image.shape) != shape_of(layout):
+            raise ShapeError(
+                f"expected a whole tensor of shape {shape_of(layout)}, the same on every rank, got {tuple(image.shape)}"
+            )
+        if ranges:
+            for dim, (lo, hi) in at_place(ranges, self.comm.place).items():
+                image = image.narrow(dim, lo, hi - lo)
+            return image.clone(memory_format=torch.preserve_format)
+        if not axes_of(layout):
+            part = image.clone(memory_format=torch.preserve_format)
+        else:
+            atoms = [atom for dim in layout for atom in dim]
+            if len(atoms) != len(layout):
+                image = image.reshape([atom.extent for atom in atoms])
+            for dim, atom in enumerate(atoms):
+                lo, hi = atom.range(self.comm.place)
+                image = image.narrow(dim, lo, hi - lo)
+            shape = local_shape(layout, self.comm.place)
+            part = image.clone(memory_format=torch.preserve_format).reshape(shape)
+        self.remember(part, layout)
+        return part
+
+    def target(self, shape: tuple[int, ...], outputs: Sequence[Layout]) -> Layout:
+        """Return the layout of a target: that of an output with its spatial extents, else along the batch only."""
+        mesh, layouts = self.comm.mesh, self._known_layouts(outputs)
+        for layout in layouts:
+            if shape == shape_of(layout):
+                return layout
+            if len(layout) == mesh.spatial + 2 and shape[-mesh.spatial :] == shape_of(layout[2:]):
+                if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout):
+                    return (layout[0], *whole(shape[1:2]), *layout[2:])
+                if shape[:1] == shape_of(layout[:1]) and len(shape) == len(layout) - 1:
+                    return (layout[0], *layout[2:])
+        batches = {shape_of(layout[:1]) for layout in layouts if layout}
+        if shape and (len(shape) > mesh.spatial or shape[:1] not in batches):
+            shapes = sorted({shape_of(layout) for layout in layouts if layout})
+            raise ShapeError(
+                f"a target of shape {shape} matches none of the outputs {', '.join(map(str, shapes))}; it must have"
+                " the batch and spatial extents of one of them, or be (N,) or (N, C)"
+            )
+        return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
+
+    def layouts_of(
+        self,
+        tensors: Sequence[torch.Tensor],
+        outputs: Callable[[], Sequence[Layout]],
+        targets_from: int | None = None,
+    ) -> list[Layout]:
+        """Return the layouts of tensors, from this rank's parts; collective.
+
+        Tensors derived by the user, such as y.squeeze(1), are recognised by their local shapes on all ranks.
+
+        Parameters
+        ----------
+        tensors : sequence of torch.Tensor
+            Parts of outputs; and of targets, from the index `targets_from`.
+        outputs : callable
+            Returns the layouts of the module's outputs.
+        """
+        layouts = [self.layout_of(tensor) for tensor in tensors]
+        place, world = self.comm.place, self.comm.grid.world
+        unknown = [at for at, layout in enumerate(layouts) if layout is None]
+        known = self._known_layouts(outputs()) if unknown else []
+        candidates = {
+            at: self._candidates(tensors[at], known, targets_from is not None and at >= targets_from) for at in unknown
+        }  # the same on all ranks
+        fit = [
+            [i for i, layout in enumerate(candidates[at]) if local_shape(layout, place) == tuple(tensors[at].shape)]
+            for at in unknown
+        ]
+        every = world.allgather(fit) if unknown and world.size > 1 else [fit]
+        for k, at in enumerate(unknown):
+            common = set.intersection(*(set(other[k]) for other in every))
+            if not common:
+                raise ShapeError(
+                    f"rank {self.comm.grid.rank}: no tensor of this model has a part of shape"
+                    f" {tuple(tensors[at].shape)} on this rank; pass model.loss and model.gather only tensors"
+                    " returned by the model, scatter or scatter_target"
+                ).on_all_ranks()
+            layouts[at] = candidates[at][min(common)]
+        return [layout for layout in layouts if layout is not None]
+
+    def _known_layouts(self, outputs: Sequence[Layout]) -> list[Layout]:
+        return [*outputs, *self.inputs]  # a criterion may resize an output to the extents of the image
+
+    def _candidates(self, tensor: torch.Tensor, layouts: Sequence[Layout], target: bool) -> list[Layout]:
+        mesh = self.comm.mesh
+        images = [layout for layout in layouts if len(layout) == mesh.spatial + 2]
+        cells = [layout[:1] + layout[2:] for layout in images]
+        channels = [(lay[0], *whole(tensor.shape[1:2]), *lay[2:]) for lay in images if tensor.dim() == len(lay)]
+        batch = [layout[:1] for layout in layouts]
+        vectors = [(lay[0], *whole(tensor.shape[1:])) for lay in layouts if lay and 1 < tensor.dim() <= mesh.spatial]
+        if target:
+            return [*cells, *channels, *batch, *layouts, *vectors]
+        return [*layouts, *channels, *cells, *batch, *vectors]
+
+    def gathered(self, tile: torch.Tensor, layout: Layout, differentiable: bool = False) -> torch.Tensor:
+        """Gather a whole tensor from the ranks' parts; collective.
+
+        The result has a gradient only with `differentiable`.
+        """
+        if not axes_of(layout):
+            return tile if differentiable else tile.detach().clone()
+        key = layout, tile.dtype
+        if key not in self._gathers:
+            self._gathers[key] = self._plan_gather(*key)
+        if differentiable:
+            return self._gathers[key]([tile], {}, {})[0]
+        with torch.no_grad():
+            return self._gathers[key]([tile.detach()], {}, {})[0]
+
+    def _plan_gather(self, layout: Layout, dtype: torch.dtype) -> Runner:
+        mesh, rank = self.comm.mesh, self.comm.grid.rank
+        builder = Builder(mesh, rank)
+        builder.where = Where("gather", "", "")
+        value = builder.input(layout, dtype)
+        whole_value = builder.gathered(value)
+        plan = TorchPlan(mesh, rank, builder.steps, builder.values, {}, {}, [value.id], [whole_value.id], {})
+        return Runner(self.comm, plan)

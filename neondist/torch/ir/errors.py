@@ -1,0 +1,56 @@
+"""Errors of `distribute` and `from_torch`, with the user's source position."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from ...errors import UserError
+
+
+class UnsupportedOperator(UserError):
+    """An operator of the module has no rule, or no layer, that reproduces the single-process result.
+
+    Attributes
+    ----------
+    operator : str
+    module : str
+        Path of the module that calls the operator.
+    source : str
+        The user's file and line.
+    why : str
+    """
+
+    def __init__(self, where: Any, why: str = "", *, cannot: str = "be distributed", remedy: str = "") -> None:
+        self.operator, self.module, self.source = where.operator, where.module, where.source
+        self.why = why
+        remedy = remedy or (
+            f"gather_at=[{self.module!r}] computes {'that' if self.module else 'the'} module on whole arrays on"
+            " every rank; or define a rule with neondist.torch.rule"
+        )
+        super().__init__(
+            (f"{self.source}: " if self.source else "")
+            + self.operator
+            + (f" in module '{self.module}'" if self.module else "")
+            + f" cannot {cannot}{': ' + why if why else ', it has no rule'}; {remedy}"
+        )
+
+
+class NotRecorded(Exception):
+    """Behaviour of a module that its captured program would not reproduce.
+
+    Parameters
+    ----------
+    source : str
+        File and line of the cause; default: where it is raised.
+    """
+
+    def __init__(self, why: str, source: str = "") -> None:
+        super().__init__(why)
+        self.source = source
+
+
+def defined_at(function: Any) -> str:
+    """Return the file and line of a function, or an empty string."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""

@@ -1,0 +1,156 @@
+"""Mutated arguments of operators in a captured graph, and their replacement by results."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+"""Operator that runs a subgraph with or without gradients."""
+RUNNING = "running_mean", "running_var"
+"""Statistics that operators update in training, which their schemas do not declare."""
+_WITH_STATISTICS = torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default
+"""Operators whose rules return the statistics after the result."""
+_DECOMPOSED = "aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index"
+"""Operators with such writes, which rules or decompositions return as results."""
+_TRAINING = "training", "train", "use_input_stats"
+_PURE = "backward", "functional", "no_training", "no_update"
+
+
+def is_simple(graph: Any, buffers: Collection[str] = ()) -> bool:
+    """Return whether each write can be replaced by using the result from there on; notes functional twins on nodes.
+
+    This holds if no alias of the memory is read later and only buffers outlive the program. Otherwise PyTorch's
+    functionalisation is needed, which traces the whole module again.
+
+    Parameters
+    ----------
+    buffers : collection of str
+        Names of the graph's inputs that are buffers.
+    """
+    nodes = list(graph.nodes)
+    operators = [node for node in nodes if node.op == "call_function" and node.target is not operator.getitem]
+    if not all(isinstance(node.target, torch._ops.OpOverload) for node in operators):  # such as torch.vmap
+        return False
+    positions = {node: position for position, node in enumerate(nodes)}
+    names: dict[int, list[Any]] = {}
+    for node in nodes:
+        for tensor in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(tensor, torch.Tensor) and (node.users or node.op != "placeholder"):
+                names.setdefault(memory_of(tensor), []).append(node)
+    twins: dict[Any, Any] = {}
+    for node in operators:
+        if written_values(node):
+            twins[node] = node.target if node.target in _WITH_STATISTICS else _twin(node)
+        for target in written_values(node):
+            if not isinstance(target, torch.fx.Node) or twins[node] is None:
+                return False
+            first, *others = aliases = names[memory_of(target.meta["val"])]
+            before = (name for name in aliases if positions[name] < positions[node] and name is not target)
+            if any(positions[user] > positions[node] for name in before for user in name.users):
+                return False
+            is_buffer = target is first and target.name in buffers and all(map(written_values, others))
+            if first.op != "call_function" and not is_buffer:
+                return False
+    for node, twin in twins.items():
+        node.meta = node.meta | {"twin": twin}  # not in place: PyTorch lets nodes share one dictionary
+    return True
+
+
+def written_values(node: Any) -> list[Any]:
+    """Return the values that an operator writes to, in the order of its arguments."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    return [leaf for arg in written_arguments(node.target, node.args, node.kwargs) for leaf in pytree.tree_leaves(arg)]
+
+
+def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes to: tensors, or lists of them."""
+    arguments = target._schema.arguments
+    names = [arg.name for arg in arguments]
+    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    written = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
+    if set(RUNNING) <= set(names) - set(written) and not any(word in target._schema.name for word in _PURE):
+        trains = all(values.get(name, True) for name in names if name in _TRAINING)
+        written += [name for name in RUNNING if trains and values.get(name) is not None]
+    return [values.get(name) for name in written]
+
+
+def writes_unseen(node: Any) -> bool:
+    """Return whether an operator updates statistics unknown to PyTorch's functionalisation."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.name in _DECOMPOSED:
+        return False
+    declared = sum(bool(arg.alias_info and arg.alias_info.is_write) for arg in target._schema.arguments)
+    return len(written_arguments(target, node.args, node.kwargs)) > declared
+
+
+def keep_statistics(graph: Any) -> None:
+    """Update the running statistics of instance norms by separate operators.
+
+    PyTorch's functionalisation treats instance norms as free of side effects, and drops them if the result is unused.
+    """
+    ops = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target is not ops.instance_norm.default or not (olds := written_values(node)):
+            continue
+        x, momentum = node.args[0], node.args[6]
+        with graph.inserting_before(node):
+            detached = graph.call_function(ops.detach.default, (x,))
+            axes = list(range(2, x.meta["val"].dim()))
+            moments = graph.call_function(ops.var_mean.correction, (detached, axes), {"correction": 1})
+            for old, index in zip(olds, (1, 0), strict=True):
+                moment = graph.call_function(operator.getitem, (moments, index))
+                mean = graph.call_function(ops.mean.dim, (moment, [0]))
+                kept, new = (
+                    graph.call_function(ops.mul.Tensor, (value, share))
+                    for value, share in ((old, 1 - momentum), (mean, momentum))
+                )
+                graph.call_function(ops.copy_.default, (old, graph.call_function(ops.add.Tensor, (kept, new))))
+        node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def note_result(env: dict[Any, Any], node: Any, result: Any) -> list[Any]:
+    """Store a node's result in `env`, also under the values it overwrites; return the overwritten nodes."""
+    env[node] = result
+    if targets := written_values(node):
+        env[node], *values = result if type(result) is tuple else [result] * (1 + len(targets))
+        env.update(zip(targets, values, strict=True))
+    return targets
+
+
+def _twin(node: Any) -> Any:
+    """Return the out-of-place variant of an operator that writes only to its first argument, or None."""
+    schema = node.target._schema
+    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::").removesuffix("_"), None)
+    if packet is None or written_values(node) != list(node.args[:1]):
+        return None
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    # the first argument may have another name, such as in dropout
+    twin = next((f for f in overloads if not f._schema.is_mutable and _takes(f) == _takes(node.target)), None)
+    if twin is None:
+        return None
+    args, kwargs = pytree.tree_map(
+        lambda arg: arg.meta["val"] if isinstance(arg, torch.fx.Node) else arg, (node.args, dict(node.kwargs))
+    )
+    with torch.no_grad():
+        result, expected = twin(*args, **kwargs), node.meta["val"]
+    return twin if (result.shape, result.dtype) == (expected.shape, expected.dtype) else None
+
+
+def _takes(operator: Any) -> tuple[list[str], list[str]]:
+    """Return the types of an operator's arguments, and the names of all but the first."""
+    arguments = operator._schema.arguments
+    return [str(arg.type) for arg in arguments], [arg.name for arg in arguments[1:]]
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return a number that is equal for tensors sharing memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # inside torch.vmap
+        return id(tensor)

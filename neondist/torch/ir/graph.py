@@ -1,0 +1,279 @@
+"""Values and steps of a plan; a step is local work or a dependence on other ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import isqrt, prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ...halo import ExchangePolicy
+from .layout import Layout, Mesh, Shape, shape_of
+from .transfer import Transfer
+
+GRADIENTS = "gradients"
+"""Name of the reduction of all parameters' gradients, in place of a step's name."""
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""Accumulation dtype of low-precision sums over ranks."""
+FRESH = {
+    "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.add.Tensor", "aten.sub.Tensor",
+    "aten.linear.default", "aten._native_batch_norm_legit_functional.default", "aten.group_norm.default",
+    "aten._native_batch_norm_legit_no_training.default", "aten.instance_norm.default", "aten.cat.default",
+    "aten.conv_transpose2d.input", "aten.conv_transpose3d.input", "aten.batch_norm.default",
+}  # fmt: skip
+"""Operators that return new memory and do not need their results for the backward pass."""
+IN_PLACE: dict[str, Callable[..., Any]] = {"aten.relu.default": lambda tensor: (torch.relu_(tensor),)}
+"""Operators that may overwrite their inputs with their results if the inputs have no other reader."""
+OWN_GRADIENT = {
+    "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default", "aten.conv1d.padding", "aten.conv2d.padding",
+    "aten.conv3d.padding",
+}  # fmt: skip
+"""Operators whose input gradient is in memory that is not shared."""
+PASS_THROUGH = ("spread", "counted")
+"""Kinds of steps that return their input unchanged and act on its gradient."""
+Pads = tuple[tuple[int, int, int], ...]
+DEVICES = ("cpu", "cuda")
+
+
+def autocast() -> list[bool]:
+    """Return for each kind of device whether autocast is on."""
+    return [torch.is_autocast_enabled(device) for device in DEVICES]
+
+
+def is_eager_float(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether alternative kernels apply: floats on the CPU, no autocast, no compiler."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.float32, torch.float64)
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+    )
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the plan.
+
+    Attributes
+    ----------
+    id : int
+    local : tuple of int
+        Shape of this rank's part.
+    axes : frozenset of int
+        Axes of the mesh along which ranks have different parts; along others the value is replicated.
+    dtype : torch.dtype
+    kind : 'value', 'parameter' (whose gradient is summed at the end), or 'constant' (without a gradient)
+    layout : Layout or None
+        Layout of the whole tensor; None: a view, which is used by one operation only.
+    """
+
+    id: int
+    local: Shape
+    axes: frozenset[int]
+    dtype: torch.dtype
+    kind: str
+    layout_or_none: Layout | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the whole tensor."""
+        assert self.layout_or_none is not None
+        return self.layout_or_none
+
+    @property
+    def shape(self) -> Shape:
+        """Global shape."""
+        return shape_of(self.layout)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part."""
+        return prod(self.local) * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class Step:
+    """Operation of a plan: local work, or a dependence on other ranks.
+
+    Attributes
+    ----------
+    kind : 'local', 'norm', 'view', 'gather', 'ring', 'sum', 'max', or one of PASS_THROUGH
+    name : str
+        The module's path and the operator.
+    inputs, outputs : values, by id
+    run : callable
+        For 'local': from the inputs' tensors to the outputs'.
+    op : str
+        The operator that computes the first output, if there is one.
+    window : bool
+        Whether it is a view for sliding windows, a range along each axis, which may have a border scheme.
+    scheme : ExchangePolicy or None
+        Border scheme for cells of other tiles; None: exact exchange.
+    owns_gradient : bool
+        Of a view: whether the memory of its output's gradient is not shared.
+    """
+
+    kind: str
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    run: Callable[..., Any] | None = None
+    transfer: Transfer | None = None
+    pads: Pads = ()
+    fill: float = 0.0
+    axes: frozenset[int] = frozenset()
+    counts: bool = True
+    key: Any = None
+    free: tuple[int, ...] = field(default=())
+    op: str = ""
+    window: bool = False
+    scheme: ExchangePolicy | None = None
+    owns_gradient: bool = False
+
+
+@dataclass(eq=False)
+class TorchGraph:
+    """Steps of a captured module on one rank of a mesh.
+
+    Attributes
+    ----------
+    mesh : Mesh
+    rank : int
+    steps : list of Step
+    values : list of Value
+    parameters, buffers, inputs : dict or list of ids
+    outputs : list of id, or of a Python value
+    mutated : dict of buffer to id
+    key : int or None
+        Id of the random seed.
+    recompute : bool
+        Whether the backward pass recomputes segments instead of keeping their values.
+    """
+
+    mesh: Mesh
+    rank: int
+    steps: list[Step]
+    values: list[Value]
+    parameters: dict[str, int]
+    buffers: dict[str, int]
+    inputs: list[int]
+    outputs: list[Any]
+    mutated: dict[str, int]
+    key: int | None = None
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        """Drop steps whose values are never read, and determine when each value can be freed."""
+        needed = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated.values())
+        kept: list[Step] = []
+        for step in reversed(self.steps):
+            if any(out in needed for out in step.outputs):
+                needed.update(step.inputs)
+                kept.append(step)
+        self.steps = kept[::-1]
+        seen = {out for out in self.outputs if isinstance(out, int)} | set(self.mutated.values())
+        for step in reversed(self.steps):
+            last = [value for value in (*step.inputs, *step.outputs) if value not in seen]
+            step.free = tuple(dict.fromkeys(last))
+            seen.update(last)
+        self._save_memory()
+
+    def segments(self) -> list[Segment]:
+        """Return the segments that are recomputed as units: about sqrt(steps) of them, cut where few values are live.
+
+        The result is the same on all ranks.
+        """
+        total = len(self.steps)
+        producers = {out: at for at, step in enumerate(self.steps) for out in step.outputs}
+        last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
+        live = [0] * (total + 1)  # values of earlier steps that are read at or after this one
+        for value, first in producers.items():
+            for at in range(first + 1, last.get(value, first) + 1):
+                live[at] += total if self._written_over(value, last) else 1
+        size = max(1, isqrt(total))
+        cuts = [0]
+        while total - cuts[-1] > 3 * size // 2:
+            middle = cuts[-1] + size
+            candidates = range(middle - size // 2, middle + size // 2 + 1)
+            cuts.append(min((live[at], abs(at - middle), at) for at in candidates)[2])
+        return self._cut_at([*cuts, total])
+
+    def compile(self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Merge consecutive local steps into single compiled ones."""
+        is_barrier = [step.kind != "local" or step.key is not None for step in self.steps]
+        edges = (at for at in range(1, len(is_barrier)) if is_barrier[at] or is_barrier[at - 1])
+        compiled = []
+        for segment in self._cut_at([0, *edges, len(is_barrier)]):
+            steps, inputs, outputs = segment
+            if len(steps) > 1:
+                freed = {value for step in steps for value in step.free}
+                free = tuple(value for value in (*inputs, *outputs) if value in freed)
+                steps = [replace(steps[-1], inputs=inputs, outputs=outputs, run=compiler(segment.run), free=free)]
+            compiled += steps
+        self.steps = compiled
+
+    def _cut_at(self, cuts: Sequence[int]) -> list[Segment]:
+        last = {value: at for at, step in enumerate(self.steps) for value in step.inputs}
+        for value in (*self.outputs, *self.mutated.values()):
+            last[value] = len(self.steps)
+        segments = []
+        for begin, end in pairwise(cuts):
+            steps = self.steps[begin:end]
+            inside = {out for step in steps for out in step.outputs}
+            read = dict.fromkeys(value for step in steps for value in step.inputs if value not in inside)
+            returned = [out for step in steps for out in step.outputs if last.get(out, -1) >= end]
+            segments.append(Segment(steps, tuple(read), tuple(returned)))
+        return segments
+
+    def _written_over(self, value: int, last: Mapping[int, int]) -> bool:
+        """Return whether a step may overwrite a value, which would then be missing when the step is recomputed."""
+        at = last.get(value, len(self.steps))
+        return at < len(self.steps) and self.steps[at].op in IN_PLACE
+
+    def _save_memory(self) -> None:
+        """Make steps and gradients of views overwrite values without other readers."""
+        readers = Counter(value for step in self.steps for value in step.inputs)
+        owned = {step.inputs[0] for step in self.steps if step.op in OWN_GRADIENT and step.inputs}
+        fresh = {step.outputs[0] for step in self.steps if step.op in FRESH and step.kind in ("local", "norm")}
+        for at, step in enumerate(self.steps):
+            if step.op in IN_PLACE and step.kind == "local" and step.key is None:
+                (value,) = step.inputs
+                if value in fresh and readers[value] == 1 and value in step.free:
+                    self.steps[at] = replace(step, run=IN_PLACE[step.op])
+            elif step.kind == "view":
+                (value,) = step.outputs
+                step.owns_gradient = value in owned and readers[value] == 1 and value not in self.outputs
+
+
+class Segment(NamedTuple):
+    """Consecutive steps, the values that they read, and their results that others read."""
+
+    steps: list[Step]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def run(self, *tensors: Any) -> tuple[Any, ...]:
+        """Run local steps."""
+        env = dict(zip(self.inputs, tensors, strict=True))
+        for step in self.steps:
+            assert step.run is not None
+            env.update(zip(step.outputs, step.run(*[env[value] for value in step.inputs]), strict=True))
+        return tuple(env[value] for value in self.outputs)
+
+
+def has_gradients(dtype: torch.dtype) -> bool:
+    """Return whether a dtype can have gradients: real or complex floating point."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def axes_of_values(values: Iterable[Value]) -> frozenset[int]:
+    """Return the axes along which any of the values differs between ranks."""
+    axes: frozenset[int] = frozenset()
+    for value in values:
+        axes |= value.axes
+    return axes

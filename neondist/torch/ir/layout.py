@@ -1,0 +1,270 @@
+"""Layout of a tensor over ranks: its partitioned dimensions, with the grid axis and boundaries of each.
+
+Pure integers. A dimension is a product of *atoms*, the first changing slowest: flattening (N, C, H, W) to (N, C·H·W)
+makes one dimension of three atoms, of which H and W stay partitioned, so that reshaping needs no messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+from ...geometry import GridShape, split
+
+Shape = tuple[int, ...]
+
+
+class Atom(NamedTuple):
+    """A range of indices, whole on every rank or partitioned: part p of `axis` has [bounds[p], bounds[p + 1]).
+
+    If a block is computed on its own (blocks.py), `origin` is the cut that these bounds come from, and their ratio.
+    """
+
+    extent: int
+    axis: int | None = None
+    bounds: tuple[int, ...] | None = None
+    origin: tuple[Any, int] | None = None
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Half-open range of each part; a single range of all indices if the atom is whole."""
+        return ((0, self.extent),) if self.bounds is None else tuple(pairwise(self.bounds))
+
+    def range(self, place: Sequence[int]) -> tuple[int, int]:
+        """Return the half-open range of the rank at a place of the mesh."""
+        if self.axis is None or self.bounds is None:
+            return 0, self.extent
+        return self.bounds[place[self.axis]], self.bounds[place[self.axis] + 1]
+
+    def scaled(self, factor: int) -> Atom:
+        """Return the atom with every index replaced by `factor` consecutive ones."""
+        bounds = None if self.bounds is None else tuple(b * factor for b in self.bounds)
+        origin = None if self.origin is None else (self.origin[0], self.origin[1] * factor)
+        return Atom(self.extent * factor, self.axis, bounds, origin)
+
+
+Dim = tuple[Atom, ...]
+Layout = tuple[Dim, ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks as replicas x parts of each spatial axis, numbered row-major; axis 0 cuts the batch.
+
+    Attributes
+    ----------
+    parts : tuple of int
+        Number of parts along each axis, replicas first.
+    """
+
+    parts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, grid: GridShape, spatial: int) -> Mesh:
+        """Return the mesh of a grid for images of `spatial` axes; 0: tensors of up to four axes are not images."""
+        return cls((grid.replicas, *grid.parts(spatial or 3)))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return prod(self.parts)
+
+    @property
+    def spatial(self) -> int:
+        """Number of spatial axes."""
+        return len(self.parts) - 1
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """Axes of more than one part."""
+        return frozenset(axis for axis, parts in enumerate(self.parts) if parts > 1)
+
+    def place(self, rank: int) -> tuple[int, ...]:
+        """Return a rank's coordinates."""
+        coords = []
+        for parts in reversed(self.parts):
+            rank, at = divmod(rank, parts)
+            coords.append(at)
+        return tuple(reversed(coords))
+
+    def rank(self, place: Sequence[int]) -> int:
+        """Return the rank at a place."""
+        rank = 0
+        for parts, at in zip(self.parts, place, strict=True):
+            rank = rank * parts + at
+        return rank
+
+    def sums(self, axes: frozenset[int]) -> list[frozenset[int]]:
+        """Return the axes of each group of ranks in the successive reductions that make up a sum over `axes`."""
+        axes &= self.axes
+        if axes in (self.axes, self.axes - {0}):
+            return [axes] if axes else []
+        return [frozenset({axis}) for axis in sorted(axes)]
+
+    def atom(self, extent: int, axis: int | None) -> Atom:
+        """Return a range of indices split evenly over an axis: the first extent % parts parts have one more."""
+        if axis is None or self.parts[axis] == 1:
+            return Atom(extent)
+        parts = self.parts[axis]
+        return Atom(extent, axis, (*(split(extent, parts, part)[0] for part in range(parts)), extent))
+
+    def image(self, shape: Sequence[int]) -> Layout:
+        """Return the layout of a batch of images (N, C, *spatial): all dimensions but C are partitioned."""
+        axes = [0, None, *range(1, len(shape) - 1)]
+        return tuple((self.atom(n, axis),) for n, axis in zip(shape, axes, strict=True))
+
+
+def cut(shape: Sequence[int], mesh: Mesh) -> Layout:
+    """Return the layout of a user's tensor: images are cut into tiles, other tensors along the batch only."""
+    if len(shape) == mesh.spatial + 2:
+        return mesh.image(shape)
+    return ((mesh.atom(shape[0], 0),), *whole(shape[1:])) if shape else ()
+
+
+def whole(shape: Sequence[int]) -> Layout:
+    """Return the layout of a tensor replicated on every rank."""
+    return tuple((Atom(n),) for n in shape)
+
+
+def replaced(layout: Layout, dim: int, *atoms: Atom) -> Layout:
+    """Return the layout with other atoms for a dimension."""
+    return (*layout[:dim], atoms, *layout[dim + 1 :])
+
+
+def whole_along(layout: Layout, dims: Collection[int]) -> Layout:
+    """Return the layout with these dimensions whole on every rank."""
+    return tuple((Atom(shape_of((dim,))[0]),) if at in dims else dim for at, dim in enumerate(layout))
+
+
+def axes_of(layout: Iterable[Dim]) -> frozenset[int]:
+    """Return the axes that partition a tensor."""
+    return frozenset(atom.axis for dim in layout for atom in dim if atom.axis is not None)
+
+
+def is_box(layout: Layout, axes: frozenset[int]) -> bool:
+    """Return whether tiles are boxes, partitioned along exactly these axes."""
+    return all(len(dim) == 1 for dim in layout) and axes_of(layout) == axes
+
+
+def shape_of(layout: Layout) -> Shape:
+    """Return the global shape."""
+    return tuple(prod(atom.extent for atom in dim) for dim in layout)
+
+
+def local_shape(layout: Layout, place: Sequence[int]) -> Shape:
+    """Return the shape of the part on the rank at a place."""
+    return tuple(prod(local_atoms(dim, place)) for dim in layout)
+
+
+def local_atoms(dim: Dim, place: Sequence[int]) -> Shape:
+    """Return the number of indices of each atom on the rank at a place."""
+    return tuple(hi - lo for lo, hi in (atom.range(place) for atom in dim))
+
+
+def merged(dim: Iterable[Atom]) -> Dim:
+    """Return the dimension in the fewest atoms: whole atoms are merged into the preceding one."""
+    atoms: list[Atom] = []
+    for atom in dim:
+        if atom.extent == 1 and atom.axis is None:
+            continue
+        if atoms and atom.axis is None:
+            atoms[-1] = atoms[-1].scaled(atom.extent)
+        else:
+            atoms.append(atom)
+    return tuple(atoms) or (Atom(1),)
+
+
+class Unaligned(Exception):
+    """A partition boundary does not fall between the indices that a reshape separates.
+
+    Attributes
+    ----------
+    multiple : int
+        Every bound of the atom must be a multiple of it; 0: no partition is possible.
+    atom : Atom
+    """
+
+    def __init__(self, atom: Atom, multiple: int = 0) -> None:
+        super().__init__(atom, multiple)
+        self.atom, self.multiple = atom, multiple
+
+
+def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
+    """Return the layout after a reshape to a global shape, without data movement.
+
+    Raises
+    ------
+    Unaligned
+        If a partition boundary would have to move.
+    """
+    atoms = [atom for dim in layout for atom in dim]
+    atoms.reverse()  # the next one is the last
+    dims = []
+    for at, size in enumerate(shape):
+        dim: list[Atom] = []
+        rest = size
+        if size == 1:
+            _drop_ones(atoms, shape[at:])
+            if atoms and atoms[-1].extent == 1:
+                dim.append(atoms.pop())
+        while rest > 1:
+            atom = atoms.pop()
+            if rest % atom.extent == 0:
+                dim.append(atom)
+                rest //= atom.extent
+                continue
+            if atom.extent % rest == 0:
+                major, minor = split_atom(atom, rest)
+                dim.append(major)
+                atoms.append(minor)
+                rest = 1
+                continue
+            if atom.axis is None and atoms and atoms[-1].axis is None:  # (2, 3) becomes (3, 2)
+                atoms[-1] = Atom(atom.extent * atoms[-1].extent)
+                continue
+            common = gcd(atom.extent, rest)
+            if common == 1:
+                raise Unaligned(atom)
+            major, minor = split_atom(atom, common)
+            dim.append(major)
+            atoms.append(minor)
+            rest //= common
+        dims.append(merged(dim))
+    left = [atom for atom in atoms[::-1] if atom.axis is not None]  # of one index, which one part has
+    if left and not dims:
+        raise Unaligned(left[0])
+    return (*dims[:-1], merged((*dims[-1], *left))) if dims else ()
+
+
+def _drop_ones(atoms: list[Atom], shape: Sequence[int]) -> None:
+    """Drop whole atoms of one index from the end until no more of them remain than leading 1s of `shape`."""
+    ones = next((at for at, size in enumerate(shape) if size != 1), len(shape))
+    run = next((at for at, atom in enumerate(atoms[::-1]) if atom.extent != 1), len(atoms))
+    for at in range(len(atoms) - 1, len(atoms) - 1 - run, -1):
+        if run > ones and atoms[at].axis is None:
+            del atoms[at]
+            run -= 1
+
+
+def indices(dim: Dim, place: Sequence[int]) -> list[int]:
+    """Return the global indices along a dimension on the rank at a place."""
+    numbers = [0]
+    for atom in dim:
+        lo, hi = atom.range(place)
+        numbers = [index * atom.extent + at for index in numbers for at in range(lo, hi)]
+    return numbers
+
+
+def split_atom(atom: Atom, major: int) -> tuple[Atom, Atom]:
+    """Split an atom into `major` groups of neighbours and the position within a group."""
+    minor = atom.extent // major
+    if atom.bounds is None:
+        return Atom(major), Atom(minor)
+    # the bounds of a block are not known yet, but are multiples of its factor
+    if any(bound % minor for bound in (atom.bounds if atom.origin is None else atom.origin[1:])):
+        raise Unaligned(atom, minor)
+    origin = None if atom.origin is None else (atom.origin[0], atom.origin[1] // minor)
+    return Atom(major, atom.axis, tuple(bound // minor for bound in atom.bounds), origin), Atom(minor)

@@ -1,0 +1,39 @@
+"""Gradients that cannot be differentiated themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...errors import ConfigError
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a backward as once differentiable, like torch's decorator, but raise ConfigError with a remedy."""
+
+    @wraps(backward)
+    def call(ctx: Any, *gradients: Any) -> Any:
+        with torch.no_grad():
+            result = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():  # no create_graph
+            return result
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: _End.apply(tensor.detach().requires_grad_()), result)
+
+    return call
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ConfigError(
+            "second derivatives of a distributed module are not supported; compute what needs create_graph=True, such"
+            " as a gradient penalty, with the module itself on whole images, or by finite differences"
+        ).on_all_ranks()

@@ -1,0 +1,73 @@
+"""Registry of the rules that distribute operators; a rule is a small function, and users may add their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Rule(NamedTuple):
+    """Rule for distributing an operator.
+
+    Attributes
+    ----------
+    function : callable
+        `function(lowering, **arguments) -> Value`: the operator's arguments by the names in its schema, with `self` and
+        `input` called `x`.
+    always : bool
+        Whether the rule also applies where every rank has all arguments whole.
+    whole : tuple of str
+        Names of arguments that are passed with all indices on every rank.
+    """
+
+    function: Callable[..., Any]
+    always: bool
+    note: str
+    whole: tuple[str, ...] = ()
+
+
+TRACING = threading.Lock()
+"""Held while PyTorch traces, since it patches functions of its modules meanwhile: virtual ranks take turns."""
+RULES: dict[str, Rule] = {}
+POINTWISE: set[str] = set()
+CAPTURED_AS: dict[Any, Callable[..., Any]] = {}
+"""Functions of PyTorch that reject tensors by their values, and the functions captured instead."""
+
+
+def rule(
+    *names: str, always: bool = False, whole: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that registers a function as the rule of operators.
+
+    Parameters
+    ----------
+    names : str
+        Operator names as printed by torch.export, such as 'aten.conv2d.default'.
+    always : bool
+        Whether the rule also applies where every rank has all arguments whole.
+    whole : sequence of str
+        Names of arguments that every rank needs whole, such as weights that a module computes from cells.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        note = (function.__doc__ or "").strip().split("\n")[0]
+        RULES.update({name: Rule(function, always, note, tuple(whole)) for name in names})
+        return function
+
+    return register
+
+
+def pointwise(*names: str) -> None:
+    """Register operators each of whose results depends on one index of each argument."""
+    POINTWISE.update(names)
+
+
+def table() -> list[tuple[str, str, list[str]]]:
+    """Return (kind, description, operators) for all operators that have a rule; kinds are the modules of `rules`."""
+    names_by_note: dict[tuple[str, str], list[str]] = {}
+    for name, entry in RULES.items():
+        names_by_note.setdefault((entry.function.__module__.rpartition(".")[2], entry.note), []).append(name)
+    rows = [(kind, note, names) for (kind, note), names in names_by_note.items()]
+    rows.append(("pointwise", "Local: one index of each argument.", sorted(POINTWISE - set(RULES))))
+    return sorted(rows)

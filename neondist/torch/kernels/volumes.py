@@ -1,0 +1,146 @@
+"""3-D convolutions of one small sample by oneDNN, for which PyTorch uses its own kernel, up to ten times slower.
+
+Measured with one thread, forward and backward: 8 channels of 32 x 64 x 64 take 79 ms instead of 821, 64 channels of
+8 x 28 x 56 take 124 instead of 613. In 2-D, PyTorch's own kernel is no slower than oneDNN where PyTorch selects it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ...backends.windows import out_extent, unreached
+from ..ir.graph import is_eager_float
+from ..ir.once import once_differentiable
+
+Ints = Sequence[int]
+_SMALL = 20480  # channels * planes * rows, up to which PyTorch uses its own kernel
+_CELLS, _TRANSPOSED_CELLS = 128, 1024  # measured: with fewer outputs of a channel, or inputs, oneDNN is no faster
+_NONE = (0, 0, 0)
+
+
+def conv3d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Ints,
+    padding: Ints,
+    dilation: Ints,
+    groups: int,
+) -> torch.Tensor:
+    """Compute F.conv3d with the faster kernel."""
+    is_large = prod(out_extent(_padded(x, padding), weight.shape[2:], stride, dilation)) >= _CELLS
+    if is_large and prod(weight.shape[2:]) > 1 and _falls_back(x, weight, groups):
+        y: torch.Tensor = _Convolution.apply(x, weight, bias, tuple(stride), tuple(padding), tuple(dilation))
+        return y
+    return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def conv_transpose3d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: Ints,
+    padding: Ints,
+    output_padding: Ints,
+    groups: int,
+    dilation: Ints,
+) -> torch.Tensor:
+    """Compute F.conv_transpose3d with the faster kernel: PyTorch's own where windows do not overlap."""
+    overlap = any(k > s for k, s in zip(weight.shape[2:], stride, strict=True))
+    if overlap and prod(x.shape[2:]) >= _TRANSPOSED_CELLS and _falls_back(x, weight, groups):
+        options = tuple(stride), tuple(padding), tuple(output_padding), tuple(dilation)
+        y: torch.Tensor = _Transposed.apply(x, weight, bias, *options)
+        return y
+    return F.conv_transpose3d(x, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def _falls_back(x: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
+    """Return whether PyTorch would use its own kernel although oneDNN supports the arguments."""
+    return (
+        x.dim() == 5
+        and len(x) == groups == 1
+        and x.shape[1] * x.shape[2] * x.shape[3] <= _SMALL
+        and x.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and is_eager_float(x, weight)
+    )
+
+
+def _padded(x: torch.Tensor, padding: Ints) -> list[int]:
+    return [n + 2 * p for n, p in zip(x.shape[2:], padding, strict=True)]
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Ints, padding: Ints, dilation: Ints
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = stride, padding, dilation
+        return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x, weight), (stride, padding, dilation), needed = ctx.saved_tensors, ctx.options, ctx.needs_input_grad
+        dy, dx, dw = dy.contiguous(), None, None
+        if needed[0]:
+            unseen = unreached(_padded(x, padding), weight.shape[2:], stride, dilation)
+            dx = _transposed(dy, weight, None, stride, padding, unseen, dilation)
+        if needed[1]:
+            dw = _sum_weights(x, dy, weight, stride, padding, dilation)
+        return dx, dw, dy.sum((0, 2, 3, 4)) if needed[2] else None, None, None, None
+
+
+class _Transposed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, *options: Ints) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = options
+        return _transposed(x, weight, bias, *options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x, weight), (stride, padding, _, dilation), needed = ctx.saved_tensors, ctx.options, ctx.needs_input_grad
+        dy, dx, dw = dy.contiguous(), None, None
+        if needed[0]:
+            dx = torch.mkldnn_convolution(dy, weight, None, padding, stride, dilation, 1)
+        if needed[1]:
+            dw = _sum_weights(dy, x, weight, stride, padding, dilation)
+        return dx, dw, dy.sum((0, 2, 3, 4)) if needed[2] else None, None, None, None, None
+
+
+def _transposed(
+    x: torch.Tensor, weight: torch.Tensor, bias: Any, stride: Ints, padding: Ints, extras: Ints, dilation: Ints
+) -> torch.Tensor:
+    run = torch.ops.mkldnn._convolution_transpose_pointwise
+    y: torch.Tensor = run(x, weight, bias, padding, extras, stride, dilation, 1, "none", [], "")
+    return y
+
+
+def _sum_weights(
+    x: torch.Tensor, dy: torch.Tensor, weight: torch.Tensor, stride: Ints, padding: Ints, dilation: Ints
+) -> torch.Tensor:
+    """Return the gradient of the weights; the sample is split in two, for which PyTorch uses oneDNN."""
+    extents = dy.shape[2:]
+    axis = next((at for at, n in enumerate(extents) if n % 2 == 0), extents.index(max(extents)))
+    dim, n, step = axis + 2, extents[axis], stride[axis]
+    half = -(-n // 2)
+    pads = [0] * 6
+    pads[4 - 2 * axis : 6 - 2 * axis] = [padding[axis]] * 2
+    x, span = F.pad(x, pads), (half - 1) * step + dilation[axis] * (weight.shape[dim] - 1) + 1
+    windows = torch.cat([x.narrow(dim, at, span) for at in (0, (n - half) * step)])
+    slopes = torch.cat([dy.narrow(dim, at, half) for at in (0, n - half)])
+    if n % 2:  # the plane in both halves counts in the first
+        slopes[1:].narrow(dim, 0, 1).zero_()
+    rest = [0 if at == axis else p for at, p in enumerate(padding)]
+    _, gradient, _ = torch.ops.aten.convolution_backward(
+        slopes, windows, weight, None, stride, rest, dilation, False, _NONE, 1, [False, True, False]
+    )
+    return gradient

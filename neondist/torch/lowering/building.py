@@ -1,0 +1,324 @@
+"""Values as rules need them: as views of windows, gathered, repartitioned or reshaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+from ...geometry import Cells
+from ..ir.graph import Pads, Value
+from ..ir.layout import (
+    Atom,
+    Dim,
+    Layout,
+    Mesh,
+    Unaligned,
+    axes_of,
+    local_shape,
+    reshaped,
+    shape_of,
+    whole_along,
+)
+from ..ir.transfer import Range, Transfer, Want
+from .steps import StepList
+
+Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
+"""For a dimension: an axis of the mesh, and the ranges needed by each of its parts."""
+UsedIndices = Mapping[int, Sequence[Cells]]
+"""For a dimension: the indices that each part uses; for an unpartitioned one, those that all ranks use."""
+
+
+class Builder(StepList):
+    """Builder of plans, used by rules."""
+
+    def view(
+        self,
+        value: Value,
+        wants: Ranges,
+        context: Iterable[int] | None = None,
+        pads: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+        fill: float = 0.0,
+        window: bool = False,
+        used: UsedIndices | None = None,
+    ) -> Value:
+        """Return the view that each rank needs of a value; gradients of indices in several views are summed.
+
+        Parameters
+        ----------
+        wants : dict of dimension to (axis, ranges)
+            Each part of the axis needs these ranges of the dimension; axis None: all need ranges[0]. Dimensions left
+            out are unchanged.
+        context : axes
+            Axes that partition the result computed from the view; default: the value's and those of `wants`.
+        pads : dict of dimension to (before, after) for each part
+            Indices of value `fill` around the view.
+        window : bool
+            Whether windows slide over the view, so that a border scheme may replace the exact exchange.
+        used : dict of dimension to cells for each part
+            Indices that results are computed from; others are not sent.
+        """
+        inside = self._inside(value, wants, context)
+        lost = axes_of(value.layout) - inside  # the result is replicated along these
+        value = self.gathered(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
+        needed = tuple(
+            Want(dim, self.atom(value, dim), axis, tuple(tuple(r) for r in ranges))
+            for dim, (axis, ranges) in sorted(wants.items())
+        )
+        padded = {dim for dim, parts in (pads or {}).items() if any(any(pad) for pad in parts)}
+        needed = tuple(want for want in needed if not want.own or want.dim in padded)
+        local_pads: Pads = tuple(
+            (dim, *parts[0 if wants[dim][0] is None else self.place[wants[dim][0]]])  # type: ignore[index]
+            for dim, parts in sorted((pads or {}).items())
+        )
+        local_pads = tuple(pad for pad in local_pads if pad[1] or pad[2])
+        source = self.enter(value, inside)
+        if not needed:
+            return source
+        transfer = Transfer(self.mesh, self._narrowed(value, needed, used or {}))
+        shape = list(transfer.shape(source.local, self.rank))
+        for dim, before, after in local_pads:
+            shape[dim] += before + after
+        result = self._value(tuple(shape), inside, value.dtype, source.kind)
+        self._step("view", [source], [result], transfer=transfer, pads=local_pads, fill=fill)
+        inner = all(want.axis == want.source.axis and want.axis and want.dim > 1 for want in needed)
+        self.steps[-1].window = window and inner and not transfer.silent
+        return result
+
+    def _narrowed(self, value: Value, needed: Sequence[Want], used: UsedIndices) -> tuple[Want, ...]:
+        """Return the wants restricted to used indices, along unpartitioned dimensions too."""
+        narrowed = {want.dim: want for want in needed}
+        for dim, parts in used.items():
+            atom = self.atom(value, dim)
+            want = narrowed.get(dim, Want(dim, atom, atom.axis, tuple((own,) for own in atom.ranges)))
+            if any(sum(map(len, cells)) != hi - lo for cells, ((lo, hi),) in zip(parts, want.ranges, strict=True)):
+                narrowed[dim] = want._replace(used=tuple(parts))
+        return tuple(want for _, want in sorted(narrowed.items()))
+
+    def _inside(self, value: Value, wants: Ranges, context: Iterable[int] | None) -> frozenset[int]:
+        """Return the axes that partition the result computed from a view."""
+        view_axes = frozenset(axis for axis, _ in wants.values() if axis is not None)
+        return (value.axes | view_axes) if context is None else frozenset(context)
+
+    def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Value:
+        """Return a value with all indices (of these dimensions) on every rank, for replicated work."""
+        rank = len(value.layout)
+        chosen = set(range(rank)) if dims is None else {dim % rank for dim in dims}
+        axes = axes_of(value.layout[dim] for dim in chosen)
+        if not axes:
+            return value
+        expanded = self._atoms(value)
+        wants = tuple(
+            Want(at, atom, None, (((0, atom.extent),),))
+            for at, (atom,) in enumerate(expanded.layout)
+            if atom.axis in axes
+        )
+        rest = tuple((Atom(dim[0].extent),) if dim[0].axis in axes else dim for dim in expanded.layout)
+        result = self._value(local_shape(rest, self.place), value.axes - axes, value.dtype, value.kind, rest)
+        self._step("gather", [expanded], [result], transfer=Transfer(self.mesh, wants))
+        return self.shaped(result, whole_along(value.layout, chosen))
+
+    def recut(self, value: Value, layout: Layout) -> Value:
+        """Return a value repartitioned as `layout`, whose atoms differ only in their axes and bounds."""
+        if value.layout == layout:
+            return value
+        expanded = self._atoms(value)
+        target = [atom for dim in layout for atom in dim]
+        target = _match_ones([dim[0] for dim in expanded.layout], target)
+        pairs = enumerate(zip(target, expanded.layout, strict=True))
+        wants = {dim: _cut_of(new) for dim, (new, (old,)) in pairs if new != old}
+        seen = self.view(expanded, wants, axes_of(layout))
+        shape = local_shape(layout, self.place)
+        if seen.local == shape and seen.layout_or_none == layout:
+            return seen
+        return self.local(lambda x: x.reshape(shape), [seen], layout)
+
+    def reshape(self, value: Value, shape: Sequence[int]) -> Value:
+        """Return a value of another global shape; partition boundaries that do not fit are moved first."""
+        if prod(shape) == 0:
+            self.refuse("a tensor without elements is reshaped")
+        for _ in range(2 * len(value.layout) + 2):
+            try:
+                return self.shaped(value, reshaped(value.layout, shape))
+            except Unaligned as problem:
+                if problem.multiple:
+                    value = self.recut(value, tuple(_align_bounds(dim, problem, self.mesh) for dim in value.layout))
+                else:  # no partition fits: gather it
+                    dims = [d for d, dim in enumerate(value.layout) if problem.atom in dim]
+                    value = self.gathered(value, dims if axes_of(value.layout[d] for d in dims) else None)
+        return self.refuse(f"a reshaping of {value.shape} to {tuple(shape)} splits a partitioned dimension")
+
+    def shaped(self, value: Value, layout: Layout) -> Value:
+        """Return a value whose local part is reshaped as `layout`; without data movement."""
+        shape = local_shape(layout, self.place)
+        if value.layout_or_none == layout:
+            return value
+        return self.local(lambda x: x.reshape(shape), [value], layout)
+
+    def aligned(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
+        """Return a value for a pointwise operation with results of layout `target`; dimensions of size 1 broadcast."""
+        context = frozenset(context)
+        if value.layout_or_none is None:
+            return value
+        offset = len(target) - len(value.layout)
+        value = self.gathered(
+            value, [at for at, dim in enumerate(value.layout) if not _has_same_atoms(dim, target[offset + at])]
+        )
+        aligned_dims = [
+            dim if shape_of((dim,)) == (1,) != shape_of((target[offset + at],)) else target[offset + at]
+            for at, dim in enumerate(value.layout)
+        ]
+        atoms: list[Atom] = []
+        for dim, new in zip(value.layout, aligned_dims, strict=True):
+            if dim == new:
+                atoms += dim
+            elif all(atom.axis is None for atom in dim):
+                atoms += [Atom(atom.extent) for atom in new]
+            else:
+                atoms += dim
+        if all(dim == new for dim, new in zip(value.layout, aligned_dims, strict=True)):
+            return self.enter(value, context)
+        expanded = self._as_atoms(value, atoms)
+        flat = [atom for dim in aligned_dims for atom in dim]
+        wants = {dim: _cut_of(new) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new}
+        seen = self.view(expanded, wants, context)
+        shape = local_shape(tuple(aligned_dims), self.place)
+        if seen.local == shape:
+            return seen
+        return self._raw(lambda x: x.reshape(shape), seen, shape)
+
+    def cut_as(self, value: Value, layout: Layout) -> Value:
+        """Return a value of layout `layout`, whatever its atoms."""
+        seen = self.aligned(value, layout, axes_of(layout))
+        return seen if seen.layout_or_none == layout else self.local(lambda x: x, [seen], layout)
+
+    def reshard_away_from(self, layout: Layout, dims: Iterable[int]) -> Layout:
+        """Return a layout with these dimensions whole; their axes partition other dimensions that are long enough.
+
+        Each rank then has these dimensions whole for a part of the tensor, and no rank all of it.
+        """
+        kept = {dim % len(layout) for dim in dims}
+        resharded = list(whole_along(layout, kept))
+        for axis in sorted(axes_of(layout[dim] for dim in kept) - axes_of(resharded)):
+            free = [dim for dim, cut in enumerate(resharded) if dim not in kept and not axes_of((cut,))]
+            extent, dim = max(((shape_of((resharded[dim],))[0], -dim) for dim in free), default=(0, 0))
+            if extent >= self.mesh.parts[axis]:
+                resharded[-dim] = (self.mesh.atom(extent, axis),)
+        return tuple(resharded)
+
+    def seen_whole(self, value: Value, dims: Iterable[int], context: Iterable[int]) -> Value:
+        """Return a value with these dimensions whole, for work partitioned over the axes of `context`."""
+        dims = set(dims)
+        layout = whole_along(value.layout, dims)
+        if layout == value.layout:
+            return self.enter(value, context)
+        expanded, wants, at = self._atoms(value), {}, 0
+        for index, dim in enumerate(value.layout):
+            for atom in dim:
+                if index in dims and atom.axis is not None:
+                    wants[at] = (None, (((0, atom.extent),),))
+                at += 1
+        seen = self.view(expanded, wants, context)
+        shape = local_shape(layout, self.place)
+        return seen if seen.local == shape else self._raw(lambda x: x.reshape(shape), seen, shape)
+
+    def seen_as(self, value: Value, target: Layout, context: Iterable[int]) -> Value:
+        """Return a value aligned to a layout, gathered along the dimensions that are whole in it."""
+        offset = len(target) - len(value.layout)
+        dims = [
+            at
+            for at, dim in enumerate(value.layout)
+            if axes_of([dim]) and not axes_of([target[offset + at]]) and value.shape[at] != 1
+        ]
+        if axes_of([value.layout[at] for at in dims]) & axes_of(target):  # an axis would partition it twice
+            value, dims = self.gathered(value, dims), []
+        if not dims:
+            return self.aligned(value, target, context)
+        gathered_layout = whole_along(value.layout, dims)
+        if any(dim != target[offset + at] and value.shape[at] != 1 for at, dim in enumerate(gathered_layout)):
+            value = self.recut(
+                value,
+                tuple(
+                    dim if at in dims or value.shape[at] == 1 else target[offset + at]
+                    for at, dim in enumerate(value.layout)
+                ),
+            )
+        return self.seen_whole(value, dims, context)
+
+    def co_align(self, values: Sequence[Value], dims: Iterable[int]) -> tuple[list[Value], Layout]:
+        """Return values with these dimensions whole and the others partitioned alike, and the layout for the results.
+
+        Along these dimensions that layout is the one of the first value.
+        """
+        first, chosen = values[0].layout, set(dims)
+        rest = self.common(
+            [tuple((Atom(1),) if at in chosen else dim for at, dim in enumerate(v.layout)) for v in values]
+        )
+        busy = axes_of(rest)
+        back = tuple(
+            rest[at] if at not in chosen else dim if not axes_of([dim]) & busy else whole_along((dim,), (0,))[0]
+            for at, dim in enumerate(first)
+        )
+        seen = self.reshard_away_from(back, chosen)
+        layouts = [tuple((Atom(n),) if at in chosen else seen[at] for at, n in enumerate(v.shape)) for v in values]
+        return [self.cut_as(value, layout) for value, layout in zip(values, layouts, strict=True)], back
+
+    def single(self, value: Value, dim: int) -> Value:
+        """Return the value, gathered along a dimension if that is made of several atoms."""
+        return value if len(value.layout[dim]) == 1 else self.gathered(value, [dim])
+
+    def common(self, layouts: Sequence[Layout]) -> Layout:
+        """Return the layout of a pointwise result: in each dimension that of the first partitioned value."""
+        rank = max(len(layout) for layout in layouts)
+        common_dims: list[Dim] = []
+        used: set[int] = set()
+        for at in range(-rank, 0):
+            dims = [layout[at] for layout in layouts if len(layout) >= -at]
+            extent = max((shape_of((dim,))[0] for dim in dims), default=1)
+            if any(shape_of((dim,))[0] == 0 for dim in dims):
+                extent = 0
+            full = [dim for dim in dims if shape_of((dim,))[0] == extent]
+            cut = [dim for dim in full if axes_of((dim,))]
+            cut.sort(key=lambda dim: dim != tuple(self.mesh.atom(a.extent, a.axis) for a in dim))
+            chosen = next((dim for dim in cut if not axes_of((dim,)) & used), None)
+            if chosen is None:
+                chosen = (Atom(extent),)
+            used |= axes_of((chosen,))
+            common_dims.append(chosen)
+        return tuple(common_dims)
+
+    def _atoms(self, value: Value) -> Value:
+        return self._as_atoms(value, [atom for dim in value.layout for atom in dim])
+
+    def _as_atoms(self, value: Value, atoms: Sequence[Atom]) -> Value:
+        return self.shaped(value, tuple((atom,) for atom in atoms))
+
+
+def _cut_of(atom: Atom) -> tuple[int | None, list[list[Range]]]:
+    """Return the axis and ranges of a view that partition a dimension as the atom."""
+    return atom.axis, [[own] for own in atom.ranges]
+
+
+def _has_same_atoms(dim: Dim, target: Dim) -> bool:
+    """Return whether a dimension, if partitioned, has atoms of the same extents as another, without broadcasting."""
+    return not axes_of((dim,)) or [a.extent for a in dim] == [a.extent for a in target]
+
+
+def _align_bounds(dim: Dim, problem: Unaligned, mesh: Mesh) -> Dim:
+    """Return the dimension with the bounds of the problem's atom at multiples of `problem.multiple`."""
+    atoms = []
+    for atom in dim:
+        if atom == problem.atom:
+            major = mesh.atom(atom.extent // problem.multiple, atom.axis)
+            atom = major.scaled(problem.multiple)
+        atoms.append(atom)
+    return tuple(atoms)
+
+
+def _match_ones(old: Sequence[Atom], new: Sequence[Atom]) -> list[Atom]:
+    """Return the new atoms with the old ones' atoms of one index inserted."""
+    if len(old) == len(new):
+        return list(new)
+    matched, rest = [], list(new)
+    for atom in old:
+        matched.append(rest.pop(0) if rest and rest[0].extent == atom.extent else Atom(1))
+    return matched

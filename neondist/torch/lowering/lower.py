@@ -1,0 +1,276 @@
+"""Lowering of a captured graph to a plan: each operator by its rule, to views, sums and local work."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from ..ir.functionalize import is_simple, written_values
+from ..ir.graph import Value, axes_of_values
+from ..ir.layout import Mesh, axes_of, whole
+from ..ir.registry import POINTWISE, RULES, TRACING
+from ..ir.transfer import Wanted
+from .building import Builder
+from .steps import Where
+
+
+class Lowering(Builder):
+    """Context of a rule: the plan being built, and the current operator.
+
+    Attributes
+    ----------
+    target : the current operator
+    out : its results, as fake tensors of the global shape
+    draws : int
+        Key of the next random numbers; determined by the position of the operator in the program.
+    functions : sequence of UserFunction
+        The autograd.Functions that the program calls, by number.
+    in_parts : bool
+        Whether some of it is computed in parts of a tile, on one rank too.
+    note : str
+        Description of the operators that are executed as a group.
+    overlaps : sequence of Wanted
+        Ranges of the inputs passed to each rank, where they exceed its tiles.
+    """
+
+    in_parts = False
+    note = ""
+    overlaps: Sequence[Wanted] = ()
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        super().__init__(mesh, rank)
+        self.out: Any = None
+        self.target: Any = None
+        self.key: Value | None = None
+        self.draws = 0
+        self.functions: Sequence[Any] = ()
+        self._call: Any = None
+        self._gradients: dict[Any, list[bool]] = {}
+        self._faking = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Lower one call of an operator and return its values."""
+        if target is operator.getitem:
+            return args[0][args[1]]
+        if isinstance(target, type):  # a named tuple of results
+            return tuple(args)
+        result = self._lower_operator(target, args, kwargs)
+        self._record_name(str(target), result)
+        return result
+
+    def _record_name(self, name: str, result: Any) -> None:
+        """Record the operator that the last step computes."""
+        first = result[0] if isinstance(result, tuple) and result else result
+        if self.steps and isinstance(first, Value) and first.id == self.steps[-1].outputs[0]:
+            self.steps[-1].op = name
+
+    def _lower_operator(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not isinstance(target, torch._ops.OpOverload):
+            self.refuse("is not an ATen operator")
+        bound = _bind_arguments(target, args, kwargs)
+        values = [v for v in pytree.tree_leaves(bound) if isinstance(v, Value)]
+        name = str(target)
+        self.target, self._call = target, (target, args, kwargs)
+        rule = RULES.get(name)
+        always = rule is not None and rule.always
+        random = _is_random(target, bound)  # each rank would draw different numbers
+        if rule is None and target.namespace == "prims" and any(value.kind != "constant" for value in values):
+            self.refuse("PyTorch has no gradient for it")
+        if not (always or random or axes_of_values(values)):
+            return self.alike()
+        if rule is not None:
+            values_by_name = {name: bound[name] for name in rule.whole if isinstance(bound.get(name), Value)}
+            return rule.function(self, **bound | {name: self.gathered(value) for name, value in values_by_name.items()})
+        if not random and (torch.Tag.pointwise in target.tags or name in POINTWISE):
+            return self.pointwise(target, args, kwargs)
+        inner = self.apart()
+        if inner is not None:
+            return inner
+        if not self.mesh.axes:
+            return self.alike()
+        return self.refuse("each rank would draw its own random numbers" if random else "")
+
+    @property
+    def parts_of_gradients(self) -> bool:
+        """Whether the gradient of a value may arrive in parts, which are summed further back."""
+        return False
+
+    def alike(self) -> Any:
+        """Return the results of the current operator, computed by every rank from all of its arguments."""
+        values, run = self.tensors()
+        values = [self.gathered(value) for value in values]
+        out = self.out
+        if isinstance(out, (tuple, list)):
+            return self.locals(run, values, out)
+        if not isinstance(out, torch.Tensor):
+            self.refuse("depends on the values of a tensor")
+        (result,) = self._locals(run, values, [whole(out.shape)], [out.dtype], frozenset())
+        return result
+
+    def tensors(self, target: Any = None) -> tuple[list[Value], Callable[..., Any]]:
+        """Return the values among the arguments of the current operator, and it as a function of their tensors.
+
+        Parameters
+        ----------
+        target : callable, optional
+            Called with these arguments instead of the operator.
+        """
+        return _tensor_call(target or self._call[0], *self._call[1:])
+
+    def apart(self, own: bool = False) -> Any:
+        """Lower the current operator by its decomposition into simpler ones; None: it has none.
+
+        Parameters
+        ----------
+        own : bool
+            Whether to use PyTorch's own implementation only; entries of the decomposition table may lack gradients.
+        """
+        target, args, kwargs = self._call
+        runs = [None if own else decomposition_table.get(target), target.decompose if target._can_decompose() else None]
+        # some entries of the table take arguments that differ from the operator's, such as a loss's reduction by name
+        results = (self.traced(*_tensor_call(run, args, kwargs)) for run in runs if run is not None)
+        return next((result for result in results if result is not None), None)
+
+    def traced(self, values: Sequence[Value], run: Callable[..., Any]) -> Any:
+        """Trace a function of tensors and lower it operator by operator; None: it cannot be traced."""
+        try:
+            with TRACING:
+                fakes = [self.fake(value) for value in values]
+                graph = make_fx(run, tracing_mode="fake")(*fakes)
+                if not is_simple(graph.graph):
+                    graph = make_fx(functionalize(run), tracing_mode="fake")(*fakes)
+                    if any(map(written_values, graph.graph.nodes)):  # inside of composite operators
+                        graph = make_fx(functionalize(graph), tracing_mode="fake")(*fakes)
+        except Exception:  # untraceable functions cannot be decomposed
+            return None
+        return self.inline(graph, values)
+
+    def read(self, env: Mapping[Any, Any], arg: Any) -> Any:
+        """Return the value of an argument whose node has been lowered."""
+        if not isinstance(arg, torch.fx.Node):
+            return arg
+        one_of_several = arg.target is operator.getitem and env[arg.args[0]] is not None
+        if one_of_several and env[arg] is None and isinstance(arg.meta.get("val"), torch.Tensor):
+            producer: Any = arg.args[0]
+            self.where = Where(str(producer.target), self.where.module, self.where.source)
+            self.refuse(f"its result {arg.args[1]} is used, and only others have a rule")
+        return env[arg]
+
+    def random_key(self) -> tuple[Value, int]:
+        """Return the value of the random seed of each pass, and a different number for each call.
+
+        Both are the same on every rank of every grid, independent of the steps of the plan.
+        """
+        if self.key is None:
+            self.key = self._value((), frozenset(), torch.int64, "constant", ())
+        self.draws += 1
+        return self.key, self.draws - 1
+
+    def inline(self, graph: torch.fx.GraphModule, inputs: Sequence[Value]) -> Any:
+        """Lower another graph in place of the current operator."""
+        env: dict[torch.fx.Node, Any] = {}
+        waiting, outer = list(inputs)[::-1], self.out
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = waiting.pop()
+            elif node.op == "get_attr":
+                env[node] = self.constant(getattr(graph, node.target))
+            elif node.op == "output":
+                self.out = outer
+                return pytree.tree_map(partial(self.read, env), node.args[0])
+            else:
+                args, kwargs = pytree.tree_map(partial(self.read, env), (node.args, dict(node.kwargs)))
+                self.out = node.meta.get("val")
+                env[node] = result = self.call(node.meta.get("twin", node.target), args, kwargs)
+                if "twin" in node.meta:  # later reads of these nodes see the written values
+                    env.update((old, result) for old in written_values(node))
+        return None
+
+    def pointwise(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Lower an operation each of whose results depends on one index of each argument."""
+        values, run = _tensor_call(target, args, kwargs)
+        layout = self.common([value.layout for value in values])
+        context = axes_of(layout)
+        aligned = [self.aligned(value, layout, context) for value in values]
+        outs = self.out if isinstance(self.out, (tuple, list)) else [self.out]
+        several = self.out is outs
+        results = self.locals(run if several else lambda *ts: (run(*ts),), aligned, outs, [layout for _ in outs])
+        self.trained(results, self._differentiable(target, run, values))
+        return results if several else results[0]
+
+    def _differentiable(self, target: Any, run: Callable[..., Any], values: Sequence[Value]) -> list[bool]:
+        """Return whether each result of an operator has a gradient: some, such as Bessel functions, have none."""
+        key = target, *((value.dtype, value.kind == "constant") for value in values)
+        if key not in self._gradients:
+            samples = [torch.ones((1,) * len(value.shape), dtype=value.dtype) for value in values]
+            for sample, value in zip(samples, values, strict=True):
+                sample.requires_grad_(value.kind != "constant" and (sample.is_floating_point() or sample.is_complex()))
+            with torch.enable_grad():  # clones, since it may write into its arguments
+                result = run(*(sample.clone() for sample in samples))
+            self._gradients[key] = [y.requires_grad for y in pytree.tree_leaves(result)]
+        return self._gradients[key]
+
+    def fake(self, value: Value) -> Any:
+        """Return a fake tensor of a value's global shape."""
+        with self._faking:
+            return torch.empty(value.shape, dtype=value.dtype)
+
+
+def _tensor_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Value], Callable[..., Any]]:
+    """Return the values among an operator's arguments, and the operator as a function of only their tensors."""
+    leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
+    value_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Value)]
+    if target is torch.ops.aten.view.default:  # strides may differ from those in one process
+        target = torch.ops.aten.reshape.default
+
+    def run(*tensors: torch.Tensor) -> Any:
+        filled = list(leaves)
+        for i, tensor in zip(value_indices, tensors, strict=True):
+            filled[i] = tensor
+        positional, named = pytree.tree_unflatten(filled, spec)
+        return target(*positional, **named)
+
+    values = [leaves[i] for i in value_indices]
+    if values == [arg for arg in args if isinstance(arg, Value)]:  # none in a list: no tree to rebuild in each pass
+        places = [i for i, arg in enumerate(args) if isinstance(arg, Value)]
+
+        def run_flat(*tensors: torch.Tensor) -> Any:
+            filled = list(args)
+            for i, tensor in zip(places, tensors, strict=True):
+                filled[i] = tensor
+            return target(*filled, **kwargs)
+
+        return values, run_flat
+    return values, run
+
+
+def _is_random(target: Any, bound: Mapping[str, Any]) -> bool:
+    """Return whether an operator draws random numbers, given these arguments."""
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if any(bound.get(name) is False for name in ("train", "training")):
+        return False
+    return all(bound[name] != 0 for name in ("dropout", "dropout_p", "p") if name in bound)
+
+
+def _bind_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name, defaults included; the first tensor is `x`."""
+    bound = {}
+    for at, argument in enumerate(target._schema.arguments):
+        name = "x" if argument.name in ("self", "input") else argument.name
+        if at < len(args):
+            bound[name] = args[at]
+        elif argument.name in kwargs:
+            bound[name] = kwargs[argument.name]
+        else:
+            bound[name] = argument.default_value if argument.has_default_value() else None
+    return bound

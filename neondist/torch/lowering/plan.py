@@ -1,0 +1,131 @@
+"""Plan of a rank's steps and messages in a pass of a distributed module; needs no communicator."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...halo import scheme_text
+from ..ir.graph import PASS_THROUGH, Step, TorchGraph
+from .traffic import Account, Ranks, traffic_of
+
+Traffic = dict[Account, int]
+"""Bytes by account."""
+
+
+PRODUCTS = ("conv", "linear", "matmul", "mm.", "mm_", "mv.", "scaled_dot_product")
+"""Substrings of names of operators that autocast runs in reduced precision."""
+
+
+class TorchPlan(TorchGraph):
+    """The steps of a rank, with their costs."""
+
+    def under_autocast(self, dtype: torch.dtype) -> TorchPlan:
+        """Return the plan of the same steps under autocast on CPUs, for cost estimates only.
+
+        Products return this dtype, as do steps whose floating-point inputs all have it.
+        """
+        values, steps = list(self.values), list[Step]()
+        for step in self.steps:
+            floats = [value for value in step.inputs if values[value].dtype.is_floating_point]
+            first = 1 if step.kind == "norm" else None  # its weights and returned moments are float32
+            product = step.kind == "local" and any(name in step.op for name in PRODUCTS)
+            if product:
+                step = replace(step, run=partial(_run_in, dtype, step.run))
+            if product or (floats and all(values[value].dtype == dtype for value in floats[:first])):
+                for value in step.outputs[:first]:
+                    if values[value].dtype == torch.float32:
+                        values[value] = replace(values[value], dtype=dtype)
+            steps.append(step)
+        return replace(self, values=values, steps=steps)
+
+    def traffic(self, rank: int, trained: Collection[str] | None = None, inputs: bool = False) -> Traffic:
+        """Return the bytes that a rank sends, or contributes to reductions, in a forward and a backward pass.
+
+        By kind, step and direction, as the ledger of `comm` records them.
+
+        Parameters
+        ----------
+        trained : collection of str
+            The parameters that require gradients; default: all.
+        inputs : bool
+            Whether the inputs require gradients.
+        """
+        return {a: int(n[0]) for a, n in traffic_of(self, [rank], trained, inputs).items() if n[0]}
+
+    def bytes(self, rank: int) -> int:
+        """Return the bytes of messages that a rank sends in a training step, excluding reductions."""
+        return sum(count for (kind, _, _), count in self.traffic(rank).items() if kind != "sum")
+
+    def reduced(self, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank contributes to reductions in a training step, by step, and for 'gradients'."""
+        counts: Counter[str] = Counter()
+        for (kind, name, _), count in self.traffic(rank).items():
+            if kind == "sum":
+                counts[name] += count
+        return dict(counts)
+
+    def memory(self, rank: int) -> int:
+        """Return the bytes of all values that a rank computes in a forward pass, excluding parameters and inputs."""
+        ranks = Ranks(self.mesh, [rank])
+        outputs = [self.values[out] for step in self.steps if step.kind not in PASS_THROUGH for out in step.outputs]
+        return sum(int(ranks.nbytes(value)[0]) for value in outputs)
+
+    def peak(self) -> tuple[int, str]:
+        """Return this rank's peak of live bytes in a forward pass without gradients, and the step where it occurs.
+
+        Excludes parameters and buffers; includes the workspace of convolutions, interpolations and rings, estimated
+        as the size of their arrays.
+        """
+        sizes = [value.nbytes for value in self.values]
+        kept = {*self.parameters.values(), *self.buffers.values(), *self.inputs}
+        live = sum(sizes[value] for value in self.inputs)
+        peaks = [(live, "")]
+        for step in self.steps:
+            used, freed = (sum(sizes[v] for v in values if v not in kept) for values in (step.outputs, step.free))
+            live += used
+            has_workspace = "conv" in step.op or "upsample" in step.op or step.kind == "ring"
+            work = sum(sizes[v] for v in (*step.inputs, *step.outputs)) if has_workspace else 0
+            peaks.append((live + work, step.name))
+            live -= freed
+        return max(peaks)
+
+    def describe(self) -> str:
+        """Return a table of the bytes that this rank sends in a training step."""
+        table: dict[tuple[str, str], list[int]] = {}
+        for (kind, name, direction), count in self.traffic(self.rank).items():
+            table.setdefault((name, kind), [0, 0])[direction == "backward"] += count
+        lines = [f"{'step':58s} {'kind':14s} {'forward':>14s} {'backward':>14s}  (bytes)"]
+        lines += [
+            f"{name[-58:]:58s} {kind:14s} {sent:14,d} {back:14,d}" for (name, kind), (sent, back) in table.items()
+        ]
+        summed = sum(self.reduced(self.rank).values())
+        lines.append(
+            f"{len(self.steps)} steps; in a training step rank {self.rank} sends {self.bytes(self.rank):,d} bytes and"
+            f" contributes {summed:,d} to reductions"
+        )
+        return "\n".join(lines)
+
+    @property
+    def digest(self) -> str:
+        """Hash that is equal on ranks with the same steps."""
+        text = [str(self.mesh.parts), str(self.recompute)]
+        for step in self.steps:
+            layouts = [self.values[out].layout_or_none for out in step.outputs]
+            dtypes = [str(self.values[out].dtype) for out in step.outputs]
+            wants = step.transfer.wants if step.transfer else ()
+            scheme = "" if step.scheme is None else scheme_text(step.scheme)
+            axes = sorted(step.axes)
+            text.append(repr((step.kind, step.name, step.inputs, step.outputs, axes, wants, layouts, dtypes, scheme)))
+        return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def _run_in(dtype: torch.dtype, run: Any, *tensors: torch.Tensor) -> Any:
+    """Run a product with operands converted to a dtype."""
+    return run(*(tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in tensors))

@@ -1,0 +1,270 @@
+"""Steps of a plan: local work, sums over ranks, and values whose gradients are summed over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from ..exchange.functions import Moments
+from ..exchange.ring import Ring
+from ..ir.errors import UnsupportedOperator
+from ..ir.graph import Step, Value, axes_of_values, has_gradients
+from ..ir.layout import (
+    Atom,
+    Layout,
+    Mesh,
+    Shape,
+    axes_of,
+    local_shape,
+    whole,
+)
+
+
+class StepList:
+    """Steps of a plan under construction.
+
+    Attributes
+    ----------
+    mesh : Mesh
+    place : tuple of int
+        Of the rank that will run the plan.
+    where : Where
+        Source position of the current operator in the user's program.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self.mesh, self.rank, self.place = mesh, rank, mesh.place(rank)
+        self.steps: list[Step] = []
+        self.values: list[Value] = []
+        self.where = Where("", "", "")
+        self._spread: dict[tuple[int, frozenset[int]], Value] = {}
+
+    def local(
+        self,
+        run: Callable[..., torch.Tensor],
+        args: Sequence[Value | None],
+        layout: Layout,
+        dtype: torch.dtype | None = None,
+        context: Iterable[int] = (),
+    ) -> Value:
+        """Return the result of a function that each rank applies to its parts alone.
+
+        Parameters
+        ----------
+        run : callable
+            From the parts' tensors to that of the result.
+        args : sequence of Value or None
+            None is passed to `run` as None.
+        layout : Layout
+            Of the result.
+        context : axes
+            Further axes along which ranks compute different parts.
+        """
+        run, values = _drop_none(run, args)
+        inside = axes_of_values(values) | axes_of(layout) | frozenset(context)
+        (result,) = self._locals(run, values, [layout], [dtype or values[0].dtype], inside)
+        return result
+
+    def locals(
+        self,
+        run: Callable[..., Sequence[torch.Tensor]],
+        args: Sequence[Value],
+        outs: Sequence[Any],
+        layouts: Any = None,
+    ) -> tuple[Value, ...]:
+        """Return several local results with the shapes and dtypes of fake tensors; default: replicated."""
+        layouts = [whole(out.shape) for out in outs] if layouts is None else layouts
+        inside = axes_of_values(args)
+        for layout in layouts:
+            inside |= axes_of(layout)
+        return tuple(self._locals(run, args, layouts, [out.dtype for out in outs], inside, several=True))
+
+    def trained(self, results: Sequence[Value], gradients: Sequence[bool]) -> Sequence[Value]:
+        """Mark results without a gradient as constant, and return all results."""
+        for value, has_gradient in zip(results, gradients, strict=True):
+            value.kind = value.kind if has_gradient else "constant"
+        return results
+
+    def reduced(
+        self,
+        run: Callable[..., torch.Tensor],
+        args: Sequence[Value],
+        axes: Iterable[int],
+        layout: Layout,
+        dtype: torch.dtype | None = None,
+        op: str = "sum",
+    ) -> Value:
+        """Return the sum over axes of a local result; `op` 'max': the maximum, which has no gradient."""
+        axes = frozenset(axes)
+        context = axes_of_values(args) | axes | axes_of(layout)
+        (part,) = self._locals(run, args, [layout], [dtype or args[0].dtype], context, partial=True)
+        part.axes = context
+        if not axes:
+            return part
+        kind = part.kind if op == "sum" else "constant"
+        total = self._value(part.local, context - axes, part.dtype, kind, layout)
+        self._step(op, [part], [total], axes=axes)
+        return total
+
+    def normalise(
+        self, x: Value, weight: Value | None, bias: Value | None, moments: Moments, groups: Layout
+    ) -> tuple[Value, Value, Value]:
+        """Return x (N, C, ...) normalised in each group and scaled, and the mean and variance of each group."""
+        context = x.axes
+        params = [None if value is None else self.enter(value, context) for value in (weight, bias)]
+        scaled = any(value is not None and value.kind != "constant" for value in params)
+        kind = "value" if x.kind == "constant" and scaled else x.kind
+        y = self._value(x.local, x.axes, x.dtype, kind, x.layout)
+        shape, left = local_shape(groups, self.place), context - moments.axes
+        mean, variance = (self._value(shape, left, x.dtype, "constant", groups) for _ in range(2))
+        inputs = [x, *(value for value in params if value is not None)]
+        self._step("norm", inputs, [y, mean, variance], key=(moments, *(value is not None for value in params)))
+        return y, mean, variance
+
+    def ring_attention(self, args: Sequence[Value], layout: Layout, ring: Ring) -> Value:
+        """Return ring attention of queries, keys and values; a fourth argument is the mask."""
+        entered = [self.enter(value, axes_of(layout)) for value in args]
+        kind = "constant" if all(value.kind == "constant" for value in entered) else "value"
+        result = self._value(local_shape(layout, self.place), axes_of(layout), args[0].dtype, kind, layout)
+        self._step("ring", entered, [result], axes=axes_of([ring.keys]), key=ring)
+        return result
+
+    def enter(self, value: Value, context: Iterable[int]) -> Value:
+        """Return a value for use in work partitioned over `context`, with its gradient summed where necessary."""
+        context = frozenset(context)
+        missing = (self.mesh.axes - context) if value.kind == "parameter" else (context - value.axes)
+        if value.kind == "constant" or not missing or not has_gradients(value.dtype):
+            return value
+        key = value.id, missing
+        if key not in self._spread:
+            entered = self._value(value.local, value.axes | context, value.dtype, value.kind, value.layout_or_none)
+            if value.kind == "parameter":
+                counts = all(self.place[axis] == 0 for axis in missing)
+                self._step("counted", [value], [entered], counts=counts)
+                entered.kind = "value"
+            else:
+                self._step("spread", [value], [entered], axes=missing)
+            self._spread[key] = entered
+        return self._spread[key]
+
+    def constant(self, tensor: torch.Tensor) -> Value:
+        """Return the value of a tensor known at planning time."""
+        value = self._value(tuple(tensor.shape), frozenset(), tensor.dtype, "constant", whole(tensor.shape))
+        self._step("local", [], [value], run=lambda: (tensor,))
+        return value
+
+    def input(self, layout: Layout, dtype: torch.dtype, kind: str = "value") -> Value:
+        """Return a new input value."""
+        return self._value(local_shape(layout, self.place), axes_of(layout), dtype, kind, layout)
+
+    def image(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
+        """Return the value that a module's input is passed as, and its tile; they differ in some schemes."""
+        tile = self.input(layout, dtype)
+        return tile, tile
+
+    def atom(self, value: Value, dim: int) -> Atom:
+        """Return the only atom of a dimension."""
+        atoms = value.layout[dim]
+        if len(atoms) != 1:
+            self.refuse(f"dimension {dim} of {value.shape} merges several partitioned dimensions")
+        return atoms[0]
+
+    def cut(self, value: Value, dim: int) -> int | None:
+        """Return the axis that partitions a dimension of one atom; None: it is whole."""
+        return self.atom(value, dim).axis
+
+    def is_whole(self, value: Value, dim: int) -> bool:
+        """Return whether every rank has all indices of a dimension."""
+        return all(atom.axis is None for atom in value.layout[dim])
+
+    def refuse(self, why: str = "") -> Any:
+        """Raise UnsupportedOperator for the current operator."""
+        raise UnsupportedOperator(self.where, why)
+
+    def _locals(
+        self,
+        run: Callable[..., Any],
+        args: Sequence[Value],
+        layouts: Sequence[Layout],
+        dtypes: Sequence[torch.dtype],
+        context: frozenset[int],
+        several: bool = False,
+        partial: bool = False,
+    ) -> list[Value]:
+        entered = [self.enter(value, context) for value in args]
+        constant = all(value.kind == "constant" for value in entered)
+        if not (partial or constant) and any(context - axes_of(layout) for layout in layouts):
+            self.refuse("ranks would compute the same values from different parts")  # gradients would add up
+        results = [
+            self._value(
+                local_shape(layout, self.place),
+                axes_of(layout),
+                dtype,
+                "constant" if constant or not has_gradients(dtype) else "value",
+                layout,
+            )
+            for layout, dtype in zip(layouts, dtypes, strict=True)
+        ]
+        # results may have no elements globally, such as the moments of batch norm in evaluation
+        any_empty = any(not prod(value.local) and prod(value.shape) for value in results)
+        key = tuple(value.local for value in results) if any_empty else None
+        self._step("local", entered, results, run=run if several else (lambda *tensors: (run(*tensors),)), key=key)
+        return results
+
+    def _raw(self, run: Callable[..., torch.Tensor], value: Value, shape: Shape) -> Value:
+        result = self._value(shape, value.axes, value.dtype, value.kind)
+        self._step("local", [value], [result], run=lambda x: (run(x),))
+        return result
+
+    def _value(
+        self, local: Shape, axes: frozenset[int], dtype: torch.dtype, kind: str, layout: Layout | None = None
+    ) -> Value:
+        cuts = [atom.axis for dim in layout or () for atom in dim if atom.axis is not None]
+        if len(cuts) != len(set(cuts)):  # ranks would have only the diagonal blocks
+            self.refuse("two dimensions would be partitioned over the same grid axis")
+        self.values.append(Value(len(self.values), local, axes, dtype, kind, layout))
+        return self.values[-1]
+
+    def _step(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **fields: Any) -> None:
+        ids = tuple(value.id for value in inputs), tuple(value.id for value in outputs)
+        self.steps.append(Step(kind, self.where.name, *ids, **fields))
+
+
+def _drop_none(run: Callable[..., Any], args: Sequence[Value | None]) -> tuple[Callable[..., Any], list[Value]]:
+    """Return a function of the arguments that are not None, and those arguments."""
+    present = [arg is not None for arg in args]
+
+    def filled(*tensors: torch.Tensor) -> Any:
+        rest = iter(tensors)
+        return run(*(next(rest) if is_present else None for is_present in present))
+
+    return run if all(present) else filled, [arg for arg in args if arg is not None]
+
+
+class Where:
+    """Source position of an operator in the user's program.
+
+    Attributes
+    ----------
+    operator : str
+    module : str
+        Path of the enclosing module.
+    source : str
+        The user's file and line.
+    """
+
+    def __init__(self, operator: str, module: str, source: str) -> None:
+        self.operator, self.module, self.source = operator, module, source
+
+    @property
+    def name(self) -> str:
+        """The module's path and the operator."""
+        return f"{self.module}:{self.operator}" if self.module else self.operator
+
+    @property
+    def place(self) -> str:
+        """Message prefix: file and line, if known."""
+        return f"{self.source}: " if self.source else ""

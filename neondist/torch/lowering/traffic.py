@@ -1,0 +1,203 @@
+"""Traffic of ranks in a pass of a distributed module, for one rank or for all at once; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import torch
+
+from ..exchange.ring import Ring
+from ..ir.graph import GRADIENTS, WIDER, Step, TorchGraph, Value
+from ..ir.layout import Mesh, axes_of
+
+Account = tuple[str, str, str]
+"""(kind, step, direction): kind 'halo', 'redistribution', 'ring' or 'sum', and 'forward' or 'backward'."""
+
+
+class Ranks:
+    """Some ranks of a mesh, for which quantities are computed together, as arrays (len(ranks),)."""
+
+    def __init__(self, mesh: Mesh, ranks: Sequence[int]) -> None:
+        self.mesh, self.numbers = mesh, np.asarray(ranks)
+        self.places = np.unravel_index(self.numbers, mesh.parts)
+
+    @classmethod
+    def all(cls, mesh: Mesh) -> Ranks:
+        """Return all ranks of a mesh."""
+        return cls(mesh, range(mesh.size))
+
+    def extents(self, value: Value, dims: Iterable[int]) -> np.ndarray:
+        """Return the product of some extents of the ranks' parts of a value.
+
+        For a view these are the extents on the plan's own rank.
+        """
+        extents = np.ones(len(self.numbers), int)
+        if value.layout_or_none is None:
+            return extents * prod(value.local[dim] for dim in dims)
+        for atom in (atom for dim in dims for atom in value.layout[dim]):
+            extents *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[self.places[atom.axis]]
+        return extents
+
+    def nbytes(self, value: Value, wide: bool = False) -> np.ndarray:
+        """Return the bytes of the ranks' parts; `wide`: in the dtype of sums over ranks."""
+        dtype = WIDER.get(value.dtype, value.dtype) if wide else value.dtype
+        return self.extents(value, range(len(value.local))) * dtype.itemsize
+
+
+def traffic_of(
+    plan: TorchGraph, ranks: Sequence[int], trained: Collection[str] | None = None, inputs: bool = False
+) -> dict[Account, np.ndarray]:
+    """Return the bytes that ranks send, or contribute to sums, in a forward and a backward pass.
+
+    Parameters
+    ----------
+    ranks : sequence of int
+    trained : collection of str
+        The parameters that require gradients; default: all.
+    inputs : bool
+        Whether the inputs require gradients.
+    """
+    return _Traffic(plan, Ranks(plan.mesh, ranks), plan.parameters if trained is None else trained, inputs).accounts()
+
+
+class _Traffic:
+    def __init__(self, plan: TorchGraph, ranks: Ranks, trained: Collection[str], inputs: bool) -> None:
+        self.plan, self.ranks, self.trained, self.inputs = plan, ranks, trained, inputs
+
+    def accounts(self) -> dict[Account, np.ndarray]:
+        """Return all accounts."""
+        plan, accounts = self.plan, dict[Account, np.ndarray]()
+
+        def add(steps: Iterable[Step], direction: str) -> None:
+            for step in steps:
+                for kind, count in (self._forward if direction == "forward" else self._backward)(step):
+                    account = kind, step.name, direction
+                    accounts[account] = accounts.get(account, 0) + count
+
+        back = BackwardSteps(plan, self.trained, self.inputs)
+        add(plan.steps, "forward")
+        add((step for step in reversed(plan.steps) if id(step) in back.summed), "backward")
+        for segment in plan.segments()[:-1] if plan.recompute else ():
+            if any(out in back.reached and out in back.needed for step in segment.steps for out in step.outputs):
+                add(segment.steps, "forward")
+        named = (plan.parameters.get(name) for name in self.trained)
+        weights = [plan.values[value] for value in named if value is not None and value in back.reached]
+        accounts["sum", GRADIENTS, "backward"] = self._sum_bytes(plan.mesh.axes, weights)
+        return accounts
+
+    def _forward(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
+        values = self.plan.values
+        if step.transfer is not None:
+            yield kind_of(step), self._message_bytes(step, "forward")
+        elif step.kind == "norm":
+            mean = replace(values[step.outputs[1]], dtype=torch.float64)
+            yield "sum", 2 * self._sum_bytes(step.key[0].axes, [mean])
+        elif step.kind == "ring":
+            yield "ring", self._ring_bytes(step, "forward")
+        elif step.kind in ("sum", "max"):
+            yield "sum", self._sum_bytes(step.axes, [values[step.inputs[0]]])
+
+    def _backward(self, step: Step) -> Iterable[tuple[str, np.ndarray]]:
+        values = self.plan.values
+        if step.kind == "view" and step.transfer is not None:
+            yield kind_of(step), self._message_bytes(step, "backward")
+        elif step.kind == "norm":
+            yield "sum", 2 * self._sum_bytes(step.key[0].axes, [values[step.outputs[1]]])
+        elif step.kind == "ring":
+            yield "ring", self._ring_bytes(step, "backward")
+        elif step.kind == "spread":
+            yield "sum", self._sum_bytes(step.axes, [values[step.inputs[0]]])
+
+    def _message_bytes(self, step: Step, direction: str) -> np.ndarray:
+        """Return the bytes of messages; for border schemes the mean over many steps."""
+        transfer, value = step.transfer, self.plan.values[step.inputs[0]]
+        assert transfer is not None
+        moved = {want.dim for want in transfer.wants}
+        others = self.ranks.extents(value, (dim for dim in range(len(value.local)) if dim not in moved))
+        if step.scheme is None and transfer.separable:
+            return transfer.cells[direction == "backward"][self.ranks.numbers] * others * value.dtype.itemsize
+        sent, size = [], value.dtype.itemsize
+        for rank, count in zip(self.ranks.numbers.tolist(), others.tolist(), strict=True):
+            pieces = transfer.sends(rank) if direction == "forward" else transfer.receives(rank)
+            numbers = [piece.cells * count for piece in pieces if piece.peer != rank]
+            if step.scheme is not None:
+                size = 4 if value.dtype == torch.bfloat16 else size  # bfloat16, which NumPy lacks
+                sent.append(round(step.scheme.mean_bytes(numbers, size, direction)))
+            else:
+                sent.append(sum(numbers) * size)
+        return np.array(sent)
+
+    def _ring_bytes(self, step: Step, direction: str) -> np.ndarray:
+        """Return the bytes of keys and values, or of these and their gradients, sent around a ring."""
+        _, *passed = (self.plan.values[value] for value in step.inputs[:3])
+        keys = ring_traffic(step.key, direction)[self.ranks.numbers]
+        nbytes = (
+            self.ranks.extents(value, (dim for dim in range(len(value.local)) if dim != len(value.local) - 2))
+            * value.dtype.itemsize
+            for value in passed
+        )
+        return keys * sum(nbytes)
+
+    def _sum_bytes(self, axes: frozenset[int], values: Iterable[Value]) -> np.ndarray:
+        """Return the bytes that ranks contribute to sums of values over axes."""
+        total = np.zeros(len(self.ranks.numbers), int)
+        for value in values:
+            total += self.ranks.nbytes(value, wide=True)
+        return len(self.plan.mesh.sums(axes)) * total
+
+
+class BackwardSteps:
+    """Steps of a backward pass.
+
+    Attributes
+    ----------
+    needed : set of int
+        Values that require a gradient.
+    reached : set of int
+        Values that the outputs depend on through steps of the backward pass.
+    visited : set of int
+        Steps of the backward pass, by id().
+    summed : set of int
+        Those of them whose backward pass may communicate.
+    """
+
+    def __init__(self, plan: TorchGraph, trained: Collection[str], inputs: bool = False) -> None:
+        self.needed = {value for name, value in plan.parameters.items() if name in trained}
+        if inputs:
+            self.needed.update(value for value in plan.inputs if plan.values[value].kind == "value")
+        for step in plan.steps:
+            if any(value in self.needed for value in step.inputs):
+                self.needed.update(out for out in step.outputs if plan.values[out].kind != "constant")
+        self.reached = {out for out in plan.outputs if isinstance(out, int)}
+        self.visited, self.summed = set[int](), set[int]()
+        for step in reversed(plan.steps):
+            if any(out in self.reached and out in self.needed for out in step.outputs):
+                self.reached.update(step.inputs)
+                self.visited.add(id(step))
+                summed = step.inputs[:1] if step.kind == "norm" else step.inputs  # not those of a norm's weights
+                if any(value in self.needed for value in summed):
+                    self.summed.add(id(step))
+
+
+def ring_traffic(ring: Ring, direction: str) -> np.ndarray:
+    """Return `ring.sent` of each rank, as (size,)."""
+    axes = sorted(axes_of([ring.keys]))
+    ranks = Ranks.all(ring.mesh)
+    length = np.ones(ring.mesh.size, int)
+    for atom in ring.keys:
+        length *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[ranks.places[atom.axis]]
+    # the ranks of each ring last, in their order
+    ends = range(len(ring.mesh.parts) - len(axes), len(ring.mesh.parts))
+    rings = np.moveaxis(length.reshape(ring.mesh.parts), axes, ends)
+    shape = rings.shape
+    rings = rings.reshape(*shape[: len(shape) - len(axes)], -1)
+    keys = (1 + (direction == "backward")) * rings.sum(-1, keepdims=True) - np.roll(rings, -1, -1)
+    return np.moveaxis(keys.reshape(shape), ends, axes).reshape(-1)
+
+
+def kind_of(step: Step) -> str:
+    """Return the ledger's kind for a step's messages."""
+    return "halo" if step.kind == "view" else "redistribution"

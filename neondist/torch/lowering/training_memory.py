@@ -1,0 +1,181 @@
+"""Peak memory of a module's training step: values, tensors saved by autograd, and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..ir.graph import IN_PLACE, PASS_THROUGH, Step, has_gradients
+from .plan import TorchPlan
+from .traffic import BackwardSteps, Ranks
+
+BLOCKS = 64
+"""Most blocks of a step that are run to determine what it keeps."""
+_READ = {"norm": 1, "ring": 3}
+"""Number of inputs that non-local steps keep for their backward pass, by kind."""
+
+
+@dataclass
+class _Kept:
+    """Values that a step keeps for its backward pass, and results that share memory with its inputs.
+
+    Attributes
+    ----------
+    values : set of int
+        Inputs and outputs.
+    extra : float
+        Further bytes, per byte of the first output.
+    over : dict of int to int
+        Outputs that share memory with an input.
+    passed : set of int
+        Inputs whose gradient shares memory with an output's.
+    """
+
+    values: set[int] = field(default_factory=set)
+    extra: float = 0.0
+    over: dict[int, int] = field(default_factory=dict)
+    passed: set[int] = field(default_factory=set)
+
+
+class TrainingMemory:
+    """Lifetimes of the memory of a module's training step.
+
+    Parameters
+    ----------
+    plan : TorchPlan
+    trained : collection of str
+        The parameters that require gradients.
+    """
+
+    def __init__(self, plan: TorchPlan, trained: Collection[str]) -> None:
+        self.plan, self.back = plan, BackwardSteps(plan, trained)
+        self.steps = [(at, step, _kept_by(plan, step, self.back)) for at, step in enumerate(plan.steps)]
+
+    def peak(self, rank: int) -> int:
+        """Return the most bytes that are live at once on a rank.
+
+        Inputs, parameters and their gradients are not counted, nor temporary memory of kernels.
+        """
+        return _Lifetimes(self, Ranks(self.plan.mesh, [rank])).peak()
+
+
+class _Lifetimes:
+    """Lifetimes of all memory on a rank: step i runs at time i, its backward pass at time 2 n - 1 - i."""
+
+    def __init__(self, memory: TrainingMemory, ranks: Ranks) -> None:
+        self.plan, self.back, self.steps, self.ranks = memory.plan, memory.back, memory.steps, ranks
+        self.end = 2 * len(self.steps) - 1
+        self.changes = np.zeros(self.end + 2, int)
+
+    def peak(self) -> int:
+        self._values()
+        self._gradients()
+        return int(self.changes.cumsum().max())
+
+    def _add(self, value: int, first: int, last: int, times: float = 1.0) -> None:
+        size = int(times * self.ranks.nbytes(self.plan.values[value])[0])
+        self.changes[first] += size
+        self.changes[last + 1] -= size
+
+    def _values(self) -> None:
+        owner, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
+        for at, step, kept in self.steps:
+            for out in step.outputs:
+                owner[out] = owner.get(kept.over.get(out, out), kept.over.get(out, out))
+                first.setdefault(owner[out], at)
+            used = {owner[value] for value in (*step.inputs, *step.outputs) if value in owner}
+            last |= dict.fromkeys(used, at)
+        for at, step, kept in self.steps:
+            if id(step) in self.back.visited:
+                for value in {owner[value] for value in kept.values if value in owner}:
+                    last[value] = max(last[value], self.end - at)
+                if kept.extra:
+                    self._add(step.outputs[0], at, self.end - at, kept.extra)
+        for out in self.plan.outputs:
+            if isinstance(out, int) and out in owner:
+                last[owner[out]] = max(last[owner[out]], len(self.steps))
+        for value, until in last.items():
+            if value in owner:  # otherwise it is an input's memory
+                self._add(value, first[value], until)
+
+    def _gradients(self) -> None:
+        last, moments_of = dict[int, int](), dict[int, list[tuple[int, bool]]]()
+        for at, step, kept in self.steps:
+            if id(step) in self.back.visited:
+                passed_ends = [last[value] for value in kept.passed if value in last]
+                last |= dict.fromkeys(step.outputs, max([self.end - at, *passed_ends]))
+                for value in step.inputs:
+                    moments_of.setdefault(value, []).append((self.end - at, value in kept.passed))
+        for value, until in last.items():
+            if value in self.back.needed and has_gradients(self.plan.values[value].dtype):
+                moments = sorted(moments_of.get(value, [(len(self.steps), False)]))
+                own = [at for number, (at, passed) in enumerate(moments) if number or not passed]
+                if own:  # otherwise it shares the memory of another one
+                    self._add(value, own[0], until)
+
+
+def _kept_by(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
+    """Return the values that a step keeps."""
+    if step.kind in PASS_THROUGH or (step.kind == "view" and plan.mesh.size == 1):  # one rank runs the module itself
+        return _Kept(over=dict(zip(step.outputs, step.inputs, strict=False)), passed={*step.inputs})
+    if step.kind != "local":
+        return _Kept({*step.inputs[: _READ.get(step.kind, 0)], *(step.outputs if step.kind == "ring" else ())})
+    everything = _Kept({*step.inputs, *step.outputs})
+    if step.key is not None or prod(getattr(step.run, "parts", ())) > BLOCKS:
+        return everything
+    try:
+        return _trace_kept(plan, step, back)
+    except (RuntimeError, TypeError, ValueError):  # it needs values, which meta tensors lack
+        return everything
+
+
+def _trace_kept(plan: TorchPlan, step: Step, back: BackwardSteps) -> _Kept:
+    """Return the values that autograd saves when a step runs on meta tensors."""
+    assert step.run is not None
+    saved = list[torch.Tensor]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.enable_grad():
+        inputs = [_empty(plan, value, back) for value in step.inputs]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = step.run(*inputs)
+        value_of, kept = dict(zip(map(_storage, inputs), step.inputs, strict=True)), _Kept()
+        for out, tensor in zip(step.outputs, outputs, strict=True):
+            if isinstance(tensor, torch.Tensor) and value_of.setdefault(_storage(tensor), out) != out:
+                kept.over[out] = value_of[_storage(tensor)]
+        extra = {
+            _storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved if _storage(tensor) not in value_of
+        }
+        kept.values = {value_of[_storage(tensor)] for tensor in saved if _storage(tensor) in value_of}
+        kept.extra = sum(extra.values()) / max(1, plan.values[step.outputs[0]].nbytes)
+        ends = [out for out in outputs if isinstance(out, torch.Tensor) and out.requires_grad]
+        leaves = {value: x for value, x in zip(step.inputs, inputs, strict=True) if x.requires_grad}
+        if ends and leaves and id(step) in back.visited and not kept.over:
+            gradients = [torch.empty_like(out) for out in ends]
+            grads = torch.autograd.grad(ends, [*leaves.values()], gradients, allow_unused=True)
+            memory = {*map(_storage, gradients)}
+            kept.passed = {v for v, dx in zip(leaves, grads, strict=True) if dx is None or _storage(dx) in memory}
+        elif step.run not in IN_PLACE.values():  # their gradients are new memory nevertheless
+            kept.passed = {*kept.over.values()}
+        if plan.mesh.size == 1:  # the module's own operators divide the expanded gradient of a mean
+            kept.passed = {v for v in kept.passed if plan.values[v].nbytes <= plan.values[step.outputs[0]].nbytes}
+        return kept
+
+
+def _empty(plan: TorchPlan, number: int, back: BackwardSteps) -> torch.Tensor:
+    value = plan.values[number]
+    tensor = torch.empty(value.local, dtype=value.dtype, device="meta")
+    trains = number in back.needed and has_gradients(value.dtype)
+    return tensor.requires_grad_().clone() if trains else tensor  # a step may modify it in place, but not a leaf
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata

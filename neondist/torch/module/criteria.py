@@ -1,0 +1,178 @@
+"""Criteria of a distributed module, captured like modules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...errors import ConfigError
+from ..capture.capture import capture_module, lower_program
+from ..capture.consistency import digest_of
+from ..capture.constants import Reads
+from ..capture.tracing import ordinary_tensors, user_frames
+from ..capture.watch import State, Watch
+from ..exchange.mesh_comm import MeshComm
+from ..execution.run import Runner
+from ..ir.errors import UnsupportedOperator, defined_at
+from ..ir.layout import Layout, shape_of
+from ..lowering.plan import TorchPlan
+
+REMEMBERED = 16
+"""Maximum number of cached criteria, and of cached states and shapes of each."""
+_REMEDY = "write the criterion with other operators, or define a rule with neondist.torch.rule"
+
+
+@dataclass
+class _CapturedCriterion:
+    """A criterion, its runners by state and inputs, and the states in which it may be called directly."""
+
+    criterion: Any
+    watch: Watch
+    state: State
+    runners: dict[Any, tuple[Runner, str, dict[str, torch.Tensor]]] = field(default_factory=dict)
+    plain: dict[Any, State] = field(default_factory=dict)
+
+    def rebind(self, criterion: Any) -> _CapturedCriterion:
+        """Return self, bound to another criterion of the same code."""
+        if self.criterion is not criterion and not (isinstance(criterion, MethodType) and self.criterion == criterion):
+            self.criterion = criterion
+            self.watch.retarget(criterion)
+        return self
+
+
+class Criteria:
+    """Cache of a module's criteria, captured for the shapes of their arguments."""
+
+    def __init__(self, comm: MeshComm) -> None:
+        self.comm = comm
+        self._entries: dict[Hashable, _CapturedCriterion] = {}
+
+    def is_plain(self, criterion: Any, output: torch.Tensor, target: torch.Tensor) -> bool:
+        """Return whether a criterion may be called directly for such tensors, its state unchanged."""
+        entry = self._entries.get(identity(criterion))
+        return entry is not None and entry.plain.get(_signature(output, target)) == entry.rebind(criterion).watch.key()
+
+    def note_plain(self, criterion: Any, output: Any, target: Any) -> None:
+        """Record that a criterion may be called directly: it returns a scalar and draws no random numbers."""
+        entry = self._entries[identity(criterion)].rebind(criterion)
+        state = entry.watch.key()
+        if state != entry.state:  # it counts its calls
+            state = entry.watch.settle(entry.state)
+            entry.runners.update(
+                {(state, inputs): run for (earlier, inputs), run in entry.runners.items() if earlier == entry.state}
+            )
+        if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
+            entry.plain[_signature(output, target)] = state
+
+    def clear(self) -> None:
+        """Clear the cache."""
+        self._entries.clear()
+
+    def runner(
+        self, criterion: Any, leaves: Sequence[Any], at: Sequence[int], spec: Any, layouts: Sequence[Layout]
+    ) -> tuple[Runner, str, dict[str, torch.Tensor]]:
+        """Return a criterion's runner and hash, and the tensors requiring gradients that it closes over.
+
+        Parameters
+        ----------
+        leaves, spec : of its arguments
+        at : sequence of int
+            Indices of the leaves that are tensors.
+        layouts : layouts of these tensors
+        """
+        key = identity(criterion)
+        if key not in self._entries:
+            if len(self._entries) >= REMEMBERED:
+                del self._entries[next(iter(self._entries))]
+            watch = Watch(criterion)
+            self._entries[key] = _CapturedCriterion(criterion, watch, watch.key())
+        entry = self._entries[key].rebind(criterion)
+        watch, runners = entry.watch, entry.runners
+        others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in at)
+        dtypes = [leaves[i].dtype for i in at]
+        device = leaves[at[0]].device if at else None
+        inputs = spec, others, tuple(layouts), tuple(dtypes), device
+        entry.state = before = watch.key()
+        if (before, inputs) not in runners:
+            shapes = [(shape_of(layout), dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+            program = capture_module(CriterionModule(criterion, spec, leaves, at), shapes, "criterion", device=device)
+            closed: dict[str, torch.Tensor] = {}
+            _add_locations(program, criterion)
+            try:
+                with ordinary_tensors():
+                    plan, tree = lower_program(program, self.comm.mesh, self.comm.grid.rank, layouts, trained=closed)
+            except UnsupportedOperator as error:
+                raise UnsupportedOperator(error, error.why, remedy=_REMEDY) from error
+            check_number(plan, tree)
+            buffers, others = program.reads
+            names = {name.removeprefix("criterion.") for name in buffers}
+            entry.state = before = watch.settle(before, Reads(names, others))
+            if len(runners) >= REMEMBERED:
+                del runners[next(iter(runners))]
+            runners[before, inputs] = Runner(self.comm, plan), digest_of(plan, program), closed
+        return runners[before, inputs]
+
+
+def _add_locations(program: Any, criterion: Any) -> None:
+    """Add a function's definition as source location for errors; PyTorch records none for functions."""
+    function = criterion.func if isinstance(criterion, functools.partial) else criterion
+    method = getattr(type(function), "forward", type(function).__call__)
+    file, _, line = (defined_at(function) or defined_at(method)).rpartition(":")
+    frame = f'File "{file}", line {line}, in criterion'
+    for node in program.graph.nodes if user_frames(frame) else ():
+        if not user_frames(node.meta.get("stack_trace") or ""):
+            node.meta["stack_trace"] = frame
+
+
+def _signature(output: torch.Tensor, target: torch.Tensor) -> tuple[Any, ...]:
+    return output.shape, target.shape, output.dtype, target.dtype
+
+
+def owner_of(criterion: Any) -> nn.Module:
+    """Return the module that owns a criterion's parameters: itself, or an empty one for a function."""
+    return criterion if isinstance(criterion, nn.Module) else nn.Module()
+
+
+def check_number(plan: TorchPlan, tree: Any) -> None:
+    """Raise ConfigError unless a criterion returns a scalar."""
+    (out, *others) = plan.outputs if plan.outputs else (None,)
+    if others or not isinstance(out, int) or not tree.is_leaf():
+        raise ConfigError(f"criterion: must return one tensor, got {tree}")
+    shape = plan.values[out].shape
+    if shape:
+        raise ConfigError(
+            f"criterion: returned a tensor of shape {shape}, such as one value per cell or sample; it must return a"
+            " scalar: reduction='mean' or 'sum'"
+        )
+
+
+def identity(criterion: Any) -> Hashable:
+    """Return a key shared by criteria with the same code, such as a lambda created in a loop."""
+    if isinstance(criterion, functools.partial):
+        return functools.partial, identity(criterion.func)
+    if isinstance(criterion, MethodType):
+        return id(criterion.__self__), criterion.__func__
+    return criterion.__code__ if isinstance(criterion, FunctionType) else id(criterion)
+
+
+class CriterionModule(nn.Module):
+    """A criterion as a module of tensors; other leaves of the output and target are constants."""
+
+    def __init__(self, criterion: Any, spec: Any, leaves: Sequence[Any], at: Sequence[int]) -> None:
+        super().__init__()
+        self.criterion, self.spec, self.at = criterion, spec, list(at)
+        self.others = [None if i in at else leaf for i, leaf in enumerate(leaves)]
+
+    def forward(self, *tensors: Any) -> Any:
+        """Return the loss."""
+        filled = list(self.others)
+        for i, tensor in zip(self.at, tensors, strict=True):
+            filled[i] = tensor
+        return self.criterion(*pytree.tree_unflatten(filled, self.spec))

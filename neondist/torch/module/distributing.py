@@ -1,0 +1,138 @@
+"""The function `distribute`, with validation of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...comm import ProcessGrid
+from ...errors import ConfigError
+from ...system.memory import as_bytes, share_of
+from ..exchange.schemes import Schemes
+from ..exchange.transport import world
+from ..execution.segments import Strips
+from .module import DistributedModule
+
+
+def distribute(
+    module: nn.Module,
+    example_shape: Sequence[int] | Sequence[Sequence[int]],
+    grid: ProcessGrid | None = None,
+    *,
+    gather_at: Sequence[str] = (),
+    dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+    transport: str = "mpi",
+    recompute: bool = False,
+    compile: bool | Callable[..., Any] = False,
+    scheme: Schemes = "halo",
+    memory: int | str | None = None,
+    strips: Strips = None,
+    spatial: int | None = None,
+) -> DistributedModule:
+    """Distribute a PyTorch module: images are split into tiles, one per rank; results match one process.
+
+    The module is captured with torch.export at the global shape, without allocating it; each operator becomes local
+    computation, a halo exchange, or a reduction over ranks. Gradients of parameters are summed over all ranks when
+    `backward` returns. Collective.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The same on every rank; it is neither copied nor modified.
+    example_shape : sequence of int
+        Global shape (N, C, *spatial) of the whole batch and image. For several inputs, a sequence of shapes; inputs
+        with another number of dimensions than the first are split only along the batch. (N, features) has no spatial
+        axes. Batches and images of other sizes may follow: pass them to `scatter`, and the module is captured once for
+        each.
+    grid : ProcessGrid, optional
+        Default: all ranks.
+    gather_at : sequence of str
+        Paths of modules that every rank computes on whole arrays, because an operator in them cannot be distributed.
+    dtype : torch.dtype, or one for each input, optional
+        Dtype of the inputs. Default: that of the module's first floating-point parameter.
+    transport : 'mpi' or 'torch'
+        Transport when no grid is given: mpi4py, or torch.distributed (for `torchrun`).
+    recompute : bool
+        Store only the boundary tensors of about sqrt(n) segments of the module's n operators, and recompute the
+        segments in the backward pass, including their messages: less memory for the time of another forward pass (Chen
+        et al. 2016, "Training deep nets with sublinear memory cost").
+    compile : bool or callable
+        Compile the computation between messages with torch.compile, or with this function. On one rank the module
+        itself runs: compile that instead.
+    scheme : ExchangePolicy or str, or a dict of module path to those
+        Border scheme for cells of other tiles. Default: exact, with one halo exchange per window. With
+        'deep_halo(layers=3)' three consecutive windows share an exchange and recompute cells of other tiles; 'auto'
+        chooses the number. With 'overlap_tile' `scatter` returns tiles with all the cells they need. Others, such as
+        'tower' or 'stale(2)', are approximate (docs/schemes.md). Modules not named inherit the scheme of their parent.
+        Only windows are approximated.
+    memory : int or str, optional
+        Memory limit for all ranks on a machine together, such as '8GiB'. A pass that needs more is computed block by
+        block up to the first operator that depends on the whole image, twice in training. Default: no limit.
+    strips : int or 'auto', optional
+        Output rows per strip: windows and the operators after them, up to the next exchange or reduction over the
+        image, are executed strip by strip, and recomputed in the backward pass instead of storing activations. 'auto':
+        as many rows as fit in the cache.
+    spatial : int, optional
+        Number of spatial axes. 0: inputs are not images, such as sequences (N, length, features); replicas share the
+        batch, and the ranks of a replica hold all of its samples. Default: the axes after the channels of the first
+        input.
+
+    Returns
+    -------
+    DistributedModule
+        The distributed module; call it with `model.scatter(image)`.
+
+    Raises
+    ------
+    UnsupportedOperator
+        If an operator has no rule; the message names the operator, the module's path and the user's file and line.
+    ConfigError
+        If the module cannot be captured, or differs between ranks.
+    """
+    if memory is not None and (scheme != "halo" or compile or len(_shapes(example_shape)) > 1):
+        raise ConfigError("memory: requires a module with one input and exact halos, without compile")
+    if strips not in (None, "auto") and (isinstance(strips, bool) or not isinstance(strips, int) or strips < 1):
+        raise ConfigError(f"strips: {strips!r}; expected a number of rows > 0, or 'auto'")
+    if strips is not None and (memory is not None or compile):
+        raise ConfigError("strips: cannot be combined with memory, which chooses blocks itself, or with compile")
+    if recompute and compile:
+        raise ConfigError("recompute: cannot be combined with compile, which chooses itself what to keep")
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    if transport not in ("mpi", "torch"):
+        raise ConfigError(f"transport: {transport!r}; choose 'mpi' or 'torch'")
+    shapes = _shapes(example_shape)
+    axes = len(shapes[0]) - 2
+    if spatial not in (None, 0, axes) or (spatial == 0 and max(map(len, shapes)) > 4):
+        raise ConfigError(f"spatial: {spatial!r}; expected {axes}, or 0 for inputs with at most four axes")
+    dtypes: list[Any] = list(dtype) if isinstance(dtype, (list, tuple)) else [dtype] * len(shapes)
+    if len(dtypes) != len(shapes) or not all(item is None or isinstance(item, torch.dtype) for item in dtypes):
+        raise ConfigError(f"dtype: expected a torch.dtype, or one for each of {len(shapes)} inputs, got {dtype!r}")
+    if not (grid is None or isinstance(grid, ProcessGrid)):
+        raise ConfigError(f"grid: expected a ProcessGrid, got {grid!r}")
+    compiler = partial(torch.compile, dynamic=False) if compile is True else compile or None
+    if grid is None:
+        grid = ProcessGrid() if transport == "mpi" else ProcessGrid(world())
+    limit = None if memory is None else share_of(as_bytes("memory", memory), grid.size)
+    return DistributedModule(
+        module, shapes, dtypes, grid, compiler, spatial,
+        gather_at=gather_at, recompute=recompute, scheme=scheme, strips=strips, memory=limit,
+    )  # fmt: skip
+
+
+def _shapes(example_shape: Any) -> list[tuple[int, ...]]:
+    """Return the shape of each input."""
+    try:
+        shapes = [example_shape] if all(isinstance(n, int) for n in example_shape) else list(example_shape)
+        result = [tuple(int(n) for n in shape) for shape in shapes]
+    except (TypeError, ValueError):
+        result = []
+    if not result or len(result[0]) not in (2, 3, 4, 5) or any(n < 1 for n in result[0]):
+        raise ConfigError(
+            f"example_shape: {example_shape!r}; expected (N, C, *spatial) with at most three spatial axes, all > 0"
+        )
+    return result

@@ -1,0 +1,321 @@
+"""Batches of a map-style data set, tiled over the ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from ...arrays.rng import key
+from ...comm import ProcessGrid
+from ...errors import ConfigError, ShapeError
+from ..capture.checks import checksum_of
+from ..execution.tiling import mark
+from ..ir.layout import Layout, Mesh, local_shape, whole
+
+Position = tuple[int, int]
+"""An epoch, and the index of a sample."""
+
+
+class Loader:
+    """Iterable over this rank's parts of the batches of an epoch, as returned by `loader`.
+
+    Attributes
+    ----------
+    epoch : int
+        Number of epochs begun; determines the order and random numbers of the next. Set it to resume a run.
+    grid : ProcessGrid
+    """
+
+    def __init__(
+        self, dataset: Any, batches: BatchSampler, order: torch.Generator, seed: int, grid: ProcessGrid, **options: Any
+    ) -> None:
+        self.grid, self.epoch = grid, 0
+        self._batches, self._order, self._seed, self._last_epoch = batches, order, seed, -1
+        self._positions = _Positions()
+        collate = options.pop("collate_fn", None) or default_collate
+        samples = _Samples(dataset, seed, _extent(dataset), grid)
+        self._loader: DataLoader[Any] = DataLoader(
+            samples,
+            batch_sampler=self._positions,
+            collate_fn=_Collate(collate, grid, samples.extent),
+            generator=torch.Generator(),  # the default would draw from the global one
+            **options,
+        )
+
+    def __len__(self) -> int:
+        """Return the number of batches of an epoch."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's part of each batch; collective."""
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        batches = self._draw_batches(epoch)
+        owned = [slice(*self.grid.sample_range(len(batch))) for batch in batches]
+        # a rank without samples reads one and discards it
+        self._positions.batches = [
+            [(epoch, index) for index in batch[part] or batch[:1]] for batch, part in zip(batches, owned, strict=True)
+        ]
+        parts = iter(self._loader)
+        for number, (batch, samples) in enumerate(zip(batches, owned, strict=True)):
+            error: Exception | None = None
+            part = None
+            try:
+                part = next(parts)
+            except Exception as problem:
+                error = problem
+            facts = {"the epoch": epoch, "the number of batches": len(batches), "the batch": number}
+            self.grid.check("loader", facts | {"its samples": batch}, error)
+            if part is not None:
+                yield self._mark_layouts(part, len(batch), samples.stop - samples.start)
+
+    def _draw_batches(self, epoch: int) -> list[list[int]]:
+        """Return the batches of an epoch, in the order of a DataLoader after the previous epochs."""
+        batches: list[list[int]] = []
+        if epoch <= self._last_epoch or self._last_epoch < 0:
+            self._order.manual_seed(self._seed)
+            self._last_epoch = -1
+        while self._last_epoch < epoch:
+            torch.empty((), dtype=torch.int64).random_(generator=self._order)  # a DataLoader's base seed
+            batches = [list(map(int, batch)) for batch in self._batches]
+            self._last_epoch += 1
+        return batches
+
+    def _mark_layouts(self, part: _Part, samples: int, own: int) -> Any:
+        """Return the tensors of a part, marked with the layout of the whole batch."""
+        tiles = self.grid.tile_comm
+        if tiles.size > 1:
+            ends = np.array([part.checksum, -part.checksum])
+            tiles.allreduce(ends, "max")
+            if ends[0] != -ends[1]:
+                raise ConfigError(
+                    "loader: the ranks of a replica read different samples; a data set must return the same sample"
+                    " for an index on every rank. Draw with torch, numpy.random or random, which are seeded for"
+                    " each sample, not with the data set's own generator"
+                )
+        mesh = Mesh.of(self.grid.shape, part.spatial)
+        place = mesh.place(self.grid.rank)
+        leaves, tree = pytree.tree_flatten(part.batch)
+        for at, sample_shape in enumerate(part.shapes):
+            if sample_shape is not None:
+                leaves[at] = leaves[at][:own]
+                layout = _layout(mesh, (samples, *sample_shape), part.spatial if part.images[at] else 0)
+                if tuple(leaves[at].shape) != (expected := local_shape(layout, place)):
+                    raise ShapeError(
+                        f"loader: a batch of {samples} samples has a tensor of shape {tuple(leaves[at].shape)} on this"
+                        f" rank, expected {expected}; collate_fn must return one entry per sample"
+                    )
+                mark(leaves[at], layout)
+        return pytree.tree_unflatten(leaves, tree)
+
+
+def loader(
+    dataset: Any,
+    batch_size: int = 1,
+    shuffle: bool = False,
+    seed: int = 0,
+    num_workers: int = 0,
+    drop_last: bool = False,
+    *,
+    grid: ProcessGrid | None = None,
+    sampler: Iterable[int] | None = None,
+    **options: Any,
+) -> Loader:
+    """Return a loader for a map-style data set that yields each rank's tile of each batch.
+
+    All ranks iterate over the same batches. A rank reads the samples of its replica and keeps its tile of each image
+    (C, *spatial); tensors with the same spatial extents, such as class labels (*spatial), are tiled alike, others are
+    kept whole. Pass the tensors directly to the model and to `model.loss`. For each sample the generators of torch,
+    NumPy and Python are seeded with (seed, epoch, index), so augmentations are identical on every grid and with any
+    number of workers.
+
+    Parameters
+    ----------
+    dataset : map-style data set
+        Data set as for torch.utils.data.DataLoader; the first tensor of a sample is the image. If it has a method
+        `read(index, box)` and an attribute `extent` (the spatial extents), only the cells of a neondist.Box are read
+        instead of whole samples.
+    batch_size : int
+        Samples per global batch, over all ranks.
+    shuffle : bool
+        Reshuffle in every epoch, in the order of a DataLoader with `generator=torch.Generator().manual_seed(seed)`.
+    seed : int
+    num_workers : int
+        Worker processes per rank.
+    drop_last : bool
+        Drop a smaller last batch. Otherwise the model is also captured for its size.
+    grid : ProcessGrid, optional
+        Grid of the model. Default: all ranks.
+    sampler : iterable of int, optional
+        A custom order, the same on every rank.
+    **options
+        Further arguments of torch.utils.data.DataLoader, such as `collate_fn` and `pin_memory`.
+
+    Returns
+    -------
+    Loader
+
+    Raises
+    ------
+    ConfigError
+        If arguments are unknown or contradictory, or ranks read different samples.
+    """
+    for name in ("batch_sampler", "generator"):
+        if name in options:
+            raise ConfigError(f"loader: {name} is not accepted; use sampler, batch_size, drop_last and seed")
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read")):
+        raise ConfigError(
+            f"loader: dataset is a {type(dataset).__name__}; expected a map-style data set, with __getitem__ and"
+            " __len__"
+        )
+    if sampler is not None and shuffle:
+        raise ConfigError("loader: sampler and shuffle exclude each other; a sampler draws its own order")
+    order = torch.Generator()
+    try:
+        if sampler is None:
+            sampler = RandomSampler(dataset, generator=order) if shuffle else SequentialSampler(dataset)
+        batches = BatchSampler(sampler, batch_size, drop_last)
+        return Loader(
+            dataset, batches, order, seed, ProcessGrid() if grid is None else grid, num_workers=num_workers, **options
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"loader: {error}") from error
+
+
+class _Part(NamedTuple):
+    """A rank's part of a batch, as read by a worker.
+
+    Attributes
+    ----------
+    batch : collated samples, with tiled images
+    spatial : int
+        Number of the images' spatial axes.
+    shapes, images
+        For each leaf, the whole shape without the batch (None if not a tensor), and whether it is tiled.
+    checksum : int
+        Checksum of all tensors before tiling; 0 if only boxes were read.
+    """
+
+    batch: Any
+    spatial: int
+    shapes: list[tuple[int, ...] | None]
+    images: list[bool]
+    checksum: int
+
+
+class _Positions:
+    """A batch sampler of given batches."""
+
+    def __init__(self) -> None:
+        self.batches: Sequence[list[Position]] = ()
+
+    def __iter__(self) -> Iterator[list[Position]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _Samples(Dataset[Any]):
+    """A data set whose samples are read with generators seeded for each.
+
+    Attributes
+    ----------
+    extent : tuple of int or None
+        Whole extents of the images, if the data set reads boxes.
+    """
+
+    def __init__(self, dataset: Any, seed: int, extent: tuple[int, ...] | None, grid: ProcessGrid) -> None:
+        self.dataset, self.seed, self.extent = dataset, seed, extent
+        self._box = None if extent is None else grid.tile_box(extent)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, position: Position) -> Any:
+        epoch, index = position
+        with _seeded(key(self.seed, "sample", epoch, index)):
+            return self.dataset[index] if self._box is None else self.dataset.read(index, self._box)
+
+
+class _Collate:
+    """Collation of samples into a batch, reduced to this rank's tile."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], grid: ProcessGrid, extent: tuple[int, ...] | None) -> None:
+        self.collate, self.extent = collate, extent
+        self.shape, self.rank = grid.shape, grid.rank
+
+    def __call__(self, samples: list[Any]) -> _Part:
+        leaves, tree = pytree.tree_flatten(self.collate(samples))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise ConfigError("loader: samples contain no tensor; the first must be the image")
+        spatial = max(0, tensors[0].dim() - 2)
+        mesh, cells = Mesh.of(self.shape, spatial), tuple(tensors[0].shape[2:])
+        place, extent, checksum = mesh.place(self.rank), self.extent or cells, 0
+        shapes, images = list[tuple[int, ...] | None](), []
+        for at, leaf in enumerate(leaves):
+            tensor = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+            image = tensor and spatial > 0 and leaf.dim() > spatial and tuple(leaf.shape[-spatial:]) == cells
+            images.append(image)
+            if not tensor:
+                shapes.append(None)
+                continue
+            shapes.append((*leaf.shape[1:-spatial], *extent) if image else tuple(leaf.shape[1:]))
+            if self.extent is None:
+                checksum = (checksum * 31 + checksum_of(leaf)) % 2**32
+                if image:
+                    for axis, dim in enumerate(range(leaf.dim() - spatial, leaf.dim()), 1):
+                        lo, hi = mesh.atom(leaf.shape[dim], axis).range(place)
+                        leaf = leaf.narrow(dim, lo, hi - lo)
+                    leaves[at] = leaf.contiguous()
+        return _Part(pytree.tree_unflatten(leaves, tree), spatial, shapes, images, checksum)
+
+
+def _extent(dataset: Any) -> tuple[int, ...] | None:
+    """Return the spatial extents of the images of a data set that reads boxes; None if it reads whole images."""
+    if not hasattr(dataset, "read"):
+        return None
+    try:
+        return tuple(int(n) for n in dataset.extent)
+    except (AttributeError, TypeError):
+        raise ConfigError(
+            f"loader: {type(dataset).__name__} has read(index, box), but no attribute extent; give it the spatial"
+            " extents of the images, such as (height, width)"
+        ) from None
+
+
+def _layout(mesh: Mesh, shape: tuple[int, ...], spatial: int) -> Layout:
+    """Return the layout of a batch: the last `spatial` axes tiled, the first split over replicas."""
+    middle = len(shape) - spatial
+    cells = [(mesh.atom(n, axis),) for axis, n in enumerate(shape[middle:], 1)]
+    return ((mesh.atom(shape[0], 0),), *whole(shape[1:middle]), *cells)
+
+
+@contextmanager
+def _seeded(number: int) -> Iterator[None]:
+    """Context that seeds the generators of torch, NumPy and Python, and restores them."""
+    python, legacy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(number >> 1)
+        np.random.seed(number % 2**32)
+        random.seed(number)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)

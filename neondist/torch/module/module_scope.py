@@ -1,0 +1,192 @@
+"""Modules created in a scope, whose calls are distributed while a function runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.utils import _pytree as pytree
+
+from ...comm import ProcessGrid
+from ...errors import ConfigError
+from ..ir.errors import defined_at
+from .distributing import distribute
+from .module import REMEMBERED, DistributedModule
+from .tiled_output import ScatteredInput, TiledOutput
+
+
+class ModuleScope:
+    """Modules that this thread creates inside `collect`, whose calls are distributed inside `distribute`.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+    """
+
+    def __init__(self, grid: ProcessGrid) -> None:
+        self.grid = grid
+        self._is_part: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._distributed: dict[Any, DistributedModule] = {}
+        self._classes: dict[type[nn.Module], type[nn.Module]] = {}
+        self._thread, self._running, self._replaced = threading.get_ident(), False, False
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Context that records each module to which a parameter or a submodule is added."""
+
+        def note(module: nn.Module, name: str, value: Any) -> None:
+            if threading.get_ident() == self._thread and not self._running:  # virtual ranks create their own
+                self._is_part.setdefault(module, False)
+                if isinstance(value, nn.Module):
+                    self._is_part[value] = True
+
+        with ExitStack() as registered:
+            for register in (
+                hooks.register_module_parameter_registration_hook,
+                hooks.register_module_module_registration_hook,
+            ):
+                registered.callback(register(note).remove)
+            yield
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """Modules with parameters that are not submodules of another, in order of creation."""
+        return [module for module, part in self._is_part.items() if not part and list(module.parameters())]
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of the models that require gradients, by name; of several models, prefixed by their number."""
+        models, parameters = self.models, dict[str, nn.Parameter]()
+        for number, model in enumerate(models):
+            start = f"{number}." if len(models) > 1 else ""
+            parameters |= {start + name: p for name, p in model.named_parameters() if p.requires_grad}
+        names = {id(p): name for name, p in reversed(parameters.items())}  # shared ones under their first name
+        return {name: p for name, p in parameters.items() if names[id(p)] == name}
+
+    @contextmanager
+    def distribute(self, function: Callable[..., Any]) -> Iterator[None]:
+        """Context that distributes calls of these modules and refuses those of trained modules created elsewhere."""
+
+        def check(module: nn.Module, inputs: Any) -> None:
+            if not self._replaced or threading.get_ident() != self._thread or module in self._is_part:
+                return
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                raise ConfigError(
+                    f"{defined_at(function)}: {function.__name__} calls a {type(module).__name__} created outside"
+                    " the scope; create models inside `with d.scope():`"
+                ).on_all_ranks()
+
+        handle, self._running = hooks.register_module_forward_pre_hook(check), True
+        try:
+            with self._replace_calls(True):
+                yield
+        finally:
+            self._running = False
+            handle.remove()
+
+    @contextmanager
+    def _replace_calls(self, replaced: bool) -> Iterator[None]:
+        """Give the modules classes whose calls are distributed, or restore their own.
+
+        `torch.distributed.fsdp.fully_shard` replaces classes, too; here only while the function runs.
+        """
+        before, self._replaced = self._replaced, replaced
+        modules = list(self._is_part) if before != replaced else []
+        for module in modules:
+            self._change_class(module, replaced)
+        try:
+            yield
+        finally:
+            self._replaced = before
+            for module in modules:
+                self._change_class(module, before)
+
+    def _change_class(self, module: nn.Module, replaced: bool) -> None:
+        cls = type(module)
+        if isinstance(module, _DistributedCall) != replaced:
+            if cls not in self._classes:
+                names = {"scope": self, "__module__": cls.__module__}
+                replacement = type(cls.__name__, (_DistributedCall, cls), names)
+                self._classes |= {cls: replacement, replacement: cls}
+            module.__class__ = self._classes[cls]
+
+    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the outputs of a module for whole inputs; tiled outputs on several ranks."""
+        with self._replace_calls(False):
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            leaves = [leaf.whole() if isinstance(leaf, TiledOutput) else leaf for leaf in leaves]
+            positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            if not positions:
+                return module(*args, **kwargs)
+            plain = not kwargs and len(positions) == len(args) == len(leaves)
+            model = self._distributed_module(module, leaves, positions, None if plain else spec)
+            model.training = module.training
+            outputs = model(*(_tile(model, leaves[i], index) for index, i in enumerate(positions)))
+        if self.grid.size == 1:
+            return outputs
+        return pytree.tree_map(lambda output: _tiled(model, output), outputs)
+
+    def _distributed_module(
+        self, module: nn.Module, leaves: Sequence[Any], positions: Sequence[int], spec: Any
+    ) -> DistributedModule:
+        """Return the distributed module for arguments of these shapes; without `spec`, for tensors only."""
+        others = tuple(repr(leaf) for i, leaf in enumerate(leaves) if i not in positions)
+        shapes, dtypes = [tuple(leaves[i].shape) for i in positions], [leaves[i].dtype for i in positions]
+        key = id(module), spec, others, tuple(shapes), tuple(dtypes)
+        if key not in self._distributed:
+            if len(self._distributed) >= REMEMBERED:
+                del self._distributed[next(iter(self._distributed))]
+            target = module if spec is None else _Call(module, leaves, positions, spec)
+            model = distribute(target, shapes, self.grid, dtype=dtypes)
+            model.capture_within(partial(self._replace_calls, False))  # a loss may recapture a changed module
+            self._distributed[key] = model
+        return self._distributed[key]
+
+
+def whole(result: Any) -> Any:
+    """Return a function's result with tiled outputs gathered, the same on every rank; collective."""
+    return pytree.tree_map(lambda leaf: leaf.whole() if isinstance(leaf, TiledOutput) else leaf, result)
+
+
+class _DistributedCall(nn.Module):
+    """A module whose calls are distributed."""
+
+    scope: ModuleScope
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.scope.call(self, args, kwargs)
+
+
+class _Call(nn.Module):
+    """A module as a function of the tensors among its arguments."""
+
+    def __init__(self, module: nn.Module, leaves: Sequence[Any], at: Sequence[int], spec: Any) -> None:
+        super().__init__()
+        self.module, self.at, self.spec = module, list(at), spec
+        self.leaves = [None if i in at else leaf for i, leaf in enumerate(leaves)]
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        """Return the result of the module."""
+        leaves = list(self.leaves)
+        for i, tensor in zip(self.at, tensors, strict=True):
+            leaves[i] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return self.module(*args, **kwargs)
+
+
+def _tile(model: DistributedModule, whole: torch.Tensor, index: int) -> torch.Tensor:
+    if whole.requires_grad and torch.is_grad_enabled() and model.grid.size > 1:
+        return ScatteredInput.apply(whole, model.tiling, model.tiling.inputs[index])
+    return model.scatter(whole, index)
+
+
+def _tiled(model: DistributedModule, output: Any) -> Any:
+    layout = model.tiling.layout_of(output) if isinstance(output, torch.Tensor) else None
+    return output if layout is None else TiledOutput(model, output, layout)

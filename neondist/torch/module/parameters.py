@@ -1,0 +1,206 @@
+"""A module's trained parameters and gradients as views of flat buffers, for synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...comm import ProcessGrid
+from ...errors import ConfigError
+from ...geometry import GridShape
+from ...layers import Parameter
+from ...parallel import AllReduce, GradientSync, Parameters, ParameterShard
+from ...plan import ParameterPlan
+from ...strategies import Strategy, StrategyBuilder, as_strategy
+from ...strategies.shares import Share
+from .weights import as_array, slots_of
+
+MODULE = "module"
+"""Layer name of a module's arrays in checkpoints and strategies."""
+
+
+def sparse_tables(module: nn.Module) -> set[torch.Tensor]:
+    """Return the weights of embeddings with `sparse=True`, whose gradients have few nonzero rows."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    return {part.weight for part in module.modules() if isinstance(part, tables) and part.sparse}
+
+
+def describe_parameters(
+    tensors: Mapping[str, nn.Parameter], sparse: AbstractSet[torch.Tensor] = frozenset()
+) -> dict[str, Parameter]:
+    """Return the parameters of a module by their names in checkpoints and strategies.
+
+    The number of rows of a sparse parameter that a sample uses is unknown in advance: at most all of them.
+    """
+    return {
+        f"{MODULE}/{name}": Parameter(tuple(tensor.shape), sparse=tensor.shape[0] if tensor in sparse else 0)
+        for name, tensor in tensors.items()
+    }
+
+
+def plan_parameters(
+    tensors: Mapping[str, nn.Parameter],
+    grid: GridShape,
+    strategy: StrategyBuilder | Strategy | str | None,
+    sparse: AbstractSet[torch.Tensor] = frozenset(),
+) -> ParameterPlan:
+    """Return the plan of a module's parameters, some of them sparse, under a strategy."""
+    dtype, builder = as_array(next(iter(tensors.values()))).dtype, None if strategy is None else as_strategy(strategy)
+    return ParameterPlan(describe_parameters(tensors, sparse), grid, dtype, 0, builder)
+
+
+class ModuleParameters(Parameters):
+    """The trained parameters of a module.
+
+    Their data and gradients become views of the flat buffers: a gradient is moved there as soon as it is complete, and
+    is this rank's share until `sum_gradients` has returned. Gradients that autograd does not compute stay None.
+
+    Parameters
+    ----------
+    tensors : mapping of str to torch.nn.Parameter
+        The module's parameters by name, on the CPU and of one dtype.
+    grid : ProcessGrid
+    sync : type of GradientSync
+    shares : mapping of str to Share, optional
+    compressors : mapping of str to str, optional
+    sparse : set of torch.nn.Parameter, optional
+        Tables of which only changed rows are sent, with their ids.
+
+    Attributes
+    ----------
+    tensors : dict of str to torch.nn.Parameter
+        The module's parameters.
+    shards : dict of str to (ParameterShard, Share or None)
+    updated : dict of str to torch.nn.Parameter
+        Parameters for this rank's optimiser: the module's own, or views of the parts that this rank owns.
+
+    Raises
+    ------
+    ConfigError
+        Parameters differ in dtype, have one that NumPy lacks, or are on another device.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, nn.Parameter],
+        grid: ProcessGrid,
+        sync: type[GradientSync] = AllReduce,
+        shares: Mapping[str, Share] | None = None,
+        compressors: Mapping[str, str] | None = None,
+        sparse: AbstractSet[torch.Tensor] = frozenset(),
+    ) -> None:
+        if any(_is_synchronised(tensor) for tensor in tensors.values()):
+            raise ConfigError("model: already has a DistributedOptimizer; distribute another copy of the module")
+        kinds = {f"{tensor.dtype} on {tensor.device.type}" for tensor in tensors.values()}
+        if not kinds <= {"torch.float32 on cpu"} and not kinds <= {"torch.float64 on cpu"}:
+            raise ConfigError(
+                f"strategy: the parameters are {', '.join(sorted(kinds))}; expected all float32, or all float64, on cpu"
+            )
+        dtype = as_array(next(iter(tensors.values()))).dtype if tensors else np.dtype("float32")
+        named = zip(tensors, describe_parameters(tensors, sparse).values(), strict=True)
+        shards = [ParameterShard(MODULE, name, parameter, grid) for name, parameter in named]
+        super().__init__(grid, shards, partial(np.zeros, dtype=dtype), sync, shares, compressors)
+        self.tensors, self.updated = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
+        self._views: dict[str, torch.Tensor] = {}
+        arrays = zip(self.trained, self._shares, self.cut(self.values), self.cut(self.grads), strict=True)
+        for shard, share, value, gradient in arrays:
+            tensor = self.tensors[shard.name] = tensors[shard.name]
+            value[...] = as_array(tensor)
+            tensor.data, tensor.grad = torch.from_numpy(value), None
+            self._views[shard.name] = torch.from_numpy(gradient)
+            self.updated[shard.name] = tensor if share is None else nn.Parameter(self.part(share, tensor.data))
+        self.shards = {shard.name: (shard, share) for shard, share in zip(self.trained, self._shares, strict=True)}
+        spans = {shard.name: span for shard, span in zip(self.trained, self.spans, strict=True)}
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(partial(self._complete, name, spans[name]))
+            for name, tensor in self.tensors.items()
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks from the module's parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin_gradients(self) -> None:
+        """Reset all gradients to None."""
+        self.sync.begin()
+        for tensor in self.tensors.values():
+            tensor.grad = None
+
+    def sum_gradients(self, for_update: bool = False, scale: float = 1.0) -> None:
+        """Sum the gradients over all ranks, or, with `for_update`, at the owners, and scale; collective."""
+        for name, tensor in self.tensors.items():
+            if tensor.grad is None:
+                self._views[name].zero_()
+        super().sum_gradients(for_update, scale)
+        for name, (_, share) in self.shards.items():
+            if share is not None:
+                has_gradient = self.tensors[name].grad is not None
+                self.updated[name].grad = self.part(share, self._views[name]) if has_gradient else None
+
+    def set_aside(self) -> np.ndarray | None:
+        """Return the sums of earlier passes, None if there are none, and zero the gradients."""
+        names = [name for name, part in self.updated.items() if part.grad is not None]
+        for name in names:
+            if self.shards[name][1] is None:
+                self._move(name)
+            self.tensors[name].grad = self._views[name]
+        sums = self.grads.copy() if names else None
+        self.grads[...] = 0
+        return sums
+
+    def broadcast(self) -> None:
+        """Receive the values that this rank does not own from their owners; collective."""
+        self.version += 1
+        self.owners.broadcast(self.values[self.owned :])
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Context in which an optimiser updates what this rank owns; on exit receives the rest; collective.
+
+        Of sparse parameters only changed rows are sent.
+        """
+        before = self.owners.rows(self.values[self.owned :])
+        yield
+        self.version += 1
+        self.owners.broadcast(self.values[self.owned :], before)
+
+    def slots_kept_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[ParameterShard, Any]]:
+        """Return an optimiser's state of `updated` as arrays: parts of parameter shape, and others whole."""
+        slots = []
+        for full_name, tensor in slots_of(self.updated, optimizer).items():
+            name, _, slot = full_name.rpartition("/")
+            shard, share = self.shards[name]
+            array = as_array(tensor)
+            if tensor.shape == self.updated[name].shape:
+                slots.append((shard.slot(slot, share), array))
+            else:
+                slots.append((ParameterShard(MODULE, full_name, Parameter(array.shape), self.grid), array))
+        return slots
+
+    def _complete(self, name: str, span: tuple[int, int], tensor: torch.Tensor) -> None:
+        """Move a complete gradient into the flat buffer."""
+        self._move(name)
+        self.sync.ready(span)
+
+    def _move(self, name: str) -> None:
+        tensor, view = self.tensors[name], self._views[name]
+        if tensor.grad is not None and (tensor.grad.is_sparse or tensor.grad.data_ptr() != view.data_ptr()):
+            view.copy_(tensor.grad.to_dense())
+            tensor.grad = view
+
+    def part(self, share: Share, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a whole tensor, such as a gradient, that this rank owns; a view of it."""
+        return tensor.reshape(share.shape)[share.boxes[self.grid.rank].slices]
+
+
+def _is_synchronised(tensor: nn.Parameter) -> bool:
+    hooks = (tensor._post_accumulate_grad_hooks or {}).values()
+    return any(isinstance(getattr(getattr(hook, "func", None), "__self__", None), ModuleParameters) for hook in hooks)

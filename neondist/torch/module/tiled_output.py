@@ -1,0 +1,147 @@
+"""Outputs of a distributed module as whole tensors, gathered only where a function reads more than a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+
+from ..execution.tiling import Tiling
+from ..ir.layout import Layout, shape_of, whole
+from ..ir.once import once_differentiable
+from ..rules.loss import hidden_weight
+from .module import DistributedModule
+
+LOSSES = frozenset(
+    (F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.cross_entropy, F.huber_loss, F.kl_div, F.l1_loss,
+     F.mse_loss, F.nll_loss, F.poisson_nll_loss, F.smooth_l1_loss, F.soft_margin_loss)
+)  # fmt: skip
+"""Functions of (output, target) that can be computed on tiles; torch.nn's loss modules call them."""
+_METADATA = frozenset(
+    (torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__, torch.Tensor.is_floating_point,
+     torch.is_floating_point,
+     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")))
+)  # fmt: skip
+"""Attributes that do not depend on the values."""
+
+
+class TiledOutput(torch.Tensor):
+    """Whole output of which this rank holds a tile.
+
+    A loss of torch.nn with reduction 'mean' or 'sum' is computed on the tiles, as `DistributedModule.loss` does. Any
+    other operation gathers the whole tensor on every rank, once and differentiably. Both are collective.
+
+    Parameters
+    ----------
+    model : DistributedModule
+        Model whose module has computed the tile.
+    tile : torch.Tensor
+    layout : Layout
+    """
+
+    model: DistributedModule
+    part: torch.Tensor
+    cut: Layout
+
+    @staticmethod
+    def __new__(cls, model: DistributedModule, tile: torch.Tensor, layout: Layout) -> TiledOutput:
+        """Return the output, without allocating the whole tensor."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls, shape_of(layout), dtype=tile.dtype, device=tile.device, requires_grad=tile.requires_grad
+        )
+
+    def __init__(self, model: DistributedModule, tile: torch.Tensor, layout: Layout) -> None:
+        self.model, self.part, self.cut = model, tile, layout
+        self._gathered: torch.Tensor | None = None
+
+    def whole(self) -> torch.Tensor:
+        """Return the whole tensor, with its gradient; collective at the first call."""
+        if self._gathered is None:
+            self.model.grid.check("gather")
+            tile = self.model.backward_check.from_loss(self.part)
+            self._gathered = self.model.tiling.gathered(tile, self.cut, differentiable=True)
+        return self._gathered
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the whole tensor has been gathered; it may have been modified since."""
+        return self._gathered is not None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute a loss on tiles, and everything else on whole tensors."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is F.l1_loss and (weight := hidden_weight()) is not None:
+            kwargs["weight"] = weight
+        if func in LOSSES and (loss := _loss_on_tiles(func, *args, **kwargs)) is not None:
+            return loss
+        return func(*_whole(args), **_whole(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute on whole tensors, for operations that bypass `__torch_function__`."""
+        return func(*_whole(args), **_whole(kwargs or {}))
+
+
+def _whole(values: Any) -> Any:
+    return pytree.tree_map(lambda value: value.whole() if isinstance(value, TiledOutput) else value, values)
+
+
+def _loss_on_tiles(
+    function: Callable[..., torch.Tensor], output: Any, target: Any = None, *others: Any, **named: Any
+) -> torch.Tensor | None:
+    """Return a loss computed on tiles; None: it needs the whole output."""
+    if not isinstance(output, TiledOutput) or output.gathered or others:
+        return None
+    if named.get("reduction", "mean") not in ("mean", "sum", "batchmean"):
+        return None
+    model, shape = output.model, tuple(output.shape)
+    if isinstance(target, TiledOutput):
+        if target.model is not model or target.cut != output.cut or target.gathered:
+            return None
+        tile = target.part
+    elif isinstance(target, torch.Tensor) and not target.requires_grad:
+        if tuple(target.shape) not in (shape, (shape[0], *shape[2:])):
+            return None
+        tile = model.scatter_target(target)
+    else:
+        return None
+    tensors = {name: value.detach() for name, value in named.items() if isinstance(value, torch.Tensor)}
+    if any(named[name].requires_grad or value.dim() > 1 for name, value in tensors.items()):
+        return None
+    for value in tensors.values():  # class weights
+        model.tiling.remember(value, whole(value.shape))
+    constants = {name: value for name, value in named.items() if name not in tensors}
+    criterion = partial(function, **constants)
+    if not tensors:
+        return model.loss(criterion, output.part, tile)
+    return model.loss(partial(_call_with, criterion), output.part, {"target": tile, **tensors})
+
+
+def _call_with(criterion: Callable[..., torch.Tensor], output: torch.Tensor, tensors: dict[str, Any]) -> torch.Tensor:
+    return criterion(output, **tensors)
+
+
+class ScatteredInput(torch.autograd.Function):
+    """This rank's part of a whole tensor; the gradient is gathered in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, image: torch.Tensor, tiling: Tiling, layout: Layout) -> torch.Tensor:
+        """Return the part."""
+        ctx.tiling, ctx.cut = tiling, layout
+        return tiling.part(image, layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient of the whole tensor; collective."""
+        return ctx.tiling.gathered(gradients[0], ctx.cut), None, None

@@ -1,0 +1,204 @@
+"""Files of weights and optimizer state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...comm import SingleTransport, agree, all_or_none
+from ...comm.agree import CALL, check_alike
+from ...errors import ConfigError, DataError
+from ...geometry import Box
+from ...io.checkpoint import Piece, WeightMatch, scatter
+from ...io.checkpoint.weights import MOST
+from ...io.files import replacing
+from .module import DistributedModule
+from .weights_file import opened_weights, safetensors
+
+OPTIMIZER = "optimizer/"
+"""Prefix of the names of an optimiser's tensors."""
+_AS_PLAIN = {torch.bfloat16: torch.int16, torch.bool: torch.uint8}  # dtypes that NumPy or HDF5 lack
+
+
+def save_weights(
+    model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None, **facts: int | float | str
+) -> None:
+    """Write a model's `state_dict` to a safetensors file atomically, on rank 0; collective.
+
+    Parameters
+    ----------
+    model : DistributedModule or torch.nn.Module
+    path : path
+        The file can be read on any number of ranks, and by any program that reads safetensors.
+    optimizer : torch.optim.Optimizer, optional
+        Optimizer of the model's parameters, whose state is also written, as 'optimizer/PARAMETER/NAME'. Learning rates
+        and other settings are not written: the script sets them.
+    **facts
+        Numbers and strings for `load_weights` to return, such as step=100.
+
+    Raises
+    ------
+    UserError
+        On every rank: OutputError if the file cannot be written; ConfigError if an entry is not a tensor.
+    """
+    world = _world(model)
+    check_alike(world, {CALL: "save_weights", "path": path, "optimizer": optimizer is not None})
+    with all_or_none(world):
+        tensors = kept_tensors(model, optimizer)
+        if world.rank == 0:
+            copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+            metadata = {name: json.dumps(fact) for name, fact in facts.items()}
+            content = safetensors().torch.save(copies, metadata or None)
+            with replacing(Path(path)) as file:
+                file.write(content)
+
+
+def load_weights(model: nn.Module, path: str | Path, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """Load weights written by `save_weights` or another program, and return the facts stored with them; collective.
+
+    Parameters
+    ----------
+    model : DistributedModule or torch.nn.Module
+    path : path
+        File of safetensors or torch.save (.pt, .pth, .ckpt, .bin) with a state_dict, at top level or under a key such
+        as 'model' or 'state_dict'. Rank 0 reads it. It must contain all of the model's state; values of another
+        precision are converted.
+    optimizer : torch.optim.Optimizer, optional
+        Its state is restored from the file.
+
+    Raises
+    ------
+    DataError
+        On every rank, with the model unchanged: the file is missing or damaged, or names or shapes differ.
+    """
+    world, path = _world(model), Path(path)
+    check_alike(world, {CALL: "load_weights", "path": path, "optimizer": optimizer is not None})
+    with ExitStack() as stack:
+        file, header = None, None
+        with all_or_none(world):
+            if world.rank == 0:
+                file = stack.enter_context(opened_weights(path))
+                header = file.shapes, file.facts
+        shapes, facts = world.bcast(header)
+        if optimizer is None:
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(OPTIMIZER)}
+        with all_or_none(world):
+            if optimizer is not None:
+                slot_names = (name[len(OPTIMIZER) :] for name in shapes if name.startswith(OPTIMIZER))
+                begin_slots(dict(model.named_parameters()), optimizer, slot_names)
+            tensors = kept_tensors(model, optimizer)
+            check_fit(path, shapes, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        fresh = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+        arrays = {name: as_array(tensor) for name, tensor in fresh.items()}
+        pieces = [Piece(name, array.shape, array, [Box.of(array.shape)]) for name, array in arrays.items()]
+
+        @lru_cache(1)
+        def tensor_of(name: str) -> np.ndarray:
+            assert file is not None
+            tensor = file.tensor(name)
+            if fresh[name].is_floating_point() and not (tensor.is_floating_point() or tensor.is_complex()):
+                raise DataError(
+                    f"{path}: {name} holds {tensor.dtype} values, but the module's are {fresh[name].dtype}; write"
+                    " floating-point weights"
+                )
+            return as_array(tensor.to(fresh[name].dtype))
+
+        error: Exception | None = None
+        try:
+            scatter(world, pieces, lambda piece, place: tensor_of(piece.name)[place])
+        except DataError as problem:
+            error = problem
+        except Exception as problem:  # the file has changed meanwhile
+            error = DataError(f"{path}: cannot be read ({problem}); restore it from a copy, or name another file")
+        agree(world, error)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(fresh[name])
+    return dict(facts)
+
+
+def kept_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module's and an optimizer's state by name, without copying."""
+    tensors = dict(model.state_dict())
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(f"the module's state {name!r} is a {type(value).__name__}; files hold only tensors")
+    slots = {} if optimizer is None else slots_of(dict(model.named_parameters()), optimizer)
+    return tensors | {OPTIMIZER + name: value for name, value in slots.items()}
+
+
+def slots_of(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return an optimiser's state tensors by 'PARAMETER/SLOT', without copying."""
+    slots: dict[str, torch.Tensor] = {}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+    for parameter, state in optimizer.state.items():
+        if parameter not in names:
+            raise ConfigError(
+                "optimizer: has a parameter that does not belong to the model; create it from model.parameters()"
+            )
+        for slot, value in state.items():
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise ConfigError(
+                    f"optimizer: {type(optimizer).__name__} keeps {slot!r} as a {type(value).__name__}, but files hold"
+                    " only tensors; use another optimiser"
+                )
+            if value is not None:
+                slots[f"{names[parameter]}/{slot}"] = value
+    return slots
+
+
+def begin_slots(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Make an optimiser create its state of parameters, by a first step; the parameters are restored.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Slots as named by `slots_of`; their values are to be overwritten.
+    """
+    owners = {name.rpartition("/")[0] for name in names}
+    if not owners:
+        return
+    before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters.values()]
+    for name, parameter in parameters.items():
+        new = name in owners and parameter.requires_grad and not optimizer.state.get(parameter)
+        parameter.grad = torch.zeros_like(parameter) if new else None
+    with torch.no_grad():
+        optimizer.step()
+        for parameter, value, gradient in before:
+            parameter.copy_(value)
+            parameter.grad = gradient
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor's memory as a NumPy array; dtypes that NumPy lacks as their bits."""
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return tensor.view(_AS_PLAIN.get(tensor.dtype, tensor.dtype)).numpy()
+
+
+def check_fit(path: Path, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise DataError, listing the first differences, unless a file has the names and shapes of a model."""
+    both = [name for name in expected if name in stored]
+    misfits = [(name, stored[name], expected[name]) for name in both if stored[name] != expected[name]]
+    missing, left = [name for name in expected if name not in stored], [name for name in stored if name not in expected]
+    result = WeightMatch(both, missing, sorted(left), misfits)
+    if result.unused or not result.complete:
+        differences = result.differences(MOST)
+        remedy = "name a file with this module's state_dict"
+        prefix = next((name.removesuffix(missing[0]) for name in left if missing and name.endswith(missing[0])), "")
+        if prefix and {*stored} == {prefix + name for name in expected}:
+            remedy = f"remove the prefix '{prefix}', which a wrapper of the module added, from the names"
+        raise DataError(f"{path}: does not fit the module: {differences}; {remedy}")
+
+
+def _world(model: nn.Module) -> Any:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    return model.grid.world if isinstance(model, DistributedModule) else SingleTransport()

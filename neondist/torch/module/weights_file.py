@@ -1,0 +1,160 @@
+"""Tensors by name in a file: safetensors, or a state_dict from torch.save; reading executes no code of the file."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import DataError, MissingPackageError, UserError
+from ...io.regular_file import check_regular, open_regular
+
+OF_TORCH = (".pt", ".pth", ".ckpt", ".bin")
+"""Suffixes of files written by torch.save."""
+_STATE_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "weights")
+"""Keys under which training scripts commonly save a state_dict beside other data."""
+
+
+@dataclass(frozen=True)
+class SafeTensors:
+    """Open safetensors file.
+
+    Attributes
+    ----------
+    shapes : by name
+    facts : strings and numbers stored beside the tensors
+    """
+
+    file: Any
+    shapes: Mapping[str, tuple[int, ...]]
+    facts: Mapping[str, Any]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read one tensor."""
+        tensor: torch.Tensor = self.file.get_tensor(name)
+        return tensor
+
+
+@dataclass(frozen=True)
+class StateDict:
+    """State_dict in memory, with the attributes of SafeTensors."""
+
+    tensors: Mapping[str, torch.Tensor]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return one tensor."""
+        return self.tensors[name]
+
+
+@contextmanager
+def opened_weights(path: Path) -> Iterator[SafeTensors | StateDict]:
+    """Open a weights file, in the format of its suffix: .pt, .pth, .ckpt and .bin are PyTorch's, others safetensors.
+
+    Raises
+    ------
+    DataError
+        The file is missing or damaged, or contains anything but tensors by name.
+    """
+    if path.suffix.lower() in OF_TORCH:
+        yield StateDict(_state_dict(path))
+        return
+    with _open_safetensors(path) as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        yield SafeTensors(file, shapes, _facts(file.metadata()))
+
+
+def safetensors() -> Any:
+    """Import and return the safetensors package; raise MissingPackageError if it is not installed."""
+    try:
+        import safetensors.torch
+    except ModuleNotFoundError:
+        raise MissingPackageError("weights files need safetensors: pip install 'neondist[torch]'") from None
+    return safetensors
+
+
+def _open_safetensors(path: Path) -> Any:
+    package = safetensors()
+    try:
+        check_regular(path)
+        return package.safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; check the path") from None
+    except UserError:
+        raise
+    except Exception as error:  # of the library, or of the file system
+        raise DataError(f"{path}: is not a safetensors file ({error}); name a file written by save_weights") from error
+
+
+def _state_dict(path: Path) -> dict[str, torch.Tensor]:
+    """Return the only state_dict of a file, at top level or under a key such as 'model' or 'state_dict'."""
+    try:
+        with open_regular(path) as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; check the path") from None
+    except UserError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise DataError(
+            f"{path}: is not a state_dict of tensors only, and objects in files are not loaded"
+            f"{_rejected_object(error)}; write it with torch.save(module.state_dict(), FILE)"
+        ) from error
+    except Exception as error:  # a damaged file can cause any error in the library
+        raise DataError(
+            f"{path}: is damaged, or was not written by torch.save ({type(error).__name__}: {error}); restore it from a"
+            " copy, or name another file"
+        ) from error
+    if _is_state(content):
+        return dict(content)
+    keys = list(content) if isinstance(content, Mapping) else []
+    states = [key for key in keys if key in _STATE_KEYS and _is_state(content[key])]
+    if len(states) == 1:
+        return dict(content[states[0]])
+    if states:
+        problem = f"holds several states, under {' and '.join(map(repr, states))}"
+    else:
+        problem = f"holds no state_dict, but {_describe(content, keys)}"
+    raise DataError(f"{path}: {problem}; write one with torch.save(module.state_dict(), FILE)")
+
+
+def _is_state(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in value.items())
+    )
+
+
+def _rejected_object(error: Exception) -> str:
+    """Return ' (NAME)' of the object rejected by PyTorch, if its message names it."""
+    match = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return f" ({match[1]})" if match else ""
+
+
+def _describe(content: Any, keys: list[Any]) -> str:
+    named = f" with the keys {', '.join(map(repr, keys[:8]))}" if keys else ""
+    return f"a {type(content).__name__}{named}"
+
+
+def _facts(metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the facts stored by `save_weights`; strings of other programs that are not JSON stay strings."""
+    facts: dict[str, Any] = {}
+    for name, text in (metadata or {}).items():
+        try:
+            facts[name] = json.loads(text)
+        except (ValueError, RecursionError):
+            facts[name] = text
+    return facts

@@ -1,0 +1,138 @@
+"""Pooling: the maximum or the mean of each window, and unpooling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..ir.graph import Value
+from ..ir.layout import axes_of, local_shape
+from ..ir.registry import rule
+from ..lowering.lower import Lowering
+from .window import Size, Sliding, spatial_rank, spread_out, windows_of
+
+_MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+
+@rule("aten.max_pool1d.default", "aten.max_pool2d.default", "aten.max_pool3d.default")
+def max_pool(
+    lowering: Lowering,
+    x: Value,
+    kernel_size: Size,
+    stride: Size,
+    padding: Size,
+    dilation: Size,
+    ceil_mode: bool,
+) -> Any:
+    """Window; padding is -inf."""
+    values, _ = max_pool_with_indices(lowering, x, kernel_size, stride, padding, dilation, ceil_mode)
+    return values
+
+
+@rule("aten.max_pool1d_with_indices.default", "aten.max_pool2d_with_indices.default",
+      "aten.max_pool3d_with_indices.default")  # fmt: skip
+def max_pool_with_indices(
+    lowering: Lowering,
+    x: Value,
+    kernel_size: Size,
+    stride: Size,
+    padding: Size,
+    dilation: Size,
+    ceil_mode: bool,
+) -> Any:
+    """Window; padding is -inf, and indices refer to the global image."""
+    n = spatial_rank(lowering)
+    values = lowering.out[0] if isinstance(lowering.out, (tuple, list)) else lowering.out
+    kernel, steps = spread_out(kernel_size, n), spread_out(stride or kernel_size, n)
+    pads, dilated = spread_out(padding, n), spread_out(dilation, n)
+    slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
+    view, left, atoms = windows_of(lowering, x, slides, values.shape[-n:], fill=-torch.inf)
+    run = _MAX[n]
+    layout = (*x.layout[:-n], *((atom,) for atom in atoms))
+    how = kernel, steps, left, dilated, ceil_mode
+    maxima = lowering.local(lambda a: run(a, *how), [view], layout, values.dtype)
+    firsts = [0 if atom.axis is None else slide.sees(*atom.range(lowering.place))[0]
+              for slide, atom in zip(slides, atoms, strict=True)]  # fmt: skip
+    cells = x.shape[-n:]
+
+    def index(a: torch.Tensor) -> torch.Tensor:
+        _, here = run(a.detach(), *how, return_indices=True)
+        flat, size = torch.zeros_like(here), 1
+        for dim in reversed(range(n)):
+            at, step = here % a.shape[dim - n] + firsts[dim], slides[dim].dilation
+            at = at + (step - 1 - at).clamp(min=0) // step * step  # before the image only where all are -inf
+            flat, here, size = flat + at * size, here // a.shape[dim - n], size * cells[dim]
+        return flat
+
+    return maxima, lowering.local(index, [view], layout, torch.int64)
+
+
+@rule("aten.max_unpool2d.default", "aten.max_unpool3d.default")
+def max_unpool(lowering: Lowering, x: Value, indices: Value, output_size: Any, **_: Any) -> Any:
+    """Redistribution: values and indices are gathered, and each rank scatters those of its own cells."""
+    n = len(output_size)
+    dims = range(len(x.shape) - n, len(x.shape))
+    axes = [lowering.cut(lowering.single(x, dim), dim) for dim in dims]
+    atoms = [lowering.mesh.atom(extent, axis) for extent, axis in zip(output_size, axes, strict=True)]
+    x, indices = (lowering.gathered(value, dims) for value in (x, indices))
+    rest = lowering.common([value.layout[:-n] for value in (x, indices)])
+    layout = (*rest, *((atom,) for atom in atoms))
+    args = [lowering.aligned(value, (*rest, *value.layout[-n:]), axes_of(layout)) for value in (x, indices)]
+    ranges, shape = [atom.range(lowering.place) for atom in atoms], local_shape(layout, lowering.place)
+
+    def run(a: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        a, at = a.flatten(-n), at.flatten(-n)
+        cell, mine, size = torch.zeros_like(at), torch.ones_like(at, dtype=torch.bool), 1
+        for extent, (lo, hi) in zip(reversed(output_size), reversed(ranges), strict=True):
+            along, at = at % extent, at // extent
+            mine &= (along >= lo) & (along < hi)
+            cell, size = cell + (along - lo) * size, size * (hi - lo)
+        cells = a.new_zeros((*a.shape[:-1], size + 1)).scatter(-1, cell.where(mine, size), a)
+        return cells[..., :size].reshape(shape)
+
+    return lowering.local(run, args, layout)
+
+
+@rule("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.avg_pool3d.default")
+def avg_pool(
+    lowering: Lowering, x: Value, kernel_size: Size, stride: Size, padding: Size, ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None = None,
+) -> Any:  # fmt: skip
+    """Window; sums divided by the number of cells in the global image."""
+    n = spatial_rank(lowering)
+    kernel, steps, pads = spread_out(kernel_size, n), spread_out(stride or kernel_size, n), spread_out(padding, n)
+    slides = [Sliding(*of, 1) for of in zip(kernel, steps, pads, strict=True)]
+    view, _, atoms = windows_of(lowering, x, slides, lowering.out.shape[-n:], every=True)
+    counts = []
+    for at, (slide, atom) in enumerate(zip(slides, atoms, strict=True)):
+        cells = x.shape[len(x.shape) - n + at]
+        lo, hi = atom.range(lowering.place)
+        each = []
+        for i in range(lo, hi):
+            a = i * slide.stride - slide.padding
+            b = min(a + slide.kernel, cells + slide.padding)
+            each.append(b - a if count_include_pad else min(b, cells) - max(a, 0))
+        counts.append(each)
+    even = all(len(set(each)) <= 1 for each in counts)
+    divisor: Any = divisor_override
+    if divisor is None and even:
+        divisor = 1
+        for each in counts:
+            divisor *= each[0] if each else 1
+    elif divisor is None:
+        divisor = torch.ones(())
+        for each in counts:
+            divisor = divisor.unsqueeze(-1) * torch.tensor(each, dtype=torch.float64)
+
+    def run(a: torch.Tensor) -> torch.Tensor:
+        if n == 1:
+            y = F.avg_pool2d(a.unsqueeze(-2), [1, *kernel], [1, *steps], divisor_override=1).squeeze(-2)
+        else:
+            y = (F.avg_pool2d if n == 2 else F.avg_pool3d)(a, kernel, steps, divisor_override=1)
+        return y / (divisor if isinstance(divisor, int) else divisor.to(y.device, y.dtype))
+
+    layout = (*x.layout[:-n], *((atom,) for atom in atoms))
+    return lowering.local(run, [view], layout, lowering.out.dtype)

@@ -1,0 +1,161 @@
+"""PyTorch losses and optimisers, selected by name in files."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ...costs.labels import is_dense
+from ...errors import ConfigError, UserError
+from ...optim import Schedule, Scheduled
+from ...registry import Registered, suggest
+from ...registry.functions import Function
+from ..ir.registry import TRACING
+
+REFUSED = "Optimizer", "LBFGS", "SparseAdam"
+"""The base class, and optimisers that run the model themselves or need sparse gradients."""
+
+
+class TorchLoss(Registered):
+    """A loss from torch.nn or from an imported module.
+
+    Parameters
+    ----------
+    name : str or callable
+        A class of torch.nn, such as CrossEntropyLoss. In a YAML file also MODULE:NAME from an imported module: a class,
+        or a function of (outputs, labels), tensors with channels first.
+    arguments : mapping, optional
+        Arguments of the constructor, or further arguments of the function. A list of numbers becomes a tensor.
+
+    Notes
+    -----
+    The loss of an epoch or split is the mean over its batches, weighted by their numbers of samples.
+    """
+
+    def __init__(
+        self, name: str | Callable[..., Any] = "CrossEntropyLoss", arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        loss = _look_up(name, "torch.nn", torch.nn, [key for key in dir(torch.nn) if key.endswith("Loss")])
+        options = {key: _tensor(value) for key, value in (arguments or {}).items()}
+        if isinstance(loss, type):
+            loss, options = call_checked("arguments", loss, **options), {}
+        self.criterion: Any = functools.partial(loss, **options) if options else loss
+        self.ignore_index: int | None = getattr(self.criterion, "ignore_index", None)
+
+    def check(self, output_shape: tuple[int, ...], classes: int | None) -> None:
+        """Do nothing; PyTorch checks its own losses."""
+
+    def cells(self, output_shape: tuple[int, ...]) -> int:
+        """Return 1: the loss is already a mean."""
+        return 1
+
+    def check_labels(self, output: Any, labels: Any) -> None:
+        """Raise DataError if a classification loss gets labels that are not classes of an output (N, C, ...)."""
+        if self.ignore_index is None or not (isinstance(output, torch.Tensor) and isinstance(labels, torch.Tensor)):
+            return
+        if labels.shape != output.shape and output.ndim > 1:
+            is_dense((*labels.shape, output.shape[1]), labels.detach().cpu().numpy(), self.ignore_index)
+
+
+class TorchOptimizer(Scheduled, Registered):
+    """An optimizer from torch.optim or from an imported module.
+
+    Parameters
+    ----------
+    name : str or callable
+        A class of torch.optim, such as SGD; in a YAML file also MODULE:NAME from an imported module.
+    arguments : mapping, optional
+        Arguments of the constructor other than the parameters, such as lr.
+    schedule : Schedule, optional
+        Factor on the learning rate over the epochs.
+    """
+
+    def __init__(
+        self,
+        name: str | Callable[..., Any] = "SGD",
+        arguments: Mapping[str, Any] | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        names = [key for key in dir(torch.optim) if isinstance(getattr(torch.optim, key), type) and key not in REFUSED]
+        self.constructor = _look_up(name, "torch.optim", torch.optim, names)
+        self.options, self.schedule = dict(arguments or {}), schedule
+        optimizer = self.create([torch.nn.Parameter(torch.zeros(1, 1))])  # reports mistakes when the file is read
+        self.has_momentum = bool({"momentum", "betas"} & optimizer.defaults.keys())
+
+    def create(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer for a module's parameters."""
+        optimizer = call_checked("arguments", self.constructor, list(parameters), **self.options)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"name: created a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        return optimizer
+
+    @cached_property
+    def elementwise(self) -> bool:
+        """Whether updating two halves of a parameter equals updating the whole."""
+        values = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
+        whole, *halves = (torch.nn.Parameter(part.clone()) for part in (values, values[:2], values[2:]))
+        groups: list[list[torch.nn.Parameter]] = [[whole], halves]
+        for tensors in groups:
+            optimizer = self.create(tensors)
+            for step in range(2):
+                gradient = (values.sin() + step).split(4 // len(tensors))
+                for tensor, part in zip(tensors, gradient, strict=True):
+                    tensor.grad = part.clone()
+                with TRACING:
+                    optimizer.step()
+        return torch.allclose(whole, torch.cat(tuple(halves)), rtol=1e-9, atol=0)
+
+    @property
+    def kept(self) -> int:
+        """Number of state elements per trained element, in arrays shaped like the parameters."""
+        parameter = torch.nn.Parameter(torch.zeros(2, 2))
+        parameter.grad = torch.zeros(2, 2)
+        optimizer = self.create([parameter])
+        with TRACING:
+            optimizer.step()
+        values = [value for state in optimizer.state.values() for value in state.values()]
+        return sum(isinstance(value, torch.Tensor) and value.shape == parameter.shape for value in values)
+
+
+def call_checked(field: str, function: Any, *args: Any, **arguments: Any) -> Any:
+    """Call a function or class with arguments from a file; raise a ConfigError about `field` if that fails."""
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        parameters = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # built-in
+        parameters = {}
+    names = list(parameters)[len(args) :]
+    if parameters and not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for key in arguments:
+            if key not in names:
+                raise ConfigError(f"{field}: {name} has no argument '{key}'{suggest(key, names) or '; it has none'}")
+    try:
+        return function(*args, **arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{field}: {name} failed: {type(error).__name__}: {error}") from error
+
+
+def unwrap(function: Any) -> Any:
+    """Return the callable behind a function named in a file."""
+    return function.call if isinstance(function, Function) else function
+
+
+def _look_up(name: Any, origin: str, package: Any, names: list[str]) -> Any:
+    if not isinstance(name, str):
+        return unwrap(name)
+    if name not in names:
+        raise ConfigError(
+            f"name: '{name}' is not in {origin}{suggest(name, names)} (or MODULE:NAME of a module given by --import)"
+        )
+    return getattr(package, name)
+
+
+def _tensor(value: Any) -> Any:
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, list) else value

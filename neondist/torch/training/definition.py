@@ -1,0 +1,199 @@
+"""Model-definition files: a PyTorch model with its loss, optimiser and feed, under ElasticDL's names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...data.records import Feed
+from ...errors import ConfigError
+from ...metrics import Metric
+from .by_name import TorchLoss, TorchOptimizer
+from .experiment import TorchModel
+from .feeding import channels_first
+
+REQUIRED = {
+    "loss": "loss(labels, predictions)",
+    "optimizer": "optimizer(parameters, lr=...)",
+    "feed": "feed(records, mode)",
+}
+
+
+class ModelDefinition:
+    """Model, loss, optimiser and data functions of a model-definition file.
+
+    Parameters
+    ----------
+    module : module
+        Has a torch.nn.Module class or custom_model(), loss(labels, predictions), optimizer(parameters) or a function of
+        the learning rate that returns a function of the parameters, and feed(records, mode) or dataset_fn. It may have
+        eval_metrics_fn(), callbacks(), custom_data_reader(source) and PredictionOutputsProcessor.
+    path : str
+        Path of the file, as given by the user.
+    names : mapping of str to str, optional
+        The file's own names for these, where they differ.
+
+    Raises
+    ------
+    ConfigError
+        A name is missing or not callable; the message lists the names that the file defines.
+    """
+
+    def __init__(self, module: ModuleType, path: str, names: Mapping[str, str] | None = None) -> None:
+        self.module, self.path, self._names = module, path, dict(names or {})
+        for name, actual in self._names.items():
+            if not hasattr(module, actual):
+                raise ConfigError(
+                    f"{path}: has no {actual}, given as {name}; it has {', '.join(self._defined()) or 'nothing'}"
+                )
+        self._feed = self._optional("feed") or self._optional("dataset_fn")
+        functions = {name: self._feed if name == "feed" else self._optional(name) for name in REQUIRED}
+        self.factory = self._find_model()
+        missing = [name for name, function in functions.items() if function is None]
+        if missing or self.factory is None:
+            absent = [*missing, *(["model"] if self.factory is None else [])]
+            required = [REQUIRED.get(name, "a torch.nn.Module class or custom_model()") for name in absent]
+            raise ConfigError(
+                f"{path}: has no {' and no '.join(absent)}; it has {', '.join(self._defined()) or 'nothing'}. Define"
+                f" {', '.join(required)}"
+            )
+        self._loss, self._optimizer = functions["loss"], functions["optimizer"]
+
+    def model(self, seed: int = 0) -> TorchModel:
+        """Return the model for the training loop."""
+        assert self.factory is not None
+        return TorchModel(self.factory, loss=TorchLoss(self._criterion()), optimizer=self._optimiser(), seed=seed)
+
+    def feed(self) -> Feed:
+        """Return the function that maps records to features and labels."""
+        function = self._feed
+        assert function is not None
+        arity = len(inspect.signature(function).parameters)
+        if arity > 2:  # ElasticDL's third argument: metadata of the reader
+            return Feed(_rename(function, lambda records, mode: function(records, mode, None)), self._place(function))
+        return Feed(function, self._place(function))
+
+    def metrics(self) -> list[Metric]:
+        """Return the metrics of eval_metrics_fn."""
+        function = self._optional("eval_metrics_fn")
+        functions = {} if function is None else self._call(function)
+        if not isinstance(functions, dict) or not all(callable(metric) for metric in functions.values()):
+            raise ConfigError(f"{self.path}: eval_metrics_fn must return a dict of functions of (labels, predictions)")
+        return [_FunctionMetric(name, metric, self._place(metric)) for name, metric in functions.items()]
+
+    def callbacks(self) -> list[Any]:
+        """Return the hooks of callbacks()."""
+        function = self._optional("callbacks")
+        return [] if function is None else list(self._call(function))
+
+    def custom_reader(self, source: str) -> Any:
+        """Return the reader of custom_data_reader for a source, or None if the file has none."""
+        function = self._optional("custom_data_reader")
+        return None if function is None else self._call(function, source)
+
+    def processor(self) -> Any:
+        """Return a PredictionOutputsProcessor, or None if the file has none."""
+        cls = self._optional("PredictionOutputsProcessor")
+        return None if cls is None else self._call(cls)
+
+    # Inner.
+
+    def _optional(self, name: str) -> Callable[..., Any] | None:
+        value = getattr(self.module, self._names.get(name, name), None)
+        if value is not None and not callable(value):
+            raise ConfigError(f"{self.path}: {name} is a {type(value).__name__}; define a function")
+        return value
+
+    def _defined(self) -> list[str]:
+        """Return the public names that the file itself defines."""
+        members = inspect.getmembers(self.module)
+        return [n for n, value in members if n[0] != "_" and getattr(value, "__module__", None) == self.module.__name__]
+
+    def _find_model(self) -> Callable[..., Any] | None:
+        if (function := self._optional("custom_model")) is not None:
+            return function
+        values = {name: getattr(self.module, name) for name in self._defined()}
+        classes = {n: value for n, value in values.items() if isinstance(value, type) and issubclass(value, nn.Module)}
+        if "CustomModel" in classes or len(classes) == 1:
+            return classes.get("CustomModel", next(iter(classes.values())))
+        if classes:
+            raise ConfigError(
+                f"{self.path}: has several models, {', '.join(classes)}; name one CustomModel, or define custom_model()"
+            )
+        return None
+
+    def _place(self, function: Any) -> str:
+        code = getattr(function, "__code__", None)
+        return self.path if code is None else f"{self.path}:{code.co_firstlineno}"
+
+    def _call(self, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            message = f"{function.__name__} failed: {type(error).__name__}: {error}"
+            raise ConfigError(f"{self._place(function)}: {message}") from error
+
+    def _criterion(self) -> Callable[..., Any]:
+        loss = self._loss
+        assert loss is not None
+
+        def criterion(outputs: Any, labels: Any) -> Any:
+            return loss(labels, outputs)
+
+        return criterion
+
+    def _optimiser(self) -> TorchOptimizer:
+        function = self._optimizer
+        assert function is not None
+        arguments = list(inspect.signature(function).parameters.values())
+        takes_parameters = bool(arguments) and arguments[0].default is arguments[0].empty
+        place = self._place(function)
+
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            result: Any = self._call(function, *([parameters] if takes_parameters else []))
+            if not takes_parameters and callable(result) and not isinstance(result, torch.optim.Optimizer):
+                result = result(parameters)
+            elif not takes_parameters:
+                raise ConfigError(
+                    f"{place}: optimizer takes no parameters, so it must return a function of them, such as lambda"
+                    " parameters: torch.optim.SGD(parameters, lr)"
+                )
+            if not isinstance(result, torch.optim.Optimizer):
+                raise ConfigError(f"{place}: optimizer returned a {type(result).__name__}, not a torch.optim.Optimizer")
+            return result
+
+        return TorchOptimizer(optimizer)
+
+
+class _FunctionMetric(Metric):
+    """A function of the labels and predictions of an evaluation batch, averaged over samples."""
+
+    def __init__(self, name: str, function: Callable[..., Any], place: str) -> None:
+        self.name, self._function, self._place = name, function, place
+
+    def measure(self, y: np.ndarray, targets: np.ndarray) -> Sequence[float]:
+        """Return the function's value times the number of samples, and that number."""
+        if not len(y):
+            return 0.0, 0.0
+        outputs, labels = channels_first(y, targets) if y.ndim > 2 else (torch.from_numpy(y), torch.from_numpy(targets))
+        try:
+            value = float(torch.as_tensor(self._function(labels, outputs), dtype=torch.float64).mean())
+        except Exception as error:
+            raise ConfigError(f"{self._place}: {self.name} failed: {type(error).__name__}: {error}") from error
+        return value * len(y), len(y)
+
+
+def _rename(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    function.__name__ = original.__name__
+    return function
+
+
+def load_capture() -> None:
+    """Trigger the imports that PyTorch defers until the first capture."""
+    torch.export.export(nn.Identity(), (torch.zeros(1),), strict=False)

@@ -1,0 +1,247 @@
+"""PyTorch optimisers for distributed modules, partitioned by a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...comm import all_or_none
+from ...errors import ConfigError
+from ...geometry import split
+from ...io.checkpoint.sync_state import GROUP as SYNCHRONISATION
+from ...parallel import Flag, ParameterShard, SyncState
+from ...strategies import Strategy, StrategyBuilder
+from ..module.module import DistributedModule
+from ..module.parameters import ModuleParameters, plan_parameters, sparse_tables
+from ..module.weights import as_array, begin_slots
+from .by_name import TorchOptimizer
+
+_NUMBERS = bool, int, float, str, tuple
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """A torch.optim optimizer partitioned over the ranks by a strategy; collective.
+
+    Gradients are synchronised when `backward` returns. Gradients of parameters with owners are then None in the module
+    and held in `param_groups` of the owners: clip them with this class's `clip_grad_norm_`.
+
+    Parameters
+    ----------
+    model : DistributedModule
+        A module returned by `distribute`. Its parameters become views of one flat buffer.
+    optimizer : class
+        Optimizer class, such as torch.optim.Adam, or a function of the parameters and the arguments.
+    strategy : StrategyBuilder or Strategy or str, optional
+        A builder of `nd.strategies`, its name, or the path of a strategy file. Default: AllReduce.
+    **arguments
+        Further arguments of the optimizer, such as lr.
+
+    Raises
+    ------
+    ConfigError
+        On every rank, if the strategy does not match the model or the grid, or partitions parameters that the optimizer
+        can only update whole.
+
+    Examples
+    --------
+    >>> optimizer = ndt.DistributedOptimizer(model, torch.optim.Adam, "ShardedOptimizer", lr=0.01)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: DistributedModule,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        strategy: StrategyBuilder | Strategy | str | None = None,
+        **arguments: Any,
+    ) -> None:
+        if not isinstance(model, DistributedModule):
+            raise ConfigError(f"model: expected a module returned by distribute, got {type(model).__name__}")
+        grid = model.grid
+        settings = {f"the argument {name}": value for name, value in arguments.items() if isinstance(value, _NUMBERS)}
+        grid.check("DistributedOptimizer", {"strategy": str(strategy), "optimizer": str(optimizer)} | settings)
+        with all_or_none(grid.world):
+            inner = TorchOptimizer(optimizer, arguments)
+            tensors = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+            if not tensors:
+                raise ConfigError("model: no parameter requires gradients, so there is nothing to optimise")
+            sparse = sparse_tables(model)
+            planned = plan_parameters(tensors, grid.shape, strategy, sparse)
+            if planned.partitioned and not inner.elementwise:
+                raise ConfigError(f"strategy: {inner.constructor.__name__} updates whole parameters, not parts of them")
+            self.parameters = ModuleParameters(
+                tensors, grid, shares=planned.shares, compressors=planned.compressors, sparse=sparse
+            )
+        self.grid, self.strategy, self._order = grid, planned.strategy, list(tensors)
+        self.optimizer = inner.create(self.parameters.updated[name] for name in self._order)
+        self._overflow: torch.Tensor | None = None
+        if self.parameters.owned_names:
+            # GradScaler checks only gradients that this rank owns, perhaps none; all ranks must skip a step together
+            self._overflow = torch.zeros(1, dtype=next(iter(tensors.values())).dtype, requires_grad=True)
+            self.optimizer.param_groups[-1]["params"].append(self._overflow)
+        self._fixed = False
+        super().__init__(self.optimizer.param_groups, self.optimizer.defaults)
+        self._fixed = True
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        self.module, model.optimizer = model, self
+        self._in_backward = False
+        self._sums: np.ndarray | None = None
+        for tensor, parts in zip(tensors.values(), model.defer_gradients(tensors.values(), recorded=True), strict=True):
+            # earlier hooks may have replaced the gradient computed on tiles
+            tensor.register_hook(partial(self._begin_pass, parts, not tensor._backward_hooks))
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters that this rank owns, and receive the others from their owners; collective.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Computes the loss and its gradients.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.parameters.owned_names:
+            self.grid.check("DistributedOptimizer.step")
+        with self.parameters.updating():
+            self.optimizer.step()
+        if self._overflow is not None:
+            self.optimizer.state.pop(self._overflow, None)
+            self._overflow.grad = None
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of the module's parameters and of the parts owned by this rank."""
+        for tensor in (*self.parameters.tensors.values(), *self.parameters.updated.values()):
+            if set_to_none:
+                tensor.grad = None
+            elif tensor.grad is not None:
+                tensor.grad.zero_()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before; collective."""
+        self.grid.check("clip_grad_norm_", {"max_norm": float(max_norm)})
+        squares = {True: 0.0, False: 0.0}
+        gradients = []
+        for name, (_, share) in self.parameters.shards.items():
+            if (gradient := self.parameters.updated[name].grad) is not None:
+                gradients.append(gradient)
+                squares[share is None] += float(gradient.double().square().sum())
+        owned = self.parameters.reductions.allreduce("world", np.array([squares[False]]))
+        norm = torch.tensor(squares[True] + owned[0]).sqrt()
+        if norm > max_norm:
+            for gradient in gradients:
+                gradient.mul_(float(max_norm / (norm + 1e-6)))  # as torch.nn.utils.clip_grad_norm_
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the unpartitioned state, as the optimizer in a single process would; collective.
+
+        Compressors add 'synchronisation': the error feedback of each rank, along a first axis of ranks.
+        """
+        self.grid.check("DistributedOptimizer.state_dict")
+        state: dict[int, dict[str, Any]] = {index: {} for index in range(len(self._order))}
+        for shard, array in self.slots():
+            name, _, slot = shard.name.rpartition("/")
+            state[self._order.index(name)][slot] = torch.from_numpy(shard.gather(array))
+        groups = self.optimizer.state_dict()["param_groups"]
+        if self._overflow is not None:
+            groups[-1]["params"].pop()
+        result = {"state": {index: slots for index, slots in state.items() if slots}, "param_groups": groups}
+        sync = {sync_state.name: self._gather_state(sync_state) for sync_state in self.parameters.compressed.state()}
+        return result | ({SYNCHRONISATION: sync} if sync else {})
+
+    def slots(self, names: Iterable[str] = ()) -> list[tuple[ParameterShard, Any]]:
+        """Return the optimiser state of this rank's parts; creates the slots in `names`, 'PARAMETER/SLOT'."""
+        if self._overflow is not None:
+            self._overflow.grad = None  # not updated by the step that creates slots
+        begin_slots(self.parameters.updated, self.optimizer, names)
+        return self.parameters.slots_kept_by(self.optimizer)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a `state_dict` saved on any number of ranks and with any strategy, or in one process."""
+        parameters, saved = self.parameters, {self._order[index]: slots for index, slots in state_dict["state"].items()}
+        self.slots(f"{name}/{slot}" for name in saved for slot in saved[name])
+        state = {}
+        for name, slots in saved.items():
+            (shard, share), parameter = parameters.shards[name], parameters.updated[name]
+            part, slot_values = shard.slot("", share), self.optimizer.state[parameter]
+            state[self._order.index(name)] = {
+                slot: torch.from_numpy(np.array(part.part_of(as_array(value))))
+                if isinstance(value, torch.Tensor) and slot_values[slot].shape == parameter.shape
+                else value
+                for slot, value in slots.items()
+            }
+        groups = [{**group, "params": [*group["params"]]} for group in state_dict["param_groups"]]
+        if self._overflow is not None:
+            groups[-1]["params"].append(sum(len(group["params"]) for group in groups))
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
+        for sync_state in self.parameters.compressed.state():
+            self._restore(sync_state, state_dict.get(SYNCHRONISATION, {}).get(sync_state.name))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse groups after construction: owners and the flat buffer are fixed."""
+        if self._fixed:
+            raise ConfigError(
+                "add_param_group: the strategy partitions the parameters at construction; create a new optimizer"
+            )
+        super().add_param_group(param_group)
+
+    def _gather_state(self, state: SyncState) -> torch.Tensor:
+        """Return a copy of a synchronisation array; with a leading axis of ranks unless it is replicated."""
+        array = state.array.copy() if state.replicated else self.grid.world.allgather_array(state.array)
+        return torch.from_numpy(array)
+
+    def _restore(self, state: SyncState, saved: torch.Tensor | None) -> None:
+        """Restore an array saved by `_gather_state`; another number of ranks preserves the sum over ranks."""
+        shape = state.array.shape
+        data = None if saved is None else as_array(saved)
+        if data is not None and data.shape[not state.replicated :] != shape:
+            raise ConfigError(f"state_dict: {SYNCHRONISATION}: '{state.name}' does not match this model: {data.shape}")
+        if not state.replicated:
+            data = np.zeros((0, *shape)) if data is None else data
+            lo, hi = split(len(data), self.grid.size, self.grid.rank)
+            state.array[...] = data[lo:hi].sum(axis=0)
+        elif data is not None:
+            state.array[...] = data
+
+    def _begin_pass(self, contributions: list[torch.Tensor], is_first: bool, gradient: torch.Tensor) -> Any:
+        """Set sums of earlier passes aside, and return the gradient that is to be summed over the ranks.
+
+        Parameters
+        ----------
+        own : list of tensors
+            Contributions of passes on this rank's tile. The rest, such as of a parameter penalty in the loss, is the
+            same on all ranks.
+        is_first : bool
+            Whether the gradient comes directly from autograd.
+        """
+        if not self._in_backward:
+            self._in_backward = True
+            self._sums = self.parameters.set_aside()
+            self.parameters.sync.begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._synchronise)
+        parts = contributions[:]
+        contributions.clear()
+        if not is_first or self.grid.size == 1 or (len(parts) == 1 and parts[0] is gradient):
+            return None
+        for part in parts:
+            gradient = gradient - part
+        return sum(parts, gradient / self.grid.size)
+
+    def _synchronise(self) -> None:
+        self._in_backward = False
+        self.parameters.sum_gradients(for_update=True)
+        if self._sums is not None:
+            self.parameters.grads += self._sums
+        if self._overflow is not None:
+            overflowed = self.parameters.sync.header[Flag.NON_FINITE]  # on some rank
+            self._overflow.grad = torch.full_like(self._overflow, torch.inf if overflowed else 0)
+        for name, (_, share) in self.parameters.shards.items():
+            if share is not None:
+                self.parameters.tensors[name].grad = None

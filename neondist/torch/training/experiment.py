@@ -1,0 +1,433 @@
+"""PyTorch modules as models of an experiment, with the training loop's model interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...arrays.precision import ComputePrecision, PrecisionName
+from ...arrays.rng import key
+from ...comm import ProcessGrid, all_or_none
+from ...errors import ConfigError, ShapeError, UserError
+from ...geometry import GridShape
+from ...halo import ExchangePolicy, GlobalArray
+from ...io.output import WEIGHTS
+from ...layers import Parameter
+from ...models import TrainableModel
+from ...parallel import SYNCS, ParameterShard
+from ...plan import GRADIENTS, LOSS
+from ...registry.ranges import Count, Index
+from ...runtime.observers.ledger import Ledger, ledger
+from ...runtime.observers.nonfinite import NonFiniteMonitor
+from ...strategies import Strategy, StrategyBuilder, as_strategy
+from ...system.memory import as_bytes, share_of
+from ..exchange.schemes import Schemes, parse_schemes
+from ..execution.blocks import ModuleBlocks, TracedImage
+from ..execution.execution import Execution
+from ..ir.layout import axes_of
+from ..module.distributing import distribute
+from ..module.module import DistributedModule
+from ..module.parameters import MODULE, ModuleParameters, sparse_tables
+from ..module.weights import as_array, begin_slots, kept_tensors, load_weights, save_weights
+from .by_name import TorchLoss, TorchOptimizer, unwrap
+from .factory import Factory
+from .feeding import apply_feed, channels_first
+from .judging import CellLoss, OwnedTotals, channels_last, metric_targets
+from .module_plan import ModulePlan
+from .train_step import ModuleStep, compute_in
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class TorchModel(TrainableModel):
+    """A PyTorch module that FitExperiment trains like a model of neondist layers.
+
+    Parameters
+    ----------
+    factory : callable
+        Returns the torch.nn.Module. In a YAML file: MODULE:NAME from a module given by `--import`.
+    arguments : mapping, optional
+        Arguments of the factory.
+    shape : sequence of int, optional
+        Shape (C, *spatial) of a sample returned by `feed`. Default: that of the data set.
+    loss : TorchLoss, optional
+        Default CrossEntropyLoss.
+    optimizer : TorchOptimizer, optional
+        Default SGD.
+    feed : callable, optional
+        Maps this rank's tiles (n, *tile, C) and its labels (None if there are none) to tensors for the module, (n, C,
+        *tile), and for the loss. It sees one tile at a time and must therefore act on each cell independently; with
+        `overlap_tile` the tile includes a margin, which the loss ignores. Default: move channels first, and convert
+        integer labels to int64.
+    weights : path, optional
+        A safetensors file with a state_dict of initial weights.
+    gather_at : sequence of str
+        Paths of modules that every rank computes on whole arrays.
+    seed : int
+        Seed for the initial weights, the module's random numbers and the order of samples.
+    dtype : {'float32', 'float64'}
+    precision : {'float32', 'tf32', 'bfloat16', 'float16'}
+        With bfloat16 and float16 the module and its loss run under `torch.autocast`; parameters stay float32. With
+        float16 the loss is scaled, and steps with overflowing gradients are skipped.
+    recompute : bool
+        Recompute segments of the module in the backward pass instead of storing their activations.
+    scheme : ExchangePolicy or str, or a mapping of module path to those
+        Border scheme for cells of other tiles. Default: exact halo exchange.
+    strips : int or 'auto', optional
+        Rows per strip, as in `distribute`.
+    sync, strategy : optional
+        Synchronisation of gradients and owners of updates, as in Model.
+
+    Notes
+    -----
+    A module is captured once per batch size, including a smaller last batch of an epoch or split.
+    """
+
+    distributed = True
+
+    def __init__(
+        self,
+        factory: Callable[..., Any],
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        shape: Sequence[Count] | None = None,
+        loss: TorchLoss | None = None,
+        optimizer: TorchOptimizer | None = None,
+        feed: Callable[..., Any] | None = None,
+        weights: str | Path | None = None,
+        gather_at: Sequence[str] = (),
+        seed: Index = 0,
+        dtype: Literal["float32", "float64"] = "float32",
+        precision: PrecisionName = "float32",
+        recompute: bool = False,
+        scheme: Schemes = "halo",
+        strips: Count | Literal["auto"] | None = None,
+        sync: Literal["allreduce", "bucketed"] = "allreduce",
+        strategy: StrategyBuilder | Strategy | str | None = None,
+    ) -> None:
+        self.cost, self.optimizer = loss or TorchLoss(), optimizer or TorchOptimizer()
+        self._arguments |= {"loss": self.cost, "optimizer": self.optimizer}  # written to experiment.yaml
+        self.shape, self.gather_at, self.weights = shape, list(gather_at), weights
+        self.recompute, self.scheme, self.strips = recompute, scheme, strips
+        self.seed, self.dtype, self.backend = int(seed), np.dtype(dtype), "torch"
+        self.precision = ComputePrecision(precision)
+        self.momentum: float | None = None
+        self.step, self.uncounted, self.learning_rate_scale = 0, 0, 1.0
+        self.nonfinite, self.nonfinite_monitor = "stop", NonFiniteMonitor()
+        self.strategy = None if strategy is None else as_strategy(strategy)
+        self._sync = SYNCS[sync]
+        self._guard: int | None = None
+        self.parameters: ModuleParameters | None = None
+        self._plans: dict[Any, ModulePlan] = {}
+        self._feed = unwrap(self._arguments["feed"] or channels_first)
+
+    def __str__(self) -> str:
+        return f"TorchModel {getattr(unwrap(self._arguments['factory']), '__name__', '')}"
+
+    def execute(
+        self,
+        accumulate: int | None = None,
+        sync: str | None = None,
+        recompute: bool | None = None,
+        strips: int | Literal["auto"] | None = None,
+        memory: int | str | None = None,
+        strategy: StrategyBuilder | Strategy | str | None = None,
+    ) -> None:
+        """Set how a step is executed; micro-batches, which apply only to neondist layers, are rejected."""
+        self.recompute = self.recompute if recompute is None else recompute
+        self.memory = self.memory if memory is None else as_bytes("memory", memory)
+        self.strips = self.strips if strips is None else strips
+        self._sync = self._sync if sync is None else SYNCS[sync]
+        self.strategy = self.strategy if strategy is None else as_strategy(strategy)
+        if accumulate is not None:
+            raise ConfigError("accumulate: applies to neondist layers, which a TorchModel does not have; leave it out")
+
+    def plan(
+        self, input_shape: Sequence[int], grid: GridShape | None = None, batch_size: int | None = None
+    ) -> ModulePlan:
+        """Return the plan for every rank of a grid; needs no MPI.
+
+        Raises
+        ------
+        UserError
+            ConfigError, about a field; UnsupportedOperator, if the module cannot be distributed.
+        """
+        if self.backend not in ("auto", "torch"):
+            raise ConfigError(f"backend: '{self.backend}', but a TorchModel computes with PyTorch; leave it out")
+        grid, input_shape = grid or GridShape(), tuple(input_shape)
+        batch = batch_size or grid.replicas
+        if (input_shape, grid, batch) not in self._plans:
+            self._plans[input_shape, grid, batch] = self._create_plan(input_shape, grid, batch)
+        return self._plans[input_shape, grid, batch]
+
+    def within(self, plan: ModulePlan) -> ModulePlan:
+        """Return the plan of a training step that fits in `memory`.
+
+        Raises
+        ------
+        UserError
+            It does not fit, even block by block.
+        """
+        if self.memory is None:
+            return plan
+        if self.scheme != "halo" or self.strips is not None:
+            raise ConfigError("memory: blocks exchange no halos, so scheme and strips do not apply; leave them out")
+        return self._create_plan(plan.input_shape, plan.grid, plan.batch_size, self.memory)
+
+    def resize(self, input_shape: Sequence[int]) -> None:
+        """Accept images of another extent than `shape`."""
+        if self.shape is not None:
+            self.shape = [self.shape[0], *input_shape[:-1]]
+
+    def in_blocks(self, input_shape: Sequence[int], remedy: str) -> TracedImage:
+        """Return an object that computes any box of the output from the cells it depends on.
+
+        Raises
+        ------
+        UnsupportedOperator
+            The module's receptive field is unbounded; the message names the remedy.
+        """
+        shape = (1, *self._sample_shape(tuple(input_shape)))
+        return TracedImage(self._factory.program(shape, False), shape, self.gather_at, remedy)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, created by the factory on first access."""
+        return self._factory.module
+
+    def block(self, blocks: ModuleBlocks, number: int, x: Any) -> np.ndarray:
+        """Return a block of the output, given the image cells it depends on, channels last."""
+        module = self.module
+        tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+        with torch.no_grad(), self._about(), compute_in(self.precision, module):
+            features, _ = self._apply_feed(x, None, 1)
+            return channels_last(blocks.run(number, features, *map(dict, tensors)))
+
+    def build(
+        self, input_shape: Sequence[int], batch_size: int, grid: ProcessGrid | None = None, plan: Any = None
+    ) -> None:
+        """Distribute the module over the grid (default: all ranks); collective.
+
+        Parameters
+        ----------
+        input_shape : (*spatial, C), global
+        batch_size : int
+            Global: over all replicas.
+        """
+        self.grid, self.input_shape, self.batch_size = grid or ProcessGrid(), tuple(input_shape), batch_size
+        self.compiled = plan or self.plan(self.input_shape, self.grid.shape, batch_size)
+        self.output_shape, self.loss_scaler = self.compiled.output_shape, self.precision.new_scaler()
+        self.input = GlobalArray(self.grid, (batch_size, *self.input_shape), dtype=str(self.dtype))
+        if self.compiled.wide_tiles is not None:
+            self.input.cut(self.compiled.wide_tiles, self.compiled.wide_tiles)
+        self._models: dict[int, DistributedModule] = {}
+        self._captured: set[tuple[int, bool]] = set()
+        model = self._distributed(batch_size)
+        if self.weights is not None:
+            with self._about("weights: "):
+                load_weights(model, self.weights)
+        if self.parameters is not None:
+            self.parameters.close()
+        planned, tensors = self.compiled.parameters, dict(self.module.named_parameters())
+        updated = {name: tensors[name] for name in self.compiled.updated}
+        synchronisation = planned.shares, planned.compressors, sparse_tables(self.module)
+        self.parameters = ModuleParameters(updated, self.grid, self._sync, *synchronisation)
+        self.sync = self.parameters.sync
+        self.torch_optimizer = self.optimizer.create(self.parameters.updated.values())
+        self._rates: list[Any] = [group.get("lr") for group in self.torch_optimizer.param_groups]
+        cut = axes_of(self.compiled.output.layout)
+        owns = all(part == 0 for axis, part in enumerate(model.comm.place) if axis not in cut)
+        self.output: Any = OwnedTotals(self.grid, owns)
+
+    def train_batch(self, x: Any, targets: Any, batch_size: int | None = None) -> float:
+        """Run one training step and return the loss of the whole batch, NaN if it was skipped; collective."""
+        with self._about():
+            return ModuleStep(self).run(x, targets, batch_size or self.batch_size)
+
+    def loss_of(self, x: Any, targets: Any, batch: int, training: bool = True) -> tuple[tuple[Any, Any], torch.Tensor]:
+        """Return this rank's outputs and labels, and the loss of the whole batch; collective."""
+        model = self._distributed(batch, training)
+        features, labels = self._apply_feed(x, targets, batch)
+        model.step = self.step
+        with self._seeded(), compute_in(self.precision, self.module):
+            output = model(features)
+            try:
+                loss = model.loss(self.cost.criterion, output, labels)
+            except (IndexError, RuntimeError, UserError):
+                self.cost.check_labels(output, labels)
+                raise
+        return (output, labels), loss if loss.dtype == DTYPES[str(self.dtype)] else loss.float()
+
+    def evaluate_batch(self, x: Any, targets: Any, batch_size: int) -> tuple[Any, Any, float]:
+        """Return this rank's outputs and labels, channels last, and on rank 0 the loss times the samples."""
+        with self.grid.observers.during("cost"), torch.no_grad(), self._about():
+            (output, labels), loss = self.loss_of(x, targets, batch_size, training=False)
+        y = channels_last(output)
+        return y, metric_targets(y, labels, self.cost.ignore_index), loss.item() * batch_size * (self.grid.rank == 0)
+
+    def cost_of_cells(self) -> CellLoss:
+        """Return the loss as a sum over cells, which can be accumulated over boxes; ConfigError if it is not one."""
+        if self._arguments["feed"] is not None:
+            raise ConfigError(
+                "feed: computes labels from whole images; evaluate without --block, and with enough memory for them"
+            )
+        return CellLoss(self.cost)
+
+    @property
+    def built(self) -> ModuleParameters:
+        """The parameters; ConfigError before `build`."""
+        if self.parameters is None:
+            raise ConfigError("TorchModel is not built yet; call model.build(input_shape, batch_size) first")
+        return self.parameters
+
+    @property
+    def schemes(self) -> dict[str, ExchangePolicy]:
+        """Border schemes by module path."""
+        return parse_schemes(self.scheme, dict(self.module.named_modules()), self.recompute)
+
+    def guard(self, seed: int) -> None:
+        """Check the user's rules and border schemes in subsequent steps."""
+        self._guard = seed
+        for model in self._models.values():
+            model.guard(seed)
+
+    def fprop(self, x: Any, training: bool = False, batch_size: int | None = None) -> Any:
+        """Return this rank's tile of the first output, channels last."""
+        batch = batch_size or self.batch_size
+        model = self._distributed(batch, training)
+        with torch.no_grad(), self._about(), self._seeded(), compute_in(self.precision, self.module):
+            return channels_last(model(self._apply_feed(x, None, batch)[0]))
+
+    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+        """Return the contents of a checkpoint: the module's state and the optimizer's state."""
+        names = [name.removeprefix(f"{MODULE}/") for name in slots]
+        begin_slots(self.built.updated, self.torch_optimizer, names)
+        arrays = {name: as_array(tensor) for name, tensor in kept_tensors(self.module).items()}
+        shards = {
+            name: ParameterShard(MODULE, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
+        }
+        kept = [(shards[name], array) for name, array in arrays.items()]
+        return {"model": kept, "optimizer": self.built.slots_kept_by(self.torch_optimizer)}
+
+    def export(self, folder: Path) -> None:
+        """Write the weights as a state_dict, weights.safetensors; collective."""
+        save_weights(self._distributed(self.batch_size), folder / WEIGHTS)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of messages that this rank has sent since `build`."""
+        return self._bytes(halo=True)
+
+    @property
+    def bytes_summed(self) -> int:
+        """Bytes that this rank has contributed to reductions or sent in redistributions since `build`."""
+        return self._bytes(halo=False) + self.sync.reductions.bytes_reduced + self.output.reductions.bytes_reduced
+
+    def ledger(self) -> Ledger:
+        """Return all messages and sums since `build`."""
+        reductions = [(GRADIENTS, self.sync.reductions), (LOSS, self.output.reductions)]
+        total = ledger([], reductions, self.grid.replica * self.grid.shape.tiles)
+        for model in self._models.values():
+            total += model.comm.ledger
+        return total
+
+    # Inner.
+
+    def _bytes(self, halo: bool) -> int:
+        ledgers = (model.comm.ledger for model in self._models.values())
+        return sum(n * sent.nbytes for counts in ledgers for sent, n in counts.items() if (sent.kind == "halo") is halo)
+
+    @cached_property
+    def _factory(self) -> Factory:
+        dtype = DTYPES[str(self.dtype)]
+        if isinstance(self.cost.criterion, nn.Module):
+            self.cost.criterion.to(dtype)
+        return Factory(self._arguments["factory"], self._arguments["arguments"] or {}, self.seed, dtype)
+
+    def _create_plan(
+        self, input_shape: tuple[int, ...], grid: GridShape, batch: int, limit: int | None = None
+    ) -> ModulePlan:
+        module, shape = self.module, (batch, *self._sample_shape(input_shape))
+        memory = None if limit is None else share_of(limit, grid.size)
+        execution = Execution.of(module, self.gather_at, self.recompute, self.scheme, self.strips, memory)
+        program = self._factory.program(shape, True)
+        args = program, execution, shape, input_shape, grid
+        plan = ModulePlan.of(module, *args, self.optimizer, self.dtype, self.strategy, limit, self.precision)
+        if plan.parameters.partitioned and not self.optimizer.elementwise:
+            raise ConfigError(
+                f"strategy: {self.optimizer.constructor.__name__} updates only whole parameters, not parts of them;"
+                " choose one without partitions, such as PSLoadBalancing"
+            )
+        return plan
+
+    def _sample_shape(self, input_shape: tuple[int, ...]) -> tuple[int, ...]:
+        shape = tuple(self.shape or (input_shape[-1], *input_shape[:-1]))
+        if shape[1:] != input_shape[:-1]:
+            raise ShapeError(
+                f"shape: {list(shape)} has other spatial extents than the data set's images, {list(input_shape[:-1])};"
+                " feed may change only the channels"
+            )
+        return shape
+
+    def _distributed(self, batch: int, training: bool = True) -> DistributedModule:
+        """Return the module distributed for a batch size, in a mode; collective for a new batch size or mode."""
+        if batch not in self._models:
+            shape, dtype = (batch, *self._sample_shape(self.input_shape)), DTYPES[str(self.dtype)]
+            model = distribute(
+                self.module, shape, self.grid,
+                gather_at=self.gather_at, dtype=dtype, recompute=self.recompute, scheme=self.scheme, strips=self.strips,
+                memory=self.compiled.limit,
+            )  # fmt: skip
+            if self._guard is not None:
+                model.guard(self._guard)
+            model.defer_gradients(self.module.get_parameter(name) for name in self.compiled.updated)
+            self._models[batch] = model
+        model = self._models[batch].train(training)
+        if (batch, training) not in self._captured:  # before `_seeded`: tracing changes the random state
+            _ = model.plan
+            self._captured.add((batch, training))
+        return model
+
+    def _apply_feed(self, x: Any, targets: Any, batch: int) -> tuple[torch.Tensor, Any]:
+        """Return the features and labels of `feed`; an error on one rank is raised on all."""
+        lo, hi = self.grid.sample_range(batch)
+        shape = hi - lo, self._sample_shape(self.input_shape)[0], *x.shape[1:-1]
+        with all_or_none(self.grid.world) if self.grid.size > 1 else nullcontext():
+            return apply_feed(self._feed, x, targets, shape, DTYPES[str(self.dtype)], self.input)
+
+    def set_rates(self) -> None:
+        """Set the optimizer's learning rate and momentum for the next step."""
+        if self.optimizer.schedule is not None or self.learning_rate_scale != 1:
+            for group, rate in zip(self.torch_optimizer.param_groups, self._rates, strict=True):
+                if rate is not None:
+                    group["lr"] = rate * self.learning_rate_scale
+                if self.momentum is not None and "betas" in group:
+                    group["betas"] = (self.momentum, *group["betas"][1:])
+                elif self.momentum is not None and "momentum" in group:
+                    group["momentum"] = self.momentum
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """Seed random numbers by seed and step, and restore the global generator afterwards."""
+        if self.grid.rank and self.grid.world.one_process:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(self.seed, "step", self.step) >> 1)
+            yield
+
+    @contextmanager
+    def _about(self, field: str = "") -> Iterator[None]:
+        """Mark errors of the block as being about this model, so that messages give its position in a file."""
+        try:
+            yield
+        except UserError as error:
+            error.args, error.subject = (f"{field}{error}",), self
+            raise

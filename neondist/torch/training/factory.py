@@ -1,0 +1,60 @@
+"""Modules created by factories, and their captured programs, before distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...arrays.rng import key
+from ...errors import ConfigError
+from ..capture.capture import capture_module
+from ..ir.registry import TRACING
+from .by_name import call_checked, unwrap
+
+
+class Factory:
+    """A function that returns a module, called once; the module is captured once for each shape and mode.
+
+    Parameters
+    ----------
+    function : callable
+    arguments : mapping
+        Arguments of the function.
+    seed : int
+        Seed for the module's initial weights, independent of other random numbers in this process.
+    dtype : torch.dtype
+        Dtype of the module.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: Mapping[str, Any], seed: int, dtype: torch.dtype
+    ) -> None:
+        self.function, self.arguments, self.seed, self.dtype = unwrap(function), arguments, seed, dtype
+        self._programs: dict[Any, Any] = {}
+
+    @cached_property
+    def module(self) -> nn.Module:
+        """The module.
+
+        Raises
+        ------
+        ConfigError
+            The function returns something else.
+        """
+        with TRACING, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key(self.seed, "weights") >> 1)
+            module = call_checked("arguments", self.function, **self.arguments)
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"factory: returned a {type(module).__name__}; it must return a torch.nn.Module")
+        return module.to(self.dtype)
+
+    def program(self, shape: tuple[int, ...], training: bool) -> Any:
+        """Return the exported program for inputs of a global shape; leaves the module in the given mode."""
+        module = self.module.train(training)
+        if (shape, training) not in self._programs:
+            self._programs[shape, training] = capture_module(module, [(shape, self.dtype)])
+        return self._programs[shape, training]

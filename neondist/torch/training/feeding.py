@@ -1,0 +1,84 @@
+"""Conversion of a rank's images and labels to a module's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ...errors import ConfigError
+from ...halo import GlobalArray
+from ...models.targets import slices_in
+from .by_name import call_checked
+
+
+def channels_first(images: np.ndarray, labels: np.ndarray | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return images (n, *tile, C) as (n, C, *tile); integer labels as int64, target images channels first, too."""
+    if labels is not None:
+        labels = np.moveaxis(labels, -1, 1) if labels.ndim == images.ndim else labels
+        labels = labels.astype(images.dtype if labels.dtype.kind == "f" else np.int64)
+    features = torch.from_numpy(np.ascontiguousarray(np.moveaxis(images, -1, 1)))
+    return features, None if labels is None else torch.from_numpy(labels)
+
+
+def expected_image(module: nn.Module) -> tuple[int, int | None]:
+    """Return the number of spatial axes and channels of a module's images, from its first convolution.
+
+    The first in registration order; (2, None) for a module without any.
+    """
+    for layer in module.modules():
+        kernel, channels = getattr(layer, "kernel_size", None), getattr(layer, "in_channels", None)
+        if isinstance(kernel, tuple) and isinstance(channels, int):
+            return len(kernel), channels
+    return 2, None
+
+
+def apply_feed(
+    feed: Callable[..., Any], x: Any, targets: Any, shape: tuple[int, ...], dtype: torch.dtype, images: GlobalArray
+) -> tuple[torch.Tensor, Any]:
+    """Return the features and labels that a feed function computes from images and labels.
+
+    Parameters
+    ----------
+    feed : callable
+        As in TorchModel.
+    x, targets
+        Images and labels of the tile that this rank reads; targets may be None.
+    shape, dtype
+        Expected shape and dtype of the features.
+    images : GlobalArray
+        The whole images, tiled as they are read. Labels of a tile with margin are cropped to this rank's own cells.
+
+    Raises
+    ------
+    ConfigError
+        The function fails or returns something else.
+    """
+    result = call_checked("feed", feed, x, targets)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigError(f"feed: must return (features, labels), got {type(result).__name__}")
+    features, labels = result
+    for kind, tensors in (("features", [features]), ("labels", pytree.tree_leaves(labels))):
+        for tensor in tensors:
+            if not (isinstance(tensor, torch.Tensor) or (targets is None and kind == "labels")):
+                raise ConfigError(f"feed: {kind} are a {type(tensor).__name__}; return a torch.Tensor")
+    if tuple(features.shape) != shape or features.dtype != dtype:
+        raise ConfigError(
+            f"feed: features are {features.dtype} of shape {tuple(features.shape)}, expected {dtype} of shape {shape}:"
+            " samples, channels and this rank's tile; change feed, or set shape: [channels, *spatial]"
+        )
+    features = features.contiguous()  # in channels-last, some strided convolutions crash PyTorch 2.13
+    return features, pytree.tree_map(partial(_own, images), labels) if images.tiles.overlaps else labels
+
+
+def _own(images: GlobalArray, labels: Any) -> Any:
+    """Return labels cropped to this rank's own cells, given those of all cells that it reads."""
+    if not isinstance(labels, torch.Tensor) or tuple(labels.shape[-len(images.extent) :]) != images.own.shape:
+        return labels
+    index: tuple[Any, ...] = (..., *slices_in(images, images.grid.tile_box(images.extent)))
+    return labels[index]

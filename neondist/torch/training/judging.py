@@ -1,0 +1,92 @@
+"""Conversion of a module's outputs and labels for metrics and files, and its loss block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from ...comm import ProcessGrid, Reductions
+from ...costs.labels import is_dense
+from ...errors import ConfigError
+from ..ir.graph import WIDER
+from .by_name import TorchLoss
+from .feeding import channels_first
+
+
+def channels_last(output: Any) -> np.ndarray:
+    """Return the first tensor of an output with channels last, as metrics and files expect it."""
+    tensor = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)).detach()
+    y = tensor.to(WIDER.get(tensor.dtype, tensor.dtype)).numpy()
+    return np.ascontiguousarray(np.moveaxis(y, 1, -1) if y.ndim > 2 else y)
+
+
+def metric_targets(y: np.ndarray, labels: Any, ignored: int | None = None) -> np.ndarray:
+    """Return labels as metrics expect them; NaN, for which metrics are undefined, if they do not match the output."""
+    targets = channels_last(labels) if pytree.tree_leaves(labels)[0].dim() == y.ndim else labels
+    targets = np.asarray(pytree.tree_leaves(targets)[0])
+    if targets.shape == (*y.shape[:-1], 1) != y.shape:
+        targets = targets[..., 0]
+    if targets.shape == y.shape[:-1] and targets.dtype.kind == "f" and (targets == np.floor(targets)).all():
+        targets = targets.astype(np.int64)
+    are_classes = targets.shape == y.shape[:-1] and targets.dtype.kind in "iu"
+    valid = targets if ignored is None else targets[targets != ignored]
+    if targets.shape == y.shape or (are_classes and valid.min(initial=0) >= 0 and valid.max(initial=0) < y.shape[-1]):
+        return targets
+    return np.full_like(y, np.nan)
+
+
+class CellLoss:
+    """A mean loss of outputs and labels (n, *cells, C), as a sum over cells and its divisor."""
+
+    weighted = True
+
+    def __init__(self, loss: TorchLoss) -> None:
+        self.ignore_index, self._weights = loss.ignore_index, getattr(loss.criterion, "weight", None)
+        if getattr(loss.criterion, "reduction", None) != "mean":
+            raise ConfigError(
+                "loss: is not a mean over cells, so it needs whole images; give more memory or use more ranks"
+            )
+        self._sum = copy(loss.criterion)
+        self._sum.reduction = "sum"
+
+    def sums_for(self, y_shape: tuple[int, ...]) -> int:
+        """Return 0: nothing is summed over a sample first."""
+        return 0
+
+    def value(self, y: np.ndarray, targets: np.ndarray, total: Any = None) -> float:
+        """Return the sum; NaN for labels that `metric_targets` could not convert."""
+        if targets.dtype.kind == "f" and np.isnan(targets).any():
+            return float("nan")
+        try:
+            return float(self._sum(*channels_first(y, targets)))
+        except (IndexError, RuntimeError):
+            if self.ignore_index is not None:
+                is_dense(y.shape, targets, self.ignore_index)
+            raise
+
+    def weight(self, shape: Sequence[int], targets: np.ndarray) -> float:
+        """Return the total weight of the labels that are not ignored; without classes, the number of elements."""
+        if self.ignore_index is None:
+            return float(prod(shape))
+        if targets.ndim == len(shape):
+            return float(prod(shape[:-1]))
+        labels = torch.from_numpy(targets[targets != self.ignore_index])
+        return float(len(labels) if self._weights is None else self._weights[labels].sum(dtype=torch.float64))
+
+
+class OwnedTotals:
+    """Sums of the ranks' counts over their own outputs; outputs held by several ranks count once."""
+
+    def __init__(self, grid: ProcessGrid, owns: bool) -> None:
+        self.owns = owns
+        self.reductions = Reductions(grid)
+
+    def total(self, array: Any, replicas: bool = False) -> Any:
+        """Return the sum over all ranks; collective."""
+        return self.reductions.allreduce("world", array * self.owns)

@@ -1,0 +1,290 @@
+"""Plan of a module in an experiment, with the interface that runs, `neondist check` and benchmarks expect."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...arrays.precision import FLOAT32, ComputePrecision
+from ...errors import ConfigError
+from ...geometry import GridShape, Overlapping, Partition
+from ...layers import Parameter
+from ...plan import report
+from ...plan.blocks import COPIES
+from ...plan.model_plan import Workload
+from ...plan.parameters import ParameterPlan
+from ...strategies import Strategy, StrategyBuilder
+from ..execution.execution import Execution
+from ..ir.graph import GRADIENTS, Value
+from ..ir.layout import Mesh, cut
+from ..ir.transfer import Wanted
+from ..lowering.costs import PlanCosts, StepCosts, module_paths, output_shape_of
+from ..lowering.plan import TorchPlan, Traffic
+from ..lowering.traffic import BackwardSteps
+from ..lowering.training_memory import TrainingMemory
+from ..module.parameters import MODULE, describe_parameters, sparse_tables
+from .by_name import TorchOptimizer
+
+ROWS = 40
+"""Maximum number of rows of the table; beyond it, nested modules are merged."""
+LEGEND = """\
+module: nested modules are merged where there are many; output: global shape of the
+last step's output; sent: bytes of messages in a training step, forward and backward,
+of the busiest rank and of all; summed: bytes that the busiest rank contributes to
+reductions; flops: multiplications and additions of products of a rank, forward and
+backward; memory: outputs, parameters, gradients and optimiser state on the fullest
+rank; not all of it is live at once: the peak is below the table. The loss and the
+checks before a pass, reductions of a few bytes, are not counted"""
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """Interface of a module's plan for runs, `neondist check` and benchmarks; it has no corresponding neondist layers.
+
+    Attributes
+    ----------
+    steps : TorchPlan
+        Steps of rank 0, whose tile is the largest.
+    weights : int
+        Bytes of parameters and buffers.
+    trained : tuple of str
+        Names of the parameters that require gradients, aliases included.
+    parameters : ParameterPlan
+        Trained parameters on which outputs depend, without aliases.
+    limit : int or None
+        Memory limit of the ranks on a machine, if set.
+    note : str
+        Description of fused segments or blocks.
+    wide_tiles : Partition or None
+        Tiles of the image that ranks read, if they overlap.
+    """
+
+    grid: GridShape
+    input_shape: tuple[int, ...]
+    batch_size: int
+    steps: TorchPlan
+    weights: int
+    trained: tuple[str, ...]
+    parameters: ParameterPlan
+    limit: int | None
+    note: str
+    wide_tiles: Partition | None
+    streams = False
+    label_cells = ()
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        program: Any,
+        execution: Execution,
+        shape: tuple[int, ...],
+        input_shape: tuple[int, ...],
+        grid: GridShape,
+        optimizer: TorchOptimizer | None,
+        dtype: np.dtype,
+        strategy: StrategyBuilder | Strategy | None,
+        limit: int | None,
+        precision: ComputePrecision = FLOAT32,
+    ) -> ModulePlan:
+        """Return the plan of a module under execution options, given its exported program for inputs of a shape.
+
+        Raises
+        ------
+        UserError
+            The module cannot be distributed, or returns no tensor.
+        """
+        mesh = Mesh.of(grid, len(input_shape) - 1)
+        steps, _, lowering = execution.lower(program, mesh, 0, [cut(shape, mesh)], module)
+        if not any(isinstance(out, int) for out in steps.outputs):
+            raise ConfigError("factory: the module returns no tensor")
+        weights = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+        trained = tuple(name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad)
+        slots = 0 if optimizer is None else optimizer.kept
+        parameters = ParameterPlan(_updated(module, steps), grid, dtype, slots, strategy)
+        if precision.narrow:  # and copies of the weights
+            steps, weights = steps.under_autocast(getattr(torch, precision.name)), weights + weights // 2
+        note, overlaps = (lowering.note, lowering.overlaps) if lowering else ("", ())
+        wide = _wide_tiles(overlaps, input_shape[:-1], mesh)
+        return cls(grid, input_shape, shape[0], steps, weights, trained, parameters, limit, note, wide)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a rank in a forward pass without gradients, including weights, images and outputs."""
+        values = self.steps.inputs[0], self.output.id
+        return self.weights + self.steps.peak()[0] + COPIES * sum(self.steps.values[end].nbytes for end in values)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """The first output's global shape, channels last, without the batch."""
+        shape = self.output.shape[1:]
+        return (*shape[1:], *shape[:1])
+
+    @property
+    def output(self) -> Value:
+        """The first output that is a tensor."""
+        return self.steps.values[next(out for out in self.steps.outputs if isinstance(out, int))]
+
+    @property
+    def updated(self) -> list[str]:
+        """Names of the parameters that a training step updates."""
+        return [name.removeprefix(f"{MODULE}/") for name in self.parameters.parameters]
+
+    @property
+    def first_window(self) -> None:
+        """None: a module has no layers whose views could be drawn."""
+
+    @property
+    def min_extent(self) -> int:
+        """Smallest extent along an axis of any tiled value; 1 if nothing is tiled."""
+        atoms = [atom for value in self.steps.values for dim in value.layout_or_none or () for atom in dim]
+        return min((atom.extent for atom in atoms if atom.axis), default=1)
+
+    def outline(self) -> list[str]:
+        """Return the facts, one per line, that must be the same on all ranks, other than the strategy."""
+        return [f"module: {self.steps.digest}"]
+
+    def each_needs(self) -> Iterator[tuple[str, int]]:
+        """Yield the name of each step, and the bytes of its inputs and outputs on rank 0."""
+        for step in self.steps.steps:
+            yield step.name, sum(self.steps.values[value].nbytes for value in (*step.inputs, *step.outputs))
+
+    def bytes(self, rank: int) -> int:
+        """Return the bytes of halos, and of keys and values in rings, that a rank sends in a training step."""
+        return sum(count for (kind, _, _), count in self._traffic(rank).items() if kind in ("halo", "ring"))
+
+    def reduced(self, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank contributes to reductions in a training step, by step, and for 'gradients'.
+
+        Excludes the loss.
+        """
+        counts = Counter({GRADIENTS: self.parameters.reduced(rank)})
+        for (kind, name, _), count in self._traffic(rank).items():
+            counts[name] += count * (kind == "sum")
+        return {name: count for name, count in counts.items() if count}
+
+    def redistributed(self, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank sends in redistributions of a training step, by step, and for 'gradients'."""
+        counts = Counter({GRADIENTS: self.parameters.redistributed(rank)})
+        for (kind, name, _), count in self._traffic(rank).items():
+            counts[name] += count * (kind == "redistribution")
+        return {name: count for name, count in counts.items() if count}
+
+    def row_of(self, name: str) -> str:
+        """Return the name of a step in tables; other names are unchanged."""
+        return self._rows.get(name, name)
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """The rows of tables and their kinds, empty for merged modules."""
+        return dict.fromkeys(self._rows.values(), "")
+
+    def costs(self) -> dict[str, StepCosts]:
+        """Return the costs of a training step, by row."""
+        names: dict[str, list[str]] = {}
+        for name in self.all_costs.names:
+            names.setdefault(self.row_of(name), []).append(name)
+        return {row: self.all_costs.of(steps) for row, steps in names.items()}
+
+    @cached_property
+    def all_costs(self) -> PlanCosts:
+        """The costs of all steps."""
+        return PlanCosts(self.steps, self.trained, self.parameters.slots)
+
+    def memory(self, rank: int = 0) -> int:
+        """Return the bytes that a rank needs in training: values, gradients, parameters and the optimiser's arrays.
+
+        With recomputation, that of all values.
+        """
+        steps = self.steps.memory(rank) if self.steps.recompute else self._training.peak(rank)
+        return steps + self.parameters.memory(rank)
+
+    @property
+    def trained_in(self) -> int:
+        """Bytes in training of the rank that needs most."""
+        return self.memory(self.all_costs.fullest)
+
+    @cached_property
+    def workload(self) -> Workload:
+        """Workload of the busiest rank in a training step."""
+        total = self.all_costs.total
+        kinds = [kind for (kind, _, _), count in self.all_costs.traffic.items() if count.any()]
+        sums, moved = kinds.count("sum"), self.all_costs.moved()
+        neighbours = min(8, self.grid.tiles - 1)  # of a tile; messages per step are not counted
+        messages = (len(kinds) - sums) * neighbours
+        return Workload(total.flops, moved, messages, total.sent_most, sums, total.summed, self.parameters)
+
+    def moved(self, rank: int = 0) -> int:
+        """Return the bytes that a training step reads and writes, at least; the same for all ranks."""
+        return self.all_costs.moved() + self.parameters.moved(rank)
+
+    def table(self) -> Any:
+        """Return a rich table of modules, with notes and a legend."""
+        costs = self.costs()
+        total, sums, sent = self.all_costs.total, self.parameters.reduced(0), self.parameters.redistributed(0)
+        notes = [f"{len(self.steps.steps)} steps; memory is that of rank {self.all_costs.fullest}, which needs most"]
+        notes.append(f"planned peak: {report.size(self.trained_in)}, for parameters, optimiser, values and gradients")
+        if sums:
+            notes.append(f"gradient reduction: {report.size(sums)} per rank and step")
+        if sent:
+            notes.append(f"gradients to owners and values back: {report.size(sent)} sent per rank and step")
+        if self.all_costs.uncounted:
+            names = ", ".join(dict.fromkeys(self.all_costs.uncounted))
+            notes.append(f"flops without those of {names}, which could not be counted")
+        rows = [(name, cost, self._shape(name)) for name, cost in costs.items()]
+        return report.costs_table(rows, total, [*notes, *filter(None, [self.note])], LEGEND)
+
+    def describe(self) -> str:
+        """Return the table as plain text, with the grid above."""
+        head = report.headline(self.parameters.dtype, self.grid, self.input_shape, self.batch_size)
+        return report.as_text(head, self.table())
+
+    @cached_property
+    def _training(self) -> TrainingMemory:
+        return TrainingMemory(self.steps, self.trained)
+
+    def _traffic(self, rank: int) -> Traffic:
+        """Return the traffic of steps in a training step, without the reduction of gradients."""
+        traffic = self.steps.traffic(rank, self.trained)
+        return {account: count for account, count in traffic.items() if account[1] != GRADIENTS}
+
+    @cached_property
+    def _rows(self) -> dict[str, str]:
+        return module_paths(list(dict.fromkeys(step.name for step in self.steps.steps)), ROWS)
+
+    def _shape(self, row: str) -> str:
+        names = {name for name, label in self._rows.items() if label == row}
+        shape = output_shape_of(self.steps, names)
+        return "-" if shape is None else report.by(shape) or "1"
+
+
+def _wide_tiles(overlaps: Sequence[Wanted], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:
+    """Return the tiles of images that ranks read, if larger than their own."""
+    if not overlaps or not overlaps[0]:
+        return None
+    ranges = (overlaps[0].get(dim, (0, [(0, n)]))[1] for dim, n in enumerate(extent, 2))
+    return Overlapping(extent, mesh.parts[1:], 1, tuple(map(tuple, ranges)))
+
+
+def _updated(module: nn.Module, steps: TorchPlan) -> dict[str, Parameter]:
+    """Return the parameters that a training step updates, under their first names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    reached = BackwardSteps(steps, [name for aliases in names.values() for name in aliases]).reached
+    return describe_parameters(
+        {
+            aliases[0]: parameter
+            for parameter, aliases in names.items()
+            if any(steps.parameters.get(name) in reached for name in aliases)
+        },
+        sparse_tables(module),
+    )

@@ -1,0 +1,90 @@
+"""Training steps of a model in AutoDist's scope, with the interface of a model for hooks and checkpoints."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...comm import ProcessGrid
+from ...errors import ConfigError
+from ...models import ScriptModel
+from ...parallel import ParameterShard
+from ..module.module_scope import ModuleScope
+from ..module.parameters import MODULE
+from ..module.weights import as_array, begin_slots, kept_tensors, slots_of
+from .owner_steps import OwnerSteps
+from .script import ModuleScript
+
+
+class ScopeScript(ModuleScript):
+    """Model of a scope with its optimiser and PyTorch's random state.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    optimizer : torch.optim.Optimizer
+    owners : OwnerSteps, optional
+        Divides the optimiser's steps.
+    grid : ProcessGrid
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, owners: OwnerSteps | None, grid: ProcessGrid
+    ) -> None:
+        ScriptModel.__init__(self, grid)
+        self.model, self.optimizer, self.owners, self.divided = model, optimizer, owners, None
+        self.counted = self
+        self.dtype = as_array(next(model.parameters())).dtype
+
+    @classmethod
+    def create(cls, scope: ModuleScope, owners: OwnerSteps | None) -> list[Any]:
+        """Return the script of a scope's model and the schedulers of its optimiser.
+
+        Raises
+        ------
+        ConfigError
+            There is not exactly one model and one optimiser.
+        """
+        parameters = set(map(id, scope.parameters.values()))
+        optimizers = [item for item in _living(torch.optim.Optimizer) if parameters & _parameters_of(item)]
+        if len(scope.models) != 1 or len(optimizers) != 1:
+            raise ConfigError(
+                f"session: the scope has {len(scope.models)} models and {len(optimizers)} optimizers, but a session"
+                " takes one of each: combine the modules, and create the optimizer before the session"
+            ).on_all_ranks()
+        schedulers = [item for item in _living(LRScheduler) if item.optimizer is optimizers[0]]
+        inner = {id(part) for item in schedulers for part in getattr(item, "_schedulers", ())}
+        outer = sorted((item for item in schedulers if id(item) not in inner), key=lambda item: type(item).__name__)
+        return [cls(scope.models[0], optimizers[0], owners, scope.grid), *outer]
+
+    def __str__(self) -> str:
+        return type(self.model).__name__
+
+    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+        """Return the model's state and this rank's parts of the optimiser's."""
+        names = [name.removeprefix(f"{MODULE}/") for name in slots]
+        weights = self._whole(kept_tensors(self.model))
+        if self.owners is None:
+            tensors = dict(self.model.named_parameters())
+            begin_slots(tensors, self.optimizer, names)
+            return {"model": weights, "optimizer": self._whole(slots_of(tensors, self.optimizer))}
+        parameters = self.owners.parameters
+        with self.owners.parts_of(self.optimizer):
+            begin_slots(parameters.updated, self.optimizer, names)
+        return {"model": weights, "optimizer": parameters.slots_kept_by(self.optimizer)}
+
+
+def _living(kind: type) -> list[Any]:
+    """Return the living objects of a class: optimisers and schedulers are not registered when they are created."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

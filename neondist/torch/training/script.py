@@ -1,0 +1,154 @@
+"""Training steps of a distributed module in a script, with the interface of a model for hooks and checkpoints."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+from ...io.checkpoint import from_plain, to_plain
+from ...io.checkpoint.texts import require_integer, require_type
+from ...layers import Parameter
+from ...models import ScriptModel
+from ...parallel import ParameterShard, SyncState
+from ..module.module import DistributedModule
+from ..module.parameters import MODULE
+from ..module.weights import as_array, begin_slots, kept_tensors, slots_of
+from .distributed_optimizer import DistributedOptimizer
+
+
+class ModuleScript(ScriptModel):
+    """Distributed module with its optimiser and PyTorch's random state.
+
+    Parameters
+    ----------
+    module : DistributedModule
+    optimizer : torch.optim.Optimizer, optional
+        Of its parameters: a DistributedOptimizer, or one replicated on every rank. None: nothing is trained.
+    """
+
+    def __init__(self, module: DistributedModule, optimizer: torch.optim.Optimizer | None) -> None:
+        super().__init__(module.grid)
+        self.module, self.optimizer = module, optimizer
+        self.counted: DistributedModule | ScriptModel = module
+        self.divided = optimizer.parameters if isinstance(optimizer, DistributedOptimizer) else None
+        if self.divided is not None:
+            self.sync = self.divided.sync
+        self.dtype = as_array(next(iter(module.parameters()), torch.zeros(()))).dtype
+
+    @classmethod
+    def of(cls, parts: Iterable[Any]) -> tuple[ModuleScript | None, list[Any]]:
+        """Return the script of the distributed module and its optimiser, None without one, and the other parts.
+
+        Raises
+        ------
+        ConfigError
+            There are several modules or optimisers, an optimiser without a module, or a module that is not distributed.
+        """
+        rest, modules, optimizers = [], list[DistributedModule](), list[torch.optim.Optimizer]()
+        for part in parts:
+            if isinstance(part, DistributedModule):
+                modules.append(part)
+            elif isinstance(part, torch.optim.Optimizer):
+                optimizers.append(part)
+                modules += [part.module] if isinstance(part, DistributedOptimizer) else []
+            elif isinstance(part, nn.Module):
+                raise ConfigError(
+                    f"model: {type(part).__name__} is not distributed; give the result of ndt.distribute(module,"
+                    " example_shape)"
+                )
+            else:
+                rest.append(part)
+        modules = list({id(module): module for module in modules}.values())
+        optimizers = optimizers or [module.optimizer for module in modules if module.optimizer is not None]
+        if len(modules) > 1 or len(optimizers) > 1:
+            raise ConfigError(
+                f"model: {len(modules)} modules and {len(optimizers)} optimizers; a session takes one of each:"
+                " combine the modules"
+            )
+        if optimizers and not modules:
+            raise ConfigError(f"model: {type(optimizers[0]).__name__} without its module; give [module, optimizer]")
+        return (cls(modules[0], optimizers[0] if optimizers else None) if modules else None), rest
+
+    def __str__(self) -> str:
+        return type(self.module.module).__name__
+
+    def check_trains(self) -> None:
+        """Raise ConfigError if there is no optimiser."""
+        if self.optimizer is None:
+            raise ConfigError(
+                "model: the module has no optimizer to save; create an ndt.DistributedOptimizer for the module, or"
+                " give [module, optimizer]"
+            )
+
+    def count(self) -> None:
+        """Count a step and read the flags of all ranks, which arrive with the gradients of a divided optimiser."""
+        if self.divided is None:
+            super().count()
+        else:
+            self.sync.flags.reduced[:] = self.sync.header
+            self.step += 1
+
+    @property
+    def sync_states(self) -> Sequence[SyncState]:
+        """Persistent state of gradient synchronisation."""
+        return () if self.divided is None else self.divided.compressed.state()
+
+    def kept_arrays(self, slots: Collection[str] = ()) -> dict[str, list[tuple[ParameterShard, Any]]]:
+        """Return the state of the module and of the optimiser, named as in a TorchModel."""
+        names = [name.removeprefix(f"{MODULE}/") for name in slots]
+        slot_arrays: list[tuple[ParameterShard, Any]] = []
+        if isinstance(self.optimizer, DistributedOptimizer):
+            slot_arrays = self.optimizer.slots(names)
+        elif self.optimizer is not None:
+            tensors = dict(self.module.named_parameters())
+            begin_slots(tensors, self.optimizer, names)
+            slot_arrays = self._whole(slots_of(tensors, self.optimizer))
+        return {"model": self._whole(kept_tensors(self.module)), "optimizer": slot_arrays}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of parameter groups, the module's forward count and the random states of all ranks."""
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self._groups]
+        own_state = base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+        all_states = self.grid.world.allgather(own_state)
+        states = sorted(set(all_states))  # usually all ranks but the first have the same
+        return {
+            "groups": to_plain("param_groups", groups),
+            "forwards": self.counted.step,
+            "random": {"states": states, "ranks": [states.index(state) for state in all_states]},
+        }
+
+    def take_settings(self, settings: Mapping[str, Any]) -> None:
+        """Restore the result of `settings`; additional ranks take the random state of the last one."""
+        groups = require_type("'groups'", settings.get("groups"), list)
+        if len(groups) != len(self._groups):
+            raise ValueError(f"has {len(groups)} parameter groups, the optimizer {len(self._groups)}")
+        for group, saved_group in zip(self._groups, groups, strict=True):
+            saved = from_plain(group, require_type("a group of parameters", saved_group, dict))
+            group.update({name: value for name, value in saved.items() if name != "params"})
+        self.counted.step = require_integer("'forwards'", settings.get("forwards"))
+        random = require_type("'random'", settings.get("random"), dict)
+        states, ranks = (require_type(f"'{name}'", random.get(name), list) for name in ("states", "ranks"))
+        at = require_integer("'ranks'", ranks[min(self.grid.rank, len(ranks) - 1)]) if ranks else len(states)
+        if at >= len(states):
+            raise ValueError("'random' has no state for this rank")
+        state = bytearray(base64.b64decode(require_type("a random state", states[at], str), validate=True))
+        try:
+            torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"its random state is invalid ({error})") from None
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def _whole(self, tensors: Mapping[str, torch.Tensor]) -> list[tuple[ParameterShard, Any]]:
+        arrays = {name: as_array(tensor) for name, tensor in tensors.items()}
+        shards = {
+            name: ParameterShard(MODULE, name, Parameter(array.shape), self.grid) for name, array in arrays.items()
+        }
+        return [(shards[name], array) for name, array in arrays.items()]

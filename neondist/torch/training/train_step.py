@@ -1,0 +1,72 @@
+"""A training step of a PyTorch module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...arrays.precision import ComputePrecision
+from ...models import TrainStep
+from ...runtime.observers.nonfinite import first_nonfinite
+from ..ir.registry import TRACING
+
+
+@contextmanager
+def compute_in(precision: ComputePrecision, module: nn.Module) -> Iterator[None]:
+    """Make PyTorch compute in a precision on the device of a module: by autocast, or with TF32 operands."""
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    dtype = getattr(torch, precision.name) if precision.narrow else None
+    with torch.autocast(device, dtype, enabled=precision.narrow), ExitStack() as stack:
+        if device == "cuda":
+            backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
+            for switches in backends:
+                stack.callback(setattr, switches, "allow_tf32", switches.allow_tf32)
+                switches.allow_tf32 = precision.name == "tf32"
+        yield
+
+
+class ModuleStep(TrainStep):
+    """Training step of a TorchModel."""
+
+    owner: Any  # a TorchModel, whose module imports this one
+
+    def save_state(self) -> Callable[[], None]:
+        """Save the module's buffers, and return a function that restores them."""
+        buffers = list(self.owner.module.buffers())
+        kept = [buffer.clone() for buffer in buffers]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for buffer, before in zip(buffers, kept, strict=True):
+                    buffer.copy_(before)
+
+        return restore
+
+    def gradients(self, x: Any, targets: Any, batch: int) -> tuple[float, bool]:
+        """Run forward and backward, and synchronise the gradients."""
+        owner, parameters = self.owner, self.owner.built
+        parameters.begin_gradients()
+        with owner.grid.observers.during("cost"):
+            _, loss = owner.loss_of(x, targets, batch)
+            self.finite = bool(loss.isfinite())
+            parameters.sync.note(self.finite)
+            (loss * self.loss_scale).backward()
+        parameters.sum_gradients(for_update=True, scale=self.loss_scale)
+        return parameters.read_flags(loss.detach().numpy().reshape(1))
+
+    def locate(self, x: Any, targets: Any, batch: int) -> str:
+        """Return the name of the first non-finite gradient on any rank; collective."""
+        bad = {"the loss": not self.finite}
+        for name, tensor in self.owner.built.tensors.items():
+            bad[f"the gradient of '{name}'"] = tensor.grad is not None and not tensor.grad.isfinite().all()
+        return first_nonfinite(self.owner.grid.world, bad) or "the sum of the gradients over all ranks"
+
+    def update(self) -> None:
+        """Update the parameters that this rank owns, and receive the others."""
+        with self.owner.built.updating(), TRACING:  # optimisers behave differently while another thread traces
+            self.owner.set_rates()
+            self.owner.torch_optimizer.step()

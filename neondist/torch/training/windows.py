@@ -1,0 +1,128 @@
+"""Sliding-window application of a classifier of tiles to an image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+from ...geometry import Box
+from ...plan.blocks import cut_into
+from .judging import channels_last
+
+CELLS = 1 << 21
+"""Cells of all windows of one call of the module."""
+
+
+class ModuleWindows:
+    """Scores of a module for windows of an image, computed block by block; the counterpart of `blocks.ModuleBlocks`.
+
+    Parameters
+    ----------
+    module : nn.Module
+        From windows (n, C, *window) to scores (n, classes); it is set to evaluation mode.
+    dtype : numpy.dtype
+        Of its parameters.
+    shape : (*spatial, C)
+        Of the image.
+    window, stride : int
+        Cells along each axis, of a window and between the first cells of neighbours. Windows that are not entirely
+        inside the image are left out.
+    size : (*spatial,)
+        Of a block of the map; the last ones along an axis may be smaller.
+
+    Attributes
+    ----------
+    output_shape : (*spatial, classes)
+        Of the map.
+
+    Raises
+    ------
+    ConfigError
+        The module fails, or does not return scores for a window.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: np.dtype,
+        shape: Sequence[int],
+        window: int,
+        stride: int,
+        size: Sequence[int],
+    ) -> None:
+        self.module, self.dtype, self.window, self.stride = module.eval(), dtype, window, stride
+        *extent, channels = shape
+        places = tuple((n - window) // stride + 1 for n in extent)
+        self.size = tuple(min(pair) for pair in zip(size, places, strict=True))
+        self.cells = cut_into(places, self.size)
+        self.batch = max(1, CELLS // window ** len(extent))
+        scores = self._scores(torch.zeros((1, channels, *(window for _ in extent)), dtype=_dtype(dtype)))
+        self.output_shape = *places, scores.shape[1]
+
+    def __len__(self) -> int:
+        return self.cells.tiles
+
+    def coords(self, number: int) -> tuple[int, ...]:
+        """Return a block's coordinates in the grid of blocks."""
+        return self.cells.coords(number)
+
+    def output(self, number: int) -> Box:
+        """Return the cells of the map in a block."""
+        return self.cells.box(number)
+
+    def image(self, number: int) -> Box:
+        """Return the cells of the image that a block depends on."""
+        box = self.output(number)
+        lo = tuple(at * self.stride for at in box.lo)
+        return Box(lo, tuple((at - 1) * self.stride + self.window for at in box.hi))
+
+    @property
+    def largest_image(self) -> Box:
+        """Largest box of the image that a block depends on."""
+        return self.image(0)
+
+    def run(self, number: int, x: np.ndarray) -> np.ndarray:
+        """Return a block of the map (1, *block, classes) from the cells of the image (1, *cells, C)."""
+        windows = torch.from_numpy(np.ascontiguousarray(np.moveaxis(x[0], -1, 0)))
+        for axis in range(1, windows.dim()):
+            windows = windows.unfold(axis, self.window, self.stride)
+        block = self.output(number).shape
+        places: list[tuple[int, ...]] = list(product(*map(range, block)))
+        scores = []
+        for first in range(0, prod(block), self.batch):
+            batch = [_window_at(windows, place) for place in places[first : first + self.batch]]
+            scores.append(self._scores(torch.stack(batch)))
+        return np.concatenate(scores).reshape(1, *block, -1)
+
+    def _scores(self, windows: torch.Tensor) -> np.ndarray:
+        subject = f"{type(self.module).__name__}: for windows {list(windows.shape)}, it"
+        try:
+            with torch.no_grad():
+                output = self.module(windows)
+        except Exception as error:
+            line = str(error).strip().split("\n")[0]
+            raise ConfigError(f"{subject} fails: {type(error).__name__}: {line}; give --windows of its size") from error
+        try:
+            scores = channels_last(output)
+        except StopIteration:
+            raise ConfigError(f"{subject} returns a {type(output).__name__}; return a tensor of scores") from None
+        if scores.ndim < 2 or len(scores) != len(windows) or scores[0].size != scores.shape[-1]:
+            raise ConfigError(f"{subject} returns {list(scores.shape)}, channels last; return scores (n, classes)")
+        return scores.reshape(len(scores), -1)
+
+
+def _window_at(windows: torch.Tensor, place: Sequence[int]) -> torch.Tensor:
+    """Return the window at a place of (C, *places, *window)."""
+    for at in place:
+        windows = windows.select(1, at)
+    return windows
+
+
+def _dtype(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
