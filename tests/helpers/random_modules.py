@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch_runs import captured_once, difference, distributed, serial
 
 from neondist.errors import UserError
-from neondist.torch.capture.capture import capture
+from neondist.torch.capture import capture
 from neondist.torch.ir import layout
 
 GRIDS = {

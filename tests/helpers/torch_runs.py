@@ -20,8 +20,8 @@ from neondist.comm import loopback
 from neondist.torch.execution.blocks import TracedImage
 from neondist.torch.ir.layout import shape_of
 from neondist.torch.ir.transfer import at_place
-from neondist.torch.module.module import criteria
-from neondist.torch.module.module import module as capturing
+from neondist.torch.module import criteria
+from neondist.torch.module import module as capturing
 from neondist.torch.training import factory
 
 if ON_GPU and not torch.cuda.is_available():

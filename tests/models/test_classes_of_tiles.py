@@ -36,7 +36,7 @@ def test_classes_of_tiles_are_as_good_as_all_tiles(number, grid, strategy):
     tiles, size = range(grid.tiles), plan.itemsize
     assert plan.peak == max(plan.arena(0, tile) for tile in tiles)
     assert plan.needed == max(plan.memory(tile) for tile in tiles)
-    assert plan.needed_by(None) == max(plan._whole(0, tile) + plan.parameters.memory(tile) for tile in tiles)
+    assert plan.needed_by(None) == max(plan._unstreamed(0, tile) + plan.parameters.memory(tile) for tile in tiles)
     for index, (layer, costs) in enumerate(zip(plan, plan.costs(), strict=True)):
         views, outputs = [layer.view(tile) for tile in tiles], [layer.tile(tile) for tile in tiles]
         assert layer.held == [layer.held_by(tile) for tile in tiles]

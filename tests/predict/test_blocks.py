@@ -120,7 +120,7 @@ def test_what_sees_the_whole_image_is_named():
         ([nd.LCNLayer(11, padding_mode="reflect")], ("lcn1", "its two stages exchange means")),
         (
             [nd.LocalFilteringLayer(2, 3)],
-            ("local_filtering1", "each tile keeps the weights of its own outputs alone"),
+            ("local_filtering1", "each tile stores only the weights of its own outputs"),
         ),
     ):
         model = nd.Convnet(layers)

@@ -178,7 +178,7 @@ NOT_HERE = {
     "unshared": (
         lambda: [conv(1, 3), nd.LocalFilteringLayerDist(1, 3)],
         "overlap_tile",
-        "keeps the weights of",
+        "stores only the weights of",
     ),
     "deconv": (lambda: [nd.DeconvLayerDist(1, 3), conv(1, 3)], "deep_halo", "layer 0 'deconv1'.*slide over the output"),
     "batch normalisation": (

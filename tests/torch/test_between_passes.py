@@ -14,7 +14,7 @@ from torch_runs import Function, check  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
-from neondist.torch.capture.capture import persistent_state  # noqa: E402
+from neondist.torch.capture import persistent_state  # noqa: E402
 
 IMAGES, GRIDS = (2, 3, 9, 7), ((1, 1, 2), (1, 3, 1), (2, 1, 2))
 

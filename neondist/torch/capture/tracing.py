@@ -124,7 +124,7 @@ def _traceback(error: BaseException) -> list[str]:
 
 def user_frames(text: str) -> list[str]:
     """Return 'file:line' of the frames outside of PyTorch and neondist, the innermost last."""
-    package = os.path.dirname(__file__)
+    package = os.path.dirname(os.path.dirname(__file__))
     others = (_TORCH, package, "<")
     return [
         f"{file}:{line}"
