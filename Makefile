@@ -36,7 +36,7 @@ losses: .venv/test
 
 # half an hour: every public model of tests/helpers/zoo.py on every grid; one at a time, which takes up to 12 GB
 zoo: .venv/test
-	OMP_NUM_THREADS=1 NEONDIST_ZOO=all NEONDIST_CASES=all $(BIN)/python -m pytest -n 0 tests/torch/test_zoo.py tests/torch/test_volumes_of_modules.py
+	OMP_NUM_THREADS=1 NEONDIST_ZOO=all NEONDIST_CASES=all $(BIN)/python -m pytest -n 0 tests/torch/modules/test_zoo.py tests/torch/operators/test_volumes_of_modules.py
 
 # half an hour: all tests; of the long ones and of their cases `make test` runs a sixth, by NEONDIST_SEED
 all-cases: .venv/test
@@ -70,8 +70,9 @@ study: .venv/test
 
 # a quarter of an hour, on a machine with a GPU: without a network, with the $(PYTHON) that has mpi4py, CuPy and PyTorch;
 # writes docs/gpu.md. Without a GPU it tells how many tests that skips
-GPU_TESTS := $(addprefix tests/backends/test_,device.py device_kernels.py kernels.py) $(addprefix tests/torch/test_, \
-	random_modules.py hard_cases.py segments_of_modules.py random_numbers.py custom_gradients.py matrix.py spectrum.py)
+GPU_TESTS := $(addprefix tests/backends/test_,device.py device_kernels.py kernels.py) $(addprefix tests/torch/, \
+	modules/test_random_modules.py operators/test_hard_cases.py execution/test_segments_of_modules.py \
+	operators/test_random_numbers.py operators/test_custom_gradients.py operators/test_matrix.py operators/test_spectrum.py)
 test-gpu:
 	@$(PYTHON) -c 'import h5py, hypothesis, mpi4py, psutil, pytest, threadpoolctl, yaml' || { echo "error: test-gpu: \
 	install what is missing for $(PYTHON), from wheels where there is no network"; exit 2; }

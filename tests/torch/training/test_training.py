@@ -27,7 +27,7 @@ GRIDS = (1, 1, 1), (1, 3, 1), (1, 2, 2), (2, 1, 2)
 """(replicas, rows, cols)"""
 PROGRAMS = {}
 """those of the scripts' modules, which are few"""
-HELPERS = Path(__file__).parents[1] / "helpers"
+HELPERS = Path(__file__).parents[2] / "helpers"
 
 
 def on(grid, body):

@@ -173,7 +173,7 @@ def check_layers():
 @pytest.mark.long
 def test_convolutions_of_strided_inputs(threads):
     here = Path(__file__)
-    paths = [str(here.parent), str(here.parents[1] / "helpers"), str(here.parents[2])]
+    paths = [str(here.parent), str(here.parents[2] / "helpers"), str(here.parents[3])]
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-W", "ignore", "-c", "import test_strided_inputs as t; t.check_all(0)"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
