@@ -55,11 +55,12 @@ class Public(SphinxDirective):
     required_arguments = 1
 
     def run(self):
-        base = reduce(getattr, self.arguments[0].split("."), neondist)
-        known = {name: getattr(neondist, name) for name in neondist.__all__}
+        home, _, name = f"neondist.{self.arguments[0]}".rpartition(".")
+        package = reduce(getattr, home.split(".")[1:], neondist)
+        base, known = getattr(package, name), {name: getattr(package, name) for name in package.__all__}
         below = [name for name, cls in known.items() if inspect.isclass(cls) and issubclass(cls, base)]
         concrete = [name for name in sorted(below) if not inspect.isabstract(known[name]) and known[name] is not base]
-        lines = ["```{eval-rst}", *(f".. autoclass:: neondist.{name}" for name in concrete), "```"]
+        lines = ["```{eval-rst}", *(f".. autoclass:: {home}.{name}" for name in concrete), "```"]
         section = nodes.section()
         self.state.nested_parse(StringList(lines, source=str(self.env.docname)), self.content_offset, section)
         return section.children

@@ -8,7 +8,7 @@ import numpy as np
 import neondist as nd
 
 
-class HalfHalo(nd.Scheme):
+class HalfHalo(nd.schemes.ExchangePolicy):
     """Cells and gradients travel as 16-bit floating point numbers."""
 
     formula = "each way 2 bytes for each number of an exact halo"

@@ -30,20 +30,7 @@ from .errors import (
 )
 from .formats import TileSink, TileSource, create_sink, open_source
 from .geometry import Box, GridShape, HaloPlan, RepartitionPlan, Window, split
-from .halo import (
-    Auto,
-    DeepHalo,
-    Every,
-    ExchangePolicy,
-    GlobalArray,
-    Halo,
-    HaloOneway,
-    OverlapTile,
-    PaddedArray,
-    Quantised,
-    Stale,
-    Tower,
-)
+from .halo import GlobalArray, PaddedArray, schemes
 from .initializers import Constant, FanInNormal, FanInUniform, Gaussian, GlorotUniform, Initializer, Uniform
 from .layers import (
     Activation,
@@ -146,9 +133,6 @@ from .strategies import ParameterSpec, Strategy
 from .train import Best, DebugHalo, FitExperiment, Hook, MLflow, TensorBoard, fit, pretrain
 from .version import __version__
 
-Scheme = ExchangePolicy
-"""Border schemes are what users call exchange policies."""
-
 __all__ = [
     "ACC",
     "BCE",
@@ -173,7 +157,6 @@ __all__ = [
     "ActivationLayerDist",
     "Adam",
     "AdamW",
-    "Auto",
     "AutoDist",
     "AvgPoolingLayer",
     "AvgPoolingLayerDist",
@@ -204,7 +187,6 @@ __all__ = [
     "DebugHalo",
     "DeconvLayer",
     "DeconvLayerDist",
-    "DeepHalo",
     "Dice",
     "DiceCE",
     "Dist",
@@ -215,8 +197,6 @@ __all__ = [
     "Elastic",
     "EmbeddingLayer",
     "EmbeddingLayerDist",
-    "Every",
-    "ExchangePolicy",
     "FCLayer",
     "FCLayerDist",
     "FanInNormal",
@@ -236,9 +216,7 @@ __all__ = [
     "GroupNormLayer",
     "GroupNormLayerDist",
     "HDF5Dataset",
-    "Halo",
     "HaloError",
-    "HaloOneway",
     "HaloPlan",
     "Hook",
     "Huber",
@@ -278,7 +256,6 @@ __all__ = [
     "OneCycle",
     "Optimizer",
     "OutputError",
-    "OverlapTile",
     "PadLayer",
     "PadLayerDist",
     "PaddedArray",
@@ -289,7 +266,6 @@ __all__ = [
     "Plateau",
     "Precision",
     "ProcessGrid",
-    "Quantised",
     "QuarterTurns",
     "RMSprop",
     "ReLU",
@@ -301,7 +277,6 @@ __all__ = [
     "RepartitionPlan",
     "Replicate",
     "ResourceSpec",
-    "Scheme",
     "Sequential",
     "ShapeError",
     "Shard",
@@ -309,7 +284,6 @@ __all__ = [
     "Softmax",
     "SoftmaxCrossEntropy",
     "Split",
-    "Stale",
     "StepContext",
     "StepDecay",
     "StopAtStepHook",
@@ -328,7 +302,6 @@ __all__ = [
     "TileSource",
     "Tiled",
     "TopK",
-    "Tower",
     "Transform",
     "Uniform",
     "UpsampleLayer",
@@ -345,6 +318,7 @@ __all__ = [
     "loopback",
     "open_source",
     "pretrain",
+    "schemes",
     "scope",
     "split",
     "strategies",

@@ -6,7 +6,6 @@ makes the view: a PaddedArray, or a GlobalArray where the mixin `Dist` comes fir
 
 from __future__ import annotations
 
-import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -329,18 +328,6 @@ class Layer(LayerDescription):
     def give_names(self, prefix: str, counts: dict[str, int]) -> None:
         """Name this layer, if it has no name."""
         self._name_itself(prefix, counts)
-        self._check_form()
-
-    def _check_form(self) -> None:
-        """Raise ConfigError for a layer with the interface of neondist 0.1."""
-        for method in (self.forward, self.backward):
-            if len(inspect.signature(method).parameters) < 2:
-                raise ConfigError(
-                    f"layer '{self.name}': {type(self).__name__}.{method.__name__} takes one array, as in neondist"
-                    " 0.1; write forward(self, ctx, view) and backward(self, ctx, dy), and keep what backward"
-                    " needs with"
-                    " ctx.save(name=array) instead of on self (docs/adding_a_layer.md)"
-                )
 
     def twin(self) -> Layer:
         """Return a new layer of the distributed class, with the same arguments and name."""

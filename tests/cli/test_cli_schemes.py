@@ -127,7 +127,7 @@ import neondist as nd
 print("imported")
 
 
-class OddHalo(nd.Halo):
+class OddHalo(nd.schemes.Halo):
     pass
 """
 

@@ -72,7 +72,7 @@ class ForgetsGradient(Right):
         return dview
 
 
-class FillsNothing(nd.Scheme):
+class FillsNothing(nd.schemes.ExchangePolicy):
     """Leaves the cells of other tiles as they are, in its second step."""
 
     def forward(self, halo):
@@ -86,7 +86,7 @@ class FillsNothing(nd.Scheme):
         return 0, 0.5, 1
 
 
-class Overlaps(nd.Scheme):
+class Overlaps(nd.schemes.ExchangePolicy):
     """Works on cells that are on their way."""
 
     def forward(self, halo):

@@ -135,7 +135,11 @@ def test_where_a_micro_batch_is_not_finite():
         model.train_batch(images(model, 8, 0)[0], labels)
 
 
-@pytest.mark.parametrize("scheme", [nd.Stale(), nd.Quantised(), nd.Every(2)], ids=lambda scheme: type(scheme).__name__)
+@pytest.mark.parametrize(
+    "scheme",
+    [nd.schemes.Stale(), nd.schemes.Quantised(), nd.schemes.Every(2)],
+    ids=lambda scheme: type(scheme).__name__,
+)
 def test_schemes_with_memory_are_refused(scheme):
     with pytest.raises(
         nd.ConfigError, match=r"accumulate: the scheme .* of layer 'conv1' reuses .* leave out accumulate"

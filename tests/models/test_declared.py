@@ -9,7 +9,7 @@ from neondist.errors import PlanError
 from neondist.layers import Reduction
 
 
-class Twice(nd.Scheme):
+class Twice(nd.schemes.ExchangePolicy):
     """Exchanges twice, and says once."""
 
     def forward(self, halo):
@@ -20,7 +20,7 @@ class Twice(nd.Scheme):
         halo.exchange()
 
 
-class Halves(nd.Scheme):
+class Halves(nd.schemes.ExchangePolicy):
     """Sends two bytes for a number of eight, and says eight."""
 
     def forward(self, halo):

@@ -33,7 +33,7 @@ def layers(kind=""):
         of("LCN", 3, min_deviation="mean"),
         of("Pad", 1),
         of("Crop", 1),
-        of("Conv", 4, 3, scheme=nd.Halo(backward="gather"), padding=1),
+        of("Conv", 4, 3, scheme=nd.schemes.Halo(backward="gather"), padding=1),
         of("LocalFiltering", 4, 3, activation=nd.Logistic()),
         of("Activation", tanh),
         nd.Sum([[of("InstanceNorm")], []]),
@@ -130,18 +130,3 @@ def test_a_way_back_after_the_weights_have_changed_is_refused():
     run.close()
     with pytest.raises(PassError, match="it was closed"):
         run.backward(dy)
-
-
-class Old(nd.Layer):
-    def forward(self, view):
-        return view
-
-    def backward(self, dy):
-        return dy
-
-
-def test_a_layer_as_before_is_refused_with_the_remedy():
-    with pytest.raises(
-        nd.ConfigError, match=r"layer 'old1': Old.forward takes one array, .* forward\(self, ctx, view\)"
-    ):
-        nd.Convnet([Old()])

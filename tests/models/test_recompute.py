@@ -75,7 +75,9 @@ def test_memory_is_that_of_a_section():
 
 
 @pytest.mark.parametrize(
-    "scheme", [nd.Stale(), nd.Quantised(feedback=True), nd.Every(2)], ids=lambda scheme: type(scheme).__name__
+    "scheme",
+    [nd.schemes.Stale(), nd.schemes.Quantised(feedback=True), nd.schemes.Every(2)],
+    ids=lambda scheme: type(scheme).__name__,
 )
 def test_schemes_with_memory_are_refused(scheme):
     told = "recompute: the scheme .* of layer 'conv1' reuses .* leave out recompute"

@@ -98,7 +98,7 @@ def test_a_tower_sends_nothing_until_the_towers_meet():
         layers = [
             nd.ConvLayerDist(4, 5, padding=2),
             nd.MaxPoolingLayerDist(3, 2),
-            nd.ConvLayerDist(4, 3, scheme=nd.Tower(merge=True)),
+            nd.ConvLayerDist(4, 3, scheme=nd.schemes.Tower(merge=True)),
             nd.ConvLayerDist(4, 3),
             nd.FCLayerDist(10),
         ]

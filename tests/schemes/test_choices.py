@@ -78,10 +78,10 @@ def test_measured_layers_count_instead_of_the_speed():
 def test_auto_plans_with_the_figures_of_a_machine(tmp_path):
     near, far = Link(1e-9, 1e15), Link(1.0, 1e9)
     write(tmp_path / "m.yaml", Machine(4, near, far, speed=1e10), "a comment")
-    scheme = nd.Auto(machine=str(tmp_path / "m.yaml"))
+    scheme = nd.schemes.Auto(machine=str(tmp_path / "m.yaml"))
     assert scheme.figures(4) == Figures(1e-9, 1e15, 1e10)
     assert scheme.figures(9, samples=7) == Figures(1.0, 1e9, 1e10, 7)
-    assert nd.Auto(machine=str(tmp_path / "m.yaml"), latency=2.0, samples=3).figures(9, samples=7).samples == 3
+    assert nd.schemes.Auto(machine=str(tmp_path / "m.yaml"), latency=2.0, samples=3).figures(9, samples=7).samples == 3
     assert scheme_text(as_scheme(scheme_text(scheme))) == scheme_text(scheme)
     layers = [conv() for _ in range(5)]
     counts = [
@@ -90,12 +90,12 @@ def test_auto_plans_with_the_figures_of_a_machine(tmp_path):
     ]
     assert counts == [5, 1]
     with pytest.raises(ConfigError, match=r"no\.yaml: cannot be read"):
-        nd.Auto(machine="no.yaml")
+        nd.schemes.Auto(machine="no.yaml")
 
 
 def test_auto_plans_for_the_samples_of_a_replica():
     layers = [conv() for _ in range(4)]
-    scheme = nd.Auto(latency=1e-3, bandwidth=1e15, speed=1e9)  # a message is as dear as some samples' computing
+    scheme = nd.schemes.Auto(latency=1e-3, bandwidth=1e15, speed=1e9)  # a message is as dear as some samples' computing
     halos = [
         sum(plan.halo_cells[4] > 0 for plan in nd.ConvnetDist(layers, scheme=scheme).plan(SHAPE, GRID, batch_size=n))
         for n in (1, 10**5)

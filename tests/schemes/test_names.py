@@ -28,7 +28,7 @@ def test_text_there_and_back(text):
 
 
 def test_a_class_of_ones_own_has_a_name():
-    class MyOwnScheme(nd.Halo):
+    class MyOwnScheme(nd.schemes.Halo):
         pass
 
     assert type(as_scheme("my_own_scheme")) is MyOwnScheme

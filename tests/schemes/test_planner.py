@@ -25,9 +25,9 @@ def runs(scheme, layers=5):
 
 
 def test_dear_messages_make_long_runs_and_dear_computing_short_ones():
-    assert runs(nd.Auto(latency=1.0)) == [5]
-    assert runs(nd.Auto(latency=1e-9, bandwidth=1e15, speed=1e6)) == [1, 1, 1, 1, 1]
-    between = runs(nd.Auto(latency=1e-4, speed=2e10))
+    assert runs(nd.schemes.Auto(latency=1.0)) == [5]
+    assert runs(nd.schemes.Auto(latency=1e-9, bandwidth=1e15, speed=1e6)) == [1, 1, 1, 1, 1]
+    between = runs(nd.schemes.Auto(latency=1e-4, speed=2e10))
     assert 1 < len(between) < 5
 
 
@@ -47,20 +47,20 @@ def test_no_cut_is_cheaper(count, random):
 def test_everything_is_what_one_process_computes(name):
     shape, layers = NETWORKS[name]
     expected = on_ranks(1, lambda comm: passes(comm, layers, shape, "halo"))[0]
-    for found in on_ranks(6, lambda comm: passes(comm, layers, shape, nd.Auto(latency=1e-4))):
+    for found in on_ranks(6, lambda comm: passes(comm, layers, shape, nd.schemes.Auto(latency=1e-4))):
         assert worst(found, expected) < 1e-10
 
 
 def test_a_layer_that_cannot_be_in_a_run_is_left_alone():
     layers = [nd.ConvLayerDist(2, 3), nd.LCNLayerDist(3), nd.ConvLayerDist(2, 3), nd.ConvLayerDist(2, 3)]
-    plans = nd.ConvnetDist(layers, scheme=nd.Auto(latency=1.0)).plan((20, 20, 2), nd.GridShape(1, 2, 2))
+    plans = nd.ConvnetDist(layers, scheme=nd.schemes.Auto(latency=1.0)).plan((20, 20, 2), nd.GridShape(1, 2, 2))
     assert [plan.halo_cells[0] > 0 for plan in plans] == [True, True, True, False]
 
 
 def test_what_is_computed_twice_is_that_of_the_fullest_tile():
     """7 pooled rows on 2 tiles, 4 and 3: the first computes 8 rows of the convolution instead of 7, the second none."""
     layers = [nd.ConvLayerDist(2, 3, padding=1), nd.MaxPoolingLayerDist(2)]
-    model = nd.ConvnetDist(layers, scheme=nd.DeepHalo())
+    model = nd.ConvnetDist(layers, scheme=nd.schemes.DeepHalo())
     links, grid = list(model.chain.inputs((14, 14, 2))), nd.GridShape(1, 2, 1)
     figures = Figures(bandwidth=1e30, latency=1e-30, samples=3, cell_seconds={"conv1": 1.0})
     assert segment_seconds(figures, place_layers(links, grid), grid) == pytest.approx([14 * 3, 0])
@@ -68,4 +68,4 @@ def test_what_is_computed_twice_is_that_of_the_fullest_tile():
 
 def test_mistakes():
     with pytest.raises(ConfigError, match="Auto: speed: expected a number above 0 or null, got 0"):
-        nd.Auto(speed=0)
+        nd.schemes.Auto(speed=0)

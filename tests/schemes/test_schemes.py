@@ -87,7 +87,7 @@ def test_towers_of_any_window_pass_the_dot_test(drawn, parts, fill):
     def job(comm):
         grid = nd.ProcessGrid(comm, rows=parts[0], cols=parts[1])
         ga = nd.GlobalArray(grid, (2, *shape, 1), window, dtype="float64")
-        ga.policy = nd.Tower(fill=fill)
+        ga.policy = nd.schemes.Tower(fill=fill)
         x = ga.scatter(np.random.default_rng(7).normal(size=ga.global_shape))
         dview = np.random.default_rng(grid.rank).normal(size=ga.view_shape)
         view = ga.get_fprop_view(x) - ga.get_fprop_view(0 * x)
@@ -105,7 +105,7 @@ def test_a_tower_is_a_network_on_the_tile_alone(fill):
 
     def on_tiles(comm):
         model = build(comm, [nd.ConvLayerDist(c, k, padding=p, padding_mode=fill) for _, c, k, p in layers], (12, 8, 2),
-                      scheme=nd.Tower(fill=fill))  # fmt: skip
+                      scheme=nd.schemes.Tower(fill=fill))  # fmt: skip
         y, dx = step(model, 0, *noise(model))
         return model.state(), y, dx, model.gradients()
 
@@ -231,7 +231,7 @@ def test_feedback_returns_what_rounding_took():
         ga = nd.GlobalArray(nd.ProcessGrid(comm), (1, 6, 6, 1), nd.Window(3, padding=1), dtype="float64")
         dview = np.random.default_rng(1).normal(size=(1, 6, 6, 1))[:, : ga.view_shape[1], : ga.view_shape[2]]
         exact = ga.get_bprop_view(dview)
-        ga.policy = nd.Quantised(8, feedback=feedback)
+        ga.policy = nd.schemes.Quantised(8, feedback=feedback)
         return np.abs(sum(ga.get_bprop_view(dview) - exact for _ in range(steps))).max() / steps
 
     with_it, without = (max(on_ranks(4, lambda comm, f=f: job(comm, f))) for f in (True, False))
@@ -269,11 +269,11 @@ def test_empty_batches_and_empty_tiles(scheme):
 
 def test_a_layer_before_the_model():
     model = nd.ConvnetDist(
-        [nd.ConvLayerDist(1, 3, scheme="halo"), nd.ConvLayerDist(1, 3)], scheme=nd.Tower(fill="reflect")
+        [nd.ConvLayerDist(1, 3, scheme="halo"), nd.ConvLayerDist(1, 3)], scheme=nd.schemes.Tower(fill="reflect")
     )
-    assert [type(layer.scheme) for layer in model.leaves] == [nd.Halo, nd.Tower]
+    assert [type(layer.scheme) for layer in model.leaves] == [nd.schemes.Halo, nd.schemes.Tower]
     assert model.leaves[1].scheme.fill == "reflect"
-    assert type(nd.distribute(nd.Convnet([nd.ConvLayer(1, 3)], scheme="tower")).leaves[0].scheme) is nd.Tower
+    assert type(nd.distribute(nd.Convnet([nd.ConvLayer(1, 3)], scheme="tower")).leaves[0].scheme) is nd.schemes.Tower
 
 
 @given(windows(), st.tuples(st.integers(1, 4), st.integers(1, 3)))
@@ -285,7 +285,12 @@ def test_gathering_gives_the_gradient_that_scattering_gives(drawn, parts):
 
     def job(comm, scheme, rows=None):
         conv = nd.ConvLayerDist(
-            2, window.kernel, window.stride, window.padding, dilation=window.dilation, scheme=nd.Halo(backward=scheme)
+            2,
+            window.kernel,
+            window.stride,
+            window.padding,
+            dilation=window.dilation,
+            scheme=nd.schemes.Halo(backward=scheme),
         )
         model = build(comm, [conv], (*shape, 1), rows)
         return step(model, 0, *noise(model))[1]

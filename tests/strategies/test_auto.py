@@ -114,7 +114,7 @@ def test_the_name_means_what_its_field_wants(tmp_path):
     found = load_experiment(file)
     assert isinstance(found.model.strategy, AutoStrategy)
     assert found.model.strategy.arguments() == {"memory": "1GiB", "machine": None}
-    assert type(found.model.leaves[0].scheme) is nd.Auto
+    assert type(found.model.leaves[0].scheme) is nd.schemes.Auto
     assert isinstance(as_builder("Auto"), AutoStrategy)
     assert as_builder("Auto(memory='1GiB')").arguments() == {"memory": "1GiB", "machine": None}
 

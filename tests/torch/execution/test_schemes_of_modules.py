@@ -98,7 +98,7 @@ def distributed(scheme, dtype=torch.float32, **more):
 
 
 def test_modules_have_the_scheme_of_the_innermost_that_is_named():
-    for schemes, found, planned in distributed({"": "tower", "3": nd.HaloOneway(), "4": "halo"}):
+    for schemes, found, planned in distributed({"": "tower", "3": nd.schemes.HaloOneway(), "4": "halo"}):
         assert schemes == ["Tower", "Tower", "HaloOneway", "None", "Tower"]
         assert found == planned
 

@@ -22,7 +22,7 @@ NET = nn.Sequential(
 SHAPE = (2, 1, 12, 10)
 
 
-class Lazy(nd.ExchangePolicy):
+class Lazy(nd.schemes.ExchangePolicy):
     """Fills nothing."""
 
     def forward(self, halo):
