@@ -150,14 +150,14 @@ def test_mpi_says_what_ranks_of_torchrun_need(monkeypatch):
     def missing():
         raise ImportError("No module named 'mpi4py'")
 
-    monkeypatch.setattr(mpi, "_started", missing)
+    monkeypatch.setattr(mpi, "_start_mpi", missing)
     with pytest.raises(LaunchError, match=r"load your cluster's MPI module$"):
         nd.ProcessGrid()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(LaunchError, match=r"MPI module; under torchrun use nd.ProcessGrid\(ndt.world\(\)\)"):
         nd.ProcessGrid()
-    monkeypatch.setattr(mpi, "_started", lambda: SimpleNamespace(COMM_WORLD=None))
+    monkeypatch.setattr(mpi, "_start_mpi", lambda: SimpleNamespace(COMM_WORLD=None))
     monkeypatch.setattr(mpi, "MPITransport", lambda comm, most: SimpleNamespace(size=1))
     with pytest.raises(LaunchError, match="torchrun has started 2 ranks, but MPI sees one: under torchrun use"):
         nd.ProcessGrid()
