@@ -116,7 +116,7 @@ def test_an_experiment(tmp_path, monkeypatch):
         assert "blocks per rank (samples x space)" in found.compiled.describe()
         for a, b in zip(whole.module.parameters(), found.module.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    wrong = r"aten\.softmax\.int in module '1' cannot .*compares the whole image; with what .* needs .* only 40"
+    wrong = r"aten\.softmax\.int in module '1' cannot .*compares the whole image; together with .* needs .* only 40"
     with pytest.raises(UserError, match=wrong):
         made(columns, memory="40kB").validate()
 
