@@ -55,9 +55,10 @@ class Public(SphinxDirective):
     required_arguments = 1
 
     def run(self):
-        home, _, name = f"neondist.{self.arguments[0]}".rpartition(".")
-        package = reduce(getattr, home.split(".")[1:], neondist)
-        base, known = getattr(package, name), {name: getattr(package, name) for name in package.__all__}
+        base = reduce(getattr, self.arguments[0].split("."), neondist)
+        of_schemes = self.arguments[0].startswith("schemes.")
+        home, package = ("neondist.schemes", neondist.schemes) if of_schemes else ("neondist", neondist)
+        known = {name: getattr(package, name) for name in package.__all__}
         below = [name for name, cls in known.items() if inspect.isclass(cls) and issubclass(cls, base)]
         concrete = [name for name in sorted(below) if not inspect.isabstract(known[name]) and known[name] is not base]
         lines = ["```{eval-rst}", *(f".. autoclass:: {home}.{name}" for name in concrete), "```"]
