@@ -26,7 +26,36 @@ KINDS = 4
 """kinds of blocks kept ready: interior blocks are all of one kind, and borders come in turn"""
 
 
-class BlockPlan:
+class OutputBlocks:
+    """Blocks of an output, numbered like tiles.
+
+    Parameters
+    ----------
+    extent : (*spatial,)
+        Extent of the output.
+    size : (*spatial,)
+        Extent of a block; those at the end of an axis may be smaller.
+    beyond : int
+        Overlap: cells after its own, along each axis, that a block shares with the next one.
+    """
+
+    def __init__(self, extent: Extent, size: Sequence[int], beyond: int = 0) -> None:
+        self.size = tuple(size)
+        self.blocks = cut_into(extent, self.size, beyond)
+
+    def __len__(self) -> int:
+        return self.blocks.tiles
+
+    def coords(self, number: int) -> tuple[int, ...]:
+        """Return a block's position in the grid of blocks."""
+        return self.blocks.coords(number)
+
+    def output(self, number: int) -> Box:
+        """Return a block's cells of the output."""
+        return self.blocks.box(number)
+
+
+class BlockPlan(OutputBlocks):
     """Blocks of a network's output, each computed from all image cells that it depends on.
 
     Padding is applied only at the true borders of each layer's image, so results equal those of the whole image.
@@ -35,10 +64,7 @@ class BlockPlan:
     ----------
     graph : Graph
         Graph for which `find_obstacles` yields nothing.
-    size : (*spatial,)
-        Extent of a block; those at the end of an axis may be smaller.
-    beyond : int
-        Overlap: cells after its own, along each axis, that a block shares with the next one.
+    size, beyond : see OutputBlocks
 
     Attributes
     ----------
@@ -49,23 +75,12 @@ class BlockPlan:
     """
 
     def __init__(self, graph: Graph, size: Sequence[int], beyond: int = 0) -> None:
-        self.graph, self.size = graph, tuple(size)
-        blocks = cut_into(graph.shapes[graph.output][:-1], self.size, beyond)
-        planes, rows, cols = [*[1] * (3 - len(blocks.parts)), *blocks.parts]
+        super().__init__(graph.shapes[graph.output][:-1], size, beyond)
+        self.graph = graph
+        planes, rows, cols = [*[1] * (3 - len(self.blocks.parts)), *self.blocks.parts]
         self.grid = GridShape(1, rows, cols, planes)
         shapes = graph.shapes
-        self.cells = trace(graph, blocks, lambda layer, outputs, value: needed_by(layer, outputs, shapes[value]))
-
-    def __len__(self) -> int:
-        return self.grid.tiles
-
-    def coords(self, number: int) -> tuple[int, ...]:
-        """Return a block's position in the grid of blocks."""
-        return self.cells[0].coords(number)
-
-    def output(self, number: int) -> Box:
-        """Return a block's cells of the output."""
-        return self.cells[self.graph.output].box(number)
+        self.cells = trace(graph, self.blocks, lambda layer, outputs, value: needed_by(layer, outputs, shapes[value]))
 
     def image(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""

@@ -11,7 +11,7 @@ import torch
 
 from ...comm import ProcessGrid
 from ...geometry import Box
-from ...plan.blocks import COPIES, cut_into, number_of
+from ...plan.blocks import COPIES, OutputBlocks, number_of
 from ..capture.capture import lower_program
 from ..exchange.mesh_comm import MeshComm
 from ..ir.graph import Value
@@ -62,7 +62,7 @@ class TracedImage(Traced):
         return ((*((0, n) for n in self.outputs[0].shape[:2]), *box.axes()),)
 
 
-class ModuleBlocks:
+class ModuleBlocks(OutputBlocks):
     """Blocks of a traced module's output; the counterpart of `plan.blocks.BlockPlan` for layers.
 
     Parameters
@@ -75,20 +75,9 @@ class ModuleBlocks:
     """
 
     def __init__(self, traced: TracedImage, size: Sequence[int], beyond: int = 0) -> None:
-        self.traced, self.size = traced, tuple(size)
-        self.cells = cut_into(traced.extent, self.size, beyond)
+        super().__init__(traced.extent, size, beyond)
+        self.traced = traced
         self._comm = MeshComm(ProcessGrid.serial(), len(self.size))
-
-    def __len__(self) -> int:
-        return self.cells.tiles
-
-    def coords(self, number: int) -> tuple[int, ...]:
-        """Return a block's coordinates in the grid of blocks."""
-        return self.cells.coords(number)
-
-    def output(self, number: int) -> Box:
-        """Return the cells of the output in a block."""
-        return self.cells.box(number)
 
     def image(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
@@ -121,8 +110,8 @@ class ModuleBlocks:
     @property
     def _longest(self) -> list[int]:
         """Candidates for the block with the largest memory use: inside, and at the borders of the image."""
-        ends = [sorted({0, count // 2}) for count in self.cells.parts]
-        return [number_of(place, self.cells.parts) for place in product(*ends)]
+        ends = [sorted({0, count // 2}) for count in self.blocks.parts]
+        return [number_of(place, self.blocks.parts) for place in product(*ends)]
 
     @cached_property
     def _costs(self) -> list[tuple[int, int, str]]:

@@ -12,14 +12,14 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...geometry import Box
-from ...plan.blocks import cut_into
+from ...plan.blocks import OutputBlocks
 from .judging import channels_last
 
 CELLS = 1 << 21
 """Cells of all windows of one call of the module."""
 
 
-class ModuleWindows:
+class ModuleWindows(OutputBlocks):
     """Scores of a module for windows of an image, computed block by block; the counterpart of `blocks.ModuleBlocks`.
 
     Parameters
@@ -59,22 +59,10 @@ class ModuleWindows:
         self.module, self.dtype, self.window, self.stride = module.eval(), dtype, window, stride
         *extent, channels = shape
         places = tuple((n - window) // stride + 1 for n in extent)
-        self.size = tuple(min(pair) for pair in zip(size, places, strict=True))
-        self.cells = cut_into(places, self.size)
+        super().__init__(places, tuple(map(min, zip(size, places, strict=True))))
         self.batch = max(1, CELLS // window ** len(extent))
         scores = self._scores(torch.zeros((1, channels, *(window for _ in extent)), dtype=_dtype(dtype)))
         self.output_shape = *places, scores.shape[1]
-
-    def __len__(self) -> int:
-        return self.cells.tiles
-
-    def coords(self, number: int) -> tuple[int, ...]:
-        """Return a block's coordinates in the grid of blocks."""
-        return self.cells.coords(number)
-
-    def output(self, number: int) -> Box:
-        """Return the cells of the map in a block."""
-        return self.cells.box(number)
 
     def image(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
