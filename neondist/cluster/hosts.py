@@ -161,6 +161,7 @@ class HostPool:
         self.listed: dict[str, int] = {}
         self.error = ""
         self._failed: dict[str, float] = {}
+        self._reasons: dict[str, str] = {}
 
     def refresh(self) -> None:
         """Reread the list."""
@@ -172,6 +173,14 @@ class HostPool:
     def fail(self, host: str) -> None:
         """Exclude a host until it has cooled down."""
         self._failed[host] = self._clock() + self.cool_down
+
+    def exclude(self, reasons: Mapping[str, str]) -> list[str]:
+        """Exclude unusable hosts like failed ones; return a message for each host with a new reason."""
+        new = {host: reason for host, reason in reasons.items() if self._reasons.get(host) != reason}
+        for host in reasons:
+            self.fail(host)
+        self._reasons.update(reasons)
+        return [f"hosts: {host} {reason}; it is left out" for host, reason in new.items()]
 
     def cooling(self) -> dict[str, float]:
         """Return the listed hosts that cool down, with the remaining seconds."""

@@ -254,7 +254,6 @@ class Watcher:
         self._roster, self._members = roster, members
         self._end, self._changed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._poll, name="hosts", daemon=True)
-        self._reported: dict[str, str] = {}
 
     def __enter__(self) -> Watcher:
         if self._roster.pool is not None and self._roster.elastic:
@@ -288,12 +287,10 @@ class Watcher:
         """Exclude unusable new hosts, and report each once; return whether there were any."""
         better = self._roster.choose()
         reasons = {} if better is None else self._roster.unusable(better)
-        dropped = self._roster.drop(reasons)
-        for host in dropped:
-            if self._reported.get(host) != reasons[host]:
-                self._reported[host] = reasons[host]
-                say(f"hosts: {host} {reasons[host]}; it is left out")
-        return bool(dropped)
+        if self._roster.pool is not None:
+            for message in self._roster.pool.exclude(reasons):
+                say(message)
+        return bool(reasons)
 
 
 def wait_for_members(

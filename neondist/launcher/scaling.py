@@ -159,20 +159,17 @@ def open_scaling(demand: Demand, source: HostSource | None, limit: float = WAIT)
     """
     pool, closed = HostPool(lambda: read_slots(source, again=True), COOL_DOWN), threading.Event()
     hosts = pool.listed = read_slots(source)
-    checked, reasons = set(hosts), dict[str, str]()
+    checked = set(hosts)
 
     def usable() -> dict[str, int]:
         cooling = pool.cooling()
         return {host: slots for host, slots in hosts.items() if host in checked and host not in cooling}
 
     def check(joined: set[str]) -> None:
-        reasons_by_host = unusable(joined - {LOCAL}, os.environ)
-        for host, reason in reasons_by_host.items():
-            pool.fail(host)
-            if reasons.get(host) != reason:
-                say(f"hosts: {host} {reason}; it is left out", sys.stderr)
-        reasons.update(reasons_by_host)
-        checked.update(joined - reasons_by_host.keys())
+        reasons = unusable(joined - {LOCAL}, os.environ)
+        for message in pool.exclude(reasons):
+            say(message, sys.stderr)
+        checked.update(joined - reasons.keys())
 
     def watch() -> None:
         nonlocal hosts
