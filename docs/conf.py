@@ -56,8 +56,9 @@ class Public(SphinxDirective):
 
     def run(self):
         base = reduce(getattr, self.arguments[0].split("."), neondist)
-        of_schemes = self.arguments[0].startswith("schemes.")
-        home, package = ("neondist.schemes", neondist.schemes) if of_schemes else ("neondist", neondist)
+        home, package, namespace = "neondist", neondist, self.arguments[0].rpartition(".")[0]
+        if namespace in neondist.__all__:  # such as 'schemes'
+            home, package = f"neondist.{namespace}", getattr(neondist, namespace)
         known = {name: getattr(package, name) for name in package.__all__}
         below = [name for name, cls in known.items() if inspect.isclass(cls) and issubclass(cls, base)]
         concrete = [name for name in sorted(below) if not inspect.isabstract(known[name]) and known[name] is not base]

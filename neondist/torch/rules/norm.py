@@ -56,8 +56,7 @@ _STATISTICS = ("weight", "bias", "running_mean", "running_var")
 @rule("aten.batch_norm.default", always=True, whole=_STATISTICS)
 def batch_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
-    running_var: MaybeValue, training: bool,
-    momentum: float, eps: float, cudnn_enabled: bool,
+    running_var: MaybeValue, training: bool, momentum: float, eps: float, cudnn_enabled: bool,
 ) -> Any:  # fmt: skip
     """Reduction in training: moments of each channel, over all tiles and replicas."""
     given = x, weight, bias, running_mean, running_var
@@ -72,8 +71,7 @@ def batch_norm(
 @rule("aten._native_batch_norm_legit_functional.default", always=True, whole=_STATISTICS)
 def functional_batch_norm(
     lowering: Lowering, x: Value, weight: MaybeValue, bias: MaybeValue, running_mean: MaybeValue,
-    running_var: MaybeValue, training: bool,
-    momentum: float, eps: float,
+    running_var: MaybeValue, training: bool, momentum: float, eps: float,
 ) -> Any:  # fmt: skip
     """Reduction: moments of each channel, over all tiles and replicas."""
     x = lowering.gathered(x, [1])
@@ -89,10 +87,10 @@ def functional_batch_norm(
 def updating_batch_norm(
     lowering: Lowering,
     x: Value,
-    weight: Value | None,
-    bias: Value | None,
-    running_mean: Value | None,
-    running_var: Value | None,
+    weight: MaybeValue,
+    bias: MaybeValue,
+    running_mean: MaybeValue,
+    running_var: MaybeValue,
     momentum: float,
     eps: float,
 ) -> Any:
@@ -121,10 +119,10 @@ def _moved(momentum: float, share: float, old: torch.Tensor, new: torch.Tensor) 
 def fixed(
     lowering: Lowering,
     x: Value,
-    weight: Value | None,
-    bias: Value | None,
-    running_mean: Value | None,
-    running_var: Value | None,
+    weight: MaybeValue,
+    bias: MaybeValue,
+    running_mean: MaybeValue,
+    running_var: MaybeValue,
     momentum: float,
     eps: float,
 ) -> Any:
@@ -165,8 +163,8 @@ def group_norm(
     lowering: Lowering,
     x: Value,
     num_groups: int,
-    weight: Value | None,
-    bias: Value | None,
+    weight: MaybeValue,
+    bias: MaybeValue,
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
@@ -179,8 +177,8 @@ def group_norm(
 def native_group_norm(
     lowering: Lowering,
     x: Value,
-    weight: Value | None,
-    bias: Value | None,
+    weight: MaybeValue,
+    bias: MaybeValue,
     N: int,
     C: int,
     HxW: int,
@@ -196,8 +194,8 @@ def layer_norm(
     lowering: Lowering,
     x: Value,
     normalized_shape: Sequence[int],
-    weight: Value | None,
-    bias: Value | None,
+    weight: MaybeValue,
+    bias: MaybeValue,
     eps: float,
     cudnn_enable: bool,
 ) -> Any:
@@ -216,7 +214,7 @@ def layer_norm(
 
 @rule("aten.native_layer_norm.default", whole=("weight", "bias"))
 def native_layer_norm(
-    lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: Value | None, bias: Value | None, eps: float
+    lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: MaybeValue, bias: MaybeValue, eps: float
 ) -> Any:
     """Reduction: moments over the last dimensions."""
     return layer_norm(lowering, x, normalized_shape, weight, bias, eps, False), None, None
@@ -224,7 +222,7 @@ def native_layer_norm(
 
 @rule("aten.rms_norm.default", whole=("weight",))
 def rms_norm(
-    lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: Value | None, eps: float | None
+    lowering: Lowering, x: Value, normalized_shape: Sequence[int], weight: MaybeValue, eps: float | None
 ) -> Any:
     """Reduction: squares over the last dimensions; local if those are not partitioned."""
     rank = len(x.shape)

@@ -51,14 +51,14 @@ def max_pool_with_indices(
     view, left, atoms = windows_of(lowering, x, slides, values.shape[-n:], fill=-torch.inf)
     run = _MAX[n]
     layout = (*x.layout[:-n], *((atom,) for atom in atoms))
-    how = kernel, steps, left, dilated, ceil_mode
-    maxima = lowering.local(lambda a: run(a, *how), [view], layout, values.dtype)
+    options = kernel, steps, left, dilated, ceil_mode
+    maxima = lowering.local(lambda a: run(a, *options), [view], layout, values.dtype)
     firsts = [0 if atom.axis is None else slide.sees(*atom.range(lowering.place))[0]
               for slide, atom in zip(slides, atoms, strict=True)]  # fmt: skip
     cells = x.shape[-n:]
 
     def index(a: torch.Tensor) -> torch.Tensor:
-        _, here = run(a.detach(), *how, return_indices=True)
+        _, here = run(a.detach(), *options, return_indices=True)
         flat, size = torch.zeros_like(here), 1
         for dim in reversed(range(n)):
             at, step = here % a.shape[dim - n] + firsts[dim], slides[dim].dilation
