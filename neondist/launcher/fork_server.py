@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import gc
 import json
 import os
 import runpy
@@ -23,6 +22,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any, NoReturn, Protocol
 
 from ..safe_path import end_with
+from ..system.collector import permanent_objects
 from ..system.signals import Signals
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
@@ -211,28 +211,13 @@ def open_fork_server(load: Callable[[], object], patience: float = _PATIENCE) ->
         server.reap()
 
 
-def load_permanently(load: Callable[[], object]) -> None:
-    """Import modules with `load` and exempt them from garbage collection.
-
-    The collector would traverse a million PyTorch objects repeatedly during the import, and again in each forked
-    process, where that copies the pages it writes to.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        load()
-    finally:
-        gc.freeze()
-        if enabled:
-            gc.enable()
-
-
 def _can_fork(load: Callable[[], object]) -> bool:
     """Import the modules; return whether processes can be forked."""
     if sys.platform != "linux" or threading.active_count() > 1:
         return False
     try:
-        load_permanently(load)
+        with permanent_objects():
+            load()
     except ImportError:  # reported by the code that needs it
         return False
     return ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0

@@ -16,6 +16,7 @@ from typing import TypeVar
 from ..comm import Transport
 from ..errors import LaunchError, RemoteError, UserError
 from ..system import threads
+from ..system.collector import permanent_objects
 from ..system.heartbeat import descriptor
 from ..system.job import Job, detect
 from ..terminal.console import say
@@ -56,6 +57,9 @@ def on_ranks(
     elsewhere : function of the result of `prepare`, optional
         Called before mpirun is started; it may run the command in other processes and return the exit code.
     """
+
+    if arguments.signals.whole_process:
+        prepare = permanent_objects()(prepare)
 
     def body(world: Transport) -> int:
         return _run_reporting(world, prepare, work)

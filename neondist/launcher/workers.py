@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, DataError, LaunchError, ServiceError, ServiceUnavailableError
 from ..io.generation_log import GenerationLog
 from ..io.output import RECOVERY, clear, has_run
+from ..system.collector import permanent_objects
 from ..system.job import detect
 from ..system.signals import STOPPED
 from ..terminal.console import say
 from ..train.validate import grid_shape_of
-from .fork_server import ForkServer, Process, load_permanently, open_fork_server
+from .fork_server import ForkServer, Process, open_fork_server
 from .job_nodes import JobNode, JobNodes, NodeLostError, find_places, open_nodes
 from .launch import rank_args
 from .members import WAIT
@@ -63,8 +64,8 @@ def open_forks(arguments: argparse.Namespace) -> AbstractContextManager[ForkServ
         return open_fork_server(_import_modules)
     # ranks with tiles are started by mpirun
     if "torch" not in sys.modules:  # not forked
-        with suppress(ImportError):  # reported by the code that needs it
-            load_permanently(_import_modules)
+        with suppress(ImportError), permanent_objects():  # the error is reported by the code that needs them
+            _import_modules()
     return nullcontext()
 
 

@@ -20,9 +20,34 @@ __all__ = ["Distributed", "Registered", "dist_class", "registered", "serial_clas
 _signature = lru_cache(maxsize=1024)(inspect.signature)
 
 
+class _ConstructorSignature:
+    """Signature of a class for `inspect.signature` and `help`: the constructor's arguments, those of **kwargs by name.
+
+    Without it, they would show the one of `Registered.__new__`.
+    """
+
+    def __get__(self, instance: object, cls: Any) -> inspect.Signature:
+        if instance is not None:  # a callable object has that of its __call__
+            raise AttributeError("__signature__")
+        if cls.__init__ is object.__init__:
+            return inspect.Signature()
+        own = list(_signature(cls.__init__).parameters.values())[1:]
+        named = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
+        if len(named) == len(own):
+            return inspect.Signature(named)
+        names = {parameter.name for parameter in named}
+        inherited = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.hint)
+            for name, field in fields(cls).items()
+            if name not in names
+        ]
+        return inspect.Signature([*named, *inherited])
+
+
 class Registered:
     """Base of all classes that a YAML file may name; stores the constructor's arguments."""
 
+    __signature__ = _ConstructorSignature()
     _arguments: dict[str, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
