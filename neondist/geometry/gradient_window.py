@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .box import Box
-from .lattice import Cells, clip_ranges, outputs_using
+from .lattice import Cells, clip_ranges, hull_of, outputs_using
 from .split import Partition, split
 from .window import Window
 
@@ -37,12 +37,8 @@ class GradientWindow(Window):
 
     def needs(self, out: Box) -> Box:
         """Return the box of output cells of the window that depend on the input cells `out`."""
-        lo, hi = [], []
-        for axis, ends in enumerate(out.axes()):
-            used = self.along(axis).used_cells(*ends)
-            lo.append(used[0].start if used else 0)
-            hi.append(used[-1].stop if used else 0)
-        return Box(tuple(lo), tuple(hi))
+        hulls = [hull_of(self.along(axis).used_cells(*cells)) for axis, cells in enumerate(out.axes())]
+        return Box(tuple(lo for lo, _ in hulls), tuple(hi for _, hi in hulls))
 
     def used_cells(self, lo: int, hi: int) -> Cells:
         """Return the outputs of a window of one axis that depend on the input cells [lo, hi)."""

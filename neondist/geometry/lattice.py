@@ -74,8 +74,15 @@ def clip_ranges(cells: Iterable[range], lo: int, hi: int) -> Iterator[range]:
             yield part
 
 
+def hull_of(cells: Cells) -> tuple[int, int]:
+    """Return the smallest range that contains all cells."""
+    return (cells[0].start, max(each[-1] for each in cells) + 1) if cells else (0, 0)
+
+
 def as_ranges(indices: Sequence[int]) -> Cells:
     """Return ranges of exactly these sorted, distinct indices; few ranges if the indices are regular."""
+    if indices and indices[-1] - indices[0] == len(indices) - 1:
+        return (range(indices[0], indices[-1] + 1),)
     starts = [at for at, i in enumerate(indices) if not at or indices[at - 1] != i - 1]
     runs = [(indices[a], b - a) for a, b in pairwise([*starts, len(indices)])]
     ranges: list[range] = []

@@ -41,7 +41,7 @@ class Overlapping(Partition):
 def hulls(first: Partition, other: Partition) -> Overlapping:
     """Return the hull of each part over two partitions."""
     ranges = tuple(
-        tuple(_hull(first.range(axis, part), other.range(axis, part)) for part in range(parts))
+        tuple(joined(first.range(axis, part), other.range(axis, part)) for part in range(parts))
         for axis, parts in enumerate(first.parts)
     )
     return Overlapping(first.extent, first.parts, first.copies, ranges)
@@ -73,12 +73,12 @@ def sources(
         for part, view in enumerate(views):
             lo, hi = sources_within(*view, n, window.modes[axis])
             nearest = min(max(lo, 0), n - 1)
-            axis_ranges.append(_hull((lo, hi), (nearest, nearest + 1) if owners is None else owners.range(axis, part)))
+            axis_ranges.append(joined((lo, hi), (nearest, nearest + 1) if owners is None else owners.range(axis, part)))
         ranges.append(tuple(axis_ranges))
     return Overlapping(extent, outputs.parts, outputs.copies, tuple(ranges))
 
 
-def _hull(a: Range, b: Range) -> Range:
+def joined(a: Range, b: Range) -> Range:
     """Return the hull of two ranges; empty ranges are ignored."""
     if a[0] >= a[1]:
         return b

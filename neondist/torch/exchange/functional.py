@@ -5,7 +5,7 @@ Operators take tensors and numbers: a grid is passed as its handle, a window as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,9 +15,10 @@ from torch.library import custom_op
 from ...comm import ProcessGrid
 from ...comm.agree import CALL, agree, check_alike
 from ...errors import ConfigError, GridError, ShapeError, UserError
-from ...geometry import Window, fold
+from ...geometry import Window
 from ..ir.layout import local_shape, shape_of
-from ..ir.transfer import Range, Transfer, Want, clipped
+from ..ir.reach import Reach
+from ..ir.transfer import Transfer
 from .functions import announce, recompute
 from .mesh_comm import Channel, MeshComm, format_of
 
@@ -268,40 +269,13 @@ class _GridState:
     def _plan_view(self, window: Window, extent: tuple[int, ...]) -> _View:
         mesh, wants, pads = self.comm.mesh, [], []
         for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
-            own = mesh.atom(n, axis + 1)
-            inputs = [_input_ranges(window, axis, n, lo, hi) for lo, hi in mesh.atom(out, axis + 1).ranges]
-            wants.append(Want(axis + 2, own, own.axis, tuple(ranges for ranges, _ in inputs)))
-            _, (before, after) = inputs[0 if own.axis is None else self.comm.place[own.axis]]
-            pads.append((axis + 2, before, after))
+            own, reach = mesh.atom(n, axis + 1), Reach(mesh.atom(out, axis + 1), window.along(axis), padded=True)
+            want, around = reach.views(axis + 2, own)
+            wants.append(want._replace(used=None))  # code of users may read every cell
+            pads.append((axis + 2, *around[want.part(self.comm.place)]))
         padded = {dim for dim, before, after in pads if before or after}
         transfer = Transfer(mesh, tuple(want for want in wants if want.dim in padded or not want.own))
         return _View(Channel(self.comm, "halo", transfer, "halo"), tuple(pad for pad in pads if pad[0] in padded))
-
-
-def _input_ranges(window: Window, axis: int, n: int, lo: int, hi: int) -> tuple[tuple[Range, ...], tuple[int, int]]:
-    """Return the input ranges of outputs [lo, hi) on an axis of n cells, and the padding before and after."""
-    if lo >= hi:
-        return (), (0, 0)
-    start = lo * window.stride[axis] - window.padding[axis][0]
-    end = (hi - 1) * window.stride[axis] - window.padding[axis][0] + window.span[axis]
-    mode = window.modes[axis]
-    if mode == "zeros":
-        inside, beyond = clipped(start, end, n)
-        return (inside,), beyond
-    return tuple(_runs(fold(i, n, mode) for i in range(start, end))), (0, 0)
-
-
-def _runs(indices: Iterator[int]) -> Iterator[Range]:
-    """Yield ranges of consecutive indices."""
-    start = end = None
-    for i in indices:
-        if i != end:
-            if start is not None and end is not None:
-                yield start, end
-            start = i
-        end = i + 1
-    if start is not None and end is not None:
-        yield start, end
 
 
 def _state_of(grid: ProcessGrid, spatial: int) -> _GridState:

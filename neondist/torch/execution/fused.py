@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ...geometry import joined
 from ...halo import ExchangePolicy, Fusion
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
@@ -24,7 +25,7 @@ from ..lowering.steps import Where
 from .blocked import Blocks, at_least_one
 from .choosing import segments_of
 from .in_blocks import AxisRanges, BlockLowering, Call, ids_of, paired, part_of_block
-from .program_lowering import ProgramLowering, joined, laid, ranges_at
+from .program_lowering import ProgramLowering, laid, ranges_at
 from .run import run_local
 from .segments import KEY, OperatorSegment, Search, Strips
 
@@ -131,7 +132,7 @@ class FusedLowering(ProgramLowering):
                 own = laid(segment.traced.inputs[at], self.mesh)
                 for dim, (axis, ranges) in self._needed[segment.first][at].items():
                     _, before = widened.get(dim, (axis, own[dim][0].ranges))
-                    widened[dim] = axis, [joined(pair) for pair in zip(before, ranges, strict=True)]
+                    widened[dim] = axis, list(map(joined, before, ranges))
         return widened
 
     def normalise(

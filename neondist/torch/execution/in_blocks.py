@@ -1,9 +1,8 @@
 """Lowering of a captured module for a block, computed from all cells that it depends on, without messages.
 
 The rules that distribute the module lower it for a single rank that has only a block of every value. The cells of a
-block are found backwards: the rules are run again from the last to the first, each for the cells needed of its
-results; the views that they request are the cells needed of their arguments. Zeros are padded only at the true borders
-of the image, and the results equal those of the whole image.
+block follow from the reaches that the rules declare (`ir/trace.py`). Zeros are padded only at the true borders of the
+image, and the results equal those of the whole image.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +19,15 @@ from torch.utils import _pytree as pytree
 
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
-from ..ir.graph import Value
-from ..ir.layout import Atom, Layout, Mesh, axes_of, is_box, shape_of, whole
-from ..ir.transfer import Range, hull
-from ..lowering.building import Ranges, UsedIndices
+from ..ir.graph import Pads, Value
+from ..ir.layout import Atom, Layout, Mesh, is_box, shape_of, whole
+from ..ir.trace import CutRanges, Dependence, extend, trace
+from ..ir.transfer import Range, Want
+from ..lowering.building import Reaches
 from ..lowering.lower import Lowering
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import Where
 
-Cut = tuple[int, int]
-"""Number of a rule's call, and number of a cut requested by it."""
 AxisRanges = tuple[tuple[Range, ...], ...]
 """For each of several values, the range along each dimension."""
 _REASONS = {
@@ -41,28 +40,19 @@ _REASONS = {
 
 
 class Cuts:
-    """Range of each cut that belongs to a block; the full range before any block is known.
+    """Range of each cut that belongs to a block; the full range before any block is known."""
 
-    Attributes
-    ----------
-    ranges : dict of Cut to Range, or None
-    grown : set of int
-        Calls with a cut whose range has grown.
-    """
-
-    def __init__(self, ranges: dict[Cut, Range] | None = None) -> None:
-        self.ranges, self.grown = ranges, set[int]()
+    def __init__(self, ranges: CutRanges | None = None) -> None:
+        self.ranges = ranges
         self.begin(0)
 
     def begin(self, call: int) -> None:
         """Start a call of a rule."""
-        self._next: Cut = call, 0
+        self._numbers = ((call, number) for number in count())
 
     def atom(self, extent: int, axis: int) -> Atom:
         """Return the next cut of a rule."""
-        number = self._next
-        self._next = number[0], number[1] + 1
-        return Atom(extent, axis, (0, extent) if self.ranges is None else self.ranges.get(number, (0, 0)), (number, 1))
+        return self._current(Atom(extent, axis, (0, extent), (next(self._numbers), 1)))
 
     def current(self, layout: Layout) -> Layout:
         """Return a layout of single cuts with their current ranges."""
@@ -72,17 +62,6 @@ class Cuts:
         if self.ranges is None or atom.origin is None:
             return atom
         return atom._replace(bounds=self.ranges.get(atom.origin[0], (0, 0)))
-
-    def need(self, atom: Atom, lo: int, hi: int) -> None:
-        """Extend the range of a cut by needed indices."""
-        if self.ranges is None or atom.origin is None or lo == hi:
-            return
-        number, factor = atom.origin
-        current = self.ranges.get(number, ())
-        needed = hull([*current[:1], *(at - 1 for at in current[1:]), lo // factor, (hi - 1) // factor])
-        if needed != current:
-            self.ranges[number] = needed
-            self.grown.add(number[0])
 
 
 @dataclass(frozen=True)
@@ -139,7 +118,7 @@ class BlockLowering(Lowering):
         self,
         spatial: int,
         remedy: str = "",
-        ranges: dict[Cut, Range] | None = None,
+        ranges: CutRanges | None = None,
         values: Sequence[Value] = (),
         axes: frozenset[int] | None = None,
     ) -> None:
@@ -147,6 +126,7 @@ class BlockLowering(Lowering):
         blocked = frozenset(range(1, spatial + 1)) if axes is None else axes
         super().__init__(BlockMesh((1,) * (spatial + 1), self.cuts, blocked), 0)
         self.values, self.calls = list(values), list[Call]()
+        self.dependences = list[Dependence]()
         self.recorded, self._number = set[int](), 0  # values computed in recorded calls
         self.statistics: dict[int, Statistics] = {}  # by the number of the call that normalises by them
 
@@ -183,34 +163,35 @@ class BlockLowering(Lowering):
     def view(
         self,
         value: Value,
-        wants: Ranges,
+        reaches: Reaches,
         context: Iterable[int] | None = None,
-        pads: Mapping[int, Sequence[tuple[int, int]]] | None = None,
         fill: float = 0.0,
         window: bool = False,
-        used: UsedIndices | None = None,
     ) -> Value:
-        """Return the view that a block needs of a value, and record its ranges as needed."""
-        inside = self._inside(value, wants, context)
-        shape, narrowed, padding = list(value.local), [], [0] * (2 * len(value.local))
-        lost = axes_of(value.layout) - inside
-        for dim, (axis, (ranges, *_)) in wants.items():
+        """Return the view that a block needs of a value, and record the reaches."""
+        for dim, reach in reaches.items():
             atom = self.atom(value, dim)
-            lost -= {atom.axis}
-            if atom.axis is not None and axis is None:
+            if atom.axis is not None and reach.out.axis is None:
                 self.refuse(_REASONS["gather"])
-            first, last = atom.range(self.place)
-            for lo, hi in ranges:
-                self.cuts.need(atom, lo, hi)
-            if tuple(ranges) != ((first, last),):
-                narrowed.append((dim, [(lo - first if lo < hi else 0, hi - lo) for lo, hi in ranges]))
-            shape[dim] = sum(hi - lo for lo, hi in ranges)
-        if lost:
-            self.refuse(_REASONS["gather"])
-        for dim, parts in (pads or {}).items():
+            if atom.origin is not None:
+                self.dependences.append(Dependence(self._number, reach, atom))
+        return super().view(value, reaches, context, fill)
+
+    def transferred(
+        self, value: Value, wants: Sequence[Want], context: frozenset[int], pads: Pads = (), fill: float = 0.0
+    ) -> Value:
+        """Return the view of a value with the indices in `wants`, all of which the block has, and with padding."""
+        shape, narrowed, padding = list(value.local), [], [0] * (2 * len(value.local))
+        for want in wants:
+            first, last = want.source.range(self.place)
+            ranges = want.of(self.place)
+            if ranges != ((first, last),):
+                narrowed.append((want.dim, [(lo - first if lo < hi else 0, hi - lo) for lo, hi in ranges]))
+            shape[want.dim] = want.extent(self.place)
+        for dim, *around in pads:
             at = 2 * (len(shape) - 1 - dim)
-            padding[at : at + 2] = parts[0]
-            shape[dim] += sum(parts[0])
+            padding[at : at + 2] = around
+            shape[dim] += sum(around)
         if not narrowed and not any(padding):
             return value
 
@@ -220,7 +201,7 @@ class BlockLowering(Lowering):
                 a = seen[0] if len(seen) == 1 else torch.cat(seen, dim)
             return (F.pad(a, padding, value=fill) if any(padding) else a,)
 
-        result = self._value(tuple(shape), inside, value.dtype, value.kind)
+        result = self._value(tuple(shape), context, value.dtype, value.kind)
         self._step("local", [value], [result], run=run)
         return result
 
@@ -305,6 +286,8 @@ class Traced:
                 calls.append(call)
                 needed.update(ids_of((call.args, call.kwargs)))  # read or not: rules use their layouts
         self.calls = calls[::-1]
+        numbers = {call.number for call in calls}
+        self.dependences = [each for each in lowering.dependences if each.call in numbers]
         self.needs = lru_cache(8)(self._needs)
 
     def sources(self, ranges: AxisRanges) -> AxisRanges:
@@ -330,32 +313,22 @@ class Traced:
 
     def start_lowering(self, ranges: AxisRanges) -> tuple[BlockLowering, dict[int, Value]]:
         """Return a lowering that can repeat calls for ranges of the outputs, and its inputs by the ids of ours."""
-        lowering, env = self._lowering(self.needs(ranges), self.values), dict[int, Value]()
+        env = dict[int, Value]()
+        lowering = BlockLowering(len(self.shape) - 2, self.remedy, self.needs(ranges), self.values, self.axes)
+        lowering.key, lowering.statistics, lowering.functions = self.key, self.statistics, self.functions
         for value in self.inputs:
             env[value.id] = lowering.input(lowering.cuts.current(value.layout), value.dtype, value.kind)
         if lowering.key is not None:
             lowering.key = env.get(lowering.key.id, lowering.key)
         return lowering, env
 
-    def _needs(self, ranges: AxisRanges) -> dict[Cut, Range]:
+    def _needs(self, ranges: AxisRanges) -> CutRanges:
         """Return the range of each cut that ranges of the outputs depend on."""
-        needed: dict[Cut, Range] = {}
-        lowering = self._lowering(needed, self.values)
+        ends: CutRanges = {}
         for output, box in zip(self.outputs, ranges, strict=True):
-            for (atom,), (lo, hi) in zip(output.layout, box, strict=True):
-                lowering.cuts.need(atom, lo, hi)
-        grown = lowering.cuts.grown
-        for call in reversed(self.calls):
-            grown.add(call.number)
-            while call.number in grown:  # one rule may make dependent cuts
-                grown.discard(call.number)
-                lowering.repeat(call, {})
-        return needed
-
-    def _lowering(self, ranges: dict[Cut, Range] | None = None, values: Sequence[Value] = ()) -> BlockLowering:
-        lowering = BlockLowering(len(self.shape) - 2, self.remedy, ranges, values, self.axes)
-        lowering.key, lowering.statistics, lowering.functions = self.key, self.statistics, self.functions
-        return lowering
+            for (atom,), indices in zip(output.layout, box, strict=True):
+                extend(ends, atom, *indices)
+        return trace(self.dependences, ends)
 
     def _plan(self, lowering: BlockLowering, inputs: list[int], outputs: Sequence[Value]) -> TorchPlan:
         ends = self.parameters, self.buffers, inputs, [output.id for output in outputs]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 
+from ...geometry import joined
 from ..ir.graph import Value
 from ..ir.layout import Layout, Mesh
-from ..ir.transfer import Range, Wanted, at_place, hull
+from ..ir.transfer import Want, Wanted, at_place
 from ..lowering.lower import Lowering
 from .blocked import at_least_one
 from .in_blocks import AxisRanges, Traced
@@ -92,23 +94,20 @@ class ProgramLowering(Lowering):
 
     def view_of(self, value: Value, wants: Wanted) -> Value:
         """Return this rank's view of a value."""
-        return self.view(
-            value, {dim: (axis, [[r] for r in ranges]) for dim, (axis, ranges) in wants.items()}, self.mesh.axes
+        views = (
+            Want(dim, self.atom(value, dim), axis, tuple((indices,) for indices in ranges))
+            for dim, (axis, ranges) in sorted(wants.items())
         )
+        moved = [want for want in views if not want.own]
+        return self.transferred(value, moved, self.mesh.axes) if moved else self.enter(value, self.mesh.axes)
 
     @staticmethod
     def _sources(groups: Sequence[Traced], layouts: Sequence[Sequence[Layout]], place: Mapping[int, int]) -> AxisRanges:
         """Return the ranges of the inputs that the ranks at a place of some axes need."""
-        sources = []
-        for part, output_layouts in zip(groups, layouts, strict=True):
-            own = ranges_at(output_layouts, place)
-            sources.append(part.sources(at_least_one(own, own)))
-        return tuple(tuple(joined(dims) for dims in zip(*inputs, strict=True)) for inputs in zip(*sources, strict=True))
-
-
-def joined(ranges: Sequence[Range]) -> Range:
-    """Return the hull of several ranges, some of which may be empty."""
-    return hull([at for lo, hi in ranges if lo < hi for at in (lo, hi - 1)])
+        own = [ranges_at(output_layouts, place) for output_layouts in layouts]
+        sources = [part.sources(at_least_one(ranges, ranges)) for part, ranges in zip(groups, own, strict=True)]
+        of_inputs = zip(*sources, strict=True)
+        return tuple(tuple(reduce(joined, dims) for dims in zip(*inputs, strict=True)) for inputs in of_inputs)
 
 
 def laid(value: Value, mesh: Mesh) -> Layout:

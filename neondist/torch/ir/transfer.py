@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -33,11 +33,6 @@ def at_place(wanted: Wanted, place: Sequence[int]) -> dict[int, Range]:
     return {dim: ranges[place[axis]] for dim, (axis, ranges) in wanted.items()}
 
 
-def hull(indices: Collection[int]) -> Range:
-    """Return the smallest range that contains all indices."""
-    return (min(indices), max(indices) + 1) if indices else (0, 0)
-
-
 class Want(NamedTuple):
     """View along one dimension: the ranges needed by the parts of `axis`, in order.
 
@@ -62,7 +57,7 @@ class Want(NamedTuple):
 
     def of(self, place: Sequence[int]) -> tuple[Range, ...]:
         """Return the ranges of the rank at a place."""
-        return self.ranges[self._part(place)]
+        return self.ranges[self.part(place)]
 
     def extent(self, place: Sequence[int]) -> int:
         """Return their total number of indices."""
@@ -88,7 +83,7 @@ class Want(NamedTuple):
         for lo, hi in self.of(place):
             for part in range(bisect_right(bounds, lo) - 1, bisect_left(bounds, hi)) if lo < hi else ():
                 first, last = bounds[part : part + 2]
-                used = [range(lo, hi)] if include_unused or self.used is None else self.used[self._part(place)]
+                used = [range(lo, hi)] if include_unused or self.used is None else self.used[self.part(place)]
                 for cells in clip_ranges(used, max(lo, first), min(hi, last)):
                     yield part, shift_range(cells, -first), shift_range(cells, at - lo)
             at += hi - lo
@@ -96,14 +91,15 @@ class Want(NamedTuple):
     def used_at(self, place: Sequence[int]) -> Cells:
         """Return the indices that the rank at a place uses."""
         if self.used is not None:
-            return self.used[self._part(place)]
+            return self.used[self.part(place)]
         return tuple(range(lo, hi) for lo, hi in self.of(place))
 
     def owns(self, place: Sequence[int], part: int) -> bool:
         """Return whether the rank at a place has a part of the dimension."""
         return self.source.axis is None or part == place[self.source.axis]
 
-    def _part(self, place: Sequence[int]) -> int:
+    def part(self, place: Sequence[int]) -> int:
+        """Return the part of the rank at a place."""
         return 0 if self.axis is None else place[self.axis]
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
-from ...geometry import Cells
 from ..ir.graph import Pads, Value
 from ..ir.layout import (
     Atom,
@@ -19,13 +18,12 @@ from ..ir.layout import (
     shape_of,
     whole_along,
 )
-from ..ir.transfer import Range, Transfer, Want
+from ..ir.reach import Reach
+from ..ir.transfer import Transfer, Want
 from .steps import StepList
 
-Ranges = Mapping[int, tuple[int | None, Sequence[Sequence[Range]]]]
-"""For a dimension: an axis of the mesh, and the ranges needed by each of its parts."""
-UsedIndices = Mapping[int, Sequence[Cells]]
-"""For a dimension: the indices that each part uses; for an unpartitioned one, those that all ranks use."""
+Reaches = Mapping[int, Reach]
+"""The reach of results along some dimensions of an argument; along others they depend on the same indices."""
 
 
 class Builder(StepList):
@@ -34,70 +32,56 @@ class Builder(StepList):
     def view(
         self,
         value: Value,
-        wants: Ranges,
+        reaches: Reaches,
         context: Iterable[int] | None = None,
-        pads: Mapping[int, Sequence[tuple[int, int]]] | None = None,
         fill: float = 0.0,
         window: bool = False,
-        used: UsedIndices | None = None,
     ) -> Value:
-        """Return the view that each rank needs of a value; gradients of indices in several views are summed.
+        """Return the view of a value that each rank needs for its part of the results.
+
+        Gradients of indices in several views are summed.
 
         Parameters
         ----------
-        wants : dict of dimension to (axis, ranges)
-            Each part of the axis needs these ranges of the dimension; axis None: all need ranges[0]. Dimensions left
-            out are unchanged.
         context : axes
-            Axes that partition the result computed from the view; default: the value's and those of `wants`.
-        pads : dict of dimension to (before, after) for each part
-            Indices of value `fill` around the view.
+            Axes that partition the result computed from the view; default: the value's and those of `reaches`.
+        fill : float
+            Value of the cells outside of the tensor.
         window : bool
             Whether windows slide over the view, so that a border scheme may replace the exact exchange.
-        used : dict of dimension to cells for each part
-            Indices that results are computed from; others are not sent.
         """
-        inside = self._inside(value, wants, context)
+        axes = axes_of((reach.out,) for reach in reaches.values())
+        inside = value.axes | axes if context is None else frozenset(context)
         lost = axes_of(value.layout) - inside  # the result is replicated along these
-        value = self.gathered(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
-        needed = tuple(
-            Want(dim, self.atom(value, dim), axis, tuple(tuple(r) for r in ranges))
-            for dim, (axis, ranges) in sorted(wants.items())
-        )
-        padded = {dim for dim, parts in (pads or {}).items() if any(any(pad) for pad in parts)}
-        needed = tuple(want for want in needed if not want.own or want.dim in padded)
-        local_pads: Pads = tuple(
-            (dim, *parts[0 if wants[dim][0] is None else self.place[wants[dim][0]]])  # type: ignore[index]
-            for dim, parts in sorted((pads or {}).items())
-        )
-        local_pads = tuple(pad for pad in local_pads if pad[1] or pad[2])
-        source = self.enter(value, inside)
-        if not needed:
-            return source
-        transfer = Transfer(self.mesh, self._narrowed(value, needed, used or {}))
+        if lost:
+            value = self.gathered(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
+        wants, pads, moves = [], [], []
+        for dim, reach in sorted(reaches.items()):
+            want, around = reach.views(dim, self.atom(value, dim))
+            wants.append(want)
+            pads.append((dim, *around[want.part(self.place)]))
+            if any(map(any, around)) or not want.own:
+                moves.append(want)
+        if not moves:
+            return self.enter(value, inside)
+        wants = [want for want in wants if want in moves or want.used is not None]
+        view = self.transferred(value, wants, inside, tuple(pad for pad in pads if any(pad[1:])), fill)
+        if window and all(want.axis == want.source.axis and want.axis and want.dim > 1 for want in moves):
+            step = self.steps[-1]
+            step.window = step.transfer is not None and not step.transfer.silent
+        return view
+
+    def transferred(
+        self, value: Value, wants: Sequence[Want], context: frozenset[int], pads: Pads = (), fill: float = 0.0
+    ) -> Value:
+        """Return the view of a value with the indices in `wants`, and with padding on this rank."""
+        source, transfer = self.enter(value, context), Transfer(self.mesh, tuple(wants))
         shape = list(transfer.shape(source.local, self.rank))
-        for dim, before, after in local_pads:
+        for dim, before, after in pads:
             shape[dim] += before + after
-        result = self._value(tuple(shape), inside, value.dtype, source.kind)
-        self._step("view", [source], [result], transfer=transfer, pads=local_pads, fill=fill)
-        inner = all(want.axis == want.source.axis and want.axis and want.dim > 1 for want in needed)
-        self.steps[-1].window = window and inner and not transfer.silent
+        result = self._value(tuple(shape), context, value.dtype, source.kind)
+        self._step("view", [source], [result], transfer=transfer, pads=pads, fill=fill)
         return result
-
-    def _narrowed(self, value: Value, needed: Sequence[Want], used: UsedIndices) -> tuple[Want, ...]:
-        """Return the wants restricted to used indices, along unpartitioned dimensions too."""
-        narrowed = {want.dim: want for want in needed}
-        for dim, parts in used.items():
-            atom = self.atom(value, dim)
-            want = narrowed.get(dim, Want(dim, atom, atom.axis, tuple((own,) for own in atom.ranges)))
-            if any(sum(map(len, cells)) != hi - lo for cells, ((lo, hi),) in zip(parts, want.ranges, strict=True)):
-                narrowed[dim] = want._replace(used=tuple(parts))
-        return tuple(want for _, want in sorted(narrowed.items()))
-
-    def _inside(self, value: Value, wants: Ranges, context: Iterable[int] | None) -> frozenset[int]:
-        """Return the axes that partition the result computed from a view."""
-        view_axes = frozenset(axis for axis, _ in wants.values() if axis is not None)
-        return (value.axes | view_axes) if context is None else frozenset(context)
 
     def gathered(self, value: Value, dims: Iterable[int] | None = None) -> Value:
         """Return a value with all indices (of these dimensions) on every rank, for replicated work."""
@@ -125,8 +109,8 @@ class Builder(StepList):
         target = [atom for dim in layout for atom in dim]
         target = _match_ones([dim[0] for dim in expanded.layout], target)
         pairs = enumerate(zip(target, expanded.layout, strict=True))
-        wants = {dim: _cut_of(new) for dim, (new, (old,)) in pairs if new != old}
-        seen = self.view(expanded, wants, axes_of(layout))
+        reaches = {dim: Reach(new) for dim, (new, (old,)) in pairs if new != old}
+        seen = self.view(expanded, reaches, axes_of(layout))
         shape = local_shape(layout, self.place)
         if seen.local == shape and seen.layout_or_none == layout:
             return seen
@@ -169,18 +153,14 @@ class Builder(StepList):
         ]
         atoms: list[Atom] = []
         for dim, new in zip(value.layout, aligned_dims, strict=True):
-            if dim == new:
-                atoms += dim
-            elif all(atom.axis is None for atom in dim):
-                atoms += [Atom(atom.extent) for atom in new]
-            else:
-                atoms += dim
+            is_whole = dim != new and all(atom.axis is None for atom in dim)
+            atoms += [Atom(atom.extent) for atom in new] if is_whole else dim
         if all(dim == new for dim, new in zip(value.layout, aligned_dims, strict=True)):
             return self.enter(value, context)
         expanded = self._as_atoms(value, atoms)
         flat = [atom for dim in aligned_dims for atom in dim]
-        wants = {dim: _cut_of(new) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new}
-        seen = self.view(expanded, wants, context)
+        reaches = {dim: Reach(new) for dim, (old, new) in enumerate(zip(atoms, flat, strict=True)) if old != new}
+        seen = self.view(expanded, reaches, context)
         shape = local_shape(tuple(aligned_dims), self.place)
         if seen.local == shape:
             return seen
@@ -211,13 +191,9 @@ class Builder(StepList):
         layout = whole_along(value.layout, dims)
         if layout == value.layout:
             return self.enter(value, context)
-        expanded, wants, at = self._atoms(value), {}, 0
-        for index, dim in enumerate(value.layout):
-            for atom in dim:
-                if index in dims and atom.axis is not None:
-                    wants[at] = (None, (((0, atom.extent),),))
-                at += 1
-        seen = self.view(expanded, wants, context)
+        atoms = [(atom, at in dims and atom.axis is not None) for at, dim in enumerate(value.layout) for atom in dim]
+        reaches = {at: Reach(Atom(atom.extent)) for at, (atom, expanding) in enumerate(atoms) if expanding}
+        seen = self.view(self._atoms(value), reaches, context)
         shape = local_shape(layout, self.place)
         return seen if seen.local == shape else self._raw(lambda x: x.reshape(shape), seen, shape)
 
@@ -291,11 +267,6 @@ class Builder(StepList):
 
     def _as_atoms(self, value: Value, atoms: Sequence[Atom]) -> Value:
         return self.shaped(value, tuple((atom,) for atom in atoms))
-
-
-def _cut_of(atom: Atom) -> tuple[int | None, list[list[Range]]]:
-    """Return the axis and ranges of a view that partition a dimension as the atom."""
-    return atom.axis, [[own] for own in atom.ranges]
 
 
 def _has_same_atoms(dim: Dim, target: Dim) -> bool:

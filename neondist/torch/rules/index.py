@@ -11,43 +11,38 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from ...geometry import fold
+from ...geometry import GradientWindow, IndexMap, Window, fold
 from ..ir.graph import Value
 from ..ir.layout import Atom, axes_of, local_shape, replaced, whole
+from ..ir.reach import Reach
 from ..ir.registry import rule
-from ..ir.transfer import clipped, hull
 from ..lowering.lower import Lowering
 
 
 def remapped(lowering: Lowering, x: Value, dim: int, extent: int, source: Callable[[int], int]) -> Any:
-    """Return x with one dimension resized, whose index i is index source(i) of x.
-
-    Cells between the first and the last that a part looks at travel.
-    """
+    """Return x with one dimension resized, whose index i is index source(i) of x."""
     x = lowering.single(x, dim)
-    axis = lowering.cut(x, dim)
-    out = lowering.mesh.atom(extent, axis)
-    ranges = [(hull([source(i) for i in range(lo, hi)]),) for lo, hi in out.ranges]
-    view = lowering.view(x, {dim: (axis, ranges)})
-    layout = replaced(x.layout, dim, out)
-    lo, hi = out.range(lowering.place)
-    first = ranges[0 if axis is None else lowering.place[axis]][0][0]
-    picks = [source(i) - first for i in range(lo, hi)]
+    out = lowering.mesh.atom(extent, lowering.cut(x, dim))
+    reach = Reach(out, IndexMap(lambda lo, hi: map(source, range(lo, hi))))
+    view = lowering.view(x, {dim: reach})
+    layout, first = replaced(x.layout, dim, out), reach.first(x.layout[dim][0], lowering.place)
+    picks = [source(i) - first for i in range(*out.range(lowering.place))]
     if picks == list(range(view.local[dim])):
         return lowering.local(lambda a: a, [view], layout)
     index = torch.tensor(picks, dtype=torch.int64)
     return lowering.local(lambda a: a.index_select(dim, index.to(a.device)), [view], layout)
 
 
-def ranged(
-    lowering: Lowering, x: Value, dim: int, extent: int, ranges_of: Callable[[int, int], Sequence[tuple[int, int]]]
-) -> Any:
-    """Return x with one dimension resized; `ranges_of(lo, hi)` gives the ranges of x that make up [lo, hi)."""
+def rotated(lowering: Lowering, x: Value, dim: int, extent: int, shift: int) -> Any:
+    """Return x with one dimension resized, whose index i is index i - shift of x, modulo its extent."""
+    return _shifted(lowering, x, dim, extent, Window(1, padding=((shift, 0),), mode="wrap"))
+
+
+def _shifted(lowering: Lowering, x: Value, dim: int, extent: int, window: Window, fill: float = 0.0) -> Any:
+    """Return x with one dimension resized, whose index i is the only one in the window at i, or `fill`."""
     x = lowering.single(x, dim)
-    axis = lowering.cut(x, dim)
-    out = lowering.mesh.atom(extent, axis)
-    ranges = [tuple(ranges_of(lo, hi)) if lo < hi else ((0, 0),) for lo, hi in out.ranges]
-    view = lowering.view(x, {dim: (axis, ranges)})
+    out = lowering.mesh.atom(extent, lowering.cut(x, dim))
+    view = lowering.view(x, {dim: Reach(out, window, padded=True)}, None, fill)
     return lowering.local(lambda a: a, [view], replaced(x.layout, dim, out))
 
 
@@ -143,13 +138,11 @@ def slice_scatter(
         at = (slice(None),) * dim + (slice(start, end, step),)
         return lowering.local(lambda a, b: _written(a, at, b), [x, src], x.layout)
     x = lowering.cut_as(x, lowering.common([x.layout]))
-    axis = lowering.cut(x, dim)
     out = x.layout[dim][0]
-    where = {cell: at for at, cell in enumerate(picked)}
-    ranges = [(hull([where[i] for i in range(lo, hi) if i in where]),) for lo, hi in out.ranges]
-    view = lowering.view(src, {dim: (axis, ranges)}, x.axes | src.axes)
+    window = Window(1, picked.step, ((-picked.start, 0),))
+    view = lowering.view(src, {dim: Reach(out, GradientWindow(window, (len(picked),)))}, x.axes | src.axes)
     lo, hi = out.range(lowering.place)
-    places = torch.tensor([i - lo for i in range(lo, hi) if i in where], dtype=torch.int64)
+    places = torch.tensor([i - lo for i in range(lo, hi) if i in picked], dtype=torch.int64)
     return lowering.local(lambda a, b: a.index_copy(dim, places.to(a.device), b.to(a.device)), [x, view], x.layout)
 
 
@@ -182,23 +175,8 @@ def roll(lowering: Lowering, x: Value, shifts: Sequence[int], dims: Sequence[int
         if lowering.is_whole(x, dim):
             x = lowering.local(partial(torch.roll, shifts=shift, dims=dim), [x], x.layout)
         else:
-            x = ranged(lowering, x, dim, n, partial(_rolled, shift, n))
+            x = rotated(lowering, x, dim, n, shift)
     return x
-
-
-def _rolled(shift: int, n: int, lo: int, hi: int) -> list[tuple[int, int]]:
-    return around(lo - shift, hi - shift, n)
-
-
-def around(lo: int, hi: int, n: int) -> list[tuple[int, int]]:
-    """Return the cells [lo, hi) modulo n, as ranges."""
-    ranges = []
-    while lo < hi:
-        turn = lo // n * n
-        end = min(hi, turn + n)
-        ranges.append((lo - turn, end - turn))
-        lo = end
-    return ranges
 
 
 _MODES = {"reflection": "reflect", "replication": "replicate", "circular": "circular"}
@@ -234,24 +212,15 @@ def pad(
 def _padded(lowering: Lowering, x: Value, dim: int, before: int, after: int, mode: str, value: float) -> Any:
     n, mode = x.shape[dim], "wrap" if mode == "circular" else mode
     extent = n + before + after
-    if lowering.is_whole(x, dim):
-        layout = replaced(x.layout, dim, Atom(extent))
-        if mode == "constant":
-            around_it = [0, 0] * (len(x.shape) - 1 - dim) + [before, after]
-            return lowering.local(lambda a: F.pad(a, around_it, value=value), [x], layout)
-        index = torch.tensor([fold(i - before, n, mode) for i in range(extent)])
-        return lowering.local(lambda a: a.index_select(dim, index.to(a.device)), [x], layout)
-    x = lowering.single(x, dim)
-    if mode == "wrap":
-        return ranged(lowering, x, dim, extent, lambda lo, hi: around(lo - before, hi - before, n))
+    whole_here = lowering.is_whole(x, dim)
+    if whole_here and mode == "constant":
+        around_it = [0, 0] * (len(x.shape) - 1 - dim) + [before, after]
+        return lowering.local(lambda a: F.pad(a, around_it, value=value), [x], replaced(x.layout, dim, Atom(extent)))
+    if mode == "wrap" and not whole_here:
+        return rotated(lowering, x, dim, extent, before)
     if mode != "constant":
         return remapped(lowering, x, dim, extent, lambda i: fold(i - before, n, mode))
-    axis = lowering.cut(x, dim)
-    out = lowering.mesh.atom(extent, axis)
-    seen = [clipped(lo - before, hi - before, n) for lo, hi in out.ranges]
-    wants, pads = {dim: (axis, [(inside,) for inside, _ in seen])}, {dim: [around for _, around in seen]}
-    view = lowering.view(x, wants, None, pads, value)
-    return lowering.local(lambda a: a, [view], replaced(x.layout, dim, out))
+    return _shifted(lowering, x, dim, extent, Window(1, padding=((before, after),)), value)
 
 
 @rule("aten.cat.default")
@@ -273,9 +242,9 @@ def cat(lowering: Lowering, tensors: Sequence[Any], dim: int = 0) -> Any:
     seen, at = [], 0
     for t in tensors:
         n = t.shape[dim]
-        ranges = [clipped(lo - at, hi - at, n)[:1] for lo, hi in out.ranges]
         there = lowering.cut_as(t, replaced(rest, dim, *t.layout[dim]))
-        seen.append(lowering.view(there, {dim: (axis, ranges)}, axes_of((*rest, (out,)))))
+        reach = Reach(out, Window(1, padding=((at, extent - at - n),)))
+        seen.append(lowering.view(there, {dim: reach}, axes_of((*rest, (out,)))))
         at += n
     return lowering.local(lambda *ts: torch.cat(ts, dim), seen, replaced(rest, dim, out), dtype)
 

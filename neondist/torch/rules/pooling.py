@@ -11,7 +11,7 @@ from ..ir.graph import Value
 from ..ir.layout import axes_of, local_shape
 from ..ir.registry import rule
 from ..lowering.lower import Lowering
-from .window import Size, Sliding, spatial_rank, spread_out, windows_of
+from .window import Size, spatial_rank, window_of, windows_of
 
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
@@ -45,23 +45,21 @@ def max_pool_with_indices(
     """Window; padding is -inf, and indices refer to the global image."""
     n = spatial_rank(lowering)
     values = lowering.out[0] if isinstance(lowering.out, (tuple, list)) else lowering.out
-    kernel, steps = spread_out(kernel_size, n), spread_out(stride or kernel_size, n)
-    pads, dilated = spread_out(padding, n), spread_out(dilation, n)
-    slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
-    view, left, atoms = windows_of(lowering, x, slides, values.shape[-n:], fill=-torch.inf)
+    window = window_of(n, kernel_size, stride or kernel_size, padding, dilation)
+    view, left, atoms = windows_of(lowering, x, window, values.shape[-n:], fill=-torch.inf)
     run = _MAX[n]
     layout = (*x.layout[:-n], *((atom,) for atom in atoms))
-    options = kernel, steps, left, dilated, ceil_mode
+    options = window.kernel, window.stride, left, window.dilation, ceil_mode
     maxima = lowering.local(lambda a: run(a, *options), [view], layout, values.dtype)
-    firsts = [0 if atom.axis is None else slide.sees(*atom.range(lowering.place))[0]
-              for slide, atom in zip(slides, atoms, strict=True)]  # fmt: skip
+    firsts = [0 if atom.axis is None else atom.range(lowering.place)[0] * step - before
+              for atom, step, (before, _) in zip(atoms, window.stride, window.padding, strict=True)]  # fmt: skip
     cells = x.shape[-n:]
 
     def index(a: torch.Tensor) -> torch.Tensor:
         _, here = run(a.detach(), *options, return_indices=True)
         flat, size = torch.zeros_like(here), 1
         for dim in reversed(range(n)):
-            at, step = here % a.shape[dim - n] + firsts[dim], slides[dim].dilation
+            at, step = here % a.shape[dim - n] + firsts[dim], window.dilation[dim]
             at = at + (step - 1 - at).clamp(min=0) // step * step  # before the image only where all are -inf
             flat, here, size = flat + at * size, here // a.shape[dim - n], size * cells[dim]
         return flat
@@ -103,19 +101,14 @@ def avg_pool(
 ) -> Any:  # fmt: skip
     """Window; sums divided by the number of cells in the global image."""
     n = spatial_rank(lowering)
-    kernel, steps, pads = spread_out(kernel_size, n), spread_out(stride or kernel_size, n), spread_out(padding, n)
-    slides = [Sliding(*of, 1) for of in zip(kernel, steps, pads, strict=True)]
-    view, _, atoms = windows_of(lowering, x, slides, lowering.out.shape[-n:], every=True)
+    window = window_of(n, kernel_size, stride or kernel_size, padding)
+    view, _, atoms = windows_of(lowering, x, window, lowering.out.shape[-n:], every=True)
     counts = []
-    for at, (slide, atom) in enumerate(zip(slides, atoms, strict=True)):
-        cells = x.shape[len(x.shape) - n + at]
-        lo, hi = atom.range(lowering.place)
-        each = []
-        for i in range(lo, hi):
-            a = i * slide.stride - slide.padding
-            b = min(a + slide.kernel, cells + slide.padding)
-            each.append(b - a if count_include_pad else min(b, cells) - max(a, 0))
-        counts.append(each)
+    for atom, cells, kernel, step, (pad, _) in zip(
+        atoms, x.shape[-n:], window.kernel, window.stride, window.padding, strict=True
+    ):
+        firsts, beyond = (i * step - pad for i in range(*atom.range(lowering.place))), pad * count_include_pad
+        counts.append([min(first + kernel, cells + beyond) - max(first, -beyond) for first in firsts])
     even = all(len(set(each)) <= 1 for each in counts)
     divisor: Any = divisor_override
     if divisor is None and even:
@@ -129,9 +122,9 @@ def avg_pool(
 
     def run(a: torch.Tensor) -> torch.Tensor:
         if n == 1:
-            y = F.avg_pool2d(a.unsqueeze(-2), [1, *kernel], [1, *steps], divisor_override=1).squeeze(-2)
+            y = F.avg_pool2d(a.unsqueeze(-2), (1, *window.kernel), (1, *window.stride), divisor_override=1).squeeze(-2)
         else:
-            y = (F.avg_pool2d if n == 2 else F.avg_pool3d)(a, kernel, steps, divisor_override=1)
+            y = (F.avg_pool2d if n == 2 else F.avg_pool3d)(a, window.kernel, window.stride, divisor_override=1)
         return y / (divisor if isinstance(divisor, int) else divisor.to(y.device, y.dtype))
 
     layout = (*x.layout[:-n], *((atom,) for atom in atoms))

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ...geometry import Cells, as_ranges
+from ...geometry import IndexMap
 from ..ir.graph import Value
 from ..ir.layout import Atom, axes_of, replaced
+from ..ir.reach import Reach
 from ..ir.registry import rule
 from ..lowering.lower import Lowering
 from .window import spatial_rank
@@ -23,35 +24,22 @@ class Taps(NamedTuple):
     cells: torch.Tensor
     weights: torch.Tensor | None
 
-    def hull(self, lo: int, hi: int) -> tuple[int, int]:
-        """Return the range of cells that contribute to the results [lo, hi)."""
-        cells = self.cells[lo:hi]
-        return (int(cells.min()), int(cells.max()) + 1) if lo < hi else (0, 0)
-
-    def used_cells(self, lo: int, hi: int) -> Cells:
-        """Return the cells that contribute to the results [lo, hi)."""
-        first, last = self.hull(lo, hi)
-        cells = self.cells[lo:hi].unique()
-        return (range(first, last),) if len(cells) == last - first else as_ranges(cells.tolist())
+    @property
+    def window(self) -> IndexMap:
+        """The cells that contribute to the results, by their indices."""
+        return IndexMap(lambda lo, hi: self.cells[lo:hi].unique().tolist())
 
 
-def interpolate(
-    lowering: Lowering, x: Value, taps: dict[int, Taps], extents: dict[int, int], axes: dict[int, Any]
-) -> Any:
+def interpolate(lowering: Lowering, x: Value, taps: dict[int, Taps], axes: dict[int, Any]) -> Any:
     """Return x resampled along dimensions; `axes` are the mesh axes that partition the results."""
-    wants, used, starts, atoms = {}, {}, {}, {}
-    for dim, tap in taps.items():
-        out = atoms[dim] = lowering.mesh.atom(extents[dim], axes[dim])
-        ranges = [(tap.hull(lo, hi),) for lo, hi in out.ranges]
-        starts[dim] = ranges[0 if out.axis is None else lowering.place[out.axis]][0][0]
-        wants[dim] = out.axis, ranges
-        used[dim] = [tap.used_cells(lo, hi) for lo, hi in out.ranges]
-    context = x.axes | {atom.axis for atom in atoms.values() if atom.axis is not None}
-    view = lowering.view(x, wants, context, window=True, used=used)
+    reaches = {dim: Reach(lowering.mesh.atom(len(tap.cells), axes[dim]), tap.window) for dim, tap in taps.items()}
+    context = x.axes | axes_of((reach.out,) for reach in reaches.values())
+    view = lowering.view(x, reaches, context, window=True)
     plans = []
     for dim, tap in taps.items():
-        lo, hi = atoms[dim].range(lowering.place)
-        plans.append((dim, tap.cells[lo:hi] - starts[dim], None if tap.weights is None else tap.weights[lo:hi]))
+        lo, hi = reaches[dim].out.range(lowering.place)
+        index = tap.cells[lo:hi] - reaches[dim].first(lowering.atom(x, dim), lowering.place)
+        plans.append((dim, index, None if tap.weights is None else tap.weights[lo:hi]))
 
     def run(a: torch.Tensor) -> torch.Tensor:
         for dim, index, weights in plans:
@@ -67,7 +55,7 @@ def interpolate(
             a = total
         return a
 
-    layout = tuple((atoms[dim],) if dim in atoms else cut for dim, cut in enumerate(x.layout))
+    layout = tuple((reaches[dim].out,) if dim in reaches else cut for dim, cut in enumerate(x.layout))
     return lowering.local(run, [view], layout, lowering.out.dtype)
 
 
@@ -181,9 +169,8 @@ def upsample(
     if scales is not None:
         given = [scales]
     factors = list(given) if given else [None] * n
-    taps, extents, dtype = {}, {}, torch.promote_types(lowering.out.dtype, torch.float32)
+    taps, dtype = dict[int, Taps](), torch.promote_types(lowering.out.dtype, torch.float32)
     for dim, m, factor in zip(dims, lowering.out.shape[-n:], factors, strict=True):
-        extents[dim] = m
         if "nearest" in name:
             taps[dim] = nearest(x.shape[dim], m, factor, "exact" in name)
         elif smooth:
@@ -195,7 +182,7 @@ def upsample(
         else:
             kind = cubic if "cubic" in name else linear
             taps[dim] = kind(x.shape[dim], m, factor, align_corners, dtype)
-    return interpolate(lowering, x, taps, extents, axes)
+    return interpolate(lowering, x, taps, axes)
 
 
 @rule("aten.adaptive_avg_pool1d.default", "aten.adaptive_avg_pool2d.default", "aten.adaptive_avg_pool3d.default",
@@ -209,8 +196,13 @@ def adaptive_avg_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
     return x
 
 
-def _bins(n: int, m: int) -> list[tuple[int, int]]:
-    return [(floor(i * n / m), ceil((i + 1) * n / m)) for i in range(m)]
+def _bins(n: int, m: int) -> list[range]:
+    return [range(floor(i * n / m), ceil((i + 1) * n / m)) for i in range(m)]
+
+
+def _reach(out: Atom, bins: Sequence[range]) -> Reach:
+    """Return the reach of results, each of which depends on the cells of a bin."""
+    return Reach(out, IndexMap(lambda lo, hi: range(bins[lo].start, bins[hi - 1].stop)))
 
 
 def _averaged(lowering: Lowering, x: Value, dim: int, m: int) -> Any:
@@ -218,10 +210,10 @@ def _averaged(lowering: Lowering, x: Value, dim: int, m: int) -> Any:
     n, axis, bins = atom.extent, atom.axis, _bins(atom.extent, m)
     if axis is not None and m >= 2 * lowering.mesh.parts[axis] and m * 2 >= n:
         out = lowering.mesh.atom(m, axis)
-        ranges = [((bins[lo][0], bins[hi - 1][1]) if lo < hi else (0, 0),) for lo, hi in out.ranges]
-        view = lowering.view(x, {dim: (axis, ranges)})
+        reach = _reach(out, bins)
+        view = lowering.view(x, {dim: reach})
         lo, hi = out.range(lowering.place)
-        ((first, last),) = ranges[lowering.place[axis]]
+        ((first, last),) = reach.view(lo, hi, n).ranges
         layout = replaced(x.layout, dim, out)
         matrix = _matrix(bins[lo:hi], first, last)
         return lowering.local(lambda a: _applied(a, matrix, dim), [view], layout)
@@ -231,13 +223,13 @@ def _averaged(lowering: Lowering, x: Value, dim: int, m: int) -> Any:
     return lowering.reduced(lambda a: _applied(a, matrix, dim), [x], [axis] if axis is not None else [], layout)
 
 
-def _matrix(bins: list[tuple[int, int]], first: int, last: int) -> torch.Tensor:
+def _matrix(bins: Sequence[range], first: int, last: int) -> torch.Tensor:
     """Return the weights (results, cells) of the cells [first, last)."""
     weights = torch.zeros(len(bins), max(0, last - first), dtype=torch.float64)
-    for i, (lo, hi) in enumerate(bins):
-        a, b = max(lo, first), min(hi, last)
+    for i, cells in enumerate(bins):
+        a, b = max(cells.start, first), min(cells.stop, last)
         if a < b:
-            weights[i, a - first : b - first] = 1.0 / (hi - lo)
+            weights[i, a - first : b - first] = 1.0 / len(cells)
     return weights
 
 
@@ -254,26 +246,22 @@ def adaptive_max_pool(lowering: Lowering, x: Value, output_size: int | Sequence[
     dims = list(range(len(x.shape) - n, len(x.shape)))
     for dim in dims:
         x = lowering.single(x, dim)
-    wants, atoms, mine = {}, {}, []
+    reaches, mine = {}, []
     for dim, m in zip(dims, values.shape[-n:], strict=True):
-        axis, bins = lowering.cut(x, dim), _bins(x.shape[dim], m)
-        out = atoms[dim] = lowering.mesh.atom(m, axis)
-        ranges = [((bins[lo][0], bins[hi - 1][1]) if lo < hi else (0, 0),) for lo, hi in out.ranges]
-        wants[dim] = axis, ranges
-        lo, hi = out.range(lowering.place)
-        mine.append([(a - bins[lo][0], b - bins[lo][0]) for a, b in bins[lo:hi]])
-    view = lowering.view(x, wants)
+        bins = _bins(x.shape[dim], m)
+        reaches[dim] = _reach(lowering.mesh.atom(m, lowering.cut(x, dim)), bins)
+        lo, hi = reaches[dim].out.range(lowering.place)
+        mine.append([(cells.start - bins[lo].start, len(cells)) for cells in bins[lo:hi]])
+    view = lowering.view(x, reaches)
     pool = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}[n]
 
     def run(a: torch.Tensor) -> torch.Tensor:
         def along(part: torch.Tensor, level: int) -> torch.Tensor:
             if level == n:
                 return pool(part, 1)
-            return torch.cat(
-                [along(part.narrow(dims[level], lo, hi - lo), level + 1) for lo, hi in mine[level]], dims[level]
-            )
+            return torch.cat([along(part.narrow(dims[level], *cells), level + 1) for cells in mine[level]], dims[level])
 
         return along(a, 0)
 
-    layout = tuple((atoms[dim],) if dim in atoms else cut for dim, cut in enumerate(x.layout))
+    layout = tuple((reaches[dim].out,) if dim in reaches else cut for dim, cut in enumerate(x.layout))
     return lowering.local(run, [view], layout, values.dtype), None

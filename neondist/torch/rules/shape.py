@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,7 +11,7 @@ from ..ir.graph import Value
 from ..ir.layout import Atom, axes_of, local_shape
 from ..ir.registry import rule
 from ..lowering.lower import Lowering
-from .index import around, ranged, remapped
+from .index import remapped, rotated
 
 
 @rule("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.view_copy.default",
@@ -112,7 +111,7 @@ def repeat(lowering: Lowering, x: Value, repeats: Sequence[int]) -> Any:
     x = lowering.local(lambda a: a.repeat(*here), [x], layout)
     for dim, n in enumerate(shape):
         if x.shape[dim] != n:
-            x = ranged(lowering, x, dim, n, partial(around, n=x.shape[dim]))
+            x = rotated(lowering, x, dim, n, 0)
     return x
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ...geometry import Cells, cells_used_by, clip_ranges, outputs_using
+from ...geometry import Box, GradientWindow, Window, same_padding
 from ..ir.graph import Value
 from ..ir.layout import Atom, Layout, local_shape, replaced
+from ..ir.reach import Reach
 from ..ir.registry import rule
-from ..ir.transfer import clipped
 from ..kernels import volumes
 from ..kernels.convolution import conv as convolved
 from ..lowering.lower import Lowering
@@ -24,93 +24,56 @@ Size = int | Ints
 _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: volumes.conv_transpose3d}
 
 
-class Sliding(NamedTuple):
-    """Sliding window along one dimension."""
-
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int
-
-    def sees(self, lo: int, hi: int) -> tuple[int, int]:
-        """Return the range of cells that the results [lo, hi) read, including padding."""
-        first = lo * self.stride - self.padding
-        return first, first + (hi - lo - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
-
-    def used_cells(self, lo: int, hi: int, n: int) -> Cells:
-        """Return the cells, out of n, that the results [lo, hi) are computed from."""
-        return tuple(clip_ranges(cells_used_by(lo, hi, *self), 0, n))
-
-    def contributing(self, lo: int, hi: int, n: int) -> Cells:
-        """Return the cells, out of n, that contribute to the results [lo, hi) of the transposed window."""
-        return tuple(clip_ranges(outputs_using(lo, hi, *self), 0, n))
-
-    def reached(self, lo: int, hi: int, n: int) -> tuple[int, int]:
-        """Return the range from the first to the last of those cells."""
-        cells = self.contributing(lo, hi, n)
-        return (cells[0].start, cells[-1].stop) if cells else (0, 0)
-
-
 def spatial_rank(lowering: Lowering) -> int:
     """Return the number of spatial dimensions of the current operator: 2 for aten.max_pool2d."""
     return next(n for n in (1, 2, 3) if f"{n}d" in str(lowering.target))
 
 
-def spread_out(value: Size, n: int) -> list[int]:
+def spread_out(value: int | Sequence[Any], n: int) -> list[Any]:
     """Return one number for each of n spatial axes."""
     values = [value] if isinstance(value, int) else list(value)
     return values * n if len(values) == 1 else values
 
 
+def window_of(n: int, kernel: Size, stride: Size, padding: int | Sequence[Any], dilation: Size = 1) -> Window:
+    """Return the window of an operator along n spatial axes."""
+    sizes = (tuple(spread_out(size, n)) for size in (kernel, stride, padding, dilation))
+    return Window(*sizes)
+
+
 def windows_of(
-    lowering: Lowering,
-    x: Value,
-    sliding: Sequence[Sliding],
-    extents: Sequence[int],
-    fill: float = 0.0,
-    every: bool = False,
+    lowering: Lowering, x: Value, window: Window, extents: Sequence[int], fill: float = 0.0, every: bool = False
 ) -> tuple[Any, list[int], list[Atom]]:
     """Return the view for windows along the last dimensions, the remaining padding, and the atoms of the results.
 
     Parameters
     ----------
-    sliding : for each of the last dimensions
     extents : of the results
     fill : float
         Of cells outside of the image.
     every : bool
         Whether dimensions that are not cut are padded, too.
     """
-    first = len(x.shape) - len(sliding)
-    for dim in range(first, len(x.shape)):
+    dims, x = range(len(x.shape) - window.ndim, len(x.shape)), _single(lowering, x, window.ndim)
+    atoms = [lowering.mesh.atom(n, lowering.cut(x, dim)) for dim, n in zip(dims, extents, strict=True)]
+    padded = [every or atom.axis is not None for atom in atoms]
+    axes = enumerate(zip(dims, atoms, padded, strict=True))
+    reaches = {dim: Reach(atom, window.along(axis), pads) for axis, (dim, atom, pads) in axes}
+    left = [0 if pads else before for pads, (before, _) in zip(padded, window.padding, strict=True)]
+    return lowering.view(x, reaches, None, fill, window=True), left, atoms
+
+
+def _single(lowering: Lowering, x: Value, n: int) -> Value:
+    """Return x with each of the last n dimensions partitioned by one mesh axis at most."""
+    for dim in range(len(x.shape) - n, len(x.shape)):
         x = lowering.single(x, dim)
-    wants, pads, used, left, atoms = {}, {}, {}, [], []
-    for dim, (slide, extent) in enumerate(zip(sliding, extents, strict=True), start=first):
-        axis, n = lowering.cut(x, dim), x.shape[dim]
-        out = lowering.mesh.atom(extent, axis)
-        atoms.append(out)
-        used[dim] = [slide.used_cells(lo, hi, n) for lo, hi in out.ranges]
-        if axis is None and not every:
-            left.append(slide.padding)
-            continue
-        left.append(0)
-        seen = [clipped(*(slide.sees(lo, hi) if hi > lo else (0, 0)), n) for lo, hi in out.ranges]
-        wants[dim], pads[dim] = (axis, [(inside,) for inside, _ in seen]), [around for _, around in seen]
-    return lowering.view(x, wants, None, pads, fill, window=True, used=used), left, atoms
+    return x
 
 
 def images(x: Value, channels: int, atoms: Sequence[Atom]) -> Layout:
     """Return the layout of results: batch as in x, all channels, the given spatial atoms."""
     batch = x.layout[: len(x.layout) - len(atoms) - 1]
     return (*batch, (Atom(channels),), *((atom,) for atom in atoms))
-
-
-def _whole_channels(lowering: Lowering, x: Value, n: int) -> Any:
-    """Return x with channels gathered, and each spatial dimension partitioned by one mesh axis at most."""
-    x = lowering.gathered(x, [-n - 1])
-    for dim in range(-n, 0):
-        x = lowering.single(x, dim)
-    return x
 
 
 @rule("aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
@@ -121,24 +84,21 @@ def conv(
     weight: Value,
     bias: Value | None,
     stride: Size,
-    padding: Size,
+    padding: Any,
     dilation: Size,
     groups: int,
 ) -> Any:
     """Window; kernels of any size, stride, dilation, padding and groups."""
     n = len(weight.shape) - 2
-    kernel, stride, dilation = weight.shape[2:], spread_out(stride, n), spread_out(dilation, n)
-    extents = lowering.out.shape[-n:]
-    x = _whole_channels(lowering, x, n)
+    x = lowering.gathered(x, [-n - 1])
     if isinstance(padding, str):
-        total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
-        before, even = [t // 2 for t in total], all(t % 2 == 0 for t in total)
-    else:
-        before, even = spread_out(padding, n), True
-    slides = [Sliding(*of) for of in zip(kernel, stride, before, dilation, strict=True)]
-    view, left, atoms = windows_of(lowering, x, slides, extents, every=not even)
-    run = _one_cell(convolved) if max(stride) > prod(kernel) == 1 else convolved
-    how = stride, left, dilation, groups
+        same = same_padding(x.shape[-n:], weight.shape[2:], spread_out(stride, n), spread_out(dilation, n))
+        padding = same if padding == "same" else 0
+    window = window_of(n, weight.shape[2:], stride, padding, dilation)
+    uneven = any(before != after for before, after in window.padding)
+    view, left, atoms = windows_of(lowering, x, window, lowering.out.shape[-n:], every=uneven)
+    run = _one_cell(convolved) if max(window.stride) > prod(window.kernel) == 1 else convolved
+    how = window.stride, left, window.dilation, groups
     layout = images(x, weight.shape[0], atoms)
     return lowering.local(lambda a, w, b: run(a, w, b, *how), [view, weight, bias], layout, lowering.out.dtype)
 
@@ -198,18 +158,19 @@ def conv_transpose(
 ) -> Any:  # fmt: skip
     """Window; each rank computes its own results from all contributing inputs."""
     n = len(weight.shape) - 2
-    x = _whole_channels(lowering, x, n)
-    strides, paddings, extras, dilations = (spread_out(v, n) for v in (stride, padding, output_padding, dilation))
-    slides = [Sliding(*of) for of in zip(weight.shape[2:], strides, paddings, dilations, strict=True)]
-    view, pads, atoms, crops = _reaching(lowering, x, slides, lowering.out.shape[-n:])
-    extras = [0 if lowering.cut(x, at - n) is not None else extra for at, extra in enumerate(extras)]
-    run = _one_cell_transposed(_TRANSPOSED[n]) if max(strides) > prod(weight.shape[2:]) == 1 else _TRANSPOSED[n]
+    x = lowering.gathered(x, [-n - 1])
+    window = window_of(n, weight.shape[2:], stride, padding, dilation)
+    view, pads, atoms, crops = _reaching(lowering, x, window, lowering.out.shape[-n:])
+    extras = spread_out(output_padding, n)
+    extras = [extra if atom.axis is None else 0 for atom, extra in zip(atoms, extras, strict=True)]
+    how = window.stride, pads, extras, groups, window.dilation
+    run = _one_cell_transposed(_TRANSPOSED[n]) if max(window.stride) > prod(window.kernel) == 1 else _TRANSPOSED[n]
     layout = images(x, weight.shape[1] * groups, atoms)
     local = local_shape(layout, lowering.place)
 
     def transposed(a: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
         if all(full for *_, full in crops):
-            y = _cropped(run(a, w, None, strides, pads, extras, groups, dilations), crops)
+            y = _cropped(run(a, w, None, *how), crops)
         else:  # nothing reaches here: the result is the bias
             y = a.sum() * 0 + w.sum() * 0 + a.new_zeros(local)
         return y if b is None else y + b.view(-1, *[1] * n)
@@ -222,28 +183,25 @@ _Crop = tuple[int, int, int, bool]
 
 
 def _reaching(
-    lowering: Lowering, x: Value, sliding: Sequence[Sliding], extents: Sequence[int]
+    lowering: Lowering, x: Value, window: Window, extents: Sequence[int]
 ) -> tuple[Any, list[int], list[Atom], list[_Crop]]:
     """Return the view of the cells that contribute to this rank's results of transposed windows.
 
     Then the padding to take away along dimensions that are not cut, the results' atoms, and what to keep along others.
     """
-    wants, used, left, atoms, crops = {}, {}, [], [], list[_Crop]()
-    for at, (slide, extent) in enumerate(zip(sliding, extents, strict=True), start=-len(sliding)):
-        dim = len(x.shape) + at
-        axis = lowering.cut(x, dim)
-        out = lowering.mesh.atom(extent, axis)
+    reaches, left, atoms, crops = {}, [], [], list[_Crop]()
+    adjoint, first, x = GradientWindow(window, extents), len(x.shape) - window.ndim, _single(lowering, x, window.ndim)
+    for axis, extent in enumerate(extents):
+        source, (before, _) = lowering.atom(x, first + axis), window.padding[axis]
+        out = lowering.mesh.atom(extent, source.axis)
         atoms.append(out)
-        used[dim] = [slide.contributing(lo, hi, x.shape[dim]) for lo, hi in out.ranges]
-        left.append(slide.padding if axis is None else 0)
-        if axis is None:
-            continue
-        ranges = [(slide.reached(lo, hi, x.shape[dim]) if lo < hi else (0, 0),) for lo, hi in out.ranges]
-        wants[dim] = axis, ranges
-        (here,) = ranges[lowering.place[axis]]
-        lo, hi = out.range(lowering.place)
-        crops.append((at, lo - (here[0] * slide.stride - slide.padding), hi - lo, here[0] < here[1]))
-    return lowering.view(x, wants, window=True, used=used), left, atoms, crops
+        reaches[first + axis] = reach = Reach(out, adjoint.along(axis))
+        left.append(before if out.axis is None else 0)
+        if out.axis is not None:
+            lo, hi = out.range(lowering.place)
+            ((start, end),) = reach.view(lo, hi, source.extent).ranges
+            crops.append((axis - window.ndim, lo - (start * window.stride[axis] - before), hi - lo, start < end))
+    return lowering.view(x, reaches, window=True), left, atoms, crops
 
 
 def _cropped(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
@@ -255,20 +213,13 @@ def _cropped(y: torch.Tensor, crops: Sequence[_Crop]) -> torch.Tensor:
     return y
 
 
-def _windows(n: int, slide: Sliding) -> int:
-    """Return the number of windows along n cells."""
-    return (n + 2 * slide.padding - slide.dilation * (slide.kernel - 1) - 1) // slide.stride + 1
-
-
 @rule("aten.im2col.default")
 def im2col(lowering: Lowering, x: Value, kernel_size: Size, dilation: Size, padding: Size, stride: Size) -> Any:
     """Window; rows and columns are merged into the last dimension."""
-    kernel, dilated, pads, steps = (spread_out(v, 2) for v in (kernel_size, dilation, padding, stride))
-    x = _whole_channels(lowering, x, 2)
-    slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
-    extents = [_windows(x.shape[dim - 2], slide) for dim, slide in enumerate(slides)]
-    view, left, atoms = windows_of(lowering, x, slides, extents)
-    how = [tuple(each) for each in (kernel, dilated, left, steps)]
+    window = window_of(2, kernel_size, stride, padding, dilation)
+    x = lowering.gathered(x, [-3])
+    view, left, atoms = windows_of(lowering, x, window, window.output_extent(x.shape[-2:]))
+    how = window.kernel, window.dilation, tuple(left), window.stride
     layout = (*x.layout[:-3], (Atom(lowering.out.shape[-2]),), tuple(atoms))
     return lowering.local(lambda a: F.unfold(a, *how), [view], layout, lowering.out.dtype)
 
@@ -278,24 +229,20 @@ def col2im(
     lowering: Lowering, x: Value, output_size: Any, kernel_size: Size, dilation: Size, padding: Size, stride: Size
 ) -> Any:  # fmt: skip
     """Window; each rank sums the contributions to its own cells."""
-    kernel, dilated, pads, steps = (spread_out(v, 2) for v in (kernel_size, dilation, padding, stride))
-    slides = [Sliding(*of) for of in zip(kernel, steps, pads, dilated, strict=True)]
-    extents = spread_out(output_size, 2)
-    rows, columns = (_windows(n, slide) for n, slide in zip(extents, slides, strict=True))
-    x = _whole_channels(lowering, lowering.reshape(x, (*x.shape[:-1], rows, columns)), 2)
-    view, left, atoms, crops = _reaching(lowering, x, slides, extents)
-    layout = images(x, x.shape[-3] // (kernel[0] * kernel[1]), atoms)
+    window, extents = window_of(2, kernel_size, stride, padding, dilation), spread_out(output_size, 2)
+    rows, columns = window.output_extent(extents)
+    x = lowering.gathered(lowering.reshape(x, (*x.shape[:-1], rows, columns)), [-3])
+    view, left, atoms, crops = _reaching(lowering, x, window, extents)
+    layout = images(x, x.shape[-3] // prod(window.kernel), atoms)
     local = local_shape(layout, lowering.place)
 
-    cut = [lowering.cut(x, dim) is not None for dim in (-2, -1)]
-    how = [tuple(each) for each in (kernel, dilated, left, steps)]
+    cut = [atom.axis is not None for atom in atoms]
+    how = window.kernel, window.dilation, tuple(left), window.stride
 
     def run(a: torch.Tensor) -> torch.Tensor:
         if not all(full for *_, full in crops):  # nothing reaches here
             return a.sum() * 0 + a.new_zeros(local)
-        covered = (
-            (n - 1) * s.stride + s.dilation * (s.kernel - 1) + 1 for n, s in zip(a.shape[-2:], slides, strict=True)
-        )
+        covered = window.needs(Box.of(a.shape[-2:])).shape
         size = tuple(here if there else extent for here, there, extent in zip(covered, cut, extents, strict=True))
         return _cropped(F.fold(a.flatten(-2), size, *how), crops)
 
@@ -307,11 +254,7 @@ def unfold(lowering: Lowering, x: Value, dimension: int, size: int, step: int) -
     """Window; windows of one dimension, their cells in a new last dimension."""
     dim = dimension % len(x.shape)
     x = lowering.single(x, dim)
-    axis = lowering.cut(x, dim)
-    out = lowering.mesh.atom(lowering.out.shape[dim], axis)
-    slide = Sliding(size, step, 0, 1)
-    ranges = [((lo, hi) if b > a else (0, 0),) for a, b in out.ranges for lo, hi in [slide.sees(a, b)]]
-    used = {dim: [slide.used_cells(lo, hi, x.shape[dim]) for lo, hi in out.ranges]}
-    view = lowering.view(x, {dim: (axis, ranges)} if axis is not None else {}, used=used)
+    out = lowering.mesh.atom(lowering.out.shape[dim], lowering.cut(x, dim))
+    view = lowering.view(x, {dim: Reach(out, Window(size, step, 0, ndim=1))})
     layout = (*replaced(x.layout, dim, out), (Atom(size),))
     return lowering.local(lambda a: a.unfold(dim, size, step).clone(), [view], layout)

@@ -15,32 +15,72 @@ from torch.nn import functional as F  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
-from neondist.geometry import GridShape  # noqa: E402
-from neondist.torch.rules.window import Sliding  # noqa: E402
+from neondist.geometry import Box, GradientWindow, GridShape, IndexMap, Window, fold  # noqa: E402
+from neondist.torch.ir.layout import Atom  # noqa: E402
+from neondist.torch.ir.reach import Reach  # noqa: E402
 
-SLIDINGS = st.builds(
-    Sliding, kernel=st.integers(1, 4), stride=st.integers(1, 4), padding=st.integers(0, 6), dilation=st.integers(1, 5)
+WINDOWS = st.builds(
+    Window,
+    kernel=st.integers(1, 4),
+    stride=st.integers(1, 4),
+    padding=st.integers(0, 6),
+    dilation=st.integers(1, 5),
+    ndim=st.just(1),
 )
+CELLS = Atom(12)
 
 
 def ends(cells):
     return (min(cells), max(cells) + 1) if cells else (0, 0)
 
 
-@given(SLIDINGS, st.integers(0, 6), st.integers(1, 5))
-def test_cells_that_windows_look_at(slide, lo, length):
-    offsets = [slide.dilation * at - slide.padding for at in range(slide.kernel)]
-    looked = {out * slide.stride + offset for out in range(lo, lo + length) for offset in offsets}
-    assert slide.sees(lo, lo + length) == ends(looked)
-    assert listed(slide.used_cells(lo, lo + length, 12)) == sorted(cell for cell in looked if 0 <= cell < 12)
+def offsets_of(window):
+    return [window.dilation[0] * at - window.padding[0][0] for at in range(window.kernel[0])]
 
 
-@given(SLIDINGS, st.integers(0, 12), st.integers(1, 5), st.integers(0, 12))
-def test_cells_that_reach_results_of_transposed_windows(slide, lo, length, n):
-    offsets = [slide.dilation * at - slide.padding for at in range(slide.kernel)]
-    reaching = {cell for cell in range(n) if any(lo <= cell * slide.stride + o < lo + length for o in offsets)}
-    assert slide.reached(lo, lo + length, n) == ends(reaching)
-    assert listed(slide.contributing(lo, lo + length, n)) == sorted(reaching)
+@given(WINDOWS, st.integers(0, 6), st.integers(1, 5))
+def test_cells_that_windows_look_at(window, lo, length):
+    looked = {out * window.stride[0] + o for out in range(lo, lo + length) for o in offsets_of(window)}
+    inside = sorted(cell for cell in looked if 0 <= cell < 12)
+    reach = Reach(Atom(lo + length, 1, (lo, lo + length)), window, padded=True)
+    ((first, last),), used, (before, after) = reach.view(lo, lo + length, 12)
+    assert reach.views(0, CELLS)[1] == [(before, after)]
+    assert listed(used) == inside
+    assert before + last - first + after == max(looked) + 1 - min(looked)
+    if inside:
+        assert (first - before, last + after) == ends(looked)
+    assert reach._replace(padded=False).view(lo, lo + length, 12) == ((ends(inside),), used, (0, 0))
+
+
+@given(WINDOWS, st.integers(0, 12), st.integers(1, 5), st.integers(0, 12))
+def test_cells_that_reach_results_of_transposed_windows(window, lo, length, n):
+    stride, offsets = window.stride[0], offsets_of(window)
+    reaching = {cell for cell in range(n) if any(lo <= cell * stride + o < lo + length for o in offsets)}
+    reach = Reach(Atom(40, 1, (0, 40)), GradientWindow(window, (40,)))
+    view, used, _ = reach.view(lo, lo + length, n)
+    assert view == (ends(reaching),)
+    assert listed(used) == sorted(reaching)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "wrap"])
+@given(st.integers(-9, 9), st.integers(0, 20), st.integers(1, 9))
+def test_cells_from_which_padding_is_copied(mode, before, lo, length):
+    reach = Reach(Atom(40, 1, (0, 40)), Window(1, padding=((before, 30),), mode=mode))
+    copied = [fold(i - before, 31, mode) for i in range(lo, lo + length)]
+    view, used, _ = reach.view(lo, lo + length, 31)
+    assert [cell for ends in view for cell in range(*ends)] == copied
+    assert listed(used) == sorted(copied)
+
+
+@given(st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=4), min_size=1, max_size=9), st.data())
+def test_cells_of_an_index_map(cells, data):
+    lo = data.draw(st.integers(0, len(cells) - 1))
+    hi = data.draw(st.integers(lo + 1, len(cells)))
+    window = IndexMap(lambda a, b: [cell for each in cells[a:b] for cell in each])
+    looked = sorted({cell for each in cells[lo:hi] for cell in each})
+    assert window.needs(Box((lo,), (hi,))) == Box((looked[0],), (looked[-1] + 1,))
+    assert Reach(Atom(len(cells)), window).view(lo, hi, 12) == ((ends(looked),), window.used_cells(lo, hi), (0, 0))
+    assert listed(window.used_cells(lo, hi)) == looked
 
 
 def listed(ranges):

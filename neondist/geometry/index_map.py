@@ -1,0 +1,41 @@
+"""Index map of an operator that resamples or reorders cells: the cells that each output reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from .box import Box
+from .lattice import Cells, as_ranges, hull_of
+from .window import Window
+
+
+@dataclass(frozen=True, init=False)
+class IndexMap(Window):
+    """Window of one axis whose position and extent depend on the output.
+
+    Parameters
+    ----------
+    cells : callable
+        Returns the cells that the outputs [lo, hi) depend on, in any order; the same cell may occur more than once.
+    """
+
+    cells: Callable[[int, int], Iterable[int]]
+
+    def __init__(self, cells: Callable[[int, int], Iterable[int]]) -> None:
+        super().__init__(1, padding=0, ndim=1)
+        self._set("cells", cells)
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether every output cell depends only on the input cell at the same position: unknown, hence False."""
+        return False
+
+    def needs(self, out: Box) -> Box:
+        """Return the hull of the cells that the output cells `out` depend on."""
+        first, last = hull_of(self.used_cells(out.lo[0], out.hi[0]))
+        return Box((first,), (last,))
+
+    def used_cells(self, lo: int, hi: int) -> Cells:
+        """Return the cells that the outputs [lo, hi) depend on."""
+        return as_ranges(sorted(set(self.cells(lo, hi)))) if lo < hi else ()

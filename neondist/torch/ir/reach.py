@@ -1,0 +1,96 @@
+"""Reach of an operator: the indices of its arguments that its results depend on, as a window along each dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ...geometry import Cells, Window, clip_ranges, fold, hull_of
+from .layout import Atom
+from .transfer import Range, Want, clipped
+
+SAME = Window.of_one(1)
+"""Window of results that depend on the same index, or on all indices if they are whole."""
+
+
+class View(NamedTuple):
+    """View of a part of the results along one dimension.
+
+    Attributes
+    ----------
+    ranges : of indices
+        Without padding, they begin and end with indices that results depend on.
+    used : the indices that results depend on
+    pads : numbers of indices before and after the tensor
+    """
+
+    ranges: tuple[Range, ...]
+    used: Cells
+    pads: Range
+
+
+class Reach(NamedTuple):
+    """Dependence of results on a dimension of an argument; rules declare it, and views follow from it.
+
+    Attributes
+    ----------
+    out : Atom
+        Partition of the results along the dimension; whole: all ranks need the same indices.
+    window : Window
+        Of one axis; results depend on the indices in it.
+    padded : bool
+        Whether the view has the cells of the window outside of the tensor.
+    """
+
+    out: Atom
+    window: Window = SAME
+    padded: bool = False
+
+    def view(self, lo: int, hi: int, n: int) -> View:
+        """Return the view of n indices for the results [lo, hi)."""
+        if lo >= hi:
+            return View(((0, 0),), (), (0, 0))
+        if self.window is SAME:
+            return View(((lo, hi),), (range(lo, hi),), (0, 0))
+        cells, (mode, *_) = self.window.used_cells(lo, hi), self.window.modes
+        if mode != "zeros":
+            ranges = tuple(_runs(fold(i, n, mode) for i in range(*hull_of(cells))))
+            return View(ranges, tuple(range(*run) for run in ranges), (0, 0))
+        used = tuple(clip_ranges(cells, 0, n))
+        inside, around = clipped(*hull_of(cells), n) if self.padded else (hull_of(used), (0, 0))
+        return View((inside,), used, around)
+
+    def views(self, dim: int, source: Atom) -> tuple[Want, list[Range]]:
+        """Return the views of a dimension that the parts of the results need, and the padding of each."""
+        n = source.extent
+        ranges, used, pads = zip(*(self.view(lo, hi, n) for lo, hi in self.out.ranges), strict=True)
+        if self.is_whole(source):
+            ranges = (((0, n),),)
+        all_used = self.window is SAME or all(map(_is_same, ranges, used))
+        return Want(dim, source, self.out.axis, ranges, None if all_used else used), list(pads)
+
+    def first(self, source: Atom, place: Sequence[int]) -> int:
+        """Return the first index in the view of the rank at a place."""
+        return 0 if self.is_whole(source) else self.view(*self.out.range(place), source.extent).ranges[0][0]
+
+    def is_whole(self, source: Atom) -> bool:
+        """Return whether every rank has all indices of the dimension and of the results; then the view has all, too."""
+        return self.out.axis is source.axis is None and not self.padded
+
+
+def _is_same(ranges: Sequence[Range], cells: Cells) -> bool:
+    """Return whether cells of ranges are all that there are in them."""
+    return sum(hi - lo for lo, hi in ranges) == sum(map(len, cells))
+
+
+def _runs(indices: Iterable[int]) -> Iterator[Range]:
+    """Yield ranges of consecutive indices."""
+    start = end = -1
+    for i in indices:
+        if i != end:
+            if start < end:
+                yield start, end
+            start = i
+        end = i + 1
+    if start < end:
+        yield start, end

@@ -1,0 +1,51 @@
+"""Backward propagation of ranges: the indices of every value that parts of the results depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...geometry import joined
+from .layout import Atom
+from .reach import Reach
+from .transfer import Range
+
+Cut = tuple[int, int]
+"""Number of a rule's call, and number of a cut requested by it."""
+CutRanges = dict[Cut, Range]
+"""Non-empty range of each cut."""
+
+
+class Dependence(NamedTuple):
+    """Reach that a call of a rule declares, and the atom of the argument."""
+
+    call: int
+    reach: Reach
+    source: Atom
+
+
+def trace(dependences: Sequence[Dependence], outputs: CutRanges) -> CutRanges:
+    """Return the range of every cut on which these ranges of the outputs' cuts depend.
+
+    Parameters
+    ----------
+    dependences : in the order of the calls
+        An atom of merged dimensions is a multiple of its cut, so that reshaping needs no dependence.
+    """
+    needed = dict(outputs)
+    for call, reach, source in reversed(dependences):
+        assert reach.out.origin is not None
+        cut, factor = reach.out.origin
+        lo, hi = (at * factor for at in needed.get(cut, (0, 0)))
+        if cut[0] != call:  # the cut of another argument, which earlier calls may need more of
+            lo, hi = 0, reach.out.extent
+        for indices in reach.view(lo, hi, source.extent).ranges:
+            extend(needed, source, *indices)
+    return needed
+
+
+def extend(needed: CutRanges, atom: Atom, lo: int, hi: int) -> None:
+    """Extend the range of an atom's cut by indices of the atom."""
+    if atom.origin is not None and lo < hi:
+        cut, factor = atom.origin
+        needed[cut] = joined(needed.get(cut, (0, 0)), (lo // factor, (hi - 1) // factor + 1))

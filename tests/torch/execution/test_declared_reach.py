@@ -1,0 +1,158 @@
+"""Reaches that rules declare once yield, for every block and rank, the cells that the rules request for that block."""
+
+import importlib
+import os
+import random
+from contextlib import suppress
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import random_modules  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from module_steps import STEPS  # noqa: E402
+from test_blocks_of_modules import LOCAL, Globe, Net  # noqa: E402
+from torch import nn  # noqa: E402
+from zoo import ZOO  # noqa: E402
+
+from neondist.errors import UserError  # noqa: E402
+from neondist.halo import as_scheme  # noqa: E402
+from neondist.torch.execution.blocked import at_least_one  # noqa: E402
+from neondist.torch.execution.blocks import TracedImage  # noqa: E402
+from neondist.torch.execution.in_blocks import BlockLowering  # noqa: E402
+from neondist.torch.execution.program_lowering import laid, ranges_at  # noqa: E402
+from neondist.torch.execution.segments import Search  # noqa: E402
+from neondist.torch.execution.trunk import Trunk  # noqa: E402
+from neondist.torch.ir.layout import Mesh  # noqa: E402
+from neondist.torch.ir.trace import extend  # noqa: E402
+
+CAPTURE = importlib.import_module("neondist.torch.capture.capture")
+SEED = int(os.environ["NEONDIST_SEED"])
+
+
+class RequestedRanges(BlockLowering):
+    """Lowering for one block that extends `cuts.ranges` by the ranges of arguments that rules request."""
+
+    def view(self, value, reaches, *args, **kwargs):
+        for dim, reach in reaches.items():
+            atom = self.atom(value, dim)
+            for indices in reach.views(dim, atom)[0].of(self.place):
+                extend(self.cuts.ranges, atom, *indices)
+        return super().view(value, reaches, *args, **kwargs)
+
+
+def requested_needs(traced, ranges):
+    """Return the range of each cut, from running all rules again for this block, from the last to the first."""
+    needed = {}
+    lowering = RequestedRanges(len(traced.shape) - 2, traced.remedy, needed, traced.values, traced.axes)
+    lowering.key, lowering.statistics, lowering.functions = traced.key, traced.statistics, traced.functions
+    for output, box in zip(traced.outputs, ranges, strict=True):
+        for (atom,), indices in zip(output.layout, box, strict=True):
+            extend(needed, atom, *indices)
+    for call in reversed(traced.calls):
+        before = None
+        while before != needed:  # one rule may make dependent cuts
+            before = dict(needed)
+            lowering.repeat(call, {})
+    return needed
+
+
+def traced_parts(module, shape, dtype=torch.float64):
+    """Return the parts of a module that can be computed in blocks: the output, a trunk with its sweeps, segments."""
+    parts, mesh = [], Mesh((1, *[2] * (len(shape) - 2)))
+    for training in (False, True):
+        program = CAPTURE.capture_module(module.train(training), [(shape, dtype)])
+        with suppress(UserError):  # it depends on the whole image
+            parts += [TracedImage(program, shape, (), "")] if shape[0] == 1 else []
+        with suppress(UserError):
+            trunk = Trunk(program, shape, (), 3)
+            parts += [trunk, *trunk.sweeps] if trunk.outputs else []
+        with suppress(UserError):
+            search = Search(program, mesh, [mesh.image(shape)], (), {"": as_scheme("deep_halo(layers=3)")}, None)
+            parts += [segment.traced for segment in search.segments()]
+    return parts
+
+
+def check_needs(traced, rng, grids=2):
+    """Compare both for every rank of random grids; return the number of dependences between groups of cells."""
+    merged = sum(each.source.origin[1] > 1 or each.reach.out.origin[1] > 1 for each in traced.dependences)
+    for _ in range(grids):
+        mesh = Mesh((rng.randint(1, 2), *(rng.randint(1, 4) for _ in traced.shape[2:])))
+        layouts = [laid(output, mesh) for output in traced.outputs]
+        for rank in range(mesh.size):
+            own = ranges_at(layouts, dict(enumerate(mesh.place(rank))))
+            block = at_least_one(own, own)
+            assert traced.needs(block) == requested_needs(traced, block)
+    return merged
+
+
+def test_random_modules(monkeypatch):
+    monkeypatch.setattr(random_modules, "STEPS", {name: STEPS[name] for name in LOCAL.split()})
+    compared = 0
+    for number in range(60 if os.environ.get("NEONDIST_CASES") == "all" else 8):
+        rng = random.Random(f"{SEED} {number}")
+        drawn = random_modules._drawn(rng, f"{SEED} {number}")
+        if len(drawn.shapes) == 1:
+            with suppress(UserError):
+                parts = traced_parts(drawn.module(), drawn.shapes[0])
+                compared += len(parts)
+                for traced in parts:
+                    check_needs(traced, rng)
+    assert compared >= 4
+
+
+class Windows(nn.Module):
+    """Shifted windows of 4 x 4 cells, each mixed inside, as in Swin transformers; atoms of merged dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.mix, self.last = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(16, 16), nn.Conv2d(4, 2, 3, 2, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        n, c, h, w = x.shape
+        y = x.roll((-2, -2), (2, 3)).reshape(n, c, h // 4, 4, w // 4, 4).permute(0, 2, 4, 1, 3, 5)
+        y = self.mix(y.reshape(n * (h // 4) * (w // 4), c, 16)).reshape(n, h // 4, w // 4, c, 4, 4)
+        y = y.permute(0, 3, 1, 4, 2, 5).reshape(n, c, h, w).roll((2, 2), (2, 3))
+        return self.last(x + y)
+
+
+class Losses(nn.Module):
+    """Losses in the partition of one of two arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(1, 3, 5, padding=2)
+
+    def forward(self, x):
+        losses = F.cross_entropy(self.first(x), self.second(x).argmax(1), reduction="none")
+        return F.max_pool2d(losses[:, None], 3, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (Net(1), (1, 1, 97)),
+        (Net(), (1, 1, 61, 50)),
+        (Globe(), (1, 1, 21, 26)),
+        (Windows(), (1, 1, 24, 32)),
+        (Losses(), (1, 1, 13, 9)),
+    ],
+    ids=["net-1d", "net-2d", "globe", "windows", "losses"],
+)
+def test_modules(module, shape):
+    parts = traced_parts(module.double(), shape)
+    assert any(isinstance(part, TracedImage) for part in parts)
+    merged = sum(check_needs(part, random.Random(SEED), 3) for part in parts)
+    assert bool(merged) == isinstance(module, Windows)
+
+
+@pytest.mark.parametrize("name", ["smp.Unet", "torchvision.resnet18", "torchvision.swin"])
+@pytest.mark.long
+def test_public_models(name):
+    entry = next(entry for entry in ZOO if entry.name == name)
+    parts = traced_parts(entry.make(), entry.example_shape, torch.float32)
+    assert any(len(part.calls) > 10 for part in parts)
+    merged = sum(check_needs(part, random.Random(SEED), 1) for part in parts)
+    assert bool(merged) == (name == "torchvision.swin")
