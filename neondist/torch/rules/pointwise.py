@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..ir.graph import Value
+from ..ir.layout import local_shape
 from ..ir.registry import pointwise, rule
 from ..lowering.lower import Lowering
 
@@ -54,7 +55,6 @@ def detach(lowering: Lowering, x: Value) -> Any:
 @rule("aten.copy.default", always=True)
 def copy(lowering: Lowering, x: Value, src: Value, non_blocking: bool = False) -> Any:
     """Pointwise; values of the second argument in the shape and dtype of the first."""
-    context = x.axes
-    there = lowering.aligned(src, x.layout, context)
-    shape, dtype = x.local, x.dtype
-    return lowering.local(lambda a: a.to(dtype).expand(shape).clone(), [there], x.layout, dtype, context)
+    layout, context, dtype = lowering.common([x.layout]), x.axes, x.dtype
+    there, shape = lowering.aligned(src, layout, context), local_shape(layout, lowering.place)
+    return lowering.local(lambda a: a.to(dtype).expand(shape).clone(), [there], layout, dtype, context)
