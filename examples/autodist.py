@@ -1,4 +1,4 @@
-"""The first example of AutoDist's documentation, in PyTorch on the embedded digits, over the devices of resources.yaml.
+"""The introductory example of AutoDist in PyTorch: the embedded digits on the devices of resources.yaml.
 
 python examples/autodist.py [STEPS]
 """
@@ -17,7 +17,7 @@ d = nd.AutoDist(os.path.join(os.path.dirname(__file__), "resources.yaml"), "PS")
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 20
 BATCH_SIZE = 32
 
-torch.set_default_dtype(torch.float64)  # so that the last digits can be compared
+torch.set_default_dtype(torch.float64)  # for comparison of the last digits
 torch.manual_seed(0)
 digits = nd.MNIST()
 digits.open(nd.ProcessGrid.serial())

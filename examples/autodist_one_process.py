@@ -1,4 +1,4 @@
-"""The first example of AutoDist's documentation, in PyTorch on the embedded digits; autodist.py distributes it.
+"""The introductory example of AutoDist in PyTorch, on the embedded digits; distributed by autodist.py.
 
 python examples/autodist_one_process.py [STEPS]
 """
@@ -15,7 +15,7 @@ import neondist as nd
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 20
 BATCH_SIZE = 32
 
-torch.set_default_dtype(torch.float64)  # so that the last digits can be compared
+torch.set_default_dtype(torch.float64)  # for comparison of the last digits
 torch.manual_seed(0)
 digits = nd.MNIST()
 digits.open(nd.ProcessGrid.serial())

@@ -1,7 +1,7 @@
-"""Images for the examples segmentation.yaml and volumes.yaml: made up, in the files of their fields.
+"""Synthetic images for the examples segmentation.yaml and volumes.yaml, in the file formats of their fields.
 
-python examples/images_of_the_field.py slides|volumes [DIR] [SIDE]               writes DIR and one to predict for
-python examples/images_of_the_field.py picture OUT.png IMAGE RESULT [TRUTH]      draws them side by side
+python examples/images_of_the_field.py slides|volumes [DIR] [SIDE]               writes training images and a new one
+python examples/images_of_the_field.py picture OUT.png IMAGE RESULT [TRUTH]      plots them side by side
 """
 
 import sys
@@ -13,8 +13,8 @@ import neondist as nd
 
 
 def blobs(rng, shape, count, radii):
-    """Return cells of balls, flattened at random, each of its own radius: 1 inside, 0 outside."""
-    found = np.zeros(shape, np.uint8)
+    """Return a mask of random ellipsoids: 1 inside, 0 outside."""
+    mask = np.zeros(shape, np.uint8)
     for _ in range(count):
         radius = rng.uniform(*radii)
         centre, stretch = rng.uniform(0, shape), rng.uniform(0.7, 1.4, len(shape))
@@ -22,12 +22,12 @@ def blobs(rng, shape, count, radii):
         box = tuple(slice(a, min(b, n)) for (a, b), n in zip(reach, shape, strict=True))
         grids = np.ogrid[box]
         distance = sum(((g - c) * s / radius) ** 2 for g, c, s in zip(grids, centre, stretch, strict=True))
-        found[box] |= (distance < 1).astype(np.uint8)
-    return found
+        mask[box] |= (distance < 1).astype(np.uint8)
+    return mask
 
 
 def smooth(rng, shape, spacing):
-    """Return a field that changes over about `spacing` cells, of mean 0 and deviation about 1."""
+    """Return a smooth random field with a correlation length of about `spacing` cells, mean 0 and unit variance."""
     field = rng.normal(size=[n // spacing + 3 for n in shape])
     for axis, n in enumerate(shape):
         at = np.arange(n) / spacing
@@ -38,13 +38,13 @@ def smooth(rng, shape, spacing):
 
 
 def observed(rng, mask, spacing, noise):
-    """Return what a microscope or scanner would show: bright objects, uneven light, noise; uint8."""
+    """Return a simulated image of a microscope or scanner: bright objects, uneven light, noise; uint8."""
     light = 60 + 8 * smooth(rng, mask.shape, spacing) + 50 * mask
     return np.clip(light + noise * rng.standard_normal(mask.shape, np.float32), 0, 255).astype(np.uint8)
 
 
 def save(path, array, axes):
-    """Write a whole array with one more axis, of one channel."""
+    """Write a whole array with an additional channel axis."""
     path.parent.mkdir(parents=True, exist_ok=True)
     array = array[..., None]
     with nd.create_sink(path, array.shape, array.dtype, axes, overwrite=True) as sink:
@@ -53,7 +53,7 @@ def save(path, array, axes):
 
 
 def images(folder, shape, axes, suffix, count, density, radii, spacing, noise):
-    """Write images and masks to train with, and one of each, `new`, to predict for."""
+    """Write training images and masks, and an image `new` for prediction with its mask."""
     for number in range(count + 1):
         rng = np.random.default_rng(number)
         mask = blobs(rng, shape, int(np.prod(shape) * density), radii)
@@ -67,22 +67,22 @@ def images(folder, shape, axes, suffix, count, density, radii, spacing, noise):
 
 
 def picture(out, *paths):
-    """Draw the middle of each array: what was seen, what was found, and what is true."""
+    """Plot the middle of each array: image, prediction and ground truth."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, places = plt.subplots(1, len(paths), figsize=(3 * len(paths), 3), squeeze=False, layout="constrained")
-    for place, path, title in zip(places[0], paths, ("seen", "found", "true"), strict=False):
+    figure, panels = plt.subplots(1, len(paths), figsize=(3 * len(paths), 3), squeeze=False, layout="constrained")
+    for panel, path, title in zip(panels[0], paths, ("image", "prediction", "ground truth"), strict=False):
         with nd.open_source(path) as source:
-            spare = len(source.shape) - 3
-            middle = [(n // 2, n // 2 + 1) for n in source.shape[:spare]]
-            sides = [(max(0, n // 2 - 200), min(n, n // 2 + 200)) for n in source.shape[spare:-1]]
-            cells = source.read([*middle, *sides, (0, 1)]).squeeze(axis=(*range(spare), -1))
-        place.imshow(cells, cmap="gray")
-        place.set_title(title, fontsize=11)
-        place.set(xticks=[], yticks=[])
+            leading = len(source.shape) - 3
+            middle = [(n // 2, n // 2 + 1) for n in source.shape[:leading]]
+            sides = [(max(0, n // 2 - 200), min(n, n // 2 + 200)) for n in source.shape[leading:-1]]
+            cells = source.read([*middle, *sides, (0, 1)]).squeeze(axis=(*range(leading), -1))
+        panel.imshow(cells, cmap="gray")
+        panel.set_title(title, fontsize=11)
+        panel.set(xticks=[], yticks=[])
     figure.savefig(out, dpi=100)
 
 

@@ -1,4 +1,4 @@
-"""A model-definition file: MNIST with PyTorch, as ElasticDL's design document has it, its slips corrected.
+"""A model-definition file for MNIST with PyTorch, after ElasticDL's design document.
 
 neondist data records '!MNIST {}' --to train.csv
 neondist data records '!MNIST {}' --role prediction --to test.csv
@@ -46,7 +46,7 @@ def eval_metrics_fn():
 
 
 class PredictionOutputsProcessor:
-    """Prints the digit of each record."""
+    """Printer of the predicted digit of each record."""
 
     def process(self, predictions, worker_id):
         print(*predictions.argmax(1), sep="\n")

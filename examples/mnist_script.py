@@ -1,6 +1,6 @@
-"""The experiment of yaml/mnist_distarray_convnet.yaml as a script: runs on one rank, or under mpirun on many.
+"""The experiment of yaml/mnist_distarray_convnet.yaml as a script, for one rank or, under mpirun, several.
 
-python examples/mnist_script.py [FOLDER OF THE WHOLE MNIST]
+python examples/mnist_script.py [FOLDER OF THE FULL MNIST SET]
 mpirun -n 4 python examples/mnist_script.py
 """
 

@@ -1,4 +1,4 @@
-"""A layer of your own, serial and over tiles: the gradient magnitude of an image, by Sobel's filters.
+"""A custom layer, serial and over tiles: the gradient magnitude of an image by Sobel filters.
 
 python examples/own_layer.py                 checks it on one rank
 mpirun -n 4 python examples/own_layer.py     checks it on four
@@ -10,7 +10,7 @@ import numpy as np
 import neondist as nd
 
 # begin layer
-#        down, right, weight in the vertical slope, weight in the horizontal one
+#        row, column, weight in the vertical derivative, weight in the horizontal derivative
 TAPS = [(i, j, (i - 1) * (1, 2, 1)[j] / 8, (j - 1) * (1, 2, 1)[i] / 8) for i in range(3) for j in range(3)]
 
 
@@ -21,7 +21,7 @@ class SobelLayer(nd.Layer):
         h, w = ctx.output_box.shape
         dv = sum(v * view[:, i : i + h, j : j + w] for i, j, v, _ in TAPS)
         dh = sum(u * view[:, i : i + h, j : j + w] for i, j, _, u in TAPS)
-        ctx.save(dv=dv, dh=dh, y=ctx.xp.sqrt(dv**2 + dh**2 + 1e-6), shape=view.shape)  # smooth where the image is flat
+        ctx.save(dv=dv, dh=dh, y=ctx.xp.sqrt(dv**2 + dh**2 + 1e-6), shape=view.shape)  # 1e-6: differentiable at 0
         return ctx.y
 
     def backward(self, ctx, dy):
@@ -45,19 +45,19 @@ def build(cls, layer, grid=None):
 
 
 def equality(serial, tiled, x, dy):
-    """Largest difference, of outputs and of input gradients, between one process and the tiles."""
+    """Return the largest difference of outputs and input gradients between one process and the tiles."""
     y, y_tiled = serial.fprop(x), tiled.gather(tiled.fprop(tiled.scatter(x)))
     dx, dx_tiled = serial.bprop(dy), tiled.gather_input(tiled.bprop(tiled.scatter_output(dy)))
     return max(np.abs(y - y_tiled).max(), np.abs(dx - dx_tiled).max())
 
 
 def dot_test(tiled, x, direction, dy, h=1e-5):
-    """Relative difference of <J direction, dy>, by central differences, and <direction, J' dy>, by bprop."""
-    ahead = tiled.gather(tiled.fprop(tiled.scatter(x + h * direction)))
-    behind = tiled.gather(tiled.fprop(tiled.scatter(x - h * direction)))
+    """Return the relative difference of <J direction, dy> (central differences) and <direction, J' dy> (bprop)."""
+    above = tiled.gather(tiled.fprop(tiled.scatter(x + h * direction)))
+    below = tiled.gather(tiled.fprop(tiled.scatter(x - h * direction)))
     tiled.fprop(tiled.scatter(x))
     dx = tiled.gather_input(tiled.bprop(tiled.scatter_output(dy)))
-    left, right = np.sum((ahead - behind) / (2 * h) * dy), np.sum(direction * dx)
+    left, right = np.sum((above - below) / (2 * h) * dy), np.sum(direction * dx)
     return abs(left - right) / abs(right)
 
 
@@ -69,7 +69,7 @@ def main():
     if grid.rank == 0:
         print(f"{grid.rows} x {grid.cols} tiles: differs from one process by {difference:.1e}, dot test {error:.1e}")
     assert difference < 1e-12
-    assert error < 1e-7  # what central differences can tell
+    assert error < 1e-7  # the accuracy of central differences
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A border scheme of your own: halos that are sent in half precision. Run: python examples/own_scheme.py"""
+"""A custom border scheme: halos in half precision. Run: python examples/own_scheme.py"""
 
 # begin scheme
 from math import prod
@@ -9,12 +9,12 @@ import neondist as nd
 
 
 class HalfHalo(nd.schemes.ExchangePolicy):
-    """Cells and gradients travel as 16-bit floating point numbers."""
+    """Exchange of cells and gradients as 16-bit floating-point numbers."""
 
-    formula = "each way 2 bytes for each number of an exact halo"
+    formula = "2 bytes per element of an exact halo, each way"
 
     def forward(self, halo):
-        if "packed" not in halo.memory:  # made once for each layer, direction and batch size
+        if "packed" not in halo.memory:  # once per layer, direction and batch size
             halo.memory["packed"] = halo.packed(dtype=np.float16)
         packed = halo.memory["packed"]
         packed.start(halo.outgoing())

@@ -1,18 +1,18 @@
-"""TensorLayer's tutorial of distributed training: a multi-layer perceptron, 784-800-800-10, on digits, by roles.
+"""TensorLayer's tutorial on distributed training: a multilayer perceptron, 784-800-800-10, on digits, with task roles.
 
-Start it in three shells, each with the same cluster and a task of its own:
+Start it in three shells, with the same cluster and one task each:
 
     CLUSTER='"cluster": {"master": ["127.0.0.1:3001"], "worker": ["127.0.0.1:3002"]}'
     TF_CONFIG="{$CLUSTER, \"task\": {\"type\": \"master\"}}" python examples/roles.py
     TF_CONFIG="{$CLUSTER, \"task\": {\"type\": \"worker\"}}" python examples/roles.py
     TF_CONFIG="{$CLUSTER, \"task\": {\"type\": \"evaluator\"}}" python examples/roles.py
 
-Master and worker each train on a shard of the digits and add up their gradients; the evaluator tests each checkpoint.
-Without TF_CONFIG one process trains alone.
+Master and worker each train on a shard of the digits and sum their gradients; the evaluator evaluates each checkpoint.
+Without TF_CONFIG a single process is used.
 
-The tutorial's own cluster has a parameter server and two workers, each of which trains at its own pace:
+The cluster of the original tutorial has a parameter server and two asynchronous workers:
 
-    export NEONDIST_TOKEN=...  # a secret of the job, the same in all shells
+    export NEONDIST_TOKEN=...  # the secret of the job, the same in all shells
     CLUSTER='"cluster": {"ps": ["127.0.0.1:3000"], "worker": ["127.0.0.1:3001", "127.0.0.1:3002"]}'
     TF_CONFIG="{$CLUSTER, \"task\": {\"type\": \"ps\", \"index\": 0}}" python examples/roles.py
     TF_CONFIG="{$CLUSTER, \"task\": {\"type\": \"worker\", \"index\": 0}}" python examples/roles.py
@@ -28,7 +28,7 @@ last_step, units = (int(word) for word in (sys.argv[2:4] or (200, 800)))
 batch_size = 100  # of each worker
 
 task = nd.TaskSpec()
-grid = nd.ProcessGrid(task.create_server(), replicas=None)  # a server stays in create_server until the end
+grid = nd.ProcessGrid(task.create_server(), replicas=None)  # on a server, create_server does not return
 dataset = nd.MNIST()
 if task.is_worker():
     dataset = dataset.shard(task.num_workers, task.shard_index)

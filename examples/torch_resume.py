@@ -1,4 +1,4 @@
-"""A PyTorch network with a loop of its own, which can be stopped and go on on another number of ranks.
+"""A PyTorch script with a custom training loop that resumes on any number of ranks.
 
 mpirun -n 2 python examples/torch_resume.py 10; mpirun -n 3 python examples/torch_resume.py 20
 """
@@ -32,7 +32,7 @@ def batch(step):
     return stripes + 0.3 * torch.randn(4, 1, HEIGHT, WIDTH, generator=generator), kinds
 
 
-torch.set_default_dtype(torch.float64)  # so that the last digits can be compared
+torch.set_default_dtype(torch.float64)  # for comparison of the last digits
 torch.manual_seed(1)
 model = ndt.distribute(build(), (4, 1, HEIGHT, WIDTH))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.02)

@@ -1,4 +1,4 @@
-"""A PyTorch network and what feeds it, for torch_stripes.yaml; nothing here knows of ranks."""
+"""The PyTorch network and input function of torch_stripes.yaml, independent of ranks."""
 
 import numpy as np
 import torch
@@ -14,6 +14,6 @@ def build(width=6, classes=4):
 
 
 def feed(images, labels):
-    """Return this rank's tile, channels first and brighter, and the labels as PyTorch wants them."""
+    """Return this rank's tile of the images, channels first and scaled, and the labels, as tensors."""
     features = torch.from_numpy(np.ascontiguousarray(np.moveaxis(images, -1, 1)))
     return 2 * features, None if labels is None else torch.from_numpy(labels)

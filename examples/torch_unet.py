@@ -1,4 +1,4 @@
-"""A small U-Net in PyTorch learns to tell discs from rings in noise, on images cut into a tile per rank.
+"""A small U-Net in PyTorch that segments discs and rings in noise, on images partitioned into one tile per rank.
 
 mpirun -n 4 python examples/torch_unet.py [STEPS]
 """
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import neondist.torch as ndt
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-HEIGHT, WIDTH = 157, 203  # nothing has to be divisible by anything
+HEIGHT, WIDTH = 157, 203  # sizes need not be divisible
 
 
 class Block(nn.Sequential):
@@ -55,7 +55,7 @@ def sample(step):
     return (truth[:, None] > 0) + 0.3 * torch.randn(1, 1, HEIGHT, WIDTH, generator=generator), truth
 
 
-torch.set_default_dtype(torch.float64)  # so that the last digits can be compared
+torch.set_default_dtype(torch.float64)  # for comparison of the last digits
 torch.manual_seed(1)
 model = ndt.distribute(UNet(), (1, 1, HEIGHT, WIDTH))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""A small U-Net in PyTorch learns to tell discs from rings in noise; torch_unet.py is the same script on tiles.
+"""A small U-Net in PyTorch that segments discs and rings in noise; torch_unet.py is the same script on tiles.
 
 python examples/torch_unet_one_process.py [STEPS]
 """
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-HEIGHT, WIDTH = 157, 203  # nothing has to be divisible by anything
+HEIGHT, WIDTH = 157, 203  # sizes need not be divisible
 
 
 class Block(nn.Sequential):
@@ -53,7 +53,7 @@ def sample(step):
     return (truth[:, None] > 0) + 0.3 * torch.randn(1, 1, HEIGHT, WIDTH, generator=generator), truth
 
 
-torch.set_default_dtype(torch.float64)  # so that the last digits can be compared
+torch.set_default_dtype(torch.float64)  # for comparison of the last digits
 torch.manual_seed(1)
 model = UNet()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -1,8 +1,8 @@
-"""A training script as people have it: a data set with augmentation, a U-Net, a schedule, metrics, a checkpoint.
+"""A typical training script: a data set with augmentation, a U-Net, a schedule, metrics, checkpoints.
 
 python examples/training_script_one_process.py [FOLDER]
 
-examples/training_script.py is the same on tiles, with six lines of its own.
+examples/training_script.py is the same script on tiles, with six changed lines.
 """
 
 import sys
@@ -19,7 +19,7 @@ FOLDER.mkdir(parents=True, exist_ok=True)
 
 
 class Shapes(data.Dataset):
-    """Discs and rings in noise; cells at their edges are labelled 255, and count for nothing."""
+    """Discs and rings in noise; cells at their edges have the label 255, which is ignored."""
 
     def __init__(self, samples, first=0, augment=False):
         self.samples, self.first, self.augment = samples, first, augment
@@ -62,7 +62,7 @@ class UNet(nn.Module):
 
 
 def criterion(output, labels):
-    """Return the weighted cross entropy and the Dice loss of the cells that have a label."""
+    """Return the sum of weighted cross entropy and Dice loss over labelled cells."""
     entropy = F.cross_entropy(output, labels, weight=torch.tensor([0.5, 1.0, 1.0]), ignore_index=255)
     known = (labels != 255)[:, None]
     truth = F.one_hot(labels.where(labels != 255, 0), 3).movedim(-1, 1) * known
@@ -79,7 +79,7 @@ def iou(output, labels):
 
 
 def report(epoch, loss, score):
-    """Print the figures of an epoch, write them for TensorBoard, and write a checkpoint."""
+    """Print the results of an epoch, log them to TensorBoard, and write a checkpoint."""
     print(f"epoch {epoch}  loss {loss:.7f}  IoU {score:.4f}", flush=True)
     writer.add_scalar("loss", loss, epoch)
     writer.add_scalar("IoU", score, epoch)

