@@ -1,4 +1,4 @@
-"""Settings of all tests."""
+"""Configuration of all tests."""
 
 import gc
 import os
@@ -6,61 +6,62 @@ import signal
 from pathlib import Path
 
 import pytest
-from turns import taking_turns
+from case_selection import select_tests
 
 TESTS = Path(__file__).parent
-LONG = (
+LONG_FILES = (
     "test_under_mpirun.py", "test_under_torchrun.py", "test_kill.py", "test_storage_faults.py", "test_supervise.py",
     "test_docs_pages.py", "test_unet.py",
 )  # fmt: skip
-CHOICES = "NEONDIST_SEED", "NEONDIST_CASES"
-DRAWING = "curves", "tiles_picture", "stage_pictures"
+SELECTION_VARIABLES = "NEONDIST_SEED", "NEONDIST_CASES"
+PLOTTING_CALLBACKS = "curves", "tiles_picture", "stage_pictures"
 
-INSIDE = "NEONDIST_MPI_TEST" in os.environ
+UNDER_MPI = "NEONDIST_MPI_TEST" in os.environ
 
-# generated cases are the same in every run, so that a change is what made one fail; `make hunt` draws others
+# generated cases are identical in every run, so that failures are caused by changes; `make hunt` draws others
 os.environ.setdefault("NEONDIST_SEED", "20")
 
-if not INSIDE:  # nothing is drawn on MPI's ranks, each of which would import it
+if not UNDER_MPI:  # tests under MPI do not use hypothesis, whose import takes time on every rank
     from hypothesis import settings
 
-    # how long an example takes says nothing on a machine that others use too
+    # times are not reliable on a shared machine
     settings.register_profile("neondist", deadline=None, derandomize=True, max_examples=40)
     settings.load_profile("neondist")
 
 
-def _nothing(number, frame):
-    """Handle a signal as if it were ignored; unlike one that is ignored, no subprocess inherits that."""
+def _ignore_signal(number, frame):
+    """Ignore a signal without effect on subprocesses, which inherit SIG_IGN."""
 
 
-# a script's background jobs ignore SIGINT, those of nohup SIGHUP, and what they start would do so for ever
-for number in signal.valid_signals() - {signal.SIGPIPE, getattr(signal, "SIGXFSZ", None)}:  # Python gives these back
-    if signal.getsignal(number) == signal.SIG_IGN:
-        signal.signal(number, _nothing)
+# background jobs of scripts ignore SIGINT, those of nohup SIGHUP, and subprocesses would inherit that
+# Python itself ignores SIGPIPE and SIGXFSZ, and restores them in subprocesses
+for signal_number in signal.valid_signals() - {signal.SIGPIPE, getattr(signal, "SIGXFSZ", None)}:
+    if signal.getsignal(signal_number) == signal.SIG_IGN:
+        signal.signal(signal_number, _ignore_signal)
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out long tests of other seeds, and put files of long ones first, lest one worker waits for another."""
-    if not INSIDE:
-        items[:], later = taking_turns(items)
-        config.hook.pytest_deselected(items=later)
-    items.sort(key=lambda item: item.path.name not in LONG)
+    """Deselect long tests of other seeds, and run files with long tests first, so that workers finish together."""
+    if not UNDER_MPI:
+        items[:], deselected = select_tests(items)
+        config.hook.pytest_deselected(items=deselected)
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
 def pytest_sessionstart(session):
-    """Say which networks are generated; pytest's own header is not shown with -q."""
+    """Print the seed, because pytest's header is hidden by -q."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter and not INSIDE:
+    if reporter and not UNDER_MPI:
         reporter.write_line(f"NEONDIST_SEED={os.environ['NEONDIST_SEED']}")
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item):
-    """A rank that fails alone would leave the others waiting: end them all, after saying why."""
+    """Abort all ranks after a failure on one, since the others would wait for it."""
     outcome = yield
     report = outcome.get_result()
-    if INSIDE and report.failed:
+    if UNDER_MPI and report.failed:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             from neondist.torch.exchange.transport import world
 
@@ -76,65 +77,65 @@ def pytest_runtest_makereport(item):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def frozen():
-    """The garbage collector does not look again at what is there for all tests: it takes half a second each time."""
+def frozen_objects():
+    """Freeze existing objects, because their garbage collection takes half a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
-def lean_processes(out_of_any_job):
-    """Subprocesses find this checkout, but neither PyTorch nor matplotlib, which take each of them seconds to import.
+def subprocess_environment(clean_environment):
+    """Let subprocesses import this checkout, but hide PyTorch and matplotlib, whose import takes seconds.
 
-    One that needs them gets NEONDIST_TESTS_HIDE="".
+    Subprocesses that need them set NEONDIST_TESTS_HIDE="".
     """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NEONDIST_TESTS_HIDE", "torch matplotlib")
-        patch.setenv("PYTHONDONTWRITEBYTECODE", "")  # each would compile neondist again
-        patch.setenv("PYTHONFAULTHANDLER", "1")  # one that hangs says where, see `processes.finish`
-        # Open MPI's ranks that wait would take a core each from the other tests
-        patch.setenv("OMPI_MCA_mpi_yield_when_idle", "1")
-        patch.setenv("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
-        patch.setenv(
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("NEONDIST_TESTS_HIDE", "torch matplotlib")
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "")  # or each would compile neondist
+        monkeypatch.setenv("PYTHONFAULTHANDLER", "1")  # stacks of a process that hangs, see `processes.communicate`
+        # waiting ranks of Open MPI would occupy a core each
+        monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", "1")
+        monkeypatch.setenv("OMPI_MCA_threads_pthreads_yield_strategy", "nanosleep")
+        monkeypatch.setenv(
             "PYTHONPATH", os.pathsep.join([str(TESTS / "helpers" / "lean"), str(TESTS.parent)]), prepend=os.pathsep
         )
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
-def out_of_any_job():
-    """Nothing of the batch job or of the terminal that the tests are started in reaches them."""
-    job = () if INSIDE else ("NEONDIST_", "OMPI_COMM_", "PMI", "PRTE_", "SLURM_")
+def clean_environment():
+    """Hide the environment of the batch job and the terminal that run the tests."""
+    job = () if UNDER_MPI else ("NEONDIST_", "OMPI_COMM_", "PMI", "PRTE_", "SLURM_")
     terminal = ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         for name in list(os.environ):
-            if (name.startswith(job) and name not in CHOICES) or name in terminal:
-                patch.delenv(name)
+            if (name.startswith(job) and name not in SELECTION_VARIABLES) or name in terminal:
+                monkeypatch.delenv(name)
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_pictures():
-    """Runs draw nothing, which takes most of a small run's time, unless a test asks for `pictures`."""
+def no_plotting():
+    """Disable plots, which take most of the time of a small run, unless a test uses `plotting`."""
     from neondist.io.files import can_draw
 
-    with pytest.MonkeyPatch.context() as patch:
-        for module in DRAWING:
-            patch.setattr(f"neondist.train.callbacks.{module}.can_draw", lambda: False)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in PLOTTING_CALLBACKS:
+            monkeypatch.setattr(f"neondist.train.callbacks.{module}.can_draw", lambda: False)
         yield can_draw
 
 
 @pytest.fixture
-def captured_once():
-    """Virtual ranks share what torch.export finds."""
+def shared_captures():
+    """Let virtual ranks share the results of torch.export."""
     import torch_runs
 
-    with torch_runs.captured_once():
+    with torch_runs.share_captures():
         yield
 
 
 @pytest.fixture
-def pictures(no_pictures, monkeypatch):
-    """Runs draw what they draw for users."""
-    for module in DRAWING:
-        monkeypatch.setattr(f"neondist.train.callbacks.{module}.can_draw", no_pictures)
+def plotting(no_plotting, monkeypatch):
+    """Enable the plots of runs."""
+    for module in PLOTTING_CALLBACKS:
+        monkeypatch.setattr(f"neondist.train.callbacks.{module}.can_draw", no_plotting)

@@ -1,4 +1,4 @@
-"""Random numbers from indices."""
+"""Counter-based random numbers."""
 
 import zlib
 
@@ -10,39 +10,39 @@ import neondist as nd
 from neondist.arrays import rng
 
 
-def test_a_key_is_the_numbers_of_keys_before_it():
-    """Keys are mixed in integers, numbers in arrays: the same bits."""
-    first = np.zeros(1, np.uint64)
+def test_keys_equal_uniform_bits():
+    """Keys are computed from integers, uniform values from arrays, with the same bits."""
+    index = np.zeros(1, np.uint64)
     for part in 0, 7, 2**63 + 5, 2**64 - 1, "dropout":
-        before = rng.key(3, "x")
-        stream = before + (zlib.crc32(part.encode()) if isinstance(part, str) else part) & 2**64 - 1
-        assert rng.uniform(stream, first) == (rng.key(3, "x", part) >> 11) * 2.0**-53
+        parent = rng.key(3, "x")
+        stream = parent + (zlib.crc32(part.encode()) if isinstance(part, str) else part) & 2**64 - 1
+        assert rng.uniform(stream, index) == (rng.key(3, "x", part) >> 11) * 2.0**-53
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4, 0.5, 1 / 3, 2.0**-60, 1 - 2.0**-53])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (7, 5000)])
-def test_the_bits_choose_as_the_numbers_do(rate, shape):
+def test_at_least_matches_uniform(rate, shape):
     index = np.arange(np.prod(shape, dtype=int), dtype=np.uint64).reshape(shape) * np.uint64(7)
     for stream in 0, 12345, 2**64 - 1:
         np.testing.assert_array_equal(rng.at_least(rate, stream, index), rng.uniform(stream, index) >= rate)
 
 
-def test_coarse_normal_numbers_are_quantiles_at_the_uniform_ones():
+def test_coarse_normal_values_are_quantiles():
     index, stream = np.arange(100000, dtype=np.uint64).reshape(100, -1), rng.key(3, "x")
     expected = ndtri((np.floor(65536 * rng.uniform(stream, index)) + 0.5) / 65536)
     np.testing.assert_allclose(rng.coarse_normal(stream, index), expected, rtol=0, atol=1e-12)
 
 
-def test_normal_numbers_are_normal():
+def test_normal_distribution():
     x = rng.normal(rng.key(1, "a"), np.arange(200_000, dtype=np.uint64))
     for power, moment in enumerate([0, 1, 0, 3, 0, 15], start=1):
         assert abs(np.mean(x**power) - moment) < 0.03 * 3 ** (power / 2)
-    for limit, share in (0.5, 0.3829), (1, 0.6827), (2, 0.9545):
-        assert abs(np.mean(np.abs(x) < limit) - share) < 0.005
+    for limit, probability in (0.5, 0.3829), (1, 0.6827), (2, 0.9545):
+        assert abs(np.mean(np.abs(x) < limit) - probability) < 0.005
 
 
 @pytest.mark.parametrize(
-    ("rule", "variance", "largest"),
+    ("initializer", "variance", "maximum"),
     [
         (nd.Constant(2.5), 0, 2.5),
         (nd.Gaussian(0.3), 0.09, np.inf),
@@ -52,8 +52,8 @@ def test_normal_numbers_are_normal():
         (nd.GlorotUniform(), 2 / 80, (6 / 80) ** 0.5),
     ],
 )
-def test_first_weights_have_the_variance_of_their_rule(rule, variance, largest):
-    values = rule.values(rng.key(3, "weights"), np.arange(50_000, dtype=np.uint64), fan_in=50, fan_out=30)
+def test_initial_weights_have_the_expected_variance(initializer, variance, maximum):
+    values = initializer.values(rng.key(3, "weights"), np.arange(50_000, dtype=np.uint64), fan_in=50, fan_out=30)
     assert values.var() == pytest.approx(variance, rel=0.03)
-    assert values.max() <= largest
-    assert largest == np.inf or values.max() > 0.99 * largest
+    assert values.max() <= maximum
+    assert maximum == np.inf or values.max() > 0.99 * maximum

@@ -1,4 +1,4 @@
-"""Start the tests of tests/torchrun on ranks of torch.distributed, which find no MPI; and what ends such a job."""
+"""Tests of tests/torchrun on ranks of torch.distributed without MPI, and failures of such jobs."""
 
 import os
 import re
@@ -10,28 +10,28 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from present import needs_mpirun
-from support import worst
+from availability import needs_mpirun
+from common_checks import max_relative_difference
 
 import neondist as nd
 from neondist.comm import mpi
 from neondist.errors import LaunchError
 from neondist.launcher.mpirun import find_mpirun
 
-HERE = Path(__file__).parent
-HELPERS = HERE / "helpers"
+TESTS = Path(__file__).parent
+HELPERS = TESTS / "helpers"
 RANKS = 1, 4
 
 pytest.importorskip("torch", reason="torch.distributed comes with PyTorch")
 
 
-def started(command, **environment):
+def run_command(command, **environment):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NEONDIST_TESTS_HIDE": "matplotlib", **environment}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
 
 
-def on_ranks(ranks, *arguments, **environment):
-    return started([sys.executable, HELPERS / "torch_ranks.py", str(ranks), *map(str, arguments)], **environment)
+def run_on_ranks(ranks, *arguments, **environment):
+    return run_command([sys.executable, HELPERS / "torch_ranks.py", str(ranks), *map(str, arguments)], **environment)
 
 
 @pytest.mark.long
@@ -42,34 +42,34 @@ def test_under_torchrun():
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     options = "-p", "no:cacheprovider", "--color=no"
-    done = on_ranks(",".join(map(str, RANKS)), *options, HERE / "torchrun", **hidden)
-    said = done.stdout[-8000:] + done.stderr[-4000:]
-    assert done.returncode == 0, said
-    passed = re.findall(r"(\d+) passed", done.stdout)
-    assert len(passed) == sum(RANKS), said
-    assert min(map(int, passed)) >= 20, said
+    process = run_on_ranks(",".join(map(str, RANKS)), *options, TESTS / "torchrun", **hidden)
+    output = process.stdout[-8000:] + process.stderr[-4000:]
+    assert process.returncode == 0, output
+    passed = re.findall(r"(\d+) passed", process.stdout)
+    assert len(passed) == sum(RANKS), output
+    assert min(map(int, passed)) >= 20, output
 
 
 @needs_mpirun
 @pytest.mark.long
-def test_a_network_learns_the_same_as_over_mpi(tmp_path):
+def test_training_equals_mpi(tmp_path):
     folders = {name: tmp_path / name for name in ("mpi", "torch")}
     for folder in folders.values():
         folder.mkdir()
     mpirun, script = find_mpirun(os.environ), HELPERS / "small_training.py"
     environment = {**mpirun.environment(), "NEONDIST_TESTS_HIDE": "matplotlib torch"}
-    for done in (
-        started([*mpirun.command(4), sys.executable, script, "mpi", folders["mpi"]], **environment),
-        on_ranks(4, script, "torch", folders["torch"]),
+    for process in (
+        run_command([*mpirun.command(4), sys.executable, script, "mpi", folders["mpi"]], **environment),
+        run_on_ranks(4, script, "torch", folders["torch"]),
     ):
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
     for rank in range(4):
-        with np.load(folders["mpi"] / f"{rank}.npz") as one, np.load(folders["torch"] / f"{rank}.npz") as other:
-            assert len(one.files) > 10
-            assert worst(dict(other), dict(one)) < 1e-12
+        with np.load(folders["mpi"] / f"{rank}.npz") as expected, np.load(folders["torch"] / f"{rank}.npz") as actual:
+            assert len(expected.files) > 10
+            assert max_relative_difference(dict(actual), dict(expected)) < 1e-12
 
 
-ENDS = """
+EXIT_SCRIPT = """
 import numpy as np
 from neondist.comm import Message
 from neondist.errors import RemoteError
@@ -80,33 +80,33 @@ part = comm.split(0, -comm.rank)
 comm.allgather(0)
 if comm.rank == 1:
     comm.abort(0)
-array, here = np.zeros(1000), (slice(0, 500),)
-for wait in (
+array, box = np.zeros(1000), (slice(0, 500),)
+for call in (
     lambda: [comm.allreduce(array) for _ in range(3)],
     lambda: part.allreduce(array.astype(np.int16)),
     lambda: comm.allgather(array),
-    lambda: comm.exchange([], [Message(1, array, here)]).run(),
+    lambda: comm.exchange([], [Message(1, array, box)]).run(),
 ):
     try:
-        wait()
+        call()
     except RemoteError as error:
         print(error, flush=True)
 """
 
 
 @pytest.mark.long
-def test_a_rank_that_ends_is_an_error_on_all_others(tmp_path):
+def test_exit_of_a_rank_raises_on_all_others(tmp_path):
     script = tmp_path / "ends.py"
-    script.write_text(ENDS)
-    before = time.monotonic()
-    done = on_ranks(3, script)
+    script.write_text(EXIT_SCRIPT)
+    start = time.monotonic()
+    process = run_on_ranks(3, script)
     for rank in (0, 2):
-        told = f"rank {rank} of 3: another rank has exited or does not respond"
-        assert done.stdout.count(told) == 4, done.stdout + done.stderr
-    assert time.monotonic() - before < 60
+        message = f"rank {rank} of 3: another rank has exited or does not respond"
+        assert process.stdout.count(message) == 4, process.stdout + process.stderr
+    assert time.monotonic() - start < 60
 
 
-FAILS = """
+ERROR_SCRIPT = """
 import sys
 import numpy as np
 import neondist as nd
@@ -123,16 +123,16 @@ with nd.ProcessGrid(world()) as grid:
 
 
 @pytest.mark.long
-def test_an_error_on_one_rank_ends_a_job_of_torchrun(tmp_path):
+def test_error_on_one_rank_ends_the_job(tmp_path):
     script = tmp_path / "fails.py"
-    script.write_text(FAILS)
+    script.write_text(ERROR_SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = started([*torchrun, script])
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "ValueError: only here" in done.stderr
+    process = run_command([*torchrun, script])
+    assert process.returncode == 1, process.stdout + process.stderr
+    assert "ValueError: only here" in process.stderr
 
 
-def test_neither_torchrun_nor_a_process_group(monkeypatch):
+def test_world_without_torchrun_or_process_group(monkeypatch):
     from neondist.torch.exchange.transport import world
 
     monkeypatch.setenv("RANK", "0")
@@ -146,11 +146,11 @@ def test_neither_torchrun_nor_a_process_group(monkeypatch):
         world()
 
 
-def test_mpi_says_what_ranks_of_torchrun_need(monkeypatch):
-    def missing():
+def test_mpi_error_under_torchrun(monkeypatch):
+    def fail_import():
         raise ImportError("No module named 'mpi4py'")
 
-    monkeypatch.setattr(mpi, "_start_mpi", missing)
+    monkeypatch.setattr(mpi, "_start_mpi", fail_import)
     with pytest.raises(LaunchError, match=r"load your cluster's MPI module$"):
         nd.ProcessGrid()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")

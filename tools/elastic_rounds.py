@@ -28,14 +28,16 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
-from definitions import MODEL, drawn, write_csv  # noqa: E402
-from processes import alive, children, kill  # noqa: E402
+from model_definition import MODEL_DEFINITION, draw_records, write_csv  # noqa: E402
+from processes import is_alive, kill, list_children  # noqa: E402
 
 RECORDS, EPOCHS, SIZE = 320, 3, 16
 LIMIT = 900.0
 FORKED = "neondist-fork", "serve "
 KINDS = ("worker", "rank", "server", "master", "supervisor")
-SLOW = MODEL.replace("def forward(self, x):", "def forward(self, x):\n        import time\n\n        time.sleep(0.03)")
+SLOW = MODEL_DEFINITION.replace(
+    "def forward(self, x):", "def forward(self, x):\n        import time\n\n        time.sleep(0.03)"
+)
 MNIST = "!MNIST {}"
 DIGITS, MOST_ERROR = 10_000, 0.035
 
@@ -119,7 +121,7 @@ def run_round(seed: int, kinds: list[str], bounds: str | None, digits: bool, who
         folder, ended = Path(name), threading.Event()
         (folder / "model_slow.py").write_text(SLOW)
         (folder / "digits.py").write_text((ROOT / "examples" / "mnist_definition.py").read_text())
-        write_csv(folder / "train.csv", drawn(RECORDS))
+        write_csv(folder / "train.csv", draw_records(RECORDS))
         (folder / "hosts").write_text("#!/bin/sh\ncat slots\n")
         (folder / "hosts").chmod(0o700)
         tiles = "2x1" if kind == "rank" else "1x1" if whole else rng.choice(["1x1", "1x1", "2x1"])
@@ -154,7 +156,7 @@ def run_disturbed(folder: Path, words: list[str], kind: str, rng: random.Random)
             while not find_targets(job.pid, "worker") and job.poll() is None:
                 time.sleep(0.02)
             time.sleep(rng.uniform(0.0, 15.0))
-            pids |= {pid for pid, _ in children(job.pid)}
+            pids |= {pid for pid, _ in list_children(job.pid)}
             killed = disturb(job, kind, random.Random(0))
             if leftover := _find_leftovers(folder, pids):
                 return killed, job.poll(), leftover, ""
@@ -165,7 +167,7 @@ def run_disturbed(folder: Path, words: list[str], kind: str, rng: random.Random)
         try:
             code = job.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            kill([pid for pid, _ in children(job.pid)] + [job.pid])
+            kill([pid for pid, _ in list_children(job.pid)] + [job.pid])
             return killed, None, "hangs", (folder / "output").read_text()
     return killed, code, _find_leftovers(folder, pids), (folder / "output").read_text()
 
@@ -186,9 +188,9 @@ def _find_leftovers(folder: Path, watched: set[int]) -> str:
     """Wait for the end of a job's processes, and kill the remaining ones; return a description of them."""
     end = time.monotonic() + 60  # workers retry services for some seconds
     while time.monotonic() < end:
-        pids = {pid for pid in watched if alive(pid)}
+        pids = {pid for pid in watched if is_alive(pid)}
         for process in psutil.process_iter(["cwd"]):
-            if process.info["cwd"] == str(folder) and alive(process.pid):
+            if process.info["cwd"] == str(folder) and is_alive(process.pid):
                 pids.add(process.pid)
         if not pids:
             return ""

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
 from parameter_servers import Servers
-from random_messages import METHODS, check_hostile_requests, send
+from random_messages import METHODS, check_hostile_requests, send_messages
 
 
 def main() -> int:
@@ -24,7 +24,9 @@ def main() -> int:
     count = -(-arguments.count // len(METHODS))
     with Servers(1) as job:
         address = job.hosts[0].address
-        refused = sum(send(address, f"/neondist.PServer/{name}", job.token, count, arguments.seed) for name in METHODS)
+        refused = sum(
+            send_messages(address, f"/neondist.PServer/{name}", job.token, count, arguments.seed) for name in METHODS
+        )
         alive = not job.client("0").status()[0]["initialized"]
     print(f"{refused} of {count * len(METHODS)} malformed messages refused; the server answers: {alive}")
     requests = check_hostile_requests(arguments.count, arguments.seed)

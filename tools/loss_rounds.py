@@ -32,8 +32,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
-from fake_nodes import FakeNodes, missing  # noqa: E402
-from processes import alive  # noqa: E402
+from fake_nodes import FakeNodes, find_obstacle  # noqa: E402
+from processes import is_alive  # noqa: E402
 
 from neondist.io.checkpoint.snapshots import folder_of  # noqa: E402
 from neondist.io.generation_log import read_events, read_run_key  # noqa: E402
@@ -211,7 +211,7 @@ class Round:
     def check_ended(self, pids: list[int]) -> None:
         """Check that the ranks of the previous generation end soon."""
         end = time.monotonic() + SOON * self.patience
-        while remaining := [pid for pid in pids if alive(pid)]:
+        while remaining := [pid for pid in pids if is_alive(pid)]:
             if time.monotonic() > end:
                 self.faults.append(f"ranks are left: {remaining}")
                 return
@@ -303,7 +303,7 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=1.0, help="factor on all time limits, for a busy machine")
     parser.add_argument("--only", choices=(*KINDS, "digits"), help="run only models of this kind")
     arguments = parser.parse_args()
-    if reason := missing():
+    if reason := find_obstacle():
         parser.error(reason)
     base = arguments.folder.resolve()
     base.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
-from torch_runs import captured_once, difference, distributed, serial
+from torch_runs import find_difference, run_distributed, run_serial, share_captures
 from trials import create_parser, format_counts, run_cases
 
 from neondist.errors import UserError
@@ -89,16 +89,16 @@ def samples(operator: Any, rng: random.Random) -> Iterator[tuple[Sampled, list[t
 def outcome(module: Sampled, images: list[torch.Tensor], grid: tuple[int, int, int]) -> tuple[str, str]:
     """Return 'exact', 'refused', 'wrong' or 'useless', and the reason."""
     try:
-        expected = serial(module, images)
-        perturbed = serial(module, [image * (1 + 1e-13) for image in images], expected["gradients"])
-        if not expected["outputs"] or not difference(perturbed, expected)[0] < TOLERANCE / 10:
+        expected = run_serial(module, images)
+        perturbed = run_serial(module, [image * (1 + 1e-13) for image in images], expected["gradients"])
+        if not expected["outputs"] or not find_difference(perturbed, expected)[0] < TOLERANCE / 10:
             return "useless", "its values are discontinuous"
     except Exception as error:
         return "useless", repr(error)
     try:
-        with captured_once():
-            results = distributed(module, images, expected["gradients"], grid, timeout=30.0, at_once=1)
-        deviation, name = max(difference(result, expected) for result in results)
+        with share_captures():
+            results = run_distributed(module, images, expected["gradients"], grid, timeout=30.0, at_once=1)
+        deviation, name = max(find_difference(result, expected) for result in results)
     except UserError as error:
         return "refused", str(error)
     except Exception as error:

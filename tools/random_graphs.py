@@ -12,8 +12,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the networks are tiny
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
-from graphs.case import Case, leaves, ranks_of
-from graphs.check import check
+from graphs.case import Case, count_ranks, list_leaves
+from graphs.check import check_case
 from graphs.draw import draw_case
 from graphs.shrink import shrink
 from trials import create_parser, format_counts, run_cases
@@ -23,11 +23,11 @@ def attempt(seed: int, number: int) -> tuple[str, Case, str]:
     """Return the outcome of a case, the case, and text to print."""
     case = draw_case(seed, number)
     try:
-        return check(case), case, ""
+        return check_case(case), case, ""
     except Exception:
-        small = shrink(case, check)
+        small = shrink(case, check_case)
     try:
-        check(small)
+        check_case(small)
     except Exception as error:
         return "wrong", case, f"seed {seed}, case {number}: {type(error).__name__}: {error}\n\n{small.program()}"
     return "wrong", case, f"seed {seed}, case {number}: not always\n\n{small.program()}"
@@ -39,11 +39,11 @@ def main() -> int:
     results, drawn = Counter(), {"layers": Counter(), "schemes": Counter(), "ranks": Counter()}
     for result, case, text in run_cases(attempt, arguments):
         results[result] += 1
-        drawn["layers"].update(kind for kind, _ in leaves(case.network))
+        drawn["layers"].update(kind for kind, _ in list_leaves(case.network))
         drawn["schemes"].update(
-            {case.scheme, *(layer["scheme"] for _, layer in leaves(case.network) if "scheme" in layer)}
+            {case.scheme, *(layer["scheme"] for _, layer in list_leaves(case.network) if "scheme" in layer)}
         )
-        drawn["ranks"].update([ranks_of(case.grid), ranks_of(case.other)])
+        drawn["ranks"].update([count_ranks(case.grid), count_ranks(case.second_grid)])
         if text:
             print(text, flush=True)
     print(f"seed {arguments.seed}, {arguments.cases} cases: {format_counts(results)}")

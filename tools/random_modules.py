@@ -14,14 +14,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # the modules are tiny
 os.environ.setdefault("TORCH_LOGS", "-all")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 
-from random_modules import attempt, draw, shrink
+from random_modules import draw_module, run_on_grids, shrink
 from trials import create_parser, format_counts, run_cases
 
 
 def outcomes(seed: int, number: int, small: bool) -> list[tuple[str, str]]:
     """Return the outcome of a case on each of its grids, and text to print."""
-    drawn, results = draw(seed, number), []
-    for grid, outcome in attempt(drawn):
+    drawn, results = draw_module(seed, number), []
+    for grid, outcome in run_on_grids(drawn):
         kind, _, text = outcome.partition(": ")
         if kind == "wrong":
             case = shrink(drawn, grid) if small else drawn

@@ -26,7 +26,7 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
-from definitions import MODEL, drawn, write_csv  # noqa: E402
+from model_definition import MODEL_DEFINITION, draw_records, write_csv  # noqa: E402
 
 SIZE, PER_TASK, EPOCHS = 8, 4, 2
 GOAL, LATEST = 0.83, 5.0
@@ -108,10 +108,10 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        text = MODEL.replace("def forward(self, x):", SLEEPS.format(size=SIZE, seconds=arguments.seconds))
+        text = MODEL_DEFINITION.replace("def forward(self, x):", SLEEPS.format(size=SIZE, seconds=arguments.seconds))
         (folder / "model_sleeps.py").write_text(text)
         (folder / "hosts").write_text(f"localhost:{arguments.slots}\n")
-        write_csv(folder / "train.csv", drawn(arguments.minibatches * SIZE // EPOCHS))
+        write_csv(folder / "train.csv", draw_records(arguments.minibatches * SIZE // EPOCHS))
         duration = arguments.minibatches * arguments.seconds / arguments.workers
         print(f"each job sleeps for {duration:.0f} s with {arguments.workers} workers", flush=True)
         elastic, second = run_pair(folder, "elastic", f"1:{arguments.workers}", arguments.later)

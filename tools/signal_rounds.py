@@ -27,7 +27,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
-from processes import alive, children, kill  # noqa: E402
+from processes import is_alive, kill, list_children  # noqa: E402
 
 from neondist.launcher.mpirun import find_mpirun  # noqa: E402
 
@@ -153,7 +153,7 @@ class Round:
         try:
             return process.wait(LIMIT)
         except subprocess.TimeoutExpired:
-            descendants = children(process.pid)
+            descendants = list_children(process.pid)
             self.faults.append(f"hangs: {descendants}")
             kill([process.pid, *(pid for pid, _ in descendants)])
             process.wait()
@@ -164,7 +164,7 @@ class Round:
         start = time.monotonic()
         process = self.start(command)
         time.sleep(delay)
-        processes = children(process.pid)
+        processes = list_children(process.pid)
         victim = self.send(process, processes)
         code = self.wait(process)
         self.codes.append(code)
@@ -178,7 +178,7 @@ class Round:
         end = time.monotonic() + 30
         pids = [pid for pid, _ in processes]
         ignore_folder = "mpirun" in command[0] and (victim, self.action) != ("", "")
-        while remains := [pid for pid in pids if alive(pid)] or (
+        while remains := [pid for pid in pids if is_alive(pid)] or (
             [] if ignore_folder else list((self.folder / "tmp").glob("*"))
         ):
             if time.monotonic() > end:

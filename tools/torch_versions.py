@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 REQUIRED = re.compile(r"^torch = \[\"torch>=([0-9.]+),<([0-9.]+)\"", re.M)
 PINNED = re.compile(r"^torch==([0-9.]+)$", re.M)
 TESTS = ["test_custom_gradients.py", "test_training.py", "test_segments_of_modules.py", "test_training_in_blocks.py",
-         "test_weights.py", "test_by_hand.py", "test_strided_inputs.py"]  # fmt: skip
+         "test_weights.py", "test_functional.py", "test_strided_inputs.py"]  # fmt: skip
 TOOLS = ["pytest>=8", "hypothesis>=6.100", "expecttest>=0.2", "setuptools"]
 
 

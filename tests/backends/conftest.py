@@ -8,11 +8,11 @@ from neondist.backends.host import HostKernels
 
 @pytest.fixture(scope="module", params=[1, 2])
 def kernels(request):
-    """Kernels of one thread, and of two."""
-    found = HostKernels()
-    found.threads, found.start = 1, 0
+    """Compiled kernels with one and with two threads."""
+    host_kernels = HostKernels()
+    host_kernels.threads, host_kernels.start = 1, 0
     if request.param > 1:
-        found.threads, found.start = request.param, gomp_parallel()
-        if not found.start:
-            pytest.skip("no libgomp, whose threads are used")
-    return found
+        host_kernels.threads, host_kernels.start = request.param, gomp_parallel()
+        if not host_kernels.start:
+            pytest.skip("requires libgomp")
+    return host_kernels

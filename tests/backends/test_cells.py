@@ -1,4 +1,4 @@
-"""Compiled kernels over cells against those of NumPy in float64, and against PyTorch."""
+"""Compiled pointwise kernels and reductions compared with NumPy in float64."""
 
 import numpy as np
 import pytest
@@ -20,17 +20,17 @@ SHAPES = [
 REFERENCE = Kernels()
 
 
-def placed(array, how):
-    """Return the same numbers, laid out otherwise."""
-    if how == "whole" or array.ndim < 3:
+def with_layout(array, layout):
+    """Return the same values with another memory layout."""
+    if layout == "whole" or array.ndim < 3:
         return array
-    room = np.full([n + 3 for n in array.shape], np.nan, array.dtype)
+    buffer = np.full([n + 3 for n in array.shape], np.nan, array.dtype)
     middle = tuple(slice(1, n + 1) for n in array.shape[1:-1])
-    view = room[(slice(0, len(array)), *middle, slice(0, array.shape[-1]))]  # cells with a gap between them
-    if how == "rows":
-        room = np.full([*(n + 3 for n in array.shape[:-1]), array.shape[-1]], np.nan, array.dtype)
-        view = room[(slice(1, len(array) + 1), *middle)]
-    elif how == "backwards":
+    view = buffer[(slice(0, len(array)), *middle, slice(0, array.shape[-1]))]  # a gap between cells
+    if layout == "rows":
+        buffer = np.full([*(n + 3 for n in array.shape[:-1]), array.shape[-1]], np.nan, array.dtype)
+        view = buffer[(slice(1, len(array) + 1), *middle)]
+    elif layout == "backwards":
         view = view[:, ::-1]
     view[...] = array
     return view
@@ -40,56 +40,58 @@ def placed(array, how):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.long
-def test_equals_the_reference(kernels, shape, dtype, layout):
+def test_kernels_match_the_reference(kernels, shape, dtype, layout):
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(1, 2, shape).astype(dtype) for _ in range(2))
-    wide, wide_dy = x.astype("float64"), dy.astype("float64")
-    x, dy, y = (placed(array, layout) for array in (x, dy, np.zeros_like(x)))
-    close = {"rtol": 1e-12, "atol": 1e-11} if dtype == "float64" else {"rtol": 1e-5, "atol": 2e-3}
+    x64, dy64 = x.astype("float64"), dy.astype("float64")
+    x, dy, y = (with_layout(array, layout) for array in (x, dy, np.zeros_like(x)))
+    tolerances = {"rtol": 1e-12, "atol": 1e-11} if dtype == "float64" else {"rtol": 1e-5, "atol": 2e-3}
     expected = np.empty(shape)
 
-    def check(found, wanted):
-        assert found.dtype == x.dtype
-        np.testing.assert_allclose(found, wanted, **close)
+    def check(actual, desired):
+        assert actual.dtype == x.dtype
+        np.testing.assert_allclose(actual, desired, **tolerances)
 
     kernels.relu(x, y)
-    check(y, np.maximum(wide, 0))
-    check(kernels.relu_backward(x, dy), wide_dy * (wide > 0))
+    check(y, np.maximum(x64, 0))
+    check(kernels.relu_backward(x, dy), dy64 * (x64 > 0))
     kernels.add([x, dy], y, clip=True)
-    check(y, np.maximum(wide + wide_dy, 0))
+    check(y, np.maximum(x64 + dy64, 0))
     kernels.add([x, dy, x], y)
-    check(y, wide + wide_dy + wide)
-    check(kernels.channel_sum(x), wide.sum(axis=tuple(range(x.ndim - 1))))
+    check(y, x64 + dy64 + x64)
+    check(kernels.channel_sum(x), x64.sum(axis=tuple(range(x.ndim - 1))))
     if x.ndim > 2:
-        check(kernels.sample_sum(x), wide.sum(axis=tuple(range(1, x.ndim - 1))))
+        check(kernels.sample_sum(x), x64.sum(axis=tuple(range(1, x.ndim - 1))))
     for by_sample in (False, True):
-        found, wanted = kernels.moments(x, by_sample), REFERENCE.moments(wide, by_sample)
-        for one, other in zip(found, wanted, strict=True):
-            check(one, other)
+        actual, desired = kernels.moments(x, by_sample), REFERENCE.moments(x64, by_sample)
+        for actual_item, desired_item in zip(actual, desired, strict=True):
+            check(actual_item, desired_item)
         groups = len(x) if by_sample else 1
-        numbers = [rng.normal(1, 1, (groups, shape[-1])).astype(dtype) for _ in range(6)]
+        parameters = [rng.normal(1, 1, (groups, shape[-1])).astype(dtype) for _ in range(6)]
         for clip in (False, True):
-            how, widened = (
-                Normalisation(*numbers[:3], clip),
-                Normalisation(*(each.astype("float64") for each in numbers[:3]), clip),
+            normalisation, normalisation64 = (
+                Normalisation(*parameters[:3], clip),
+                Normalisation(*(values.astype("float64") for values in parameters[:3]), clip),
             )
-            kernels.normalise(x, how, y)
-            REFERENCE.normalise(wide, widened, expected)
+            kernels.normalise(x, normalisation, y)
+            REFERENCE.normalise(x64, normalisation64, expected)
             check(y, expected)
             sums = zip(
-                kernels.normalise_sums(x, dy, how), REFERENCE.normalise_sums(wide, wide_dy, widened), strict=True
+                kernels.normalise_sums(x, dy, normalisation),
+                REFERENCE.normalise_sums(x64, dy64, normalisation64),
+                strict=True,
             )
-            for one, other in sums:
-                check(one, other)
-            kernels.normalise_back(x, dy, how, numbers[3:], y)
-            REFERENCE.normalise_back(wide, wide_dy, widened, numbers[3:], expected)
+            for actual_item, desired_item in sums:
+                check(actual_item, desired_item)
+            kernels.normalise_back(x, dy, normalisation, parameters[3:], y)
+            REFERENCE.normalise_back(x64, dy64, normalisation64, parameters[3:], expected)
             check(y, expected)
 
 
-def test_they_are_what_runs(kernels):
-    """Strides of rows and cells are no reason for NumPy; other types and cells that are not in one piece are."""
+def test_supported_arrays(kernels):
+    """Run compiled kernels on strided rows and cells, but leave other dtypes and strided channels to NumPy."""
     x = np.ones((2, 5, 6, 4), np.float32)
-    assert kernels._run("clip", placed(x, "rows"), placed(x, "cells"))
+    assert kernels._run("clip", with_layout(x, "rows"), with_layout(x, "cells"))
     assert not kernels._run("clip", x.astype("float16"), x.astype("float16"))
     assert not kernels._run("clip", x.swapaxes(1, 3), x.swapaxes(1, 3).copy())
     assert not kernels._run("clip", x, x.astype("float64"))
@@ -103,29 +105,29 @@ def test_they_are_what_runs(kernels):
 
 
 @pytest.mark.parametrize("by_sample", [False, True])
-@pytest.mark.parametrize("case", ["far from zero", "far, one thing after the other", "an odd first cell"])
+@pytest.mark.parametrize("case", ["large mean", "drift", "outlier"])
 def test_moments_do_not_cancel(kernels, case, by_sample):
-    """float32 numbers with a mean of 1e5 deviations; also where the first cells are not like the others."""
+    """Moments of float32 values with a mean of 1e5 deviations, and with an exceptional first cell."""
     rng = np.random.default_rng(0)
     x = rng.normal(0, 1, (2, 300, 70, 3))
-    x += {"far from zero": 1e5, "an odd first cell": 10}.get(case, np.linspace(-1e5, 1e5, 300)[:, None, None])
-    if case == "an odd first cell":
+    x += {"large mean": 1e5, "outlier": 10}.get(case, np.linspace(-1e5, 1e5, 300)[:, None, None])
+    if case == "outlier":
         x[:, 0, 0] = 1e6
     x = x.astype("float32")
     mean, squares = kernels.moments(x, by_sample)
-    wanted_mean, wanted = REFERENCE.moments(x.astype("float64"), by_sample)
-    np.testing.assert_allclose(mean, wanted_mean, rtol=1e-6, atol=1e-3)
-    np.testing.assert_allclose(squares, wanted, rtol=1e-4)
+    expected_mean, expected_squares = REFERENCE.moments(x.astype("float64"), by_sample)
+    np.testing.assert_allclose(mean, expected_mean, rtol=1e-6, atol=1e-3)
+    np.testing.assert_allclose(squares, expected_squares, rtol=1e-4)
 
 
-def test_what_is_no_number_stays_so(kernels):
+def test_relu_propagates_nan(kernels):
     x = np.array([[np.nan, -1, np.inf, 2]], np.float32)
     kernels.relu(x, y := np.empty_like(x))
     np.testing.assert_array_equal(y, [[np.nan, 0, np.inf, 2]])
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])
-def test_backends_have_them(name):
+def test_backends_use_compiled_kernels(name):
     if name == "torch":
         pytest.importorskip("torch")
     backend = get_backend(name)

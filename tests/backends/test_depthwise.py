@@ -1,4 +1,4 @@
-"""Convolutions of each channel by itself as they are compiled, against NumPy's."""
+"""Compiled depthwise convolutions compared with the reference."""
 
 import numpy as np
 import pytest
@@ -19,44 +19,44 @@ WINDOWS = {
 }
 
 
-def arrays(window, channels, dtype):
-    """Return x, as the middle of a larger array, the weights, a bias and dy."""
+def draw_operands(window, channels, dtype):
+    """Return x as a view of a larger array, weights, bias and dy."""
     rng, (kernel, stride, dilation) = np.random.default_rng(0), WINDOWS[window]
     extent = (8, 13, 11)[: len(kernel)]
-    out = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True)]
-    shapes = (2, *(n + 2 for n in extent), channels), (*kernel, 1, channels), (channels,), (2, *out, channels)
-    x, *others = (rng.normal(size=shape).astype(dtype) for shape in shapes)
-    return x[(slice(None), *(slice(1, -1),) * len(kernel))], *others
+    out_extent = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True)]
+    shapes = (2, *(n + 2 for n in extent), channels), (*kernel, 1, channels), (channels,), (2, *out_extent, channels)
+    x, *operands = (rng.normal(size=shape).astype(dtype) for shape in shapes)
+    return x[(slice(None), *(slice(1, -1),) * len(kernel))], *operands
 
 
 @pytest.mark.parametrize(("dtype", "channels", "error"), [("f8", 4, 1e-12), ("f8", 7, 1e-12), ("f4", 20, 1e-4)])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_depthwise(window, dtype, channels, error):
-    (kernel, stride, dilation), compiled_, plain = WINDOWS[window], HostKernels(), Kernels()
-    x, w, bias, dy = arrays(window, channels, dtype)
-    how, extent, crop = (stride, dilation, channels), x.shape[1:-1], [(1, 2)] * len(kernel)
-    assert compiled_.is_depthwise(x, w.shape, channels)
-    for method, given in (
-        ("conv_forward", (x, w, *how, bias)),
-        ("conv_backward_weights", (x, dy, kernel, *how)),
-        ("conv_backward_input", (dy, w, extent, *how, crop)),
+    (kernel, stride, dilation), host, reference = WINDOWS[window], HostKernels(), Kernels()
+    x, w, bias, dy = draw_operands(window, channels, dtype)
+    options, extent, crop = (stride, dilation, channels), x.shape[1:-1], [(1, 2)] * len(kernel)
+    assert host.is_depthwise(x, w.shape, channels)
+    for method, arguments in (
+        ("conv_forward", (x, w, *options, bias)),
+        ("conv_backward_weights", (x, dy, kernel, *options)),
+        ("conv_backward_input", (dy, w, extent, *options, crop)),
     ):
-        found, expected = (getattr(kernels, method)(*given) for kernels in (compiled_, plain))
-        np.testing.assert_allclose(found, expected, rtol=error, atol=error, err_msg=method)
+        actual, expected = (getattr(kernels, method)(*arguments) for kernels in (host, reference))
+        np.testing.assert_allclose(actual, expected, rtol=error, atol=error, err_msg=method)
 
 
 @pytest.mark.parametrize("clears", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_depthwise_back_in_strips(window, clears):
-    (kernel, stride, dilation), strips, plain = WINDOWS[window], HostKernels(), Kernels()
-    strips.strip = 100
-    x, w, _, dy = arrays(window, 8, "f8")
+def test_depthwise_backward_in_strips(window, clears):
+    (kernel, stride, dilation), host, reference = WINDOWS[window], HostKernels(), Kernels()
+    host.strip = 100
+    x, w, _, dy = draw_operands(window, 8, "f8")
     sides = [(1, 2)] * len(kernel)
     clear_sides(x, sides)
-    how = stride, dilation, 8, lambda part: dy[part], sides, True, clears
-    into, expected = x.copy(), np.empty_like(x)
-    found = strips.conv_back_into(into, into, dy, w, *how)
-    wanted = plain.conv_back_into(expected, x, dy, w, *how)
+    arguments = stride, dilation, 8, lambda part: dy[part], sides, True, clears
+    in_place, expected = x.copy(), np.empty_like(x)
+    gradients = host.conv_back_into(in_place, in_place, dy, w, *arguments)
+    expected_gradients = reference.conv_back_into(expected, x, dy, w, *arguments)
     inner = (slice(None), *(slice(a, -b) for a, b in sides))
-    for one, other in ((into[inner], expected[inner]), *zip(found, wanted, strict=True)):
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+    for actual, desired in ((in_place[inner], expected[inner]), *zip(gradients, expected_gradients, strict=True)):
+        np.testing.assert_allclose(actual, desired, rtol=1e-12, atol=1e-12)

@@ -1,9 +1,9 @@
-"""Models on a device whose arrays never become NumPy's by themselves; see helpers/device.py."""
+"""Models on a device whose arrays are never converted to NumPy implicitly; see helpers/device.py."""
 
 import numpy as np
 import pytest
-from device import ON_GPU, Device, device_under_test
-from turns import some
+from case_selection import select_cases
+from device import ON_GPU, Device, select_device
 
 import neondist as nd
 from neondist.arrays.namespace import namespace, to_host
@@ -17,7 +17,7 @@ from neondist.layers import Activation, Layer
 from neondist.optim import Optimizer
 from neondist.registry import registered
 
-CLOSE = {"rtol": 1e-6, "atol": 1e-6} if ON_GPU else {"rtol": 1e-12, "atol": 1e-12}
+TOLERANCES = {"rtol": 1e-6, "atol": 1e-6} if ON_GPU else {"rtol": 1e-12, "atol": 1e-12}
 SHAPE, BATCH, CLASSES = (7, 8, 4), 3, 5
 LAYERS = {
     "ActivationLayer": lambda cls: cls(nd.Tanh()),
@@ -50,8 +50,8 @@ OPTIMIZERS = {
 }
 
 
-class Ids(Activation):
-    """Whole numbers from 0 to 8."""
+class IndexActivation(Activation):
+    """Integers from 0 to 8, as indices of an embedding."""
 
     def fprop(self, z):
         return namespace(z).minimum(namespace(z).floor(z * z * 2), 8.0)
@@ -60,99 +60,99 @@ class Ids(Activation):
         return dy * 0.0
 
 
-def names(base):
+def list_names(base):
     return sorted(
         name for name, cls in registered(base).items() if cls.__module__.startswith("neondist.") and "Dist" not in name
     )
 
 
-def network(name, dist=""):
+def make_layers(name, dist=""):
     layer = LAYERS[name](getattr(nd, name + dist))
-    before = [getattr(nd, "ActivationLayer" + dist)(Ids())] if name == "EmbeddingLayer" else []
-    return [*before, layer, getattr(nd, "FCLayer" + dist)(CLASSES)]
+    preceding = [getattr(nd, "ActivationLayer" + dist)(IndexActivation())] if name == "EmbeddingLayer" else []
+    return [*preceding, layer, getattr(nd, "FCLayer" + dist)(CLASSES)]
 
 
-def run(layers, device=None, cost=None, optimizer=None, targets="labels", steps=2, grid=None, **more):
-    """Return what a model gives, computes and learns, on the host, and how often each step waited for the device."""
+def run_model(layers, device=None, cost=None, optimizer=None, targets="labels", steps=2, grid=None, **options):
+    """Return outputs, gradients and state of a model on the host, and the synchronisations of each step."""
     backend = device.backend if device else Backend("reference", Kernels())
-    kind = nd.ConvnetDist if layers[0].distributed else nd.Convnet
-    made = {"seed": 3, "backend": backend, "dtype": "float64"} | more
-    model = kind(layers, cost=cost, optimizer=optimizer or nd.SGD(0.1, momentum=0.9), **made)
+    model_class = nd.ConvnetDist if layers[0].distributed else nd.Convnet
+    settings = {"seed": 3, "backend": backend, "dtype": "float64"} | options
+    model = model_class(layers, cost=cost, optimizer=optimizer or nd.SGD(0.1, momentum=0.9), **settings)
     model.build(SHAPE, BATCH, grid or nd.ProcessGrid.serial())
     rng = np.random.default_rng(0)
-    whole, dy = rng.normal(size=(BATCH, *SHAPE)), model.scatter_output(rng.normal(size=(BATCH, *model.output_shape)))
+    images, dy = rng.normal(size=(BATCH, *SHAPE)), model.scatter_output(rng.normal(size=(BATCH, *model.output_shape)))
     labels = rng.integers(0, model.output_shape[-1], (BATCH, *model.output_shape[:-1]))
-    given = labels if targets == "labels" else np.eye(model.output_shape[-1])[labels]
-    x = model.input.scatter(whole) if grid else whole
-    found = {"y": model.gather(model.fprop(x, batch_size=BATCH)), "dx": model.gather_input(model.bprop(dy))}
-    found["inference"] = model.gather(model.fprop(x, training=False, batch_size=BATCH))
-    found = {name: to_host(array) for name, array in found.items()}
-    found |= {f"gradient {name}": array for name, array in model.gradients().items()}
-    waited = []
+    target_batch = labels if targets == "labels" else np.eye(model.output_shape[-1])[labels]
+    x = model.input.scatter(images) if grid else images
+    results = {"y": model.gather(model.fprop(x, batch_size=BATCH)), "dx": model.gather_input(model.bprop(dy))}
+    results["inference"] = model.gather(model.fprop(x, training=False, batch_size=BATCH))
+    results = {name: to_host(array) for name, array in results.items()}
+    results |= {f"gradient {name}": array for name, array in model.gradients().items()}
+    synchronisations = []
     for step in range(steps):
-        before = device.synchronisations if device else 0
-        found[f"loss {step}"] = np.array(model.train_batch(x, given, BATCH))
-        waited.append(device.synchronisations - before if device else 0)
-    return found | model.state() | model.optimizer_state(), waited
+        count_before = device.synchronisations if device else 0
+        results[f"loss {step}"] = np.array(model.train_batch(x, target_batch, BATCH))
+        synchronisations.append(device.synchronisations - count_before if device else 0)
+    return results | model.state() | model.optimizer_state(), synchronisations
 
 
-def check(make, waits=1, table=CupyKernels, **more):
-    expected, _ = run(make(), **more)
-    found, waited = run(make(), device_under_test(table), **more)
-    if more.get("dtype") == "float32":  # sums are rounded otherwise
-        close = {"rtol": 1e-4, "atol": 1e-4}
-    else:  # an adaptive rule divides a gradient that is nothing but rounding by itself
-        close = {"rtol": 1e-6, "atol": 1e-6} if "optimizer" in more else CLOSE
-    assert found.keys() == expected.keys()
+def check_device(build, limit=1, table=CupyKernels, **options):
+    expected, _ = run_model(build(), **options)
+    results, synchronisations = run_model(build(), select_device(table), **options)
+    if options.get("dtype") == "float32":  # sums are rounded differently
+        tolerances = {"rtol": 1e-4, "atol": 1e-4}
+    else:  # adaptive rules normalise gradients that consist of rounding errors
+        tolerances = {"rtol": 1e-6, "atol": 1e-6} if "optimizer" in options else TOLERANCES
+    assert results.keys() == expected.keys()
     for name, values in expected.items():
-        assert isinstance(found[name], np.ndarray), name
-        assert found[name].dtype == values.dtype, name
-        np.testing.assert_allclose(found[name], values, **close, err_msg=name)
-    assert max(waited) <= waits
+        assert isinstance(results[name], np.ndarray), name
+        assert results[name].dtype == values.dtype, name
+        np.testing.assert_allclose(results[name], values, **tolerances, err_msg=name)
+    assert max(synchronisations) <= limit
 
 
-def test_no_class_is_forgotten():
-    """A new layer or optimiser needs a line above."""
-    assert sorted(LAYERS) == names(Layer)
-    assert sorted({type(one).__name__ for one in OPTIMIZERS.values()}) == names(Optimizer)
+def test_all_classes_are_covered():
+    """Check the tables above, to which new layers and optimisers must be added."""
+    assert sorted(LAYERS) == list_names(Layer)
+    assert sorted({type(optimizer).__name__ for optimizer in OPTIMIZERS.values()}) == list_names(Optimizer)
 
 
-@pytest.mark.parametrize("name", names(Layer))
-def test_every_layer(name):
-    waits = 5 if name == "EmbeddingLayer" else 1  # for ids that are used, and that travel
-    check(lambda: network(name), waits)
-    check(lambda: network(name, "Dist"), waits)
+@pytest.mark.parametrize("name", list_names(Layer))
+def test_layers(name):
+    limit = 5 if name == "EmbeddingLayer" else 1  # indices are copied to the host where used and where exchanged
+    check_device(lambda: make_layers(name), limit)
+    check_device(lambda: make_layers(name, "Dist"), limit)
 
 
-OURS = sorted(name for name, cls in scheme_names().items() if cls.__module__.startswith("neondist."))
-SCHEMES = [("halo", "bucketed"), *((name, "allreduce") for name in OURS)]
+BUILTIN_SCHEMES = sorted(name for name, cls in scheme_names().items() if cls.__module__.startswith("neondist."))
+SCHEMES = [("halo", "bucketed"), *((name, "allreduce") for name in BUILTIN_SCHEMES)]
 
 
-@pytest.mark.parametrize(("scheme", "sync"), some(SCHEMES))
+@pytest.mark.parametrize(("scheme", "sync"), select_cases(SCHEMES))
 @pytest.mark.long
-def test_on_ranks(scheme, sync):
-    """What MPI takes goes through the host."""
-    fused = scheme in ("auto", "deep_halo", "overlap_tile")  # which not all layers can do
-    chain = "Conv Conv MaxPooling FC FC" if fused else "Conv BatchNorm LocalFiltering MaxPooling LCN Upsample FC FC"
+def test_schemes_on_ranks(scheme, sync):
+    """Run all schemes, with MPI messages copied through the host."""
+    limited = scheme in ("auto", "deep_halo", "overlap_tile")  # not supported by all layers
+    chain = "Conv Conv MaxPooling FC FC" if limited else "Conv BatchNorm LocalFiltering MaxPooling LCN Upsample FC FC"
 
-    def job(comm, device):
+    def run_rank(comm, device):
         layers = [LAYERS[f"{name}Layer"](getattr(nd, f"{name}LayerDist")) for name in chain.split()]
         grid = nd.ProcessGrid(comm, replicas=2, rows=2)
-        return run(layers, device, grid=grid, scheme=scheme, sync=sync)[0]
+        return run_model(layers, device, grid=grid, scheme=scheme, sync=sync)[0]
 
-    every = (loopback.run(4, lambda comm, device=device: job(comm, device)) for device in (None, device_under_test()))
-    for expected, found in zip(*every, strict=True):
+    runs = (loopback.run(4, lambda comm, device=device: run_rank(comm, device)) for device in (None, select_device()))
+    for expected, results in zip(*runs, strict=True):
         for name, values in expected.items():
-            np.testing.assert_allclose(found[name], values, **CLOSE, err_msg=name)
+            np.testing.assert_allclose(results[name], values, **TOLERANCES, err_msg=name)
 
 
-@pytest.mark.parametrize("name", names(Activation))
-def test_every_activation(name):
-    check(lambda: [nd.ConvLayer(4, 3, activation=getattr(nd, name)()), nd.FCLayer(3)])
+@pytest.mark.parametrize("name", list_names(Activation))
+def test_activations(name):
+    check_device(lambda: [nd.ConvLayer(4, 3, activation=getattr(nd, name)()), nd.FCLayer(3)])
 
 
-def everything():
-    """A chain of all layers, with branches."""
+def make_all_layers():
+    """Return a chain of all layers, with branches."""
     images = [name for name in LAYERS if name not in ("EmbeddingLayer", "FCLayer", "GlobalAvgPoolingLayer")]
     chain = [LAYERS[name](getattr(nd, name)) for name in images]
     branches = (
@@ -162,129 +162,130 @@ def everything():
     return [*chain, *branches, nd.GlobalAvgPoolingLayer(), nd.FCLayer(CLASSES)]
 
 
-WAYS = {}, {"accumulate": 2}, {"sync": "bucketed"}, {"recompute": True}, {"dtype": "float32"}
+VARIANTS = {}, {"accumulate": 2}, {"sync": "bucketed"}, {"recompute": True}, {"dtype": "float32"}
 
 
-# an adaptive rule would make whole steps of gradients that are nothing but rounding
-TRAINED = [(rule, WAYS[(3 * at + k) % 5]) for at, rule in enumerate(OPTIMIZERS) for k in range(2)]
-TRAINED = [(rule, more) for rule, more in TRAINED if rule in ("SGD", "momentum") or "dtype" not in more]
+# adaptive rules would make full steps of gradients that consist of rounding errors
+CASES = [(rule, VARIANTS[(3 * number + k) % 5]) for number, rule in enumerate(OPTIMIZERS) for k in range(2)]
+CASES = [(rule, options) for rule, options in CASES if rule in ("SGD", "momentum") or "dtype" not in options]
 
 
-@pytest.mark.parametrize(("rule", "more"), TRAINED, ids=str)
+@pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
 @pytest.mark.long
-def test_training_waits_once_a_step(rule, more):
-    check(everything, optimizer=OPTIMIZERS[rule], **more)
+def test_training_synchronises_once_per_step(rule, options):
+    check_device(make_all_layers, optimizer=OPTIMIZERS[rule], **options)
 
 
-def test_training_in_strips_of_the_image():
-    """The last layer needs nothing but sums of a strip, and has no view."""
+def test_training_in_strips():
+    """Train in strips with a global pooling layer, which needs only sums of each strip and has no view."""
     layers = [nd.ConvLayer(4, 3, padding=1), nd.MaxPoolingLayer(2), nd.GlobalAvgPoolingLayer(), nd.FCLayer(CLASSES)]
-    check(lambda: layers, memory="1GiB", strips=1)
+    check_device(lambda: layers, memory="1GiB", strips=1)
 
 
-def test_training_by_torch():
+def test_training_with_torch_kernels():
     pytest.importorskip("torch")
-    check(everything, table=CupyTorchKernels)
+    check_device(make_all_layers, table=CupyTorchKernels)
 
 
 @pytest.mark.parametrize("table", [CupyKernels, CupyTorchKernels])
 @pytest.mark.parametrize(("precision", "rounding"), [("bfloat16", 2**-8), ("float16", 2**-11)])
-def test_products_of_16_bits(precision, rounding, table):
+def test_16_bit_products(precision, rounding, table):
     pytest.importorskip("torch")
-    how = {"dtype": "float32", "precision": precision}
+    options = {"dtype": "float32", "precision": precision}
     layers = [
         nd.ConvLayer(4, 3, padding=1, groups=2),
         nd.DeconvLayer(4, 3, stride=2, activation=nd.Tanh()),
         nd.FCLayer(CLASSES),
     ]
-    expected, _ = run(layers, backend="numpy", **how)
-    found, waited = run(layers, device_under_test(table), **how)
+    expected, _ = run_model(layers, backend="numpy", **options)
+    results, synchronisations = run_model(layers, select_device(table), **options)
     for name, values in expected.items():
-        apart = np.abs(np.asarray(found[name], "f8") - values).max(initial=0)
-        assert apart <= 4 * rounding * np.abs(values).max(initial=0), name
-    assert max(waited) <= 1
+        error = np.abs(np.asarray(results[name], "f8") - values).max(initial=0)
+        assert error <= 4 * rounding * np.abs(values).max(initial=0), name
+    assert max(synchronisations) <= 1
 
 
 @pytest.mark.parametrize("targets", ["labels", "dense"])
-@pytest.mark.parametrize("cost", names(Cost))
-def test_every_cost(cost, targets):
-    check(lambda: network("ConvLayer")[:1], cost=getattr(nd, cost)(), targets=targets)
+@pytest.mark.parametrize("cost", list_names(Cost))
+def test_costs(cost, targets):
+    check_device(lambda: make_layers("ConvLayer")[:1], cost=getattr(nd, cost)(), targets=targets)
 
 
-def test_a_step_that_is_skipped():
-    """What is not finite is found, and told, as elsewhere; looking for the place may take its time."""
-    told = []
-    for backend in (Backend("reference", Kernels()), device_under_test().backend):
+def test_skipped_step():
+    """Detect and locate non-finite values as on the host."""
+    outcomes = []
+    for backend in (Backend("reference", Kernels()), select_device().backend):
         model = nd.Convnet([nd.ConvLayer(2, 3), nd.BatchNormLayer(), nd.FCLayer(3)], backend=backend, dtype="float64")
         model.build(SHAPE, BATCH)
         model.nonfinite = "skip"
-        before = model.state()
+        initial_state = model.state()
         model.leaves[0].params["weights"] = np.full((3, 3, 4, 2), np.inf)
         assert np.isnan(model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int)))
-        model.load_state(before)
+        model.load_state(initial_state)
         assert np.isfinite(model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int)))
-        told.append((model.nonfinite_monitor.where, {name: array.sum() for name, array in model.state().items()}))
-    assert told[0][0] == told[1][0]
-    assert told[0][1] == pytest.approx(told[1][1], rel=CLOSE["rtol"], abs=CLOSE["atol"])
+        outcomes.append((model.nonfinite_monitor.where, {name: array.sum() for name, array in model.state().items()}))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert outcomes[0][1] == pytest.approx(outcomes[1][1], rel=TOLERANCES["rtol"], abs=TOLERANCES["atol"])
 
 
 def test_pretraining():
-    """A stage of GB, with pooling, and orthonormal filters."""
-    found, waited = [], 0
-    for device in (None, device_under_test()):
+    """Pretrain a stage of GB with pooling and orthonormal filters."""
+    results, synchronisations = [], 0
+    for device in (None, select_device()):
         layers = [nd.LocalFilteringLayer(2, 3), nd.L2PoolingLayer(2, 1), nd.FCLayer(3)]
         model = nd.GB(layers, seed=1, backend=device.backend if device else "numpy", dtype="float64", orthonormal=True)
         model.build(SHAPE, BATCH)
         x, stage = np.random.default_rng(0).normal(size=(BATCH, *SHAPE)), model.stages[0]
         stage.begin_epoch(0)
-        before = device.synchronisations if device else 0
+        count_before = device.synchronisations if device else 0
         losses = [stage.train_batch(x) for _ in range(3)]
-        waited = device.synchronisations - before if device else 0
-        found.append(model.state() | {"losses": np.array(losses)})
-    for name, values in found[0].items():
-        np.testing.assert_allclose(found[1][name], values, **CLOSE, err_msg=name)
-    assert waited == (0 if ON_GPU else 3)  # where nobody counts
+        synchronisations = device.synchronisations - count_before if device else 0
+        results.append(model.state() | {"losses": np.array(losses)})
+    for name, values in results[0].items():
+        np.testing.assert_allclose(results[1][name], values, **TOLERANCES, err_msg=name)
+    assert synchronisations == (0 if ON_GPU else 3)  # synchronisations are not counted on a GPU
 
 
-class Forgetful(nd.ActivationLayer):
-    """Calls NumPy."""
+class HostFunctionLayer(nd.ActivationLayer):
+    """Layer that calls a NumPy function on device arrays."""
 
     def backward(self, ctx, dy):
         return np.multiply(dy, 1)
 
 
-class Curious(nd.ActivationLayer):
-    """Wants to know a number."""
+class DataDependentLayer(nd.ActivationLayer):
+    """Layer whose gradient depends on a value, which requires a synchronisation."""
 
     def backward(self, ctx, dy):
         return dy * (float(dy.sum()) > 0)
 
 
-def test_mistakes_are_noticed():
+def test_strict_device_detects_mistakes():
     with pytest.raises(TypeError):
-        run([nd.LocalFilteringLayer(2, 1), Forgetful(nd.Tanh()), nd.FCLayer(3)], Device())
-    assert run([nd.LocalFilteringLayer(2, 1), Curious(nd.Tanh()), nd.FCLayer(3)], Device())[1] == [2, 2]
+        run_model([nd.LocalFilteringLayer(2, 1), HostFunctionLayer(nd.Tanh()), nd.FCLayer(3)], Device())
+    layers = [nd.LocalFilteringLayer(2, 1), DataDependentLayer(nd.Tanh()), nd.FCLayer(3)]
+    assert run_model(layers, Device())[1] == [2, 2]
 
 
-def test_the_device_is_strict():
+def test_device_rejects_host_arrays():
     device = Device()
-    there, here = device.xp.ones((2, 3)), np.ones((2, 3))
-    refused = [
-        lambda: np.asarray(there),
-        lambda: np.tanh(there),
-        lambda: np.concatenate([there]),
-        lambda: there + here,
-        lambda: here * there,
-        lambda: there[:, here[0] > 0],
-        lambda: there.__setitem__(0, here[0]),
-        lambda: device.xp.maximum(there, here),
-        lambda: device.xp.sqrt(there, where=there > 0),
-        lambda: there.max(initial=0),
+    device_array, host_array = device.xp.ones((2, 3)), np.ones((2, 3))
+    operations = [
+        lambda: np.asarray(device_array),
+        lambda: np.tanh(device_array),
+        lambda: np.concatenate([device_array]),
+        lambda: device_array + host_array,
+        lambda: host_array * device_array,
+        lambda: device_array[:, host_array[0] > 0],
+        lambda: device_array.__setitem__(0, host_array[0]),
+        lambda: device.xp.maximum(device_array, host_array),
+        lambda: device.xp.sqrt(device_array, where=device_array > 0),
+        lambda: device_array.max(initial=0),
     ]
-    for each in refused:
+    for operation in operations:
         with pytest.raises(TypeError):
-            each()
+            operation()
     assert device.synchronisations == 0
-    assert float(there.sum()) == 6
-    assert there[there > 0].shape == (6,)
+    assert float(device_array.sum()) == 6
+    assert device_array[device_array > 0].shape == (6,)
     assert device.synchronisations == 2

@@ -1,4 +1,4 @@
-"""A backend of one's own: a module that has been imported, and nothing that a file names is."""
+"""Custom backends: modules that are imported already, and names in files, which are not imported."""
 
 import sys
 from types import ModuleType
@@ -13,7 +13,7 @@ SOURCE = '''
 import neondist as nd
 
 class Doubled(nd.Kernels):
-    """Its convolutions are wrong, to be seen."""
+    """Kernels with wrong convolutions, to be recognised."""
 
     def conv_forward(self, *arguments):
         return 2 * super().conv_forward(*arguments)
@@ -31,34 +31,37 @@ backend: doubled
 
 
 @pytest.fixture
-def strict(monkeypatch):
-    """A module with a strict device."""
+def strict_device(monkeypatch):
+    """Device of a module named strict_device."""
     module, device = ModuleType("strict_device"), Device()
     module.backend = device.backend
     monkeypatch.setitem(sys.modules, "strict_device", module)
     return device
 
 
-def test_a_module_is_named(strict):
-    assert nd.get_backend("strict_device") is strict.backend
-    assert nd.get_backend(strict.backend) is strict.backend
+def test_module_name(strict_device):
+    assert nd.get_backend("strict_device") is strict_device.backend
+    assert nd.get_backend(strict_device.backend) is strict_device.backend
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
-        ("nobody.knows", "backend 'nobody.knows': no such module is imported; add --import nobody.knows, or import it"),
+        (
+            "unknown.module",
+            "backend 'unknown.module': no such module is imported; add --import unknown.module, or import it",
+        ),
         ("json.tool.main", "no such module is imported"),
         ("os.path", "backend 'os.path': the module has no nd.Backend named `backend`; define one"),
         ("numby", "backend 'numby' is unknown; did you mean 'numpy'"),
     ],
 )
-def test_mistakes(name, told):
-    with pytest.raises(nd.ConfigError, match=told.replace(".", r"\.")):
+def test_invalid_names(name, message):
+    with pytest.raises(nd.ConfigError, match=message.replace(".", r"\.")):
         nd.get_backend(name)
 
 
-def test_a_name_imports_nothing(monkeypatch, tmp_path):
+def test_names_are_not_imported(monkeypatch, tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "module.py").write_text("raise SystemExit('it was imported')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -92,15 +95,15 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_an_experiment_on_a_device(strict, tmp_path, network):
-    """It pretrains, measures, writes checkpoints, and goes on from one, as with NumPy."""
-    found = []
+def test_experiment_on_a_device(strict_device, tmp_path, network):
+    """Compare pretraining, metrics, checkpoints and resumption with those of NumPy."""
+    results = []
     for backend, epochs, resume in (("numpy", 2, False), ("strict_device", 1, False), ("strict_device", 2, True)):
         data, model = nd.Synthetic(shape=(6, 6, 1), classes=3, train=12, test=6), NETWORKS[network]()
-        made = {"batch_size": 4, "epochs": epochs, "dist_flag": False, "backend": backend, "dtype": "float64"}
-        result = nd.FitExperiment(data, model, **made).run(output=tmp_path / backend, resume=resume)
-        found.append((result.history[-1], model.state()))
-    for name, values in found[0][1].items():
-        np.testing.assert_allclose(found[-1][1][name], values, rtol=1e-12, atol=1e-12, err_msg=name)
+        settings = {"batch_size": 4, "epochs": epochs, "dist_flag": False, "backend": backend, "dtype": "float64"}
+        result = nd.FitExperiment(data, model, **settings).run(output=tmp_path / backend, resume=resume)
+        results.append((result.history[-1], model.state()))
+    for name, values in results[0][1].items():
+        np.testing.assert_allclose(results[-1][1][name], values, rtol=1e-12, atol=1e-12, err_msg=name)
     for key in ("test_loss", "test_error"):
-        assert found[-1][0][key] == pytest.approx(found[0][0][key], rel=1e-12)
+        assert results[-1][0][key] == pytest.approx(results[0][0][key], rel=1e-12)

@@ -1,10 +1,10 @@
-"""Convolutions row by row against NumPy's windows, in float64."""
+"""Row-wise convolutions compared with the reference in float64."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_winograd import agree, in_room
+from kernel_arrays import assert_close, draw_padded
 
 from neondist.backends import Kernels
 from neondist.backends import cells as cells_module
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Plain(Convolution):
+class ReferenceConvolution(Convolution):
     xp = np
 
 
 @pytest.fixture(scope="module", autouse=True)
-def nothing_is_left_to_the_table():
+def disable_fallback():
     with pytest.MonkeyPatch.context() as patch:
         for name in "conv_forward", "conv_backward_input", "conv_backward_weights":
             patch.setattr(Kernels, name, None)
@@ -30,31 +30,31 @@ def nothing_is_left_to_the_table():
 
 @st.composite
 def cases(draw):
-    """Draw extent, kernel, stride and dilation of 1 to 3 axes; channels; how many cells the gradient is cropped by."""
+    """Draw extent, kernel, stride and dilation of 1 to 3 axes, channels, and the cropping of the gradient."""
     axes = draw(st.lists(st.tuples(*[st.integers(1, 4)] * 3, st.integers(0, 9)), min_size=1, max_size=3))
-    kernel, stride, dilation, more = zip(*axes, strict=True)
+    kernel, stride, dilation, out_extent = zip(*axes, strict=True)
     dilation = tuple(1 if s > 1 else d for s, d in zip(stride, dilation, strict=True))
-    extent = tuple((k - 1) * d + 1 + n for k, d, n in zip(kernel, dilation, more, strict=True))
+    extent = tuple((k - 1) * d + 1 + n for k, d, n in zip(kernel, dilation, out_extent, strict=True))
     channels = st.sampled_from([1, 2, 3, 7, 8, 9, 16, 17, 33])
-    sides = tuple((draw(st.integers(0, n)), draw(st.integers(0, 2)) if n > 3 else 0) for n in more)
+    sides = tuple((draw(st.integers(0, n)), draw(st.integers(0, 2)) if n > 3 else 0) for n in out_extent)
     return extent, kernel, stride, dilation, draw(channels), draw(channels), sides
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @settings(max_examples=60, deadline=None)
-@given(case=cases(), samples=st.integers(0, 3), apart=st.booleans())
+@given(case=cases(), samples=st.integers(0, 3), strided=st.booleans())
 @pytest.mark.long
-def test_outputs_and_gradients_of_inputs(kernels, dtype, case, samples, apart):
-    """Of any kernel, stride and dilation; cells may be apart, and what is beside them is not read."""
+def test_outputs_and_input_gradients(kernels, dtype, case, samples, strided):
+    """Vary kernel, stride, dilation and the stride of cells; neighbouring memory is not read."""
     extent, kernel, stride, dilation, inner, outer, sides = case
-    rng, how = np.random.default_rng(0), (stride, dilation, 1)
-    x = in_room(rng, (samples, *extent, inner * (1 + apart)), dtype)[..., :inner]
-    weights, bias = in_room(rng, (*kernel, inner, outer), dtype), rng.normal(size=outer).astype(dtype)
-    y = Plain().conv_forward(x.astype(float), weights.astype(float), *how, bias)
-    agree(kernels.conv_forward(x, weights, *how, bias), y, dtype, 5)
-    dy = in_room(rng, y.shape, dtype)
-    dx = Plain().conv_backward_input(dy.astype(float), weights.astype(float), extent, *how)
-    agree(kernels.conv_backward_input(dy, weights, extent, *how, sides), cropped(dx, sides), dtype, 5)
+    rng, options = np.random.default_rng(0), (stride, dilation, 1)
+    x = draw_padded(rng, (samples, *extent, inner * (1 + strided)), dtype)[..., :inner]
+    weights, bias = draw_padded(rng, (*kernel, inner, outer), dtype), rng.normal(size=outer).astype(dtype)
+    y = ReferenceConvolution().conv_forward(x.astype(float), weights.astype(float), *options, bias)
+    assert_close(kernels.conv_forward(x, weights, *options, bias), y, dtype, 5)
+    dy = draw_padded(rng, y.shape, dtype)
+    dx = ReferenceConvolution().conv_backward_input(dy.astype(float), weights.astype(float), extent, *options)
+    assert_close(kernels.conv_backward_input(dy, weights, extent, *options, sides), cropped(dx, sides), dtype, 5)
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -63,49 +63,53 @@ def test_outputs_and_gradients_of_inputs(kernels, dtype, case, samples, apart):
     sizes=st.lists(st.tuples(*[st.integers(1, 4)] * 3, st.integers(1, 5)), min_size=1, max_size=3),
     width=st.integers(16, 150),
     channels=st.tuples(st.integers(1, 5), st.sampled_from([8, 16, 24, 40])),
-    apart=st.booleans(),
+    strided=st.booleans(),
 )
 @pytest.mark.long
-def test_gradients_of_weights(kernels, dtype, sizes, width, channels, apart):
-    """Of any kernel, stride and dilation, along rows that are long enough; shares of two threads add up."""
+def test_weight_gradients(kernels, dtype, sizes, width, channels, strided):
+    """Vary kernel, stride and dilation with rows of sufficient length; the sums of threads are combined."""
     sizes[-1], (inner, outer) = (*sizes[-1][:3], width), channels
     extent = [(n - 1) * s + (k - 1) * d + 1 + k % 2 * (s - 1) for k, s, d, n in sizes]
-    kernel, stride, dilation, out = zip(*sizes, strict=True)
+    kernel, stride, dilation, out_extent = zip(*sizes, strict=True)
     rng = np.random.default_rng(width)
-    x = in_room(rng, (2, *extent, inner * (1 + apart)), dtype)[..., :inner]
-    dy, how = in_room(rng, (2, *out, outer), dtype), (kernel, stride, dilation, 1)
-    expected = Plain().conv_backward_weights(x.astype(float), dy.astype(float), *how)
-    agree(kernels.conv_backward_weights(x, dy, *how), expected, dtype)
+    x = draw_padded(rng, (2, *extent, inner * (1 + strided)), dtype)[..., :inner]
+    dy, options = draw_padded(rng, (2, *out_extent, outer), dtype), (kernel, stride, dilation, 1)
+    expected = ReferenceConvolution().conv_backward_weights(x.astype(float), dy.astype(float), *options)
+    assert_close(kernels.conv_backward_weights(x, dy, *options), expected, dtype)
 
 
 @pytest.mark.parametrize("inner", [8, 24])
 @pytest.mark.parametrize("outer", [2, 8])
 @pytest.mark.parametrize("width", [5, 20])
-def test_gradients_of_single_cells_weights(kernels, inner, outer, width):
-    """One of both fills vectors; short rows are joined where they follow each other."""
-    rng, how = np.random.default_rng(0), ((1, 1), (1, 1), (1, 1), 1)
+def test_weight_gradients_of_pointwise_convolutions(kernels, inner, outer, width):
+    """Fill vectors with input or output channels, and join short rows where they are contiguous."""
+    rng, options = np.random.default_rng(0), ((1, 1), (1, 1), (1, 1), 1)
     x, dy = rng.normal(size=(2, 4, width, inner)), rng.normal(size=(2, 4, width, outer))
-    agree(kernels.conv_backward_weights(x, dy, *how), Plain().conv_backward_weights(x, dy, *how), np.float64)
+    assert_close(
+        kernels.conv_backward_weights(x, dy, *options),
+        ReferenceConvolution().conv_backward_weights(x, dy, *options),
+        np.float64,
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("shape", [(128, 30, 10), (17, 5, 8), (100, 33, 64), (3, 4, 5), (96, 1, 1)])
-def test_products_of_matrices(kernels, dtype, shape):
-    """Of rows, and of what the ways back of a fully connected layer turn round."""
+def test_matrix_products(kernels, dtype, shape):
+    """Multiply rows, and transposed operands as in the backward pass of a fully connected layer."""
     rng, (rows, inner, outer) = np.random.default_rng(0), shape
     x, w, dy = (rng.normal(size=size).astype(dtype) for size in ((rows, inner), (inner, outer), (rows, outer)))
-    wide = rng.normal(size=(rows, inner + 3)).astype(dtype)[:, 1:-2]
-    for a, b in (x, w), (wide, w), (dy, w.T), (x.T, dy), (x[::2].T, dy[::2]), (np.asfortranarray(x), w):
-        found = kernels.matmul(a, b)
-        agree(found, a.astype(float) @ b.astype(float), dtype)
-        assert found.dtype == dtype
+    sliced = rng.normal(size=(rows, inner + 3)).astype(dtype)[:, 1:-2]
+    for a, b in (x, w), (sliced, w), (dy, w.T), (x.T, dy), (x[::2].T, dy[::2]), (np.asfortranarray(x), w):
+        product = kernels.matmul(a, b)
+        assert_close(product, a.astype(float) @ b.astype(float), dtype)
+        assert product.dtype == dtype
 
 
-def test_arrays_that_it_cannot_take_are_refused(kernels):
-    """Channels apart, other dtypes or shapes, too many pieces: the caller does it otherwise."""
+def test_unsupported_arrays(kernels):
+    """Leave strided channels, other dtypes or shapes, and large kernels to the fallback."""
     x, w, y = np.ones((2, 7, 8, 6)), np.ones((3, 3, 6, 5)), np.zeros((2, 5, 6, 5))
-    rest = None, (1, 1, 1), (1, 1, 1), (0, 0, 0), 1, 0
-    assert kernels.compiled.convolve(x, w, y, *rest)
+    arguments = None, (1, 1, 1), (1, 1, 1), (0, 0, 0), 1, 0
+    assert kernels.compiled.convolve(x, w, y, *arguments)
     assert (y == 54).all()
     for arrays in (
         (np.ones((2, 7, 8, 12))[..., ::2], w, y),
@@ -119,5 +123,5 @@ def test_arrays_that_it_cannot_take_are_refused(kernels):
         (x.astype(int), w.astype(int), y.astype(int)),
         (x[0], w[0], y[0]),
     ):
-        assert not kernels.compiled.convolve(*arrays, *rest)
-    assert not kernels.compiled.convolve(x, w, y, np.ones(4), *rest[1:])
+        assert not kernels.compiled.convolve(*arrays, *arguments)
+    assert not kernels.compiled.convolve(x, w, y, np.ones(4), *arguments[1:])

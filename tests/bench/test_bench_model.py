@@ -1,4 +1,4 @@
-"""The performance model: arithmetic of machines, and a rank alone that would send what ranks do send."""
+"""Performance model: times on machines, and dry runs that record the messages of a rank."""
 
 import io
 import re
@@ -32,13 +32,13 @@ def test_link_and_allreduce():
     assert cluster.allreduce(4, 4e6) == pytest.approx(4 * 1e-6 + 6e-3)
 
 
-def test_a_sum_goes_through_each_node_first():
+def test_allreduce_is_hierarchical():
     cluster = machine.Machine(4, NODE, NET)
     assert cluster.allreduce(32, 4e6) == pytest.approx(cluster.allreduce(4, 4e6) + 6 * 1e-5 + 2 * 4e6 * 7 / 8 / 1e8)
     assert machine.Machine(4, NODE, NET, nodes=2).allreduce(12, 0) == pytest.approx(6 * 1e-6 + 2 * 1e-5)  # 6 on each
 
 
-def test_the_slowest_of_many_nodes():
+def test_lateness_of_the_slowest_node():
     cluster = machine.Machine(4, NODE, NET, jitter=0.1)
     assert [cluster.lateness(ranks, 2.0) for ranks in (1, 4, 8, 9)] == pytest.approx([0, 0, 0.1, 0.1 + 0.2 / 3])
     row = predict.row_of(GridShape(1, 4, 2), cluster, RankProfile(2.0))
@@ -46,78 +46,78 @@ def test_the_slowest_of_many_nodes():
     assert row["mpi_share"] == pytest.approx(0.1 / 2.1)
 
 
-def test_what_was_measured_calibrates():
-    true = machine.Machine(4, NODE, NET, compute_factor=0.5, jitter=0.03, nodes=None)
+def test_calibration_by_measured_steps():
+    target = machine.Machine(4, NODE, NET, compute_factor=0.5, jitter=0.03, nodes=None)
     guess = machine.Machine(4, NODE, NET, compute_factor=0.1, jitter=0.2)
 
-    def rows_on(one):
+    def predict_rows(cluster):
         notes = Notes([(2, 1000)], [(32, 10**6)])
-        return [predict.row_of(GridShape(n, 2, 2), one, RankProfile(1.0, notes)) for n in (1, 2, 4, 8)]
+        return [predict.row_of(GridShape(n, 2, 2), cluster, RankProfile(1.0, notes)) for n in (1, 2, 4, 8)]
 
-    expected = {row["ranks"]: row["seconds_per_step"] for row in rows_on(true)}
-    found = predict.calibrated(guess, rows_on(guess), {4: expected[4], 16: expected[16]})
-    assert (found.compute_factor, found.jitter) == pytest.approx((0.5, 0.03))
-    rows = [predict.rescale_row(found, row, guess) for row in rows_on(guess)]
+    expected = {row["ranks"]: row["seconds_per_step"] for row in predict_rows(target)}
+    estimate = predict.calibrated(guess, predict_rows(guess), {4: expected[4], 16: expected[16]})
+    assert (estimate.compute_factor, estimate.jitter) == pytest.approx((0.5, 0.03))
+    rows = [predict.rescale_row(estimate, row, guess) for row in predict_rows(guess)]
     assert [row["seconds_per_step"] for row in rows] == pytest.approx(list(expected.values()))
     for name in "compute_seconds", "waiting_seconds", "mpi_share":
-        assert [row[name] for row in rows] == pytest.approx([row[name] for row in rows_on(found)])
-    one = predict.calibrated(guess, rows_on(guess), {32: expected[32]})
-    assert one.jitter == 0
-    falling = predict.calibrated(guess, rows_on(guess), {4: 1.0, 32: 0.9})
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in predict_rows(estimate)])
+    single = predict.calibrated(guess, predict_rows(guess), {32: expected[32]})
+    assert single.jitter == 0
+    falling = predict.calibrated(guess, predict_rows(guess), {4: 1.0, 32: 0.9})
     assert falling.jitter == 0
     with pytest.raises(ConfigError, match=r"--measured 32=0.001: the messages of that step alone take 0.0191 s"):
-        predict.calibrated(guess, rows_on(guess), {32: 0.001})
+        predict.calibrated(guess, predict_rows(guess), {32: 0.001})
 
 
-def test_rows_that_strips_compute_twice():
+def test_rows_recomputed_by_strips():
     def profile(strips):
         layers = [nd.ConvLayerDist(3, 3, padding=1), nd.ConvLayerDist(2, 3, padding=1), nd.GlobalAvgPoolingLayerDist()]
         model = nd.ConvnetDist([*layers, nd.FCLayerDist(3)], backend="numpy", dtype="float64", strips=strips)
-        made = nd.FitExperiment(nd.Synthetic([12, 10, 2], classes=3, train=8, test=2), model, batch_size=4)
-        return rank_profile.profile_rank(made, GridShape(), 1e-3)
+        experiment = nd.FitExperiment(nd.Synthetic([12, 10, 2], classes=3, train=8, test=2), model, batch_size=4)
+        return rank_profile.profile_rank(experiment, GridShape(), 1e-3)
 
-    whole, cut = profile(None), profile(4)
-    assert whole.recomputed == 0
+    full, stripped = profile(None), profile(4)
+    assert full.recomputed == 0
     # of 12 rows of the first layer, strips of 4 compute 5, 6 and 5; products of a cell: 54, and 54 of the second
-    assert cut.recomputed == pytest.approx(4 * 10 * 54 / (12 * 10 * 108 + 6))
-    assert set(cut.cell_seconds) == set(whole.cell_seconds)
-    assert cut.moved < whole.moved
-    rows = [predict.row_of(GridShape(), machine.Machine(4, NODE, NET), cut) | {"schemes": []}]
-    assert f"| {cut.recomputed:.1%} |" in prediction_table(rows)
+    assert stripped.recomputed == pytest.approx(4 * 10 * 54 / (12 * 10 * 108 + 6))
+    assert set(stripped.cell_seconds) == set(full.cell_seconds)
+    assert stripped.moved < full.moved
+    rows = [predict.row_of(GridShape(), machine.Machine(4, NODE, NET), stripped) | {"schemes": []}]
+    assert f"| {stripped.recomputed:.1%} |" in prediction_table(rows)
 
 
-def test_compute():
+def test_compute_time():
     one_node = machine.Machine(4, NODE, NET, nodes=1, compute_factor=0.5, slowdown=1.6)
     assert [one_node.compute(1.0, ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([0.5, 0.6, 0.8, 1.6])
     assert machine.Machine(4, NODE, NET, slowdown=1.6).compute(1.0, 4000) == pytest.approx(1.6)
     assert one_node.link(8) is NODE
-    # half of the time is the memory's: 1e10 bytes in 1 s
+    # half of the time is spent on memory: 1e10 bytes in 1 s
     busy = machine.Machine(2, NODE, NET, nodes=1, slowdown=1.2, memory_slowdown=1.8, shared_slowdown=1.1)
     assert busy.compute(2.0, 2, moved=1e10) == pytest.approx(3.0)
     assert busy.compute(2.0, 1, moved=1e10) == 2.0
     assert busy.compute(2.0, 4, moved=0) == pytest.approx(2 * 1.2 * 2 * 1.1)
 
 
-def test_waiting_for_ranks_that_share_cores():
+def test_waiting_for_ranks_on_shared_cores():
     crowded = machine.Machine(2, NODE, NET, nodes=1, shared_latency=1e-3)
     assert [crowded.waiting(ranks, 3) for ranks in (1, 2, 4, 6)] == pytest.approx([0, 0, 3e-3, 6e-3])
     assert machine.Machine(2, NODE, NET, shared_latency=1e-3).waiting(64, 3) == 0
 
 
-def test_figures_are_those_of_the_link_in_use():
+def test_figures_of_the_link_in_use():
     cluster = machine.Machine(4, NODE, NET, compute_factor=0.5, speed=1e9)
     assert cluster.figures(4) == machine.Figures(1e-6, 1e9, 2e9)
     assert cluster.figures(5).latency == 1e-5
 
 
-def test_a_machine_is_read_as_written(tmp_path):
-    made = machine.Machine(4, NODE, NET, slowdown=1.5, memory_slowdown=2.0, speed=3e9, host="here")
-    machine.write(tmp_path / "m.yaml", made, "a comment")
-    assert machine.read(tmp_path / "m.yaml") == made
+def test_round_trip_of_machines(tmp_path):
+    cluster = machine.Machine(4, NODE, NET, slowdown=1.5, memory_slowdown=2.0, speed=3e9, host="here")
+    machine.write(tmp_path / "m.yaml", cluster, "a comment")
+    assert machine.read(tmp_path / "m.yaml") == cluster
 
 
 @pytest.mark.parametrize("name", ["cpu_cluster", "gpu_cluster"])
-def test_examples(name):
+def test_example_machines(name):
     assert machine.read(Path(__file__).parents[2] / "yaml" / "machines" / f"{name}.yaml").nodes is None
 
 
@@ -134,13 +134,13 @@ def test_examples(name):
         (": {", "cannot be read"),
     ],
 )
-def test_bad_machines(tmp_path, text, message):
+def test_invalid_machines(tmp_path, text, message):
     (tmp_path / "m.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         machine.read(tmp_path / "m.yaml")
 
 
-def experiment(**grid):
+def make_experiment(**grid):
     layers = [
         nd.ConvLayerDist(3, 3, padding=1, activation=nd.ReLU()),
         nd.ConvLayerDist(2, 5, stride=2, padding=2),
@@ -152,46 +152,46 @@ def experiment(**grid):
 
 
 @pytest.mark.parametrize("shape", [GridShape(1, 2, 3), GridShape(2, 3, 1), GridShape(1, 1, 1)])
-def test_a_rank_alone_notes_what_a_rank_among_others_sends(shape):
+def test_dry_run_records_the_messages_of_a_rank(shape):
     factors = {"replicas": shape.replicas, "rows": shape.rows, "cols": shape.cols}
 
-    def on_ranks(transport):
+    def train_on_ranks(transport):
         grid = nd.ProcessGrid(transport, **factors)
-        made = experiment()
-        made.model.build((13, 11, 2), 4, grid)
+        experiment = make_experiment()
+        experiment.model.build((13, 11, 2), 4, grid)
         lo, hi = grid.sample_range(4)
         x = np.ones((4, 13, 11, 2))[(slice(lo, hi), *grid.tile_box((13, 11)).slices)]
-        made.model.train_batch(x, np.zeros(4, int), batch_size=4)
-        return made.model.bytes_sent
+        experiment.model.train_batch(x, np.zeros(4, int), batch_size=4)
+        return experiment.model.bytes_sent
 
-    sent = loopback.run(shape.size, on_ranks)
-    found = rank_profile.profile_rank(experiment(), shape, 1e-3)
+    sent_bytes = loopback.run(shape.size, train_on_ranks)
+    profile = rank_profile.profile_rank(make_experiment(), shape, 1e-3)
     tile = rank_profile.fullest(shape, (13, 11))
-    assert sum(count for _, count in found.notes.exchanges) == sent[tile]
-    replicated = 8 * sum(p.size for p in replicated_parameters(experiment()))
-    sums = [nbytes - replicated for group, nbytes in found.notes.sums if group == shape.size > 1]
-    assert any(0 <= more < 256 for more in sums) == (shape.size > 1)  # aligned
-    assert found.seconds > 0
-    assert found.held > 0
-    assert set(found.cell_seconds) == {"conv1", "conv2", "fc1"}
+    assert sum(count for _, count in profile.notes.exchanges) == sent_bytes[tile]
+    replicated = 8 * sum(p.size for p in replicated_parameters(make_experiment()))
+    sums = [nbytes - replicated for group, nbytes in profile.notes.sums if group == shape.size > 1]
+    assert any(0 <= excess < 256 for excess in sums) == (shape.size > 1)  # aligned
+    assert profile.seconds > 0
+    assert profile.held > 0
+    assert set(profile.cell_seconds) == {"conv1", "conv2", "fc1"}
     views = 2 * 13 * 11 // shape.tiles + 3 * 13 * 11 // shape.tiles  # of both convolutions, borders not counted
-    assert found.moved > 2 * 4 // shape.replicas * 8 * views
+    assert profile.moved > 2 * 4 // shape.replicas * 8 * views
 
 
-def replicated_parameters(made):
-    """All but the weights of the FC layer, of which each rank has rows of its own."""
-    made.model.build((13, 11, 2), 4, dry_run_grid(0, {}, 1, Notes()))
-    *convolutions, fc = made.model.leaves
+def replicated_parameters(experiment):
+    """Return all parameters but the weights of the FC layer, whose rows are sharded."""
+    experiment.model.build((13, 11, 2), 4, dry_run_grid(0, {}, 1, Notes()))
+    *convolutions, fc = experiment.model.leaves
     return [*(array for layer in convolutions for array in layer.params.values()), fc.params["bias"]]
 
 
-def test_the_best_grid_is_taken_and_the_turning_point_found(tmp_path):
-    def profile(made, shape, least):
+def test_best_grid_and_turning_point(tmp_path):
+    def profile(experiment, shape, least):
         flat = 10 * (shape.rows == 1 and shape.tiles > 1) + 10 * (shape.replicas > 1)
         return RankProfile(8.0 / shape.size + flat, Notes([(2, 10**6)], [(shape.size, 100)]), 7)
 
     cluster = machine.Machine(1, NODE, machine.Link(0.1, 1e9))
-    rows = predict.predict(experiment, [1, 4, 16, 64], cluster, profile)
+    rows = predict.predict(make_experiment, [1, 4, 16, 64], cluster, profile)
     assert [row["grid"] for row in rows[:2]] == [{"replicas": 1, "rows": n, "cols": m} for n, m in ((1, 1), (2, 2))]
     parts = [rows[1][f"{name}_seconds"] for name in ("compute", "exchange", "sum", "waiting")]
     assert parts[:2] == pytest.approx([2, 0.2 + 1e-3])
@@ -212,18 +212,18 @@ def test_the_best_grid_is_taken_and_the_turning_point_found(tmp_path):
     assert schemes_table(rows) in page.read_text()
 
 
-def test_the_best_schemes_are_put_in_place_and_measured():
-    seen = []
+def test_best_schemes_are_applied_and_profiled():
+    schemes = []
 
-    def profile(made, shape, least):
-        seen.append([type(layer.scheme).__name__ for layer in made.model.leaves])
+    def profile(experiment, shape, least):
+        schemes.append([type(layer.scheme).__name__ for layer in experiment.model.leaves])
         return RankProfile(
-            1.0, Notes([(1, 100)] * (3 if seen[-1][0] == "Halo" else 1), []), cell_seconds={"conv1": 1e-9}
+            1.0, Notes([(1, 100)] * (3 if schemes[-1][0] == "Halo" else 1), []), cell_seconds={"conv1": 1e-9}
         )
 
     cluster = machine.Machine(1, NODE, machine.Link(0.1, 1e9))
-    (row,) = predict.predict(lambda: experiment(rows=2, cols=2), [4], cluster, profile)
-    assert seen == [["Halo", "Halo", "Halo"], ["OverlapTile", "OverlapTile", "Halo"]]
+    (row,) = predict.predict(lambda: make_experiment(rows=2, cols=2), [4], cluster, profile)
+    assert schemes == [["Halo", "Halo", "Halo"], ["OverlapTile", "OverlapTile", "Halo"]]
     assert [choice["scheme"] for choice in row["schemes"]] == ["overlap_tile", "overlap_tile"]
     assert row["seconds_per_step"] - row["seconds_with_schemes"] == pytest.approx(0.2, rel=1e-3)
     assert all(choice["saves"] > 0.05 for choice in row["schemes"])
@@ -232,20 +232,25 @@ def test_the_best_schemes_are_put_in_place_and_measured():
     assert "(slower: keep the scheme)" in schemes_table([row | {"seconds_with_schemes": 9.0}])
 
 
-def test_a_machine_that_became_slower_is_seen():
+def test_drift_of_a_machine():
     row = predict.row_of(GridShape(1, 1, 2), machine.Machine(2, NODE, NET), RankProfile(2.0))
-    assert predict.drift(row, experiment(), lambda made, shape, least: RankProfile(3.0 * (shape.cols == 2))) == 0.5
+    assert (
+        predict.drift(row, make_experiment(), lambda experiment, shape, least: RankProfile(3.0 * (shape.cols == 2)))
+        == 0.5
+    )
 
 
-def test_a_grid_that_is_given_is_kept():
-    assert predict.grids(6, experiment(cols=1)) == [GridShape(1, 6, 1)]
-    assert predict.grids(6, experiment(replicas=2)) == [GridShape(2, 3, 1), GridShape(2, 1, 3)]
+def test_fixed_dimensions_of_grids_are_kept():
+    assert predict.grids(6, make_experiment(cols=1)) == [GridShape(1, 6, 1)]
+    assert predict.grids(6, make_experiment(replicas=2)) == [GridShape(2, 3, 1), GridShape(2, 1, 3)]
     cuts = [GridShape(1, 3, 2), GridShape(1, 1, 6), GridShape(1, 6, 1)]
-    assert set(predict.grids(6, experiment())) == {*cuts, GridShape(2, 3, 1), GridShape(3, 2, 1)}  # batches of 4
-    assert set(predict.grids(8, experiment(replicas=1))) == {GridShape(1, 4, 2)}  # the second layer gives 7 x 6 cells
+    assert set(predict.grids(6, make_experiment())) == {*cuts, GridShape(2, 3, 1), GridShape(3, 2, 1)}  # batches of 4
+    assert set(predict.grids(8, make_experiment(replicas=1))) == {
+        GridShape(1, 4, 2)
+    }  # the second layer has 7 x 6 cells
 
 
-def test_fullest():
+def test_fullest_tile():
     assert rank_profile.fullest(GridShape(1, 3, 1), (7, 4)) in range(3)
     boxes = GridShape(1, 64, 1).partition((28, 28)).boxes()
     assert boxes[rank_profile.fullest(GridShape(1, 64, 1), (28, 28))].size == 28
@@ -258,35 +263,35 @@ def test_calibrate(monkeypatch):
     monkeypatch.setattr(calibrate, "PIECES", (1e-4, 1e-3))
     monkeypatch.setattr(workload, "COPIED", 1 << 16)
     monkeypatch.setattr(workload.Convolving, "SHAPE", (8, 8, 2))
-    told = io.StringIO()
+    output = io.StringIO()
 
-    def measured(world):
+    def measure(world):
         parts = calibrate.measurements(world, 2)
-        with first_rank_progress(world.rank, told, parts, "measurement", first=0) as progress:
+        with first_rank_progress(world.rank, output, parts, "measurement", first=0) as progress:
             return calibrate.calibrate(world, 2, progress)
 
-    one, noise = loopback.run(4, measured)[0]
-    assert re.match(r"measurement 0 of 7, now messages and kernels, ", told.getvalue())
-    assert noise == 0  # of one round
-    assert (one.cores_per_node, one.nodes) == (2, 1)
-    assert min(one.slowdown, one.memory_slowdown, one.shared_slowdown) >= 1
-    assert min(one.node.latency, one.memory_bandwidth, one.speed) > 0
-    one, _ = loopback.run(2, lambda transport: calibrate.calibrate(transport, 2))[0]
-    assert one.shared_slowdown == 1
+    estimate, noise = loopback.run(4, measure)[0]
+    assert re.match(r"measurement 0 of 7, now messages and kernels, ", output.getvalue())
+    assert noise == 0  # a single round
+    assert (estimate.cores_per_node, estimate.nodes) == (2, 1)
+    assert min(estimate.slowdown, estimate.memory_slowdown, estimate.shared_slowdown) >= 1
+    assert min(estimate.node.latency, estimate.memory_bandwidth, estimate.speed) > 0
+    estimate, _ = loopback.run(2, lambda transport: calibrate.calibrate(transport, 2))[0]
+    assert estimate.shared_slowdown == 1
     assert noise_warnings(0.5)
     assert not noise_warnings(0.1)
 
 
-def test_the_error_of_predictions_is_that_of_steps_measured_here(monkeypatch):
+def test_prediction_error(monkeypatch):
     monkeypatch.setattr(calibrate, "CHECKED", ("lcn",))
-    monkeypatch.setattr(calibrate, "bench_step", lambda experiment, grid: {"seconds_per_step": 2.0 * grid.size})
+    monkeypatch.setattr(calibrate, "bench_step", lambda make_experiment, grid: {"seconds_per_step": 2.0 * grid.size})
     monkeypatch.setattr(calibrate, "profile_rank", lambda *_: None)
     monkeypatch.setattr(calibrate, "row_of", lambda shape, *_: {"seconds_per_step": 1.0 + 2 * (shape.size == 2)})
-    found = loopback.run(2, lambda world: calibrate.prediction_error(world, 2, machine.Machine.default()))
-    assert found == [pytest.approx((0.5 + 0.25) / 2)] * 2
+    errors = loopback.run(2, lambda world: calibrate.prediction_error(world, 2, machine.Machine.default()))
+    assert errors == [pytest.approx((0.5 + 0.25) / 2)] * 2
 
 
-def test_span():
+def test_spans_of_ranks():
     assert span("1..4096")[::4] == [1, 16, 256, 4096]
     assert span("3..13") == [3, 6, 12]
     assert span("2,5") == [2, 5]

@@ -1,4 +1,4 @@
-"""`neondist bench torch`: its options, its tables, and a model on real ranks; never how long anything took."""
+"""Command `bench torch`: options, tables, and a model on ranks; times are not asserted."""
 
 import json
 
@@ -55,60 +55,60 @@ def nets(tmp_path, monkeypatch):
         ("--models nets.py:Small --side eager --input 1,4,8,8", "a training step for an input of 1×4×8×8 failed"),
     ],
 )
-def test_mistakes(words, message, nets, capsys):
+def test_errors(words, message, nets, capsys):
     assert main(["bench", "torch", *words.split()]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["--against eagre", "--models ,"])
-def test_words_that_cannot_be_read(words):
+def test_invalid_arguments(words):
     with pytest.raises(SystemExit) as end:
         main(["bench", "torch", *words.split()])
     assert end.value.code == 2
 
 
 @pytest.mark.long
-def test_turns_in_this_process_and_on_ranks(tmp_path, monkeypatch):
-    """Both sides tell where a step goes: of one process no messages and no sums."""
+def test_measurements_in_this_process_and_on_ranks(tmp_path, monkeypatch):
+    """Expect a breakdown of the step of both sides, without messages and sums in one process."""
     (tmp_path / "nets.py").write_text(NETS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["bench", "torch", "--models", "nets.py:Small", "--input", "1,3,16,12", "--steps", "1", "--profile"]
-    made = {}
-    for side, more in {"eager": [], "ranks": ["-n", "2", "--force"]}.items():
+    details = {}
+    for side, options in {"eager": [], "ranks": ["-n", "2", "--force"]}.items():
         file = tmp_path / f"{side}.json"
-        assert main([*words, "--side", side, *more, "--json", str(file)]) == 0
+        assert main([*words, "--side", side, *options, "--json", str(file)]) == 0
         turn = json.loads(file.read_text())
         assert (turn["batch_size"], turn["sample_shape"]) == (1, [3, 16, 12])
-        assert turn["seconds"] > 0 <= turn["peak_bytes"]  # 0 where this process has had more before
-        made[side] = turn["details"]
-        assert tuple(made[side]["kinds"]) == KINDS
-        assert sum(made[side]["kinds"].values()) == pytest.approx(1)
-        assert sum(made[side]["operators"].values()) == pytest.approx(made[side]["kinds"]["kernels"])
-    assert min(made["ranks"]["kinds"].values()) > 0
-    assert made["eager"]["kinds"]["messages"] == made["eager"]["kinds"]["sums"] == 0
+        assert turn["seconds"] > 0 <= turn["peak_bytes"]  # 0 if this process has needed more before
+        details[side] = turn["details"]
+        assert tuple(details[side]["kinds"]) == KINDS
+        assert sum(details[side]["kinds"].values()) == pytest.approx(1)
+        assert sum(details[side]["operators"].values()) == pytest.approx(details[side]["kinds"]["kernels"])
+    assert min(details["ranks"]["kinds"].values()) > 0
+    assert details["eager"]["kinds"]["messages"] == details["eager"]["kinds"]["sums"] == 0
 
 
-def test_a_module_that_cannot_be_distributed_has_one_message(nets, tmp_path, capsys, monkeypatch):
-    """It is measured nowhere; the others are."""
-    asked = []
+def test_unsupported_modules_have_one_message(nets, tmp_path, capsys, monkeypatch):
+    """Measure the others alone."""
+    turns_run = []
 
-    def started(words, env, failure):
-        asked.append((words[2], words[4], env["OMP_NUM_THREADS"]))
+    def run_turn(words, env, failure):
+        turns_run.append((words[2], words[4], env["OMP_NUM_THREADS"]))
         assert "MALLOC_TRIM_THRESHOLD_" in env
         if words[2] == "nets.py:number":
             raise failure(2, "a warning\nerror: aten.nothing: has no rule\n")
         return {"seconds": 1.0, "peak_bytes": 8, "batch_size": 1, "sample_shape": [3, 8, 8]}
 
-    monkeypatch.setattr(command, "json_of", started)
+    monkeypatch.setattr(command, "json_of", run_turn)
     monkeypatch.setattr(command.threads, "cores", lambda process=0: 4)
     words = ["--against", "eager", "--rounds", "2", "--input", "1,3,8,8", "-n", "2"]
-    assert main(["bench", "torch", "--models", "nets.py:Small,nets.py:number", *words, "--json", "made.json"]) == 2
+    assert main(["bench", "torch", "--models", "nets.py:Small,nets.py:number", *words, "--json", "bench.json"]) == 2
     turns = [("nets.py:Small", "ranks", "2"), ("nets.py:Small", "eager", "4")]
-    assert asked == [*turns, *turns, ("nets.py:number", "ranks", "2")]
+    assert turns_run == [*turns, *turns, ("nets.py:number", "ranks", "2")]
     assert "nets.py:number, ranks, eager: aten.nothing: has no rule" in capsys.readouterr().out
-    assert [row["network"] for row in json.loads((tmp_path / "made.json").read_text())["networks"]] == [
+    assert [row["network"] for row in json.loads((tmp_path / "bench.json").read_text())["networks"]] == [
         "nets.py:Small", "nets.py:number",
     ]  # fmt: skip
     assert main(["bench", "torch", "--models", "nets.py:number", *words]) == 2
@@ -120,7 +120,7 @@ class Event:
         self.name, self.cpu_parent = name, parent
 
 
-def test_own_times_belong_to_the_operator_that_computes():
+def test_times_belong_to_the_operator_that_computes():
     conv = Event("aten::conv2d")
     slow = Event("aten::_slow_conv2d_forward", Event("aten::convolution", conv))
     assert classify(Event("aten::addmm", slow)) == ("kernels", "aten::_slow_conv2d_forward")
@@ -134,7 +134,7 @@ def test_own_times_belong_to_the_operator_that_computes():
     assert classify(Event("neondist::wait", Event("neondist::reduce", node)))[0] == "messages"
 
 
-def test_inputs_by_the_first_convolution():
+def test_default_input_shapes():
     nn = torch.nn
     assert default_shape(nn.Sequential(nn.ReLU(), nn.Conv2d(5, 4, 3), nn.Conv2d(4, 2, 1))) == (1, 5, 224, 224)
     assert default_shape(nn.Conv3d(2, 4, 3)) == (1, 2, 64, 64, 64)
@@ -142,7 +142,7 @@ def test_inputs_by_the_first_convolution():
         default_shape(nn.Linear(3, 4))
 
 
-def measured(network, side, first):
+def measure(network, side, first):
     if network == "b":
         raise LaunchError("ended")
     kinds = dict.fromkeys(KINDS, 0.2)
@@ -158,20 +158,34 @@ def test_tables():
     from rich.console import Console
 
     sides = ["ranks", "eager", "compile"]
-    rows = list(bench_suite(["a", "b"], sides, measured, 2))
-    about = {"started": "2026-01-01T00:00", "processor": "P", "cores": 2, "python": "3", "versions": {"numpy": "2"}}
-    made = {"ranks": 2, "threads": 1, "cores": 2, "rounds": 2, "sides": sides, "environment": about, "networks": rows}
-    made |= {"notes": [], "means": means(rows, {"CNN": ["a"]})}
-    page = module_markdown(made)
+    rows = list(bench_suite(["a", "b"], sides, measure, 2))
+    environment = {
+        "started": "2026-01-01T00:00",
+        "processor": "P",
+        "cores": 2,
+        "python": "3",
+        "versions": {"numpy": "2"},
+    }
+    report = {
+        "ranks": 2,
+        "threads": 1,
+        "cores": 2,
+        "rounds": 2,
+        "sides": sides,
+        "environment": environment,
+        "networks": rows,
+    }
+    report |= {"notes": [], "means": means(rows, {"CNN": ["a"]})}
+    page = module_markdown(report)
     assert "| a | 1×3×8×8 | 1 s | 4 s | 2 s* | 0.50 (0.50 to 0.50) | 3 B | 4 B | 0.75 | 3 s | 3 s | 3 s |" in page
     assert "| a | a rank | 200 ms | 200 ms | 200 ms | 200 ms | 200 ms | mm 100 ms |" in page
     assert "* geometric mean of CNN: 2 × 1 0.50, memory 0.75" in page
     assert "* b, ranks, eager, compile: ended" in page
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(module_table(made))
+    console.print(module_table(report))
     assert "b, ranks, eager, compile: ended" in console.export_text()
 
 
-def test_names():
+def test_names_of_models():
     assert tuple(command.NAMES.split(", ")) == tuple(MODELS)
     assert len({model.family for model in MODELS.values()}) == 6

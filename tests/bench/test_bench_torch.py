@@ -1,4 +1,4 @@
-"""PyTorch's side of the bench is the same network."""
+"""PyTorch baselines of the benchmark: the same networks."""
 
 import sys
 
@@ -11,23 +11,23 @@ from neondist.bench.torch_baseline import TorchBaseline
 from neondist.errors import ConfigError, LaunchError
 from neondist.models import ModelStep
 
-pytest.importorskip("torch", reason="PyTorch is the other side")
+pytest.importorskip("torch", reason="the baseline needs PyTorch")
 relu = nd.ReLU
 
 
-def built(layers, shape, cost=None, optimizer=None):
+def build_model(layers, shape, cost=None, optimizer=None):
     model = nd.Convnet(layers, cost=cost, optimizer=optimizer, backend="numpy", dtype="float64")
     model.build(shape, 3)
     return model
 
 
-def twin_of(model, x, targets):
+def make_twin(model, x, targets):
     from neondist.bench.torch_twin import TorchTwin
 
     return TorchTwin(type(model)(**model.arguments()), model.state(), list(model.gradients()), x, targets)
 
 
-def started(model, threads=1):
+def start_baseline(model, threads=1):
     return TorchBaseline(
         model, model.state(), list(model.gradients()), np.ones((3, 6, 6, 1)), np.zeros(3, int), threads
     )
@@ -59,16 +59,16 @@ NETWORKS = {
 @pytest.mark.parametrize("name", NETWORKS)
 def test_same_losses_gradients_and_weights(name, tmp_path):
     layers, shape, optimizer = NETWORKS[name]
-    model = built(layers(), shape, optimizer=optimizer)
+    model = build_model(layers(), shape, optimizer=optimizer)
     rng = np.random.default_rng(0)
     x, targets = rng.normal(size=(3, *shape)), np.array([0, 2, 1])
-    twin = twin_of(model, x, targets)
+    twin = make_twin(model, x, targets)
     for _ in range(3):
         loss, gradients = _without_dropout(model, lambda: ModelStep(model).gradients(x, targets, 3)[0])
         np.savez(tmp_path / "ours.npz", **(model.state() | gradients))
-        theirs, worst, where = twin.check(str(tmp_path / "ours.npz"))
-        assert loss == pytest.approx(theirs, rel=1e-12)
-        assert worst < 1e-10, where
+        reference, worst, worst_name = twin.check(str(tmp_path / "ours.npz"))
+        assert loss == pytest.approx(reference, rel=1e-12)
+        assert worst < 1e-10, worst_name
         for layer in model.leaves:
             vars(layer).update({"rate": 0.0} if hasattr(layer, "rate") else {})
         for part in twin.module.modules():
@@ -78,18 +78,18 @@ def test_same_losses_gradients_and_weights(name, tmp_path):
 
 
 def test_cells_as_samples():
-    model = built([nd.ConvLayer(4, 3, padding=1)], (4, 5, 2), nd.SoftmaxCrossEntropy())
+    model = build_model([nd.ConvLayer(4, 3, padding=1)], (4, 5, 2), nd.SoftmaxCrossEntropy())
     rng = np.random.default_rng(0)
     x, targets = rng.normal(size=(3, 4, 5, 2)), rng.integers(4, size=(3, 4, 5))
-    twin = twin_of(model, x, targets)
+    twin = make_twin(model, x, targets)
     assert model.train_batch(x, targets) == pytest.approx(twin.step(), rel=1e-12)
     assert labels_for(model.compiled, targets) is targets
     assert labels_for(model.compiled, np.array([7, 8, 9]))[1].tolist() == [[8] * 5] * 4
 
 
-def test_what_is_not_trained_stays():
+def test_frozen_layers_are_unchanged():
     layers = [nd.ConvLayer(2, 3, name="kept"), nd.ActivationLayer(relu()), nd.FCLayer(2)]
-    model = built(layers, (6, 6, 1))
+    model = build_model(layers, (6, 6, 1))
     state, names = model.state(), [name for name in model.gradients() if not name.startswith("kept")]
     from neondist.bench.torch_twin import TorchTwin
 
@@ -100,7 +100,7 @@ def test_what_is_not_trained_stays():
     assert list(twin.trained) == names == ["fc1/bias", "fc1/weights"]
 
 
-def test_the_worst_gradient():
+def test_worst_gradient():
     import torch
 
     from neondist.bench.torch_twin import worst_gradient
@@ -111,25 +111,25 @@ def test_the_worst_gradient():
     assert worst_gradient({"x": torch.ones(1)}, {"x": torch.ones(1)})[0] == 0
 
 
-class Own(nd.Identity):
-    """May compute anything."""
+class CustomActivation(nd.Identity):
+    """Activation without a counterpart."""
 
 
 @pytest.mark.long
-def test_what_has_no_counterpart_is_named(monkeypatch):
-    model = built([nd.FCLayer(2)], (6, 6, 1), nd.SumSquared())
+def test_layers_without_a_counterpart(monkeypatch):
+    model = build_model([nd.FCLayer(2)], (6, 6, 1), nd.SumSquared())
     with pytest.raises(ConfigError, match="SumSquared has no counterpart"):
-        twin_of(model, np.ones((3, 6, 6, 1)), np.zeros(3, int))
+        make_twin(model, np.ones((3, 6, 6, 1)), np.zeros(3, int))
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
-    other = started(built([nd.FCLayer(2, activation=Own())], (6, 6, 1)))
-    with pytest.raises(ConfigError, match=r"PyTorch's side: .*Own"):
-        other.time(1)
-    other.close()
+    baseline = start_baseline(build_model([nd.FCLayer(2, activation=CustomActivation())], (6, 6, 1)))
+    with pytest.raises(ConfigError, match=r"PyTorch's side: .*CustomActivation"):
+        baseline.time(1)
+    baseline.close()
 
 
-def test_the_end_of_the_other_process_is_told(monkeypatch, capfd):
+def test_end_of_the_baseline_is_reported(monkeypatch, capfd):
     monkeypatch.setattr(sys, "executable", "false")
-    other = started(built([nd.FCLayer(2)], (6, 6, 1)))
+    baseline = start_baseline(build_model([nd.FCLayer(2)], (6, 6, 1)))
     with pytest.raises(LaunchError, match="process ended with exit code 1"):
-        other.time(1)
-    other.close()
+        baseline.time(1)
+    baseline.close()

@@ -1,4 +1,4 @@
-"""Time is charged to the innermost piece of work."""
+"""Attribution of time to the innermost operation."""
 
 import time
 
@@ -18,7 +18,7 @@ def clock(monkeypatch):
     return Clock()
 
 
-def work(observers):
+def run_layer(observers):
     with observers.during("layer", "conv1", "forward"):
         time.now += 1
         with observers.during("wait"):
@@ -26,16 +26,16 @@ def work(observers):
         time.now += 2
 
 
-def test_innermost(clock):
+def test_innermost_operation(clock):
     observers = Observers()
-    work(observers)
+    run_layer(observers)
     assert not clock.seconds
     with observers.watched_by(clock):
-        work(observers)
-        time.now += 8  # nobody's
+        run_layer(observers)
+        time.now += 8  # outside of any operation
         with observers.during("wait"):
             time.now += 4
-    work(observers)
+    run_layer(observers)
     assert clock.seconds == {("conv1", "forward"): 3, ("conv1", "wait"): 4, (REST, "wait"): 4}
 
 
@@ -47,7 +47,7 @@ class SlowExchange(Exchange):
         time.now += 4
 
 
-def test_messages_are_waited_for_however_they_are_sent(clock):
+def test_waiting_time_of_exchanges(clock):
     exchange = SlowExchange(SingleTransport(), [], [])
     exchange.observers = observers = Observers()
     with observers.watched_by(clock):
@@ -62,22 +62,22 @@ def test_messages_are_waited_for_however_they_are_sent(clock):
     assert clock.seconds == {("forward", "exchange"): 24, ("backward", "exchange"): 24}
 
 
-def fail(observers):
+def fail_in_layer(observers):
     with observers.during("layer", "conv1", "forward"):
         time.now += 1
         raise ZeroDivisionError
 
 
-def test_an_error_passes_and_the_clock_goes_on(clock):
+def test_errors_keep_the_clock_consistent(clock):
     observers = Observers()
     with observers.watched_by(clock), pytest.raises(ZeroDivisionError):
-        fail(observers)
+        fail_in_layer(observers)
     assert clock.seconds == {("conv1", "forward"): 1}
     assert not clock._stack
 
 
-def test_every_layer_of_a_model_is_watched():
-    def rows(transport):
+def test_every_layer_of_a_model_is_timed():
+    def list_timed(transport):
         grid, clock = nd.ProcessGrid(transport), Clock()
         conv = nd.ConvLayerDist(2, 3, padding=1, name="conv")
         model = nd.ConvnetDist([nd.Sum([[conv], []]), nd.FCLayerDist(3)], backend="numpy")
@@ -86,6 +86,6 @@ def test_every_layer_of_a_model_is_watched():
             model.train_batch(model.scatter(np.ones((2, 6, 5, 2))), np.array([0, 1]))
         return {key for key, seconds in clock.seconds.items() if seconds > 0}
 
-    for found in loopback.run(2, rows):
-        assert found >= {("conv", kind) for kind in ("forward", "backward", "exchange", "wait")}
-        assert found >= {("fc1", "forward"), ("fc1", "wait"), ("update", "forward"), ("sum of gradients", "wait")}
+    for timed in loopback.run(2, list_timed):
+        assert timed >= {("conv", kind) for kind in ("forward", "backward", "exchange", "wait")}
+        assert timed >= {("fc1", "forward"), ("fc1", "wait"), ("update", "forward"), ("sum of gradients", "wait")}

@@ -1,4 +1,4 @@
-"""A rank alone of a PyTorch module would send what ranks do send, and takes the time of one of them."""
+"""Predictions for PyTorch modules: dry runs record the messages of a rank, and profile its time."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
-from torch_runs import captured_once  # noqa: E402
+from torch_runs import share_captures  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -27,7 +27,7 @@ SHAPE, BATCH = (13, 11, 2), 4
 
 
 class Net(nn.Module):
-    """Windows, norms over all ranks and over tiles, and a mean along one axis of the grid alone."""
+    """Convolutions, norms over all ranks and over tiles, and a mean along one axis of the grid."""
 
     def __init__(self):
         super().__init__()
@@ -40,71 +40,74 @@ class Net(nn.Module):
         return self.last((y - y.mean(2, keepdim=True)).square().mean((2, 3)))
 
 
-def experiment(**grid):
+def make_experiment(**grid):
     data = nd.Synthetic(list(SHAPE), classes=3, train=8, test=2)
     return nd.FitExperiment(data, ndt.TorchModel(Net, dtype="float64"), batch_size=BATCH, grid=grid)
 
 
 @pytest.fixture(autouse=True)
-def once():
-    with captured_once():
+def captures():
+    with share_captures():
         yield
 
 
 @pytest.mark.parametrize("shape", [GridShape(1, 2, 3), GridShape(2, 3, 1), GridShape(2, 2, 2), GridShape()])
 @pytest.mark.long
-def test_a_rank_alone_notes_what_a_rank_among_others_sends(shape):
-    def on_ranks(transport):
-        made = experiment()
+def test_dry_run_records_the_messages_of_a_module(shape):
+    def train_on_ranks(transport):
+        experiment = make_experiment()
         with nd.ProcessGrid(transport, shape.replicas, shape.rows, shape.cols) as grid:
-            made.model.build(SHAPE, BATCH, grid)
-            made.model.train_batch(*made.model.trial_batch(made.dataset))
-            return made.model.ledger(), made.model.compiled.steps.bytes(grid.rank)
+            experiment.model.build(SHAPE, BATCH, grid)
+            experiment.model.train_batch(*experiment.model.trial_batch(experiment.dataset))
+            return experiment.model.ledger(), experiment.model.compiled.steps.bytes(grid.rank)
 
     tile = rank_profile.fullest(shape, SHAPE[:-1])
-    ledger, planned = loopback.run(shape.size, on_ranks)[tile]
-    made = experiment()
-    found = rank_profile.profile_rank(made, shape, 1e-3)
-    sent = sum(n * one.nbytes for one, n in ledger.items() if one.kind != "sum")
-    assert sum(count for _, count in found.notes.exchanges) == sent == planned
-    assert (sent > 0) == (shape.size > 1)
+    ledger, planned = loopback.run(shape.size, train_on_ranks)[tile]
+    experiment = make_experiment()
+    profile = rank_profile.profile_rank(experiment, shape, 1e-3)
+    sent_bytes = sum(n * key.nbytes for key, n in ledger.items() if key.kind != "sum")
+    assert sum(count for _, count in profile.notes.exchanges) == sent_bytes == planned
+    assert (sent_bytes > 0) == (shape.size > 1)
     summed = Counter[int]()
-    for one, n in ledger.items():
-        if one.kind == "sum":
-            summed[one.nbytes] += n
-    noted = Counter(nbytes for group, nbytes in found.notes.sums if group > 1)
-    assert summed <= noted
-    assert all(nbytes <= 16 for nbytes in noted - summed)  # what ranks tell each other before a pass
+    for key, n in ledger.items():
+        if key.kind == "sum":
+            summed[key.nbytes] += n
+    recorded = Counter(nbytes for group, nbytes in profile.notes.sums if group > 1)
+    assert summed <= recorded
+    assert all(nbytes <= 16 for nbytes in recorded - summed)  # control messages before a pass
     if shape == GridShape(2, 2, 2):
-        assert {group for group, _ in found.notes.sums} == {8, 4, 2}
-    assert found.seconds > 0
-    assert found.held == made.model.compiled.memory(tile)
-    assert found.moved > found.held / 2
-    assert (found.cell_seconds, found.recomputed) == ({}, 0)
+        assert {group for group, _ in profile.notes.sums} == {8, 4, 2}
+    assert profile.seconds > 0
+    assert profile.held == experiment.model.compiled.memory(tile)
+    assert profile.moved > profile.held / 2
+    assert (profile.cell_seconds, profile.recomputed) == ({}, 0)
 
 
-def test_weights_stay_as_they_are():
-    made, first = experiment(), torch.nn.utils.parameters_to_vector(experiment().model.module.parameters())
-    rank_profile.profile_rank(made, GridShape(1, 2, 2), 1e-3)
-    assert torch.equal(torch.nn.utils.parameters_to_vector(made.model.module.parameters()), first)
+def test_profiling_changes_no_weight():
+    experiment, initial = (
+        make_experiment(),
+        torch.nn.utils.parameters_to_vector(make_experiment().model.module.parameters()),
+    )
+    rank_profile.profile_rank(experiment, GridShape(1, 2, 2), 1e-3)
+    assert torch.equal(torch.nn.utils.parameters_to_vector(experiment.model.module.parameters()), initial)
 
 
-def test_a_group_of_a_rank_alone_has_those_of_its_colour():
+def test_groups_of_a_dry_run():
     group = DryRunTransport(7, 12, Notes()).split_by(lambda rank: rank % 3)
     assert (group.rank, group.size) == (2, 4)
 
 
 @pytest.mark.long
-def test_steps_are_predicted(monkeypatch, tmp_path):
+def test_predicted_steps(monkeypatch, tmp_path):
     monkeypatch.setattr(predict, "LONG", 1e-3)
     monkeypatch.setattr(predict, "QUICK", 1e-3)
     link = machine.Link(1e-6, 1e9)
-    rows = predict.predict(experiment, [1, 2, 4], machine.Machine(2, link, link))
+    rows = predict.predict(make_experiment, [1, 2, 4], machine.Machine(2, link, link))
     assert [row["ranks"] for row in rows] == [1, 2, 4]
     for row in rows:
-        many = row["ranks"] > 1
+        distributed = row["ranks"] > 1
         assert row["seconds_per_step"] >= row["compute_seconds"] > 0
-        assert (row["sum_seconds"] > 0) == (row["bytes_summed"] > 0) == many
+        assert (row["sum_seconds"] > 0) == (row["bytes_summed"] > 0) == distributed
         assert row["bytes_held"] > 0
         assert row["schemes"] == []
         assert row["seconds_with_schemes"] == row["seconds_per_step"]
@@ -113,19 +116,25 @@ def test_steps_are_predicted(monkeypatch, tmp_path):
     assert "best schemes" not in page.read_text()
 
 
-def test_grids_to_try_are_not_thinner_than_what_is_cut():
-    assert predict.grids(6, experiment(cols=1)) == [GridShape(1, 6, 1)]
-    assert set(predict.grids(4, experiment(replicas=1))) == {GridShape(1, 2, 2), GridShape(1, 4, 1), GridShape(1, 1, 4)}
-    assert set(predict.grids(6, experiment(replicas=1))) == {GridShape(1, 3, 2)}  # the second gives 6 x 5 cells
+def test_grids_fit_the_smallest_output():
+    assert predict.grids(6, make_experiment(cols=1)) == [GridShape(1, 6, 1)]
+    assert set(predict.grids(4, make_experiment(replicas=1))) == {
+        GridShape(1, 2, 2),
+        GridShape(1, 4, 1),
+        GridShape(1, 1, 4),
+    }
+    assert set(predict.grids(6, make_experiment(replicas=1))) == {
+        GridShape(1, 3, 2)
+    }  # the second convolution has 6 x 5 cells
 
 
-def test_where_the_time_of_a_module_goes():
-    def on_ranks(transport):
-        made = experiment()
-        return bench_step(made, nd.ProcessGrid(transport), steps=2), made.model.compiled
+def test_times_of_modules():
+    def measure_on_ranks(transport):
+        experiment = make_experiment()
+        return bench_step(experiment, nd.ProcessGrid(transport), steps=2), experiment.model.compiled
 
-    made, plan = loopback.run(2, on_ranks)[0]
-    rows = {row["name"]: row for row in made["layers"]}
+    report, plan = loopback.run(2, measure_on_ranks)[0]
+    rows = {row["name"]: row for row in report["layers"]}
     assert list(plan.rows) == [name for name in rows if name in plan.rows]
     for name in ("first.0", "first.1", "second.0", "last"):
         assert rows[name]["forward"] > 0
@@ -134,7 +143,7 @@ def test_where_the_time_of_a_module_goes():
     assert rows["first.0"]["bytes_sent"] == costs["first.0"].sent_all > 0
     assert sum(row["bytes_sent"] for row in rows.values()) == plan.all_costs.total.sent_all
     assert rows["sum of gradients"]["wait"] > 0
-    assert made["seconds_per_step"] > 0
+    assert report["seconds_per_step"] > 0
 
 
 NETS = """
@@ -151,7 +160,7 @@ batch_size: 2
 
 
 @pytest.mark.long
-def test_the_commands(tmp_path, monkeypatch, capsys):
+def test_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(predict, "LONG", 1e-3)
@@ -165,8 +174,8 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     rows = [json.loads(line) for line in (tmp_path / "out" / "model.jsonl").read_text().splitlines()]
     assert [row["ranks"] for row in rows] == [1, 2, 4]
     assert np.all([row["seconds_per_step"] > 0 for row in rows])
-    assert main(["bench", "step", *words, "--steps", "1", "--json", "made.json"]) == 0
-    assert json.loads((tmp_path / "made.json").read_text())["backend"] == "torch"
+    assert main(["bench", "step", *words, "--steps", "1", "--json", "step.json"]) == 0
+    assert json.loads((tmp_path / "step.json").read_text())["backend"] == "torch"
     assert main(["bench", "seams", *words]) == 2
     assert "bench: applies to neondist layers, which TorchModel build does not have" in capsys.readouterr().err
     sys.modules.pop("nets")

@@ -1,8 +1,8 @@
-"""The cost model against steps that others have measured on a large machine.
+"""Cost model against published step times on a large machine.
 
 paraDL's logs (Kahira et al., An Oracle for Guiding Large-Scale Model/Hybrid Parallel Training of Convolutional Neural
 Networks, HPDC 2021) have the seconds of an iteration on ABCI, by nodes: images cut over the 4 V100 of a node, batches
-over the nodes. Two node counts calibrate; what is compared are the ratios of the others to the first.
+over the nodes. Two node counts calibrate the model; the ratios of the others to the first are compared.
 """
 
 from itertools import pairwise
@@ -28,8 +28,8 @@ relu = nd.ReLU
 
 
 def conv(channels, kernel, stride=1):
-    made = nd.ConvLayerDist(channels, kernel, stride, kernel // 2, bias=False)
-    return [made, nd.BatchNormLayerDist()]
+    layer = nd.ConvLayerDist(channels, kernel, stride, kernel // 2, bias=False)
+    return [layer, nd.BatchNormLayerDist()]
 
 
 def bottleneck(channels, stride, first):
@@ -41,8 +41,8 @@ def bottleneck(channels, stride, first):
 def resnet():
     layers = [*conv(64, 7, 2), nd.ActivationLayerDist(relu()), nd.MaxPoolingLayerDist(3, 2, 1)]
     for number, (channels, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
-        for at in range(blocks):
-            layers += bottleneck(channels, 2 if number and not at else 1, not at)
+        for block in range(blocks):
+            layers += bottleneck(channels, 2 if number and not block else 1, not block)
     return [*layers, nd.GlobalAvgPoolingLayerDist(), nd.FCLayerDist(1000)]
 
 
@@ -58,33 +58,33 @@ def vgg():
 PARAMETERS = {"resnet": 25_557_032, "vgg": 138_357_544}  # torchvision's resnet50 and vgg16
 
 
-def rows_of(name):
-    """Return what the model predicts from a plan alone, with a second of computing."""
+def predict_rows(name):
+    """Return predictions from a plan alone, with one second of computation."""
     batch, published = PUBLISHED[name]
-    made = []
+    rows = []
     for nodes in published:
         shape = GridShape(nodes, 2, 2)
         plan = nd.ConvnetDist({"resnet": resnet, "vgg": vgg}[name]()).plan((224, 224, 3), shape, batch * nodes)
         assert sum(layer.parameters for layer in plan) == PARAMETERS[name]
-        sums = plan.reduced(0) | {GRADIENTS: 4 * PARAMETERS[name]}  # there, every GPU has all weights
+        sums = plan.reduced(0) | {GRADIENTS: 4 * PARAMETERS[name]}  # every GPU there has all weights
         notes = Notes([(2 * len(plan), plan.bytes(0))], [(shape.size, count) for count in sums.values()])
-        made.append(row_of(shape, ABCI, RankProfile(1.0, notes)))
-    return made
+        rows.append(row_of(shape, ABCI, RankProfile(1.0, notes)))
+    return rows
 
 
-@pytest.mark.parametrize(("name", "most"), [("resnet", 0.03), ("vgg", 0.05)])
-def test_ratios_to_the_first_node_count(name, most):
-    rows, published = rows_of(name), PUBLISHED[name][1]
+@pytest.mark.parametrize(("name", "tolerance"), [("resnet", 0.03), ("vgg", 0.05)])
+def test_ratios_to_the_first_node_count(name, tolerance):
+    rows, published = predict_rows(name), PUBLISHED[name][1]
     times = dict(zip((row["ranks"] for row in rows), published.values(), strict=True))
-    two = dict(list(times.items())[:2])
-    machine = calibrated(ABCI, rows, two)
-    found = [rescale_row(machine, row, ABCI)["seconds_per_step"] for row in rows]
+    measured = dict(list(times.items())[:2])
+    machine = calibrated(ABCI, rows, measured)
+    predicted = [rescale_row(machine, row, ABCI)["seconds_per_step"] for row in rows]
     expected = list(times.values())
-    assert found[:2] == pytest.approx(expected[:2])
+    assert predicted[:2] == pytest.approx(expected[:2])
     assert 0 < machine.jitter < 0.05
-    errors = [a / found[0] / (b / expected[0]) - 1 for a, b in zip(found, expected, strict=True)]
-    assert max(map(abs, errors)) < most, errors
-    # messages alone, as the ring of paraDL's own model has them, say that nothing grows
-    flat = [rescale_row(calibrated(ABCI, rows[:1], two), row, ABCI)["seconds_per_step"] for row in rows]
-    assert flat[-1] / flat[0] < 1.01
-    assert all(a < b for a, b in pairwise(found))
+    errors = [a / predicted[0] / (b / expected[0]) - 1 for a, b in zip(predicted, expected, strict=True)]
+    assert max(map(abs, errors)) < tolerance, errors
+    # messages alone, in rings as in paraDL's own model, predict no growth
+    linear = [rescale_row(calibrated(ABCI, rows[:1], measured), row, ABCI)["seconds_per_step"] for row in rows]
+    assert linear[-1] / linear[0] < 1.01
+    assert all(a < b for a, b in pairwise(predicted))

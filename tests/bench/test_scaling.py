@@ -1,4 +1,4 @@
-"""Scaling: what follows from the measured steps, and the files."""
+"""Scaling: figures derived from measured steps, and files."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from neondist.bench.scaling import bench_scaling, scaling_table, write
 
 
-def made(ranks, seconds, batch=8):
+def make_report(ranks, seconds, batch=8):
     return {
         "seconds_per_step": seconds,
         "batch_size": batch,
@@ -17,31 +17,31 @@ def made(ranks, seconds, batch=8):
     }
 
 
-def test_every_count_has_its_turn_in_every_round():
-    asked = []
-    slow = iter([1, 1, 2, 2, 3, 3])  # the machine slows down from round to round
+def test_rounds_measure_every_number_of_ranks():
+    calls = []
+    slowdown = iter([1, 1, 2, 2, 3, 3])  # the machine slows down from round to round
 
     def measure(ranks):
-        asked.append(ranks)
-        return made(ranks, next(slow) * {1: 4.0, 2: 2.5}[ranks])
+        calls.append(ranks)
+        return make_report(ranks, next(slowdown) * {1: 4.0, 2: 2.5}[ranks])
 
-    one, two = bench_scaling(measure, [1, 2], 3)
-    assert asked == [1, 2] * 3
-    assert (one["speedup"], one["efficiency"]) == (1, 1)
-    assert (two["speedup"], two["efficiency"]) == (1.6, 0.8)
-    assert two["seconds_per_step"] == 5
-    assert two["wait_seconds"] == pytest.approx(0.3)
-    assert (two["bytes_sent"], two["peak_bytes"]) == (10, 4)
+    first, second = bench_scaling(measure, [1, 2], 3)
+    assert calls == [1, 2] * 3
+    assert (first["speedup"], first["efficiency"]) == (1, 1)
+    assert (second["speedup"], second["efficiency"]) == (1.6, 0.8)
+    assert second["seconds_per_step"] == 5
+    assert second["wait_seconds"] == pytest.approx(0.3)
+    assert (second["bytes_sent"], second["peak_bytes"]) == (10, 4)
 
 
-def test_weak():
-    rows = bench_scaling(lambda ranks: made(ranks, 2.0, batch=8 * ranks), [2, 4], 1)
+def test_weak_scaling():
+    rows = bench_scaling(lambda ranks: make_report(ranks, 2.0, batch=8 * ranks), [2, 4], 1)
     assert [row["efficiency"] for row in rows] == [1, 1]
     assert rows[1]["samples_per_second"] == 16
 
 
 def test_files(tmp_path):
-    rows = bench_scaling(lambda ranks: made(ranks, 1 / ranks), [1, 2], 1)
+    rows = bench_scaling(lambda ranks: make_report(ranks, 1 / ranks), [1, 2], 1)
     files = write(tmp_path / "a" / "b", rows, "title")
     assert [json.loads(line) for line in files[0].read_text().splitlines()] == rows
     assert files[1].read_text() == f"title\n\n{scaling_table(rows)}\n"

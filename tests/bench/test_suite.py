@@ -1,4 +1,4 @@
-"""The networks of the suite, its arithmetic, and its tables; never how long anything took."""
+"""Benchmark suite: networks, derived figures, and tables; times are not asserted."""
 
 import json
 import re
@@ -22,13 +22,13 @@ SMALL = {"unet": (8, 12, 3), "vol": (6, 5, 7, 4), "unet3d": (8, 4, 8, 1), "lcn":
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.long
-def test_networks_are_the_same_in_pytorch(name, tmp_path):
+def test_networks_match_pytorch(name, tmp_path):
     pytest.importorskip("torch")
     from neondist.bench.torch_twin import TorchTwin
 
     shape = SMALL.get(name, (20, 24, NETWORKS[name].shape[-1]))
     entry = NETWORKS[name]._replace(batch=3, shape=shape)
-    experiment = load_experiment("made.yaml", ["dtype=float64", "dist_flag=false"], text=dump(entry.experiment()))
+    experiment = load_experiment("network.yaml", ["dtype=float64", "dist_flag=false"], text=dump(entry.experiment()))
     model = experiment.model
     model.build(shape, 3)
     rng = np.random.default_rng(0)
@@ -37,16 +37,16 @@ def test_networks_are_the_same_in_pytorch(name, tmp_path):
     twin = TorchTwin(entry.model(), model.state(), list(model.gradients()), x, targets)
     loss, gradients = ModelStep(model).gradients(x, targets, 3)[0], model.gradients()
     np.savez(tmp_path / "ours.npz", **(model.state() | gradients))
-    theirs, worst, where = twin.check(str(tmp_path / "ours.npz"))
-    assert loss == pytest.approx(theirs, rel=1e-10)
-    assert worst < 1e-8, where
+    reference, worst, worst_name = twin.check(str(tmp_path / "ours.npz"))
+    assert loss == pytest.approx(reference, rel=1e-10)
+    assert worst < 1e-8, worst_name
 
 
 TIMES = {"ranks": [2.0, 3.0, 4.0], "one": [4.0, 4.0, 4.0], "eager": [9.0, 9.0, 9.0], "warm": [4.0, 4.0, 2.0]}
 
 
-class Measured:
-    """Times of sides, without measuring them."""
+class FakeMeasurements:
+    """Fixed times of all sides."""
 
     def __init__(self):
         self.turns = []
@@ -59,18 +59,18 @@ class Measured:
         assert first == (turn == 0)
         layer = {"forward": 1.0, "backward": 0.0, "exchange": 0.0, "wait": 0.0, "flops": 8, "flops_per_second": 8e9}
         layers = [{"name": "conv1", **layer, "bytes_moved": 4, "limit": "GEMM", "share_of_limit": 0.5}]
-        made = {"seconds": TIMES[side][turn], "peak_bytes": 600 if side == "eager" else 300}
+        result = {"seconds": TIMES[side][turn], "peak_bytes": 600 if side == "eager" else 300}
         if first and side == "ranks":
-            made |= {"layers": layers, "machine": {"flops_per_second": 16e9, "bytes_per_second": 1e9}}
-            made |= {"batch_size": 2, "sample_shape": [4, 5, 1]}
-        return made
+            result |= {"layers": layers, "machine": {"flops_per_second": 16e9, "bytes_per_second": 1e9}}
+            result |= {"batch_size": 2, "sample_shape": [4, 5, 1]}
+        return result
 
 
-def test_sides_have_their_turn_in_every_round():
-    measured, told = Measured(), []
-    (row,) = bench_suite(["a"], [*TIMES, "compile"], measured, 3, told.append)
-    assert measured.turns == [("a", side) for _ in range(3) for side in TIMES]
-    assert told[4:6] == ["a: compile, round 1 of 3", "a: ranks, round 2 of 3"]
+def test_rounds_measure_every_side():
+    measure, progress = FakeMeasurements(), []
+    (row,) = bench_suite(["a"], [*TIMES, "compile"], measure, 3, progress.append)
+    assert measure.turns == [("a", side) for _ in range(3) for side in TIMES]
+    assert progress[4:6] == ["a: compile, round 1 of 3", "a: ranks, round 2 of 3"]
     assert (row["best"], row["memory"], row["why"]) == ("warm", 0.5, {"compile": "no compiler"})
     assert row["ratios"]["ranks"] == {"ratio": 0.75, "all": [0.5, 0.75, 2.0]}
     assert row["ratios"]["one"]["ratio"] == 1
@@ -78,11 +78,25 @@ def test_sides_have_their_turn_in_every_round():
     assert means([row], {"a": ["a"], "both": ["a", "b"]}) == {"a": {"ranks": 0.75, "one": 1, "memory": 0.5}}
 
 
-def made_of(sides, networks=("a", "b")):
-    rows = list(bench_suite(networks, sides, Measured(), 3))
-    about = {"started": "2026-01-01T00:00", "processor": "P", "cores": 2, "python": "3", "versions": {"numpy": "2"}}
-    made = {"ranks": 2, "threads": 1, "cores": 2, "rounds": 3, "sides": sides, "environment": about, "networks": rows}
-    return made | {"notes": ["a note"], "means": means(rows, {"all": list(networks)}), "compared": "warm" in sides}
+def make_report(sides, networks=("a", "b")):
+    rows = list(bench_suite(networks, sides, FakeMeasurements(), 3))
+    environment = {
+        "started": "2026-01-01T00:00",
+        "processor": "P",
+        "cores": 2,
+        "python": "3",
+        "versions": {"numpy": "2"},
+    }
+    report = {
+        "ranks": 2,
+        "threads": 1,
+        "cores": 2,
+        "rounds": 3,
+        "sides": sides,
+        "environment": environment,
+        "networks": rows,
+    }
+    return report | {"notes": ["a note"], "means": means(rows, {"all": list(networks)}), "compared": "warm" in sides}
 
 
 @pytest.mark.parametrize("sides", [[*TIMES, "compile"], ["ranks", "one"]])
@@ -90,8 +104,8 @@ def made_of(sides, networks=("a", "b")):
 def test_tables_and_picture(sides, tmp_path):
     from rich.console import Console
 
-    made = made_of(sides)
-    page = suite_markdown(made)
+    report = make_report(sides)
+    page = suite_markdown(report)
     if "warm" in sides:
         assert "| a | 2×4×5×1 | 3 s | 4 s | 9 s | 4 s* | - | 0.75 (0.50 to 2.00) | 1.00 (1.00 to 2.00) |" in page
         assert "* geometric mean of all: 2 × 1 0.75, 1 × 2 1.00, memory 0.50" in page
@@ -100,10 +114,10 @@ def test_tables_and_picture(sides, tmp_path):
         assert "| a | 2×4×5×1 | 3 s | 4 s | 300 B |" in page
     assert "| conv1 | 1 s | - | - | - | 8 | GEMM | 50% |" in page
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(suite_table(made))
+    console.print(suite_table(report))
     assert "a note" in console.export_text()
     pytest.importorskip("matplotlib")
-    draw(tmp_path / "s.png", made)
+    draw(tmp_path / "s.png", report)
     assert (tmp_path / "s.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -136,7 +150,7 @@ def file(tmp_path):
         ("--networks mnist --plot .", "is a folder"),
     ],
 )
-def test_mistakes(words, message, tmp_path, monkeypatch, capsys):
+def test_errors(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["bench", "suite", *words.split()]) == 2
     assert message in capsys.readouterr().err
@@ -146,11 +160,11 @@ def test_mistakes(words, message, tmp_path, monkeypatch, capsys):
 def test_neondist_alone(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
     monkeypatch.setattr(command.threads, "cores", lambda process=0: 1)
-    words = ["--networks", str(file), "--rounds", "1", "--steps", "1", "--json", str(tmp_path / "made.json")]
+    words = ["--networks", str(file), "--rounds", "1", "--steps", "1", "--json", str(tmp_path / "suite.json")]
     assert main(["bench", "suite", *words]) == 0
-    made = json.loads((tmp_path / "made.json").read_text())
-    assert (made["sides"], made["compared"], made["ranks"]) == (["one"], False, 1)
-    assert made["networks"][0]["sides"]["one"]["seconds"] > 0
+    report = json.loads((tmp_path / "suite.json").read_text())
+    assert (report["sides"], report["compared"], report["ranks"]) == (["one"], False, 1)
+    assert report["networks"][0]["sides"]["one"]["seconds"] > 0
     assert "pip install 'neondist[torch]'" in capsys.readouterr().out
 
 
@@ -160,26 +174,26 @@ def test_against_pytorch(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "")
     monkeypatch.setattr(command.shutil, "which", lambda name: None)
     monkeypatch.setattr(command, "step_of", lambda *_: {"seconds_per_step": 1.0, "process_bytes": [7]})
-    monkeypatch.delitem(suite.THEIRS, "eager")  # but for its settings it is what "warm" is
-    page = tmp_path / "made.md"
+    monkeypatch.delitem(suite.THEIRS, "eager")  # differs from "warm" in its settings alone
+    page = tmp_path / "suite.md"
     assert main(["bench", "suite", "--networks", str(file), "--rounds", "1", "--markdown", str(page)]) == 0
     assert "÷ best" in page.read_text()
-    told = capsys.readouterr()
-    assert "torch.compile needs a C++ compiler" in told.out
-    assert re.match(r"preparing, \d+ s so far\s+turn 0 of [23], now tiny: \w+, round 1 of 1, ", told.err)
+    output = capsys.readouterr()
+    assert "torch.compile needs a C++ compiler" in output.out
+    assert re.match(r"preparing, \d+ s so far\s+turn 0 of [23], now tiny: \w+, round 1 of 1, ", output.err)
 
 
-def test_a_job_that_fails_is_told(file, monkeypatch, capsys):
-    def fails(*_):
+def test_failed_job_is_reported(file, monkeypatch, capsys):
+    def fail(*_):
         raise LaunchError("ended with exit code 1")
 
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
-    monkeypatch.setattr(command, "step_of", fails)
+    monkeypatch.setattr(command, "step_of", fail)
     assert main(["bench", "suite", "--networks", str(file), "--rounds", "2"]) == 1
     assert "one: ended with exit code 1" in capsys.readouterr().out
 
 
-def test_names():
+def test_names_of_networks():
     assert tuple(command.NAMES.split(", ")) == tuple(NETWORKS) == sum(GROUPS.values(), ())
     assert len(GROUPS["main"]) == 6
 
@@ -187,5 +201,5 @@ def test_names():
 @pytest.mark.parametrize(
     ("share", "text"), [(None, ""), (0.714, "71%"), (1.43, "143%"), (3.0, "300%"), (1298.0, "-")], ids=str
 )
-def test_shares_far_beyond_the_limit_are_no_figures(share, text):
+def test_shares_far_beyond_the_limit_are_hidden(share, text):
     assert share_text(share) == text

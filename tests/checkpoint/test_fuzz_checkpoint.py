@@ -1,8 +1,8 @@
-"""Damaged checkpoints: every command that reads one refuses it in one message."""
+"""Damaged checkpoints: rejected with one message by every command that reads checkpoints."""
 
 import numpy as np
 import pytest
-from fuzz import check_outcomes, damaged, survive, typed
+from fuzz import check_outcomes, classify_command, damage_copies, run_isolated
 
 EXPERIMENT = """
 !FitExperiment
@@ -16,24 +16,24 @@ batch_size: 4
 
 @pytest.mark.long
 def test_damaged_checkpoints(tmp_path):
-    file, out, bad = tmp_path / "x.yaml", tmp_path / "out", tmp_path / "moved" / "checkpoint.h5"
-    file.write_text(EXPERIMENT)
-    assert typed("run", file, "--output", out) == "fine"
+    config, out, checkpoint = tmp_path / "x.yaml", tmp_path / "out", tmp_path / "moved" / "checkpoint.h5"
+    config.write_text(EXPERIMENT)
+    assert classify_command("run", config, "--output", out) == "fine"
     np.save(tmp_path / "x.npy", np.ones((1, 6, 5, 2)))
-    bad.parent.mkdir()
+    checkpoint.parent.mkdir()
     images = "--input", tmp_path / "x.npy", "--output", tmp_path / "y.npy"
     commands = [
-        ("run", file, "--output", bad.parent, "--resume"),
-        ("run", file, "--output", tmp_path / "other", "--init-from", bad),
-        ("evaluate", file, "--checkpoint", bad),
-        ("predict", file, "--checkpoint", bad, *images),
+        ("run", config, "--output", checkpoint.parent, "--resume"),
+        ("run", config, "--output", tmp_path / "other", "--init-from", checkpoint),
+        ("evaluate", config, "--checkpoint", checkpoint),
+        ("predict", config, "--checkpoint", checkpoint, *images),
     ]
 
     def attempt(case):
         number, content = case
-        bad.write_bytes(content)
-        return typed(*commands[number % 4])
+        checkpoint.write_bytes(content)
+        return classify_command(*commands[number % 4])
 
-    good = (out / "checkpoint.h5").read_bytes()
-    outcomes = survive(enumerate(damaged(good, 100)), attempt)
+    content = (out / "checkpoint.h5").read_bytes()
+    outcomes = run_isolated(enumerate(damage_copies(content, 100)), attempt)
     check_outcomes(outcomes, 90)

@@ -1,29 +1,29 @@
-"""Times at which checkpoints are written."""
+"""Checkpoint schedules."""
 
 import pytest
-from checkpoint_toys import experiment
+from checkpoint_runs import make_experiment
 
 import neondist as nd
 from neondist.errors import ConfigError
 from neondist.train.callbacks import checkpoint as module
 
 
-def written(monkeypatch, tmp_path, clock=None, **fields):
-    """Where a run of 3 epochs of 3 steps writes checkpoints: (epoch, step)."""
-    places = []
+def record_checkpoints(monkeypatch, tmp_path, clock=None, **fields):
+    """Return the (epoch, step) of each checkpoint of a run of 3 epochs of 3 steps."""
+    positions = []
     monkeypatch.setattr(
-        module, "write", lambda path, pieces, texts, world, keep, step: places.append((run[0].epoch, step))
+        module, "write", lambda path, pieces, texts, world, keep, step: positions.append((run[0].epoch, step))
     )
     run = []
     if clock is not None:
         monkeypatch.setattr(module.time, "monotonic", clock)
 
-    class Keep(nd.Hook):
+    class RunRecorder(nd.Hook):
         def before_run(self, started):
             run.append(started)
 
-    experiment(3, checkpoint=fields).run(output=tmp_path, hooks=[Keep()])
-    return places
+    make_experiment(3, checkpoint=fields).run(output=tmp_path, hooks=[RunRecorder()])
+    return positions
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,14 @@ def written(monkeypatch, tmp_path, clock=None, **fields):
     ],
 )
 def test_steps_and_epochs(monkeypatch, tmp_path, fields, expected):
-    assert written(monkeypatch, tmp_path, **fields) == [(0, 0), *expected]
+    assert record_checkpoints(monkeypatch, tmp_path, **fields) == [(0, 0), *expected]
 
 
 def test_minutes(monkeypatch, tmp_path):
-    ticks = iter(range(0, 10_000, 20))  # each look at the clock comes 20 s after the last
-    places = written(monkeypatch, tmp_path, clock=lambda: next(ticks), every_minutes=1)
-    assert places[:2] == [(0, 0), (0, 3)]
-    assert len(places) in (4, 5)
+    ticks = iter(range(0, 10_000, 20))  # the clock advances by 20 s per reading
+    positions = record_checkpoints(monkeypatch, tmp_path, clock=lambda: next(ticks), every_minutes=1)
+    assert positions[:2] == [(0, 0), (0, 3)]
+    assert len(positions) in (4, 5)
 
 
 @pytest.mark.parametrize(
@@ -59,20 +59,20 @@ def test_minutes(monkeypatch, tmp_path):
         ("always", "checkpoint: expected a mapping"),
     ],
 )
-def test_mistakes(fields, message):
+def test_invalid_schedules(fields, message):
     with pytest.raises(ConfigError, match=message):
-        experiment(checkpoint=fields)
+        make_experiment(checkpoint=fields)
 
 
-def test_the_last_state_is_written_once(tmp_path):
-    class Lower(nd.Hook):
+def test_last_state_is_written_once(tmp_path):
+    class EndAfterFirstEpoch(nd.Hook):
         def after_epoch(self, run):
             run.epochs = 1
 
-    def inode():
+    def read_inode():
         return (tmp_path / "checkpoint.h5").stat().st_ino
 
-    experiment(3, checkpoint={"every_steps": 100}).run(output=tmp_path, hooks=[Lower()])
-    first = inode()
-    experiment(1, checkpoint={"every_steps": 100}).run(output=tmp_path, resume=True, hooks=[])
-    assert inode() == first
+    make_experiment(3, checkpoint={"every_steps": 100}).run(output=tmp_path, hooks=[EndAfterFirstEpoch()])
+    first = read_inode()
+    make_experiment(1, checkpoint={"every_steps": 100}).run(output=tmp_path, resume=True, hooks=[])
+    assert read_inode() == first

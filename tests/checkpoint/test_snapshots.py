@@ -1,8 +1,9 @@
-"""Snapshots in the memory of nodes: what is written is what a run goes on from, whichever node is lost."""
+"""Snapshots in the memory of nodes: storage, and resumption after the loss of nodes."""
 
 import numpy as np
 import pytest
-from elastic_runs import everything
+from elastic_runs import make_convnet
+from interruptions import Killed
 
 import neondist as nd
 from neondist.comm import loopback
@@ -16,7 +17,7 @@ NODES = ["a", "a", "b", "b"]
 
 
 @pytest.fixture
-def memory(tmp_path, monkeypatch):
+def shared_memory(tmp_path, monkeypatch):
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(snapshots, "SHARED_MEMORY", folder)
@@ -24,23 +25,19 @@ def memory(tmp_path, monkeypatch):
     return folder
 
 
-class Killed(Exception):
-    pass
-
-
-class KilledAfter(nd.Hook):
-    """Ends a run after so many steps, as if it was killed."""
+class KillAfterSteps(nd.Hook):
+    """Kill a run after so many steps."""
 
     def __init__(self, steps):
-        self.left = steps
+        self.steps_left = steps
 
     def after_step(self, run):
-        self.left -= 1
-        if not self.left:
+        self.steps_left -= 1
+        if not self.steps_left:
             raise Killed
 
 
-class Nodes(Snapshots):
+class NodeSnapshots(Snapshots):
     """Snapshots of ranks on several nodes, after each step."""
 
     def __init__(self, world, folder):
@@ -48,14 +45,14 @@ class Nodes(Snapshots):
         super().__init__(store, 1, Checkpoint(folder / "checkpoint.h5"))
 
 
-def train(world, folder, hooks=(), **how):
+def train(world, folder, hooks=(), **options):
     data = nd.Synthetic((9, 8, 2), classes=4, train=25, test=7)
-    made = nd.FitExperiment(data, everything(), batch_size=10, epochs=3, checkpoint={"every_epochs": 100})
-    made.run(nd.ProcessGrid(world), output=folder, hooks=list(hooks), **how)
-    return made.model.state()
+    experiment = nd.FitExperiment(data, make_convnet(), batch_size=10, epochs=3, checkpoint={"every_epochs": 100})
+    experiment.run(nd.ProcessGrid(world), output=folder, hooks=list(hooks), **options)
+    return experiment.model.state()
 
 
-def killed(folder):
+def train_until_killed(folder):
     """Train on two nodes with a snapshot after each step, up to a step in the middle of the second epoch."""
     folder.mkdir()
     GenerationLog(folder)
@@ -64,17 +61,17 @@ def killed(folder):
 
     def job(world):
         with pytest.raises(Killed):
-            train(world, folder, [Nodes(world, folder), KilledAfter(5)], resume="auto")
+            train(world, folder, [NodeSnapshots(world, folder), KillAfterSteps(5)], resume="auto")
 
     loopback.run(4, job)
 
 
-def resumed(folder, ranks, monkeypatch, nodes=NODES):
-    """Go on, on the same nodes; return the whole arrays."""
-    real = SnapshotStore.__init__
+def resume(folder, ranks, monkeypatch, nodes=NODES):
+    """Resume on the same nodes; return the full arrays."""
+    create = SnapshotStore.__init__
 
     def on_nodes(self, key, world, node=None):
-        real(self, key, world, nodes[world.rank % len(nodes)])
+        create(self, key, world, nodes[world.rank % len(nodes)])
 
     monkeypatch.setattr(SnapshotStore, "__init__", on_nodes)
     return loopback.run(ranks, lambda world: train(world, folder, resume=True))[0]
@@ -95,51 +92,51 @@ LOSSES = {
 
 @pytest.mark.parametrize("lost", LOSSES)
 @pytest.mark.long
-def test_the_loss_of_nodes(lost, memory, tmp_path, monkeypatch, expected):
+def test_loss_of_nodes(lost, shared_memory, tmp_path, monkeypatch, expected):
     patterns, source, step = LOSSES[lost]
     folder = tmp_path / "out"
-    killed(folder)
-    assert sorted(path.name for path in memory.glob("*/*.h5")) == ["a-0000000005.h5", "b-0000000005.h5"]
+    train_until_killed(folder)
+    assert sorted(path.name for path in shared_memory.glob("*/*.h5")) == ["a-0000000005.h5", "b-0000000005.h5"]
     for pattern in patterns:
-        for path in memory.glob(f"*/{pattern}"):
+        for path in shared_memory.glob(f"*/{pattern}"):
             path.unlink()
     ranks = 4 if lost != "its buddy" else 2
-    found = resumed(folder, ranks, monkeypatch)
-    (event,) = [one for one in read_events(folder) if one["event"] == "resume"]
+    state = resume(folder, ranks, monkeypatch)
+    (event,) = [event for event in read_events(folder) if event["event"] == "resume"]
     assert (event["source"], event["step"]) == (source, step)
     for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=0 if ranks == 4 else 1e-10, atol=1e-13 * (ranks < 4))
-    assert list(memory.iterdir()) == []
+        np.testing.assert_allclose(state[name], array, rtol=0 if ranks == 4 else 1e-10, atol=1e-13 * (ranks < 4))
+    assert list(shared_memory.iterdir()) == []
 
 
-def test_a_damaged_snapshot_is_left(memory, tmp_path, monkeypatch, expected):
+def test_damaged_snapshot_is_ignored(shared_memory, tmp_path, monkeypatch, expected):
     folder = tmp_path / "out"
-    killed(folder)
-    for path in memory.glob("*/b-*"):
+    train_until_killed(folder)
+    for path in shared_memory.glob("*/b-*"):
         content = bytearray(path.read_bytes())
         content[-100] ^= 1
         path.write_bytes(content)
-    found = resumed(folder, 4, monkeypatch)
-    assert [one["step"] for one in read_events(folder) if one["event"] == "resume"] == [5]
-    assert all((found[name] == array).all() for name, array in expected.items())
+    state = resume(folder, 4, monkeypatch)
+    assert [event["step"] for event in read_events(folder) if event["event"] == "resume"] == [5]
+    assert all((state[name] == array).all() for name, array in expected.items())
 
 
-def test_checkpoints_on_the_disk_where_there_is_no_room(memory, tmp_path, capsys):
-    memory.rmdir()
+def test_checkpoints_on_disk_without_shared_memory(shared_memory, tmp_path, capsys):
+    shared_memory.rmdir()
     folder = tmp_path / "out"
-    killed(folder)
+    train_until_killed(folder)
     assert "no snapshots in memory, but checkpoints on disk at the same interval: " in capsys.readouterr().out
-    found = loopback.run(1, lambda world: snapshots_step(folder, world))
-    assert found == [5]
+    steps = loopback.run(1, lambda world: read_checkpoint_step(folder, world))
+    assert steps == [5]
 
 
-def snapshots_step(folder, world):
+def read_checkpoint_step(folder, world):
     from neondist.train.callbacks.checkpoint import step_of
 
     return step_of(folder / "checkpoint.h5", world)
 
 
-def test_snapshots_take_their_share_of_the_time():
+def test_snapshots_use_their_share_of_the_time():
     now = [0.0]
     store = loopback.run(1, lambda world: SnapshotStore(KEY, world))[0]
     hook = Snapshots(store, "auto", Checkpoint(nd.__file__), clock=lambda: now[0])

@@ -1,10 +1,11 @@
-"""neondist evaluate, predict and run --init-from, here and on ranks."""
+"""Commands `evaluate`, `predict` and `run --init-from`, in one process and on ranks."""
 
 import json
 
 import numpy as np
 import pytest
-from cli_runs import call, here, needs_mpirun, neondist
+from availability import needs_mpirun
+from cli_runs import build_command, run_command, run_in_process
 
 TOY = """
 !FitExperiment
@@ -23,30 +24,30 @@ FILES = "--input", "x.npy", "--output", "y.npy"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a toy that has been trained in one process."""
+    """Return a folder with an experiment trained in one process."""
     folder = tmp_path_factory.mktemp("apply")
     (folder / "toy.yaml").write_text(TOY)
-    code, _, err = here(folder, "run", "toy.yaml")
+    code, _, err = run_in_process(folder, "run", "toy.yaml")
     assert code == 0, err
     np.save(folder / "x.npy", np.random.default_rng(0).normal(size=(9, 7, 6)))
     return folder
 
 
 def succeed(folder, *words):
-    code, out, err = call(neondist(*words), folder) if "-n" in words else here(folder, *words)
+    code, out, err = run_command(build_command(*words), folder) if "-n" in words else run_in_process(folder, *words)
     assert code == 0, err
     return out
 
 
 @needs_mpirun
 @pytest.mark.long
-def test_evaluate_and_predict_on_two_ranks_as_on_one(folder):
+def test_evaluate_and_predict_do_not_depend_on_ranks(folder):
     log = json.loads((folder / "runs" / "toy" / "metrics.jsonl").read_text())
     for ranks in ((), ("-n", 2)):
-        found = json.loads(succeed(folder, "evaluate", *WORDS, *ranks))
-        assert found["samples"] == 5
-        assert found["loss"] == pytest.approx(log["test_loss"], rel=1e-12)
-        assert found["error"] == log["test_error"]
+        metrics = json.loads(succeed(folder, "evaluate", *WORDS, *ranks))
+        assert metrics["samples"] == 5
+        assert metrics["loss"] == pytest.approx(log["test_loss"], rel=1e-12)
+        assert metrics["error"] == log["test_error"]
         out = succeed(folder, "predict", *WORDS, "--input", "x.npy", "--output", f"y{len(ranks)}.npy", *ranks)
         assert f"written: y{len(ranks)}.npy, 9 x 3" in out
     np.testing.assert_allclose(np.load(folder / "y2.npy"), np.load(folder / "y0.npy"), rtol=1e-12)
@@ -54,17 +55,17 @@ def test_evaluate_and_predict_on_two_ranks_as_on_one(folder):
 
 def test_evaluate_on_the_validation_split(folder):
     words = "evaluate", *WORDS, "--split", "validation"
-    more = "--set", "dataset.validation=3", "metrics=[!ConfusionMatrix {}]", "--report", "a.html"
-    found = json.loads(succeed(folder, *words, *more))
-    assert found["samples"] == 3
+    options = "--set", "dataset.validation=3", "metrics=[!ConfusionMatrix {}]", "--report", "a.html"
+    metrics = json.loads(succeed(folder, *words, *options))
+    assert metrics["samples"] == 3
     page = (folder / "a.html").read_text()
-    assert f"<td class='text'>loss</td><td>{found['loss']:.5g}</td>" in page
+    assert f"<td class='text'>loss</td><td>{metrics['loss']:.5g}</td>" in page
     assert "<h2>Confusion matrix</h2>" in page
-    code, _, err = here(folder, *words)
+    code, _, err = run_in_process(folder, *words)
     assert (code, "the data set has no validation split; choose from train, test" in err) == (2, True)
 
 
-def test_predict_needs_no_data_set_and_tells_classes(folder):
+def test_predict_classes_without_data_set(folder):
     words = "predict", *WORDS, "--input", "x.npy", "--output", "c.h5", "--classes"
     assert "written: c.h5, 9" in succeed(folder, *words, "--set", "dataset=!MNIST {path: nowhere}")
     import h5py
@@ -73,13 +74,13 @@ def test_predict_needs_no_data_set_and_tells_classes(folder):
         assert file["predictions"].shape == (9,)
 
 
-def test_init_from_says_what_was_taken(folder):
+def test_init_from_reports_loaded_arrays(folder):
     words = "run", "toy.yaml", "--init-from", "runs/toy/checkpoint.h5", "--output", "second"
-    text = "weights from runs/toy/checkpoint.h5: 3 arrays loaded; not in the file: fc1/bias"
-    fewer = "run", "toy.yaml", "--output", "less", "--set", "model.layers.1.bias=false"
-    succeed(folder, *fewer)
+    message = "weights from runs/toy/checkpoint.h5: 3 arrays loaded; not in the file: fc1/bias"
+    without_bias = "run", "toy.yaml", "--output", "less", "--set", "model.layers.1.bias=false"
+    succeed(folder, *without_bias)
     out = succeed(folder, *words[:3], "less/checkpoint.h5", *words[4:])
-    assert text.replace("runs/toy", "less") in out
+    assert message.replace("runs/toy", "less") in out
 
 
 @pytest.mark.parametrize(
@@ -93,8 +94,8 @@ def test_init_from_says_what_was_taken(folder):
         (("evaluate", *WORDS, "--set", "model.layers.0.out_channels=3"), "does not fit the model"),
     ],
 )
-def test_mistakes_are_told_once(folder, words, message):
-    code, _, err = here(folder, *words)
+def test_errors_are_reported_once(folder, words, message):
+    code, _, err = run_in_process(folder, *words)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1

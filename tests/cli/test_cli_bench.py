@@ -1,4 +1,4 @@
-"""`neondist bench`: what it writes, and what it refuses. Never how long anything took."""
+"""Command `bench`: output files and error messages; times are not asserted."""
 
 import importlib.util
 import json
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_runs import EXPERIMENT, call, needs_mpirun, neondist
+from availability import needs_mpirun
+from cli_runs import EXPERIMENT, build_command, run_command
 
 from neondist.bench import halo, step
 from neondist.bench.tables import halo_table
@@ -30,15 +31,15 @@ def _short_rounds(monkeypatch):
 @needs_mpirun
 @pytest.mark.long
 def test_step_on_ranks(file, tmp_path):
-    more = ["--roofline", "--reading", "--json", "made.json", "--trace", "trace.json"]
-    command = neondist("bench", "step", "e.yaml", "-n", 2, "--steps", 3, *more)
-    code, out, err = call(command, tmp_path)
+    options = ["--roofline", "--reading", "--json", "report.json", "--trace", "trace.json"]
+    command = build_command("bench", "step", "e.yaml", "-n", 2, "--steps", 3, *options)
+    code, out, err = run_command(command, tmp_path)
     assert (code, err) == (0, "")
-    made = json.loads((tmp_path / "made.json").read_text())
-    assert (made["ranks"], made["batch_size"], made["dtype"], made["backend"]) == (2, 8, "float64", "numpy")
-    assert made["steps_per_second"] == pytest.approx(1 / made["seconds_per_step"])
-    assert len(made["peak_bytes"]) == 2
-    layers = {layer["name"]: layer for layer in made["layers"]}
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["ranks"], report["batch_size"], report["dtype"], report["backend"]) == (2, 8, "float64", "numpy")
+    assert report["steps_per_second"] == pytest.approx(1 / report["seconds_per_step"])
+    assert len(report["peak_bytes"]) == 2
+    layers = {layer["name"]: layer for layer in report["layers"]}
     assert list(layers)[:3] == ["conv1", "max_pooling1", "fc1"]
     # a halo row of 10 cells, 1 channel, 8 samples, float64, both ways; no gradient of the image itself
     assert layers["conv1"]["bytes_sent"] == 2 * 10 * 8 * 8
@@ -46,9 +47,9 @@ def test_step_on_ranks(file, tmp_path):
     assert (layers["conv1"]["flops"], layers["fc1"]["flops"]) == (2 * 2 * 8 * 120 * 9 * 2, 3 * 2 * 8 * 60 * 3)
     assert layers["max_pooling1"]["bytes_moved"] == 8 * 8 * (3 * 240 + 2 * 60)
     assert layers["max_pooling1"]["limit"] == "memory"
-    assert made["machine"]["flops_per_second"] > 0
-    assert made["reading"]["seconds_per_step"] > 0
-    assert len(made["reading"]["ratios"]) == 5
+    assert report["machine"]["flops_per_second"] > 0
+    assert report["reading"]["seconds_per_step"] > 0
+    assert len(report["reading"]["ratios"]) == 5
     assert "conv1" in out
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert [e["pid"] for e in events if e["name"] == "step"] == [0, 0, 0, 1, 1, 1]
@@ -57,22 +58,22 @@ def test_step_on_ranks(file, tmp_path):
 @pytest.mark.long
 def test_step_against_torch(file, tmp_path, capsys, monkeypatch):
     pytest.importorskip("torch")
-    monkeypatch.setenv("NEONDIST_TESTS_HIDE", "matplotlib")  # from the process that trains there
-    words = ["--steps", "1", "--against", "torch", "--json", str(tmp_path / "made.json")]
+    monkeypatch.setenv("NEONDIST_TESTS_HIDE", "matplotlib")  # for the process that trains with PyTorch
+    words = ["--steps", "1", "--against", "torch", "--json", str(tmp_path / "report.json")]
     assert main(["bench", "step", str(file), *words]) == 0
-    other = json.loads((tmp_path / "made.json").read_text())["against"]
-    assert other["agree"]
-    assert other["gradients_worst"] < 1e-10
-    assert len(other["ratios"]) >= 1
-    assert other["seconds_per_step"] > 0
-    assert other["peak_bytes"] >= 0
+    baseline = json.loads((tmp_path / "report.json").read_text())["against"]
+    assert baseline["agree"]
+    assert baseline["gradients_worst"] < 1e-10
+    assert len(baseline["ratios"]) >= 1
+    assert baseline["seconds_per_step"] > 0
+    assert baseline["peak_bytes"] >= 0
     assert "they agree" in capsys.readouterr().out
 
 
-def test_step_on_one_rank_shows_where_gradients_differ(file, tmp_path, monkeypatch, capsys):
+def test_step_names_the_gradient_that_differs(file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
 
-    class Other:
+    class FakeBaseline:
         def __init__(self, model, state, trained, x, targets, threads):
             assert x.shape == (8, 12, 10, 1)
             assert targets.shape == (8,)
@@ -87,14 +88,14 @@ def test_step_on_one_rank_shows_where_gradients_differ(file, tmp_path, monkeypat
         def close(self):
             pass
 
-    monkeypatch.setattr(step, "TorchBaseline", Other)
+    monkeypatch.setattr(step, "TorchBaseline", FakeBaseline)
     assert main(["bench", "step", str(file), "--against", "torch", "--steps", "1"]) == 1
     out = capsys.readouterr().out
     assert "5.0e-01 (conv1/weights): they DO NOT AGREE" in out
     assert "memory 7 B" in out
 
 
-def test_mistakes(file, tmp_path, monkeypatch, capsys):
+def test_errors(file, tmp_path, monkeypatch, capsys):
     assert main(["bench", "halo"]) == 2
     assert "a single rank has no neighbours; give -n 2 or more" in capsys.readouterr().err
     assert main(["bench", "step", str(file), "--set", "model.layers.0=!LCNLayerDist {kernel_size: 3}"]) == 0
@@ -104,7 +105,7 @@ def test_mistakes(file, tmp_path, monkeypatch, capsys):
     assert "pip install 'neondist[torch]'" in capsys.readouterr().err
 
 
-def test_a_json_file_that_cannot_be_written(file, tmp_path, capsys):
+def test_unwritable_json_file(file, tmp_path, capsys):
     assert main(["bench", "step", str(file), "--steps", "1", "--json", str(tmp_path)]) == 2
     assert "cannot be written (Is a directory)" in capsys.readouterr().err
 
@@ -113,15 +114,15 @@ def test_halo_sizes(monkeypatch, capsys):
     from rich.console import Console
 
     monkeypatch.setattr(halo, "ROUNDS", 2)
-    made = loopback.run(2, lambda transport: halo.bench_halo(transport, (4, 6)))
-    assert made[0]["sizes"] == made[1]["sizes"]
-    assert [size["shape"] for size in made[0]["sizes"]] == [[8, 4, 4, 64], [8, 6, 6, 64]]
-    assert [size["bytes_sent"] for size in made[0]["sizes"]] == [8 * n * 64 * 4 for n in (4, 6)]
-    Console(width=200).print(halo_table(made[0]))
+    reports = loopback.run(2, lambda transport: halo.bench_halo(transport, (4, 6)))
+    assert reports[0]["sizes"] == reports[1]["sizes"]
+    assert [size["shape"] for size in reports[0]["sizes"]] == [[8, 4, 4, 64], [8, 6, 6, 64]]
+    assert [size["bytes_sent"] for size in reports[0]["sizes"]] == [8 * n * 64 * 4 for n in (4, 6)]
+    Console(width=200).print(halo_table(reports[0]))
     assert "8×6×6×64" in capsys.readouterr().out
 
 
-def test_nobody_to_wait_for():
+def test_rest_on_a_single_rank():
     from neondist.bench.rest import rest
 
     rest(SingleTransport())
@@ -138,7 +139,7 @@ def test_scaling(file, tmp_path, capfd, monkeypatch):
     assert "| 2 | 1 × 2 × 1 | 8 |" in capfd.readouterr().out
 
 
-def test_scaling_mistakes(file, monkeypatch, capsys):
+def test_scaling_errors(file, monkeypatch, capsys):
     assert main(["bench", "scaling", str(file), "-n", "2"]) == 2
     assert "with --ranks instead of -n" in capsys.readouterr().err
     assert main(["bench", "scaling", str(file), "--ranks", "1,2", "--set", "dist_flag=false"]) == 2
@@ -146,10 +147,10 @@ def test_scaling_mistakes(file, monkeypatch, capsys):
         main(["bench", "scaling", str(file), "--ranks", "1,x"])
 
 
-OWN = """\
+DATASET = """\
 import neondist as nd
 
-class Seen(nd.Synthetic):
+class InspectedData(nd.Synthetic):
     def __init__(self):
         super().__init__((12, 10, 1), classes=3, train=24, test=12)
         del self.sample_shape, self.classes
@@ -159,15 +160,15 @@ class Seen(nd.Synthetic):
 """
 
 
-@pytest.mark.parametrize("dataset", ["!HDF5Dataset {path: data.h5}", "!Seen {}"])
+@pytest.mark.parametrize("dataset", ["!HDF5Dataset {path: data.h5}", "!InspectedData {}"])
 @pytest.mark.long
-def test_predict_with_data_that_has_to_be_looked_at(file, tmp_path, capsys, monkeypatch, dataset):
+def test_predict_with_shapes_read_from_data(file, tmp_path, capsys, monkeypatch, dataset):
     import h5py
 
     monkeypatch.setattr("neondist.bench.model.predict.QUICK", 1e-3)
     monkeypatch.setattr("neondist.bench.model.predict.LONG", 1e-3)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_data.py").write_text(OWN)
+    (tmp_path / "own_data.py").write_text(DATASET)
     with h5py.File("data.h5", "w") as data:
         for split in "train", "test":
             data[f"{split}/images"], data[f"{split}/labels"] = np.zeros((8, 12, 10, 1)), np.arange(8) % 3
@@ -182,20 +183,20 @@ def test_predict(file, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(f"neondist.bench.model.predict.{name}", 1e-3)
     machine = Path(__file__).parents[2] / "yaml/machines/cpu_cluster.yaml"
     words = [str(file), "--machine", str(machine), "--ranks", "1..4", "--set", "grid.replicas=1"]
-    assert main(["bench", "model", "predict", *words, "--output", str(tmp_path / "made")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "made/model.jsonl").read_text().splitlines()]
+    assert main(["bench", "model", "predict", *words, "--output", str(tmp_path / "predicted")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "predicted/model.jsonl").read_text().splitlines()]
     assert [row["ranks"] for row in rows] == [1, 2, 4]
     assert rows[1]["bytes_sent"] > 0
     assert [choice["layer"] for choice in rows[1]["schemes"]] == ["conv1", "max_pooling1"]
-    told = capsys.readouterr().out
-    assert "no faster with more than" in told
-    assert "the prediction error is unknown" in told
-    assert (tmp_path / "made/model.md").read_text().count("| 4 |") == 2
+    output = capsys.readouterr().out
+    assert "no faster with more than" in output
+    assert "the prediction error is unknown" in output
+    assert (tmp_path / "predicted/model.md").read_text().count("| 4 |") == 2
     assert main(["bench", "model", "predict", *words, "-n", "2"]) == 2
     assert "with --ranks, not -n" in capsys.readouterr().err
-    given = ["--measured", "2=0.5,8=0.4", "--output", str(tmp_path / "given")]
-    assert main(["bench", "model", "predict", *words, *given]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "given/model.jsonl").read_text().splitlines()]
+    measured = ["--measured", "2=0.5,8=0.4", "--output", str(tmp_path / "calibrated")]
+    assert main(["bench", "model", "predict", *words, *measured]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "calibrated/model.jsonl").read_text().splitlines()]
     assert [row["ranks"] for row in rows] == [1, 2, 4, 8]
     assert "calibrated by --measured: compute_factor" in capsys.readouterr().out
     with pytest.raises(SystemExit):

@@ -1,9 +1,10 @@
-"""`neondist run --debug-halo`."""
+"""Option `--debug-halo` of `neondist run`."""
 
 import pytest
-from cli_runs import EXPERIMENT, call, needs_mpirun, neondist, own
+from availability import needs_mpirun
+from cli_runs import EXPERIMENT, build_command, run_command, strip_mpirun_notices
 
-MINE = """
+LAYER = """
 import neondist as nd
 
 class CentresDist(nd.ConvLayerDist):
@@ -16,10 +17,12 @@ class CentresDist(nd.ConvLayerDist):
 
 @needs_mpirun
 @pytest.mark.long
-def test_a_mistake_is_told_once_with_its_line(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
+def test_in_place_change_is_reported_once_with_its_line(tmp_path):
+    (tmp_path / "centres.py").write_text(LAYER)
     (tmp_path / "toy.yaml").write_text(EXPERIMENT.replace("!ConvLayerDist", "!CentresDist"))
-    code, _, err = call(neondist("run", "toy.yaml", "-n", 2, "--debug-halo", "--import", "mine.py"), tmp_path)
+    code, _, err = run_command(
+        build_command("run", "toy.yaml", "-n", 2, "--debug-halo", "--import", "centres.py"), tmp_path
+    )
     assert code == 2
-    where = "toy.yaml:5: model.layers.0: layer 'conv1' (CentresDist), forward, step 0"
-    assert own(err) == f"error: {where}: modified its view in place; work on a copy\n"
+    location = "toy.yaml:5: model.layers.0: layer 'conv1' (CentresDist), forward, step 0"
+    assert strip_mpirun_notices(err) == f"error: {location}: modified its view in place; work on a copy\n"

@@ -1,4 +1,4 @@
-"""--import."""
+"""Option `--import`."""
 
 import gc
 import sys
@@ -13,7 +13,7 @@ from neondist.registry import Registered, registered
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch, tmp_path):
+def restore_modules(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
@@ -28,7 +28,7 @@ def write(path, text):
     return str(path)
 
 
-def test_a_file_with_a_neighbour(tmp_path):
+def test_file_that_imports_its_neighbour(tmp_path):
     write(tmp_path / "mine" / "cli_toy_helper.py", "NAME = 'x'\n")
     text = (
         "from cli_toy_helper import NAME\nfrom neondist.registry import Registered\nclass CliToyA(Registered): pass\n"
@@ -37,7 +37,7 @@ def test_a_file_with_a_neighbour(tmp_path):
     assert issubclass(registered()["CliToyA"], Registered)
 
 
-def test_a_module_of_the_working_directory(tmp_path):
+def test_module_in_the_working_directory(tmp_path):
     write(tmp_path / "cli_toy_b.py", "X = 1\n")
     import_module("cli_toy_b")
     assert sys.modules["cli_toy_b"].X == 1
@@ -69,7 +69,7 @@ def test_a_module_of_the_working_directory(tmp_path):
         ),
     ],
 )
-def test_failing_files(tmp_path, name, text, message):
+def test_files_that_cannot_be_imported(tmp_path, name, text, message):
     path = tmp_path / name
     if text is not None:
         write(path, text)
@@ -78,22 +78,22 @@ def test_failing_files(tmp_path, name, text, message):
     assert "bad" not in sys.modules
 
 
-def test_a_class_named_as_one_of_neondist(tmp_path, capsys):
+def test_class_with_a_name_of_neondist(tmp_path, capsys):
     write(tmp_path / "cli_toy_e.py", "import neondist as nd\nclass Flip(nd.Shift): pass\n")
     model = "!Convnet {layers: [!FCLayer {out_features: 9}]}"
     text = f"!FitExperiment\ndataset: !MNIST {{}}\nmodel: {model}\naugment: [!Flip {{}}]\n"
     path = write(tmp_path / "a.yaml", text)
     try:
         assert main(["check", path, "--import", "cli_toy_e.py"]) == 2
-        told = "a.yaml:4: augment.0: !Flip is a class of both neondist and cli_toy_e; rename the latter\n"
-        assert capsys.readouterr().err.endswith(told)
+        message = "a.yaml:4: augment.0: !Flip is a class of both neondist and cli_toy_e; rename the latter\n"
+        assert capsys.readouterr().err.endswith(message)
     finally:
         del sys.modules["cli_toy_e"]
-        gc.collect()  # for other tests there is one Flip
+        gc.collect()  # other tests need a single Flip
     assert registered()["Flip"] is nd.Flip
 
 
-def test_no_such_module():
+def test_missing_module():
     message = r"^--import cli_toy_z: no module of this name; give a module's name, or the path of a \.py file$"
     with pytest.raises(ConfigError, match=message):
         import_module("cli_toy_z")

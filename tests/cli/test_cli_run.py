@@ -1,4 +1,4 @@
-"""neondist run and check, as users call them."""
+"""Commands `run` and `check`."""
 
 import json
 import os
@@ -10,8 +10,18 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from cli_runs import EXPERIMENT, call, here, losses, mpirun_env, needs_mpirun, neondist, own, start, under_mpirun
-from processes import alive, finish
+from availability import needs_mpirun
+from cli_runs import (
+    build_command,
+    build_mpirun_command,
+    mpirun_environment,
+    parse_losses,
+    run_command,
+    run_in_process,
+    start_command,
+    strip_mpirun_notices,
+)
+from processes import communicate, is_alive
 
 from neondist.cli import main
 from neondist.cli.doctor import probe_mpi
@@ -19,22 +29,16 @@ from neondist.config import dump, load_experiment
 from neondist.safe_path import command
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "toy.yaml").write_text(EXPERIMENT)
-    return tmp_path
-
-
 def test_check_prints_the_plan_without_mpirun(folder):
-    code, out, err = call(neondist("check", "toy.yaml", "-n", 6), folder, PATH="/nowhere")
+    code, out, err = run_command(build_command("check", "toy.yaml", "-n", 6), folder, PATH="/nowhere")
     assert (code, err) == (0, "")
     for word in ("6 ranks", "ConvLayerDist", "FCLayerDist", "total"):
         assert word in out
     assert [path.name for path in folder.iterdir()] == ["toy.yaml"]
 
 
-def test_run_writes_and_names_its_files(folder):
-    code, out, err = call(neondist("run", "toy.yaml", "--set", "epochs=1"), folder)
+def test_run_lists_the_files_it_writes(folder):
+    code, out, err = run_command(build_command("run", "toy.yaml", "--set", "epochs=1"), folder)
     assert (code, err) == (0, "")
     files = out.partition("written:\n")[2].split()
     assert {"runs/toy/experiment.yaml", "runs/toy/metrics.jsonl", "runs/toy/checkpoint.h5"} <= set(files)
@@ -44,122 +48,129 @@ def test_run_writes_and_names_its_files(folder):
 
 @needs_mpirun
 @pytest.mark.long
-def test_files_that_lie_there_are_not_imported(folder, monkeypatch):
+def test_modules_in_the_working_directory_are_not_imported(folder, monkeypatch):
     for name in ("queue", "mpi4py", "numpy", "h5py", "neondist"):
         (folder / f"{name}.py").write_text("open('imported', 'w')\nraise SystemExit('imported from the folder')\n")
     monkeypatch.chdir(folder)
-    code, _, err = call(command("neondist", "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder)
-    assert (code, own(err)) == (0, "")
+    code, _, err = run_command(command("neondist", "run", "toy.yaml", "-n", 2, "--set", "epochs=1"), folder)
+    assert (code, strip_mpirun_notices(err)) == (0, "")
     assert probe_mpi(120).error == ""
     assert not (folder / "imported").exists()
 
 
 @needs_mpirun
 @pytest.mark.long
-def test_every_number_of_ranks_prints_the_same_losses(folder):
-    outs = [here(folder, "run", "toy.yaml")[1], call(neondist("run", "toy.yaml", "-n", 3, "--overwrite"), folder)[1]]
-    joined = call(under_mpirun(2, "run", "toy.yaml", "--overwrite"), folder, **mpirun_env())[1]
-    found = [losses(out) for out in (*outs, joined)]
-    assert len(found[0]) == 2
-    assert all(one == found[0] for one in found)
-    assert [out.count("written:") for out in (*outs, joined)] == [1, 1, 1]
+def test_losses_do_not_depend_on_ranks(folder):
+    outputs = [
+        run_in_process(folder, "run", "toy.yaml")[1],
+        run_command(build_command("run", "toy.yaml", "-n", 3, "--overwrite"), folder)[1],
+    ]
+    mpirun_output = run_command(
+        build_mpirun_command(2, "run", "toy.yaml", "--overwrite"), folder, **mpirun_environment()
+    )[1]
+    curves = [parse_losses(out) for out in (*outputs, mpirun_output)]
+    assert len(curves[0]) == 2
+    assert all(curve == curves[0] for curve in curves)
+    assert [out.count("written:") for out in (*outputs, mpirun_output)] == [1, 1, 1]
 
 
-def test_what_ran_can_be_run_again(folder):
-    here(folder, "run", "toy.yaml", "--set", "epochs=1", "--output", "a")
+def test_written_experiment_can_be_run(folder):
+    run_in_process(folder, "run", "toy.yaml", "--set", "epochs=1", "--output", "a")
     written = (folder / "a" / "experiment.yaml").read_text()
     import_module("neondist.train")  # registers FitExperiment
-    again = load_experiment(folder / "a" / "experiment.yaml")
-    assert dump(again) == written
+    reloaded = load_experiment(folder / "a" / "experiment.yaml")
+    assert dump(reloaded) == written
     assert "epochs: 1" in written
-    code, *_ = here(folder, "run", "a/experiment.yaml", "--output", "b")
+    code, *_ = run_in_process(folder, "run", "a/experiment.yaml", "--output", "b")
     assert code == 0
-    one, two = (json.loads((folder / name / "metrics.jsonl").read_text()) for name in "ab")
-    assert (one["train_loss"], one["test_loss"]) == (two["train_loss"], two["test_loss"])
+    first, second = (json.loads((folder / name / "metrics.jsonl").read_text()) for name in "ab")
+    assert (first["train_loss"], first["test_loss"]) == (second["train_loss"], second["test_loss"])
 
 
-def test_the_serial_twins_give_the_same(folder):
+def test_serial_classes_compute_the_same_losses(folder):
     words = ["run", "toy.yaml", "--overwrite", "--set"]
-    both = [here(folder, *words, f"dist_flag={flag}")[1] for flag in ("true", "false")]
-    assert losses(both[0]) == losses(both[1]) != []
-    assert "ConvnetDist on" in both[0]
-    assert "Convnet on" in both[1]
+    outputs = [run_in_process(folder, *words, f"dist_flag={flag}")[1] for flag in ("true", "false")]
+    assert parse_losses(outputs[0]) == parse_losses(outputs[1]) != []
+    assert "ConvnetDist on" in outputs[0]
+    assert "Convnet on" in outputs[1]
 
 
 def test_resume(folder):
-    whole = losses(here(folder, "run", "toy.yaml")[1])
-    here(folder, "run", "toy.yaml", "--set", "epochs=1", "--output", "r")
-    code, out, _ = here(folder, "run", "toy.yaml", "--output", "r", "--resume")
+    expected = parse_losses(run_in_process(folder, "run", "toy.yaml")[1])
+    run_in_process(folder, "run", "toy.yaml", "--set", "epochs=1", "--output", "r")
+    code, out, _ = run_in_process(folder, "run", "toy.yaml", "--output", "r", "--resume")
     assert code == 0
-    assert losses(out) == whole[1:]
+    assert parse_losses(out) == expected[1:]
 
 
 @pytest.mark.long
-def test_import_adds_classes(folder):
+def test_import_registers_classes(folder):
     (folder / "mine.py").write_text("import neondist as nd\nclass MySGD(nd.SGD):\n    'Mine.'\n")
     words = ["check", "toy.yaml", "--set", "model.optimizer=!MySGD {learning_rate: 0.1}"]
-    assert call(neondist(*words), folder)[0] == 2
-    assert call(neondist(*words, "--import", "mine.py"), folder)[0] == 0
-    assert call(neondist(*words, "--import", "mine"), folder)[0] == 0
+    assert run_command(build_command(*words), folder)[0] == 2
+    assert run_command(build_command(*words, "--import", "mine.py"), folder)[0] == 0
+    assert run_command(build_command(*words, "--import", "mine"), folder)[0] == 0
 
 
 @needs_mpirun
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 @pytest.mark.long
-def test_interrupting_ends_all_ranks(folder, number, code):
-    """The ranks tell their process ids; epochs enough that they would run for minutes."""
-    (folder / "tell.py").write_text("import os, pathlib\npathlib.Path(f'pid{os.getpid()}').touch()\n")
-    process = start(neondist("run", "toy.yaml", "-n", 2, "--set", "epochs=100000", "--import", "tell.py"), folder)
+def test_signals_end_all_ranks(folder, pids, number, code):
+    """Train for so many epochs that the ranks would run for minutes."""
+    process = start_command(
+        build_command("run", "toy.yaml", "-n", 2, "--set", "epochs=100000", "--import", "write_pid.py"), folder
+    )
     for line in process.stdout:
         if line.startswith("epoch 2/"):
             break
     process.send_signal(number)
-    begin = time.perf_counter()
+    signalled = time.perf_counter()
     process.stdout.close()
-    finish(process, 60)
+    communicate(process, 60)
     assert process.returncode == code
-    pids = [int(path.name[3:]) for path in folder.glob("pid*")]
-    assert len(pids) == 3
-    while any(alive(pid) for pid in pids):
-        assert time.perf_counter() - begin < 60
+    assert len(pids()) == 3
+    while any(is_alive(pid) for pid in pids()):
+        assert time.perf_counter() - signalled < 60
         time.sleep(0.05)
 
 
 def read_one_line(words, folder, **env):
-    """Run with an output that nobody reads on after the first line; return the exit code and stderr."""
-    process = start(words, folder, **env)
+    """Close stdout of a command after its first line; return the exit code and stderr."""
+    process = start_command(words, folder, **env)
     assert process.stdout.readline()
     process.stdout.close()
-    _, said = finish(process)
-    return process.returncode, said
+    _, err = communicate(process)
+    return process.returncode, err
 
 
 @pytest.mark.parametrize("ranks", [[], pytest.param(["-n", 2], marks=needs_mpirun)])
 @pytest.mark.long
-def test_a_run_goes_on_where_nobody_reads_on(folder, ranks):
-    """As with `| head -1`: mpirun would end the job with SIGPIPE."""
-    words = neondist("run", "toy.yaml", *ranks, "--set", "epochs=10")
-    code, said = read_one_line(words, folder)
-    assert (code, said) == (0, "")
+def test_run_continues_after_stdout_is_closed(folder, ranks):
+    """Emulate `| head -1`, upon which mpirun would end the job with SIGPIPE."""
+    words = build_command("run", "toy.yaml", *ranks, "--set", "epochs=10")
+    code, err = read_one_line(words, folder)
+    assert (code, err) == (0, "")
     assert len((folder / "runs" / "toy" / "metrics.jsonl").read_text().splitlines()) == 10
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.long
-def test_a_run_goes_on_where_its_output_finds_no_room(folder):
+def test_run_continues_on_a_full_disk(folder):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(neondist("run", "toy.yaml"), cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+        process = subprocess.run(
+            build_command("run", "toy.yaml"), cwd=folder, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (process.returncode, process.stderr) == (0, "")
 
 
-def test_a_dozen_files_lie_between_the_command_and_a_kernel(folder, monkeypatch):
-    """What somebody reads who follows a run: the stack of the first convolution, but for the check of arguments."""
-    found, package = [], f"{Path(import_module('neondist').__file__).parent}/"
+def test_call_stack_from_command_to_kernel_spans_twelve_files(folder, monkeypatch):
+    """Bound the files on the call stack of the first convolution, apart from checks of arguments."""
+    stack, package = [], f"{Path(import_module('neondist').__file__).parent}/"
 
     def follow(frame, event, argument):
-        if event == "call" and frame.f_code.co_name == "conv_into" and not found:
+        if event == "call" and frame.f_code.co_name == "conv_into" and not stack:
             while frame is not None:
-                found.append(frame.f_code.co_filename)
+                stack.append(frame.f_code.co_filename)
                 frame = frame.f_back
 
     monkeypatch.chdir(folder)
@@ -168,6 +179,6 @@ def test_a_dozen_files_lie_between_the_command_and_a_kernel(folder, monkeypatch)
         assert main(["run", "toy.yaml", "--output", "out"]) == 0
     finally:
         sys.setprofile(None)
-    files = [name.removeprefix(package) for name in dict.fromkeys(found[::-1]) if name.startswith(package)]
+    files = [name.removeprefix(package) for name in dict.fromkeys(stack[::-1]) if name.startswith(package)]
     assert (files[0], files[-1]) == ("cli/__init__.py", "backends/rows.py")
     assert len(set(files) - {"registry/arguments.py"}) <= 12

@@ -1,4 +1,4 @@
-"""`neondist bench schemes` and `neondist run --virtual`, in this process."""
+"""Commands `bench schemes`, `bench seams` and `run --virtual`, in this process."""
 
 import json
 
@@ -46,18 +46,18 @@ def test_every_scheme_and_seed_has_a_result(folder, capsys):
     assert [(row["scheme"], row["seed"]) for row in rows] == [
         (scheme, seed) for seed in (1, 2) for scheme in ("halo", "tower(fill=reflect)", "every(j=2, between=zeros)")
     ]
-    sent = {row["scheme"]: row["bytes_per_step"] for row in rows}
-    assert sent["halo"] > sent["every(j=2, between=zeros)"] > sent["tower(fill=reflect)"] == 0
+    traffic = {row["scheme"]: row["bytes_per_step"] for row in rows}
+    assert traffic["halo"] > traffic["every(j=2, between=zeros)"] > traffic["tower(fill=reflect)"] == 0
     assert {row["exact"] for row in rows if row["scheme"] == "halo"} == {True}
     table = (folder / "runs/small-schemes/schemes.md").read_text()
     assert "`tower(fill=reflect)` | no |" in table
-    told = capsys.readouterr()
-    assert "schemes.md" in told.out
-    assert told.err.startswith("run 0 of 6, now halo, seed 1, ")
+    output = capsys.readouterr()
+    assert "schemes.md" in output.out
+    assert output.err.startswith("run 0 of 6, now halo, seed 1, ")
 
 
 @pytest.mark.long
-def test_several_numbers_of_tiles_are_one_result(folder):
+def test_several_numbers_of_tiles_share_a_table(folder):
     assert bench("--schemes", "halo,tower", "--virtual", "1,4") == 0
     assert [(row["scheme"], row["ranks"]) for row in results(folder)] == [
         ("halo", 1), ("tower", 1), ("halo", 4), ("tower", 4)
@@ -70,15 +70,15 @@ def test_several_numbers_of_tiles_are_one_result(folder):
 
 
 @pytest.mark.long
-def test_it_resumes_where_it_stopped(folder):
+def test_bench_resumes(folder):
     bench("--schemes", "halo")
     file = folder / "runs/small-schemes/results.jsonl"
     first = file.read_text()
     file.write_text(first + '{"key": "unfinis')
-    (done,) = [json.loads(first)]
+    (record,) = [json.loads(first)]
     bench("--schemes", "halo,tower")
     assert file.read_text().count('"scheme": "halo"') == 1
-    assert done["key"] in file.read_text()
+    assert record["key"] in file.read_text()
     bench("--schemes", "halo", "--set", "batch_size=6")  # another experiment is another run
     assert file.read_text().count('"scheme": "halo"') == 2
 
@@ -86,15 +86,15 @@ def test_it_resumes_where_it_stopped(folder):
 @pytest.mark.long
 def test_seams(folder, capsys):
     assert main(["bench", "seams", "small.yaml", "--virtual", "4", "--schemes", "tower,halo_oneway"]) == 0
-    found = json.loads((folder / "runs/small-seams/seams.json").read_text())
-    assert found["tower"]["conv1"]["output"][0] > 0 == max(found["halo_oneway"]["conv1"]["output"])
-    told, page = capsys.readouterr().out, (folder / "runs/small-seams/seams.md").read_text()
-    assert "seams.json" in told
-    assert page in told
+    seams = json.loads((folder / "runs/small-seams/seams.json").read_text())
+    assert seams["tower"]["conv1"]["output"][0] > 0 == max(seams["halo_oneway"]["conv1"]["output"])
+    output, page = capsys.readouterr().out, (folder / "runs/small-seams/seams.md").read_text()
+    assert "seams.json" in output
+    assert page in output
     assert "| `tower` | conv1 | output | " in page
 
 
-def test_the_front():
+def test_pareto_front():
     def row(scheme, error, sent):
         return Record(
             scheme=scheme, seed=1, exact=True, grid=[1, 2, 2], test_error=error, test_loss=0.0,
@@ -109,19 +109,19 @@ def test_the_front():
 
 @pytest.mark.parametrize("scheme", ["deep_halo", "overlap_tile"])
 @pytest.mark.long
-def test_seams_of_a_network_with_a_run_of_layers(folder, capsys, monkeypatch, scheme):
-    """In a run layers have cells of other tiles, which are not counted."""
-    monkeypatch.setattr("neondist.bench.seams.plot", lambda found, file: False)
+def test_seams_of_a_run_of_layers(folder, capsys, monkeypatch, scheme):
+    """Leave out cells of other tiles, which layers inside a run hold."""
+    monkeypatch.setattr("neondist.bench.seams.plot", lambda seams, file: False)
     layers = "!ConvLayerDist {out_channels: 2, kernel_size: 3, padding: 1, scheme: " + scheme + "}"
     text = FILE.replace("  layers:\n", f"  layers:\n    - {layers}\n    - {layers}\n")
     (folder / "small.yaml").write_text(text)
     assert main(["bench", "seams", "small.yaml", "--virtual", "4", "--schemes", "tower"]) == 0, capsys.readouterr().err
-    found = json.loads((folder / "runs/small-seams/seams.json").read_text())["tower"]
-    assert list(found) == ["conv1", "conv2", "conv3", "max_pooling1", "fc1"]
-    assert max(found["conv1"]["output"]) < 1e-5 < found["conv3"]["output"][0]
+    seams = json.loads((folder / "runs/small-seams/seams.json").read_text())["tower"]
+    assert list(seams) == ["conv1", "conv2", "conv3", "max_pooling1", "fc1"]
+    assert max(seams["conv1"]["output"]) < 1e-5 < seams["conv3"]["output"][0]
 
 
-OWN = """\
+SCHEME = """\
 import neondist as nd
 
 print("imported")
@@ -132,26 +132,26 @@ class OddHalo(nd.schemes.Halo):
 """
 
 
-def test_a_scheme_of_ones_own_on_virtual_ranks(folder, capsys):
-    """Its file is imported once: classes of the same name, one for each thread, would not be the same."""
-    (folder / "odd_halo.py").write_text(OWN)
+def test_user_scheme_on_virtual_ranks(folder, capsys):
+    """Import its module once: each thread would otherwise define a different class of the same name."""
+    (folder / "odd_halo.py").write_text(SCHEME)
     words = ["--import", "odd_halo.py", "--set", "model.scheme=odd_halo", "--virtual", "3", "--output", "out"]
     assert main(["run", "small.yaml", *words]) == 0, capsys.readouterr().err
     assert capsys.readouterr().out.count("imported") == 1
     assert main(["evaluate", "small.yaml", *words[:-4], "--checkpoint", "out/checkpoint.h5"]) == 0
 
 
-def test_virtual_ranks_train_like_one_process(folder):
-    for name, words in {"one": [], "many": ["--virtual", "6"]}.items():
+def test_virtual_ranks_match_one_process(folder):
+    for name, words in {"serial": [], "parallel": ["--virtual", "6"]}.items():
         assert main(["run", "small.yaml", "--set", "dtype=float64", *words, "--output", name]) == 0
-    one, many = (json.loads((folder / name / "metrics.jsonl").read_text()) for name in ("one", "many"))
-    assert many["test_loss"] == pytest.approx(one["test_loss"], rel=1e-10)
-    assert many["bytes_sent"] > one["bytes_sent"] == 0
-    assert (folder / "many/ledger.jsonl").read_text().count("\n") > 4
+    serial, parallel = (json.loads((folder / name / "metrics.jsonl").read_text()) for name in ("serial", "parallel"))
+    assert parallel["test_loss"] == pytest.approx(serial["test_loss"], rel=1e-10)
+    assert parallel["bytes_sent"] > serial["bytes_sent"] == 0
+    assert (folder / "parallel/ledger.jsonl").read_text().count("\n") > 4
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", "halo,towr"], "did you mean 'tower'"),
         (["bench", "schemes", "small.yaml", "--virtual", "2", "--schemes", ","], "--schemes: no scheme named"),
@@ -164,6 +164,6 @@ def test_virtual_ranks_train_like_one_process(folder):
         (["run", "small.yaml", "--virtual", "5", "--set", "grid.rows=2"], "does not match 5 ranks"),
     ],
 )
-def test_mistakes_are_told_once(words, said, capsys):
+def test_errors_are_reported_once(words, message, capsys):
     assert main(words) == 2
-    assert capsys.readouterr().err.count(said) == 1
+    assert capsys.readouterr().err.count(message) == 1

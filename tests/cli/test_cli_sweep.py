@@ -1,4 +1,4 @@
-"""`neondist sweep`: what is tried, what is written, and going on after an end."""
+"""Command `sweep`: search spaces, trials, files, pruning and resumption."""
 
 import json
 import re
@@ -16,23 +16,23 @@ RATES = "model.optimizer.learning_rate=1e-3..1e-1:log"
 
 
 @pytest.fixture
-def go(tmp_path, monkeypatch):
-    """Sweep in the folder of the test, its runs in this process; returns the exit code."""
+def run_sweep(tmp_path, monkeypatch):
+    """Return a function that sweeps with trials in this process, and returns the exit code."""
     (tmp_path / "file.yaml").write_text(EXPERIMENT.replace("batch_size", "metrics: [!Accuracy {}]\nbatch_size"))
     monkeypatch.chdir(tmp_path)
 
-    def here(words, log, env):
+    def start_trial(words, log, env):
         code = main(words)
-        log.write_text("error: it says why\n\n")
+        log.write_text("error: the reason\n\n")
         return SimpleNamespace(poll=lambda: code, terminate=lambda: None)
 
-    monkeypatch.setattr(sweep, "start", here)
+    monkeypatch.setattr(sweep, "start", start_trial)
     monkeypatch.setattr(sweep, "_POLL", 0)
     return lambda *words: main(["sweep", "file.yaml", *words])
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "distribution"),
     [
         ("a.b=1e-4..1e-1:log", "FloatDistribution(high=0.1, log=True, low=0.0001, step=None)"),
         ("a.b = 0..0.5:0.25", "FloatDistribution(high=0.5, log=False, low=0.0, step=0.25)"),
@@ -41,31 +41,31 @@ def go(tmp_path, monkeypatch):
         ("a.b=[!A {b: [1, 2]} , y, [3, 4]]", "CategoricalDistribution(choices=('!A {b: [1, 2]}', 'y', '[3, 4]'))"),
     ],
 )  # fmt: skip
-def test_spaces(text, told):
+def test_spaces(text, distribution):
     assert sweep.space(text)[0] == "a.b"
-    assert str(sweep.space(text)[1]) == told
+    assert str(sweep.space(text)[1]) == distribution
 
 
 @pytest.mark.parametrize("text", ["a", "a=1", "a=x..y", "a=2..1", "a=0..1.0:log", "a=[1", "a=[]", "a=1..2:x"])
-def test_what_is_no_space(text):
+def test_invalid_spaces(text):
     with pytest.raises(ConfigError, match=rf"--vary {re.escape(text)}: .*; write KEY=LOW..HIGH"):
         sweep.space(text)
 
 
 @pytest.mark.long
-def test_the_best_is_written_and_can_be_run(go, capsys, tmp_path):
+def test_best_trial_is_written(run_sweep, capsys, tmp_path):
     words = ["--vary", RATES, "model.layers.0.kernel_size=[3, 99]", "--number", "accuracy", "--output", "here"]
-    assert go(*words, "--trials", "3") == 0
+    assert run_sweep(*words, "--trials", "3") == 0
     out = capsys.readouterr().out
-    results = {int(n): of for n, of in re.findall(r"^trial (\d): \S+, \S+: (.*)", out, re.M)}
+    results = {int(n): outcome for n, outcome in re.findall(r"^trial (\d): \S+, \S+: (.*)", out, re.M)}
     values = {
         n: max(json.loads(line)["accuracy"] for line in (tmp_path / f"here/trial_00{n}/metrics.jsonl").open())
-        for n, of in results.items() if not of.startswith("failed")
+        for n, outcome in results.items() if not outcome.startswith("failed")
     }  # fmt: skip
     failed = results.keys() - values
     assert len(results) == 3
-    assert failed, "of three trials one has a kernel that is too large"
-    assert all(results[n] == "failed: it says why" for n in failed)
+    assert failed, "one of three trials has a kernel that is too large"
+    assert all(results[n] == "failed: the reason" for n in failed)
     assert {n: float(results[n]) for n in values} == pytest.approx(values, rel=1e-5)
     best = max(values, key=values.get)
     text = (tmp_path / "here/best.yaml").read_text()
@@ -75,50 +75,52 @@ def test_the_best_is_written_and_can_be_run(go, capsys, tmp_path):
     page = (tmp_path / "here/sweep.html").read_text()
     assert page.count("<figure>") == 2  # over the trials, and over the learning rates
     assert "<th>accuracy</th><th>learning_<wbr>rate</th><th>kernel_<wbr>size</th>" in page
-    assert go(*words, "--trials", "3") == 0
-    assert "epoch" not in capsys.readouterr().out, "it is done: nothing is trained"
-    assert go("--vary", RATES, "--output", "here") == 2
+    assert run_sweep(*words, "--trials", "3") == 0
+    assert "epoch" not in capsys.readouterr().out, "a complete sweep trains nothing"
+    assert run_sweep("--vary", RATES, "--output", "here") == 2
     assert "here: holds a sweep started with another --vary and another --number;" in capsys.readouterr().err
 
 
 @pytest.mark.long
-def test_it_goes_on_as_if_it_had_not_been_ended(go, capsys, monkeypatch):
+def test_interrupted_sweep_resumes(run_sweep, capsys, monkeypatch):
     words = ["--vary", RATES, "--trials", "2", "--output"]
-    assert go(*words, "whole") == 0
-    here, calls = sweep.start, []
+    assert run_sweep(*words, "full") == 0
+    start, calls = sweep.start, []
 
-    def once(*given):
-        calls.append(given)
+    def interrupted_start(*arguments):
+        calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return here(*given)
+        return start(*arguments)
 
-    monkeypatch.setattr(sweep, "start", once)
-    assert go(*words, "parts") == 130
-    assert go(*words, "parts") == 0
-    one, other = (re.findall("^trial.*", part, re.M) for part in capsys.readouterr().out.split("whole/sweep.html"))
-    assert one == other
-    assert len(one) == 2
-
-
-def test_few_combinations_are_all_tried(go, capsys):
-    assert go("--vary", "model.layers.0.out_channels=1..2", "epochs=[1]", "--output", "x") == 0
-    found = re.findall("^trial .: (.*):", capsys.readouterr().out, re.M)
-    assert sorted(found) == [f"model.layers.0.out_channels={n}, epochs=1" for n in (1, 2)]
+    monkeypatch.setattr(sweep, "start", interrupted_start)
+    assert run_sweep(*words, "parts") == 130
+    assert run_sweep(*words, "parts") == 0
+    expected, resumed = (
+        re.findall("^trial.*", part, re.M) for part in capsys.readouterr().out.split("full/sweep.html")
+    )
+    assert expected == resumed
+    assert len(expected) == 2
 
 
-class Fake:
-    """A run whose losses fall from its number on, an epoch at each look; it goes on for a look when asked to end."""
+def test_small_space_is_exhausted(run_sweep, capsys):
+    assert run_sweep("--vary", "model.layers.0.out_channels=1..2", "epochs=[1]", "--output", "x") == 0
+    trials = re.findall("^trial .: (.*):", capsys.readouterr().out, re.M)
+    assert sorted(trials) == [f"model.layers.0.out_channels={n}, epochs=1" for n in (1, 2)]
 
-    at_work, most, asked = 0, 0, []
+
+class FakeTrial:
+    """Process of a trial with decreasing losses: it trains one epoch per poll, and one more when terminated."""
+
+    running, peak, terminated = 0, 0, []
 
     def __init__(self, words, log, env):
         self.folder, self.epoch, self.code = log.with_suffix(""), 0, None
         self.number = int(self.folder.name[-3:])
         self.folder.mkdir(exist_ok=True)
         (self.folder / "experiment.yaml").write_text("!FitExperiment {}")
-        Fake.at_work += 1
-        Fake.most = max(Fake.most, Fake.at_work)
+        FakeTrial.running += 1
+        FakeTrial.peak = max(FakeTrial.peak, FakeTrial.running)
 
     def poll(self):
         if self.code is None:
@@ -127,60 +129,62 @@ class Fake:
             with (self.folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(record) + "\n")
         if self.epoch == 4 or self.code is not None:
-            Fake.at_work -= 1
+            FakeTrial.running -= 1
             return self.code or 0
         return None
 
     def terminate(self):
-        Fake.asked.append(self.number)
+        FakeTrial.terminated.append(self.number)
         self.code = 75
 
 
-def test_runs_at_a_time_of_which_bad_ones_are_ended(go, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "start", Fake)
+def test_concurrent_trials_are_pruned(run_sweep, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "start", FakeTrial)
     words = ["--vary", RATES, "--trials", "7", "--jobs", "3", "--prune", "median", "--output", "here"]
-    assert go(*words) == 0
+    assert run_sweep(*words) == 0
     out = capsys.readouterr().out
-    assert Fake.most == 3
-    assert Fake.asked == [5, 6]  # five are seen through before
+    assert FakeTrial.peak == 3
+    assert FakeTrial.terminated == [5, 6]  # pruning begins after five complete trials
     assert re.findall(r"^trial (\d): \S+: pruned after epoch (.)", out, re.M) == [("5", "4"), ("6", "1")]
     assert (tmp_path / "here/best.yaml").read_text().startswith("# trial 0 of here: -0.4\n")
     assert "pruned after epoch 1" in (tmp_path / "here/sweep.html").read_text()
 
 
-def test_all_runs_are_ended_and_go_on(go, capsys, monkeypatch):
-    monkeypatch.setattr(sweep, "start", Fake)
-    monkeypatch.setattr(Fake, "asked", [])
+def test_stopped_sweep_ends_its_trials_and_resumes(run_sweep, capsys, monkeypatch):
+    monkeypatch.setattr(sweep, "start", FakeTrial)
+    monkeypatch.setattr(FakeTrial, "terminated", [])
     words = ["--vary", RATES, "--trials", "4", "--jobs", "2", "--output", "here"]
     with monkeypatch.context() as patch:
-        patch.setattr(Fake, "poll", lambda self: 75 if self.number == 1 else self.code)
-        assert go(*words) == 75
-    assert Fake.asked == [0]
-    assert go(*words) == 0
+        patch.setattr(FakeTrial, "poll", lambda self: 75 if self.number == 1 else self.code)
+        assert run_sweep(*words) == 75
+    assert FakeTrial.terminated == [0]
+    assert run_sweep(*words) == 0
     out = capsys.readouterr().out
     assert re.findall(r"stopped in trial (\d)", out) == ["1", "0"]
     assert sorted(re.findall(r"^trial (\d): \S+: -?\d", out, re.M)) == ["0", "1", "2", "3"]
 
 
-def test_bad_input_is_told_before_anything_is_trained(go, capsys, tmp_path):
-    for words, told in {
+def test_errors_before_training(run_sweep, capsys, tmp_path):
+    for words, message in {
         ("model.optimizer.rate=0..1",): "--set model.optimizer.rate=1: model.optimizer.rate: SGD has no field 'rate'",
         ("epochs=0..2",): "--set epochs=0: epochs",
         (RATES, "--number", "acuracy"): "number: 'acuracy' is not in any record; did you mean 'accuracy'?",
     }.items():
-        assert go("--vary", *words, "--output", "x") == 2
-        assert told in capsys.readouterr().err
+        assert run_sweep("--vary", *words, "--output", "x") == 2
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
-    assert go("--vary", "model.layers.0.kernel_size=[3]", "--set", "model.layers.0.stride=50", "--output", "x") == 2
+    assert (
+        run_sweep("--vary", "model.layers.0.kernel_size=[3]", "--set", "model.layers.0.stride=50", "--output", "x") == 2
+    )
     (tmp_path / "x").mkdir(exist_ok=True)
     (tmp_path / "x" / "sweep.db").write_text("no data base" * 100)
     capsys.readouterr()
-    assert go("--vary", RATES, "--output", "x") == 2
+    assert run_sweep("--vary", RATES, "--output", "x") == 2
     assert re.match(r"error: x/sweep\.db: cannot be used \(.*\); choose another folder", capsys.readouterr().err)
 
 
 @pytest.mark.long
-def test_runs_are_processes(tmp_path, capsys):
+def test_trials_are_processes(tmp_path, capsys):
     (tmp_path / "file.yaml").write_text(EXPERIMENT)
     path, folder = str(tmp_path / "file.yaml"), str(tmp_path / "here")
     assert main(["sweep", path, "--vary", "epochs=[1]", "--output", folder]) == 0

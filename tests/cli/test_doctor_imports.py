@@ -1,4 +1,4 @@
-"""The range of PyTorch, and `neondist doctor`, which imports what it reports."""
+"""Supported versions of PyTorch, and imports checked by `neondist doctor`."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from neondist.version import TORCH, torch_remedy
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_range_is_that_of_the_install():
+def test_version_range_matches_pyproject():
     bounds = re.search(r'^torch = \["torch>=([0-9.]+),<([0-9.]+)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert bounds.groups() == tuple(".".join(map(str, bound)) for bound in TORCH)
     pinned = re.search(r"^torch==([0-9.]+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
@@ -19,7 +19,7 @@ def test_the_range_is_that_of_the_install():
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.2.2", "2.8.0+cpu", "2.16.0", "2.16.0a0+git1", "3.0", "unknown"])
-def test_others_are_one_message(version):
+def test_unsupported_versions(version):
     assert re.search(rf"{re.escape(version)} is not supported.*pip install 'torch>=2\.9,<2\.16'", torch_remedy(version))
 
 
@@ -28,22 +28,22 @@ def test_supported_versions(version):
     assert not torch_remedy(version)
 
 
-def test_what_cannot_be_imported_is_named(tmp_path, monkeypatch):
-    broken = {
+def test_failed_imports(tmp_path, monkeypatch):
+    modules = {
         "no_such_thing": "raise AttributeError('no such\\nthing')",
         "ends_the_process": "import os; os._exit(3)",
         "imports_well": "print('hello')",
         "says_no": "from neondist.errors import MissingPackageError; raise MissingPackageError('install it')",
     }
-    for name, text in broken.items():
+    for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = doctor.failed_imports([*broken, "json"])
-    assert found.pop("ends_the_process").startswith("no answer")
-    assert found == {"no_such_thing": "AttributeError: no such thing", "says_no": "install it"}
+    failures = doctor.failed_imports([*modules, "json"])
+    assert failures.pop("ends_the_process").startswith("no answer")
+    assert failures == {"no_such_thing": "AttributeError: no such thing", "says_no": "install it"}
 
 
-def test_doctor_warns_of_what_cannot_be_imported(monkeypatch, capsys):
+def test_doctor_warns_of_failed_imports(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "failed_imports", lambda modules: {"neondist.torch": "AttributeError: no apply"})
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": "2.14.1", "cupy": None})
     warnings = []

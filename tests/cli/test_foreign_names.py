@@ -1,4 +1,4 @@
-"""Names with control characters and markup on the terminal, and paths that look like something else."""
+"""Control characters and markup in names on the terminal, and unusual names of outputs."""
 
 import io
 import os
@@ -15,19 +15,22 @@ SHOWN = r"[red]x\x1b[31m\x07\u202e[/]\r\udcff:smile:\x00"
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_what_is_printed_can_be_seen(terminal, capsys):
+def test_control_characters_are_escaped(terminal, capsys):
     from rich.table import Table
     from rich.text import Text
 
     table = Table(NASTY, title=NASTY)
     table.add_row(Text(NASTY))
     table.add_row(NASTY)
-    for shown in (NASTY, Text(NASTY, style="bold"), table):
+    for item in (NASTY, Text(NASTY, style="bold"), table):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=200, color_system=None)
-        console.print(shown)
+        console.print(item)
         text = console.file.getvalue()
         assert SHOWN in text or r"\x1b[31m" in text
-        assert all(one.isprintable() or one == "\n" for one in text.replace("\x1b[1m", "").replace("\x1b[0m", ""))
+        assert all(
+            character.isprintable() or character == "\n"
+            for character in text.replace("\x1b[1m", "").replace("\x1b[0m", "")
+        )
     emit(NASTY)
     say(NASTY, start="\r")
     assert capsys.readouterr().out == f"{SHOWN}\n\r{SHOWN}\n"
@@ -42,20 +45,20 @@ def test_names_of_layers(tmp_path, monkeypatch, capsys):
     assert r"[red]x\x1b[31m\x07\u202e " in capsys.readouterr().out
     (tmp_path / "a.yaml").write_text(text.replace("out_channels: 2", "out_channels: 2, kernel_sise: 1"))
     assert main(["check", "a.yaml"]) == 2
-    told = capsys.readouterr()
-    assert all(one.isprintable() or one == "\n" for one in told.out + told.err)
+    output = capsys.readouterr()
+    assert all(character.isprintable() or character == "\n" for character in output.out + output.err)
 
 
 FOLDERS = {"-x": "-x", "./--": "--", "~/x": "home/x", "./~": "~", "a b": "a b", "a\nb": "a\nb", "[x]": "[x]"}
 
 
-@pytest.mark.parametrize("given", FOLDERS)
-def test_a_run_goes_where_it_is_sent(tmp_path, monkeypatch, given):
+@pytest.mark.parametrize("argument", FOLDERS)
+def test_names_of_output_folders(tmp_path, monkeypatch, argument):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "-a.yaml").write_text(EXPERIMENT.replace("epochs: 2", "epochs: 1"))
-    assert main(["run", f"--output={given}", "--", "-a.yaml"]) == 0
-    assert (tmp_path / FOLDERS[given] / "metrics.jsonl").exists()
+    assert main(["run", f"--output={argument}", "--", "-a.yaml"]) == 0
+    assert (tmp_path / FOLDERS[argument] / "metrics.jsonl").exists()
     assert len(os.listdir(tmp_path)) == 2
 
 
@@ -66,7 +69,7 @@ def test_a_run_goes_where_it_is_sent(tmp_path, monkeypatch, given):
     "evaluate a.yaml --checkpoint c --report=",
     "init images --to=--", "data convert images --to=", "bench step a.yaml --json=--", "bench scaling a.yaml --output=",
 ])  # fmt: skip
-def test_no_place_at_all(tmp_path, monkeypatch, capsys, words):
+def test_empty_names_of_outputs(tmp_path, monkeypatch, capsys, words):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
         main(words.split())

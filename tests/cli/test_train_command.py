@@ -1,12 +1,13 @@
-"""`neondist train MODEL.py`, and evaluate, predict, check and zoo init."""
+"""Command `train MODEL.py`, with `evaluate`, `predict`, `check` and `zoo init`."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_runs import call, needs_mpirun, neondist
-from definitions import MODEL, drawn, write_csv
+from availability import needs_mpirun
+from cli_runs import build_command, run_command
+from model_definition import MODEL_DEFINITION, draw_records, write_csv
 
 pytest.importorskip("torch")
 
@@ -20,22 +21,22 @@ from neondist.services.state import UpdateRule
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    """A folder with a model and records, which is the working directory."""
+def project(tmp_path, monkeypatch):
+    """Return the working directory, which holds a model and records."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / f"model_{tmp_path.name}.py").write_text(MODEL)
-    write_csv(tmp_path / "train.csv", drawn(64))
-    write_csv(tmp_path / "test.csv", drawn(40, seed=1))
+    (tmp_path / f"model_{tmp_path.name}.py").write_text(MODEL_DEFINITION)
+    write_csv(tmp_path / "train.csv", draw_records(64))
+    write_csv(tmp_path / "test.csv", draw_records(40, seed=1))
     return tmp_path
 
 
-def model(place, text=None, name=None):
-    path = place / f"{name or 'model'}_{place.name}.py"
-    path.write_text(MODEL if text is None else text)
+def write_model(project, text=None, name=None):
+    path = project / f"{name or 'model'}_{project.name}.py"
+    path.write_text(MODEL_DEFINITION if text is None else text)
     return str(path)
 
 
-def records_of(folder, name="metrics.jsonl"):
+def read_records(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in Path(folder, name).read_text().splitlines()]
 
 
@@ -43,7 +44,7 @@ DATA = "--training-data", "train.csv", "--validation-data", "test.csv"
 
 
 @pytest.mark.long
-def test_train_evaluate_predict(place, capsys):
+def test_train_evaluate_predict(project, capsys):
     processor = """
 class PredictionOutputsProcessor:
     def process(self, predictions, worker_id):
@@ -53,15 +54,15 @@ class PredictionOutputsProcessor:
 def eval_metrics_fn():
     return {"right": lambda labels, predictions: (predictions.argmax(1) == labels).float().mean()}
 """
-    file = model(place, MODEL + processor, "whole")
+    file = write_model(project, MODEL_DEFINITION + processor, "processor")
     steps = "--evaluation-steps", "3", "--checkpoint-steps", "2", "--num-minibatches-per-task", "2"
     options = "--minibatch-size", "16", "--num-epochs", "3", "--checkpoint-dir", "run", "--output", "out"
     assert main(["train", file, *DATA, *steps, *options]) == 0
-    history = records_of("run")
+    history = read_records("run")
     assert history[-1]["train_loss"] < history[0]["train_loss"]
     assert history[-1]["validation_right"] == pytest.approx(1 - history[-1]["validation_error"])
-    assert [record["step"] for record in records_of("run", "evaluations.jsonl")] == list(range(3, 13, 3))
-    assert (place / "out/weights.safetensors").is_file()
+    assert [record["step"] for record in read_records("run", "evaluations.jsonl")] == list(range(3, 13, 3))
+    assert (project / "out/weights.safetensors").is_file()
     with nd.TaskQueue("run/tasks.sqlite", 64, 32, epochs=3) as queue:
         assert queue.counts() == {"todo": 0, "doing": 0, "done": 6, "failed": 0}
     capsys.readouterr()
@@ -71,18 +72,18 @@ def eval_metrics_fn():
     assert main(["predict", file, *arguments]) == 0
     lines = [line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("predicted ")]
     assert [len(line) for line in lines] == [17, 17, 9]
-    found = np.load("y.npy").argmax(1)
-    assert [int(digit) for line in lines for digit in line[:-1]] == found.tolist()
-    assert np.mean(found != drawn(40, seed=1)[:, 16]) == history[-1]["validation_error"]
+    classes = np.load("y.npy").argmax(1)
+    assert [int(digit) for line in lines for digit in line[:-1]] == classes.tolist()
+    assert np.mean(classes != draw_records(40, seed=1)[:, 16]) == history[-1]["validation_error"]
 
 
-def test_training_without_validation_data(place):
-    assert main(["train", model(place), "--training-data", "train.csv", "--output", "run"]) == 0
-    assert "validation_loss" not in records_of("run")[0]
+def test_training_without_validation_data(project):
+    assert main(["train", write_model(project), "--training-data", "train.csv", "--output", "run"]) == 0
+    assert "validation_loss" not in read_records("run")[0]
 
 
 @pytest.mark.long
-def test_a_stopped_run_goes_on_with_its_tasks(place):
+def test_stopped_run_resumes_its_tasks(project):
     stop = """
 import neondist as nd
 
@@ -97,10 +98,10 @@ def callbacks():
     return [Stop()]
 """
     options = *DATA, "--minibatch-size", "16", "--num-epochs", "2", "--checkpoint-steps", "3"
-    assert main(["train", model(place, MODEL + stop, "stop"), *options, "--output", "a"]) == 130
-    assert main(["train", model(place), *options, "--output", "a", "--resume"]) == 0
-    assert main(["train", model(place), *options, "--output", "b"]) == 0
-    last = [records_of(folder)[-1] for folder in "ab"]
+    assert main(["train", write_model(project, MODEL_DEFINITION + stop, "stop"), *options, "--output", "a"]) == 130
+    assert main(["train", write_model(project), *options, "--output", "a", "--resume"]) == 0
+    assert main(["train", write_model(project), *options, "--output", "b"]) == 0
+    last = [read_records(folder)[-1] for folder in "ab"]
     assert last[0]["validation_loss"] == last[1]["validation_loss"]
 
 
@@ -109,58 +110,63 @@ OPTIONS = *DATA, "--minibatch-size", "32", "--distribution-strategy", "Allreduce
 
 @needs_mpirun
 @pytest.mark.long
-def test_replicas_are_ranks_of_one_job(place):
-    many = *OPTIONS, "--num-workers", "2", "--output", "many", "--force"
-    code, _, err = call(neondist("train", model(place), *many), place, NEONDIST_TESTS_HIDE="matplotlib")
+def test_replicas_are_ranks_of_one_job(project):
+    options = *OPTIONS, "--num-workers", "2", "--output", "many", "--force"
+    code, _, err = run_command(
+        build_command("train", write_model(project), *options), project, NEONDIST_TESTS_HIDE="matplotlib"
+    )
     assert code == 0, err
-    assert main(["train", model(place), *OPTIONS, "--output", "one"]) == 0
-    losses = [records_of(folder)[0]["validation_loss"] for folder in ("one", "many")]
+    assert main(["train", write_model(project), *OPTIONS, "--output", "one"]) == 0
+    losses = [read_records(folder)[0]["validation_loss"] for folder in ("one", "many")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.long
-def test_replicas_of_tiles_train_what_one_process_does(place):
-    definition = load_definition(model(place))
+def test_tiled_replicas_match_one_process(project):
+    definition = load_definition(write_model(project))
 
-    def trained(world):
+    def train(world):
         size = {1: (), 4: ("--num-workers", "2", "--tiles", "2x1")}[world.size]
-        arguments = parser().parse_args(["train", model(place), *OPTIONS, *size])
+        arguments = parser().parse_args(["train", write_model(project), *OPTIONS, *size])
         experiment = experiment_of(definition, arguments, "train.csv", "test.csv")
         return experiment.run(experiment.open_grid(world), hooks=[]).history[0]["validation_loss"]
 
-    one, many = nd.loopback.run(1, trained), nd.loopback.run(4, trained)
-    np.testing.assert_allclose(many, one * 4, rtol=1e-4)
+    serial, parallel = nd.loopback.run(1, train), nd.loopback.run(4, train)
+    np.testing.assert_allclose(parallel, serial * 4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "message"),
     [
-        (MODEL.replace("def loss", "def cost"), "has no loss; it has CustomModel, cost, feed, optimizer"),
-        (MODEL.replace("def feed", "def food").replace("def optimizer", "def o"), "has no optimizer and no feed"),
-        (MODEL.replace("(nn.Module)", ""), "has no model"),
-        (MODEL.replace("features, values[:, 16]", "features, values[1:, 16]"), "labels are 1 for 2 records"),
-        (MODEL.replace("def loss(", "def loss(("), "SyntaxError"),
-        (MODEL.replace("(parameters, lr=0.1)", "(lr=0.1)").replace("SGD(parameters", "SGD([]"), "optimizer"),
-        (MODEL.replace("torch.optim.SGD(parameters, lr)", "3"), "returned a int"),
-        (MODEL.replace("4 * 4", "5"), "out"),
+        (MODEL_DEFINITION.replace("def loss", "def cost"), "has no loss; it has CustomModel, cost, feed, optimizer"),
+        (
+            MODEL_DEFINITION.replace("def feed", "def food").replace("def optimizer", "def o"),
+            "has no optimizer and no feed",
+        ),
+        (MODEL_DEFINITION.replace("(nn.Module)", ""), "has no model"),
+        (MODEL_DEFINITION.replace("features, values[:, 16]", "features, values[1:, 16]"), "labels are 1 for 2 records"),
+        (MODEL_DEFINITION.replace("def loss(", "def loss(("), "SyntaxError"),
+        (MODEL_DEFINITION.replace("(parameters, lr=0.1)", "(lr=0.1)").replace("SGD(parameters", "SGD([]"), "optimizer"),
+        (MODEL_DEFINITION.replace("torch.optim.SGD(parameters, lr)", "3"), "returned a int"),
+        (MODEL_DEFINITION.replace("4 * 4", "5"), "out"),
     ],
 )
-def test_bad_definitions(place, capsys, text, what):
-    file = model(place, text, f"bad{abs(hash(text))}")
+def test_bad_definitions(project, capsys, text, message):
+    file = write_model(project, text, f"bad{abs(hash(text))}")
     assert main(["train", file, *DATA, "--output", "run"]) == 2
     error = capsys.readouterr().err
-    assert what in error
+    assert message in error
     assert file in error or "out" in error
-    assert not (place / "run").exists()
+    assert not (project / "run").exists()
 
 
-def test_bad_records(place, capsys):
-    text = (place / "train.csv").read_text().splitlines()
+def test_bad_records(project, capsys):
+    text = (project / "train.csv").read_text().splitlines()
     text[9] = "1,2,3"
-    (place / "train.csv").write_text("\n".join(text))
-    assert main(["train", model(place), *DATA, "--output", "run"]) == 2
+    (project / "train.csv").write_text("\n".join(text))
+    assert main(["train", write_model(project), *DATA, "--output", "run"]) == 2
     assert "train.csv:10: has 3 columns, expected 17" in capsys.readouterr().err
-    assert main(["train", model(place), *DATA, "--output", "run", "--skip-bad-records", "--overwrite"]) == 0
+    assert main(["train", write_model(project), *DATA, "--output", "run", "--skip-bad-records", "--overwrite"]) == 0
     output = capsys.readouterr()
     assert "1 bad records are skipped" in output.out + output.err
     assert "63 training" in output.out + output.err
@@ -171,13 +177,26 @@ ELASTIC = "--distribution-strategy", "ParameterServerStrategy", "--num-workers"
 
 
 @pytest.mark.long
-def test_servers_average_as_many_gradients_as_the_options_say(place):
-    words = "train", model(place), *DATA, "--minibatch-size", "16", "--num-epochs", "2", *SERVED, "--num-ps", "1"
+def test_servers_average_the_requested_gradients(project):
+    words = (
+        "train",
+        write_model(project),
+        *DATA,
+        "--minibatch-size",
+        "16",
+        "--num-epochs",
+        "2",
+        *SERVED,
+        "--num-ps",
+        "1",
+    )
     mode = "--grads-to-wait", "2", "--sync-version-tolerance", "1"
-    code, out, err = call(neondist(*words, *mode, "--output", "run"), place, NEONDIST_TESTS_HIDE="matplotlib")
+    code, out, err = run_command(
+        build_command(*words, *mode, "--output", "run"), project, NEONDIST_TESTS_HIDE="matplotlib"
+    )
     assert code == 0, err
     assert "applied: 64 records in each of 2 epochs, each once" in out, err
-    folder = next((place / "run/servers").glob("checkpoint-*"))
+    folder = next((project / "run/servers").glob("checkpoint-*"))
     assert read_configuration(folder, 0, 1).fields["rule"] == UpdateRule(True, 2, 1).to_json()
 
 
@@ -195,16 +214,18 @@ def test_servers_average_as_many_gradients_as_the_options_say(place):
         (["--num-workers", "2:2", "--use-async"], UpdateRule(False, 1)),
     ],
 )
-def test_rules_of_servers(place, options, rule):
-    (place / "slots").write_text("localhost:2\n")
+def test_update_rules(project, options, rule):
+    (project / "slots").write_text("localhost:2\n")
     slots = ["--hosts-from", "slots"] if any(":" in option for option in options) else []
-    arguments = parser().parse_args(["train", model(place), "--training-data", "train.csv", *SERVED, *options, *slots])
+    arguments = parser().parse_args(
+        ["train", write_model(project), "--training-data", "train.csv", *SERVED, *options, *slots]
+    )
     _settle(arguments)
     assert arguments.update_rule == rule
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "message"),
     [
         (["--num-workers", "2"], "Local has one worker"),
         (["--use-async"], "--use-async applies to ParameterServerStrategy"),
@@ -227,19 +248,19 @@ def test_rules_of_servers(place, options, rule):
         ([*SERVED, "--wait", "1m"], "--wait applies to a varying number of workers"),
     ],
 )
-def test_contradictions(place, capsys, options, what):
-    (place / "slots").write_text("localhost:2\n")
-    (place / "elsewhere").write_text("localhost:1\nfar:3\n")
-    (place / "empty").touch()
-    (place / "nodes.yaml").write_text("{nodes: [{address: far, chief: true, ssh_config: a}], ssh: {a: {}}}")
-    assert main(["train", model(place), "--training-data", "train.csv", *options]) == 2
+def test_conflicting_options(project, capsys, options, message):
+    (project / "slots").write_text("localhost:2\n")
+    (project / "elsewhere").write_text("localhost:1\nfar:3\n")
+    (project / "empty").touch()
+    (project / "nodes.yaml").write_text("{nodes: [{address: far, chief: true, ssh_config: a}], ssh: {a: {}}}")
+    assert main(["train", write_model(project), "--training-data", "train.csv", *options]) == 2
     err = capsys.readouterr().err
-    assert what in err
+    assert message in err
     assert err.count("error:") == 1
 
 
 @pytest.mark.parametrize("number", ["4:1", "0:2", "0", "1:", ":2", "one", "1:2:3", "-1", "1.5", "1:9999999", "²"])
-def test_numbers_of_workers_that_are_none(capsys, number):
+def test_invalid_numbers_of_workers(capsys, number):
     with pytest.raises(SystemExit) as error:
         main(["train", "model.py", "--training-data", "train.csv", f"--num-workers={number}"])
     assert error.value.code == 2
@@ -248,40 +269,44 @@ def test_numbers_of_workers_that_are_none(capsys, number):
     )
 
 
-def test_elasticdl_spellings(place):
-    """dataset_fn with three arguments, and optimizer(lr) that returns a function of the parameters."""
-    text = MODEL.replace("def feed(records, mode)", "def dataset_fn(records, mode, _)")
+def test_elasticdl_conventions(project):
+    """Accept dataset_fn with three arguments, and optimizer(lr) that returns a function of the parameters."""
+    text = MODEL_DEFINITION.replace("def feed(records, mode)", "def dataset_fn(records, mode, _)")
     text = text.replace("optimizer(parameters, lr=0.1)", "optimizer(lr=0.1)")
     text = text.replace(
         "return torch.optim.SGD(parameters, lr)", "return lambda parameters: torch.optim.SGD(parameters, lr)"
     )
-    assert main(["check", model(place, text, "spelt"), "--training-data", "train.csv"]) == 0
+    assert main(["check", write_model(project, text, "elasticdl"), "--training-data", "train.csv"]) == 0
 
 
-def test_other_names(place, capsys):
-    text = MODEL.replace("def loss(", "def cost(").replace("def feed(", "def parse(").replace("CustomModel", "Net")
+def test_custom_names(project, capsys):
+    text = (
+        MODEL_DEFINITION.replace("def loss(", "def cost(")
+        .replace("def feed(", "def parse(")
+        .replace("CustomModel", "Net")
+    )
     text = text.replace("def optimizer(", "def sgd(") + "\n\ndef make():\n    return Net()\n"
-    file = model(place, text, "named")
+    file = write_model(project, text, "named")
     names = "--loss", "cost", "--feed", "parse", "--optimizer", "sgd", "--model-def", "named.make"
     assert main(["check", file, "--training-data", "train.csv", *names]) == 0
     assert main(["check", file, *names[:-1], "build"]) == 2
     assert "has no build, given as custom_model; it has Net, cost, make, parse, sgd" in capsys.readouterr().err
 
 
-def test_zoo_init_writes_what_check_takes(place, capsys):
+def test_zoo_init_writes_a_valid_project(project, capsys):
     assert main(["zoo", "init", "zoo"]) == 0
     assert main(["check", "zoo/model.py"]) == 0
     assert main(["zoo", "init", "zoo"]) == 2
     assert "exists already" in capsys.readouterr().err
 
 
-def test_the_example_is_the_project_of_zoo_init(place, request):
+def test_zoo_init_writes_the_example(project, request):
     assert main(["zoo", "init", "zoo"]) == 0
     example = (request.config.rootpath / "examples/mnist_definition.py").read_text()
-    assert (place / "zoo/model.py").read_text() == example.replace("examples/mnist_definition.py", "model.py")
+    assert (project / "zoo/model.py").read_text() == example.replace("examples/mnist_definition.py", "model.py")
 
 
-def test_records_of_a_data_set(place):
+def test_records_of_a_data_set(project):
     text = "!Synthetic {shape: [4, 4, 1], train: 5, test: 3, classes: 2}"
     for file in ("a.csv", "a.recordio"):
         assert main(["data", "records", text, "--to", file]) == 0
@@ -292,9 +317,9 @@ def test_records_of_a_data_set(place):
     assert a.shape == (5, 17)
 
 
-def test_splits_of_a_data_set_stay_apart(place):
+def test_splits_of_a_data_set(project):
     text = "!Synthetic {shape: [4, 4, 1], train: 5, test: 3, classes: 2}"
-    file, words = model(place), ["--training-data", text, "--validation-data", text]
+    file, words = write_model(project), ["--training-data", text, "--validation-data", text]
     experiment = experiment_of(load_definition(file), parser().parse_args(["train", file, *words]), text, text)
     experiment.dataset.open(nd.ProcessGrid.serial())
     assert (len(experiment.dataset.train), len(experiment.dataset.validation)) == (5, 3)

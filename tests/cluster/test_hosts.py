@@ -1,4 +1,4 @@
-"""Lists of hosts, from files and scripts, and which of them may be used."""
+"""Lists of hosts from files and scripts, and usable hosts."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ FORMS = ("{0}:{1}", "{0} slots={1}", "  {0} slots={1} max_slots=9  # two", "{0}\
 
 
 @given(st.dictionaries(NAMES, st.tuples(st.integers(1, 99), st.sampled_from(FORMS))))
-def test_all_forms_of_a_line(hosts):
+def test_forms_of_a_line(hosts):
     text = "# hosts\n\n" + "\n".join(form.format(name, slots) for name, (slots, form) in hosts.items())
     assert parse_hosts(text, "hosts") == {name: slots for name, (slots, _) in hosts.items()}
 
@@ -22,7 +22,7 @@ def test_repeated_and_empty_lines():
 
 
 def test_slots_of_the_environment(monkeypatch):
-    """The MPI operator's script prints names alone."""
+    """Read bare names, as the script of the MPI operator prints them."""
     monkeypatch.setenv("OMPI_MCA_orte_set_default_slots", "3")
     assert parse_hosts("a\nb:2\nc slots=1\nd max_slots=9\n", "x") == {"a": 3, "b": 2, "c": 1, "d": 3}
     monkeypatch.setenv("OMPI_MCA_orte_set_default_slots", "two")
@@ -31,20 +31,20 @@ def test_slots_of_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("line", ["-x", "a b", "a:b", "a: 2", "$(id)", "a slots=-1", "a;b", "a:1:2"])
-def test_what_is_no_host(line):
+def test_invalid_hosts(line):
     with pytest.raises(ConfigError, match=r"hosts:2: '.*' is not a host; expected HOST"):
         parse_hosts(f"a\n{line}\n", "hosts")
 
 
 @given(st.dictionaries(NAMES, st.integers(1, 4), max_size=5), st.integers(0, 20))
 def test_hosts_are_filled_in_order(hosts, ranks):
-    found = fill(hosts, ranks)
-    assert sum(found.values()) == min(ranks, sum(hosts.values()))
-    assert list(found) == list(hosts)[: len(found)]
-    assert all(found[host] == hosts[host] for host in list(found)[:-1])
+    filled = fill(hosts, ranks)
+    assert sum(filled.values()) == min(ranks, sum(hosts.values()))
+    assert list(filled) == list(hosts)[: len(filled)]
+    assert all(filled[host] == hosts[host] for host in list(filled)[:-1])
 
 
-def script(path, text):
+def write_script(path, text):
     path.write_text(text)
     path.chmod(0o755)
     return str(path)
@@ -55,23 +55,23 @@ def test_sources(tmp_path):
     (tmp_path / "r.yaml").write_text("nodes: [{address: a, cpus: [0, 1]}]")
     assert HostSource(str(tmp_path / "hosts")).read() == {"a": 2, "b": 1}
     assert HostSource(str(tmp_path / "r.yaml")).read() == {"a": 2}
-    discover = script(tmp_path / "discover_hosts.sh", "#!/bin/sh\necho w-0.job.svc:1\necho w-1.job.svc:1\n")
+    discover = write_script(tmp_path / "discover_hosts.sh", "#!/bin/sh\necho w-0.job.svc:1\necho w-1.job.svc:1\n")
     assert HostSource(discover).read() == {"w-0.job.svc": 1, "w-1.job.svc": 1}
 
 
-def test_sources_that_cannot_be_read(tmp_path):
+def test_unreadable_sources(tmp_path):
     (tmp_path / "no.sh").write_text("#!/bin/sh\necho a\n")
     for path, message in (
         (str(tmp_path / "none"), "no such file"),
         (str(tmp_path / "no.sh"), "chmod"),
-        (script(tmp_path / "fails", "#!/bin/sh\necho no network >&2; exit 3\n"), r"exit code 3 \(no network\)"),
-        (script(tmp_path / "prints", "#!/bin/sh\necho a b\n"), "prints: output:1: 'a b' is not a host"),
+        (write_script(tmp_path / "fails", "#!/bin/sh\necho no network >&2; exit 3\n"), r"exit code 3 \(no network\)"),
+        (write_script(tmp_path / "prints", "#!/bin/sh\necho a b\n"), "prints: output:1: 'a b' is not a host"),
     ):
         with pytest.raises(ConfigError, match=message):
             HostSource(path).read()
 
 
-def test_a_host_that_failed_cools_down():
+def test_failed_host_cools_down():
     now, hosts = [0.0], {"a": 1, "b.cluster": 2}
     pool = HostPool(lambda: dict(hosts), 60.0, lambda: now[0])
     pool.refresh()
@@ -83,7 +83,7 @@ def test_a_host_that_failed_cools_down():
     assert pool.usable() == hosts
 
 
-def test_the_last_list_stays_where_the_source_fails():
+def test_last_list_outlives_a_failing_source():
     answers = [{"a": 1}, ConfigError("no network"), {"b": 1}]
 
     def read():
@@ -98,8 +98,8 @@ def test_the_last_list_stays_where_the_source_fails():
         assert (pool.listed, pool.error) == (listed, error)
 
 
-def test_hosts_that_cannot_be_used(tmp_path, monkeypatch):
-    agent = script(tmp_path / "agent", '#!/bin/sh\n[ "$1" != b ] || exit 255\neval "$2"\n')
+def test_unusable_hosts(tmp_path, monkeypatch):
+    agent = write_script(tmp_path / "agent", '#!/bin/sh\n[ "$1" != b ] || exit 255\neval "$2"\n')
     env = {"PRTE_MCA_plm_ssh_agent": agent}
     assert unusable(["a", "b", "c"], env) == {"b": "cannot be reached"}
     assert unusable(["a"], {"PRTE_MCA_plm_ssh_agent": str(tmp_path / "none")}) == {"a": "cannot be reached"}

@@ -1,4 +1,4 @@
-"""The Dockerfile: what manifests expect of it, and its commands; `make image` runs those that fetch packages, too."""
+"""Dockerfile: agreement with manifests, and its commands; `make image` also runs those that fetch packages."""
 
 import os
 import re
@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
 
 
-def without_namespaces():
+def find_obstacle():
+    """Return the reason why the image cannot be emulated here, or ''."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a private file system needs Linux and root"
     if not all(map(shutil.which, ("unshare", "setpriv", "useradd", "ssh"))) or not Path("/usr/sbin/sshd").exists():
@@ -30,7 +31,7 @@ def without_namespaces():
     return ""
 
 
-def test_manifests_and_image_agree():
+def test_image_matches_manifests():
     worker = mpi_job(Submission("toy", str(ROOT / "yaml/mnist_convnet.yaml"), 1, 1), IMAGE)[-1]
     spec = worker["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     assert f"docker build -t {spec['image']} ." in TEXT
@@ -42,9 +43,9 @@ def test_manifests_and_image_agree():
     assert set(re.findall(r"^([A-Z]+) ", TEXT, re.MULTILINE)) == {"FROM", "RUN", "ENV", "COPY", "USER", "WORKDIR"}
 
 
-@pytest.mark.skipif(bool(without_namespaces()), reason=without_namespaces())
-def test_a_launcher_reaches_a_worker():
-    """By ssh, without a word about hosts, and with the key as operators mount it."""
+@pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
+def test_launcher_reaches_a_worker():
+    """Connect by ssh, without questions about host keys, with the key as operators mount it."""
     words = [sys.executable, ROOT / "tools" / "image_steps.py", "--last", "1"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout) == (0, "sshd: mpiuser\n"), done.stderr
+    process = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (process.returncode, process.stdout) == (0, "sshd: mpiuser\n"), process.stderr

@@ -1,4 +1,4 @@
-"""Manifests of jobs, against the schemas of both operators, and their launchers' commands over fake nodes."""
+"""Manifests of jobs: schemas of both operators, and commands of launchers on fake nodes."""
 
 import functools
 import gzip
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from cli_runs import EXPERIMENT, call, here
-from fake_nodes import FakeNodes, missing, needs_mpirun
+from availability import needs_mpirun
+from cli_runs import EXPERIMENT, run_command, run_in_process
+from fake_nodes import FakeNodes, needs_fake_nodes
 
 import yaml
 from neondist.cluster.submit import Submission, job_name
@@ -21,7 +22,7 @@ FILES = {
     "ClusterTrainingRuntime": "trainer.kubeflow.org_clustertrainingruntimes.v1alpha1",
 }  # fmt: skip
 KINDS = {"--mpijob": mpi_job, "--trainjob": train_job}
-# set by both operators beside what a manifest has, for Open MPI 4
+# both operators add these to a manifest, for Open MPI 4
 OPERATORS = {
     "OMPI_MCA_orte_keep_fqdn_hostnames": "true", "OMPI_MCA_orte_default_hostfile": HOST_FILE,
     "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10", "OMPI_MCA_orte_set_default_slots": "2",
@@ -29,34 +30,34 @@ OPERATORS = {
 }  # fmt: skip
 
 
-def strict(node):
-    """Return a structural schema of Kubernetes as a JSON schema that refuses unknown fields."""
+def strict_schema(node):
+    """Return a structural schema of Kubernetes as a JSON schema that rejects unknown fields."""
     if isinstance(node, list):
-        return [strict(one) for one in node]
+        return [strict_schema(item) for item in node]
     if not isinstance(node, dict):
         return node
     if node.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
     fields = node.get("properties") if isinstance(node.get("properties"), dict) else None
-    left_out = "format", "description", "properties"
-    new = {k: strict(v) for k, v in node.items() if not k.startswith("x-kubernetes") and k not in left_out}
-    if fields is not None:  # which may have any name
-        new["properties"] = {name: strict(value) for name, value in fields.items()}
-        if "additionalProperties" not in new and not node.get("x-kubernetes-preserve-unknown-fields"):
-            new["additionalProperties"] = False
-    return new
+    dropped = "format", "description", "properties"
+    result = {k: strict_schema(v) for k, v in node.items() if not k.startswith("x-kubernetes") and k not in dropped}
+    if fields is not None:  # fields may have any name
+        result["properties"] = {name: strict_schema(value) for name, value in fields.items()}
+        if "additionalProperties" not in result and not node.get("x-kubernetes-preserve-unknown-fields"):
+            result["additionalProperties"] = False
+    return result
 
 
 @functools.cache
-def schema(kind):
+def validator(kind):
     crd = yaml.load(gzip.decompress((SCHEMAS / f"{FILES[kind]}.yaml.gz").read_bytes()), yaml.CSafeLoader)
-    found = strict(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
-    found["properties"]["metadata"] = {"type": "object"}
-    return jsonschema.Draft202012Validator(found)
+    strict = strict_schema(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+    strict["properties"]["metadata"] = {"type": "object"}
+    return jsonschema.Draft202012Validator(strict)
 
 
 def errors(manifest):
-    return [f"{error.json_path}: {error.message}" for error in schema(manifest["kind"]).iter_errors(manifest)]
+    return [f"{error.json_path}: {error.message}" for error in validator(manifest["kind"]).iter_errors(manifest)]
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def job(folder, **fields):
+def submission(folder, **fields):
     return Submission("toy-1", str(folder / "Toy 1.yaml"), **{"ranks": 4, "nodes": 2, **fields})
 
 
@@ -76,8 +77,8 @@ def containers(objects):
         replicas = objects[-1]["spec"]["mpiReplicaSpecs"]
         return [replicas[name]["template"]["spec"]["containers"][0] for name in ("Launcher", "Worker")]
     worker, launcher = (
-        one["template"]["spec"]["template"]["spec"]["containers"][0]
-        for one in objects[1]["spec"]["template"]["spec"]["replicatedJobs"]
+        job["template"]["spec"]["template"]["spec"]["containers"][0]
+        for job in objects[1]["spec"]["template"]["spec"]["replicatedJobs"]
     )
     trainer = objects[-1]["spec"]["trainer"]
     return [{**launcher, "command": trainer["command"], "env": trainer["env"]}, worker]
@@ -85,58 +86,60 @@ def containers(objects):
 
 @pytest.mark.parametrize("make", KINDS.values())
 @pytest.mark.parametrize("claim", [None, "disk"])
-def test_manifests_pass_the_schemas(make, claim, folder):
+def test_manifests_match_the_schemas(make, claim, folder):
     objects = make(
-        job(folder, modules=(str(folder / "layers.py"), "package.module"), settings=("epochs=3",)), "image", claim
+        submission(folder, modules=(str(folder / "layers.py"), "package.module"), settings=("epochs=3",)),
+        "image",
+        claim,
     )
     assert list(yaml.safe_load_all(dump(objects))) == objects
-    assert [errors(one) for one in objects[1:]] == [[]] * (len(objects) - 1)
+    assert [errors(manifest) for manifest in objects[1:]] == [[]] * (len(objects) - 1)
     launcher, worker = containers(objects)
-    assert {one["name"]: one["value"] for one in launcher["env"]} == {
+    assert {item["name"]: item["value"] for item in launcher["env"]} == {
         "PRTE_MCA_prte_default_hostfile": HOST_FILE, "PRTE_MCA_plm_ssh_args": "-o ConnectionAttempts=10",
     }  # fmt: skip
     assert worker["command"][:2] == ["/usr/sbin/sshd", "-De"]
     keys = {f"/etc/neondist/{key}" for key in objects[0]["data"]}
     assert keys == {"/etc/neondist/experiment.yaml", "/etc/neondist/layers.py"}
     assert keys <= set(launcher["command"])
-    for one in (launcher, worker):
-        assert {mount["mountPath"] for mount in one["volumeMounts"]} >= {"/etc/neondist", "/dev/shm"}
+    for container in (launcher, worker):
+        assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/etc/neondist", "/dev/shm"}
 
 
 @pytest.mark.parametrize("make", KINDS.values())
-def test_the_schemas_refuse_unknown_fields(make, folder):
-    """At the top, and in the containers: what the cluster would drop without a word."""
-    objects = make(job(folder), "image")[1:]
+def test_schemas_reject_unknown_fields(make, folder):
+    """Reject fields that the cluster would drop silently, at the top and in containers."""
+    objects = make(submission(folder), "image")[1:]
     for manifest in objects:
         manifest["spec"]["misspelt"] = {}
-        assert any("misspelt" in one for one in errors(manifest))
+        assert any("misspelt" in error for error in errors(manifest))
         del manifest["spec"]["misspelt"]
-    for one in containers([None, *objects]):
-        one["volumeMounts"][0]["mountpath"] = one["volumeMounts"][0].pop("mountPath")
-    assert sum("mountpath" in one for one in errors(objects[0])) == 2
+    for container in containers([None, *objects]):
+        container["volumeMounts"][0]["mountpath"] = container["volumeMounts"][0].pop("mountPath")
+    assert sum("mountpath" in error for error in errors(objects[0])) == 2
 
 
-def test_no_command_of_a_trainjob_reaches_its_workers(folder):
-    """Trainer replaces the commands of replicated jobs that have labels, and only those."""
-    _, runtime, trainjob = train_job(job(folder), "image")
+def test_trainjob_leaves_commands_of_workers(folder):
+    """Label the launcher alone: Trainer replaces the commands of labelled jobs."""
+    _, runtime, trainjob = train_job(submission(folder), "image")
     jobs = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    labels = {one["name"]: one["template"].get("metadata", {}).get("labels") for one in jobs}
+    labels = {job["name"]: job["template"].get("metadata", {}).get("labels") for job in jobs}
     assert labels == {"node": None, "launcher": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
     assert jobs[1]["dependsOn"] == [{"name": "node", "status": "Ready"}]
     assert trainjob["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
 
 
-@pytest.mark.parametrize(("given", "name"), [
+@pytest.mark.parametrize(("text", "name"), [
     ("Toy 1.yaml", "toy-1"), ("a/b/mnist_convnet.yaml", "mnist-convnet"), ("1.yaml", "neondist-1"),
     ("ü.yaml", "neondist"), ("x" * 99, "x" * 40), ("-a-.yaml", "a"),
 ])  # fmt: skip
-def test_names(given, name):
-    assert job_name(given) == name
+def test_job_names(text, name):
+    assert job_name(text) == name
 
 
 @pytest.mark.parametrize("make", KINDS.values())
-def test_workers_beside_servers_are_on_the_pods(make, folder):
-    launcher, _ = containers(make(job(folder, needs_servers=True), "image"))
+def test_workers_with_servers_run_on_the_pods(make, folder):
+    launcher, _ = containers(make(submission(folder, needs_servers=True), "image"))
     words = launcher["command"]
     assert words[words.index("--hosts-from") + 1] in (HOST_FILE, DISCOVERY)
     assert words[words.index("-n") + 1] == "4"
@@ -156,46 +159,46 @@ def test_workers_beside_servers_are_on_the_pods(make, folder):
     (["--mpijob", "--set", "grid.rows=3"], "rows x cols can be 1 x 1"),
     (["--mpijob", "--output", "no/such/folder"], "cannot be written"),
 ])  # fmt: skip
-def test_mistakes(folder, words, message):
-    code, out, err = here(folder, "submit", *words, "Toy 1.yaml")
+def test_errors(folder, words, message):
+    code, out, err = run_in_process(folder, "submit", *words, "Toy 1.yaml")
     assert (code, out, message in err) == (2, "", True), err
     assert len(err.splitlines()) == 1
 
 
-def test_files_without_names_for_a_config_map(folder):
+def test_modules_that_fit_no_config_map(folder):
     (folder / "other").mkdir()
     for name in ("other/layers.py", "a b.py"):
         (folder / name).touch()
     for modules in (("layers.py", "other/layers.py"), ("a b.py",)):
         with pytest.raises(ConfigError, match="need unique names"):
-            mpi_job(job(folder, modules=modules), "image")
+            mpi_job(submission(folder, modules=modules), "image")
     (folder / "large.py").write_text("#" * (1 << 20))
     with pytest.raises(ConfigError, match="a ConfigMap holds at most 1 MiB"):
-        mpi_job(job(folder, modules=(str(folder / "large.py"),)), "image")
+        mpi_job(submission(folder, modules=(str(folder / "large.py"),)), "image")
 
 
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@needs_fake_nodes
 @needs_mpirun
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.long
-def test_the_launcher_starts_ranks_on_all_workers(kind, folder, tmp_path):
-    """With the operator's variables, host file and script of hosts, at the paths that a container would have."""
-    names = [f"toy-1-worker-{at}.toy-1-worker.default.svc" for at in range(2)]
-    launcher, _ = containers(KINDS[kind](job(folder), "image"))
+def test_launcher_starts_ranks_on_all_workers(kind, folder, tmp_path):
+    """Provide the operator's variables, host file and discovery script at the paths of a container."""
+    names = [f"toy-1-worker-{i}.toy-1-worker.default.svc" for i in range(2)]
+    launcher, _ = containers(KINDS[kind](submission(folder), "image"))
     nodes = FakeNodes(tmp_path, *names, slots=2)
     script = tmp_path / "discover_hosts.sh"
     script.write_text("#!/bin/sh\n" + "".join(f"echo {name}\n" for name in names))
     script.chmod(0o755)
-    places = {
+    paths = {
         HOST_FILE: str(tmp_path / "hosts"), DISCOVERY: str(script), "/etc/neondist/experiment.yaml": "Toy 1.yaml",
         "/home/mpiuser/runs/toy-1": "out",
     }  # fmt: skip
-    env = OPERATORS | {one["name"]: one["value"] for one in launcher["env"]}
-    env = nodes.env | {name: places.get(value, value) for name, value in env.items()}
-    command, *words = [places.get(word, word) for word in launcher["command"]]
+    env = OPERATORS | {variable["name"]: variable["value"] for variable in launcher["env"]}
+    env = nodes.env | {name: paths.get(value, value) for name, value in env.items()}
+    command, *words = [paths.get(word, word) for word in launcher["command"]]
     assert command == "neondist"
     try:
-        code, out, err = call([sys.executable, "-m", "neondist", *words], folder, **env)
+        code, out, err = run_command([sys.executable, "-m", "neondist", *words], folder, **env)
         assert code == 0, err
         assert "ConvnetDist on 4 ranks" in out
         facts = yaml.safe_load((folder / "out" / "environment.json").read_text())

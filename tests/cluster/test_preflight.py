@@ -1,4 +1,4 @@
-"""The check of nodes before a job is started: what it finds, and the ssh_config that it shares with mpirun."""
+"""Check of nodes before a job starts, and the ssh_config that it shares with mpirun."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from neondist.cluster.ssh_config import AGENT, OWN, python_of, ssh_command, writ
 from neondist.errors import ConfigError, LaunchError
 from neondist.launcher.placement import assign_ranks
 
-# each node is this machine, but for its name
+# each node is this machine under another name
 AGENT_SCRIPT = """#!/bin/sh
 [ "$1" = -F ] && [ -f "$2" ] || exit 3
 host=$3; shift 3
@@ -29,18 +29,18 @@ echo "mpirun (Open MPI) ${MPI_THERE:-5.0.11}"
 echo
 echo "Report bugs to https://www.open-mpi.org/community/help/"
 """
-ODD = ["a b", "$HOME", "`id`", "'", '"', ";#", "$(touch x)", "*", "ü", "-x", ""]
+SPECIAL_WORDS = ["a b", "$HOME", "`id`", "'", '"', ";#", "$(touch x)", "*", "ü", "-x", ""]
 posix = pytest.mark.skipif(os.name != "posix", reason="a shell script")
 
 
 def resources(*addresses, **ssh):
-    nodes = [{"address": "here", "chief": True}, *({"address": each, "ssh_config": "g"} for each in addresses)]
+    nodes = [{"address": "here", "chief": True}, *({"address": address, "ssh_config": "g"} for address in addresses)]
     return nd.ResourceSpec({"nodes": nodes, "ssh": {"g": ssh}})
 
 
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """A function that checks nodes, from a folder with an odd name that has file.yaml."""
+    """Return a function that checks nodes, run in a folder with special characters that holds file.yaml."""
     folder = tmp_path / "it's $HOME"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -64,7 +64,7 @@ def check(tmp_path, monkeypatch):
 
 
 @posix
-def test_what_is_found(check):
+def test_report(check):
     reports = check(resources("a", "b"))
     assert [report.problems for report in reports] == [[]] * 3
     for report in reports:
@@ -76,7 +76,7 @@ def test_what_is_found(check):
 
 
 @posix
-def test_all_problems_of_all_nodes_at_once(check):
+def test_all_problems_are_reported(check):
     reports = check(resources("gone", "older", "fine"), {"fine": 10**6}, ["file.yaml", "missing.py"], "no_mpirun")
     with pytest.raises(LaunchError) as error:
         refuse(reports)
@@ -90,14 +90,14 @@ def test_all_problems_of_all_nodes_at_once(check):
 
 
 @posix
-def test_another_mpi(check):
-    """Its version is in the first line of several."""
+def test_other_version_of_mpi(check):
+    """Read the version from the first of several lines."""
     (report,) = check(resources("older"))[1:]
     assert "Open MPI 4.1.6 there, 5.0.11 on the chief; install the same version" in report.problems
 
 
 @posix
-def test_a_python_that_is_not_there_and_one_without_neondist(check, tmp_path):
+def test_missing_python_and_missing_neondist(check, tmp_path):
     (report,) = check(resources("a", python_venv="source /no/such/venv/bin/activate"))[1:]
     assert "/no/such/venv/bin/python does not run" in report.problems[0]
     (tmp_path / "venv" / "bin").mkdir(parents=True)
@@ -107,57 +107,57 @@ def test_a_python_that_is_not_there_and_one_without_neondist(check, tmp_path):
     assert any("has no neondist" in problem for problem in report.problems)
 
 
-@pytest.mark.parametrize(("text", "found"), [
+@pytest.mark.parametrize(("text", "python"), [
     ("source /opt/venv/bin/activate", "/opt/venv/bin/python"), (". '/a b/bin/activate'", "/a b/bin/python"),
     ("/opt/venv", "/opt/venv/bin/python"), ("", "default"),
 ])  # fmt: skip
-def test_virtual_environments(text, found):
-    assert python_of(SSHConfig(python_venv=text), "ssh.g.python_venv", "default") == found
+def test_virtual_environments(text, python):
+    assert python_of(SSHConfig(python_venv=text), "ssh.g.python_venv", "default") == python
 
 
 @pytest.mark.parametrize("text", [
     "rm -rf /", "source /v/bin/activate; id", "source /v/bin/activate && id", "source venv/bin/activate", "'", "$(id)",
     "conda activate x", "source $HOME/bin/activate", "exec /v/bin/activate",
 ])  # fmt: skip
-def test_shell_commands_are_no_virtual_environments(text):
+def test_invalid_virtual_environments(text):
     with pytest.raises(ConfigError, match=r"ssh\.g\.python_venv: .* is not a virtual environment"):
         python_of(SSHConfig(python_venv=text), "ssh.g.python_venv", "default")
 
 
 @posix
-@pytest.mark.parametrize("word", ODD)
-def test_words_arrive_as_they_are(word, tmp_path):
+@pytest.mark.parametrize("word", SPECIAL_WORDS)
+def test_quoting_of_words(word, tmp_path):
     words = [sys.executable, "-c", "import sys; print(ascii(sys.argv[1:]))", word, "end"]
     command = ssh_command(Node("a"), tmp_path, words, {AGENT: "agent"})
     assert command[:4] == ["agent", "-F", str(tmp_path), "a"]
-    done = subprocess.run(["sh", "-c", command[4]], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout.strip() == ascii([word, "end"])
+    process = subprocess.run(["sh", "-c", command[4]], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert process.stdout.strip() == ascii([word, "end"])
 
 
 @pytest.mark.parametrize("name", ["key", "a b", "100%", "it's", "#x", "$HOME"])
-def test_openssh_reads_what_is_written(name, tmp_path):
-    """Where OpenSSH is installed, which also shows how it understands the file."""
+def test_openssh_reads_the_written_file(name, tmp_path):
+    """Compare with the options that OpenSSH itself reports for the file."""
     (tmp_path / name).touch()
     config, key = tmp_path / "config", tmp_path / name
     write_ssh_config(resources("b", username="ana", port=2201, key_file=str(key)), config, {OWN: "/nowhere"})
     try:
-        done = subprocess.run(["ssh", "-F", config, "-G", "b"], capture_output=True, text=True, check=False)
+        process = subprocess.run(["ssh", "-F", config, "-G", "b"], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         pytest.skip("needs ssh")
-    assert done.returncode == 0, done.stderr
-    found = dict(line.split(" ", 1) for line in done.stdout.splitlines() if " " in line)
-    assert (found["user"], found["port"], found["batchmode"]) == ("ana", "2201", "yes")
-    assert found["identityfile"].replace("%%", "%") == str(key)
+    assert process.returncode == 0, process.stderr
+    options = dict(line.split(" ", 1) for line in process.stdout.splitlines() if " " in line)
+    assert (options["user"], options["port"], options["batchmode"]) == ("ana", "2201", "yes")
+    assert options["identityfile"].replace("%%", "%") == str(key)
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "${HOME}"])
-def test_key_files_that_openssh_would_take_for_others(name, tmp_path):
+def test_unquotable_key_files(name, tmp_path):
     (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=r"ssh\.g\.key_file"):
         write_ssh_config(resources("b", key_file=str(tmp_path / name)), tmp_path / "config", {})
 
 
-def test_places_of_ranks():
+def test_assignment_of_ranks():
     spec = nd.ResourceSpec(
         {"nodes": [{"address": "a", "chief": True, "cpus": [0, 1]}, {"address": "b", "gpus": [0, 1, 2], "cpus": [0]}],
          "ssh": {"username": "x"}}

@@ -1,4 +1,4 @@
-"""Jobs in a cluster whose API is kmock's: created, scaled, followed and deleted by `neondist submit`."""
+"""Command `submit` with Kubernetes, whose API kmock emulates: jobs are created, scaled, followed and deleted."""
 
 import asyncio
 import importlib.util
@@ -10,8 +10,8 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from cli_runs import EXPERIMENT, here, neondist, start
-from processes import finish
+from cli_runs import EXPERIMENT, build_command, run_in_process, start_command
+from processes import communicate
 
 import yaml
 
@@ -25,7 +25,7 @@ OTHERS = "v1/configmaps", "v1/pods", "trainer.kubeflow.org/v1alpha1/clustertrain
 
 
 class Api:
-    """An API server in a thread, and a kubeconfig that leads to it."""
+    """API server in a thread, and a kubeconfig for it."""
 
     def __init__(self, folder):
         self.ready = threading.Event()
@@ -38,25 +38,25 @@ class Api:
     async def serve(self):
         import kmock
 
-        self.loop, self.over = asyncio.get_running_loop(), asyncio.Event()
+        self.loop, self.finished = asyncio.get_running_loop(), asyncio.Event()
         async with kmock.KubernetesEmulator() as self.api, kmock.Server(self.api) as server:
             for name in [*OTHERS, *PLURALS.values()]:
                 self.api.resources[name] = {}
             self.url = server.url
             self.ready.set()
-            await self.over.wait()
+            await self.finished.wait()
 
     def objects(self):
-        """Return what is there, by kind and name."""
+        """Return the existing objects by kind and name."""
 
-        async def look():
-            return [one.raw for one in self.api.objects.values() if not one.deleted]
+        async def list_objects():
+            return [item.raw for item in self.api.objects.values() if not item.deleted]
 
-        there = asyncio.run_coroutine_threadsafe(look(), self.loop).result(60)
-        return {(one["kind"], one["metadata"]["name"]): one for one in there}
+        objects = asyncio.run_coroutine_threadsafe(list_objects(), self.loop).result(60)
+        return {(item["kind"], item["metadata"]["name"]): item for item in objects}
 
     def end(self):
-        self.loop.call_soon_threadsafe(self.over.set)
+        self.loop.call_soon_threadsafe(self.finished.set)
         self.thread.join()
 
 
@@ -83,7 +83,7 @@ def api(folder):
 
 
 def operate(kind, changes):
-    """Set the status of a job, one change after the other, as its operator does."""
+    """Set the conditions of a job one after the other, as its operator does."""
     import kubernetes
 
     group, version, plural = PLURALS[kind].split("/")
@@ -98,9 +98,9 @@ def operate(kind, changes):
     for condition in changes:
         if condition == "Running":
             core.create_namespaced_pod("lab", pod)
-        one = {"type": condition, "status": "True", "reason": "Test", "message": f"is {condition}"}
-        # a real server sets the namespace of what is created there; kmock's watches look for it
-        body = {"metadata": {"namespace": "lab"}, "status": {"conditions": [one]}}
+        status = {"type": condition, "status": "True", "reason": "Test", "message": f"is {condition}"}
+        # kmock's watches filter by the namespace, which a real server would set
+        body = {"metadata": {"namespace": "lab"}, "status": {"conditions": [status]}}
         jobs.patch_namespaced_custom_object(group, version, "lab", plural, "toy", body)
 
 
@@ -108,12 +108,12 @@ def operate(kind, changes):
 def operator(api, kind, *changes):
     """Wait for a job to be created, then change its status."""
 
-    over = threading.Event()
+    finished = threading.Event()
 
     def run():
-        while (kind, "toy") not in api.objects() and not over.wait(0.05):
+        while (kind, "toy") not in api.objects() and not finished.wait(0.05):
             pass
-        if not over.is_set():
+        if not finished.is_set():
             operate(kind, changes)
 
     thread = threading.Thread(target=run)
@@ -121,7 +121,7 @@ def operator(api, kind, *changes):
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
@@ -131,12 +131,14 @@ def operator(api, kind, *changes):
     ("--mpijob", "MPIJob", "Failed", 1),
 ])  # fmt: skip
 @pytest.mark.long
-def test_created_and_followed_to_its_end(api, folder, option, kind, end, code):
+def test_job_is_created_and_followed(api, folder, option, kind, end, code):
     log = f"/api/v1{NAMESPACE}/pods/toy-launcher-x/log"
     api.loop.call_soon_threadsafe(lambda: api.api[f"get {log}"] << b"epoch 1/2\nepoch 2/2\n")
     with operator(api, kind, "Created", "Running", end):
-        found, out, err = here(folder, "submit", option, "toy.yaml", "--nodes", 2, "--claim", "disk", "--apply")
-    assert (found, err) == (code, "")
+        exit_code, out, err = run_in_process(
+            folder, "submit", option, "toy.yaml", "--nodes", 2, "--claim", "disk", "--apply"
+        )
+    assert (exit_code, err) == (code, "")
     lines = out.splitlines()
     assert lines[-1] == f"{kind} toy: {end} (is {end})"
     assert lines.count("epoch 1/2") == lines.count("epoch 2/2") == 1
@@ -147,64 +149,67 @@ def test_created_and_followed_to_its_end(api, folder, option, kind, end, code):
 
 
 @needs_kmock
-def test_scaled_refused_and_deleted(api, folder):
+def test_job_is_scaled_and_deleted(api, folder):
     words = "submit", "--mpijob", "toy.yaml", "--elastic", "1:4", "--apply"
     for nodes in (2, 4, 4):
-        # the job ends with the first look: the status of its first life
+        # the job ends at once: it keeps the status of its first run
         with operator(api, "MPIJob", "Succeeded"):
-            code, out, err = here(folder, *words, "--nodes", nodes)
+            code, out, err = run_in_process(folder, *words, "--nodes", nodes)
         assert code == 0, err
         assert api.objects()["MPIJob", "toy"]["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == nodes
     assert "created" not in out
-    code, _, err = here(folder, *words, "--nodes", 3, "--set", "epochs=3")
+    code, _, err = run_in_process(folder, *words, "--nodes", 3, "--set", "epochs=3")
     assert code == 2
     assert "MPIJob toy already exists, and its spec.mpiReplicaSpecs.Launcher.template.spec.containers[0].command" in err
     assert api.objects()["MPIJob", "toy"]["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"] == 4
     words = [word if word != "--apply" else "--delete" for word in words]
-    assert here(folder, *words)[:2] == (0, "MPIJob toy: deleted\nConfigMap toy-experiment: deleted\n")
-    assert here(folder, *words)[:2] == (0, "MPIJob toy: does not exist\nConfigMap toy-experiment: does not exist\n")
+    assert run_in_process(folder, *words)[:2] == (0, "MPIJob toy: deleted\nConfigMap toy-experiment: deleted\n")
+    assert run_in_process(folder, *words)[:2] == (
+        0,
+        "MPIJob toy: does not exist\nConfigMap toy-experiment: does not exist\n",
+    )
     assert not api.objects()
 
 
 @needs_kmock
 @pytest.mark.long
-def test_a_job_that_is_deleted_meanwhile(api, folder):
+def test_job_is_deleted_while_followed(api, folder):
     with operator(api, "MPIJob", "Created"):
-        job = start(neondist("submit", "--mpijob", "toy.yaml", "--apply"), folder)
+        job = start_command(build_command("submit", "--mpijob", "toy.yaml", "--apply"), folder)
         lines = [job.stdout.readline() for _ in range(3)]
     assert lines[-1] == "MPIJob toy: Created (is Created)\n", job.communicate()
-    here(folder, "submit", "--mpijob", "toy.yaml", "--delete")
-    out, _ = finish(job, 60)
+    run_in_process(folder, "submit", "--mpijob", "toy.yaml", "--delete")
+    out, _ = communicate(job, 60)
     assert (job.returncode, out) == (1, "MPIJob toy: deleted\n")
 
 
 @needs_kmock
-def test_a_cluster_without_the_operator(api, folder):
+def test_cluster_without_the_operator(api, folder):
     path = f"post /apis/kubeflow.org/v2beta1{NAMESPACE}/mpijobs"
     api.loop.call_soon_threadsafe(lambda: api.api[path] << 404)
-    code, _, err = here(folder, "submit", "--mpijob", "toy.yaml", "--apply")
+    code, _, err = run_in_process(folder, "submit", "--mpijob", "toy.yaml", "--apply")
     assert code == 2
     assert "install Kubeflow's MPI operator" in err
 
 
 @needs_kmock
-def test_no_cluster(folder):
-    code, _, err = here(folder, "submit", "--mpijob", "toy.yaml", "--apply")
+def test_missing_cluster(folder):
+    code, _, err = run_in_process(folder, "submit", "--mpijob", "toy.yaml", "--apply")
     assert (code, "no Kubernetes cluster is configured" in err, "set KUBECONFIG" in err) == (2, True, True), err
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     write_config(folder / "kubeconfig", f"http://127.0.0.1:{port}")
-    code, _, err = here(folder, "submit", "--trainjob", "toy.yaml", "--apply")
+    code, _, err = run_in_process(folder, "submit", "--trainjob", "toy.yaml", "--apply")
     assert (code, f"http://127.0.0.1:{port} cannot be reached" in err) == (2, True), err
     assert len([line for line in err.splitlines() if line.startswith("error")]) == 1
 
 
-def test_without_the_client(folder):
-    """The extra is named."""
-    hidden = "import sys; sys.modules['kubernetes'] = None; sys.argv[0] = 'neondist'; from neondist.cli import main; "
-    words = [sys.executable, "-c", hidden + "sys.exit(main())", "submit", "--mpijob", "toy.yaml", "--apply"]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(
+def test_missing_client(folder):
+    """Expect the name of the extra to install."""
+    patch = "import sys; sys.modules['kubernetes'] = None; sys.argv[0] = 'neondist'; from neondist.cli import main; "
+    words = [sys.executable, "-c", patch + "sys.exit(main())", "submit", "--mpijob", "toy.yaml", "--apply"]
+    process = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1].startswith(
         "error: --apply and --delete need the Kubernetes client; pip install"
     )

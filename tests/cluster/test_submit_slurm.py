@@ -1,4 +1,4 @@
-"""The batch script of `neondist submit --slurm`: as bash runs it, and in a queue where there is a Slurm."""
+"""Batch script of `neondist submit --slurm`: run by bash and, if available, by Slurm."""
 
 import os
 import re
@@ -9,14 +9,14 @@ import subprocess
 import time
 
 import pytest
-from cli_runs import EXPERIMENT, here
-from processes import finish
+from cli_runs import EXPERIMENT, run_in_process
+from processes import communicate
 
 from neondist.cluster.submit import Submission
 from neondist.cluster.submit.slurm import ATTEMPTS, batch_script
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-# in place of Python: prints its words; sleeps until a signal comes if asked to, and ends with the code of a stopped run
+# stands in for Python: prints its words; with `wait`, sleeps until a signal and exits as a stopped run
 RUN = """#!/bin/bash
 printf '<%s>' "$@"; echo
 [[ "$*" == *wait* ]] || exit ${CODE:-0}
@@ -27,18 +27,18 @@ SCONTROL = """#!/bin/sh
 if [ "$1" = show ]; then printf 'n1\\nn2\\n'; else echo "$@" >> requeued; fi
 """
 CONFIG = os.environ.get("SLURM_CONF")
-ODD = 'it\'s a "b" $HOME `id` ; &'
+SPECIAL = 'it\'s a "b" $HOME `id` ; &'
 
 
 @pytest.fixture
 def folder(tmp_path):
-    made = tmp_path / ODD
-    made.mkdir()
-    (made / "a b.yaml").write_text(EXPERIMENT)
+    folder = tmp_path / SPECIAL
+    folder.mkdir()
+    (folder / "a b.yaml").write_text(EXPERIMENT)
     for name, text in (("run", RUN), ("scontrol", SCONTROL)):
-        (made / name).write_text(text)
-        (made / name).chmod(0o755)
-    return made
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return folder
 
 
 def script_of(folder, *settings, **fields):
@@ -46,7 +46,7 @@ def script_of(folder, *settings, **fields):
     return batch_script(job, str(folder / "run"), str(folder), "runs/a b")
 
 
-def begin(folder, script, **env):
+def start_script(folder, script, **env):
     env = {
         **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4",
         "SLURM_JOB_NODELIST": "n[1-2]", **env,
@@ -57,40 +57,40 @@ def begin(folder, script, **env):
     return job
 
 
-def test_workers_beside_servers_are_on_the_nodes_of_the_job(folder):
+def test_workers_with_servers_run_on_the_nodes_of_the_job(folder):
     script = script_of(folder, needs_servers=True)
-    job = begin(folder, script)
-    out, _ = finish(job)
+    job = start_script(folder, script)
+    out, _ = communicate(job)
     words = ["-m", "neondist", "run", "a b.yaml", "-n", "4", "--output", "runs/a b", "--hosts-from", "hosts-7"]
     assert out.splitlines()[-1] == "".join(f"<{word}>" for word in [*words, "--resume", "auto"])
     assert (folder / "hosts-7").read_text() == "n1:2\nn2:2\n"
 
 
 @pytest.mark.parametrize("code", [0, 2, 75, 137])
-def test_words_arrive_and_the_exit_code_comes_back(folder, code):
-    script = script_of(folder, f"name={ODD}", modules=("x y.py",), elastic=(2, 4))
-    job = begin(folder, script, CODE=str(code))
-    out, _ = finish(job)
+def test_words_and_exit_codes_are_preserved(folder, code):
+    script = script_of(folder, f"name={SPECIAL}", modules=("x y.py",), elastic=(2, 4))
+    job = start_script(folder, script, CODE=str(code))
+    out, _ = communicate(job)
     assert job.returncode == code
-    words = ["-m", "neondist", "run", "a b.yaml", "--set", f"name={ODD}", "--import", "x y.py", "-n", "4",
+    words = ["-m", "neondist", "run", "a b.yaml", "--set", f"name={SPECIAL}", "--import", "x y.py", "-n", "4",
              "--output", "runs/a b", "--restarts", "3", "--elastic", "2:4", "--resume", "auto"]  # fmt: skip
     assert out.splitlines()[-1] == "".join(f"<{word}>" for word in words)
-    assert not (folder / "requeued").exists()  # a time limit of the run's own ends the job
+    assert not (folder / "requeued").exists()  # the run's own time limit ends the job
 
 
 @pytest.mark.parametrize(("number", "starts", "requeued"), [
     (signal.SIGUSR1, 0, "requeue 7\n"), (signal.SIGUSR1, ATTEMPTS - 1, "requeue 7\n"), (signal.SIGUSR1, ATTEMPTS, ""),
     (signal.SIGTERM, 0, ""),
 ])  # fmt: skip
-def test_a_signal_ends_the_run_with_a_checkpoint(folder, number, starts, requeued):
-    """What comes before the end of its time puts it back into the queue, and what Slurm ends it with does not."""
+def test_signals_end_the_run_with_a_checkpoint(folder, number, starts, requeued):
+    """Requeue after the warning before the time limit, but not after the signal that ends a job."""
     script = script_of(folder, "wait=1")
-    job = begin(folder, script, SLURM_RESTART_COUNT=str(starts))
+    job = start_script(folder, script, SLURM_RESTART_COUNT=str(starts))
     while not (folder / "ready").exists():
-        assert job.poll() is None, finish(job)
+        assert job.poll() is None, communicate(job)
         time.sleep(0.01)
     job.send_signal(number)
-    out, _ = finish(job)
+    out, _ = communicate(job)
     assert job.returncode == 75
     assert f"start {starts + 1}," in out
     assert (folder / "requeued").exists() == bool(requeued)
@@ -99,52 +99,53 @@ def test_a_signal_ends_the_run_with_a_checkpoint(folder, number, starts, requeue
 
 
 @pytest.mark.parametrize("moment", ["", "restarts=$", "    $run", "    run=$"])
-def test_a_signal_before_the_run_listens(folder, moment):
-    """It dies of the signal, or does not start; the job goes back into the queue nevertheless.
+def test_signal_before_the_run_handles_it(folder, moment):
+    """Requeue the job although the signal kills the run or prevents its start.
 
     Parameters
     ----------
-    moment : what of the script follows upon the signal; '': the run sends it
+    moment : line of the script that follows the signal; '' if the run sends it
     """
     script, run = script_of(folder), shlex.quote(str(folder / "run"))
     (folder / "run").write_text(f"#!/bin/bash\n{'' if moment else 'kill -USR1 $PPID; '}exec sleep 60\n")
     if moment:
         before, after = script.split(line := f"\n{moment.replace('$run', run)}")
         script = f"{before}\nkill -USR1 $$\n{line}{after}"
-    job = begin(folder, script)
-    finish(job)
+    job = start_script(folder, script)
+    communicate(job)
     assert job.returncode == 75
     assert (folder / "requeued").read_text() == "requeue 7\n"
 
 
-def test_no_slurm_here(folder, monkeypatch):
+def test_missing_slurm(folder, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
-    code, out, err = here(folder, "submit", "--slurm", "a b.yaml", "--apply")
+    code, out, err = run_in_process(folder, "submit", "--slurm", "a b.yaml", "--apply")
     assert (code, out, "sbatch cannot be run" in err) == (2, "", True), err
     (folder / "sbatch").write_text('#!/bin/sh\necho "sbatch: error: invalid partition specified: x" >&2; exit 1\n')
     (folder / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    code, _, err = here(folder, "submit", "--slurm", "a b.yaml", "--apply")
+    code, _, err = run_in_process(folder, "submit", "--slurm", "a b.yaml", "--apply")
     assert (code, "invalid partition specified: x" in err) == (2, True), err
 
 
-def without_slurm():
+def find_obstacle():
+    """Return the reason why Slurm cannot be used here, or ''."""
     if not all(map(shutil.which, ("sbatch", "sinfo", "scancel", "squeue"))):
         return "needs Slurm"
     try:
-        done = subprocess.run(["sinfo", "--noheader"], capture_output=True, timeout=10, check=False)
+        process = subprocess.run(["sinfo", "--noheader"], capture_output=True, timeout=10, check=False)
     except subprocess.TimeoutExpired:
         return "Slurm does not answer"
-    return "Slurm does not answer" if done.returncode else ""
+    return "Slurm does not answer" if process.returncode else ""
 
 
-@pytest.mark.skipif(bool(without_slurm()), reason=without_slurm())
-def test_a_job_goes_back_into_the_queue_and_on(folder, monkeypatch):
-    """Submitted for real; the signal that comes before the end of its time is sent by hand, in its first life."""
-    if CONFIG:  # Slurm's variables are not there in tests
+@pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
+def test_requeued_job_resumes(folder, monkeypatch):
+    """Submit to Slurm, and send the warning before the time limit by hand in the first run."""
+    if CONFIG:  # tests run without Slurm's variables
         monkeypatch.setenv("SLURM_CONF", CONFIG)
     epochs = "epochs=2000"
-    code, out, err = here(folder, "submit", "--slurm", "a b.yaml", "-n", 2, "--set", epochs, "--apply")
+    code, out, err = run_in_process(folder, "submit", "--slurm", "a b.yaml", "-n", 2, "--set", epochs, "--apply")
     assert code == 0, err
     number = re.fullmatch(r"Submitted batch job (\d+)\n", out)[1]
     log, metrics = folder / f"slurm-{number}.out", folder / "runs" / "a b" / "metrics.jsonl"
@@ -167,6 +168,6 @@ def test_a_job_goes_back_into_the_queue_and_on(folder, monkeypatch):
     wait(lambda: number not in subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout)
     text = log.read_text()
     assert "stopped at step" in text
-    assert metrics.read_text().startswith(before)  # it went on where it was
+    assert metrics.read_text().startswith(before)  # it continued from its checkpoint
     epochs = re.findall(r"^epoch (\d+)/2000", text, re.MULTILINE)
-    assert epochs == [str(at) for at in range(1, len(epochs) + 1)]
+    assert epochs == [str(epoch) for epoch in range(1, len(epochs) + 1)]

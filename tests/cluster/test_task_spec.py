@@ -1,4 +1,4 @@
-"""The task of a process, from the environments of tasks.yaml, and generated clusters."""
+"""Task of a process in the environments of tasks.yaml, and in generated clusters."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import neondist as nd
 import yaml
 
-NUMBERS = "type", "index", "trial", "num_workers", "num_ps", "shard_index", "generation"
+FIELDS = "type", "index", "trial", "num_workers", "num_ps", "shard_index", "generation"
 CASES = {case["name"]: case for case in yaml.safe_load((Path(__file__).parent / "tasks.yaml").read_text())}
 
 
@@ -27,27 +27,24 @@ def test_environments(name):
             task_of(case)
         return
     task = task_of(case)
-    found = {
-        key: getattr(task, key)
-        for key in ("type", "index", "trial", "num_workers", "num_ps", "shard_index", "generation")
-    }
-    found |= {"master": task.is_master(), "evaluator": task.is_evaluator()}
-    wanted = {key: value for key, value in case.items() if key in found}
-    assert {key: found[key] for key in wanted} == wanted
+    actual = {key: getattr(task, key) for key in FIELDS}
+    actual |= {"master": task.is_master(), "evaluator": task.is_evaluator()}
+    expected = {key: value for key, value in case.items() if key in actual}
+    assert {key: actual[key] for key in expected} == expected
 
 
 @given(st.integers(1, 6), st.booleans(), st.integers(0, 3), st.booleans())
-def test_shards_are_disjoint_and_cover(workers, with_master, servers, last_evaluates):
-    cluster = {"worker": [f"w{at}:1" for at in range(workers)], "ps": [f"p{at}:1" for at in range(servers)]}
+def test_shards_partition_the_workers(workers, with_master, servers, last_worker_evaluates):
+    cluster = {"worker": [f"w{i}:1" for i in range(workers)], "ps": [f"p{i}:1" for i in range(servers)]}
     cluster |= {"chief": ["c:1"]} if with_master else {}
-    places = (
-        [("worker", at) for at in range(workers)] + [("chief", 0)] * with_master + [("ps", at) for at in range(servers)]
+    tasks_of_cluster = (
+        [("worker", i) for i in range(workers)] + [("chief", 0)] * with_master + [("ps", i) for i in range(servers)]
     )
     tasks = [
-        nd.TaskSpec({"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": at}})})
-        for kind, at in places
+        nd.TaskSpec({"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": i}})})
+        for kind, i in tasks_of_cluster
     ]
-    if last_evaluates and workers + with_master > 1:
+    if last_worker_evaluates and workers + with_master > 1:
         tasks = [task.use_last_worker_as_evaluator() for task in tasks]
         assert sum(task.is_evaluator() for task in tasks) == 1
     shards = sorted(task.shard_index for task in tasks if task.is_worker())
@@ -57,7 +54,7 @@ def test_shards_are_disjoint_and_cover(workers, with_master, servers, last_evalu
     assert {task.num_ps for task in tasks} == {servers}
 
 
-@pytest.mark.parametrize(("environ", "names"), [
+@pytest.mark.parametrize(("environ", "variable"), [
     ({"TF_CONFIG": "[]"}, "TF_CONFIG"),
     ({"TF_CONFIG": "[" * 100_000}, "TF_CONFIG"),
     ({"TF_CONFIG": '{"cluster": {"worker": "a:1"}}'}, "cluster.worker"),
@@ -68,8 +65,8 @@ def test_shards_are_disjoint_and_cover(workers, with_master, servers, last_evalu
     ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"),
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT"),
 ])  # fmt: skip
-def test_bad_variables_are_named(environ, names):
-    with pytest.raises(nd.ConfigError, match=names):
+def test_errors_name_the_variable(environ, variable):
+    with pytest.raises(nd.ConfigError, match=variable):
         nd.TaskSpec(environ)
 
 
@@ -79,12 +76,12 @@ def test_bad_variables_are_named(environ, names):
     ({"JOB_NAME": "worker", "WORKER_HOSTS": "b,c"}, "'b' has no port"),
     ({"JOB_NAME": "worker", "WORKER_HOSTS": "b:1", "MASTER_HOST": "a"}, "'a' has no port"),
 ])  # fmt: skip
-def test_servers_that_cannot_be_created(environ, message):
+def test_errors_of_servers(environ, message):
     with pytest.raises(nd.ConfigError, match=message):
         nd.TaskSpec(environ).create_server()
 
 
-def test_a_task_that_is_an_mpi_job_of_several_ranks(monkeypatch):
+def test_task_with_several_mpi_ranks(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     task = nd.TaskSpec({"JOB_NAME": "worker", "WORKER_HOSTS": "b:1,c:1"})
     with pytest.raises(nd.ConfigError, match="an MPI job of 2 ranks"):
@@ -99,11 +96,11 @@ def test_a_task_that_is_an_mpi_job_of_several_ranks(monkeypatch):
     {"JOB_NAME": "master", "PS_HOSTS": "a:1", "WORKER_HOSTS": "b:1", "MASTER_HOST": "c:1"},
     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"},
 ])  # fmt: skip
-def test_nothing_to_connect(environ):
+def test_tasks_without_servers(environ):
     assert nd.TaskSpec(environ).create_server() is None
 
 
-def test_the_device_of_a_task():
+def test_device_of_a_task():
     torch = pytest.importorskip("torch")
     with torch.device(nd.TaskSpec({}).device_fn()) as device:
         assert device.type == ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""Messages that are watched: what writes to them while they are under way is found."""
+"""Debug transport: detection of writes to messages in flight."""
 
 import threading
 
@@ -11,10 +11,10 @@ from neondist.errors import HaloError
 
 @pytest.mark.parametrize("end", ["send", "receive"])
 @pytest.mark.parametrize("dtype", ["float32", "uint8"])
-def test_writing_into_a_buffer_under_way(end, dtype):
-    """By a thread that knows nothing of the exchange; with one message each way, of cells inside larger arrays."""
+def test_writes_to_buffers_in_flight(end, dtype):
+    """Write from an unrelated thread, during one message each way of cells inside larger arrays."""
 
-    def job(comm, debug):
+    def exchange_cells(comm, debug):
         arrays = {name: np.ones((4, 4), dtype) for name in ("send", "receive")}
         box = (slice(1, 3), slice(0, 2))
         messages = [[Message(1 - comm.rank, arrays[name], box)] for name in ("send", "receive")]
@@ -27,7 +27,7 @@ def test_writing_into_a_buffer_under_way(end, dtype):
         exchange.finish()
         return arrays["receive"]
 
-    loopback.run(2, lambda comm: job(comm, lambda c: c))
-    what = "outgoing cells for rank 1" if end == "send" else "cells being received from rank 1"
-    with pytest.raises(HaloError, match=f"rank 0 of 2: {what} were modified between start and finish"):
-        loopback.run(2, lambda comm: job(comm, DebugTransport))
+    loopback.run(2, lambda comm: exchange_cells(comm, lambda c: c))
+    description = "outgoing cells for rank 1" if end == "send" else "cells being received from rank 1"
+    with pytest.raises(HaloError, match=f"rank 0 of 2: {description} were modified between start and finish"):
+        loopback.run(2, lambda comm: exchange_cells(comm, DebugTransport))

@@ -1,4 +1,4 @@
-"""Messages and sums of a device's arrays: from and to the device where MPI takes its memory, else through the host."""
+"""Messages and sums of device arrays: direct if MPI accepts device memory, otherwise through the host."""
 
 import numpy as np
 import pytest
@@ -15,8 +15,8 @@ from neondist.comm.transport import Message
 
 
 @pytest.mark.parametrize("aware", [False, True])
-def test_messages_to_itself(monkeypatch, aware):
-    """One copy each way through the host, whatever the number of messages; none where MPI takes the device's memory."""
+def test_messages_to_the_same_rank(monkeypatch, aware):
+    """Count one copy each way for any number of messages, or none if MPI accepts device memory."""
     monkeypatch.setattr("neondist.comm.mpi.reports_cuda", lambda mpi: aware)
     device, transport = Device(), MPITransport(MPI.COMM_SELF)
     source, target = device.xp.array(np.arange(12.0)), device.xp.array(np.zeros(12))
@@ -34,7 +34,7 @@ def test_messages_to_itself(monkeypatch, aware):
     assert device.synchronisations == copied
 
 
-def test_a_part_of_an_array_leaves_the_rest_alone():
+def test_messages_leave_other_cells_unchanged():
     device, transport = Device(), MPITransport(MPI.COMM_SELF)
     source, target = device.xp.array(np.arange(12.0)), device.xp.array(np.zeros(12))
     exchange = transport.exchange([Message(0, source, (slice(2, 4),))], [Message(0, target, (slice(6, 8),))])
@@ -43,26 +43,26 @@ def test_a_part_of_an_array_leaves_the_rest_alone():
     np.testing.assert_array_equal(device.xp.asnumpy(target), [7, 7, 7, 7, 7, 7, 2, 3, 7, 7, 7, 7])
 
 
-def test_what_the_library_says_is_proven():
-    """A library that does not take it, as this one may be, is found out."""
+def test_support_of_the_library_is_verified():
+    """Detect libraries without support for device memory, as the installed one may be."""
     assert reports_cuda(MPI) in (False, True, None)
     device = Device()
     assert verify_device_messages(MPI.COMM_SELF, device.xp.array(np.zeros(64, "f4")))
 
-    class Broken:
+    class BrokenMPI:
         def Get_rank(self):
             return 0
 
         def Sendrecv(self, *_):
-            """Forget the message."""
+            """Drop the message."""
 
-    assert not verify_device_messages(Broken(), device.xp.array(np.zeros(64, "f4")))
-    Broken.Sendrecv = lambda *_: 1 / 0
-    assert not verify_device_messages(Broken(), device.xp.array(np.zeros(64, "f4")))
+    assert not verify_device_messages(BrokenMPI(), device.xp.array(np.zeros(64, "f4")))
+    BrokenMPI.Sendrecv = lambda *_: 1 / 0
+    assert not verify_device_messages(BrokenMPI(), device.xp.array(np.zeros(64, "f4")))
 
 
-def test_sums_come_back_when_the_device_is_as_far():
-    def job(comm):
+def test_sums_wait_for_the_device():
+    def sum_over_ranks(comm):
         device = Device()
         sums, array = Reductions(nd.ProcessGrid(comm)), device.xp.array(np.arange(3.0) + comm.rank)
         sums.allreduce("world", array)
@@ -70,27 +70,27 @@ def test_sums_come_back_when_the_device_is_as_far():
         request.wait()
         return device.xp.asnumpy(array)
 
-    np.testing.assert_array_equal(loopback.run(2, job), [[2, 6, 10]] * 2)
+    np.testing.assert_array_equal(loopback.run(2, sum_over_ranks), [[2, 6, 10]] * 2)
 
 
-def test_twins_wait_for_what_computes_an_array():
+def test_twins_wait_for_pending_work():
     device = Device()
     array, current = device.xp.array(np.zeros(3)), device.xp.cuda.get_current_stream()
     twin = HostTwin(array)
-    array.set(np.ones(3), stream=current)  # work that is not done yet
+    array.set(np.ones(3), stream=current)  # pending work
     np.testing.assert_array_equal(twin.fetch(), 1)
     twin.host[...] = 5
     array.set(np.full(3, 2.0), stream=current)
     twin.put()
-    np.testing.assert_array_equal(array.inner, 5)
+    np.testing.assert_array_equal(array.memory, 5)
 
 
-def test_memory_of_the_host_is_kept_until_it_is_copied():
-    """Or another twin would get it, and write into it, while the copy waits for what the device computes."""
+def test_host_memory_is_kept_until_it_is_copied():
+    """Prevent another twin from writing into it while the copy waits for pending work of the device."""
     device = Device()
     array = device.xp.array(np.zeros(3))
     twin = HostTwin(array)
     twin.host[...] = 5
-    array.set(twin.host, stream=twin._stream)  # as `put` does, whose copy is under way
+    array.set(twin.host, stream=twin._stream)  # the pending copy of `put`
     del twin
-    np.testing.assert_array_equal(array.inner, 5)
+    np.testing.assert_array_equal(array.memory, 5)

@@ -1,4 +1,4 @@
-"""Effects of grids of several MPI ranks on their process: one owner, until the last is closed."""
+"""Effects of grids of several MPI ranks on their process: one owner, until the last grid is closed."""
 
 import sys
 
@@ -9,55 +9,55 @@ from neondist.comm.transport import Transport
 from neondist.errors import DataError
 
 
-class Ranks(Transport):
-    """Two ranks that share cores, in name."""
+class FakeRanks(Transport):
+    """Transport of two nominal ranks that share cores."""
 
     rank, size = 0, 2
 
     def __init__(self):
-        self.said = []
+        self.events = []
 
     def share_cores(self):
-        self.said.append("shared")
-        return lambda: self.said.append("taken back")
+        self.events.append("shared")
+        return lambda: self.events.append("reverted")
 
     def abort(self, code):
-        self.said.append(code)
+        self.events.append(code)
 
     split = exchange = allreduce = iallreduce = allgather_array = all_to_all = allgather = bcast = None
 
 
 @pytest.fixture
-def before(monkeypatch):
-    """The hook that was there, which notes what reaches it."""
-    seen = []
-    monkeypatch.setattr(sys, "excepthook", hook := lambda *error: seen.append(error))
-    return hook, seen
+def previous_hook(monkeypatch):
+    """Install an exception hook; return it with the list of its calls."""
+    calls = []
+    monkeypatch.setattr(sys, "excepthook", hook := lambda *error: calls.append(error))
+    return hook, calls
 
 
-def test_the_last_one_takes_back_what_the_first_changed(before, capsys):
-    hook, seen = before
-    one, two = Ranks(), Ranks()
-    effects = Effects.enter(one)
-    assert Effects.enter(two) is effects is sys.excepthook
-    assert (one.said, two.said) == (["shared"], [])
-    effects.leave(one)
+def test_last_grid_reverts_the_effects(previous_hook, capsys):
+    hook, calls = previous_hook
+    first, second = FakeRanks(), FakeRanks()
+    effects = Effects.enter(first)
+    assert Effects.enter(second) is effects is sys.excepthook
+    assert (first.events, second.events) == (["shared"], [])
+    effects.leave(first)
     sys.excepthook(DataError, DataError("no such file"), None)
-    assert two.said == [2]
+    assert second.events == [2]
     assert "rank 0 of 2 failed and ends the job:" in capsys.readouterr().err
-    effects.leave(two)
+    effects.leave(second)
     assert sys.excepthook is hook
-    assert one.said == ["shared", "taken back"]
-    assert not seen
+    assert first.events == ["shared", "reverted"]
+    assert not calls
 
 
-def test_a_hook_that_came_later_stays(before):
-    """It may call the one that was there when it came: nothing is left to end."""
-    _, seen = before
-    effects = Effects.enter(ranks := Ranks())
-    sys.excepthook = later = lambda *error: effects(*error)
+def test_later_hooks_are_kept(previous_hook):
+    """Keep a hook that calls the previous one, which then has no job to end."""
+    _, calls = previous_hook
+    effects = Effects.enter(ranks := FakeRanks())
+    sys.excepthook = later_hook = lambda *error: effects(*error)
     effects.leave(ranks)
-    assert sys.excepthook is later
+    assert sys.excepthook is later_hook
     error = OSError("disk")
     sys.excepthook(OSError, error, None)
-    assert seen == [(OSError, error, None)]
+    assert calls == [(OSError, error, None)]

@@ -1,4 +1,4 @@
-"""Virtual ranks, and errors that all ranks agree on."""
+"""Virtual ranks, and agreement on errors."""
 
 import random
 import signal
@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 import pytest
+from common_checks import check_collectives, check_messages, make_block
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import check_collectives, check_messages, piece
 
 import neondist as nd
 from neondist.comm import DebugTransport, Message, agree, loopback
@@ -39,73 +39,73 @@ def test_collectives_of_arrays():
     loopback.run(3, lambda comm: check_collectives(DebugTransport(comm)))
 
 
-def test_shapes_that_ranks_do_not_agree_on():
+def test_mismatched_shapes():
     def body(comm):
-        shapes = [piece(0, comm.rank).shape, piece(comm.rank, comm.rank).shape]  # wrong on rank 0
-        comm.all_to_all([piece(comm.rank, peer) for peer in range(2)], shapes)
+        shapes = [make_block(0, comm.rank).shape, make_block(comm.rank, comm.rank).shape]  # invalid on rank 0
+        comm.all_to_all([make_block(comm.rank, peer) for peer in range(2)], shapes)
 
     with pytest.raises(ValueError, match=r"rank 1 sent an array of shape \(4, 3, 1\); expected \(4, 3, 0\)"):
         loopback.run(2, body)
 
 
-def test_what_one_rank_gives_is_copied_for_each():
-    """As between processes: nobody sees what a rank does later with its arrays, or with those that it got."""
+def test_values_are_copied_for_each_rank():
+    """Isolate ranks like processes: later changes to sent or received arrays are not visible elsewhere."""
 
     def body(comm):
-        mine = np.full(3, float(comm.rank))
+        array = np.full(3, float(comm.rank))
         peer = comm.size - 1 - comm.rank
-        got = [comm.allgather(mine), comm.allgather({"a": [mine]}), comm.bcast(mine, comm.size - 1)]
+        received = [comm.allgather(array), comm.allgather({"a": [array]}), comm.bcast(array, comm.size - 1)]
         if comm.size > 1:
-            comm.send(peer, mine)
-        mine[...] = -1
-        sent = comm.receive(peer)[0] if comm.size > 1 else 0
+            comm.send(peer, array)
+        array[...] = -1
+        message = comm.receive(peer)[0] if comm.size > 1 else 0
         if comm.rank == 0:
-            got[0][-1] += 10
-        comm.allreduce(np.zeros(1))  # all have changed theirs
-        gathered, nested, last = got
-        return [a[0] for a in gathered], [d["a"][0][0] for d in nested], last[0], sent
+            received[0][-1] += 10
+        comm.allreduce(np.zeros(1))  # all ranks have changed their arrays
+        gathered, nested, last = received
+        return [a[0] for a in gathered], [d["a"][0][0] for d in nested], last[0], message
 
     assert loopback.run(2, body) == [([0, 11], [0, 1], 1, 1), ([0, 1], [0, 1], 1, 0)]
     assert body(SingleTransport()) == ([10], [0], 0, 0)
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_so_many_ranks_compute_at_once(at_once):
-    busy, most, lock = [], [], threading.Lock()
+def test_number_of_ranks_that_compute_at_once(at_once):
+    busy, counts, lock = [], [], threading.Lock()
 
     def body(comm):
         for _ in range(3):
             with lock:
                 busy.append(comm.rank)
-                most.append(len(busy))
+                counts.append(len(busy))
             time.sleep(0.001)
             with lock:
                 busy.remove(comm.rank)
             assert comm.allgather(comm.rank) == list(range(5))
 
     loopback.run(5, body, at_once=at_once)
-    assert max(most) == at_once
+    assert max(counts) == at_once
 
 
-def test_signals_that_do_not_wake_the_caller_are_heard():
-    """They come just before it begins to wait for its ranks; here they go to a thread of a rank, and wake nobody."""
-    heard = threading.Semaphore(0)
+def test_signals_are_handled_without_waking_the_caller():
+    """Send signals to the thread of a rank, as if they arrived just before the caller waits for its ranks."""
+    handled = threading.Semaphore(0)
 
     def body(comm):
-        for _ in range(4):  # the first one may come while the caller starts the threads
+        for _ in range(4):  # the first may arrive while the caller starts the threads
             signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
-            if not heard.acquire(timeout=10):
+            if not handled.acquire(timeout=10):
                 return False
         return True
 
-    before = signal.signal(signal.SIGUSR1, lambda *_: heard.release())
+    previous = signal.signal(signal.SIGUSR1, lambda *_: handled.release())
     try:
         assert loopback.run(1, body) == [True]
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR1, previous)
 
 
-def test_the_error_of_one_rank_ends_all():
+def test_error_of_one_rank_ends_all():
     def body(comm):
         if comm.rank == 1:
             raise ZeroDivisionError("rank 1")
@@ -115,13 +115,13 @@ def test_the_error_of_one_rank_ends_all():
         loopback.run(3, body)
 
 
-def test_a_deadlock_is_reported():
+def test_deadlock_is_reported():
     with pytest.raises(TimeoutError, match="wait for each other"):
         loopback.run(2, lambda comm: comm.receive(1 - comm.rank), timeout=0.2)
 
 
-@pytest.mark.parametrize(("error", "others"), [(DataError("bad file"), DataError), (OSError("disk"), RemoteError)])
-def test_agreement_raises_everywhere(error, others):
+@pytest.mark.parametrize(("error", "elsewhere"), [(DataError("bad file"), DataError), (OSError("disk"), RemoteError)])
+def test_agreement_raises_everywhere(error, elsewhere):
     def body(comm):
         try:
             agree(comm, error if comm.rank == 2 else None)
@@ -130,10 +130,10 @@ def test_agreement_raises_everywhere(error, others):
 
     results = loopback.run(3, body)
     assert results[2] is error
-    assert all(type(r) is others and str(error) in str(r) for r in results[:2])
+    assert all(type(r) is elsewhere and str(error) in str(r) for r in results[:2])
 
 
-def test_agreement_on_nothing_passes():
+def test_agreement_without_errors():
     assert loopback.run(3, lambda comm: agree(comm, None)) == [None] * 3
 
 
@@ -145,10 +145,10 @@ def test_grid_numbers_ranks_row_major_with_replicas_slowest():
     assert loopback.run(6, body) == [(6, r, r // 3, 0, r % 3, 3, 2) for r in range(6)]
 
 
-def test_a_sent_array_may_change_before_its_receiver_looks():
+def test_sent_arrays_may_change_before_they_are_received():
     def body(transport):
-        array, everything = np.full(3, 1.0 + transport.rank), (slice(0, 3),)
-        message = [Message(1 - transport.rank, array, everything)]
+        array, all_cells = np.full(3, 1.0 + transport.rank), (slice(0, 3),)
+        message = [Message(1 - transport.rank, array, all_cells)]
         if transport.rank == 0:
             transport.exchange(message, []).run()
             array[...] = 7
@@ -169,35 +169,35 @@ def test_a_sent_array_may_change_before_its_receiver_looks():
     ),
 )
 @settings(max_examples=25, deadline=None)
-def test_virtual_ranks_draw_as_processes_do(ranks, steps):
-    def draws(rank, together):
-        found = []
+def test_virtual_ranks_draw_like_processes(ranks, steps):
+    def draw_numbers(rank, synchronise):
+        numbers = []
         for number, step in enumerate(steps):
-            for draw in step * (1 + (rank + number) % 3):  # other numbers of draws on every rank
+            for draw in step * (1 + (rank + number) % 3):  # a different number of draws on every rank
                 if draw == "seed":
                     random.seed(number), np.random.seed(number)
                 else:
-                    found.append(draw())
-            together(0)
-        return found
+                    numbers.append(draw())
+            synchronise(0)
+        return numbers
 
-    def states():
+    def read_states():
         return random.getstate(), np.random.get_state(legacy=False)
 
-    def restore(before):
-        random.setstate(before[0]), np.random.set_state(before[1])
+    def restore(initial):
+        random.setstate(initial[0]), np.random.set_state(initial[1])
 
-    before, expected, after = states(), [], None
+    initial, expected, after = read_states(), [], None
     for rank in range(ranks):
-        restore(before)
-        expected.append(draws(rank, lambda _: None))
-        after = after or repr(states())
-    restore(before)
-    assert loopback.run(ranks, lambda comm: draws(comm.rank, comm.allgather)) == expected
-    assert repr(states()) == after  # those of rank 0
-    restore(before)
+        restore(initial)
+        expected.append(draw_numbers(rank, lambda _: None))
+        after = after or repr(read_states())
+    restore(initial)
+    assert loopback.run(ranks, lambda comm: draw_numbers(comm.rank, comm.allgather)) == expected
+    assert repr(read_states()) == after  # the states of rank 0
+    restore(initial)
 
 
-def test_a_number_of_turns_that_none_can_have():
+def test_invalid_at_once():
     with pytest.raises(ConfigError, match="at_once: 0; expected a number of ranks > 0"):
         loopback.run(2, print, at_once=0)

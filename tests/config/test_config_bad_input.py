@@ -1,10 +1,10 @@
-"""Every mistake in a file: one message with its line, and nothing is made."""
+"""Mistakes in experiment files: one message with its line, and no object is created."""
 
 import os
 import time
 
 import pytest
-from config_toys import load
+from toy_registry import load
 
 from neondist.config import dump, load_experiment
 from neondist.errors import ConfigError, ShapeError, UserError
@@ -13,7 +13,7 @@ HEAD = "!ToyExperiment\nmodel: !ToyModel\n  layers:\n"
 
 
 def layer(text: str) -> str:
-    """The layer stands on line 4."""
+    """Return a file with a layer in line 4."""
     return f"{HEAD}    - {text}\n"
 
 
@@ -94,7 +94,7 @@ CASES = {
     ),
     "plain mapping for an object": (
         layer("{out_channels: 1}"),
-        "exp.yaml:4: model.layers.0: expected an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToyLonely, !ToyWide), got"
+        "exp.yaml:4: model.layers.0: expected an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToySerial, !ToyWide), got"
         " a mapping; put the class before it: !NAME {field: value}",
     ),
     "name for an object": (
@@ -108,17 +108,17 @@ CASES = {
     ),
     "object of another kind": (
         layer("!ToyRelu {}"),
-        "exp.yaml:4: model.layers.0: expected an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToyLonely, !ToyWide), got"
+        "exp.yaml:4: model.layers.0: expected an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToySerial, !ToyWide), got"
         " !ToyRelu",
     ),
     "scalar where a list should be": (
         "!ToyExperiment\nmodel: !ToyModel\n  layers: 3",
-        "exp.yaml:3: model.layers: expected a list (each an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToyLonely,"
+        "exp.yaml:3: model.layers: expected a list (each an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToySerial,"
         " !ToyWide)), got 3",
     ),
     "text where a list should be": (
         "!ToyExperiment\nmodel: !ToyModel\n  layers: abc",
-        "exp.yaml:3: model.layers: expected a list (each an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToyLonely,"
+        "exp.yaml:3: model.layers: expected a list (each an object (!ToyConv, !ToyConvDist, !ToyLayer, !ToySerial,"
         " !ToyWide)), got the text 'abc'",
     ),
     "value after a tag": (
@@ -147,9 +147,9 @@ CASES = {
         "exp.yaml:5: model.layers.1: layer 1 is bad",
     ),
     "no distributed twin": (
-        layer("!ToyLonely {}"),
-        "exp.yaml:4: model.layers.0: ToyLonely has no distributed class; write one next to it: class"
-        " ToyLonelyDist(nd.Dist, ToyLonely): pass (docs/adding_a_layer.md)",
+        layer("!ToySerial {}"),
+        "exp.yaml:4: model.layers.0: ToySerial has no distributed class; write one next to it: class"
+        " ToySerialDist(nd.Dist, ToySerial): pass (docs/adding_a_layer.md)",
     ),
     "dist_flag of the wrong type": (
         "!ToyExperiment\ndist_flag: maybe\nmodel: !ToyModel {layers: []}",
@@ -229,7 +229,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.long
-def test_message(name):
+def test_error_messages(name):
     text, message = CASES[name]
     start = time.process_time()
     with pytest.raises(UserError) as caught:
@@ -242,12 +242,12 @@ def test_message(name):
     assert not os.path.exists("/tmp/neondist-pwned")
 
 
-def test_the_constructors_class_of_error_is_kept():
+def test_class_of_constructor_errors_is_kept():
     with pytest.raises(ShapeError):
         load(CASES["constructor's error"][0])
 
 
-def test_billion_laughs():
+def test_expanding_aliases():
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
     start = time.process_time()
@@ -256,7 +256,7 @@ def test_billion_laughs():
     assert time.process_time() - start < 30  # not a hang
 
 
-def test_missing_file_suggests_its_neighbour(tmp_path):
+def test_missing_file_suggests_a_similar_name(tmp_path):
     (tmp_path / "mnist.yaml").write_text("")
     with pytest.raises(ConfigError) as caught:
         load_experiment(tmp_path / "mnits.yaml")
@@ -267,7 +267,7 @@ def test_missing_file_suggests_its_neighbour(tmp_path):
         load_experiment(tmp_path)
 
 
-def test_files_that_are_no_text(tmp_path):
+def test_files_that_are_not_text(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_bytes(b"!ToyExperiment\nepochs: \xff")
     with pytest.raises(ConfigError, match=r"x.yaml:2: not UTF-8 text"):
@@ -277,8 +277,8 @@ def test_files_that_are_no_text(tmp_path):
         load_experiment(path)
 
 
-def test_dump_names_what_it_cannot_write():
-    from config_toys import ToyExperiment, ToyModel
+def test_dump_names_unsupported_values():
+    from toy_registry import ToyExperiment, ToyModel
 
     with pytest.raises(ConfigError, match=r"^anything: <function .*> cannot be written to a YAML file"):
         dump(ToyExperiment(ToyModel([]), anything=lambda: 1))

@@ -1,7 +1,7 @@
-"""Loading of valid files."""
+"""Loading of valid experiment files."""
 
 import pytest
-from config_toys import ToyConv, ToyConvDist, ToyExperiment, ToyModel, ToyModelDist, ToyRelu, ToySGD, ToyWide, load
+from toy_registry import ToyConv, ToyConvDist, ToyExperiment, ToyModel, ToyModelDist, ToyRelu, ToySGD, ToyWide, load
 
 import neondist as nd
 from neondist.config import dump, load_experiment, locate
@@ -28,13 +28,13 @@ model: !ToyModelDist
 """
 
 
-def conv(**more):
-    return ToyConvDist(16, 5, 2, activation=ToyRelu(), **more)
+def toy_conv(**options):
+    return ToyConvDist(16, 5, 2, activation=ToyRelu(), **options)
 
 
 EXPECTED = ToyExperiment(
     ToyModelDist(
-        [conv(), ToyConvDist(8, (3, 1), ((1, 1), (0, 0)), scale=0.001, bias=False, activation=ToyRelu())],
+        [toy_conv(), ToyConvDist(8, (3, 1), ((1, 1), (0, 0)), scale=0.001, bias=False, activation=ToyRelu())],
         ToySGD(1.0, (0.5, 1.0)),
     ),
     epochs=3,
@@ -48,7 +48,7 @@ def test_every_kind_of_value():
     assert load(FILE) == EXPECTED
 
 
-def test_types_are_those_of_the_constructor():
+def test_types_follow_the_constructor():
     second = load(FILE).model.arguments()["layers"][1].arguments()
     assert second["kernel_size"] == (3, 1)
     assert second["padding"] == ((1, 1), (0, 0))
@@ -65,9 +65,9 @@ def test_types_are_those_of_the_constructor():
     ],
 )  # fmt: skip
 def test_plain_values(text, value):
-    got = load(f"!ToyExperiment {{model: !ToyModel {{layers: []}}, anything: {text}}}").arguments()["anything"]
-    assert got == value
-    assert type(got) is type(value)
+    value_read = load(f"!ToyExperiment {{model: !ToyModel {{layers: []}}, anything: {text}}}").arguments()["anything"]
+    assert value_read == value
+    assert type(value_read) is type(value)
 
 
 def test_round_trip():
@@ -84,24 +84,24 @@ def test_round_trip():
     "value", ["1e5", "yes", "null", "", "#x", "a: b", "0x1f", "1_0", "1:30", "~", "two\nlines", "é"]
 )
 def test_round_trip_of_awkward_text(value):
-    made = ToyExperiment(ToyModelDist([]), anything=value, dtype=value)
-    assert load(dump(made)) == made
+    experiment = ToyExperiment(ToyModelDist([]), anything=value, dtype=value)
+    assert load(dump(experiment)) == experiment
 
 
 @pytest.mark.parametrize("value", [1e-12, 1e300, 3.0, float("inf"), True, 0, -7, [], {}, [[], {}], {"a": [ToyRelu()]}])
 def test_round_trip_of_awkward_values(value):
-    got = load(dump(ToyExperiment(ToyModelDist([]), anything=value))).arguments()["anything"]
-    assert got == value
-    assert type(got) is type(value)
+    value_read = load(dump(ToyExperiment(ToyModelDist([]), anything=value))).arguments()["anything"]
+    assert value_read == value
+    assert type(value_read) is type(value)
 
 
 def test_numpy_values_are_written_as_plain_ones():
     np = pytest.importorskip("numpy")
-    made = ToyExperiment(ToyModelDist([]), anything=[np.float32(0.5), np.int64(3), np.dtype("float32")])
-    assert load(dump(made)).arguments()["anything"] == [0.5, 3, "float32"]
+    experiment = ToyExperiment(ToyModelDist([]), anything=[np.float32(0.5), np.int64(3), np.dtype("float32")])
+    assert load(dump(experiment)).arguments()["anything"] == [0.5, 3, "float32"]
 
 
-def test_an_alias_makes_an_object_of_its_own():
+def test_alias_creates_another_object():
     text = "!ToyExperiment\nmodel: !ToyModel {layers: [&c !ToyConv {out_channels: 1, kernel_size: 1}, *c]}"
     first, second = load(text).model.arguments()["layers"]
     assert first == second
@@ -119,49 +119,49 @@ model: !ToyModel {layers: [!ToyConv {<<: *base, kernel_size: 5}]}
     assert layer == ToyConvDist(4, 5)
 
 
-def test_kwargs_stand_for_the_parents_arguments():
+def test_kwargs_accept_arguments_of_the_parent():
     text = "!ToyExperiment\nmodel: !ToyModel {layers: [!ToyWide {width: 2, out_channels: 1, kernel_size: 1}]}"
     (layer,) = load(text).model.arguments()["layers"]
     assert layer == ToyWide(2.0, out_channels=1, kernel_size=1)
 
 
-@pytest.mark.parametrize("written", ["ToyModel", "ToyModelDist"])
+@pytest.mark.parametrize("name", ["ToyModel", "ToyModelDist"])
 @pytest.mark.parametrize(("flag", "model", "layer"), [("true", ToyModelDist, ToyConvDist), ("no", ToyModel, ToyConv)])
-def test_dist_flag_picks_the_twins(written, flag, model, layer):
-    suffix = written.removeprefix("ToyModel")
+def test_dist_flag_selects_classes(name, flag, model, layer):
+    suffix = name.removeprefix("ToyModel")
     text = f"""!ToyExperiment
-model: !{written} {{layers: [!ToyConv{suffix} {{out_channels: 1, kernel_size: 1, activation: !ToyRelu {{}}}}]}}
+model: !{name} {{layers: [!ToyConv{suffix} {{out_channels: 1, kernel_size: 1, activation: !ToyRelu {{}}}}]}}
 dist_flag: {flag}
 """
-    made = load(text)
-    assert type(made.model) is model
-    assert type(made.model.arguments()["layers"][0]) is layer
-    other = load(text, "dist_flag=false")
-    assert type(other.model) is ToyModel
+    experiment = load(text)
+    assert type(experiment.model) is model
+    assert type(experiment.model.arguments()["layers"][0]) is layer
+    serial = load(text, "dist_flag=false")
+    assert type(serial.model) is ToyModel
 
 
-def test_dist_is_the_default():
+def test_distributed_classes_are_the_default():
     assert type(load("!ToyExperiment {model: !ToyModel {layers: []}}").model) is ToyModelDist
 
 
-def test_objects_know_their_place():
-    made = load(FILE)
-    assert locate(made) == "exp.yaml:2"
-    assert locate(made.model.arguments()["layers"][1]) == "exp.yaml:10: model.layers.1"
-    assert locate(made.model.arguments()["optimizer"]) == "exp.yaml:17: model.optimizer"
+def test_locations_of_objects():
+    experiment = load(FILE)
+    assert locate(experiment) == "exp.yaml:2"
+    assert locate(experiment.model.arguments()["layers"][1]) == "exp.yaml:10: model.layers.1"
+    assert locate(experiment.model.arguments()["optimizer"]) == "exp.yaml:17: model.optimizer"
     assert locate(ToyRelu()) == ""
     assert locate(None) == ""
 
 
-def test_a_file_on_disk(tmp_path):
+def test_file_with_byte_order_mark(tmp_path):
     path = tmp_path / "e.yaml"
     path.write_text(FILE, encoding="utf-8-sig")
     assert load_experiment(path, top="ToyExperiment") == EXPECTED
 
 
-def test_the_older_name_of_a_class_is_read_and_the_newer_one_is_written():
-    found = load("!ToyExperiment\nmodel: !ToyModel {layers: []}\nanything: [!RectLin {}, !ReLU {}]")
-    assert [type(one) for one in found.arguments()["anything"]] == [nd.ReLU, nd.RectLin]
-    assert "RectLin" not in dump(found)
+def test_older_class_names_are_read_and_replaced():
+    experiment = load("!ToyExperiment\nmodel: !ToyModel {layers: []}\nanything: [!RectLin {}, !ReLU {}]")
+    assert [type(activation) for activation in experiment.arguments()["anything"]] == [nd.ReLU, nd.RectLin]
+    assert "RectLin" not in dump(experiment)
     assert "RectLin" not in examples(nd.Activation, most=99)
     assert "!ReLU" in examples(nd.Activation, most=99)

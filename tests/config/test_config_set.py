@@ -1,7 +1,7 @@
-"""`--set key.path=value`."""
+"""Option `--set key.path=value`."""
 
 import pytest
-from config_toys import ToySGD, load
+from toy_registry import ToySGD, load
 
 from neondist.errors import ConfigError
 
@@ -13,31 +13,35 @@ grid: {replicas: 1}
 model: !ToyModel
   layers:
     - !ToyConv {out_channels: 16, kernel_size: 5}
-    - !ToyLonely {}
+    - !ToySerial {}
 dist_flag: false
 """
 
 
 def test_values_of_all_kinds():
-    made = load(FILE, "epochs=5", "dtype=float64", "model.layers.0.kernel_size=[3, 1]", "model.layers.-2.bias=false")
-    layer = made.model.arguments()["layers"][0].arguments()
-    assert (made.arguments()["epochs"], made.arguments()["dtype"]) == (5, "float64")
+    experiment = load(
+        FILE, "epochs=5", "dtype=float64", "model.layers.0.kernel_size=[3, 1]", "model.layers.-2.bias=false"
+    )
+    layer = experiment.model.arguments()["layers"][0].arguments()
+    assert (experiment.arguments()["epochs"], experiment.arguments()["dtype"]) == (5, "float64")
     assert (layer["kernel_size"], layer["bias"]) == ((3, 1), False)
 
 
 def test_an_object():
-    made = load(FILE, "model.optimizer=!ToySGD {learning_rate: 1e-2}", "model.optimizer.betas=[1]")
-    assert made.model.arguments()["optimizer"] == ToySGD(0.01, (1.0,))
+    experiment = load(FILE, "model.optimizer=!ToySGD {learning_rate: 1e-2}", "model.optimizer.betas=[1]")
+    assert experiment.model.arguments()["optimizer"] == ToySGD(0.01, (1.0,))
 
 
-def test_a_whole_layer_and_a_nested_new_field():
-    made = load(FILE, "model.layers.1=!ToyConv {out_channels: 2, kernel_size: 1}", "grid.rows=2", "anything.a.b=1")
-    assert made.model.arguments()["layers"][1].arguments()["out_channels"] == 2
-    assert made.arguments()["grid"] == {"replicas": 1, "rows": 2}
-    assert made.arguments()["anything"] == {"a": {"b": 1}}
+def test_replaced_layer_and_new_nested_fields():
+    experiment = load(
+        FILE, "model.layers.1=!ToyConv {out_channels: 2, kernel_size: 1}", "grid.rows=2", "anything.a.b=1"
+    )
+    assert experiment.model.arguments()["layers"][1].arguments()["out_channels"] == 2
+    assert experiment.arguments()["grid"] == {"replicas": 1, "rows": 2}
+    assert experiment.arguments()["anything"] == {"a": {"b": 1}}
 
 
-def test_later_settings_win_and_nothing_is_null():
+def test_later_settings_win_and_empty_values_are_null():
     assert load(FILE, "epochs=5", "epochs=6", "grid=").arguments()["epochs"] == 6
     assert load(FILE, "grid=").arguments()["grid"] is None
 
@@ -94,12 +98,12 @@ def test_later_settings_win_and_nothing_is_null():
         ),
     ],
 )  # fmt: skip
-def test_mistakes_name_the_setting(setting, message):
+def test_errors_name_the_setting(setting, message):
     with pytest.raises(Exception) as caught:  # noqa: PT011
         load(FILE, setting)
     assert str(caught.value) == message
 
 
-def test_a_long_setting_is_shortened():
+def test_long_settings_are_shortened():
     with pytest.raises(ConfigError, match=r"^--set epochs=x{50}\.\.\.: epochs: .*'x{57}\.\.\.'$"):
         load(FILE, "epochs=" + "x" * 500)

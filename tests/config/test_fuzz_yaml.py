@@ -1,10 +1,10 @@
-"""150 mutated experiment files: each is refused in one message, or is still good and trains."""
+"""Mutated experiment files: each is rejected with one message, or trains."""
 
 import contextlib
 
 import pytest
-from fuzz import check_outcomes, outcome, survive, typed
-from fuzz_yaml import LAUGHS, PAYLOAD, mutated
+from fuzz import check_outcomes, classify_call, classify_command, run_isolated
+from fuzz_yaml import BILLION_LAUGHS, PAYLOAD, mutate_texts
 
 import neondist as nd
 from neondist.config import load_experiment
@@ -54,18 +54,18 @@ backend: numpy
 ]  # fmt: skip
 
 
-class _Enough(Exception):
+class _Trained(Exception):
     pass
 
 
-class _OneStep(nd.Hook):
+class _StopAfterOneStep(nd.Hook):
     def after_step(self, run):
-        raise _Enough
+        raise _Trained
 
 
-def train_a_step(path):
-    with contextlib.suppress(_Enough):
-        load_experiment(path).run(nd.ProcessGrid.serial(), hooks=[_OneStep()])
+def train_one_step(path):
+    with contextlib.suppress(_Trained):
+        load_experiment(path).run(nd.ProcessGrid.serial(), hooks=[_StopAfterOneStep()])
 
 
 @pytest.mark.long
@@ -75,13 +75,13 @@ def test_mutated_files(tmp_path, monkeypatch):
     def attempt(text):
         with open("case.yaml", "w", encoding="utf-8") as file:
             file.write(text)
-        said = typed("check", "case.yaml")
-        return outcome(lambda: train_a_step("case.yaml")) if said == "fine" else said
+        result = classify_command("check", "case.yaml")
+        return classify_call(lambda: train_one_step("case.yaml")) if result == "fine" else result
 
-    cases = [*TEXTS, *mutated(TEXTS, 150), TEXTS[0] + LAUGHS]
-    outcomes = survive(cases, attempt)
-    left = [path.name for path in tmp_path.rglob("*")]
-    assert PAYLOAD not in left
+    cases = [*TEXTS, *mutate_texts(TEXTS, 150), TEXTS[0] + BILLION_LAUGHS]
+    outcomes = run_isolated(cases, attempt)
+    names = [path.name for path in tmp_path.rglob("*")]
+    assert PAYLOAD not in names
     check_outcomes(outcomes, 75)
     assert outcomes[: len(TEXTS)] == ["fine"] * len(TEXTS)
     assert "aliases expand" in outcomes[-1]

@@ -1,4 +1,4 @@
-"""Help for editors and shells with experiment files: the schema, `neondist init`, and what follows --set."""
+"""Schema of experiment files, `neondist init`, and completion of --set."""
 
 import json
 from functools import cache
@@ -16,7 +16,7 @@ from neondist.config.schema import schema, tags
 
 
 class Untagged(yaml.SafeLoader):
-    """A file as editors give it to a schema."""
+    """Loader that drops tags, as editors do before they validate."""
 
 
 Untagged.add_multi_constructor("!", lambda loader, tag, node: loader.construct_mapping(node, deep=True))
@@ -35,18 +35,18 @@ epochs: 2
 @cache
 def validator():
     jsonschema = pytest.importorskip("jsonschema")
-    found = json.loads(json.dumps(schema()))
-    jsonschema.Draft7Validator.check_schema(found)
-    return jsonschema.Draft7Validator(found)
+    json_schema = json.loads(json.dumps(schema()))
+    jsonschema.Draft7Validator.check_schema(json_schema)
+    return jsonschema.Draft7Validator(json_schema)
 
 
-def faults(text):
+def schema_errors(text):
     return list(validator().iter_errors(yaml.load(text, Untagged)))
 
 
 @pytest.mark.long
-def test_the_schema_allows_what_the_check_allows():
-    assert faults(FILE) == []
+def test_schema_agrees_with_check():
+    assert schema_errors(FILE) == []
     for old, new in [
         ("epochs: 2", "epochs: 0"),
         ("epochs: 2", "epoch: 2"),
@@ -54,11 +54,11 @@ def test_the_schema_allows_what_the_check_allows():
         ("!Synthetic {shape", "!Synthetic {shapes"),
         ("epochs: 2", "nonfinite: go on"),
     ]:
-        assert faults(FILE.replace(old, new)), new
+        assert schema_errors(FILE.replace(old, new)), new
     branch = "layers: [!Sum {layers: [[[!LCNLayerDist {min_deviation: mean}]], []]}, "
-    assert faults(FILE.replace("layers: [", branch)) == []
+    assert schema_errors(FILE.replace("layers: [", branch)) == []
     for old, new in [("min_deviation", "min_deviatio"), ("mean", "median"), ("[]]", "[2]]"), ("[[[!", "[[[2, !")]:
-        assert faults(FILE.replace("layers: [", branch.replace(old, new))), new
+        assert schema_errors(FILE.replace("layers: [", branch.replace(old, new))), new
     warmup = schema()["definitions"]["Warmup"]
     assert warmup["properties"]["start"] == {
         "description": "Initial factor, in [0, 1).",
@@ -72,7 +72,7 @@ def test_the_schema_allows_what_the_check_allows():
     assert "!Plateau mapping" in tags()
 
 
-def test_the_command_prints_it(capsys):
+def test_schema_command(capsys):
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out)["$ref"] == "#/definitions/FitExperiment"
     assert main(["schema", "--tags"]) == 0
@@ -92,83 +92,86 @@ def test_keys_of_a_file(tmp_path):
     assert keys_of(str(path)) == []
 
 
-def images(folder, count=4, masks=False):
+def write_images(folder, count=4, masks=False):
     image = pytest.importorskip("PIL.Image")
     folder.mkdir(parents=True)
-    for at in range(count):
-        cells = np.random.default_rng(at).integers(0, 3 if masks else 255, (70, 50), dtype="u1")
-        image.fromarray(cells).save(folder / f"{at}.png")
+    for i in range(count):
+        cells = np.random.default_rng(i).integers(0, 3 if masks else 255, (70, 50), dtype="u1")
+        image.fromarray(cells).save(folder / f"{i}.png")
 
 
 @pytest.mark.parametrize("kind", ["classes", "masks"])
-def test_init_writes_a_file_that_can_be_run(tmp_path, monkeypatch, capsys, kind):
+def test_init_writes_a_valid_file(tmp_path, monkeypatch, capsys, kind):
     monkeypatch.chdir(tmp_path)
-    images(tmp_path / "mine" / ("cat" if kind == "classes" else "images"))
-    images(tmp_path / "mine" / ("dog" if kind == "classes" else "masks"), masks=kind == "masks")
+    write_images(tmp_path / "mine" / ("cat" if kind == "classes" else "images"))
+    write_images(tmp_path / "mine" / ("dog" if kind == "classes" else "masks"), masks=kind == "masks")
     assert main(["init", "mine"]) == 0
     assert "neondist run mine.yaml" in capsys.readouterr().out
-    assert faults((tmp_path / "mine.yaml").read_text()) == []
-    made = load_experiment("mine.yaml")
-    made.validate(2)
-    assert made.dataset.crop == [64, 48]  # a crop lies in every image
-    assert made.model.leaves[-1].arguments().get("out_features", 3) == (2 if kind == "classes" else 3)
+    assert schema_errors((tmp_path / "mine.yaml").read_text()) == []
+    experiment = load_experiment("mine.yaml")
+    experiment.validate(2)
+    assert experiment.dataset.crop == [64, 48]  # a crop lies in every image
+    assert experiment.model.leaves[-1].arguments().get("out_features", 3) == (2 if kind == "classes" else 3)
     assert main(["init", "mine"]) == 2
     assert "mine.yaml: exists already; choose another name with --to" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("point", ["", ".0"])
-def test_init_says_what_whole_numbers_are(tmp_path, monkeypatch, point):
+def test_init_explains_integer_labels(tmp_path, monkeypatch, point):
     monkeypatch.chdir(tmp_path)
-    images(tmp_path / "mine")
-    (tmp_path / "mine" / "labels.csv").write_text("".join(f"{at}.png,{at + 10}{point}\n" for at in range(4)))
+    write_images(tmp_path / "mine")
+    (tmp_path / "mine" / "labels.csv").write_text("".join(f"{i}.png,{i + 10}{point}\n" for i in range(4)))
     assert main(["init", "mine"]) == 0
-    said = "# Image classification, 14 classes. Integers in the table are classes, from 0; write regression"
-    assert (said in (tmp_path / "mine.yaml").read_text()) == (not point)
+    comment = "# Image classification, 14 classes. Integers in the table are classes, from 0; write regression"
+    assert (comment in (tmp_path / "mine.yaml").read_text()) == (not point)
     assert isinstance(load_experiment("mine.yaml").model.cost, nd.MSE) == bool(point)
 
 
-@pytest.mark.parametrize("number", [1, 0.5], ids=["names", "numbers"])
-def test_init_for_a_table(tmp_path, monkeypatch, number):
+@pytest.mark.parametrize("factor", [1, 0.5], ids=["names", "numbers"])
+def test_init_for_a_table(tmp_path, monkeypatch, factor):
     folder = tmp_path / "my \U0001f4f7 é [1]"
-    images(folder)
-    (folder / "0.png").rename(folder / "0.PNG")  # of two kinds
+    write_images(folder)
+    (folder / "0.png").rename(folder / "0.PNG")  # two spellings of the suffix
     (folder / "._0.png").write_text("none")
-    labels = [f"{at}.png,{'cat' if at % 2 else 'ape'}" if number == 1 else f"{at}.png,{at * number}" for at in range(4)]
+    labels = [f"{i}.png,{'cat' if i % 2 else 'ape'}" if factor == 1 else f"{i}.png,{i * factor}" for i in range(4)]
     (folder / "labels.csv").write_text("\n".join(["file,label", labels[0].replace("png", "PNG"), *labels[1:]]))
     monkeypatch.chdir(tmp_path)
     assert main(["init", str(folder), "--to", "x.yaml"]) == 0
-    made = load_experiment("x.yaml")
-    made.validate(2)
-    assert made.dataset._values.ravel().tolist() == [at % 2 if number == 1 else at * number for at in range(4)]
-    outputs, cost = (2, nd.CrossEntropy) if number == 1 else (1, nd.MSE)
-    assert (made.model.leaves[-1].arguments()["out_features"], type(made.model.cost)) == (outputs, cost)
+    experiment = load_experiment("x.yaml")
+    experiment.validate(2)
+    assert experiment.dataset._values.ravel().tolist() == [i % 2 if factor == 1 else i * factor for i in range(4)]
+    outputs, cost = (2, nd.CrossEntropy) if factor == 1 else (1, nd.MSE)
+    assert (experiment.model.leaves[-1].arguments()["out_features"], type(experiment.model.cost)) == (outputs, cost)
 
 
-@pytest.mark.parametrize("numbers", [[0, 1, 255], [0, 1, -1], [0, 255]])
-def test_init_takes_255_and_a_negative_number_for_no_class(tmp_path, monkeypatch, capsys, numbers):
+@pytest.mark.parametrize("labels", [[0, 1, 255], [0, 1, -1], [0, 255]])
+def test_init_ignores_255_and_negative_labels(tmp_path, monkeypatch, capsys, labels):
     monkeypatch.chdir(tmp_path)
-    for folder, found in (("images", [0]), ("masks", numbers)):
+    for folder, values in (("images", [0]), ("masks", labels)):
         (tmp_path / "mine" / folder).mkdir(parents=True)
-        for at in range(3):
-            np.save(tmp_path / "mine" / folder / f"{at}.npy", np.resize(np.array(found, "i2"), (16, 16)))
-    assert main(["init", "mine"]) == (0 if 1 in numbers else 2)
-    if 1 not in numbers:
+        for i in range(3):
+            np.save(tmp_path / "mine" / folder / f"{i}.npy", np.resize(np.array(values, "i2"), (16, 16)))
+    assert main(["init", "mine"]) == (0 if 1 in labels else 2)
+    if 1 not in labels:
         assert "masks: holds [0, 255] alone; number the classes 0, 1" in capsys.readouterr().err
         return
-    made = load_experiment("mine.yaml")
-    made.validate(2)
-    assert (made.dataset.classes, made.dataset.ignore_index, made.model.cost.ignore_index) == (2, *numbers[2:] * 2)
+    experiment = load_experiment("mine.yaml")
+    experiment.validate(2)
+    assert (experiment.dataset.classes, experiment.dataset.ignore_index, experiment.model.cost.ignore_index) == (
+        2,
+        *labels[2:] * 2,
+    )
 
 
-def test_init_counts_the_indices_of_palettes_as_training_does(tmp_path, monkeypatch):
+def test_init_counts_indices_of_palettes(tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
     monkeypatch.chdir(tmp_path)
     for folder in ("images", "masks"):
         (tmp_path / "mine" / folder).mkdir(parents=True)
-        for at in range(4):
-            drawn = image.fromarray(np.full((70, 66), at, "u1"), "P")
-            drawn.putpalette([200, 10, 90] * 4)
-            drawn.save(tmp_path / "mine" / folder / f"{at}.{'gif' if folder == 'images' else 'png'}")
+        for i in range(4):
+            picture = image.fromarray(np.full((70, 66), i, "u1"), "P")
+            picture.putpalette([200, 10, 90] * 4)
+            picture.save(tmp_path / "mine" / folder / f"{i}.{'gif' if folder == 'images' else 'png'}")
     assert main(["init", "mine"]) == 0
     assert "masks hold 0 to 3" in (tmp_path / "mine.yaml").read_text()
     assert load_experiment("mine.yaml").model.leaves[-1].arguments()["out_channels"] == 4
@@ -180,47 +183,47 @@ def test_init_for_volumes(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     for folder, dtype in (("images", "i2"), ("masks", kind)):
         (tmp_path / "mine" / folder).mkdir(parents=True)
-        for at in range(3):
-            with nd.create_sink(tmp_path / "mine" / folder / f"{at}.nii.gz", (12, 40, 36, 1), dtype, "ZYXC") as sink:
+        for i in range(3):
+            with nd.create_sink(tmp_path / "mine" / folder / f"{i}.nii.gz", (12, 40, 36, 1), dtype, "ZYXC") as sink:
                 sink.write([(0, 1), (0, 1), (0, 2), (0, 1)], np.ones((1, 1, 2, 1), dtype))
                 sink.commit()
     assert main(["init", "mine"]) == 0
-    made = load_experiment("mine.yaml", ["epochs=1"])
-    made.validate(2)
-    assert (made.dataset.crop, made.dataset.sample_shape) == ([8, 32, 32], (8, 32, 32, 1))
+    experiment = load_experiment("mine.yaml", ["epochs=1"])
+    experiment.validate(2)
+    assert (experiment.dataset.crop, experiment.dataset.sample_shape) == ([8, 32, 32], (8, 32, 32, 1))
     outputs, classes, cost = (2, 2, nd.DiceCE) if kind == "u1" else (1, None, nd.MSE)
-    assert made.model.leaves[-1].arguments()["out_channels"] == outputs
-    assert made.dataset.arguments().get("classes") == classes
-    assert type(made.model.cost) is cost
+    assert experiment.model.leaves[-1].arguments()["out_channels"] == outputs
+    assert experiment.dataset.arguments().get("classes") == classes
+    assert type(experiment.model.cost) is cost
 
 
 def test_init_without_images(tmp_path, capsys):
-    images(tmp_path / "split" / "train" / "cat", 1)
+    write_images(tmp_path / "split" / "train" / "cat", 1)
     assert main(["init", str(tmp_path / "split"), "--to", str(tmp_path / "x.yaml")]) == 2
     assert "but train/ has folders of them: neondist init" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    for folder, words in (("none", "no such folder"), ("empty", "has 0 subfolders with images; give a subfolder")):
+    for folder, message in (("none", "no such folder"), ("empty", "has 0 subfolders with images; give a subfolder")):
         assert main(["init", str(tmp_path / folder), "--to", str(tmp_path / "x.yaml")]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "x.yaml").exists()
 
 
-def test_a_model_shows_itself():
+def test_representations_of_models():
     model = nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(2)])
     assert "not built" in model._repr_html_()
     assert repr(model) == "Convnet (not built)"
     with pytest.raises(nd.UserError, match="summary: the model is not built; give the shape"):
         model.summary()
-    told = model.summary((8, 8, 1))
-    assert "conv1" in told
-    assert repr(told) == str(told)
+    summary = model.summary((8, 8, 1))
+    assert "conv1" in summary
+    assert repr(summary) == str(summary)
     model.build((8, 8, 1), 2)
     assert str(model.summary()) == model.compiled.describe()
-    for shown in (model, model.compiled, model.grid, told):
-        assert shown._repr_html_().startswith("<pre>")
+    for item in (model, model.compiled, model.grid, summary):
+        assert item._repr_html_().startswith("<pre>")
 
 
-def test_a_built_model_is_a_table_at_the_prompt():
+def test_repr_of_a_built_model_is_its_table():
     model = nd.Convnet([nd.ConvLayer(4, 3), nd.FCLayer(2)])
     model.build((8, 8, 1), 2)
     assert repr(model) == str(model.summary())

@@ -1,9 +1,9 @@
-"""Costs with weights, ignored cells and smoothing against torch, and their means over tiles, replicas and batches."""
+"""Costs with weights, ignored cells and smoothing against PyTorch, and their means over tiles, replicas and batches."""
 
 import numpy as np
 import pytest
+from common_checks import max_relative_difference
 from device import Device
-from support import worst
 
 import neondist as nd
 from neondist.arrays.namespace import to_host
@@ -16,7 +16,7 @@ WEIGHTS = [0.5, 2.0, 0.0, 1.25]
 VOID = 255
 
 
-def scores(shape, ignore=True):
+def draw_scores(shape, ignore=True):
     rng = np.random.default_rng(3)
     labels = rng.integers(0, shape[-1], shape[:-1])
     if ignore:
@@ -24,89 +24,93 @@ def scores(shape, ignore=True):
     return rng.normal(scale=3, size=shape), labels
 
 
-def by_torch(function, y):
-    """The value and the gradient of a function of a tensor with channels first."""
+def compute_with_torch(function, y):
+    """Return the value and gradient of a function of a tensor with channels first."""
     torch = pytest.importorskip("torch")
-    first = torch.from_numpy(np.moveaxis(y, -1, 1).copy()).requires_grad_()
-    loss = function(torch, torch.nn.functional, first)
+    tensor = torch.from_numpy(np.moveaxis(y, -1, 1).copy()).requires_grad_()
+    loss = function(torch, torch.nn.functional, tensor)
     loss.backward()
-    return loss.item(), np.moveaxis(first.grad.numpy(), 1, -1)
+    return loss.item(), np.moveaxis(tensor.grad.numpy(), 1, -1)
 
 
-def by_us(cost, y, targets):
-    """The mean and its gradient, as training puts them together."""
+def compute_mean(cost, y, targets):
+    """Return the mean and its gradient as computed in training."""
     value, gradient = 0.0, 0.0
     for factor, part in cost.parts:
-        over = part.weight(y.shape, targets) if part.weighted else len(y) * part.cells(y.shape[1:])
-        value += factor * part.value(y, targets) / over
-        gradient = gradient + factor * part.gradient(y, targets) / over
+        divisor = part.weight(y.shape, targets) if part.weighted else len(y) * part.cells(y.shape[1:])
+        value += factor * part.value(y, targets) / divisor
+        gradient = gradient + factor * part.gradient(y, targets) / divisor
     return value, gradient
 
 
-def focal(torch, f, y, labels):
+def compute_focal(torch, f, y, labels):
     log_p = f.log_softmax(y, 1)
     keep = labels != VOID
-    at = labels.where(keep, torch.zeros(()).long())[:, None]
-    log_pt = log_p.gather(1, at)[:, 0]
-    w = torch.tensor(WEIGHTS, dtype=y.dtype)[at[:, 0]] * keep
+    indices = labels.where(keep, torch.zeros(()).long())[:, None]
+    log_pt = log_p.gather(1, indices)[:, 0]
+    w = torch.tensor(WEIGHTS, dtype=y.dtype)[indices[:, 0]] * keep
     return -(w * (1 - log_pt.exp()) ** 1.5 * log_pt).sum() / w.sum()
 
 
-def dice(torch, f, y, labels):
+def compute_dice(torch, f, y, labels):
     keep = (labels != VOID)[:, None]
     p = y.softmax(1) * keep
-    hot = f.one_hot(labels.where(keep[:, 0], torch.zeros(()).long()), y.shape[1])
-    t = torch.movedim(hot, -1, 1) * keep
+    one_hot = f.one_hot(labels.where(keep[:, 0], torch.zeros(()).long()), y.shape[1])
+    t = torch.movedim(one_hot, -1, 1) * keep
     cells = tuple(range(2, y.ndim))
-    both, overlap = ((p + t).sum(cells), (p * t).sum(cells)) if cells else (p + t, p * t)
-    return ((both - 2 * overlap) / (both + 1)).mean(1).mean()
+    total, overlap = ((p + t).sum(cells), (p * t).sum(cells)) if cells else (p + t, p * t)
+    return ((total - 2 * overlap) / (total + 1)).mean(1).mean()
 
 
-def entropy(f, y, t, **more):
-    return f.cross_entropy(y, t, **more)
+def compute_entropy(f, y, t, **options):
+    return f.cross_entropy(y, t, **options)
 
 
-OF_LABELS = {
+LABEL_COSTS = {
     "weights": (
         nd.CrossEntropy(class_weights=WEIGHTS),
-        lambda torch, f, y, t, w: entropy(f, y, t.where(t != VOID, torch.zeros(()).long()), weight=w),
+        lambda torch, f, y, t, w: compute_entropy(f, y, t.where(t != VOID, torch.zeros(()).long()), weight=w),
     ),
-    "ignore": (nd.SoftmaxCrossEntropy(ignore_index=VOID), lambda o, f, y, t, w: entropy(f, y, t, ignore_index=VOID)),
+    "ignore": (
+        nd.SoftmaxCrossEntropy(ignore_index=VOID),
+        lambda o, f, y, t, w: compute_entropy(f, y, t, ignore_index=VOID),
+    ),
     "smoothing": (
         nd.CrossEntropy(ignore_index=VOID, label_smoothing=0.2),
-        lambda o, f, y, t, w: entropy(f, y, t, ignore_index=VOID, label_smoothing=0.2),
+        lambda o, f, y, t, w: compute_entropy(f, y, t, ignore_index=VOID, label_smoothing=0.2),
     ),
     "all": (
         nd.CrossEntropy(class_weights=WEIGHTS, ignore_index=VOID, label_smoothing=0.1),
-        lambda o, f, y, t, w: entropy(f, y, t, weight=w, ignore_index=VOID, label_smoothing=0.1),
+        lambda o, f, y, t, w: compute_entropy(f, y, t, weight=w, ignore_index=VOID, label_smoothing=0.1),
     ),
-    "focal": (nd.Focal(1.5, class_weights=WEIGHTS, ignore_index=VOID), lambda o, f, y, t, w: focal(o, f, y, t)),
-    "dice": (nd.Dice(ignore_index=VOID), lambda o, f, y, t, w: dice(o, f, y, t)),
+    "focal": (nd.Focal(1.5, class_weights=WEIGHTS, ignore_index=VOID), lambda o, f, y, t, w: compute_focal(o, f, y, t)),
+    "dice": (nd.Dice(ignore_index=VOID), lambda o, f, y, t, w: compute_dice(o, f, y, t)),
     "dice and entropy": (
         nd.DiceCE(dice_weight=0.5, ce_weight=2.0, class_weights=WEIGHTS, ignore_index=VOID, label_smoothing=0.1),
         lambda o, f, y, t, w: (
-            0.5 * dice(o, f, y, t) + 2 * entropy(f, y, t, weight=w, ignore_index=VOID, label_smoothing=0.1)
+            0.5 * compute_dice(o, f, y, t)
+            + 2 * compute_entropy(f, y, t, weight=w, ignore_index=VOID, label_smoothing=0.1)
         ),
     ),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", OF_LABELS)
-def test_costs_of_labels_are_those_of_torch(name, shape):
-    cost, theirs = OF_LABELS[name]
-    y, labels = scores(shape, ignore=name != "weights")
-    kept = y.copy()
+@pytest.mark.parametrize("name", LABEL_COSTS)
+def test_label_costs_match_torch(name, shape):
+    cost, reference = LABEL_COSTS[name]
+    y, labels = draw_scores(shape, ignore=name != "weights")
+    original = y.copy()
 
     def function(torch, f, tensor):
-        return theirs(torch, f, tensor, torch.from_numpy(labels), torch.tensor(WEIGHTS, dtype=torch.float64))
+        return reference(torch, f, tensor, torch.from_numpy(labels), torch.tensor(WEIGHTS, dtype=torch.float64))
 
-    loss, gradient = by_torch(function, y)
-    value, mine = by_us(cost, y, labels)
+    loss, gradient = compute_with_torch(function, y)
+    value, actual_gradient = compute_mean(cost, y, labels)
     assert value == pytest.approx(loss, rel=1e-12)
-    np.testing.assert_allclose(mine, gradient, rtol=1e-10, atol=1e-14)
-    np.testing.assert_array_equal(y, kept)
-    if len(cost.parts) > 1:  # the mean of what is given, times the samples
+    np.testing.assert_allclose(actual_gradient, gradient, rtol=1e-10, atol=1e-14)
+    np.testing.assert_array_equal(y, original)
+    if len(cost.parts) > 1:  # the mean times the number of samples
         assert cost.value(y, labels) / len(y) == pytest.approx(loss, rel=1e-12)
         np.testing.assert_allclose(cost.gradient(y, labels) / len(y), gradient, rtol=1e-10, atol=1e-14)
 
@@ -115,19 +119,19 @@ def test_costs_of_labels_are_those_of_torch(name, shape):
 def test_weights_and_smoothing_of_probabilities(shape):
     p = np.random.default_rng(1).random(shape)
     cost = nd.CrossEntropy(class_weights=WEIGHTS, label_smoothing=0.1)
-    y, _ = scores(shape)
-    loss, gradient = by_torch(
+    y, _ = draw_scores(shape)
+    loss, gradient = compute_with_torch(
         lambda torch, f, x: f.cross_entropy(
             x, torch.from_numpy(np.moveaxis(p, -1, 1).copy()), torch.tensor(WEIGHTS, dtype=x.dtype), label_smoothing=0.1
         ),
         y,
     )
-    value, mine = by_us(cost, y, p)
+    value, actual_gradient = compute_mean(cost, y, p)
     assert value == pytest.approx(loss, rel=1e-12)
-    np.testing.assert_allclose(mine, gradient, rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(actual_gradient, gradient, rtol=1e-11, atol=1e-14)
 
 
-OF_NUMBERS = {
+REGRESSION_COSTS = {
     "mse": (nd.MSE(), lambda f, y, t: f.mse_loss(y, t)),
     "mae": (nd.MAE(), lambda f, y, t: f.l1_loss(y, t)),
     "huber": (nd.Huber(0.7), lambda f, y, t: f.huber_loss(y, t, delta=0.7)),
@@ -140,60 +144,62 @@ OF_NUMBERS = {
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 5, 4, 1), (6, 1)])
-@pytest.mark.parametrize("name", OF_NUMBERS)
-def test_costs_of_numbers_are_those_of_torch(name, shape):
-    cost, theirs = OF_NUMBERS[name]
-    y = 20 * scores(shape)[0] if "bce" in name else scores(shape)[0]
+@pytest.mark.parametrize("name", REGRESSION_COSTS)
+def test_regression_costs_match_torch(name, shape):
+    cost, reference = REGRESSION_COSTS[name]
+    y = 20 * draw_scores(shape)[0] if "bce" in name else draw_scores(shape)[0]
     t = np.random.default_rng(1).random(shape)
-    loss, gradient = by_torch(lambda torch, f, x: theirs(f, x, torch.from_numpy(np.moveaxis(t, -1, 1).copy())), y)
+    loss, gradient = compute_with_torch(
+        lambda torch, f, x: reference(f, x, torch.from_numpy(np.moveaxis(t, -1, 1).copy())), y
+    )
     for targets in (t, *([t[..., 0]] if shape[-1] == 1 else [])):
-        value, mine = by_us(cost, y, targets)
+        value, actual_gradient = compute_mean(cost, y, targets)
         assert value == pytest.approx(loss, rel=1e-12)
-        np.testing.assert_allclose(mine, gradient, rtol=1e-10, atol=1e-15)
+        np.testing.assert_allclose(actual_gradient, gradient, rtol=1e-10, atol=1e-15)
 
 
 def test_bce_of_labels():
-    y, labels = scores((4, 5, 6, 1))
+    y, labels = draw_scores((4, 5, 6, 1))
     labels = np.where(labels == VOID, VOID, labels % 2 + (np.arange(6) % 2 == 0)) % 256
     labels[labels == 2] = 1
     keep = labels != VOID
-    loss, gradient = by_torch(
+    loss, gradient = compute_with_torch(
         lambda torch, f, x: f.binary_cross_entropy_with_logits(
             x[:, 0][torch.from_numpy(keep)], torch.from_numpy(labels[keep].astype("f8"))
         ),
         y,
     )
-    value, mine = by_us(nd.BCE(ignore_index=VOID), y, labels)
+    value, actual_gradient = compute_mean(nd.BCE(ignore_index=VOID), y, labels)
     assert value == pytest.approx(loss, rel=1e-12)
-    np.testing.assert_allclose(mine, gradient, rtol=1e-11, atol=1e-15)
-    many, classes = scores((4, 5, 3), ignore=False)
-    assert nd.BCE().value(many, classes) == pytest.approx(nd.BCE().value(many, np.eye(3)[classes]), rel=1e-13)
+    np.testing.assert_allclose(actual_gradient, gradient, rtol=1e-11, atol=1e-15)
+    outputs, classes = draw_scores((4, 5, 3), ignore=False)
+    assert nd.BCE().value(outputs, classes) == pytest.approx(nd.BCE().value(outputs, np.eye(3)[classes]), rel=1e-13)
     with pytest.raises(DataError, match="label 2 is outside the 2 classes"):
         nd.BCE().value(np.zeros((2, 1)), np.array([0, 2]))
 
 
-@pytest.mark.parametrize("cost", [c for c, _ in OF_LABELS.values()], ids=list(OF_LABELS))
-def test_nothing_and_nothing_that_counts(cost):
+@pytest.mark.parametrize("cost", [c for c, _ in LABEL_COSTS.values()], ids=list(LABEL_COSTS))
+def test_empty_and_fully_ignored_targets(cost):
     for shape in ((0, 4), (3, 0, 2, 4)):
         assert cost.value(np.zeros(shape), np.zeros(shape[:-1], int)) == 0
         assert cost.gradient(np.zeros(shape), np.zeros(shape[:-1], int)).shape == shape
     if cost.ignore_index is not None:
-        y, void = scores((2, 3, 4))[0], np.full((2, 3), VOID)
+        y, void = draw_scores((2, 3, 4))[0], np.full((2, 3), VOID)
         assert cost.value(y, void) == 0
         assert not cost.gradient(y, void).any()
         assert cost.gradient(y.astype("f4"), void).dtype == "f4"
 
 
 COSTS = {
-    **{name: (cost, "labels") for name, (cost, _) in OF_LABELS.items() if cost.ignore_index},
-    **{name: (cost, "numbers") for name, (cost, _) in OF_NUMBERS.items()},
+    **{name: (cost, "labels") for name, (cost, _) in LABEL_COSTS.items() if cost.ignore_index},
+    **{name: (cost, "numbers") for name, (cost, _) in REGRESSION_COSTS.items()},
     "bce of classes": (nd.BCE(pos_weight=[1, 2, 3, 4], ignore_index=VOID), "labels"),
 }
 EXTENT = (7, 6)
 
 
-class Cells(nd.Synthetic):
-    """Six samples for training and five for the test, with a target for each cell."""
+class CellTargets(nd.Synthetic):
+    """Data set of six training and five test samples, with a target for each cell."""
 
     def __init__(self, kind):
         super().__init__((*EXTENT, 2), classes=2, train=6, test=5)
@@ -212,35 +218,35 @@ class Cells(nd.Synthetic):
             yield nd.Split(split.images(range(len(split)), "float64"), labels[(slice(None), *box)], scale=1.0)
 
 
-def trained(name, grid=None, **how):
+def train(name, grid=None, **options):
     cost, kind = COSTS[name]
     layers = [nd.ConvLayerDist(4, 3, padding=1, activation=nd.Tanh()), nd.ConvLayerDist(4, 3, padding=1)]
-    model = nd.ConvnetDist(layers, cost=cost, optimizer=nd.SGD(0.1), dtype="float64", backend="numpy", **how)
-    data = Cells(kind)
+    model = nd.ConvnetDist(layers, cost=cost, optimizer=nd.SGD(0.1), dtype="float64", backend="numpy", **options)
+    data = CellTargets(kind)
     grid = grid or nd.ProcessGrid.serial()
     data.open(grid)
     model.build(data.sample_shape, 4, grid)
     record = nd.fit(model, data, 2, 4)[-1]  # batches of 4 and 2
-    found = {"train": record["train_loss"], "test": evaluate(model, data.test, 3)["loss"]}
-    return {**{key: np.array([value]) for key, value in found.items()}, **model.state()}
+    losses = {"train": record["train_loss"], "test": evaluate(model, data.test, 3)["loss"]}
+    return {**{key: np.array([value]) for key, value in losses.items()}, **model.state()}
 
 
 @pytest.mark.parametrize("name", COSTS)
 @pytest.mark.long
-def test_means_are_of_the_whole_batch_on_every_grid(name):
-    whole = trained(name)
-    assert all(np.isfinite(array).all() for array in whole.values())
+def test_means_are_of_the_global_batch_on_every_grid(name):
+    serial = train(name)
+    assert all(np.isfinite(array).all() for array in serial.values())
 
-    def job(comm, replicas, how):
-        return trained(name, nd.ProcessGrid(comm, replicas=replicas), **how)
+    def job(comm, replicas, options):
+        return train(name, nd.ProcessGrid(comm, replicas=replicas), **options)
 
-    ways = [(1, 1, {"accumulate": 3}), (2, 2, {}), (3, 1, {"recompute": True}), (6, 2, {"strips": 2})]
-    for ranks, replicas, how in [(4, 2, {"accumulate": 2}), ways[list(COSTS).index(name) % 4]]:
-        for found in loopback.run(ranks, lambda comm, r=replicas, h=how: job(comm, r, h)):
-            assert worst(found, whole) < 1e-10
+    configurations = [(1, 1, {"accumulate": 3}), (2, 2, {}), (3, 1, {"recompute": True}), (6, 2, {"strips": 2})]
+    for ranks, replicas, options in [(4, 2, {"accumulate": 2}), configurations[list(COSTS).index(name) % 4]]:
+        for actual in loopback.run(ranks, lambda comm, r=replicas, h=options: job(comm, r, h)):
+            assert max_relative_difference(actual, serial) < 1e-10
 
 
-def test_the_plan_knows_what_the_normaliser_sends():
+def test_plan_includes_the_normaliser():
     def job(comm):
         model = nd.ConvnetDist(
             [nd.ConvLayerDist(3, 3)], cost=nd.DiceCE(ignore_index=0), dtype="float64", backend="numpy"
@@ -254,7 +260,7 @@ def test_the_plan_knows_what_the_normaliser_sends():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "words"),
+    ("make", "error", "message"),
     [
         (lambda: nd.CrossEntropy(class_weights=[1, -1]), ConfigError, "class_weights.1: expected a number of at least"),
         (lambda: nd.CrossEntropy(label_smoothing=1), ConfigError, "label_smoothing: .* below 1"),
@@ -266,20 +272,20 @@ def test_the_plan_knows_what_the_normaliser_sends():
         (lambda: nd.Focal(-1), ConfigError, "gamma: expected a number of at least 0"),
     ],
 )
-def test_what_cannot_work_is_named(make, error, words):
+def test_error_messages(make, error, message):
     nd.BCE().check((1,), 2)
     nd.MSE().check((1,), 10)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         make()
 
 
 @pytest.mark.parametrize("name", COSTS)
-def test_on_a_device(name):
+def test_device_results_match_the_host(name):
     device = Device()
     cost, kind = COSTS[name]
-    y, targets = scores((3, 4, 5, 4))
+    y, targets = draw_scores((3, 4, 5, 4))
     targets = targets if kind == "labels" else np.random.default_rng(1).random(y.shape)
     for _, part in cost.parts:
-        there = device.xp.asarray(y)
-        assert float(part.value(there, targets)) == pytest.approx(float(part.value(y, targets)), rel=1e-13)
-        np.testing.assert_allclose(to_host(part.gradient(there, targets)), part.gradient(y, targets), rtol=1e-12)
+        device_array = device.xp.asarray(y)
+        assert float(part.value(device_array, targets)) == pytest.approx(float(part.value(y, targets)), rel=1e-13)
+        np.testing.assert_allclose(to_host(part.gradient(device_array, targets)), part.gradient(y, targets), rtol=1e-12)

@@ -1,4 +1,4 @@
-"""Costs against torch, finite differences and by hand."""
+"""Costs against PyTorch, finite differences and hand-computed values."""
 
 import math
 
@@ -11,17 +11,17 @@ from neondist.errors import DataError, ShapeError
 SHAPES = [(5, 7), (1, 2), (3, 4, 5, 6), (2, 3, 4), (2, 3, 2, 2, 4)]
 
 
-def scores(shape, seed=0):
+def draw_scores(shape, seed=0):
     rng = np.random.default_rng(seed)
     return rng.normal(scale=3, size=shape), rng.integers(0, shape[-1], shape[:-1])
 
 
-def probabilities(shape, seed=1):
+def draw_probabilities(shape, seed=1):
     p = np.random.default_rng(seed).random(shape)
     return p / p.sum(axis=-1, keepdims=True)
 
 
-def torch_cross_entropy(y, targets):
+def compute_torch_cross_entropy(y, targets):
     torch = pytest.importorskip("torch")
     classes_first = torch.from_numpy(np.moveaxis(y, -1, 1).copy()).requires_grad_()
     t = torch.from_numpy(np.moveaxis(targets, -1, 1).copy() if targets.ndim == y.ndim else targets)
@@ -32,10 +32,10 @@ def torch_cross_entropy(y, targets):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dense", [False, True], ids=["labels", "probabilities"])
-def test_cross_entropy_is_that_of_torch(shape, dense):
-    y, labels = scores(shape)
-    targets = probabilities(shape) if dense else labels
-    loss, gradient = torch_cross_entropy(y, targets)
+def test_cross_entropy_matches_torch(shape, dense):
+    y, labels = draw_scores(shape)
+    targets = draw_probabilities(shape) if dense else labels
+    loss, gradient = compute_torch_cross_entropy(y, targets)
     cost = CrossEntropy()
     terms = shape[0] * cost.cells(shape[1:])
     assert cost.value(y, targets) / terms == pytest.approx(loss, rel=1e-12)
@@ -45,9 +45,9 @@ def test_cross_entropy_is_that_of_torch(shape, dense):
 @pytest.mark.parametrize("cost", [CrossEntropy(), SumSquared()])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dense", [False, True], ids=["labels", "values"])
-def test_gradient_is_the_slope_of_value(cost, shape, dense):
-    y, labels = scores(shape)
-    targets = probabilities(shape) * 1.7 if dense else labels  # rows that do not add up to 1 as well
+def test_gradient_matches_finite_differences(cost, shape, dense):
+    y, labels = draw_scores(shape)
+    targets = draw_probabilities(shape) * 1.7 if dense else labels  # includes rows that do not sum to 1
     direction = np.random.default_rng(2).normal(size=shape)
     step = 1e-5
     slope = (cost.value(y + step * direction, targets) - cost.value(y - step * direction, targets)) / (2 * step)
@@ -56,20 +56,20 @@ def test_gradient_is_the_slope_of_value(cost, shape, dense):
 
 @pytest.mark.parametrize("cost", [CrossEntropy(), SumSquared()])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_labels_are_their_one_hot_vectors_and_inputs_stay(cost, dtype):
-    y, labels = scores((4, 3, 5))
+def test_labels_equal_one_hot_vectors(cost, dtype):
+    y, labels = draw_scores((4, 3, 5))
     y = y.astype(dtype)
-    kept, one_hot = y.copy(), np.eye(5, dtype=dtype)[labels]
+    original, one_hot = y.copy(), np.eye(5, dtype=dtype)[labels]
     assert cost.value(y, labels) == pytest.approx(cost.value(y, one_hot), rel=1e-6)
     np.testing.assert_allclose(cost.gradient(y, labels), cost.gradient(y, one_hot), rtol=1e-5, atol=1e-6)
     assert cost.gradient(y, labels).dtype == cost.gradient(y, one_hot).dtype == dtype
     assert cost.gradient(y, np.eye(5)[labels]).dtype == dtype  # float64 targets do not change the outputs' dtype
-    np.testing.assert_array_equal(y, kept)
+    np.testing.assert_array_equal(y, original)
 
 
 @pytest.mark.parametrize("cost", [CrossEntropy(), SumSquared()])
-def test_sums_add_up_over_parts(cost):
-    y, labels = scores((6, 4, 5, 3))
+def test_sums_are_additive_over_parts(cost):
+    y, labels = draw_scores((6, 4, 5, 3))
     parts = [(slice(0, 6), slice(0, 1)), (slice(0, 6), slice(1, 4)), (slice(0, 6), slice(4, 4))]
     assert sum(cost.value(y[p], labels[p]) for p in parts) == pytest.approx(cost.value(y, labels), rel=1e-12)
     joined = np.concatenate([cost.gradient(y[p], labels[p]) for p in parts], axis=1)
@@ -78,7 +78,7 @@ def test_sums_add_up_over_parts(cost):
 
 @pytest.mark.parametrize("cost", [CrossEntropy(), SumSquared()])
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0, 2, 4), (0, 0, 4)])
-def test_empty(cost, shape):
+def test_empty_arrays(cost, shape):
     y = np.zeros(shape, np.float32)
     for targets in (np.zeros(shape[:-1], np.int64), y):
         assert cost.value(y, targets) == 0
@@ -118,7 +118,7 @@ def test_shape_and_dtype_of_targets():
         CrossEntropy().value(np.zeros((2, 3)), np.zeros(2))
 
 
-def test_check_finds_too_few_outputs():
+def test_check_rejects_too_few_outputs():
     CrossEntropy().check((10,), 10)
     CrossEntropy().check((7,), None)
     with pytest.raises(ShapeError, match=r"7 outputs.*10 classes"):

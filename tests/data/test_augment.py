@@ -1,12 +1,12 @@
-"""Augmentation of whole images, tile by tile: compared with NumPy, map_coordinates of SciPy, grid_sample of PyTorch."""
+"""Augmentation tile by tile, compared with NumPy, `map_coordinates` of SciPy and `grid_sample` of PyTorch."""
 
 import numpy as np
 import pytest
 import torch
-from dataset_toys import whole
-from hdf5_toys import small_hdf5
 from scipy.ndimage import map_coordinates
 from scipy.special import ndtri
+from small_datasets import assemble_image
+from small_hdf5 import write_hdf5
 
 import neondist as nd
 from neondist.arrays import rng
@@ -21,17 +21,17 @@ SHAPES = {1: (23, 2), 2: (13, 11, 3), 3: (6, 7, 5, 2)}
 RANKS = (1, 2, 3, 4, 6)
 
 
-def drawn(shape, low=0):
-    """Images of values in whole steps, and maps, of `COUNT` samples."""
-    draw = np.random.default_rng(0)
-    return draw.normal(size=(COUNT, *shape)), draw.integers(low, 5, (COUNT, *shape[:-1]), dtype="i2")
+def random_samples(shape, low=0):
+    """Return random images and label maps of `COUNT` samples."""
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(COUNT, *shape)), generator.integers(low, 5, (COUNT, *shape[:-1]), dtype="i2")
 
 
-class Counted:
-    """Tiles of which cells are read, and counted."""
+class CountingTiles:
+    """Tiles that record the number of cells read."""
 
     def __init__(self, cells):
-        self.cells, self.shape, self.read = cells, cells.shape, []
+        self.cells, self.shape, self.cells_read = cells, cells.shape, []
 
     def __len__(self):
         return len(self.cells)
@@ -40,65 +40,65 @@ class Counted:
         return self.part(numbers, ())
 
     def part(self, numbers, cells):
-        found = part_of(self.cells, numbers, cells)
-        self.read += [one.size for one in found]
-        return found
+        arrays = part_of(self.cells, numbers, cells)
+        self.cells_read += [array.size for array in arrays]
+        return arrays
 
 
-class Arrays(Dataset):
-    """Images and labels in memory; this rank keeps what `open` asks for."""
+class ArrayDataset(Dataset):
+    """Images and labels in memory, of which `load` keeps the tile of this rank."""
 
     def __init__(self, images, labels, test=None):
         super().__init__()
-        self.whole, self.sample_shape, self.classes = (images, labels), images.shape[1:], None
+        self.arrays, self.sample_shape, self.classes = (images, labels), images.shape[1:], None
         self.maps = labels.ndim == images.ndim - 1
 
     def check(self):
         pass
 
     def load(self, grid):
-        images, labels = self.whole
-        cut = (slice(None), *tile_slices(grid, self.sample_shape))
+        images, labels = self.arrays
+        index = (slice(None), *tile_slices(grid, self.sample_shape))
         labels = labels[(slice(None), *grid.tile_box(labels.shape[1 : len(self.sample_shape)]).slices)]
-        made = [Split(Counted(images[cut].copy()), labels, scale=1.0) for _ in range(2)]
-        return made[0], made[1]
+        splits = [Split(CountingTiles(images[index].copy()), labels, scale=1.0) for _ in range(2)]
+        return splits[0], splits[1]
 
 
-def grid_of(comm, ndim):
+def make_grid(comm, ndim):
     planes = 2 if ndim == 3 and comm.size in (4, 6) else 1
     return nd.ProcessGrid(comm, planes=planes)
 
 
-def seen(comm, steps, images, maps, numbers, epoch=EPOCH):
-    """Return a rank's box, its tiles of augmented images and maps, of the test split's, and the cells that it read."""
-    grid = grid_of(comm, images.ndim - 2)
-    data = Arrays(images, maps)
+def load_samples(comm, steps, images, maps, numbers, epoch=EPOCH):
+    """Return the box of a rank, its tiles of images, label maps and test images, and the counts of cells read."""
+    grid = make_grid(comm, images.ndim - 2)
+    data = ArrayDataset(images, maps)
     data.open(grid, augment=steps, seed=SEED)
     data.train.epoch = epoch
     x, y = data.train.images(numbers, "float64"), data.train.targets(numbers)
-    return grid.tile_box(images.shape[1:-1]), x, y, data.test.images(numbers, "float64"), data.train.tiles.read
+    return grid.tile_box(images.shape[1:-1]), x, y, data.test.images(numbers, "float64"), data.train.tiles.cells_read
 
 
-def numbers_of(step, place, count=COUNT, epoch=EPOCH):
-    """The uniform numbers that a step has of each sample."""
-    stream = rng.key(SEED, "augment", place, type(step).__name__, epoch)
+def random_numbers(step, position, count=COUNT, epoch=EPOCH):
+    """Return the uniform random numbers of a step for each sample, and the key of its noise stream."""
+    stream = rng.key(SEED, "augment", position, type(step).__name__, epoch)
     return rng.uniform(stream, np.arange(count)[:, None] * 4 + np.arange(4)), rng.key(stream, "cells")
 
 
-def names_of(x, maps):
+def axis_names(x, maps):
     return ["depth", "height", "width"][-(x.ndim - (not maps)) :]
 
 
 def flip(step, x, u, maps, *_):
-    names = names_of(x, maps)
+    names = axis_names(x, maps)
     for axis, name in enumerate(names):
         if name in step.axes and u[1 + axis] < step.rate:
             x = np.take(x, range(x.shape[axis])[::-1], axis)
     return x
 
 
-def turn(step, x, u, maps, *_):
-    names = names_of(x, maps)
+def rotate(step, x, u, maps, *_):
+    names = axis_names(x, maps)
     first, second = (names.index(name) for name in step.axes)
     for _ in range(int(4 * u[1])):
         x = np.flip(np.swapaxes(x, first, second), first)
@@ -109,9 +109,9 @@ def shift(step, x, u, maps, *_):
     spatial = x.ndim - (not maps)
     pad = [(step.max, step.max)] * spatial + [(0, 0)] * (x.ndim - spatial)
     mode = {"reflect": "reflect", "replicate": "edge", "zeros": "constant"}[step.mode]
-    first = [int(one * (2 * step.max + 1)) for one in u[1 : 1 + spatial]]
-    cut = tuple(slice(lo, lo + n) for lo, n in zip(first, x.shape, strict=False))
-    return np.pad(x, pad, mode=mode)[cut]
+    first = [int(value * (2 * step.max + 1)) for value in u[1 : 1 + spatial]]
+    index = tuple(slice(lo, lo + n) for lo, n in zip(first, x.shape, strict=False))
+    return np.pad(x, pad, mode=mode)[index]
 
 
 def brighten(step, x, u, maps, *_):
@@ -129,63 +129,66 @@ def noise(step, x, u, maps, sample, stream):
     return x + step.sigma * ndtri((level + 0.5) / 65536).reshape(x.shape)
 
 
-def basis(t):
-    """The cubic B-spline of unit knots around 0."""
+def bspline(t):
+    """Return the cubic B-spline with unit knot spacing centred on 0."""
     t = np.abs(t)
     return np.where(t < 1, 2 / 3 - t**2 + t**3 / 2, np.where(t < 2, (2 - t) ** 3 / 6, 0))
 
 
 def displacement(step, extent, sample, stream):
-    """Return the displacement of all cells, (axes, *extent), as a sum over all control points."""
+    """Return the displacement of all cells, of shape (axes, *extent), as a sum over all control points."""
     d = len(extent)
     points = [int((n - 1) / step.spacing) + 4 for n in extent]
     index = sample * d * np.prod(points) + np.arange(d * np.prod(points))
     field = step.displacement * (2 * rng.uniform(stream, index).reshape(d, *points) - 1)
     letters, cells = "uvw"[:d], "xyz"[:d]
     weights = [
-        basis(np.arange(n)[:, None] / step.spacing - (np.arange(p) - 1)) for n, p in zip(extent, points, strict=True)
+        bspline(np.arange(n)[:, None] / step.spacing - (np.arange(p) - 1)) for n, p in zip(extent, points, strict=True)
     ]
     pairs = ",".join(a + b for a, b in zip(cells, letters, strict=True))
     return np.einsum(f"d{letters},{pairs}->d{cells}", field, *weights)
 
 
-def bend(step, x, u, maps, sample, stream):
+def deform(step, x, u, maps, sample, stream):
     if u[0] >= step.rate:
         return x
     extent = x.shape if maps else x.shape[:-1]
-    moved = displacement(step, extent, sample, stream)
-    assert np.abs(moved).max() <= step.displacement
-    places = np.stack(np.meshgrid(*map(np.arange, extent), indexing="ij")) + moved
+    offsets = displacement(step, extent, sample, stream)
+    assert np.abs(offsets).max() <= step.displacement
+    positions = np.stack(np.meshgrid(*map(np.arange, extent), indexing="ij")) + offsets
     if maps:
-        at = [np.clip(np.floor(one + 0.5).astype(int), 0, n - 1) for one, n in zip(places, extent, strict=True)]
-        return x[tuple(at)]
-    channels = [map_coordinates(x[..., c], places, order=1, mode="nearest") for c in range(x.shape[-1])]
+        indices = [
+            np.clip(np.floor(coordinate + 0.5).astype(int), 0, n - 1)
+            for coordinate, n in zip(positions, extent, strict=True)
+        ]
+        return x[tuple(indices)]
+    channels = [map_coordinates(x[..., c], positions, order=1, mode="nearest") for c in range(x.shape[-1])]
     return np.stack(channels, -1)
 
 
 ORACLES = {
     nd.Flip: flip,
-    nd.QuarterTurns: turn,
+    nd.QuarterTurns: rotate,
     nd.Shift: shift,
     nd.Brightness: brighten,
     nd.Contrast: contrast,
     nd.Noise: noise,
-    nd.Elastic: bend,
+    nd.Elastic: deform,
 }
 
 
-def expected(steps, samples, maps, epoch=EPOCH):
-    """Return what whole images, or maps, become."""
-    found = []
+def augment_reference(steps, samples, maps, epoch=EPOCH):
+    """Return full images, or label maps, after all steps."""
+    augmented = []
     for sample, x in enumerate(samples):
-        for place, step in enumerate(steps):
-            u, stream = numbers_of(step, place, len(samples), epoch)
+        for position, step in enumerate(steps):
+            u, stream = random_numbers(step, position, len(samples), epoch)
             x = ORACLES[type(step)](step, x, u[sample], maps, sample, stream)
-        found.append(x)
-    return np.stack(found)
+        augmented.append(x)
+    return np.stack(augmented)
 
 
-ALL = {
+STEPS = {
     1: [nd.Shift(5), nd.Flip(), nd.Elastic(2.5, 6), nd.Contrast(0.5, level=0.3), nd.Noise(0.2), nd.Brightness(0.4)],
     2: [
         nd.Flip(["height", "width"]),
@@ -199,53 +202,53 @@ ALL = {
     ],
     3: [nd.Elastic(1.5, 3.5, rate=0.7), nd.Flip(["depth", "width"]), nd.Shift(3, mode="zeros"), nd.Noise(0.1)],
 }
-SQUARE = [nd.QuarterTurns(), nd.Shift(6, mode="zeros"), nd.QuarterTurns(["width", "height"]), nd.Elastic(9, 4)]
+SQUARE_STEPS = [nd.QuarterTurns(), nd.Shift(6, mode="zeros"), nd.QuarterTurns(["width", "height"]), nd.Elastic(9, 4)]
 CASES = [
-    *((steps, SHAPES[ndim]) for ndim, steps in ALL.items()),
-    *(([step], SHAPES[ndim]) for ndim, steps in ALL.items() for step in steps if ndim > 1),
-    (SQUARE, (9, 9, 2)),
+    *((steps, SHAPES[ndim]) for ndim, steps in STEPS.items()),
+    *(([step], SHAPES[ndim]) for ndim, steps in STEPS.items() for step in steps if ndim > 1),
+    (SQUARE_STEPS, (9, 9, 2)),
     ([nd.QuarterTurns(["depth", "width"]), nd.Elastic(2, 4)], (5, 4, 5, 1)),
     ([nd.Shift(30, mode="replicate"), nd.Shift(40, mode="zeros")], (7, 3, 1)),
 ]
 
 
 @pytest.mark.parametrize(("steps", "shape"), CASES)
-def test_every_grid_has_the_whole_images_of_numpy_and_scipy(steps, shape):
-    images, maps = drawn(shape)
-    x, y = expected(steps, images, False), expected(steps, maps, True)
+def test_tiles_match_numpy_and_scipy(steps, shape):
+    images, maps = random_samples(shape)
+    x, y = augment_reference(steps, images, False), augment_reference(steps, maps, True)
     assert not np.array_equal(x, images) or all(step.rate < 1 for step in steps)
     numbers = np.array([4, 0, 6, 2])
     for ranks in RANKS:
-        found = loopback.run(ranks, lambda comm: seen(comm, steps, images, maps, numbers))
-        boxes, tiles, labels, tests, _ = zip(*found, strict=True)
-        np.testing.assert_allclose(whole(tiles, boxes, (4, *shape)), x[numbers], rtol=0, atol=1e-12)
-        np.testing.assert_array_equal(whole(labels, boxes, (4, *shape[:-1])), y[numbers])
-        np.testing.assert_array_equal(whole(tests, boxes, (4, *shape)), images[numbers])
+        results = loopback.run(ranks, lambda comm: load_samples(comm, steps, images, maps, numbers))
+        boxes, tiles, labels, tests, _ = zip(*results, strict=True)
+        np.testing.assert_allclose(assemble_image(tiles, boxes, (4, *shape)), x[numbers], rtol=0, atol=1e-12)
+        np.testing.assert_array_equal(assemble_image(labels, boxes, (4, *shape[:-1])), y[numbers])
+        np.testing.assert_array_equal(assemble_image(tests, boxes, (4, *shape)), images[numbers])
         assert all(tile.flags.c_contiguous for tile in tiles)
 
 
-def test_elastic_is_what_grid_sample_makes_of_the_same_field():
-    step, images = nd.Elastic(4, 7), drawn((15, 12, 2))[0]
-    _, x, *_ = loopback.run(1, lambda comm: seen(comm, [step], images, images[..., 0], np.arange(COUNT)))[0]
-    fields = [displacement(step, (15, 12), n, numbers_of(step, 0)[1]) for n in range(COUNT)]
-    places = [np.stack([np.arange(12) + f[1], np.arange(15)[:, None] + f[0]], -1) for f in fields]
-    grid = torch.from_numpy(np.stack(places) / [5.5, 7] - 1)
+def test_elastic_matches_grid_sample():
+    step, images = nd.Elastic(4, 7), random_samples((15, 12, 2))[0]
+    _, x, *_ = loopback.run(1, lambda comm: load_samples(comm, [step], images, images[..., 0], np.arange(COUNT)))[0]
+    fields = [displacement(step, (15, 12), n, random_numbers(step, 0)[1]) for n in range(COUNT)]
+    positions = [np.stack([np.arange(12) + f[1], np.arange(15)[:, None] + f[0]], -1) for f in fields]
+    grid = torch.from_numpy(np.stack(positions) / [5.5, 7] - 1)
     y = torch.nn.functional.grid_sample(
         torch.from_numpy(images).movedim(-1, 1), grid, padding_mode="border", align_corners=True
     )
     np.testing.assert_allclose(x, y.movedim(1, -1).numpy(), rtol=0, atol=1e-12)
 
 
-def test_batches_and_orders_change_nothing_and_epochs_do():
-    images, maps = drawn(SHAPES[2])
-    data = Arrays(images, maps)
-    data.open(nd.ProcessGrid.serial(), augment=ALL[2], seed=SEED)
+def test_samples_depend_on_the_epoch_but_not_on_batches():
+    images, maps = random_samples(SHAPES[2])
+    data = ArrayDataset(images, maps)
+    data.open(nd.ProcessGrid.serial(), augment=STEPS[2], seed=SEED)
     data.train.epoch = EPOCH
     x = data.train.images(np.arange(COUNT), "float64")
-    parts = [[6], [2, 0], [], [5, 1, 4, 3]]
-    for part, (some, labels) in zip(parts, data.train.batches(parts, "float64"), strict=True):
-        np.testing.assert_array_equal(some, x[part].reshape(some.shape))
-        assert len(labels) == len(part)
+    batches = [[6], [2, 0], [], [5, 1, 4, 3]]
+    for numbers, (images_of_batch, labels) in zip(batches, data.train.batches(batches, "float64"), strict=True):
+        np.testing.assert_array_equal(images_of_batch, x[numbers].reshape(images_of_batch.shape))
+        assert len(labels) == len(numbers)
     lazy = data.train.lazily([3, 5], "float64")
     assert lazy.shape == (2, *SHAPES[2])
     np.testing.assert_array_equal(lazy[0:2, 2:9, 4:5], x[[3, 5], 2:9, 4:5])
@@ -258,7 +261,7 @@ def test_batches_and_orders_change_nothing_and_epochs_do():
 
 
 @pytest.mark.parametrize(
-    ("steps", "most"),
+    ("steps", "limit"),
     [
         ([nd.Flip(["height", "width"]), nd.Noise()], lambda h, w: h * w),
         ([nd.QuarterTurns()], lambda h, w: h * w),
@@ -267,20 +270,22 @@ def test_batches_and_orders_change_nothing_and_epochs_do():
         ([nd.Elastic(2.5, 8), nd.Flip(), nd.Elastic(1)], lambda h, w: (h + 8) * (w + 8)),
     ],
 )
-def test_a_tile_reads_no_more_than_its_part_needs(steps, most):
-    images, maps = drawn((24, 24, 1))
+def test_tiles_read_only_the_cells_they_need(steps, limit):
+    images, maps = random_samples((24, 24, 1))
     for ranks in (4, 6):
-        for box, *_, read in loopback.run(ranks, lambda comm: seen(comm, steps, images, maps, np.arange(COUNT))):
+        for box, *_, read in loopback.run(
+            ranks, lambda comm: load_samples(comm, steps, images, maps, np.arange(COUNT))
+        ):
             assert len(read) == COUNT
-            assert max(read) <= most(*box.shape) < 24 * 24
+            assert max(read) <= limit(*box.shape) < 24 * 24
 
 
 def test_more_ranks_than_rows():
-    images, maps = drawn((5, 3, 2))
-    x = expected(ALL[2][3:], images, False)
-    found = loopback.run(9, lambda comm: seen(comm, ALL[2][3:], images, maps, np.arange(COUNT)))
-    boxes, tiles, *_ = zip(*found, strict=True)
-    np.testing.assert_allclose(whole(tiles, boxes, x.shape), x, rtol=0, atol=1e-12)
+    images, maps = random_samples((5, 3, 2))
+    x = augment_reference(STEPS[2][3:], images, False)
+    results = loopback.run(9, lambda comm: load_samples(comm, STEPS[2][3:], images, maps, np.arange(COUNT)))
+    boxes, tiles, *_ = zip(*results, strict=True)
+    np.testing.assert_allclose(assemble_image(tiles, boxes, x.shape), x, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -292,26 +297,26 @@ def test_more_ranks_than_rows():
         ([nd.Shift(6)], (8, 6, 1), "Shift: max: .* less than 6, or mode: replicate"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(steps, shape, message):
-    data = Arrays(*drawn(shape))
+def test_incompatible_image_shapes(steps, shape, message):
+    data = ArrayDataset(*random_samples(shape))
     with pytest.raises(ConfigError, match=message):
         data.open(nd.ProcessGrid.serial(), augment=steps)
     model = nd.Convnet([nd.ConvLayer(2, 1)])
     with pytest.raises(ConfigError, match=message):
-        nd.FitExperiment(Arrays(*drawn(shape)), model, batch_size=2, augment=steps).validate()
+        nd.FitExperiment(ArrayDataset(*random_samples(shape)), model, batch_size=2, augment=steps).validate()
 
 
-def test_bad_arguments_and_maps_of_another_size():
+def test_invalid_arguments_and_label_maps():
     with pytest.raises(ConfigError, match="do not span a plane"):
         nd.QuarterTurns(["height", "height"])
     with pytest.raises(ConfigError, match="Flip: rate"):
         nd.Flip(rate=1.5)
     with pytest.raises(ConfigError, match=r"Shift: mode: expected .*'wrap'"):
         nd.Shift(mode="wrap")
-    images, maps = drawn((8, 8, 1))
-    for steps, fails in (([nd.Noise(), nd.Elastic()], True), ([nd.Noise()], False)):
-        data = Arrays(images, maps[:, :6, :6])
-        if fails:
+    images, maps = random_samples((8, 8, 1))
+    for steps, invalid in (([nd.Noise(), nd.Elastic()], True), ([nd.Noise()], False)):
+        data = ArrayDataset(images, maps[:, :6, :6])
+        if invalid:
             with pytest.raises(DataError, match=r"augment: label maps .* cannot be moved"):
                 data.open(nd.ProcessGrid.serial(), augment=steps)
         else:
@@ -320,14 +325,14 @@ def test_bad_arguments_and_maps_of_another_size():
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_hdf5_reads_boxes_of_its_tiles(tmp_path, ahead):
-    made = small_hdf5(tmp_path / "x.h5", (13, 10, 2), maps=(13, 10))
-    steps = ALL[2]
-    x, y = (expected(steps, made["train", name].astype(kind), name == "labels") for name, kind in
+def test_hdf5_tiles_are_augmented(tmp_path, ahead):
+    arrays = write_hdf5(tmp_path / "x.h5", (13, 10, 2), maps=(13, 10))
+    steps = STEPS[2]
+    x, y = (augment_reference(steps, arrays["train", name].astype(dtype), name == "labels") for name, dtype in
             (("images", "f8"), ("labels", "i4")))  # fmt: skip
 
-    def rank(comm):
-        data, grid = nd.HDF5Dataset(tmp_path / "x.h5", scale=1.0, ahead=ahead), grid_of(comm, 2)
+    def load(comm):
+        data, grid = nd.HDF5Dataset(tmp_path / "x.h5", scale=1.0, ahead=ahead), make_grid(comm, 2)
         data.open(grid, augment=steps, seed=SEED)
         data.train.epoch = EPOCH
         batches = list(data.train.batches([[3, 9], [0]], "float64"))
@@ -335,36 +340,36 @@ def test_hdf5_reads_boxes_of_its_tiles(tmp_path, ahead):
         data.close()
         return grid.tile_box((13, 10)).slices, batches, tests
 
-    for cut, batches, tests in loopback.run(4, rank):
+    for index, batches, tests in loopback.run(4, load):
         for numbers, (images, labels) in zip(([3, 9], [0]), batches, strict=True):
-            np.testing.assert_allclose(images, x[(numbers, *cut)], rtol=0, atol=1e-11)
-            np.testing.assert_array_equal(labels, y[(numbers, *cut)])
-        for found, kind in zip(tests, ("images", "labels"), strict=True):
-            np.testing.assert_array_equal(found, made["test", kind][([1], *cut)])
+            np.testing.assert_allclose(images, x[(numbers, *index)], rtol=0, atol=1e-11)
+            np.testing.assert_array_equal(labels, y[(numbers, *index)])
+        for array, name in zip(tests, ("images", "labels"), strict=True):
+            np.testing.assert_array_equal(array, arrays["test", name][([1], *index)])
 
 
-def test_crops_of_files_are_augmented_too(tmp_path):
-    draw = np.random.default_rng(0)
+def test_file_crops_are_augmented(tmp_path):
+    generator = np.random.default_rng(0)
     for kind, channels in (("images", 2), ("masks", 1)):
         (tmp_path / kind).mkdir()
         for n in range(4):
-            np.save(tmp_path / kind / f"{n}.npy", draw.integers(0, 5, (17 + n, 20 - n, channels), dtype="u1"))
-    steps, numbers = [nd.QuarterTurns(), *ALL[2]], np.arange(3)
+            np.save(tmp_path / kind / f"{n}.npy", generator.integers(0, 5, (17 + n, 20 - n, channels), dtype="u1"))
+    steps, numbers = [nd.QuarterTurns(), *STEPS[2]], np.arange(3)
 
-    def seen_in_files(comm, augment):
-        grid = grid_of(comm, 2)
+    def load_crops(comm, augment):
+        grid = make_grid(comm, 2)
         patterns = [f"{tmp_path}/{kind}/*.npy" for kind in ("images", "masks")]
         data = nd.ImageFiles(*patterns, crop=[13, 13], validation=1, normalise="none")
         data.open(grid, augment=augment, seed=SEED)
         data.train.epoch = EPOCH
         batch = next(data.train.batches([numbers], "float64"))
-        judged = data.validation.images([0], "float64"), data.validation.targets([0])
+        validation = data.validation.images([0], "float64"), data.validation.targets([0])
         data.close()
-        return grid.tile_box((13, 13)), *batch, *judged
+        return grid.tile_box((13, 13)), *batch, *validation
 
-    _, images, maps, *tests = loopback.run(1, lambda comm: seen_in_files(comm, []))[0]
-    x, y = expected(steps, images, False), expected(steps, maps, True)
+    _, images, maps, *unchanged = loopback.run(1, lambda comm: load_crops(comm, []))[0]
+    x, y = augment_reference(steps, images, False), augment_reference(steps, maps, True)
     for ranks in RANKS:
-        boxes, *found = zip(*loopback.run(ranks, lambda comm: seen_in_files(comm, steps)), strict=True)
-        for tiles, made in zip(found, (x, y, *tests), strict=True):
-            np.testing.assert_allclose(whole(tiles, boxes, made.shape), made, rtol=0, atol=1e-12)
+        boxes, *arrays = zip(*loopback.run(ranks, lambda comm: load_crops(comm, steps)), strict=True)
+        for tiles, expected in zip(arrays, (x, y, *unchanged), strict=True):
+            np.testing.assert_allclose(assemble_image(tiles, boxes, expected.shape), expected, rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""`neondist data convert` loses nothing without a word: numbers, channels, frames, folders, labels."""
+"""Reports of `neondist data convert` about lost values, channels, frames, folders and labels."""
 
 import io
 import os
@@ -7,8 +7,8 @@ import zlib
 
 import numpy as np
 import pytest
-from hdf5_toys import image_folder
-from test_convert import PIL, convert, converted
+from convert_runs import convert, convert_and_open
+from small_hdf5 import write_image_folder
 
 import neondist as nd
 from neondist.errors import DataError
@@ -16,216 +16,216 @@ from neondist.formats.image_loader import Loader
 from neondist.system import memory
 from neondist.train.inference.images import open_images
 
-assert PIL
-DRAW = np.random.default_rng(0)
-BYTES = DRAW.integers(0, 256, (6, 5), dtype=np.uint8)
-WIDE = DRAW.integers(300, 65536, (6, 5), dtype=np.uint16)
+pytest.importorskip("PIL", reason="images need Pillow")
+RNG = np.random.default_rng(0)
+BYTES = RNG.integers(0, 256, (6, 5), dtype=np.uint8)
+WIDE_VALUES = RNG.integers(300, 65536, (6, 5), dtype=np.uint16)
 
 
-def picture(array, mode=None):
+def make_image(array, mode=None):
     from PIL import Image
 
-    made = Image.fromarray(np.asarray(array))
-    return made if mode is None else made.convert(mode)
+    image = Image.fromarray(np.asarray(array))
+    return image if mode is None else image.convert(mode)
 
 
-def put(folder, made, name="x.png", **options):
+def write_images(folder, image, name="x.png", **options):
     """Save one image of each of two classes."""
     for kind in "ab":
         (folder / kind).mkdir(parents=True, exist_ok=True)
-        if isinstance(made, bytes):
-            (folder / kind / name).write_bytes(made)
+        if isinstance(image, bytes):
+            (folder / kind / name).write_bytes(image)
         else:
-            made.save(folder / kind / name, **options)
+            image.save(folder / kind / name, **options)
     return folder
 
 
-def tiff(bits, sample_format, samples=1, extra=None, content=None):
-    """The bytes of a little TIFF file of 2 x 3 cells whose tags say what no library writes."""
+def tiff_bytes(bits, sample_format, samples=1, extra=None, content=None):
+    """Return a TIFF file of 2 x 3 pixels with tags that no library writes."""
     cells = bytes(range(2 * 3 * samples * bits // 8)) if content is None else content
     tags = [(256, 3), (257, 2), (259, 1), (262, 2 if samples > 2 else 1), (273, 8), (277, samples), (278, 2)]
     tags += [(279, len(cells)), (339, sample_format)] + ([] if extra is None else [(338, extra)])
-    shorts, at = b"", 8 + len(cells)
+    shorts, offset = b"", 8 + len(cells)
     if samples > 2:
-        shorts, bits_entry = struct.pack(f"<{samples}H", *[bits] * samples), (258, 3, samples, at)
+        shorts, bits_entry = struct.pack(f"<{samples}H", *[bits] * samples), (258, 3, samples, offset)
     else:
         bits_entry = (258, 3, samples, bits if samples == 1 else bits | bits << 16)
     entries = sorted([(tag, 4, 1, value) for tag, value in tags] + [bits_entry])
     body = struct.pack("<H", len(entries)) + b"".join(struct.pack("<HHII", *entry) for entry in entries)
-    return struct.pack("<2sHI", b"II", 42, at + len(shorts)) + cells + shorts + body + bytes(4)
+    return struct.pack("<2sHI", b"II", 42, offset + len(shorts)) + cells + shorts + body + bytes(4)
 
 
-def png16(kind, channels):
-    """The bytes of a PNG file of one cell with 16 bits a channel."""
+def png16_bytes(colour_type, channels):
+    """Return a PNG file of one pixel with 16 bits per channel."""
 
     def chunk(name, data):
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
-    head = struct.pack(">IIBBBBB", 1, 1, 16, kind, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", 1, 1, 16, colour_type, 0, 0, 0)
     pixels = zlib.compress(b"\0" + b"\x12\x34" * channels)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA"])
-@pytest.mark.parametrize("made", ["u2", "i4", "f4"])
-def test_wide_numbers_are_not_pressed_into_bytes(tmp_path, made, mode):
-    put(tmp_path / "in", picture(WIDE.astype(made)), "x.tif")
+@pytest.mark.parametrize("dtype", ["u2", "i4", "f4"])
+def test_wide_values_are_not_reduced_to_bytes(tmp_path, dtype, mode):
+    write_images(tmp_path / "in", make_image(WIDE_VALUES.astype(dtype)), "x.tif")
     assert f"with values beyond the 8 bits of --mode {mode}" in convert(tmp_path, tmp_path / "in", "--mode", mode)
 
 
-@pytest.mark.parametrize("made", ["u2", ">u2", "i4", "f4"])
-def test_wide_numbers_stay_what_they_are(tmp_path, made):
-    put(tmp_path / "in", picture(WIDE.astype(made)), "x.tif")
-    _, (train, _) = converted(tmp_path, tmp_path / "in")
-    np.testing.assert_array_equal(train[0][0, ..., 0], WIDE)
+@pytest.mark.parametrize("dtype", ["u2", ">u2", "i4", "f4"])
+def test_wide_values_are_kept(tmp_path, dtype):
+    write_images(tmp_path / "in", make_image(WIDE_VALUES.astype(dtype)), "x.tif")
+    _, (train, _) = convert_and_open(tmp_path, tmp_path / "in")
+    np.testing.assert_array_equal(train[0][0, ..., 0], WIDE_VALUES)
 
 
 REFUSED = {
-    "16 bits, RGB, PNG": (png16(2, 3), "x.png", "16 bits per channel, of which only 8 would be kept"),
-    "16 bits, LA, PNG": (png16(4, 2), "x.png", "16 bits per channel"),
-    "16 bits, RGBA, PNG": (png16(6, 4), "x.png", "16 bits per channel"),
-    "16 bits, RGB, TIFF": (tiff(16, 1, 3), "x.tif", "16 bits per channel"),
+    "16 bits, RGB, PNG": (png16_bytes(2, 3), "x.png", "16 bits per channel, of which only 8 would be kept"),
+    "16 bits, LA, PNG": (png16_bytes(4, 2), "x.png", "16 bits per channel"),
+    "16 bits, RGBA, PNG": (png16_bytes(6, 4), "x.png", "16 bits per channel"),
+    "16 bits, RGB, TIFF": (tiff_bytes(16, 1, 3), "x.tif", "16 bits per channel"),
     "16 bits, RGB, PPM": (b"P6 2 1 65535\n" + bytes(range(12)), "x.ppm", "16 bits per channel"),
-    "signed bytes": (tiff(8, 2), "x.tif", "signed 8-bit values"),
-    "large unsigned": (tiff(32, 1, content=b"\xff" * 24), "x.tif", "above 2147483647"),
-    "a fourth channel": (tiff(8, 1, 4, 0), "x.tif", "those named X would be lost"),
-    "CMYK": (picture(BYTES).convert("CMYK"), "x.tif", "has CMYK pixels; give --mode RGB"),
-    "YCbCr": (picture(BYTES).convert("RGB").convert("YCbCr"), "x.tif", "has YCbCr pixels; give --mode RGB"),
+    "signed bytes": (tiff_bytes(8, 2), "x.tif", "signed 8-bit values"),
+    "large unsigned": (tiff_bytes(32, 1, content=b"\xff" * 24), "x.tif", "above 2147483647"),
+    "a fourth channel": (tiff_bytes(8, 1, 4, 0), "x.tif", "those named X would be lost"),
+    "CMYK": (make_image(BYTES).convert("CMYK"), "x.tif", "has CMYK pixels; give --mode RGB"),
+    "YCbCr": (make_image(BYTES).convert("RGB").convert("YCbCr"), "x.tif", "has YCbCr pixels; give --mode RGB"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_pillow_would_lose_is_refused(tmp_path, name):
-    made, file, said = REFUSED[name]
-    put(tmp_path / "in", made, file)
-    told = convert(tmp_path, tmp_path / "in")
-    assert said in told, told
+def test_lossy_pillow_reads_are_refused(tmp_path, name):
+    image, file, message = REFUSED[name]
+    write_images(tmp_path / "in", image, file)
+    output = convert(tmp_path, tmp_path / "in")
+    assert message in output, output
     assert os.listdir(tmp_path) == ["in"]
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".webp", ".png"])
-def test_frames_are_not_lost(tmp_path, suffix):
-    others = [picture(BYTES.T.copy().reshape(6, 5)), picture(255 - BYTES)]
-    put(tmp_path / "in", picture(BYTES), f"x{suffix}", save_all=True, append_images=others)
+def test_several_frames_are_refused(tmp_path, suffix):
+    frames = [make_image(BYTES.T.copy().reshape(6, 5)), make_image(255 - BYTES)]
+    write_images(tmp_path / "in", make_image(BYTES), f"x{suffix}", save_all=True, append_images=frames)
     assert "frames, of which only one would be kept" in convert(tmp_path, tmp_path / "in")
 
 
 def test_transparency_is_kept_or_refused(tmp_path):
     alpha = np.where(BYTES > 99, 255, 7).astype(np.uint8)
-    put(tmp_path / "in", picture(np.stack([BYTES, BYTES, BYTES, alpha], axis=-1)))
+    write_images(tmp_path / "in", make_image(np.stack([BYTES, BYTES, BYTES, alpha], axis=-1)))
     assert "has transparent pixels, which --mode RGB would lose" in convert(tmp_path, tmp_path / "in", "--mode", "RGB")
-    _, (train, _) = converted(tmp_path, tmp_path / "in")
+    _, (train, _) = convert_and_open(tmp_path, tmp_path / "in")
     np.testing.assert_array_equal(train[0][0, ..., 3], alpha)
-    put(tmp_path / "in", picture(np.stack([BYTES, alpha], axis=-1)))
-    _, (train, _) = converted(tmp_path, tmp_path / "in")
+    write_images(tmp_path / "in", make_image(np.stack([BYTES, alpha], axis=-1)))
+    _, (train, _) = convert_and_open(tmp_path, tmp_path / "in")
     np.testing.assert_array_equal(train[0][0], np.stack([BYTES, alpha], axis=-1))
-    palette = picture(np.arange(6, dtype=np.uint8).reshape(2, 3))
+    palette = make_image(np.arange(6, dtype=np.uint8).reshape(2, 3))
     palette.putpalette(range(18), "RGB")
-    put(tmp_path / "in", palette, transparency=2)
-    _, (train, _) = converted(tmp_path, tmp_path / "in")
+    write_images(tmp_path / "in", palette, transparency=2)
+    _, (train, _) = convert_and_open(tmp_path, tmp_path / "in")
     assert train[0][0].reshape(6, 4)[2:4].tolist() == [[6, 7, 8, 0], [9, 10, 11, 255]]
-    put(tmp_path / "in", picture(np.stack([BYTES] * 3 + [np.full_like(BYTES, 255)], axis=-1)))
-    _, (train, _) = converted(tmp_path, tmp_path / "in", "--mode", "RGB")
+    write_images(tmp_path / "in", make_image(np.stack([BYTES] * 3 + [np.full_like(BYTES, 255)], axis=-1)))
+    _, (train, _) = convert_and_open(tmp_path, tmp_path / "in", "--mode", "RGB")
     np.testing.assert_array_equal(train[0][0], np.stack([BYTES] * 3, axis=-1))
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".tif"])
-def test_images_are_upright_when_the_camera_was_not(tmp_path, suffix):
+def test_exif_orientation_is_applied(tmp_path, suffix):
     from PIL import Image
 
     exif = Image.Exif()
     exif[274] = 6  # the first row is the right side
     smooth = np.linspace(0, 255, 12 * 8).reshape(12, 8).astype(np.uint8)
-    put(tmp_path / "in", picture(smooth), f"x{suffix}", exif=exif)
-    _, (train, _) = converted(tmp_path, tmp_path / "in")
+    write_images(tmp_path / "in", make_image(smooth), f"x{suffix}", exif=exif)
+    _, (train, _) = convert_and_open(tmp_path, tmp_path / "in")
     np.testing.assert_allclose(train[0][0, ..., 0], np.rot90(smooth, -1), atol=6)
     source = open_images(tmp_path / "in" / "a" / f"x{suffix}", (8, 12, 1))
     np.testing.assert_array_equal(source.raw(range(1), (slice(0, 8), slice(0, 12))), train[0][:1])
     assert Loader().extents(tmp_path / "in" / "a" / f"x{suffix}") == (8, 12)
 
 
-def test_warnings_of_pillow_are_no_second_message(tmp_path):
-    """Of TIFF, tags say what the cells are; of JPEG, they say when it was taken."""
+def test_pillow_warnings_are_not_repeated(tmp_path):
+    """Refuse damaged metadata of TIFF files, whose tags describe the pixels, but not of JPEG files."""
     from PIL import Image
 
     smooth = np.linspace(0, 255, 12 * 8).reshape(12, 8).astype(np.uint8)
     damaged = b"Exif\0\0II*\0\x08\0\0\0\x02\0\x12\x01\x03\0\x01\0"
-    put(tmp_path / "in", picture(smooth), "x.jpg", exif=damaged)
+    write_images(tmp_path / "in", make_image(smooth), "x.jpg", exif=damaged)
     with pytest.warns(UserWarning, match="Corrupt EXIF"):
         Image.open(tmp_path / "in" / "a" / "x.jpg").close()
     assert convert(tmp_path, tmp_path / "in") == "fine"
     (tmp_path / "in" / "a" / "x.jpg").unlink()
-    raw = tiff(8, 1)
+    raw = tiff_bytes(8, 1)
     (tmp_path / "in" / "a" / "x.tif").write_bytes(raw[:-6])
     assert "cannot be read as an image (Corrupt EXIF data" in convert(tmp_path, tmp_path / "in")
 
 
 MASKS = {
-    "black and white": (picture(BYTES > 99, "L"), "m.png", "maps hold 0 and 255 only"),
+    "black and white": (make_image(BYTES > 99, "L"), "m.png", "maps hold 0 and 255 only"),
     "shades": (b"P2 2 1 3\n1 2\n", "m.pgm", "scaled to the maximum"),
-    "lossy": (picture(BYTES // 99), "m.jpg", "JPEG is lossy and changes class indices"),
-    "colours": (picture(BYTES, "RGB"), "m.png", "a class map has one channel"),
-    "negative": (picture(BYTES.astype("i4") - 1), "m.tif", "has the label -1"),
-    "two of a name": (picture(BYTES // 99), "m.png", "are maps with the same name"),
+    "lossy": (make_image(BYTES // 99), "m.jpg", "JPEG is lossy and changes class indices"),
+    "colours": (make_image(BYTES, "RGB"), "m.png", "a class map has one channel"),
+    "negative": (make_image(BYTES.astype("i4") - 1), "m.tif", "has the label -1"),
+    "two of a name": (make_image(BYTES // 99), "m.png", "are maps with the same name"),
 }
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_maps_that_no_network_could_learn(tmp_path, name):
-    made, file, said = MASKS[name]
+def test_invalid_label_maps(tmp_path, name):
+    labels, file, message = MASKS[name]
     if name == "negative":
-        made = picture(np.where(BYTES > 99, -1, 0).astype("i4"))
-    put(tmp_path / "in", picture(BYTES), f"m{'.png' if name == 'shades' else file[1:]}")
-    put(tmp_path / "maps", made, file)
+        labels = make_image(np.where(BYTES > 99, -1, 0).astype("i4"))
+    write_images(tmp_path / "in", make_image(BYTES), f"m{'.png' if name == 'shades' else file[1:]}")
+    write_images(tmp_path / "maps", labels, file)
     if name == "two of a name":
-        put(tmp_path / "maps", made, "m.bmp")
-    assert said in convert(tmp_path, tmp_path / "in", "--maps", tmp_path / "maps")
+        write_images(tmp_path / "maps", labels, "m.bmp")
+    assert message in convert(tmp_path, tmp_path / "in", "--maps", tmp_path / "maps")
 
 
-def test_masks_of_one_bit_are_classes(tmp_path):
-    put(tmp_path / "in", picture(BYTES))
-    put(tmp_path / "maps", picture(BYTES > 99))
-    _, (train, _) = converted(tmp_path, tmp_path / "in", "--maps", tmp_path / "maps")
+def test_one_bit_masks_are_classes(tmp_path):
+    write_images(tmp_path / "in", make_image(BYTES))
+    write_images(tmp_path / "maps", make_image(BYTES > 99))
+    _, (train, _) = convert_and_open(tmp_path, tmp_path / "in", "--maps", tmp_path / "maps")
     np.testing.assert_array_equal(train[1][0], BYTES > 99)
 
 
-def test_what_is_left_out_is_told(tmp_path, capsys):
+def test_skipped_inputs_are_reported(tmp_path, capsys):
     from neondist.cli import main
 
     for part in ("train", "test", "val", "more"):
-        image_folder(tmp_path / "in" / part, count=2)
-    image_folder(tmp_path / "in" / "train", ("owl",), 1)
+        write_image_folder(tmp_path / "in" / part, count=2)
+    write_image_folder(tmp_path / "in" / "train", ("owl",), 1)
     (tmp_path / "in" / "train" / "owl" / "000.png").rename(tmp_path / "in" / "train" / "lost.png")
     (tmp_path / "in" / "train" / "cat" / "note.txt").write_text("meow")
     assert main(["data", "convert", str(tmp_path / "in"), "--to", str(tmp_path / "out.h5")]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in (
         f"left out: {tmp_path}/in/train/owl has no images, so it is not counted as a class\n",
         "left out: 1 files called *.txt\n",
         f"left out: 4 images in {tmp_path}/in/more\n",
         f"left out: 1 images in {tmp_path}/in/train\n",
     ):
-        assert line in said
+        assert line in output
     np.savez(tmp_path / "x.npz", x=np.zeros((4, 3, 3)), y=np.arange(4), z=np.zeros(3))
     assert main(["data", "convert", str(tmp_path / "x.npz"), "--to", str(tmp_path / "out.h5")]) == 0
     assert "left out: the array z\n" in capsys.readouterr().out
 
 
-def test_a_test_set_without_one_for_training(tmp_path):
+def test_test_folder_without_training_folder(tmp_path):
     for part in ("Test", "other"):
-        image_folder(tmp_path / "in" / part)
+        write_image_folder(tmp_path / "in" / part)
     assert "has a folder 'Test', but no training folder" in convert(tmp_path, tmp_path / "in")
     (tmp_path / "in" / "other").rename(tmp_path / "in" / "Train")
-    _, (_, test) = converted(tmp_path, tmp_path / "in")
+    _, (_, test) = convert_and_open(tmp_path, tmp_path / "in")
     assert len(test[0]) == 6
 
 
-@pytest.mark.parametrize("where", ["in/dog", "in/cat/more", "in/train"])
-def test_links_to_folders_are_not_followed(tmp_path, where):
-    image_folder(tmp_path / "secret", ("x",))
-    image_folder(tmp_path / "in", ("cat",))
-    (tmp_path / where).symlink_to(tmp_path / "secret")
-    assert f"{where}: is a link to a folder" in convert(tmp_path, tmp_path / "in")
+@pytest.mark.parametrize("link", ["in/dog", "in/cat/more", "in/train"])
+def test_links_to_folders_are_not_followed(tmp_path, link):
+    write_image_folder(tmp_path / "secret", ("x",))
+    write_image_folder(tmp_path / "in", ("cat",))
+    (tmp_path / link).symlink_to(tmp_path / "secret")
+    assert f"{link}: is a link to a folder" in convert(tmp_path, tmp_path / "in")
 
 
 TABLES = {
@@ -241,28 +241,28 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_tables(tmp_path, name):
-    text, said = TABLES[name]
-    image_folder(tmp_path / "in", ("cat",))
+def test_invalid_label_tables(tmp_path, name):
+    text, message = TABLES[name]
+    write_image_folder(tmp_path / "in", ("cat",))
     (tmp_path / "t.csv").write_text(text + "\n")
-    told = convert(tmp_path, tmp_path / "in", "--labels", tmp_path / "t.csv")
-    assert said in told, told
+    output = convert(tmp_path, tmp_path / "in", "--labels", tmp_path / "t.csv")
+    assert message in output, output
 
 
-def test_arrays_that_cannot_be_trained_on(tmp_path):
-    def told(x, y):
+def test_invalid_arrays(tmp_path):
+    def convert_arrays(x, y):
         np.save(tmp_path / "x.npy", x)
         np.save(tmp_path / "y.npy", y)
         return convert(tmp_path, tmp_path / "x.npy", tmp_path / "y.npy")
 
     x, y = np.zeros((3, 4, 4)), np.array([0, 1, 0])
-    assert "sample 1 has the label -1" in told(x, np.array([0, -1, 0]))
-    assert f"sample 2 has the label {2**63}" in told(x, np.array([0, 1, 2**63], np.uint64))
-    assert "maps hold 0 and 255 only" in told(x, np.full((3, 4, 4), 255, np.uint8))
-    assert "real numbers of at most 64 bits" in told(x.astype(np.longdouble), y)
-    assert "real numbers" in told(x + 1j, y)
+    assert "sample 1 has the label -1" in convert_arrays(x, np.array([0, -1, 0]))
+    assert f"sample 2 has the label {2**63}" in convert_arrays(x, np.array([0, 1, 2**63], np.uint64))
+    assert "maps hold 0 and 255 only" in convert_arrays(x, np.full((3, 4, 4), 255, np.uint8))
+    assert "real numbers of at most 64 bits" in convert_arrays(x.astype(np.longdouble), y)
+    assert "real numbers" in convert_arrays(x + 1j, y)
     x[1, 2, 3] = np.nan
-    assert "sample 1 has values that are not finite" in told(x, y)
+    assert "sample 1 has values that are not finite" in convert_arrays(x, y)
     assert "--size and --mode apply to folders" in convert(
         tmp_path, tmp_path / "x.npy", tmp_path / "y.npy", "--mode", "L"
     )
@@ -271,12 +271,12 @@ def test_arrays_that_cannot_be_trained_on(tmp_path):
     )
 
 
-def test_what_cannot_fit_is_refused_from_the_header(tmp_path, monkeypatch):
+def test_oversized_images_are_refused_from_the_header(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda: 10**9)
-    put(tmp_path / "in", picture(BYTES))
+    write_images(tmp_path / "in", make_image(BYTES))
     assert "an image of 100000 x 100000 needs 30 GB" in convert(tmp_path, tmp_path / "in", "--size", "100000", "100000")
     bomb = io.BytesIO()
-    picture(BYTES).save(bomb, "PNG")
+    make_image(BYTES).save(bomb, "PNG")
     raw = bytearray(bomb.getvalue())
     raw[16:24] = struct.pack(">II", 50_000, 40_000)
     raw[29:33] = struct.pack(">I", zlib.crc32(raw[12:29]))
@@ -287,30 +287,30 @@ def test_what_cannot_fit_is_refused_from_the_header(tmp_path, monkeypatch):
     with open(tmp_path / "x.npy", "wb") as file:
         header = {"descr": "|u1", "fortran_order": False, "shape": (2, 1 << 20, 1 << 20, 1)}
         np.lib.format.write_array_header_1_0(file, header)
-        file.truncate(file.tell() + (1 << 41))  # a hole: it takes no room
+        file.truncate(file.tell() + (1 << 41))  # a sparse file
     np.save(tmp_path / "y.npy", np.zeros(2, int))
     assert "a sample of 1048576 x 1048576 x 1 needs 3.299 TB of memory, but only 1 GB" in convert(
         tmp_path, tmp_path / "x.npy", tmp_path / "y.npy"
     )
 
 
-def test_folders_that_cannot_be_read(tmp_path, monkeypatch):
-    image_folder(tmp_path / "in")
-    real = os.scandir
+def test_unreadable_folder(tmp_path, monkeypatch):
+    write_image_folder(tmp_path / "in")
+    original = os.scandir
 
     def scandir(path="."):
         if os.fspath(path).endswith("cat"):
             raise PermissionError(13, "Permission denied", os.fspath(path))
-        return real(path)
+        return original(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
     assert "in/cat: cannot be read (Permission denied)" in convert(tmp_path, tmp_path / "in")
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root can read all files")
 @pytest.mark.parametrize("make", [nd.CIFAR10, nd.MNIST, nd.HDF5Dataset, nd.Photographs])
 @pytest.mark.parametrize("name", ["", "inside"])
-def test_places_that_may_not_be_read(tmp_path, make, name):
+def test_forbidden_paths(tmp_path, make, name):
     (tmp_path / "closed").mkdir(mode=0)
     with pytest.raises(DataError):
         make(tmp_path / "closed" / name).check()

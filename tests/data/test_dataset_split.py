@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from dataset_toys import grids
+from small_datasets import make_grids
 
 from neondist.comm import ProcessGrid, loopback
 from neondist.data import Dataset, Split
@@ -10,30 +10,30 @@ PIXELS = np.random.RandomState(0).randint(0, 256, (7, 3, 4, 2)).astype(np.uint8)
 LABELS = np.arange(7, dtype=np.uint8)
 
 
-@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-6), ("float64", 1e-14)])
-def test_images_are_normalised(dtype, near):
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-14)])
+def test_images_are_normalised(dtype, tolerance):
     split = Split(PIXELS, LABELS, mean=[0.1, 0.4], std=[0.5, 2.0])
-    found = split.images([5, 0, 5], dtype)
+    images = split.images([5, 0, 5], dtype)
     expected = (PIXELS[[5, 0, 5]] / 255 - [0.1, 0.4]) / [0.5, 2.0]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=near)
-    assert found.dtype == dtype
-    assert found.flags.c_contiguous
+    np.testing.assert_allclose(images, expected, rtol=0, atol=tolerance)
+    assert images.dtype == dtype
+    assert images.flags.c_contiguous
 
 
-def test_images_may_be_changed_by_the_caller():
+def test_returned_images_are_copies():
     split = Split(PIXELS.astype(np.float32), LABELS, scale=1)
     split.images([1])[...] = -1
     np.testing.assert_array_equal(split.images([1])[0], PIXELS[1])
 
 
-@pytest.mark.parametrize("none", [[], (), np.empty(0, int), range(0)])
-def test_no_indices_give_no_samples(none):
+@pytest.mark.parametrize("indices", [[], (), np.empty(0, int), range(0)])
+def test_empty_indices(indices):
     split = Split(PIXELS, LABELS)
-    assert split.images(none).shape == (0, 3, 4, 2)
-    assert split.targets(none).shape == (0,)
+    assert split.images(indices).shape == (0, 3, 4, 2)
+    assert split.targets(indices).shape == (0,)
 
 
-def test_classes_are_int64_and_target_images_stay():
+def test_dtypes_of_targets():
     assert Split(PIXELS, LABELS).targets([3, 1]).tolist() == [3, 1]
     assert Split(PIXELS, LABELS).targets([3]).dtype == np.int64
     maps = PIXELS[..., 0]
@@ -43,18 +43,18 @@ def test_classes_are_int64_and_target_images_stay():
     assert Split(PIXELS, LABELS / 2).targets([3]).tolist() == [1.5]
 
 
-def test_an_empty_tile_has_samples_without_cells():
+def test_empty_tile():
     split = Split(np.empty((7, 0, 4, 2), np.uint8), LABELS)
     assert split.images([1, 2]).shape == (2, 0, 4, 2)
     assert len(split) == 7
 
 
-def test_as_many_labels_as_samples():
+def test_label_count_must_match_samples():
     with pytest.raises(ShapeError, match="7 samples but 6 labels"):
         Split(PIXELS, LABELS[:6])
 
 
-class _FailsOnRank1(Dataset):
+class _FailingDataset(Dataset):
     def __init__(self, error):
         self.error, self.sample_shape, self.classes = error, (3, 4, 2), 7
 
@@ -68,21 +68,23 @@ class _FailsOnRank1(Dataset):
         return split, split
 
 
-@pytest.mark.parametrize(("error", "elsewhere"), [(DataError("no disk"), DataError), (KeyError("bug"), RemoteError)])
-def test_a_failure_on_one_rank_is_raised_on_all(error, elsewhere):
+@pytest.mark.parametrize(
+    ("error", "expected_type"), [(DataError("no disk"), DataError), (KeyError("bug"), RemoteError)]
+)
+def test_error_on_one_rank_is_raised_on_all(error, expected_type):
     def body(transport):
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            _FailsOnRank1(error).open(ProcessGrid(transport))
+            _FailingDataset(error).open(ProcessGrid(transport))
         return caught.value
 
     raised = loopback.run(3, body)
     assert raised[1] is error
-    assert [type(raised[0]), type(raised[2])] == [elsewhere, elsewhere]
+    assert [type(raised[0]), type(raised[2])] == [expected_type, expected_type]
     assert str(error) in str(raised[0])
 
 
-def test_open_gives_both_splits():
-    data = _FailsOnRank1(None)
-    data.open(grids(1, 1, 1)[0])
+def test_open_loads_both_splits():
+    data = _FailingDataset(None)
+    data.open(make_grids(1, 1, 1)[0])
     assert len(data.train) == len(data.test) == 7
     assert data.arguments() == {"error": None}

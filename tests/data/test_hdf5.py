@@ -1,12 +1,12 @@
-"""HDF5 files: every rank reads its tile, ahead of the batch that trains; what is wrong with a file is told."""
+"""HDF5 datasets: tiles of all ranks, prefetching, normalisation, and damaged files."""
 
 import threading
 
 import h5py
 import numpy as np
 import pytest
-from dataset_toys import GRIDS, grids, whole
-from hdf5_toys import small_hdf5
+from small_datasets import GRIDS, assemble_image, make_grids
+from small_hdf5 import write_hdf5
 
 import neondist as nd
 from neondist.comm import loopback
@@ -25,114 +25,118 @@ def path(tmp_path):
 @pytest.mark.parametrize("shape", GRIDS)
 @pytest.mark.parametrize("chunks", [True, False])
 @pytest.mark.long
-def test_tiles_give_the_whole(path, shape, chunks):
-    made = small_hdf5(path, chunks=chunks)
+def test_tiles_cover_the_images(path, shape, chunks):
+    arrays = write_hdf5(path, chunks=chunks)
     order = np.random.default_rng(1).permutation(20)
     tiles, boxes = [], []
-    for grid in grids(*shape):
+    for grid in make_grids(*shape):
         data = nd.HDF5Dataset(path, mean=[0.1, 0.2], std=0.5)
         train, _, test = data.load(grid)
         assert (data.sample_shape, data.classes) == ((13, 10, 2), 3)
         tiles.append(train.images(order, "float64"))
         boxes.append(grid.tile_box((13, 10)))
-        np.testing.assert_array_equal(test.targets([5, 0]), made["test", "labels"][[5, 0]])
-    expected = (made["train", "images"][order] / 255 - [0.1, 0.2]) / 0.5
-    np.testing.assert_allclose(whole(tiles, boxes, expected.shape), expected, atol=1e-12)
+        np.testing.assert_array_equal(test.targets([5, 0]), arrays["test", "labels"][[5, 0]])
+    expected = (arrays["train", "images"][order] / 255 - [0.1, 0.2]) / 0.5
+    np.testing.assert_allclose(assemble_image(tiles, boxes, expected.shape), expected, atol=1e-12)
 
 
 def test_volumes_and_maps(path):
-    made = small_hdf5(path, (5, 6, 7, 1), maps=(5, 6, 7), dtype="f4")
+    arrays = write_hdf5(path, (5, 6, 7, 1), maps=(5, 6, 7), dtype="f4")
     for grid in loopback.run(8, lambda t: nd.ProcessGrid(t, replicas=1, rows=2, cols=2, planes=2)):
         data = nd.HDF5Dataset(path)
         train, *_ = data.load(grid)
         assert data.classes is None
-        cut = grid.tile_box((5, 6, 7)).slices
+        index = grid.tile_box((5, 6, 7)).slices
         batches = list(train.batches([[3, 4, 5], [], [19]], "float64"))
         for numbers, (x, y) in zip(([3, 4, 5], [], [19]), batches, strict=True):
-            np.testing.assert_array_equal(x, made["train", "images"][(numbers, *cut)] if numbers else x[:0])
-            np.testing.assert_array_equal(y, made["train", "labels"][(numbers, *cut)] if numbers else y[:0])
+            np.testing.assert_array_equal(x, arrays["train", "images"][(numbers, *index)] if numbers else x[:0])
+            np.testing.assert_array_equal(y, arrays["train", "labels"][(numbers, *index)] if numbers else y[:0])
 
 
-def model(dist, seed=3):
-    conv, fc, kind = (
-        (nd.ConvLayerDist, nd.FCLayerDist, nd.ConvnetDist) if dist else (nd.ConvLayer, nd.FCLayer, nd.Convnet)
+def build_model(distributed, seed=3):
+    conv, fc, model_class = (
+        (nd.ConvLayerDist, nd.FCLayerDist, nd.ConvnetDist) if distributed else (nd.ConvLayer, nd.FCLayer, nd.Convnet)
     )
-    return kind([conv(3, 3, padding=1, activation=nd.Tanh()), fc(3)], dtype="float64", seed=seed, backend="numpy")
+    return model_class(
+        [conv(3, 3, padding=1, activation=nd.Tanh()), fc(3)], dtype="float64", seed=seed, backend="numpy"
+    )
 
 
-def losses(path, comm=None, ahead=True, replicas=1, hooks=()):
+def train_losses(path, comm=None, ahead=True, replicas=1, hooks=()):
     grid = SERIAL if comm is None else nd.ProcessGrid(comm, replicas=replicas)
-    experiment = nd.FitExperiment(nd.HDF5Dataset(path, ahead=ahead), model(comm is not None), batch_size=6, epochs=2)
+    experiment = nd.FitExperiment(
+        nd.HDF5Dataset(path, ahead=ahead), build_model(comm is not None), batch_size=6, epochs=2
+    )
     history = experiment.run(grid, hooks=hooks).history
     return [record[key] for record in history for key in ("train_loss", "test_loss")]
 
 
-def test_training_is_the_same_read_ahead_or_not_and_on_any_grid(path):
-    small_hdf5(path)
-    expected = losses(path, ahead=False)
-    assert losses(path) == expected
+def test_losses_are_independent_of_prefetching_and_grid(path):
+    write_hdf5(path)
+    expected = train_losses(path, ahead=False)
+    assert train_losses(path) == expected
     for ranks, replicas in ((4, 1), (3, 1), (4, 2)):
-        for found in loopback.run(ranks, lambda comm, r=replicas: losses(path, comm, replicas=r)):
-            assert found == pytest.approx(expected, rel=1e-10)
+        for losses in loopback.run(ranks, lambda comm, r=replicas: train_losses(path, comm, replicas=r)):
+            assert losses == pytest.approx(expected, rel=1e-10)
 
 
-def test_maps_train_on_tiles(path):
-    small_hdf5(path, (8, 9, 1), maps=(8, 9))
+def test_training_on_label_maps(path):
+    write_hdf5(path, (8, 9, 1), maps=(8, 9))
 
     def run(comm=None, replicas=1):
         grid = SERIAL if comm is None else nd.ProcessGrid(comm, replicas=replicas)
-        kind, conv = (nd.Convnet, nd.ConvLayer) if comm is None else (nd.ConvnetDist, nd.ConvLayerDist)
-        one = kind([conv(3, 3, padding=1)], cost=nd.SoftmaxCrossEntropy(), dtype="float64", backend="numpy")
-        return nd.FitExperiment(nd.HDF5Dataset(path), one, batch_size=5).run(grid, hooks=[]).history[0]["test_loss"]
+        model_class, conv = (nd.Convnet, nd.ConvLayer) if comm is None else (nd.ConvnetDist, nd.ConvLayerDist)
+        model = model_class([conv(3, 3, padding=1)], cost=nd.SoftmaxCrossEntropy(), dtype="float64", backend="numpy")
+        return nd.FitExperiment(nd.HDF5Dataset(path), model, batch_size=5).run(grid, hooks=[]).history[0]["test_loss"]
 
     expected = run()
-    for found in [*loopback.run(4, run), *loopback.run(4, lambda comm: run(comm, 2))]:
-        assert found == pytest.approx(expected, rel=1e-10)
+    for loss in [*loopback.run(4, run), *loopback.run(4, lambda comm: run(comm, 2))]:
+        assert loss == pytest.approx(expected, rel=1e-10)
 
 
-def test_the_next_batch_is_read_while_this_one_trains(path, monkeypatch):
-    small_hdf5(path)
-    data, began = nd.HDF5Dataset(path), threading.Event()
+def test_next_batch_is_prefetched(path, monkeypatch):
+    write_hdf5(path)
+    data, second_batch_read = nd.HDF5Dataset(path), threading.Event()
     data.open(SERIAL)
     read = hdf5_tiles.HDF5Tiles.__getitem__
 
-    def noted(tiles, numbers):
+    def observed_read(tiles, numbers):
         assert threading.current_thread() is not threading.main_thread()
         if 2 in numbers:
-            began.set()
+            second_batch_read.set()
         return read(tiles, numbers)
 
-    monkeypatch.setattr(hdf5_tiles.HDF5Tiles, "__getitem__", noted)
+    monkeypatch.setattr(hdf5_tiles.HDF5Tiles, "__getitem__", observed_read)
     batches = data.train.batches([[0, 1], [2, 3], [4, 5]])
     next(batches)
-    assert began.wait(60), "nobody has asked for the second batch, yet it is read"
+    assert second_batch_read.wait(60), "the second batch is not prefetched"
 
 
-def test_an_error_of_the_thread_ends_the_run(path):
-    small_hdf5(path)
+def test_reader_errors_end_the_run(path):
+    write_hdf5(path)
 
-    class Harm(nd.Hook):
+    class InvalidNumbers(nd.Hook):
         def before_run(self, run):
             run.dataset.train.tiles.numbers = run.dataset.train.tiles.numbers + 15  # beyond the file's last sample
 
     with pytest.raises(DataError, match=r"x\.h5: damaged"):
-        losses(path, hooks=[Harm()])
+        train_losses(path, hooks=[InvalidNumbers()])
 
 
-def test_a_file_that_has_changed(path):
-    small_hdf5(path)
+def test_changed_file_is_detected(path):
+    write_hdf5(path)
     data = nd.HDF5Dataset(path)
     data.open(SERIAL)
-    small_hdf5(path, (5, 10, 2))
+    write_hdf5(path, (5, 10, 2))
     with pytest.raises(DataError, match="train/images has changed since the run began"):
         data.train.images([0])
 
 
-def test_a_run_stopped_inside_an_epoch_goes_on_at_the_next_sample(path, tmp_path):
-    small_hdf5(path)
-    expected = losses(path)
+def test_run_resumes_inside_an_epoch(path, tmp_path):
+    write_hdf5(path)
+    expected = train_losses(path)
 
-    class Stops(nd.Hook):
+    class StopAtStep2(nd.Hook):
         def after_step(self, run):
             if run.step == 2:
                 from neondist.train.state import Stop
@@ -140,40 +144,40 @@ def test_a_run_stopped_inside_an_epoch_goes_on_at_the_next_sample(path, tmp_path
                 run.stop = Stop("enough")
 
     def experiment():
-        return nd.FitExperiment(nd.HDF5Dataset(path), model(False), batch_size=6, epochs=2)
+        return nd.FitExperiment(nd.HDF5Dataset(path), build_model(False), batch_size=6, epochs=2)
 
-    experiment().run(SERIAL, output=tmp_path / "out", hooks=[Stops()])
+    experiment().run(SERIAL, output=tmp_path / "out", hooks=[StopAtStep2()])
     history = experiment().run(SERIAL, output=tmp_path / "out", resume=True, hooks=[]).history
     assert [record[key] for record in history for key in ("train_loss", "test_loss")] == expected
 
 
-def test_a_share_is_kept_for_testing(path):
+def test_test_share(path):
     with h5py.File(path, "w") as file:
         file["x"] = np.arange(40, dtype="u1").reshape(40, 1, 1, 1)
         file["y"] = np.arange(40) % 4
     data = nd.HDF5Dataset(path, images="x", labels="y", train="/", test_share=0.25, scale=1)
     data.open(SERIAL)
-    seen = [split.images(np.arange(len(split))).astype(int).ravel().tolist() for split in (data.train, data.test)]
-    assert (len(seen[0]), len(seen[1])) == (30, 10)
-    assert sorted(seen[0] + seen[1]) == list(range(40))
-    assert sorted(seen[1]) != list(range(30, 40))
-    for split, numbers in zip((data.train, data.test), seen, strict=True):
+    values = [split.images(np.arange(len(split))).astype(int).ravel().tolist() for split in (data.train, data.test)]
+    assert (len(values[0]), len(values[1])) == (30, 10)
+    assert sorted(values[0] + values[1]) == list(range(40))
+    assert sorted(values[1]) != list(range(30, 40))
+    for split, numbers in zip((data.train, data.test), values, strict=True):
         assert split.targets(np.arange(len(split))).tolist() == [n % 4 for n in numbers]
 
 
-def test_attributes_normalise(path):
-    made = small_hdf5(path, (4, 4, 2), dtype="u2")
+def test_normalisation_attributes(path):
+    arrays = write_hdf5(path, (4, 4, 2), dtype="u2")
     with h5py.File(path, "r+") as file:
         file["train/images"].attrs.update(mean=[1.0, 2.0], std=[2.0, 4.0], scale=10.0, classes=[7])
         file["train/labels"].attrs["classes"] = 5
     data = nd.HDF5Dataset(path)
     data.open(SERIAL)
-    expected = (made["test", "images"] / 10 - [1, 2]) / [2, 4]
+    expected = (arrays["test", "images"] / 10 - [1, 2]) / [2, 4]
     np.testing.assert_allclose(data.test.images(np.arange(7), "float64"), expected)
     assert data.classes == 5
     data = nd.HDF5Dataset(path, mean=0, std=1, scale=1, classes=9)
     data.open(SERIAL)
-    np.testing.assert_array_equal(data.test.images(np.arange(7)), made["test", "images"])
+    np.testing.assert_array_equal(data.test.images(np.arange(7)), arrays["test", "images"])
     assert data.classes == 9
 
 
@@ -181,8 +185,8 @@ def test_runs():
     assert list(runs(np.array([4, 5, 6, 2, 1, 2, 9]))) == [(0, 4, 3), (3, 2, 1), (4, 1, 2), (6, 9, 1)]
 
 
-def broken(path, change):
-    small_hdf5(path)
+def write_damaged(path, change):
+    write_hdf5(path)
     with h5py.File(path, "r+") as file:
         change(file)
 
@@ -196,7 +200,7 @@ def replace(name, value):
     return change
 
 
-def attribute(name, **values):
+def set_attributes(name, **values):
     return lambda file: file[name].attrs.update(values)
 
 
@@ -213,9 +217,9 @@ FAULTS = {
     "truth": (replace("train/images", np.zeros((20, 13, 10, 2), bool)), "store them as uint8"),
     "shapes": (replace("test/images", np.zeros((7, 13, 11, 2))), r"test/images \(7, 13, 11, 2\) and its"),
     "kinds": (replace("test/labels", np.zeros((7, 13, 10), int)), "differ in shape from"),
-    "scale": (attribute("train/images", scale=0.0), r"scale: 0\.0 is invalid; expected positive numbers"),
-    "mean": (attribute("train/images", mean=[1.0, 2.0, 3.0]), "3.* numbers do not fit the 2 channels"),
-    "classes": (attribute("train/labels", classes=2), "is 2, not below 2"),
+    "scale": (set_attributes("train/images", scale=0.0), r"scale: 0\.0 is invalid; expected positive numbers"),
+    "mean": (set_attributes("train/images", mean=[1.0, 2.0, 3.0]), "3.* numbers do not fit the 2 channels"),
+    "classes": (set_attributes("train/labels", classes=2), "is 2, not below 2"),
     "one sample": (
         lambda file: [replace(n, file[n][:1])(file) for n in ("train/images", "train/labels")] + [file.pop("test")],
         "one sample cannot be split",
@@ -224,13 +228,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_told(path, fault):
-    broken(path, FAULTS[fault][0])
+def test_damaged_files_are_reported(path, fault):
+    write_damaged(path, FAULTS[fault][0])
     with pytest.raises((DataError, ConfigError), match=FAULTS[fault][1]):
         nd.HDF5Dataset(path).check()
 
 
-def test_files_that_are_none(path, tmp_path):
+def test_invalid_files(path, tmp_path):
     with pytest.raises(DataError, match="no such file"):
         nd.HDF5Dataset(path).check()
     with pytest.raises(DataError, match="is a folder"):
@@ -241,7 +245,7 @@ def test_files_that_are_none(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"path": ""}, "path: '' is not a path"),
         ({"images": ""}, "images: '' is not the name"),
@@ -251,6 +255,6 @@ def test_files_that_are_none(path, tmp_path):
         ({"mean": float("nan")}, "mean: nan is invalid"),
     ],
 )
-def test_arguments_that_cannot_work(arguments, says):
-    with pytest.raises(ConfigError, match=says):
+def test_invalid_arguments(arguments, message):
+    with pytest.raises(ConfigError, match=message):
         nd.HDF5Dataset(**{"path": "x.h5"} | arguments)

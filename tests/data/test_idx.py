@@ -4,13 +4,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from dataset_toys import idx, put
+from small_datasets import encode_idx, write_bytes
 
 from neondist.data.datasets.idx import IMAGES, LABELS, open_idx, read_header
 from neondist.errors import DataError
 
 PIXELS = np.random.RandomState(0).randint(0, 256, (25, 4, 5)).astype(np.uint8)
-RAW = idx(PIXELS)
+RAW = encode_idx(PIXELS)
 
 
 def read(path, magic=IMAGES, chunk=1000):
@@ -20,61 +20,61 @@ def read(path, magic=IMAGES, chunk=1000):
 
 @pytest.mark.parametrize("name", ["a.gz", "a"])
 @pytest.mark.parametrize("chunk", [1, 7, 25, 1000])
-def test_reads_what_was_written(tmp_path, name, chunk):
-    path = put(tmp_path / name, RAW)
+def test_round_trip(tmp_path, name, chunk):
+    path = write_bytes(tmp_path / name, RAW)
     np.testing.assert_array_equal(read(path, chunk=chunk), PIXELS)
     header = read_header(path, IMAGES)
     assert (header.count, header.sample) == (25, (4, 5))
 
 
 def test_chunks_are_bounded(tmp_path):
-    with open_idx(put(tmp_path / "a.gz", RAW), IMAGES) as reader:
+    with open_idx(write_bytes(tmp_path / "a.gz", RAW), IMAGES) as reader:
         assert [len(chunk) for chunk in reader.chunks(10)] == [10, 10, 5]
 
 
-def test_content_counts_not_the_name(tmp_path):
-    packed_without_suffix, plain_with_suffix = tmp_path / "a", tmp_path / "b.gz"
-    packed_without_suffix.write_bytes(gzip.compress(RAW))
-    plain_with_suffix.write_bytes(RAW)
-    np.testing.assert_array_equal(read(packed_without_suffix), PIXELS)
-    np.testing.assert_array_equal(read(plain_with_suffix), PIXELS)
+def test_compression_is_detected_from_content(tmp_path):
+    compressed, uncompressed = tmp_path / "a", tmp_path / "b.gz"
+    compressed.write_bytes(gzip.compress(RAW))
+    uncompressed.write_bytes(RAW)
+    np.testing.assert_array_equal(read(compressed), PIXELS)
+    np.testing.assert_array_equal(read(uncompressed), PIXELS)
 
 
-def test_gzip_of_several_members(tmp_path):
+def test_multi_member_gzip(tmp_path):
     (tmp_path / "a.gz").write_bytes(gzip.compress(RAW[:99]) + gzip.compress(RAW[99:]))
     np.testing.assert_array_equal(read(tmp_path / "a.gz"), PIXELS)
 
 
 @pytest.mark.parametrize("name", ["a.gz", "a"])
 @pytest.mark.parametrize(
-    ("raw", "says"),
+    ("raw", "message"),
     [
         (RAW[:-1], "truncated"),
         (RAW[:200], "truncated"),
         (RAW[:7], "truncated: 7 bytes, but the header alone has 16"),
         (b"", "truncated: 0 bytes"),
         (RAW + b"x", "too long"),
-        (idx(PIXELS[:, 0, 0]), "magic number 2049, expected 2051"),
-        (b"<html>not found</html>", "magic number 1013478509, expected 2051"),
-        (idx(PIXELS[:0]), "no images"),
-        (idx(PIXELS, extents=(2**32 - 1,) * 3), "truncated"),
+        (encode_idx(PIXELS[:, 0, 0]), "magic number 2049, expected 2051"),
+        (b"<html>no such page</html>", "magic number 1013478509, expected 2051"),
+        (encode_idx(PIXELS[:0]), "no images"),
+        (encode_idx(PIXELS, extents=(2**32 - 1,) * 3), "truncated"),
     ],
 )
-def test_wrong_content_is_one_clear_error(tmp_path, name, raw, says):
-    path = put(tmp_path / name, raw)
-    with pytest.raises(DataError, match=says) as caught:
+def test_invalid_content(tmp_path, name, raw, message):
+    path = write_bytes(tmp_path / name, raw)
+    with pytest.raises(DataError, match=message) as caught:
         read(path)
     assert str(path) in str(caught.value)
     assert "replace it with a good copy" in str(caught.value)
 
 
-def test_size_of_a_plain_file_is_checked_by_its_header(tmp_path):
-    for raw, says in ((RAW[:-1], "truncated"), (RAW + b"x", "too long")):
-        with pytest.raises(DataError, match=f"{says}: .* need 516 bytes, the file has {len(raw)}"):
-            read_header(put(tmp_path / "a", raw), IMAGES)
+def test_file_size_must_match_the_header(tmp_path):
+    for raw, message in ((RAW[:-1], "truncated"), (RAW + b"x", "too long")):
+        with pytest.raises(DataError, match=f"{message}: .* need 516 bytes, the file has {len(raw)}"):
+            read_header(write_bytes(tmp_path / "a", raw), IMAGES)
 
 
-def _flipped(packed):
+def flip_bits(packed):
     damaged = bytearray(packed)
     damaged[len(damaged) // 2] ^= 0x55
     return bytes(damaged)
@@ -86,14 +86,14 @@ PACKED = gzip.compress(RAW)
 @pytest.mark.parametrize(
     "packed",
     [
-        pytest.param(PACKED[:-1], id="cut in the size"),
-        pytest.param(PACKED[:-9], id="cut in the data"),
+        pytest.param(PACKED[:-1], id="truncated size"),
+        pytest.param(PACKED[:-9], id="truncated data"),
         pytest.param(PACKED[: len(PACKED) // 2], id="half"),
-        pytest.param(PACKED[:5], id="cut in the header"),
-        pytest.param(_flipped(PACKED), id="flipped bits"),
+        pytest.param(PACKED[:5], id="truncated header"),
+        pytest.param(flip_bits(PACKED), id="flipped bits"),
         pytest.param(PACKED[:10] + b"\xff" * 500, id="no deflate stream"),
         pytest.param(PACKED[:-8] + bytes(8), id="wrong crc"),
-        pytest.param(PACKED + b"x", id="garbage behind"),
+        pytest.param(PACKED + b"x", id="trailing garbage"),
     ],
 )
 def test_damaged_gzip(tmp_path, packed):
@@ -102,20 +102,20 @@ def test_damaged_gzip(tmp_path, packed):
         read(tmp_path / "a.gz")
 
 
-def test_a_fault_is_blamed_on_the_right_file(tmp_path):
-    good, bad = put(tmp_path / "good.gz", RAW), tmp_path / "bad.gz"
+def test_errors_name_the_damaged_file(tmp_path):
+    good, bad = write_bytes(tmp_path / "good.gz", RAW), tmp_path / "bad.gz"
     bad.write_bytes(PACKED[:-9])
     for first, second in ((good, bad), (bad, good)):
         with pytest.raises(DataError, match=r"bad\.gz: damaged"):
-            _read_both(first, second)
+            read_both(first, second)
 
 
-def _read_both(first, second):
-    with open_idx(first, IMAGES) as one, open_idx(second, IMAGES) as two:
-        return list(one.chunks()), list(two.chunks())
+def read_both(first, second):
+    with open_idx(first, IMAGES) as first_reader, open_idx(second, IMAGES) as second_reader:
+        return list(first_reader.chunks()), list(second_reader.chunks())
 
 
-def test_missing_or_a_folder(tmp_path):
+def test_missing_file_and_folder(tmp_path):
     with pytest.raises(DataError, match=r"nowhere: no such file.*neondist data mnist"):
         read(tmp_path / "nowhere")
     with pytest.raises(DataError, match="cannot be read"):
@@ -124,9 +124,9 @@ def test_missing_or_a_folder(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.gz", "a"])
 @pytest.mark.parametrize("extents", [(10**9, 28, 28), (1, 2**31, 2**31), (30_000, 1, 1)])
-def test_a_header_that_lies_costs_no_memory(tmp_path, name, extents):
+def test_false_header_needs_no_memory(tmp_path, name, extents):
     raw = struct.pack(">4I", IMAGES, *extents) + bytes(100)
-    path = put(tmp_path / name, raw)
+    path = write_bytes(tmp_path / name, raw)
     tracemalloc.start()
     try:
         with pytest.raises(DataError):
@@ -136,9 +136,9 @@ def test_a_header_that_lies_costs_no_memory(tmp_path, name, extents):
         tracemalloc.stop()
 
 
-def test_a_packed_header_that_could_be_true_costs_no_memory_either(tmp_path):
+def test_plausible_false_header_needs_no_memory(tmp_path):
     noise = np.random.RandomState(0).bytes(40_000)
-    path = put(tmp_path / "a.gz", struct.pack(">4I", IMAGES, 1, 4000, 10_000) + noise)
+    path = write_bytes(tmp_path / "a.gz", struct.pack(">4I", IMAGES, 1, 4000, 10_000) + noise)
     assert read_header(path, IMAGES).sample == (4000, 10_000)
     tracemalloc.start()
     try:
@@ -152,7 +152,7 @@ def test_a_packed_header_that_could_be_true_costs_no_memory_either(tmp_path):
 def test_labels_and_md5(tmp_path):
     import hashlib
 
-    raw = idx(np.arange(9))
-    with open_idx(put(tmp_path / "a.gz", raw), LABELS) as reader:
+    raw = encode_idx(np.arange(9))
+    with open_idx(write_bytes(tmp_path / "a.gz", raw), LABELS) as reader:
         assert np.concatenate(list(reader.chunks(4))).tolist() == list(range(9))
         assert reader.md5 == hashlib.md5(raw).hexdigest()

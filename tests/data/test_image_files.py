@@ -1,4 +1,4 @@
-"""Crops of images in files of any kind: the same from the same pixels, in every format, on every grid."""
+"""Crops of image files, identical in every format and on every grid."""
 
 from pathlib import Path
 
@@ -21,10 +21,10 @@ FORMATS = {
 SIZES = [(40, 52), (61, 33), (47, 47), (35, 80), (50, 41)]
 
 
-def cells(n, channels=3):
+def make_sample(n, channels=3):
     y, x = np.indices(SIZES[n])
-    draw = np.random.default_rng(n)
-    noise = draw.integers(0, 99, (*SIZES[n], channels))
+    rng = np.random.default_rng(n)
+    noise = rng.integers(0, 99, (*SIZES[n], channels))
     return (noise + 9 * n + y[..., None]).astype("uint8"), ((x + y + n) % 3).astype("uint8")
 
 
@@ -37,29 +37,29 @@ def save(path, array):
 
 
 @pytest.fixture
-def made(tmp_path):
-    def make(suffix):
+def write_files(tmp_path):
+    def write(suffix):
         for n in range(len(SIZES)):
-            image, mask = cells(n)
+            image, mask = make_sample(n)
             save(tmp_path / "images" / f"{n}{suffix}", image)
             save(tmp_path / "masks" / f"{n}{suffix}", mask)
         return {"images": f"{tmp_path}/images/*{suffix}", "labels": f"{tmp_path}/masks/*{suffix}"}
 
-    return make
+    return write
 
 
-def opened(grid, fields, **more):
-    data = nd.ImageFiles(**({"crop": [24, 30], "validation": 2, "seed": 5} | fields | more))
+def open_dataset(grid, fields, **overrides):
+    data = nd.ImageFiles(**({"crop": [24, 30], "validation": 2, "seed": 5} | fields | overrides))
     data.open(grid)
     return data
 
 
-def on_ranks(ranks, function):
+def run_on_ranks(ranks, function):
     return nd.loopback.run(ranks, lambda world: function(nd.ProcessGrid(world)))
 
 
-def losses(grid, fields):
-    data = opened(grid, fields, validation=1, crops_per_image=2, crop=[13, 18])
+def train_losses(grid, fields):
+    data = open_dataset(grid, fields, validation=1, crops_per_image=2, crop=[13, 18])
     layers = [
         nd.ConvLayerDist(4, 3, padding=1, activation=nd.ReLU()),
         nd.BatchNormLayerDist(),
@@ -67,46 +67,46 @@ def losses(grid, fields):
     ]
     model = nd.ConvnetDist(layers, cost=nd.CrossEntropy(), optimizer=nd.SGD(learning_rate=0.05), dtype="float64")
     model.build(data.sample_shape, 3, grid)
-    found = []
-    for epoch, part in enumerate(([0, 3, 6], [5, 1, 4])):
+    values = []
+    for epoch, batch in enumerate(([0, 3, 6], [5, 1, 4])):
         data.train.epoch = epoch
-        found.append(float(model.train_batch(data.train.images(part, "float64"), data.train.targets(part))))
+        values.append(float(model.train_batch(data.train.images(batch, "float64"), data.train.targets(batch))))
     data.close()
-    return found
+    return values
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.long
-def test_crops_labels_and_losses_are_the_same_in_all_formats_on_all_grids(made, suffix):
-    for kind in {"", FORMATS[suffix]} - {""}:
-        pytest.importorskip(kind, reason=f"{suffix} needs {kind}")
-    fields = made(suffix)
+def test_losses_match_across_formats_and_grids(write_files, suffix):
+    for package in {"", FORMATS[suffix]} - {""}:
+        pytest.importorskip(package, reason=f"{suffix} needs {package}")
+    fields = write_files(suffix)
     for ranks in (1, 3, 4) if suffix == ".npy" else (3, 4):
-        for found in on_ranks(ranks, lambda grid: losses(grid, fields)):
-            np.testing.assert_allclose(found, EXPECTED or found, rtol=1e-12)
-            EXPECTED[:] = EXPECTED or found
+        for losses in run_on_ranks(ranks, lambda grid: train_losses(grid, fields)):
+            np.testing.assert_allclose(losses, EXPECTED or losses, rtol=1e-12)
+            EXPECTED[:] = EXPECTED or losses
 
 
-EXPECTED = []  # losses of the first format, on one rank
+EXPECTED = []  # losses of the first format on one rank
 
 
-def test_crops_are_parts_of_their_images(made):
-    """Every crop lies in its image with its mask, moves from epoch to epoch, and in validation stays."""
-    fields = made(".npy")
-    data = on_ranks(1, lambda grid: opened(grid, fields, crops_per_image=3, normalise="none"))[0]
+def test_crops_lie_inside_their_images(write_files):
+    """Check that crops of images and masks coincide, and that only training crops move between epochs."""
+    fields = write_files(".npy")
+    data = run_on_ranks(1, lambda grid: open_dataset(grid, fields, crops_per_image=3, normalise="none"))[0]
     assert (len(data.train), len(data.validation), data.sample_shape) == (9, 6, (24, 30, 3))
-    places = set()
+    origins = set()
     for epoch in (0, 1, 7):
         data.train.epoch = epoch
         images, masks = data.train.images(np.arange(9), "float64"), data.train.targets(np.arange(9))
         for number, (image, mask) in enumerate(zip(images, masks, strict=True)):
             item = data.train.tiles.items[number]
-            whole, classes = cells(int(item.name[-5]))
+            full_image, classes = make_sample(int(item.name[-5]))
             y, x = data.train.tiles.crops.first(number)
-            np.testing.assert_array_equal(image, whole[y : y + 24, x : x + 30])
+            np.testing.assert_array_equal(image, full_image[y : y + 24, x : x + 30])
             np.testing.assert_array_equal(mask, classes[y : y + 24, x : x + 30])
-            places.add((epoch, number, y, x))
-    assert len({(number, y, x) for _, number, y, x in places}) > 20
+            origins.add((epoch, number, y, x))
+    assert len({(number, y, x) for _, number, y, x in origins}) > 20
     before = data.validation.images([0, 1, 5])
     data.train.epoch = 3
     np.testing.assert_array_equal(data.validation.images([0, 1, 5]), before)
@@ -115,116 +115,122 @@ def test_crops_are_parts_of_their_images(made):
     assert not names[0] & names[1]
 
 
-def test_three_splits(made, tmp_path):
-    fields = made(".npy")
+def test_three_splits(write_files, tmp_path):
+    fields = write_files(".npy")
 
     def run(grid):
-        data = opened(grid, fields, test=0.2)
+        data = open_dataset(grid, fields, test=0.2)
         assert data.classes is None
         return {name: split.targets(range(len(split))) for name, split in data.splits.items()}
 
-    (found,), whole = on_ranks(1, run), on_ranks(3, run)
-    assert {name: len(each) for name, each in found.items()} == {"train": 2, "validation": 2, "test": 1}
-    for name, cut in found.items():
-        np.testing.assert_array_equal(np.concatenate([each[name] for each in whole], axis=1), cut)
-    before = opened(nd.ProcessGrid.serial(), fields).validation
-    np.testing.assert_array_equal(before.targets(range(2)), found["validation"])
+    (targets,), rank_targets = run_on_ranks(1, run), run_on_ranks(3, run)
+    assert {name: len(split_targets) for name, split_targets in targets.items()} == {
+        "train": 2,
+        "validation": 2,
+        "test": 1,
+    }
+    for name, expected in targets.items():
+        np.testing.assert_array_equal(
+            np.concatenate([split_targets[name] for split_targets in rank_targets], axis=1), expected
+        )
+    two_splits = open_dataset(nd.ProcessGrid.serial(), fields).validation
+    np.testing.assert_array_equal(two_splits.targets(range(2)), targets["validation"])
 
-    image, mask = cells(3)
+    image, mask = make_sample(3)
     save(tmp_path / "new" / "3.npy", image)
     save(tmp_path / "drawn" / "3.npy", mask)
-    other = {"images": f"{tmp_path}/new/*.npy", "labels": f"{tmp_path}/drawn/*.npy"}
-    data = opened(nd.ProcessGrid.serial(), fields, test=other)
+    test_files = {"images": f"{tmp_path}/new/*.npy", "labels": f"{tmp_path}/drawn/*.npy"}
+    data = open_dataset(nd.ProcessGrid.serial(), fields, test=test_files)
     assert {name: len(split) for name, split in data.splits.items()} == {"train": 3, "validation": 2, "test": 1}
     (top, left), y, x = data.test._crops.first(0), data.test.targets([0]), data.test.images([0])
     np.testing.assert_array_equal(y[0], mask[top : top + 24, left : left + 30])
     factor, offset = data.train.normalisation
     np.testing.assert_allclose(x[0], image[top : top + 24, left : left + 30] * factor - offset, rtol=1e-5, atol=1e-5)
-    alone = opened(nd.ProcessGrid.serial(), fields, validation=None, test=other)
-    assert list(alone.splits) == ["train", "test"]
-    for test, told in [
+    no_validation = open_dataset(nd.ProcessGrid.serial(), fields, validation=None, test=test_files)
+    assert list(no_validation.splits) == ["train", "test"]
+    for test, message in [
         (0, "test: 0 is invalid"),
         (3, "test: 2 images for validation and 3 for test leave no training images"),
         ({"labels": "a"}, "test: has labels; give images"),
         ({"images": fields["images"]}, "0.npy is also a training image"),
-        ({"images": other["images"], "labels": f"{tmp_path}/t.csv"}, "test: has another kind of labels"),
+        ({"images": test_files["images"], "labels": f"{tmp_path}/t.csv"}, "test: has another kind of labels"),
         ({"images": f"{tmp_path}/none*.npy"}, "test.images: no file matches"),
     ]:
         (tmp_path / "t.csv").write_text("3.npy,1\n")
-        with pytest.raises(nd.UserError, match=told):
-            opened(nd.ProcessGrid.serial(), fields, test=test)
+        with pytest.raises(nd.UserError, match=message):
+            open_dataset(nd.ProcessGrid.serial(), fields, test=test)
 
 
-def test_test_images_of_folders_have_the_same_classes(tmp_path):
-    for at, name in enumerate(("b/cat", "b/dog", "b/eel", "new/dog", "new/eel")):
-        save(tmp_path / name / f"{at}.npy", cells(0)[0])
+def test_test_folders_share_training_classes(tmp_path):
+    for number, name in enumerate(("b/cat", "b/dog", "b/eel", "new/dog", "new/eel")):
+        save(tmp_path / name / f"{number}.npy", make_sample(0)[0])
     data = nd.ImageFiles(f"{tmp_path}/b/*/*.npy", validation=None, test={"images": f"{tmp_path}/new/*/*.npy"})
     data.open(nd.ProcessGrid.serial())
     assert (data.classes, data.train.labels.tolist(), data.test.labels.tolist()) == (3, [0, 1, 2], [1, 2])
 
 
-def test_batches_read_ahead_and_lazily_are_the_same(made):
-    data = on_ranks(1, lambda grid: opened(grid, made(".npy")))[0]
-    parts = [[0, 2], [1], [2, 0]]
-    plain = [(data.train.images(part), data.train.targets(part)) for part in parts]
+def test_prefetched_and_lazy_batches_match(write_files):
+    data = run_on_ranks(1, lambda grid: open_dataset(grid, write_files(".npy")))[0]
+    batches = [[0, 2], [1], [2, 0]]
+    expected = [(data.train.images(numbers), data.train.targets(numbers)) for numbers in batches]
     for lazily in (False, True):
-        for (x, y), (expected, labels) in zip(data.train.batches(parts, lazily=lazily), plain, strict=True):
-            np.testing.assert_array_equal(x.whole() if lazily else x, expected)
+        for (x, y), (images, labels) in zip(data.train.batches(batches, lazily=lazily), expected, strict=True):
+            np.testing.assert_array_equal(x.whole() if lazily else x, images)
             np.testing.assert_array_equal(y, labels)
     data.close()
 
 
-def test_normalisation_is_found_once_and_the_same_everywhere(made):
-    fields = made(".npy")
-    found = on_ranks(3, lambda grid: opened(grid, fields).train.normalisation)
-    assert found[0] == found[1] == found[2]
-    data = on_ranks(1, lambda grid: opened(grid, fields, crops_per_image=9))[0]
+def test_all_ranks_share_the_normalisation(write_files):
+    fields = write_files(".npy")
+    normalisations = run_on_ranks(3, lambda grid: open_dataset(grid, fields).train.normalisation)
+    assert normalisations[0] == normalisations[1] == normalisations[2]
+    data = run_on_ranks(1, lambda grid: open_dataset(grid, fields, crops_per_image=9))[0]
     x = data.train.images(np.arange(27), "float64")
     assert np.abs(x.mean((0, 1, 2))).max() < 0.2
     assert np.abs(x.std((0, 1, 2)) - 1).max() < 0.2
-    data = on_ranks(1, lambda grid: opened(grid, fields, crops_per_image=9, normalise="percentile"))[0]
+    data = run_on_ranks(1, lambda grid: open_dataset(grid, fields, crops_per_image=9, normalise="percentile"))[0]
     x = data.train.images(np.arange(27), "float64")
     assert 0.97 < np.mean((x >= 0) & (x <= 1)) < 1
-    data = on_ranks(1, lambda grid: opened(grid, fields, mean=[1, 2, 3], std=2.0))[0]
+    data = run_on_ranks(1, lambda grid: open_dataset(grid, fields, mean=[1, 2, 3], std=2.0))[0]
     assert data.train.normalisation == ([0.5], [0.5, 1.0, 1.5])
 
 
-def test_classes_of_folders_and_tables_and_numbers(tmp_path):
+def test_labels_from_folders_and_tables(tmp_path):
     for n in range(6):
-        save(tmp_path / ("cat" if n % 2 else "dog") / f"{n}.npy", cells(0)[0])
+        save(tmp_path / ("cat" if n % 2 else "dog") / f"{n}.npy", make_sample(0)[0])
     data = nd.ImageFiles(f"{tmp_path}/*/*.npy", validation=2)
     data.check()
     assert (data.sample_shape, data.classes) == ((40, 52, 3), 2)
-    data = on_ranks(1, lambda grid: opened(grid, {"images": f"{tmp_path}/*/*.npy", "labels": "folders"}))[0]
+    data = run_on_ranks(1, lambda grid: open_dataset(grid, {"images": f"{tmp_path}/*/*.npy", "labels": "folders"}))[0]
     names = [item.name for item in data.train.tiles.items]
     assert data.train.targets(np.arange(4)).tolist() == ["dog" in name for name in names]
     table = tmp_path / "labels.csv"
     table.write_text("file,class\n" + "".join(f"{n}.npy,{n}\n" for n in range(6)))
-    data = on_ranks(1, lambda grid: opened(grid, {"images": f"{tmp_path}/*/*.npy", "labels": str(table)}))[0]
+    data = run_on_ranks(1, lambda grid: open_dataset(grid, {"images": f"{tmp_path}/*/*.npy", "labels": str(table)}))[0]
     assert data.classes == 6
     assert data.train.targets(np.arange(4)).tolist() == [int(item.name[-5]) for item in data.train.tiles.items]
     table.write_text("".join(f"{n}.npy,{n}.5,{-n}\n" for n in range(6)))
-    data = on_ranks(1, lambda grid: opened(grid, {"images": f"{tmp_path}/*/*.npy", "labels": str(table)}))[0]
+    data = run_on_ranks(1, lambda grid: open_dataset(grid, {"images": f"{tmp_path}/*/*.npy", "labels": str(table)}))[0]
     number = int(data.train.tiles.items[1].name[-5])
     assert data.train.targets([1]).tolist() == [[number + 0.5, -number]]
 
 
-def test_time_and_depth_are_samples_or_space(tmp_path):
-    netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
+def test_time_and_depth_axes(tmp_path):
+    netCDF4 = pytest.importorskip("netCDF4", reason="made by netCDF4")
     rain = np.random.default_rng(0).random((7, 20, 30)).astype("float32")
     rain[:, 3, 4] = np.nan
-    with netcdf.Dataset(tmp_path / "a.nc", "w") as file:
+    with netCDF4.Dataset(tmp_path / "a.nc", "w") as file:
         for name, n in (("time", 7), ("lat", 20), ("lon", 30)):
             file.createDimension(name, n)
         for name, values in (("rain", rain), ("wind", 2 * np.nan_to_num(rain, nan=0.5))):
             file.createVariable(name, "f4", ("time", "lat", "lon"))[:] = values
     fields = {"images": f"{tmp_path}/a.nc:rain", "labels": f"{tmp_path}/a.nc:wind", "crop": [8, 10], "validation": 2}
-    data = on_ranks(1, lambda grid: opened(grid, fields, fill=0.5, normalise="none", crops_per_image=4))[0]
+    data = run_on_ranks(1, lambda grid: open_dataset(grid, fields, fill=0.5, normalise="none", crops_per_image=4))[0]
     assert (len(data.train), data.sample_shape) == (20, (8, 10, 1))
     numbers = np.arange(20)
     np.testing.assert_array_equal(data.train.targets(numbers), 2 * data.train.images(numbers))
     with pytest.raises(nd.DataError, match=r"a\.nc:rain: has missing values \(NaN\); replace"):
-        on_ranks(2, lambda grid: opened(grid, fields | {"crop": [20, 30]}))
+        run_on_ranks(2, lambda grid: open_dataset(grid, fields | {"crop": [20, 30]}))
     volume = np.random.default_rng(0).random((12, 20, 30, 1))
     for n in range(2):
         with nd.create_sink(tmp_path / f"{n}.h5", volume.shape, "float64", "ZYXC") as sink:
@@ -232,14 +238,14 @@ def test_time_and_depth_are_samples_or_space(tmp_path):
             sink.commit()
     (tmp_path / "l.csv").write_text("0.h5,0\n1.h5,1\n")
     volumes = {"images": f"{tmp_path}/?.h5", "labels": f"{tmp_path}/l.csv", "crop": [4, 8, 8], "validation": 1}
-    assert on_ranks(4, lambda grid: opened(grid, volumes).sample_shape)[0] == (4, 8, 8, 1)
+    assert run_on_ranks(4, lambda grid: open_dataset(grid, volumes).sample_shape)[0] == (4, 8, 8, 1)
     np.save(tmp_path / "flat.npy", volume[0, ..., 0])
     with pytest.raises(nd.DataError, match=r"flat\.npy: has axes YXC; expected 3"):
         nd.ImageFiles(f"{tmp_path}/flat.npy", crop=[1, 1, 1]).check()
 
 
-def test_each_rank_reads_little_more_than_its_tile(made, tmp_path):
-    """Of tiles that fit the crop's: at most 1.2 times the crop is decoded, by all ranks together."""
+def test_ranks_read_little_more_than_their_tiles(write_files, tmp_path):
+    """Check that all ranks together decode at most 1.2 times the crop if the file has small tiles."""
     tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
     array = np.random.default_rng(0).integers(0, 255, (1024, 1024, 1), "uint8")
     for name in "ab":
@@ -248,33 +254,33 @@ def test_each_rank_reads_little_more_than_its_tile(made, tmp_path):
     fields = {"images": f"{tmp_path}/*.tif", "labels": f"{tmp_path}/l.csv", "crop": [800, 800], "validation": 1}
 
     def read(grid):
-        data = opened(grid, fields, normalise="none")
+        data = open_dataset(grid, fields, normalise="none")
         tile = data.train.images([0])
         (source,) = data.train.tiles._sources.values()
         return source.bytes_read, tile.size
 
-    taken = on_ranks(4, read)
-    assert all(decoded <= 1.2 * size for decoded, size in taken)
+    reads = run_on_ranks(4, read)
+    assert all(decoded <= 1.2 * size for decoded, size in reads)
 
-    def again(grid, cache="128MiB"):
-        data = opened(grid, fields, normalise="none", cache=cache)
+    def read_epochs(grid, cache="128MiB"):
+        data = open_dataset(grid, fields, normalise="none", cache=cache)
         for epoch in range(4):
             data.train.epoch = epoch
             data.train.images([0])
         return sum(source.bytes_read for source in data.train.tiles._sources.values())
 
-    assert on_ranks(1, again)[0] <= array.nbytes  # chunks stay in memory
-    assert on_ranks(1, lambda grid: again(grid, 1))[0] > 2 * array.nbytes
+    assert run_on_ranks(1, read_epochs)[0] <= array.nbytes  # chunks are cached
+    assert run_on_ranks(1, lambda grid: read_epochs(grid, 1))[0] > 2 * array.nbytes
 
 
-MISTAKES = {
+INVALID = {
     "no file matches": {"images": "nothing/*.npy"},
     r"4\.npy: has no mask called 4": {"masks": [0, 1, 2, 3]},
     r"masks.9\.npy: is a mask without an image": {"masks": [0, 1, 2, 3, 4, 9]},
     r"masks.2\.npy: is 40 x 40 x 1 uint8, but its image": {"wrong": np.zeros((40, 40), "uint8"), "at": "masks/2.npy"},
     r"masks.2\.npy: as samples 2 of 47 x 47": {"wrong": np.zeros((2, 47, 47), "uint8"), "at": "masks/2.npy"},
-    r"2\.npy: is 47 x 47 x 1 uint8, but .*0\.npy is 40 x 52 x 3": {"wrong": cells(2)[1], "at": "images/2.npy"},
-    r"2\.npy: is 47 x 47 x 3 float32, but": {"wrong": cells(2)[0].astype("float32"), "at": "images/2.npy"},
+    r"2\.npy: is 47 x 47 x 1 uint8, but .*0\.npy is 40 x 52 x 3": {"wrong": make_sample(2)[1], "at": "images/2.npy"},
+    r"2\.npy: is 47 x 47 x 3 float32, but": {"wrong": make_sample(2)[0].astype("float32"), "at": "images/2.npy"},
     r"smaller than crop \[60, 30\]": {"crop": [60, 30]},
     r"give crop: \[h, w\]": {"crop": None},
     r"crop: \[1, 2, 3, 4\] are 4 extents": {"crop": [1, 2, 3, 4]},
@@ -284,29 +290,29 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("message", MISTAKES)
-def test_mistakes_are_told_by_file(made, tmp_path, message):
-    fields, more = made(".npy"), dict(MISTAKES[message])
-    kept = more.pop("masks", None)
-    if kept is not None:
-        for n in set(range(10)) - set(kept):
+@pytest.mark.parametrize("message", INVALID)
+def test_errors_name_the_file(write_files, tmp_path, message):
+    fields, options = write_files(".npy"), dict(INVALID[message])
+    masks = options.pop("masks", None)
+    if masks is not None:
+        for n in set(range(10)) - set(masks):
             (tmp_path / "masks" / f"{n}.npy").unlink(missing_ok=True)
-        if 9 in kept:
-            save(tmp_path / "masks" / "9.npy", cells(0)[1])
-    if "at" in more:
-        np.save(tmp_path / more.pop("at"), more.pop("wrong"))
+        if 9 in masks:
+            save(tmp_path / "masks" / "9.npy", make_sample(0)[1])
+    if "at" in options:
+        np.save(tmp_path / options.pop("at"), options.pop("wrong"))
 
     def run(grid):
-        data = opened(grid, fields, **more)
+        data = open_dataset(grid, fields, **options)
         if "label 2" in message:
             data.train.targets([0, 1, 2])
 
     with pytest.raises(nd.UserError, match=message) as caught:
-        on_ranks(2, run)
+        run_on_ranks(2, run)
     assert "\n" not in str(caught.value)
 
 
-TABLES = {
+INVALID_TABLES = {
     "has no row for .*5.npy": "0.npy,1\n1.npy,0\n2.npy,0\n3.npy,0\n4.npy,0\n",
     "'6.npy' matches no image": "".join(f"{n}.npy,0\n" for n in range(7)),
     "has two rows": "".join(f"{n}.npy,0\n" for n in range(6)) + "0.npy,1\n",
@@ -318,34 +324,34 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("message", TABLES)
-def test_mistakes_in_tables(tmp_path, message):
+@pytest.mark.parametrize("message", INVALID_TABLES)
+def test_errors_in_tables(tmp_path, message):
     for n in range(6):
-        np.save(tmp_path / f"{n}.npy", cells(0)[0])
-    (tmp_path / "l.csv").write_text(TABLES[message])
+        np.save(tmp_path / f"{n}.npy", make_sample(0)[0])
+    (tmp_path / "l.csv").write_text(INVALID_TABLES[message])
     with pytest.raises(nd.DataError, match=message):
         nd.ImageFiles(f"{tmp_path}/*.npy", f"{tmp_path}/l.csv", classes=3 if "0 to 2" in message else None).check()
 
 
 @pytest.mark.parametrize("labels", ["folders", "table"])
-def test_classes_of_a_test_split_have_the_numbers_of_training(tmp_path, labels):
+def test_test_split_uses_training_class_indices(tmp_path, labels):
     for split, names in (("train", "abc"), ("new", "cb")):
         for n, name in enumerate(names):
-            save(tmp_path / split / name / f"{split}{n}.npy", cells(0)[0])
+            save(tmp_path / split / name / f"{split}{n}.npy", make_sample(0)[0])
         (tmp_path / f"{split}.csv").write_text("".join(f"{split}{n}.npy,{name}\n" for n, name in enumerate(names)))
-    new = {"images": f"{tmp_path}/new/*/*.npy", "labels": f"{tmp_path}/new.csv"}
-    of_training = "folders" if labels == "folders" else f"{tmp_path}/train.csv"
-    made = nd.ImageFiles(f"{tmp_path}/train/*/*.npy", of_training, validation=None, test=new)
-    made.check()
-    assert (made._values.tolist(), made.classes) == ([0, 1, 2, 1, 2], 3)  # new/b comes before new/c
+    test_files = {"images": f"{tmp_path}/new/*/*.npy", "labels": f"{tmp_path}/new.csv"}
+    train_labels = "folders" if labels == "folders" else f"{tmp_path}/train.csv"
+    data = nd.ImageFiles(f"{tmp_path}/train/*/*.npy", train_labels, validation=None, test=test_files)
+    data.check()
+    assert (data._values.tolist(), data.classes) == ([0, 1, 2, 1, 2], 3)  # new/b comes before new/c
     (tmp_path / "new.csv").write_text("new0.npy,z\nnew1.npy,b\n")
     with pytest.raises(nd.DataError, match=r"new.csv: 'z' is not among the training classes, a, b, c; correct it"):
-        made.check()
+        data.check()
 
 
-def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path):
+def test_folders_distinguish_images_of_the_same_name(tmp_path):
     for n, folder in enumerate(("a", "b")):
-        save(tmp_path / "x" / folder / "0.npy", cells(n)[0])
+        save(tmp_path / "x" / folder / "0.npy", make_sample(n)[0])
     table = tmp_path / "l.csv"
     table.write_text("file,class\na/0.npy,1\n/elsewhere/x/b/0.npy,0\n")
     data = nd.ImageFiles(f"{tmp_path}/x/*/0.npy", str(table), crop=[16, 16], validation=None)
@@ -356,19 +362,19 @@ def test_images_of_one_name_are_told_apart_by_their_folders(tmp_path):
         data.check()
 
 
-def test_names_with_dots_have_masks_of_the_same_name(tmp_path):
+def test_masks_of_names_with_dots(tmp_path):
     for n in range(2):
-        for kind, what in zip(("x", "y"), cells(n), strict=True):
-            save(tmp_path / kind / f"scan.{n}.npy", what)
+        for kind, array in zip(("x", "y"), make_sample(n), strict=True):
+            save(tmp_path / kind / f"scan.{n}.npy", array)
     data = nd.ImageFiles(f"{tmp_path}/x/*.npy", f"{tmp_path}/y/*.npy", crop=[16, 16], validation=None)
     data.check()
     assert [Path(mask.name).name for mask in data._masks] == ["scan.0.npy", "scan.1.npy"]
 
 
-def test_masks_with_a_palette_are_its_numbers(tmp_path):
+def test_palette_masks_are_read_as_indices(tmp_path):
     image = pytest.importorskip("PIL.Image", reason="needs Pillow")
     for n in range(2):
-        picture, mask = cells(n)
+        picture, mask = make_sample(n)
         (tmp_path / "x").mkdir(exist_ok=True)
         (tmp_path / "y").mkdir(exist_ok=True)
         image.fromarray(picture).save(tmp_path / "x" / f"{n}.png")
@@ -376,5 +382,5 @@ def test_masks_with_a_palette_are_its_numbers(tmp_path):
         colours.putpalette([9, 9, 9, 200, 0, 0, 0, 200, 0])
         colours.save(tmp_path / "y" / f"{n}.png")
     fields = {"images": f"{tmp_path}/x/*.png", "labels": f"{tmp_path}/y/*.png", "validation": 1, "classes": 3}
-    data = on_ranks(1, lambda grid: opened(grid, fields))[0]
+    data = run_on_ranks(1, lambda grid: open_dataset(grid, fields))[0]
     assert set(np.unique(data.train.targets([0]))) == {0, 1, 2}

@@ -1,4 +1,4 @@
-"""Crops of photographs: tiles of any grid are cut from the same whitened pixels."""
+"""Crops of photographs: tiles on any grid show the same whitened pixels."""
 
 from importlib.util import find_spec
 
@@ -24,36 +24,36 @@ def folder(tmp_path):
     return tmp_path
 
 
-def opened(folder, grid=None, **more):
-    data = nd.Photographs(folder, **{"crop": (30, 33), "train": 6, "test": 3} | more)
+def open_photographs(folder, grid=None, **overrides):
+    data = nd.Photographs(folder, **{"crop": (30, 33), "train": 6, "test": 3} | overrides)
     data.open(grid or nd.ProcessGrid.serial())
     return data
 
 
-def test_tiles_are_cut_from_the_same_crops(folder):
-    whole = opened(folder)
-    assert (whole.sample_shape, whole.classes) == ((30, 33, 1), 2)
-    np.testing.assert_array_equal(whole.train.targets(range(6)), [0, 1, 0, 1, 0, 1])
-    images = whole.train.images(range(6))
+def test_tiles_match_one_process(folder):
+    data = open_photographs(folder)
+    assert (data.sample_shape, data.classes) == ((30, 33, 1), 2)
+    np.testing.assert_array_equal(data.train.targets(range(6)), [0, 1, 0, 1, 0, 1])
+    images = data.train.images(range(6))
     assert len(np.unique(images[:, 0, 0, 0])) == 6
 
-    def job(comm):
+    def gather_images(comm):
         grid = nd.ProcessGrid(comm)
-        data = opened(folder, grid)
+        rank_data = open_photographs(folder, grid)
         array = nd.GlobalArray(grid, (6, 30, 33, 1))
-        return array.gather(data.train.images(range(6)))
+        return array.gather(rank_data.train.images(range(6)))
 
-    for found in loopback.run(6, job):
-        np.testing.assert_array_equal(found, images)
+    for gathered in loopback.run(6, gather_images):
+        np.testing.assert_array_equal(gathered, images)
 
 
 def test_crops_differ_by_split_and_seed(folder):
-    data, other = opened(folder), opened(folder, seed=1)
+    data, other = open_photographs(folder), open_photographs(folder, seed=1)
     assert not np.array_equal(data.train.images([0]), data.test.images([0]))
     assert not np.array_equal(data.train.images([0]), other.train.images([0]))
 
 
-def test_whitening_flattens_the_spectrum_of_nature():
+def test_whitening_flattens_natural_spectra():
     n = 128
     frequency = np.hypot(np.fft.fftfreq(n)[:, None], np.fft.rfftfreq(n)[None])
     phases = np.exp(2j * np.pi * np.random.default_rng(0).uniform(size=frequency.shape))
@@ -68,7 +68,7 @@ def test_whitening_flattens_the_spectrum_of_nature():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "words"),
+    ("make", "error", "message"),
     [
         (lambda f: nd.Photographs(f, crop=41).check(), DataError, "45 x 38 pixels, less than the crop 41 x 41"),
         (lambda f: nd.Photographs(f / "none").check(), DataError, "has no images"),
@@ -76,22 +76,22 @@ def test_whitening_flattens_the_spectrum_of_nature():
         (lambda f: nd.Photographs(f, train=0), ConfigError, "train: expected an integer .*, got 0"),
     ],
 )
-def test_mistakes(folder, make, error, words):
-    with pytest.raises(error, match=words):
+def test_invalid_arguments(folder, make, error, message):
+    with pytest.raises(error, match=message):
         make(folder)
 
 
-def test_a_file_that_is_no_picture_is_named(folder):
+def test_errors_name_invalid_images(folder):
     (folder / "c.png").write_bytes(b"not a picture")
     with pytest.raises(DataError, match=r"c\.png: cannot be read as an image"):
-        opened(folder)
+        open_photographs(folder)
 
 
-def test_what_the_wheels_ship():
+def test_photographs_of_installed_packages():
     if not (find_spec("skimage") and find_spec("sklearn")):
         with pytest.raises(DataError, match=r"neondist\[examples\]"):
             nd.Photographs().check()
-        pytest.skip("scikit-image and scikit-learn bring the photographs")
+        pytest.skip("scikit-image and scikit-learn provide the photographs")
     data = nd.Photographs()
     data.check()
     assert data.classes == 9

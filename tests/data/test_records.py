@@ -1,4 +1,4 @@
-"""Readers of records: CSV, RecordIO, tables, HDF5 and data sets; and feed."""
+"""Record readers for CSV, RecordIO, database tables, HDF5 and datasets, and the feed function."""
 
 import gzip
 import sqlite3
@@ -8,27 +8,27 @@ import zlib
 import h5py
 import numpy as np
 import pytest
-from definitions import drawn, write_csv
 from hypothesis import given
 from hypothesis import strategies as st
+from model_definition import draw_records, write_csv
 
 import neondist as nd
 from neondist.data.records import BadRecord, Feed, Mode, RecordIOWriter, Samples, open_records, record_dataset
 
 
-def values(reader):
+def read_values(reader):
     return np.stack(reader.read(range(len(reader))))
 
 
 @pytest.mark.parametrize("header", ["", ",".join(f"p{n}" for n in range(17))])
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n"])
-def test_csv(tmp_path, header, end):
-    expected = drawn(5)
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\n\n"])
+def test_csv(tmp_path, header, line_end):
+    expected = draw_records(5)
     path = write_csv(tmp_path / "a.csv", expected, header)
     text = (tmp_path / "a.csv").read_text()
-    (tmp_path / "a.csv").write_bytes(text.replace("\n", end).rstrip("\r\n").encode())
+    (tmp_path / "a.csv").write_bytes(text.replace("\n", line_end).rstrip("\r\n").encode())
     reader = open_records(path)
-    np.testing.assert_array_equal(values(reader), expected)
+    np.testing.assert_array_equal(read_values(reader), expected)
     assert reader.columns == (header.split(",") if header else [])
     np.testing.assert_array_equal(reader.read([3, 1])[0], expected[3])
 
@@ -39,15 +39,15 @@ def test_csv_with_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "what"),
+    ("row", "message"),
     [("1,2", r"a\.csv:4: has 2 columns, expected 3"), ("1,x,3", r"a\.csv:4: column b: 'x' is not a number")],
 )
-def test_bad_csv_row(tmp_path, row, what):
+def test_bad_csv_row(tmp_path, row, message):
     (tmp_path / "a.csv").write_text(f"a,b,c\n1,2,3\n\n{row}\n4,5,6\n")
     reader = open_records(str(tmp_path / "a.csv"))
-    with pytest.raises(BadRecord, match=what) as found:
+    with pytest.raises(BadRecord, match=message) as error:
         reader.read([1])
-    assert found.value.record == 1
+    assert error.value.record == 1
     assert [number for number, _ in reader.find_bad()] == [1]
     np.testing.assert_array_equal(reader.read([2])[0], [4, 5, 6])
 
@@ -66,10 +66,10 @@ def test_recordio_round_trip(tmp_path_factory, records, per_chunk, compressor):
     assert [record.tolist() for record in reader.read(range(len(reader)))] == records
 
 
-def test_recordio_as_its_package_writes_it(tmp_path):
+def test_recordio_file_of_the_original_package(tmp_path):
     packed = gzip.compress(struct.pack("<I", 5) + b"Hello" + struct.pack("<I", 0))
-    head = struct.pack("<5I", 0x01020304, zlib.crc32(packed), 2, len(packed), 2)
-    (tmp_path / "a").write_bytes(head + packed)
+    header = struct.pack("<5I", 0x01020304, zlib.crc32(packed), 2, len(packed), 2)
+    (tmp_path / "a").write_bytes(header + packed)
     reader = open_records(str(tmp_path / "a"))
     assert [record.tobytes() for record in reader.read([0, 1])] == [b"Hello", b""]
 
@@ -92,20 +92,20 @@ def test_bad_checksum_names_the_record(tmp_path):
         open_records(str(path))
 
 
-def test_a_folder_is_its_files_in_turn(tmp_path):
-    records = drawn(5)
+def test_folder_concatenates_its_files(tmp_path):
+    records = draw_records(5)
     write_csv(tmp_path / "a.csv", records[:2])
     write_csv(tmp_path / "b.csv", records[2:])
-    np.testing.assert_array_equal(values(open_records(str(tmp_path))), records)
+    np.testing.assert_array_equal(read_values(open_records(str(tmp_path))), records)
 
 
 def test_table(tmp_path):
     pytest.importorskip("sqlalchemy")
-    with sqlite3.connect(tmp_path / "a.db") as base:
-        base.execute("CREATE TABLE digits (id INTEGER PRIMARY KEY, x REAL)")
-        base.executemany("INSERT INTO digits VALUES (?, ?)", [(2, 0.5), (1, 1.5)])
+    with sqlite3.connect(tmp_path / "a.db") as database:
+        database.execute("CREATE TABLE digits (id INTEGER PRIMARY KEY, x REAL)")
+        database.executemany("INSERT INTO digits VALUES (?, ?)", [(2, 0.5), (1, 1.5)])
     url = f"sqlite:///{tmp_path}/a.db"
-    np.testing.assert_array_equal(values(open_records(url)), [[1, 1.5], [2, 0.5]])
+    np.testing.assert_array_equal(read_values(open_records(url)), [[1, 1.5], [2, 0.5]])
     assert open_records(f"{url}#digits").columns == ["id", "x"]
     with pytest.raises(nd.DataError, match="no table 'letters'; the database has digits"):
         open_records(f"{url}#letters")
@@ -117,17 +117,17 @@ def test_table(tmp_path):
 def test_hdf5_array(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["x"] = np.arange(6.0).reshape(3, 2)
-    np.testing.assert_array_equal(values(open_records(f"{tmp_path}/a.h5:x")), [[0, 1], [2, 3], [4, 5]])
+    np.testing.assert_array_equal(read_values(open_records(f"{tmp_path}/a.h5:x")), [[0, 1], [2, 3], [4, 5]])
     with pytest.raises(nd.DataError, match=r"no numeric array 'y'.*it has x"):
         open_records(f"{tmp_path}/a.h5:y")
 
 
-def test_hdf5_data_set(tmp_path):
+def test_hdf5_dataset(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         for split, n in (("train", 3), ("test", 2)):
             file[f"{split}/images"] = np.full((n, 2, 2, 1), n, np.uint8)
             file[f"{split}/labels"] = np.arange(n)
-    np.testing.assert_array_equal(values(open_records(f"{tmp_path}/a.h5"))[2], [3, 3, 3, 3, 2])
+    np.testing.assert_array_equal(read_values(open_records(f"{tmp_path}/a.h5"))[2], [3, 3, 3, 3, 2])
     assert len(open_records(f"{tmp_path}/a.h5", "prediction")) == 2
 
 
@@ -136,33 +136,36 @@ def test_missing_source(tmp_path):
         open_records(str(tmp_path / "none.csv"))
 
 
-def plain(records, mode):
+def reshape_digits(records, mode):
     x = np.stack(records)
     return x[:, :16].reshape(-1, 1, 4, 4), x[:, 16].astype(int)
 
 
 @pytest.mark.parametrize(
-    ("feed", "what"),
+    ("feed", "message"),
     [
-        (lambda r, m: (plain(r, m)[0][1:], plain(r, m)[1]), r"model\.py:7: .*: features are 1 for 2 records"),
-        (lambda r, m: (plain(r, m)[0], plain(r, m)[1][1:]), "labels are 1 for 2 records"),
-        (lambda r, m: plain(r, m)[0], "return .features, labels."),
+        (
+            lambda r, m: (reshape_digits(r, m)[0][1:], reshape_digits(r, m)[1]),
+            r"model\.py:7: .*: features are 1 for 2 records",
+        ),
+        (lambda r, m: (reshape_digits(r, m)[0], reshape_digits(r, m)[1][1:]), "labels are 1 for 2 records"),
+        (lambda r, m: reshape_digits(r, m)[0], "return .features, labels."),
         (lambda r, m: 1 / 0, "ZeroDivisionError"),
         (lambda r, m: (["a", "b"], [0, 1]), "return numbers"),
     ],
 )
-def test_feed_is_checked(tmp_path, feed, what):
-    reader = open_records(write_csv(tmp_path / "a.csv", drawn(2)))
-    with pytest.raises(nd.ConfigError, match=what):
+def test_feed_is_validated(tmp_path, feed, message):
+    reader = open_records(write_csv(tmp_path / "a.csv", draw_records(2)))
+    with pytest.raises(nd.ConfigError, match=message):
         record_dataset(Samples(reader, Feed(feed, "model.py:7"), Mode.TRAINING)).check()
 
 
-def test_each_rank_has_its_tile(tmp_path):
-    records = drawn(6)
+def test_each_rank_reads_its_tile(tmp_path):
+    records = draw_records(6)
     reader = open_records(write_csv(tmp_path / "a.csv", records))
 
     def body(world):
-        data = record_dataset(Samples(reader, Feed(plain, ""), Mode.TRAINING, bad=[1]))
+        data = record_dataset(Samples(reader, Feed(reshape_digits, ""), Mode.TRAINING, bad=[1]))
         grid = nd.ProcessGrid(world, rows=2, cols=1)
         data.open(grid)
         return data.train.images([0, 1]), data.train.targets([0, 1]), len(data.train)

@@ -2,99 +2,93 @@
 
 import numpy as np
 import pytest
-from hdf5_toys import image_folder, small_hdf5
+from dataset_factories import FACTORIES, make_hdf5, open_dataset, raw_cells
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_validation import KINDS, cells, opened
+from small_hdf5 import write_image_folder
 
 import neondist as nd
 from neondist.comm import loopback
 
 
-def hdf5(path, **more):
-    if not (path / "x.h5").exists():
-        small_hdf5(path / "x.h5")
-    return nd.HDF5Dataset(path / "x.h5", scale=1, **more)
-
-
-def images(path, validation=None):
+def make_image_files(path, validation=None):
     pytest.importorskip("PIL.Image", reason="Pillow reads the images")
     if not (path / "x").exists():
-        image_folder(path / "x", count=6)
+        write_image_folder(path / "x", count=6)
     return nd.ImageFiles(str(path / "x" / "*" / "*.png"), labels="folders", crop=(6, 5), validation=validation or 2)
 
 
-@pytest.mark.parametrize("make", [*KINDS, hdf5, images])
-@pytest.mark.parametrize("kept", [None, 3])
-def test_shards_are_disjoint_and_cover(tmp_path, make, kept):
-    """Of every class of data sets, beside a validation split or not."""
-    whole = opened(make(tmp_path, validation=kept))
-    shards = [opened(make(tmp_path, validation=kept).shard(3, index)) for index in range(3)]
-    images, targets = cells(whole.train), whole.train.targets(np.arange(len(whole.train)))
-    for index, one in enumerate(shards):
-        assert np.array_equal(cells(one.train), images[index::3])
-        assert np.array_equal(one.train.targets(np.arange(len(one.train))), targets[index::3])
-        assert one.splits.keys() == whole.splits.keys()
-        assert kept is None or len(one.validation) == len(whole.validation) > 0
-    assert sum(len(one.train) for one in shards) == len(whole.train)
-    late = whole.shard(3, 1)  # of one that is open; that stays as it is
-    assert np.array_equal(cells(late.train), images[1::3])
-    assert len(whole.train) == len(images)
+@pytest.mark.parametrize("make", [*FACTORIES, make_hdf5, make_image_files])
+@pytest.mark.parametrize("validation", [None, 3])
+def test_shards_partition_the_samples(tmp_path, make, validation):
+    """Check every dataset class, with and without a validation split."""
+    complete = open_dataset(make(tmp_path, validation=validation))
+    shards = [open_dataset(make(tmp_path, validation=validation).shard(3, index)) for index in range(3)]
+    images, targets = raw_cells(complete.train), complete.train.targets(np.arange(len(complete.train)))
+    for index, shard in enumerate(shards):
+        assert np.array_equal(raw_cells(shard.train), images[index::3])
+        assert np.array_equal(shard.train.targets(np.arange(len(shard.train))), targets[index::3])
+        assert shard.splits.keys() == complete.splits.keys()
+        assert validation is None or len(shard.validation) == len(complete.validation) > 0
+    assert sum(len(shard.train) for shard in shards) == len(complete.train)
+    shard_of_open = complete.shard(3, 1)  # an open dataset, which does not change
+    assert np.array_equal(raw_cells(shard_of_open.train), images[1::3])
+    assert len(complete.train) == len(images)
 
 
 @settings(max_examples=10, deadline=None)
 @given(
     replicas=st.integers(1, 3),
     tiles=st.integers(1, 2),
-    late=st.booleans(),
-    of_ranks=st.booleans(),
+    after_open=st.booleans(),
+    by_rank=st.booleans(),
     n=st.integers(6, 20),
 )
-def test_tiles_of_a_replica_share_a_shard(replicas, tiles, late, of_ranks, n):
-    """Whether shards are numbered by replicas or by ranks, before the data set is opened or after."""
+def test_tiles_of_a_replica_share_a_shard(replicas, tiles, after_open, by_rank, n):
+    """Number shards by replica or by rank, before or after the dataset is opened."""
 
     def body(world):
         grid = nd.ProcessGrid(world, replicas=replicas, rows=tiles, cols=1)
-        number = (grid.size, grid.rank) if of_ranks else (grid.replicas, grid.replica)
+        number = (grid.size, grid.rank) if by_rank else (grid.replicas, grid.replica)
         data = nd.Synthetic((4, 3, 1), train=n, test=2)
-        data = opened(data, grid).shard(*number) if late else opened(data.shard(*number), grid)
-        return grid.replica, grid.row, cells(data.train)
+        data = open_dataset(data, grid).shard(*number) if after_open else open_dataset(data.shard(*number), grid)
+        return grid.replica, grid.row, raw_cells(data.train)
 
-    whole = cells(opened(nd.Synthetic((4, 3, 1), train=n, test=2)).train)
-    for replica, row, found in loopback.run(replicas * tiles, body):
+    images = raw_cells(open_dataset(nd.Synthetic((4, 3, 1), train=n, test=2)).train)
+    for replica, row, tile in loopback.run(replicas * tiles, body):
         lo, hi = nd.split(4, tiles, row)
-        assert np.array_equal(found, whole[replica::replicas, lo:hi])
+        assert np.array_equal(tile, images[replica::replicas, lo:hi])
 
 
-def test_tiles_of_different_samples_are_refused():
+def test_shards_must_agree_within_a_replica():
     def body(world):
         grid = nd.ProcessGrid(world)
-        return opened(nd.Synthetic((4, 3, 1), train=8, test=2).shard(3, grid.rank), grid)
+        return open_dataset(nd.Synthetic((4, 3, 1), train=8, test=2).shard(3, grid.rank), grid)
 
     with pytest.raises(nd.ConfigError, match=r"hold tiles of the same samples, but have shards \[\(3, 0\), \(3, 1\)\]"):
         loopback.run(2, body)
 
 
 def test_each_replica_trains_on_its_own_shard():
-    """A session reads the same number of samples of each shard, in an order of its own, all of them once an epoch."""
+    """Train each replica on its own shard, with the same number of samples, each at most once per epoch."""
 
     def body(world):
         grid = nd.ProcessGrid(world, replicas=2)
-        data = opened(nd.Synthetic((4, 3, 1), train=9, test=2).shard(2, grid.replica), grid)
+        data = open_dataset(nd.Synthetic((4, 3, 1), train=9, test=2).shard(2, grid.replica), grid)
         model = nd.MLPDist([nd.FCLayerDist(4)])
         model.build(data.sample_shape, 4, grid)
-        seen = []
+        samples = []
         with nd.DistributedSession(nd.TaskSpecDef(), model, log_step_count_steps=None) as session:
             for x, y in session.batches(data, 4, epochs=2):
                 session.run(model.train_batch, x, y)
-                seen.append(x)
-        return np.concatenate(seen), session.global_step
+                samples.append(x)
+        return np.concatenate(samples), session.global_step
 
-    whole = cells(opened(nd.Synthetic((4, 3, 1), train=9, test=2)).train)
-    for replica, (seen, steps) in enumerate(loopback.run(2, body)):
+    images = raw_cells(open_dataset(nd.Synthetic((4, 3, 1), train=9, test=2)).train)
+    for replica, (samples, steps) in enumerate(loopback.run(2, body)):
         assert steps == 4
-        rows = {one.tobytes(): number for number, one in enumerate(whole.astype(seen.dtype))}
-        numbers = [rows[one.tobytes()] for one in seen]
+        rows = {sample.tobytes(): number for number, sample in enumerate(images.astype(samples.dtype))}
+        numbers = [rows[sample.tobytes()] for sample in samples]
         assert len(numbers) == 8
         for epoch in (numbers[:4], numbers[4:]):
             assert len(set(epoch)) == 4
@@ -107,13 +101,13 @@ def test_each_replica_trains_on_its_own_shard():
     ((2, -1), "index"),
     ((2, 0.5), "index"),
 ])  # fmt: skip
-def test_wrong_shards_are_named(numbers, message):
+def test_invalid_shards(numbers, message):
     with pytest.raises(nd.ConfigError, match=message):
         nd.Synthetic((4, 3, 1)).shard(*numbers)
 
 
-def test_more_shards_than_samples_are_refused():
+def test_too_many_shards():
     with pytest.raises(nd.DataError, match="3 training samples for 4 shards"):
-        opened(nd.Synthetic((4, 3, 1), train=3, test=2).shard(4, 0))
+        open_dataset(nd.Synthetic((4, 3, 1), train=3, test=2).shard(4, 0))
     with pytest.raises(nd.ConfigError, match="already a shard"):
         nd.Synthetic((4, 3, 1)).shard(2, 0).shard(2, 0)

@@ -1,12 +1,12 @@
-"""The validation split: which samples it has, on any grid the same; what of a file or a folder becomes of it."""
+"""Validation splits: the choice of samples, independent of the grid, and splits of files and folders."""
 
 import h5py
 import numpy as np
 import pytest
-from dataset_toys import GRIDS, small_mnist
-from fuzz import typed
-from hdf5_toys import image_folder, small_hdf5
-from test_cifar10 import batches, folder
+from convert_runs import convert
+from dataset_factories import FACTORIES, CustomDataset, make_hdf5, open_dataset, raw_cells
+from small_datasets import GRIDS
+from small_hdf5 import write_hdf5, write_image_folder
 
 import neondist as nd
 from neondist.comm import loopback
@@ -15,205 +15,159 @@ from neondist.errors import ConfigError, DataError, NotReadyError
 SERIAL = nd.ProcessGrid.serial()
 
 
-def opened(data, grid=SERIAL):
-    data.open(grid)
-    return data
-
-
-def on_ranks(shape, make):
-    """Return a data set of each rank, open, and its grid."""
+def open_on_ranks(shape, make):
+    """Return the opened dataset and the grid of each rank."""
 
     def body(transport):
         grid = nd.ProcessGrid(transport, *shape)
-        return opened(make(), grid), grid
+        return open_dataset(make(), grid), grid
 
     return loopback.run(int(np.prod(shape)), body)
 
 
-def cells(split):
-    """Return the raw cells of all samples of a split."""
-    return split.tiles[np.arange(len(split))]
-
-
-def photographs(path, **more):
-    image = pytest.importorskip("PIL.Image", reason="Pillow reads the photographs")
-    for name in [] if list(path.iterdir()) else "ab":
-        pixels = np.random.default_rng(ord(name)).integers(0, 256, (30, 28), np.uint8)
-        image.fromarray(pixels).save(path / f"{name}.png")
-    return nd.Photographs(path, crop=(12, 11), train=20, test=4, **more)
-
-
-def mnist(path, **more):
-    if not (path / "mnist").exists():
-        small_mnist(path / "mnist", counts=(20, 5))
-    return nd.MNIST(path / "mnist", serialized_path=path / "cache_{rank}.h5", **more)
-
-
-def cifar10(path, **more):
-    if not (path / "cifar").exists():
-        folder(path / "cifar", batches())
-    return nd.CIFAR10(path / "cifar", **more)
-
-
-def synthetic(path, **more):
-    return nd.Synthetic((9, 7, 2), train=20, test=4, **more)
-
-
-class Own(nd.Dataset):
-    """Without a constructor, it has the argument all the same."""
-
-    def check(self):
-        self.sample_shape, self.classes = (4, 4, 1), 3
-
-    def load(self, grid):
-        tile = (slice(None), *grid.tile_box((4, 4)).slices)
-        found = np.arange(28 * 16, dtype=float).reshape(28, 4, 4, 1)
-        return tuple(nd.Split(found[some][tile], np.arange(28)[some] % 3) for some in (slice(20), slice(20, 28)))
-
-
-KINDS = [mnist, cifar10, synthetic, photographs, lambda path, **more: Own(**more)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("asked", "count"), [(0.25, 5), (0.01, 1), (0.999, 19), (7, 7), (19, 19)])
+@pytest.mark.parametrize("make", FACTORIES)
+@pytest.mark.parametrize(("validation", "count"), [(0.25, 5), (0.01, 1), (0.999, 19), (7, 7), (19, 19)])
 @pytest.mark.long
-def test_the_last_training_samples(tmp_path, kind, asked, count):
-    whole = opened(kind(tmp_path))  # which makes the files, once
-    assert whole.validation is None
-    assert list(whole.splits) == ["train", "test"]
-    assert whole.selection is whole.test
-    cut, plain = (lambda: kind(tmp_path, validation=asked)), (lambda: kind(tmp_path))
+def test_validation_takes_the_last_training_samples(tmp_path, make, validation, count):
+    undivided = open_dataset(make(tmp_path))  # writes the files
+    assert undivided.validation is None
+    assert list(undivided.splits) == ["train", "test"]
+    assert undivided.selection is undivided.test
+    make_divided, make_undivided = (lambda: make(tmp_path, validation=validation)), (lambda: make(tmp_path))
     pairs = []
     for shape in ((1, 1, 1), (1, 2, 2), (2, 1, 3)):
-        pairs += zip(on_ranks(shape, cut), on_ranks(shape, plain), strict=True)
-    for (data, _), (all_, _) in pairs:
-        assert [len(split) for split in data.splits.values()] == [20 - count, count, len(whole.test)]
+        pairs += zip(open_on_ranks(shape, make_divided), open_on_ranks(shape, make_undivided), strict=True)
+    for (data, _), (expected, _) in pairs:
+        assert [len(split) for split in data.splits.values()] == [20 - count, count, len(undivided.test)]
         assert data.selection is data.validation
         for split, numbers in ((data.train, range(20 - count)), (data.validation, range(20 - count, 20))):
-            places = np.arange(len(split))[::-1]
-            np.testing.assert_array_equal(split.images(places), all_.train.images(np.array(numbers)[places]))
-            np.testing.assert_array_equal(split.targets(places), all_.train.targets(np.array(numbers)[places]))
-        np.testing.assert_array_equal(cells(data.test), cells(all_.test))
+            positions = np.arange(len(split))[::-1]
+            np.testing.assert_array_equal(split.images(positions), expected.train.images(np.array(numbers)[positions]))
+            np.testing.assert_array_equal(
+                split.targets(positions), expected.train.targets(np.array(numbers)[positions])
+            )
+        np.testing.assert_array_equal(raw_cells(data.test), raw_cells(expected.test))
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 0.0, 1.0, 1.5, -0.1, float("nan"), True, [3]])
-@pytest.mark.parametrize("make", [nd.MNIST, nd.Synthetic, Own, lambda **more: nd.HDF5Dataset("x.h5", **more)])
-def test_what_is_no_part(wrong, make):
+@pytest.mark.parametrize("value", [0, -1, 0.0, 1.0, 1.5, -0.1, float("nan"), True, [3]])
+@pytest.mark.parametrize(
+    "make", [nd.MNIST, nd.Synthetic, CustomDataset, lambda **options: nd.HDF5Dataset("x.h5", **options)]
+)
+def test_invalid_validation_arguments(value, make):
     with pytest.raises(ConfigError, match="validation: "):
-        make(validation=wrong)
+        make(validation=value)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, lambda path, **more: hdf5(path, **more)])
-@pytest.mark.parametrize("asked", [20, 10**9])
-def test_some_samples_are_left_to_train_on(tmp_path, kind, asked):
-    with pytest.raises(DataError, match=f"validation: {asked} of 20 training samples leave no"):
-        kind(tmp_path, validation=asked).open(SERIAL)
+@pytest.mark.parametrize("make", [*FACTORIES, make_hdf5])
+@pytest.mark.parametrize("validation", [20, 10**9])
+def test_validation_leaves_training_samples(tmp_path, make, validation):
+    with pytest.raises(DataError, match=f"validation: {validation} of 20 training samples leave no"):
+        make(tmp_path, validation=validation).open(SERIAL)
 
 
-def test_before_it_is_open():
+def test_unopened_dataset_has_no_validation():
     with pytest.raises(NotReadyError, match=r"has no 'validation' yet; call its open\(grid\) first"):
         _ = nd.Synthetic().validation
 
 
-class Three(Own):
-    """It has splits of its own, which of them is told by the argument."""
+class CustomSplits(CustomDataset):
+    """Dataset that provides the splits named by `available` itself."""
 
-    def __init__(self, there, validation=None):
+    def __init__(self, available, validation=None):
         super().__init__(validation=validation)
-        self.there = there
+        self.available = available
 
     def load(self, grid):
         train, test = super().load(grid)
-        return train, *(test if name in self.there else None for name in ("validation", "test"))
+        return train, *(test if name in self.available else None for name in ("validation", "test"))
 
 
-def test_a_data_set_may_have_a_validation_split_and_no_test_split():
-    data = opened(Three(["validation"]))
+def test_validation_split_without_test_split():
+    data = open_dataset(CustomSplits(["validation"]))
     assert list(data.splits) == ["train", "validation"]
     assert data.test is None
     assert [line.split(":")[0] for line in data.fingerprint()] == ["train split", "validation split"]
     data.close()
-    assert list(opened(Three(["validation", "test"])).splits) == ["train", "validation", "test"]
-    assert len(opened(Three(["validation"], validation=3)).train) == 20, "its own comes first"
-    assert [len(split) for split in opened(Three([], validation=3)).splits.values()] == [17, 3]
+    assert list(open_dataset(CustomSplits(["validation", "test"])).splits) == ["train", "validation", "test"]
+    assert len(open_dataset(CustomSplits(["validation"], validation=3)).train) == 20, (
+        "the split of the dataset has precedence"
+    )
+    assert [len(split) for split in open_dataset(CustomSplits([], validation=3)).splits.values()] == [17, 3]
     with pytest.raises(DataError, match="neither a validation nor a test split; give validation"):
-        Three([]).open(SERIAL)
+        CustomSplits([]).open(SERIAL)
 
 
-def hdf5(path, **more):
-    small_hdf5(path / "x.h5")
-    return nd.HDF5Dataset(path / "x.h5", scale=1, **more)
-
-
-@pytest.mark.parametrize(("asked", "count"), [(0.25, 5), (7, 7)])
-def test_hdf5_draws_once_for_all(tmp_path, asked, count):
-    """Files are often sorted by class, so that the last samples would be of one."""
-    whole = cells(opened(hdf5(tmp_path)).train)
-    data = opened(hdf5(tmp_path, validation=asked))
+@pytest.mark.parametrize(("validation", "count"), [(0.25, 5), (7, 7)])
+def test_hdf5_draws_the_same_samples_on_all_ranks(tmp_path, validation, count):
+    """Draw samples at random, as files are often sorted by class."""
+    images = raw_cells(open_dataset(make_hdf5(tmp_path)).train)
+    data = open_dataset(make_hdf5(tmp_path, validation=validation))
     assert [len(split) for split in data.splits.values()] == [20 - count, count, 7]
     numbers = {
-        name: [next(n for n in range(20) if np.array_equal(whole[n], x)) for x in cells(split)]
+        name: [next(n for n in range(20) if np.array_equal(images[n], x)) for x in raw_cells(split)]
         for name, split in data.splits.items()
         if name != "test"
     }
     assert sorted(numbers["train"] + numbers["validation"]) == list(range(20))
     assert numbers["validation"] != list(range(20 - count, 20))
     for shape in GRIDS[:3]:
-        for found, _ in on_ranks(shape, lambda: nd.HDF5Dataset(tmp_path / "x.h5", validation=asked)):
-            np.testing.assert_array_equal(found.validation.tiles.numbers, numbers["validation"])
-            np.testing.assert_array_equal(found.train.tiles.numbers, numbers["train"])
+        for rank_data, _ in open_on_ranks(shape, lambda: nd.HDF5Dataset(tmp_path / "x.h5", validation=validation)):
+            np.testing.assert_array_equal(rank_data.validation.tiles.numbers, numbers["validation"])
+            np.testing.assert_array_equal(rank_data.train.tiles.numbers, numbers["train"])
 
 
-def test_hdf5_keeps_samples_for_testing_and_for_validation_apart(tmp_path):
+def test_hdf5_test_and_validation_samples_are_disjoint(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["images"], file["labels"] = np.arange(40, dtype="u1").reshape(40, 1, 1, 1), np.arange(40) % 4
-    asked = {"train": "/", "scale": 1}
-    before = opened(nd.HDF5Dataset(tmp_path / "x.h5", **asked))
-    data = opened(nd.HDF5Dataset(tmp_path / "x.h5", validation=6, **asked))
+    options = {"train": "/", "scale": 1}
+    undivided = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", **options))
+    data = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", validation=6, **options))
     assert [len(split) for split in data.splits.values()] == [30, 6, 4]
-    np.testing.assert_array_equal(cells(data.test), cells(before.test))
-    seen = np.concatenate([cells(split).ravel() for split in data.splits.values()])
-    assert sorted(seen) == list(range(40))
+    np.testing.assert_array_equal(raw_cells(data.test), raw_cells(undivided.test))
+    values = np.concatenate([raw_cells(split).ravel() for split in data.splits.values()])
+    assert sorted(values) == list(range(40))
 
 
 def test_hdf5_groups(tmp_path):
-    made = small_hdf5(tmp_path / "x.h5")
+    arrays = write_hdf5(tmp_path / "x.h5")
     with h5py.File(tmp_path / "x.h5", "r+") as file:
         file.copy("test", "validation")
         file.copy("test", "other")
         del file["other/images"]
-        file["other/images"] = made["test", "images"][::-1]
-    data = opened(nd.HDF5Dataset(tmp_path / "x.h5", scale=1))
+        file["other/images"] = arrays["test", "images"][::-1]
+    data = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", scale=1))
     assert list(data.splits) == ["train", "validation", "test"]
-    np.testing.assert_array_equal(cells(data.validation), made["test", "images"])
-    other = opened(nd.HDF5Dataset(tmp_path / "x.h5", validation="other"))
-    np.testing.assert_array_equal(cells(other.validation), made["test", "images"][::-1])
-    assert opened(nd.HDF5Dataset(tmp_path / "x.h5", validation=None)).validation is None
-    for each in (data, other):
-        each.close()
+    np.testing.assert_array_equal(raw_cells(data.validation), arrays["test", "images"])
+    other = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", validation="other"))
+    np.testing.assert_array_equal(raw_cells(other.validation), arrays["test", "images"][::-1])
+    assert open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", validation=None)).validation is None
+    for dataset in (data, other):
+        dataset.close()
     with pytest.raises(DataError, match="has no group 'nowhere'; name yours with validation:"):
         nd.HDF5Dataset(tmp_path / "x.h5", validation="nowhere").check()
     with h5py.File(tmp_path / "x.h5", "r+") as file:
         del file["test"]
-    left = opened(nd.HDF5Dataset(tmp_path / "x.h5"))
-    assert [(name, len(split)) for name, split in left.splits.items()] == [("train", 20), ("validation", 7)]
-    drawn = opened(nd.HDF5Dataset(tmp_path / "x.h5", test_share=0.1))
-    assert [len(split) for split in drawn.splits.values()] == [18, 7, 2]
+    without_test = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5"))
+    assert [(name, len(split)) for name, split in without_test.splits.items()] == [("train", 20), ("validation", 7)]
+    with_test_share = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", test_share=0.1))
+    assert [len(split) for split in with_test_share.splits.values()] == [18, 7, 2]
 
 
-def test_hdf5_another_file(tmp_path):
-    small_hdf5(tmp_path / "x.h5")
-    made = small_hdf5(tmp_path / "y.h5", counts=(3, 4))
-    file, expected = tmp_path / "y.h5", made["train", "images"]
-    for asked in (str(file), {"path": file}, {"path": str(file), "group": "train"}):
-        for data, grid in on_ranks((1, 2, 2), lambda a=asked: nd.HDF5Dataset(tmp_path / "x.h5", validation=a)):
+def test_hdf5_validation_from_another_file(tmp_path):
+    write_hdf5(tmp_path / "x.h5")
+    arrays = write_hdf5(tmp_path / "y.h5", counts=(3, 4))
+    file, expected = tmp_path / "y.h5", arrays["train", "images"]
+    for validation in (str(file), {"path": file}, {"path": str(file), "group": "train"}):
+        for data, grid in open_on_ranks(
+            (1, 2, 2), lambda a=validation: nd.HDF5Dataset(tmp_path / "x.h5", validation=a)
+        ):
             assert [len(split) for split in data.splits.values()] == [20, 3, 7]
             np.testing.assert_array_equal(
-                cells(data.validation), expected[(slice(None), *grid.tile_box((13, 10)).slices)]
+                raw_cells(data.validation), expected[(slice(None), *grid.tile_box((13, 10)).slices)]
             )
-    data = opened(nd.HDF5Dataset(tmp_path / "x.h5", validation={"path": file, "group": "test"}))
-    np.testing.assert_array_equal(data.validation.targets(range(4)), made["test", "labels"])
-    small_hdf5(file, (5, 10, 2))
+    data = open_dataset(nd.HDF5Dataset(tmp_path / "x.h5", validation={"path": file, "group": "test"}))
+    np.testing.assert_array_equal(data.validation.targets(range(4)), arrays["test", "labels"])
+    write_hdf5(file, (5, 10, 2))
     with pytest.raises(DataError, match=r"y\.h5: train/images \(20, 5, 10, 2\) .* differ in shape from train/images"):
         nd.HDF5Dataset(tmp_path / "x.h5", validation=str(file)).check()
     with pytest.raises(DataError, match=r"y\.h5: test/images has changed since the run began"):
@@ -222,56 +176,54 @@ def test_hdf5_another_file(tmp_path):
         nd.HDF5Dataset(tmp_path / "x.h5", validation={"path": tmp_path / "z.h5"}).check()
 
 
-@pytest.mark.parametrize("asked", [{}, {"file": "x"}, {"path": ""}, {"path": "y.h5", "group": ""}, ""])
-def test_hdf5_what_is_no_place(asked):
+@pytest.mark.parametrize("validation", [{}, {"file": "x"}, {"path": ""}, {"path": "y.h5", "group": ""}, ""])
+def test_hdf5_invalid_validation_sources(validation):
     with pytest.raises(ConfigError, match="validation: "):
-        nd.HDF5Dataset("x.h5", validation=asked)
+        nd.HDF5Dataset("x.h5", validation=validation)
 
 
-def convert(path, *words):
-    return typed("data", "convert", *words, "--to", path / "out.h5")
-
-
-@pytest.mark.parametrize("called", ["val", "valid", "Validation"])
-def test_folders(tmp_path, called):
-    names = {"train": "train", "validation": called, "test": "test"}
-    made = {split: image_folder(tmp_path / "in" / name, count=2, seed=len(split)) for split, name in names.items()}
+@pytest.mark.parametrize("folder_name", ["val", "valid", "Validation"])
+def test_folders(tmp_path, folder_name):
+    names = {"train": "train", "validation": folder_name, "test": "test"}
+    samples = {
+        split: write_image_folder(tmp_path / "in" / name, count=2, seed=len(split)) for split, name in names.items()
+    }
     assert convert(tmp_path, tmp_path / "in") == "fine"
-    data = opened(nd.HDF5Dataset(tmp_path / "out.h5"))
-    for split, found in data.splits.items():
-        np.testing.assert_array_equal(cells(found), [image for image, _ in made[split]])
+    data = open_dataset(nd.HDF5Dataset(tmp_path / "out.h5"))
+    for split, opened_split in data.splits.items():
+        np.testing.assert_array_equal(raw_cells(opened_split), [image for image, _ in samples[split]])
     (tmp_path / "in" / "test").rename(tmp_path / "test")
     assert convert(tmp_path, tmp_path / "in") == "fine"
-    assert [len(split) for split in opened(nd.HDF5Dataset(tmp_path / "out.h5")).splits.values()] == [4, 4]
-    image_folder(tmp_path / "in" / "vali", ("cow",))
-    (tmp_path / "in" / "vali").rename(tmp_path / "in" / ("val" if called != "val" else "valid"))
+    assert [len(split) for split in open_dataset(nd.HDF5Dataset(tmp_path / "out.h5")).splits.values()] == [4, 4]
+    write_image_folder(tmp_path / "in" / "vali", ("cow",))
+    (tmp_path / "in" / "vali").rename(tmp_path / "in" / ("val" if folder_name != "val" else "valid"))
     assert "has several folders for one split: " in convert(tmp_path, tmp_path / "in")
 
 
-def test_maps_in_folders(tmp_path):
+def test_label_maps_in_folders(tmp_path):
     for name in ("train", "val"):
-        image_folder(tmp_path / "in" / name, ("x",), 2)
-        image_folder(tmp_path / "maps" / name, ("x",), 2, mode="L", seed=len(name))
+        write_image_folder(tmp_path / "in" / name, ("x",), 2)
+        write_image_folder(tmp_path / "maps" / name, ("x",), 2, mode="L", seed=len(name))
     assert convert(tmp_path, tmp_path / "in", "--maps", tmp_path / "maps") == "fine"
     with h5py.File(tmp_path / "out.h5") as file:
         assert file["validation/labels"].shape == (2, 12, 9)
 
 
-def test_folders_without_one_to_train_on(tmp_path):
-    image_folder(tmp_path / "in" / "val")
+def test_missing_training_folder(tmp_path):
+    write_image_folder(tmp_path / "in" / "val")
     assert "has a folder 'val', but no training folder" in convert(tmp_path, tmp_path / "in")
 
 
 def test_numpy_files(tmp_path):
-    draw, arrays = np.random.default_rng(0), {}
+    rng, arrays = np.random.default_rng(0), {}
     for split, count in (("train", 6), ("val", 3), ("test", 2)):
-        arrays |= {f"x_{split}": draw.integers(0, 255, (count, 5, 4), "u1"), f"y_{split}": np.arange(count) % 2}
+        arrays |= {f"x_{split}": rng.integers(0, 255, (count, 5, 4), "u1"), f"y_{split}": np.arange(count) % 2}
     np.savez(tmp_path / "all.npz", **arrays)
     for name, array in arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
     for words in ([tmp_path / "all.npz"], [tmp_path / f"{name}.npy" for name in arrays]):
         assert convert(tmp_path, *words) == "fine"
-        splits = opened(nd.HDF5Dataset(tmp_path / "out.h5")).splits
-        for found, split in zip(splits.values(), ("train", "val", "test"), strict=True):
-            np.testing.assert_array_equal(cells(found)[..., 0], arrays[f"x_{split}"])
+        splits = open_dataset(nd.HDF5Dataset(tmp_path / "out.h5")).splits
+        for opened_split, split in zip(splits.values(), ("train", "val", "test"), strict=True):
+            np.testing.assert_array_equal(raw_cells(opened_split)[..., 0], arrays[f"x_{split}"])
     assert "four files (training, test), or six" in convert(tmp_path, *words[:3])

@@ -1,4 +1,4 @@
-"""The documentation names everything that is public, and its drawings are what their scripts draw."""
+"""Completeness of the documentation: public names, pages, links and drawings."""
 
 import inspect
 import re
@@ -9,8 +9,8 @@ from importlib import import_module
 from xml.etree import ElementTree
 
 import pytest
-from doc_blocks import blocks
-from doc_place import ROOT
+from doc_blocks import parse_blocks
+from doc_sandbox import ROOT
 
 import neondist as nd
 
@@ -27,11 +27,11 @@ def test_completion_offers_public_names(name):
 
 def test_reference_has_every_public_name():
     bases = [reduce(getattr, name.split("."), nd) for name in re.findall(r"^```\{public\} (\S+)", REFERENCE, re.M)]
-    named = set(re.findall(r":: neondist\.(\w+)", REFERENCE))  # of a namespace at least one name
+    named = set(re.findall(r":: neondist\.(\w+)", REFERENCE))  # at least one name of a namespace
     missing = []
     for name in nd.__all__:
-        found = getattr(nd, name)
-        listed = inspect.isclass(found) and not inspect.isabstract(found) and issubclass(found, tuple(bases))
+        value = getattr(nd, name)
+        listed = inspect.isclass(value) and not inspect.isabstract(value) and issubclass(value, tuple(bases))
         if not (listed or name in named or name == "__version__"):
             missing.append(name)
     assert not missing, "add them to docs/reference.md"
@@ -45,18 +45,18 @@ def test_readme_has_every_layer():
     assert not missing, "add them to the table of layers in README.md"
 
 
-def test_the_table_of_torch_operators_has_all_rules():
+def test_table_of_torch_operators_is_complete():
     pytest.importorskip("torch")
     from neondist.torch.ir.registry import POINTWISE, RULES, table
 
     rows = table()
     assert sorted(name for _, _, names in rows for name in names) == sorted(RULES.keys() | POINTWISE)
     for _, note, names in rows:
-        assert note.endswith("."), f"the first line of the docstring of the rule of {names[0]} says how"
+        assert note.endswith("."), f"the docstring of the rule of {names[0]} must begin with a sentence"
     assert "```{torch-operators}" in (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
 
 
-def test_the_table_of_torch_layers_has_all_operators():
+def test_table_of_torch_layers_is_complete():
     pytest.importorskip("torch")
     from neondist.torch.convert.operators import OPERATORS, table
 
@@ -65,7 +65,7 @@ def test_the_table_of_torch_layers_has_all_operators():
     assert "```{torch-layers}" in (ROOT / "docs" / "pytorch.md").read_text(encoding="utf-8")
 
 
-def test_the_page_on_pytorch_has_every_public_name():
+def test_pytorch_page_has_every_public_name():
     pytest.importorskip("torch")
     import neondist.torch as ndt
 
@@ -74,12 +74,12 @@ def test_the_page_on_pytorch_has_every_public_name():
     assert not missing, "add them to docs/pytorch.md"
 
 
-def test_drawings_are_what_their_scripts_draw(tmp_path):
+def test_drawings_are_current(tmp_path):
     script = ROOT / "docs" / "drawings" / "draw.py"
     subprocess.run([sys.executable, script, tmp_path], check=True)
-    drawn = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.svg")}
-    kept = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "drawings").glob("*.svg")}
-    assert drawn == kept, "run: python docs/drawings/draw.py"
+    generated = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.svg")}
+    committed = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "drawings").glob("*.svg")}
+    assert generated == committed, "run: python docs/drawings/draw.py"
 
 
 def test_drawings_are_used():
@@ -93,19 +93,22 @@ def test_drawings_are_readable_on_dark_pages():
     for drawing in (ROOT / "docs" / "drawings").glob("*.svg"):
         svg = ElementTree.parse(drawing).getroot()
         _, _, *size = svg.attrib["viewBox"].split()
-        behind = next(shape for shape in svg if shape.tag.endswith("}rect"))
-        assert (behind.attrib["width"], behind.attrib["height"], behind.attrib["fill"]) == (*size, "#ffffff")
-        assert "fill-opacity" not in behind.attrib
+        background = next(shape for shape in svg if shape.tag.endswith("}rect"))
+        assert (background.attrib["width"], background.attrib["height"], background.attrib["fill"]) == (
+            *size,
+            "#ffffff",
+        )
+        assert "fill-opacity" not in background.attrib
 
 
-def test_links_between_pages_lead_somewhere():
+def test_links_between_pages_are_valid():
     for page in (ROOT / "README.md", ROOT / "llms.txt", *(ROOT / "docs").glob("*.md")):
         for target, anchor in re.findall(r"\]\(((?!https?:)[^)#]+)#?([^)]*)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
-            if anchor and not page.parent.samefile(ROOT / "docs"):  # where Sphinx does not look
+            if anchor and not page.parent.samefile(ROOT / "docs"):  # Sphinx checks those within docs/
                 headings = re.findall("^#+ (.*)", (page.parent / target).read_text(encoding="utf-8"), re.M)
-                known = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
-                assert anchor in known, f"{page.name}: {target}#{anchor}"
+                anchors = [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
+                assert anchor in anchors, f"{page.name}: {target}#{anchor}"
 
 
 def test_every_page_is_in_llms_txt():
@@ -114,7 +117,9 @@ def test_every_page_is_in_llms_txt():
     assert not [page for page in pages if f"(docs/{page})" not in listed]
 
 
-def test_the_first_hour_takes_few_commands():
-    found = [command for block in blocks(ROOT / "docs" / "getting_started.md") for command, _ in block.commands]
-    by_users = [command for command in found if not re.match(r"python (scans|photos)\.py", command)]
-    assert 10 < len(by_users) <= 15
+def test_first_steps_take_few_commands():
+    commands = [
+        command for block in parse_blocks(ROOT / "docs" / "getting_started.md") for command, _ in block.commands
+    ]
+    user_commands = [command for command in commands if not re.match(r"python (scans|photos)\.py", command)]
+    assert 10 < len(user_commands) <= 15

@@ -1,10 +1,10 @@
-"""Every code block of README and docs/ runs, in the order of its page."""
+"""Code blocks of README and docs/, run in the order of their page."""
 
 import runpy
 
 import pytest
-from doc_blocks import blocks
-from doc_place import ROOT, Place
+from doc_blocks import parse_blocks
+from doc_sandbox import ROOT, DocSandbox
 from test_docs_examples import EXAMPLES, WITH_TORCH
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -22,7 +22,7 @@ NEEDS = {
 
 
 def _is_example(command):
-    """Tell whether another test runs this command, perhaps on another size."""
+    """Return whether another test runs this command, possibly on another size."""
     return any(
         command.startswith(f"{launcher} examples/{name}")
         for launcher in ("python", "mpirun -n 4 python")
@@ -32,67 +32,69 @@ def _is_example(command):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_page(page, tmp_path, request):
-    place = Place(tmp_path)
+    sandbox = DocSandbox(tmp_path)
     for package in NEEDS.get(page.name, ()):
         pytest.importorskip(package)
     if page.name in ("assistants.md", "pytorch.md"):
-        request.getfixturevalue("captured_once")
-    for block in blocks(page):
-        where = f"{page.name}:{block.line}"
+        request.getfixturevalue("shared_captures")
+    for block in parse_blocks(page):
+        location = f"{page.name}:{block.line}"
         if "not run" in block.marks:
             continue
         if "in" in block.marks:
-            assert block.text in (ROOT / block.marks["in"]).read_text(), where
+            assert block.text in (ROOT / block.marks["in"]).read_text(), location
         elif "file" in block.marks:
-            place.write(block.marks["file"], block.text)
+            sandbox.write(block.marks["file"], block.text)
         elif block.language == "python":
-            _run_python(place, block)
+            _run_python(sandbox, block)
         elif block.language == "console":
-            assert block.commands, where
-            _run_console(place, block, where, processes=page != PYTORCH)
+            assert block.commands, location
+            _run_console(sandbox, block, location, processes=page != PYTORCH)
         else:
             assert block.language in ("text", "yaml", "json") or block.language.startswith("{"), (
-                f"{where}: who runs this?"
+                f"{location}: unknown language {block.language!r}"
             )
 
 
 @pytest.mark.parametrize("command", [
-    command for block in blocks(PYTORCH) if block.language == "console" and "not run" not in block.marks
+    command for block in parse_blocks(PYTORCH) if block.language == "console" and "not run" not in block.marks
     for command, _ in block.commands if command.startswith(LAUNCHERS) and not _is_example(command)
 ])  # fmt: skip
 @pytest.mark.long
 def test_command_that_imports_pytorch(command, tmp_path):
-    """Each process takes seconds for that, and the commands of the page need nothing of each other."""
+    """Run commands one by one: importing PyTorch takes seconds, and the commands are independent."""
     pytest.importorskip("torch")
-    place = Place(tmp_path)
-    place.env["NEONDIST_TESTS_HIDE"] = "matplotlib"
-    for block in blocks(PYTORCH):
+    sandbox = DocSandbox(tmp_path)
+    sandbox.env["NEONDIST_TESTS_HIDE"] = "matplotlib"
+    for block in parse_blocks(PYTORCH):
         if "file" in block.marks:
-            place.write(block.marks["file"], block.text)
-    done = place.run(command)
-    assert done.returncode == 0, done.stdout
+            sandbox.write(block.marks["file"], block.text)
+    process = sandbox.run(command)
+    assert process.returncode == 0, process.stdout
 
 
-def _run_python(place, block):
-    """Run a block in this process, which has imported all that it needs; none sees another's names."""
+def _run_python(sandbox, block):
+    """Run a block in this process, which has imported the package, with names of its own."""
     name = f"block_{block.line}.py"
-    place.write(name, block.text)
+    sandbox.write(name, block.text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place.folder)
-        patch.syspath_prepend(place.folder)
+        patch.chdir(sandbox.folder)
+        patch.syspath_prepend(sandbox.folder)
         runpy.run_path(name, run_name="__main__")
 
 
-def _run_console(place, block, where, processes):
+def _run_console(sandbox, block, location, processes):
     last = len(block.commands) - 1
-    for at, (command, shown) in enumerate(block.commands):
+    for i, (command, expected_output) in enumerate(block.commands):
         if _is_example(command) or (not processes and command.startswith(LAUNCHERS)):
             continue
-        done = place.run(command)
-        expected = int(block.marks.get("exit") or 0) if at == last else 0
-        assert done.returncode == expected, f"{where}: {command}\n{done.stdout}"
+        process = sandbox.run(command)
+        expected = int(block.marks.get("exit") or 0) if i == last else 0
+        assert process.returncode == expected, f"{location}: {command}\n{process.stdout}"
         if "exact" in block.marks:
-            assert _lines(done.stdout) == _lines(shown), f"{where}: {command} now prints\n{done.stdout}"
+            assert _lines(process.stdout) == _lines(expected_output), (
+                f"{location}: {command} now prints\n{process.stdout}"
+            )
 
 
 def _lines(text):

@@ -1,4 +1,4 @@
-"""The script of docs/cluster.md that puts itself back into the queue, with an srun and an scontrol of our own."""
+"""Requeueing script of docs/cluster.md, with stand-ins for srun and scontrol."""
 
 import json
 import os
@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from doc_blocks import blocks
-from doc_place import ROOT
+from doc_blocks import parse_blocks
+from doc_sandbox import ROOT
 
 GB = """
 !FitExperiment
@@ -19,13 +19,13 @@ model: !GBDist
   num_pretrain_epochs: 60
 batch_size: 4
 """
-# without its options; a first one is told, once it is in its first stage, that its time is over
+# drops its options; the first job gets the signal of the time limit after its first stage
 SRUN = f"""#!/bin/sh
 while [ "${{1#--}}" != "$1" ]; do shift; done
 shift
 "{sys.executable}" -m neondist "$@" & job=$!
-if [ ! -e told ]; then
-    touch told
+if [ ! -e signalled ]; then
+    touch signalled
     while [ ! -e $OUT/pretrain_1.h5 ]; do sleep 0.01; done
     kill -USR1 $job
 fi
@@ -35,8 +35,8 @@ wait $job
 
 @pytest.mark.skipif(os.name != "posix", reason="a shell script")
 @pytest.mark.long
-def test_it_goes_on_in_the_middle_of_pretraining(tmp_path):
-    (script,) = [b.text for b in blocks(ROOT / "docs" / "cluster.md") if "scontrol requeue" in b.text]
+def test_requeued_job_resumes_during_pretraining(tmp_path):
+    (script,) = [b.text for b in parse_blocks(ROOT / "docs" / "cluster.md") if "scontrol requeue" in b.text]
     (tmp_path / "bin").mkdir()
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho $@ >> requeued\n"}.items():
         (tmp_path / "bin" / name).write_text(text)
@@ -45,18 +45,18 @@ def test_it_goes_on_in_the_middle_of_pretraining(tmp_path):
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     job = {"SLURM_JOB_NAME": "gb", "SLURM_JOB_ID": "17", "PATH": path, "OUT": "runs/gb", "OMP_NUM_THREADS": "1"}
 
-    def slot():
-        done = subprocess.run(
+    def run_job():
+        process = subprocess.run(
             ["bash", "-c", script], cwd=tmp_path, env=os.environ | job, capture_output=True, text=True, timeout=120
         )
-        return done.returncode, done.stdout + done.stderr
+        return process.returncode, process.stdout + process.stderr
 
-    code, said = slot()
-    assert code == 75, said
+    code, output = run_job()
+    assert code == 75, output
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
-    code, said = slot()
-    assert code == 0, said
+    code, output = run_job()
+    assert code == 0, output
     assert (tmp_path / "requeued").read_text() == "requeue 17\n"
-    assert "begins anew" not in said
+    assert "starting from scratch" not in output
     lines = (tmp_path / "runs" / "gb" / "pretrain.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [*range(61)]

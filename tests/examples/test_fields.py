@@ -1,4 +1,4 @@
-"""The examples of docs/fields.md on small images: they train, learn and predict, in the kind of file that they read."""
+"""Examples of docs/fields.md on small images: training, and prediction in the format of the input."""
 
 import json
 import os
@@ -20,27 +20,27 @@ FIELDS = {
 
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.long
-def test_an_example(name, tmp_path, monkeypatch):
-    what, side, suffix, package, changes = FIELDS[name]
+def test_example(name, tmp_path, monkeypatch):
+    kind, side, suffix, package, changes = FIELDS[name]
     pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     shutil.copy(EXAMPLES / f"{name}.yaml", tmp_path)
     script = {"__name__": "images_of_the_field"}
     exec((EXAMPLES / "images_of_the_field.py").read_text(encoding="utf-8"), script)
-    script["main"](what, "data", str(side))
+    script["main"](kind, "data", str(side))
     assert main(["run", f"{name}.yaml", "--virtual", "2", "--output", "run", "--set", "epochs=3", *changes]) == 0
     epochs = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert epochs[-1]["train_loss"] < epochs[0]["train_loss"]
-    words = ["--checkpoint", "run/checkpoint.h5", "--input", f"data/new.{suffix}", "--output", f"found.{suffix}"]
+    words = ["--checkpoint", "run/checkpoint.h5", "--input", f"data/new.{suffix}", "--output", f"classes.{suffix}"]
     assert main(["predict", f"{name}.yaml", *words, "--classes"]) == 0
-    with nd.open_source(f"found.{suffix}") as found, nd.open_source(f"data/truth/new.{suffix}") as true:
-        assert found.shape == true.shape
-        values = found.read([(0, n) for n in found.shape])
+    with nd.open_source(f"classes.{suffix}") as prediction, nd.open_source(f"data/truth/new.{suffix}") as truth:
+        assert prediction.shape == truth.shape
+        values = prediction.read([(0, n) for n in prediction.shape])
         assert np.isfinite(values).all()
     assert not [file for file in os.listdir() if "partial" in file]
 
 
-def test_the_picture(tmp_path, monkeypatch):
+def test_picture(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     np.save("image.npy", np.random.default_rng(0).random((30, 20)))

@@ -1,4 +1,4 @@
-"""The script that goes on where it stopped, on any number of ranks."""
+"""Script that resumes on any number of ranks."""
 
 import re
 from pathlib import Path
@@ -8,18 +8,18 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("safetensors")
 
-from virtual_script import printed_by
+from virtual_script import run_script
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "torch_resume.py"
 
 
-def losses_of(*words, ranks=1):
-    return re.findall(r"loss ([\d.]+)", "\n".join(printed_by(SCRIPT, *words, ranks=ranks)))
+def train(*words, ranks=1):
+    return re.findall(r"loss ([\d.]+)", "\n".join(run_script(SCRIPT, *words, ranks=ranks)))
 
 
 @pytest.mark.long
 def test_torch_resume(tmp_path):
-    expected = losses_of(8, tmp_path / "whole.safetensors")
+    expected = train(8, tmp_path / "full.safetensors")
     assert len(expected) == 8
-    begun = losses_of(3, tmp_path / "parts.safetensors", ranks=2)
-    assert begun + losses_of(8, tmp_path / "parts.safetensors") == expected
+    interrupted = train(3, tmp_path / "parts.safetensors", ranks=2)
+    assert interrupted + train(8, tmp_path / "parts.safetensors") == expected

@@ -1,4 +1,4 @@
-"""The U-Net in PyTorch: one process and tiles give the same losses; the scripts differ as the documentation shows."""
+"""U-Net in PyTorch: equal losses in one process and on tiles, and documented differences of the scripts."""
 
 import difflib
 import re
@@ -12,28 +12,28 @@ ORIGINAL, TILED = (ROOT / "examples" / name for name in ("torch_unet_one_process
 
 def test_torch_unet():
     pytest.importorskip("torch")
-    from virtual_script import printed_by
+    from virtual_script import run_script
 
-    expected, found = (
-        re.findall(r"loss ([\d.]+)", "\n".join(printed_by(script, 3, ranks=ranks)))
+    expected, actual = (
+        re.findall(r"loss ([\d.]+)", "\n".join(run_script(script, 3, ranks=ranks)))
         for script, ranks in ((ORIGINAL, 1), (TILED, 2))
     )
     assert len(expected) == 2
     assert float(expected[1]) < float(expected[0])
-    assert found == expected
+    assert actual == expected
 
 
-def code_of(path):
+def read_code(path):
     return path.read_text(encoding="utf-8").split('"""', 2)[2].strip().splitlines()
 
 
-def test_the_documentation_shows_how_the_scripts_differ():
+def test_documentation_shows_the_differences():
     changes = [
         line
-        for line in difflib.unified_diff(code_of(ORIGINAL), code_of(TILED), n=0, lineterm="")
+        for line in difflib.unified_diff(read_code(ORIGINAL), read_code(TILED), n=0, lineterm="")
         if line[0] in "+-" and line[:3] not in ("---", "+++") and line[1:].strip()
     ]
     assert len([line for line in changes if line[0] == "+"]) <= 5
     for page in ("README.md", "docs/pytorch.md"):
-        shown = re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
-        assert changes in [[line for line in block.splitlines() if line[0] in "+-"] for block in shown], page
+        diffs = re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+        assert changes in [[line for line in block.splitlines() if line[0] in "+-"] for block in diffs], page

@@ -1,4 +1,4 @@
-"""The U-Net of examples/unet_retina.py on small crops: the same losses on 1 and 2 ranks, and a picture."""
+"""U-Net of examples/unet_retina.py on small crops: equal losses on 1 and 2 ranks, and a picture."""
 
 import sys
 import threading
@@ -17,20 +17,20 @@ def test_unet(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib", reason="the picture is drawn by matplotlib")
     thread, names, losses = threading.local(), {"__name__": "unet_retina", "__doc__": ""}, {}
     exec(SCRIPT.read_text(encoding="utf-8"), names)
-    vessels, one_width = names["vessels"], names["filters"].sato
-    monkeypatch.setattr(names["filters"], "sato", lambda picture, sigmas: one_width(picture, [3]))  # else seconds
+    vessels, sato = names["vessels"], names["filters"].sato
+    monkeypatch.setattr(names["filters"], "sato", lambda picture, sigmas: sato(picture, [3]))  # all widths take seconds
     truth = vessels(names["data"].retina())
     names["vessels"] = lambda picture: truth
     monkeypatch.setattr(nd, "ProcessGrid", lambda grid=nd.ProcessGrid: grid(thread.world))
 
-    def rank(world):
+    def run_rank(world):
         thread.world = world
         names["main"]()
 
     for ranks in (1, 2):
         picture = tmp_path / f"unet{ranks}.png"
         monkeypatch.setattr(sys, "argv", ["", "--size", "64", "--steps", "2", "--output", str(picture)])
-        loopback.run(ranks, rank)
+        loopback.run(ranks, run_rank)
         losses[ranks] = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "loss" in line]
         assert len(losses[ranks]) == 2
         assert picture.stat().st_size > 10_000

@@ -1,4 +1,4 @@
-"""A disk that refuses any one call, and a process that ends before it: nothing half written, and the run goes on."""
+"""Faults of single storage calls, and processes that end before them: no partial files, and runs resume."""
 
 import os
 import shutil
@@ -17,12 +17,12 @@ pytest.importorskip("torch")
 
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("cc"), reason="compiles a library to preload")
 @pytest.mark.long
-def test_faults_and_ends_before_some_of_all_calls(tmp_path):
-    """Ends of one command and of the same anew, too; other calls with each seed."""
+def test_faults_and_ends_before_a_sample_of_calls(tmp_path):
+    """Also end two kinds of commands before their calls; the seed selects the sample."""
     script = Path(__file__).parents[1] / "helpers" / "storage_faults.py"
     ends = ENDS, SEED % ENDS, "kill", "fresh", "GB", "resume"
     command = [sys.executable, script, tmp_path, *map(str, (SHARE, (SEED - 20) % SHARE, "and", *ends))]
     env = os.environ | {"OMP_NUM_THREADS": "1", "NEONDIST_TESTS_HIDE": "matplotlib"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" 0 wrong") == 2
+    process = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count(" 0 wrong") == 2

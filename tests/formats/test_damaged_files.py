@@ -1,15 +1,15 @@
-"""100 damaged files of each format: read right, or refused in one message that names the file; never anything else."""
+"""100 damaged files of each format, which are read correctly or refused with one message that names the file."""
 
 import numpy as np
 import pytest
-from fuzz import check_outcomes, damaged, outcome, survive
+from fuzz import check_outcomes, classify_call, damage_copies, run_isolated
 
 import neondist as nd
 
 CASES = 100
 
 
-def made(path, **options):
+def write_image(path, **options):
     array = (np.random.default_rng(1).random((40, 50, 3)) * 200).astype("uint8")
     with nd.create_sink(path, array.shape, array.dtype, "YXC", (32, 32, 3), **options) as sink:
         sink.write(nd.Box.of(array.shape), array)
@@ -17,21 +17,21 @@ def made(path, **options):
     return path
 
 
-def packed_hdf5(path):
+def write_compressed_hdf5(path):
     import h5py
 
     with h5py.File(path, "w") as file:
         file.create_dataset("images", data=np.arange(6000).reshape(10, 20, 30), chunks=(1, 8, 8), compression="gzip")
 
 
-def tiff(path, **options):
+def write_tiff(path, **options):
     array = np.random.default_rng(1).integers(0, 50, (60, 70, 3), "uint8")
     pytest.importorskip("tifffile").imwrite(path, array, photometric="rgb", **options)
 
 
-def netcdf(path):
-    netcdf = pytest.importorskip("netCDF4")
-    with netcdf.Dataset(path, "w") as file:
+def write_netcdf(path):
+    netCDF4 = pytest.importorskip("netCDF4")
+    with netCDF4.Dataset(path, "w") as file:
         for name, n in (("time", 3), ("lat", 20), ("lon", 30)):
             file.createDimension(name, n)
             file.createVariable(name, "f4", (name,))[:] = np.arange(n)
@@ -40,13 +40,13 @@ def netcdf(path):
         values[:] = np.random.default_rng(0).random((3, 20, 30)) * 100
 
 
-def nifti(path):
+def write_nifti(path):
     nibabel = pytest.importorskip("nibabel")
     nibabel.save(nibabel.Nifti1Image(np.arange(6000, dtype="int16").reshape(10, 20, 30), np.eye(4)), path)
 
 
-def bare_netcdf(path):
-    """Dimensions as HDF5 has them; attributes of variable length."""
+def write_minimal_netcdf(path):
+    """Write HDF5 dimension scales, with attributes of variable length."""
     import h5py
 
     with h5py.File(path, "w") as file:
@@ -58,72 +58,73 @@ def bare_netcdf(path):
             file["t"].dims[axis].attach_scale(file[name])
 
 
-def geotiff(path):
+def write_geotiff(path):
     rasterio = pytest.importorskip("rasterio")
-    kind = {"driver": "GTiff", "dtype": "float32", "crs": "EPSG:32632", "nodata": -9999, "compress": "deflate"}
-    place = rasterio.Affine(10, 0, 5e5, 0, -10, 4e6)
-    with rasterio.open(path, "w", width=70, height=60, count=1, transform=place, **kind) as file:
+    options = {"driver": "GTiff", "dtype": "float32", "crs": "EPSG:32632", "nodata": -9999, "compress": "deflate"}
+    transform = rasterio.Affine(10, 0, 5e5, 0, -10, 4e6)
+    with rasterio.open(path, "w", width=70, height=60, count=1, transform=transform, **options) as file:
         file.write(np.random.default_rng(0).random((1, 60, 70)).astype("f4"))
 
 
 FILES = {
-    "a.nc": netcdf,
-    "bare.nc": bare_netcdf,
-    "geo.tif": geotiff,
-    "a.png": made,
-    "a.jpg": made,
-    "a.nii": nifti,
-    "a.nii.gz": nifti,
-    "a.npy": made,
-    "a.h5": packed_hdf5,
-    "plain.h5": made,
-    "plain.tif": lambda path: tiff(path),
-    "a.tif": lambda path: tiff(path, tile=(32, 32), compression="zlib", predictor=True),
-    "jpeg.tif": lambda path: tiff(path, tile=(32, 32), compression="jpeg"),
-    "a.ome.tif": lambda path: tiff(path, rowsperstrip=16, compression="lzw"),
+    "a.nc": write_netcdf,
+    "bare.nc": write_minimal_netcdf,
+    "geo.tif": write_geotiff,
+    "a.png": write_image,
+    "a.jpg": write_image,
+    "a.nii": write_nifti,
+    "a.nii.gz": write_nifti,
+    "a.npy": write_image,
+    "a.h5": write_compressed_hdf5,
+    "plain.h5": write_image,
+    "plain.tif": lambda path: write_tiff(path),
+    "a.tif": lambda path: write_tiff(path, tile=(32, 32), compression="zlib", predictor=True),
+    "jpeg.tif": lambda path: write_tiff(path, tile=(32, 32), compression="jpeg"),
+    "a.ome.tif": lambda path: write_tiff(path, rowsperstrip=16, compression="lzw"),
 }
 
 
-def look(path):
+def read_source(path):
     with nd.open_source(path) as source:
         if np.prod(source.shape, dtype=object) < 1 << 24:
             assert source.read(nd.Box.of(source.shape)).shape == source.shape
-        getattr(source, "beside", list)()  # what a NetCDF sink would keep
+        getattr(source, "auxiliary_variables", list)()  # copied by a NetCDF sink
         box = [(n // 2, min(n, n // 2 + 5)) for n in source.shape]
         assert source.read(box).shape == tuple(hi - lo for lo, hi in box)
 
 
-def check(outcomes, path):
+def check_refusals(outcomes, path):
     check_outcomes(outcomes, least_refused=CASES // 10)
-    refused = [text for text in outcomes if text.startswith("refused")]
-    assert [text for text in refused if str(path) not in text or len(text) > 600] == []
+    refusals = [text for text in outcomes if text.startswith("refused")]
+    assert [text for text in refusals if str(path) not in text or len(text) > 600] == []
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.long
 def test_damaged_files(tmp_path, name):
     FILES[name](tmp_path / name)
-    raw, path = (tmp_path / name).read_bytes(), tmp_path / "broken" / name
+    raw, path = (tmp_path / name).read_bytes(), tmp_path / "damaged" / name
     path.parent.mkdir()
 
     def read(case):
         path.write_bytes(case)
 
-        return outcome(lambda: look(path))
+        return classify_call(lambda: read_source(path))
 
-    check(survive(damaged(raw, CASES, head=512), read), path)
+    check_refusals(run_isolated(damage_copies(raw, CASES, head=512), read), path)
 
 
 @pytest.mark.parametrize("ome", ["0.4", "0.5"])
 @pytest.mark.long
 def test_damaged_zarr_folders(tmp_path, ome):
     pytest.importorskip("zarr")
-    path = made(tmp_path / "a.ome.zarr", ome=ome)
+    path = write_image(tmp_path / "a.ome.zarr", ome=ome)
     files, outcomes = sorted(file for file in path.rglob("*") if file.is_file()), []
     for file in files:
         raw = file.read_bytes()
-        for case in damaged(raw, CASES // len(files) + 1, head=512):
+        for case in damage_copies(raw, CASES // len(files) + 1, head=512):
             file.write_bytes(case)
-            outcomes.append(outcome(lambda: look(path)))  # in this process: zarr's own thread does not survive a fork
+            # in this process, as the thread of zarr does not survive a fork
+            outcomes.append(classify_call(lambda: read_source(path)))
         file.write_bytes(raw)
-    check(outcomes, path)
+    check_refusals(outcomes, path)

@@ -1,4 +1,4 @@
-"""Readers and what is no file to read: pipes, sockets, devices, folders, links, nothing. One short message each."""
+"""Pipes, sockets, devices, folders, links and missing files, which readers refuse with one short error."""
 
 import contextlib
 import os
@@ -45,16 +45,16 @@ READERS = {f"open_source {suffix}": (suffix, nd.open_source) for suffix in SUFFI
     "records": (".jsonl", read_records),
     "journal": (".journal", Journal),
 }
-OWN_RULES = {"journal": {"missing", "empty", "loop", "folder"}, "table": {"empty"}}
-"""what is not wrong, or told of later"""
+EXCEPTIONS = {"journal": {"missing", "empty", "loop", "folder"}, "table": {"empty"}}
+"""cases that are valid, or that are reported later"""
 
 
 def make_socket(path):
-    with socket.socket(socket.AF_UNIX) as one, contextlib.chdir(path.parent):  # names of sockets are short
-        one.bind(path.name)
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):  # socket names have a length limit
+        server.bind(path.name)
 
 
-KINDS = {
+FILE_KINDS = {
     "pipe": (os.mkfifo, "is a named pipe, which is not supported; give a regular file"),
     "socket": (make_socket, "is a socket, which is not supported"),
     "device": (lambda path: path.symlink_to("/dev/null"), "is a device, which is not supported"),
@@ -66,25 +66,25 @@ KINDS = {
 
 
 @pytest.fixture(autouse=True)
-def alarm():
-    """A reader that blocks ends the test."""
+def time_limit():
+    """End the test if a reader blocks."""
     signal.alarm(60)
     yield
     signal.alarm(0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FILE_KINDS)
 @pytest.mark.parametrize("reader", READERS)
-def test_what_is_no_file(tmp_path, reader, kind):
+def test_special_files(tmp_path, reader, kind):
     suffix, read = READERS[reader]
-    make, message = KINDS[kind]
+    make, message = FILE_KINDS[kind]
     path = tmp_path / f"odd{suffix}"
     if suffix == ".zarr" and kind in ("pipe", "socket", "device"):
         path.mkdir()
         make(path / "zarr.json")
     else:
         make(path)
-    if kind in OWN_RULES.get(reader, ()):
+    if kind in EXCEPTIONS.get(reader, ()):
         return
     with pytest.raises(UserError) as caught:
         read(path)
@@ -96,15 +96,15 @@ def test_what_is_no_file(tmp_path, reader, kind):
 
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "out", "folder out", "inside"])
-def test_chunks_are_regular_files_of_the_store(tmp_path, version, kind):
+def test_chunks_must_be_regular_files_of_the_store(tmp_path, version, kind):
     zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
     array = zarr.create_array(tmp_path / "a.zarr", shape=(8, 8), chunks=(4, 4), dtype="u1", zarr_format=version)
     array[:] = 7
     chunk = tmp_path / "a.zarr" / ("c/1/1" if version == 3 else "1.1")
     secret = tmp_path / "secret"
     chunk.rename(secret if kind != "inside" else chunk.with_name("kept"))
-    if kind in KINDS:
-        KINDS[kind][0](chunk)
+    if kind in FILE_KINDS:
+        FILE_KINDS[kind][0](chunk)
     elif kind == "folder out" and version == 3:
         chunk.parent.rename(tmp_path / "elsewhere")
         secret.rename(tmp_path / "elsewhere" / "1")
@@ -119,8 +119,8 @@ def test_chunks_are_regular_files_of_the_store(tmp_path, version, kind):
             source.read([(0, 8), (0, 8), (0, 1)])
 
 
-def test_no_pages_of_other_files(tmp_path):
-    """An OME-TIFF in several files names them, anywhere."""
+def test_pages_in_other_files_are_refused(tmp_path):
+    """Refuse OME-XML that names other files, which can be outside of the folder."""
     tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
     names = "<TiffData IFD='0'><UUID FileName='{}'>urn:uuid:{}</UUID></TiffData>"
     ome = (
@@ -133,7 +133,7 @@ def test_no_pages_of_other_files(tmp_path):
         nd.open_source(tmp_path / "a.ome.tif")
 
 
-def test_names_in_hdf5_files_are_few_and_short(tmp_path):
+def test_messages_list_few_hdf5_names(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_group("/".join("a" * 1500))["x"] = np.zeros(3)
         file["loop/again"] = file["/"]
@@ -149,7 +149,7 @@ def test_names_in_hdf5_files_are_few_and_short(tmp_path):
         nd.open_source("a/" * 5000 + "b.h5")
 
 
-def test_what_was_opened_is_checked(tmp_path):
+def test_opened_files_are_checked(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "file").write_bytes(b"12345")
     (tmp_path / "secret").write_bytes(b"x")
@@ -166,7 +166,7 @@ def test_what_was_opened_is_checked(tmp_path):
         read_bytes(tmp_path / "in" / "file", 4)
 
 
-def test_an_archive_with_a_linked_batch(tmp_path):
+def test_archive_with_a_linked_batch(tmp_path):
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
         link = tarfile.TarInfo("test_batch.bin")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
@@ -175,7 +175,7 @@ def test_an_archive_with_a_linked_batch(tmp_path):
         Source(tmp_path / "a.tar.gz").sizes()
 
 
-def test_an_archive_that_unpacks_to_too_much(tmp_path):
+def test_oversized_archive(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         bomb = tarfile.TarInfo("zeros")
         bomb.size = 1 << 40
@@ -184,20 +184,20 @@ def test_an_archive_that_unpacks_to_too_much(tmp_path):
         Source(tmp_path / "a.tar").sizes()
 
 
-def test_no_file_is_taken_from_outside_of_a_folder_of_images(tmp_path):
-    image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
+def test_links_out_of_image_folders_are_refused(tmp_path):
+    Image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
     for name in "ab":
         (tmp_path / "in" / name).mkdir(parents=True)
-        image.new("L", (4, 4)).save(tmp_path / "in" / name / "x.png")
+        Image.new("L", (4, 4)).save(tmp_path / "in" / name / "x.png")
     (tmp_path / "in" / "a" / "y.png").symlink_to("../b/x.png")
     assert parts_of([tmp_path / "in"], Loader())["train"].count == 3
-    image.new("L", (4, 4)).save(tmp_path / "secret.png")
+    Image.new("L", (4, 4)).save(tmp_path / "secret.png")
     (tmp_path / "in" / "a" / "z.png").symlink_to(tmp_path / "secret.png")
     with pytest.raises(nd.DataError, match=r"z\.png: is a link to a file outside .*, which is not followed"):
         parts_of([tmp_path / "in"], Loader())
 
 
-def test_long_messages_lose_their_middle():
+def test_long_messages_are_shortened():
     error = nd.DataError("file: " + "x" * 10**6 + "; rename it")
     assert str(error).startswith("file: x")
     assert str(error).endswith("x; rename it")

@@ -1,4 +1,4 @@
-"""Packed and missing values of generated NetCDF and Zarr files, as netCDF4 and xarray read them."""
+"""Packed and missing values of generated NetCDF and Zarr files, compared with netCDF4 and xarray."""
 
 import warnings
 
@@ -11,96 +11,102 @@ from hypothesis import strategies as st
 import neondist as nd
 
 netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
-KINDS = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8"]
+DTYPES = ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8"]
 SHAPE = (3, 4)
 
 
-def numbers(kind):
-    """Numbers of a dtype, its ends and those at which others wrap among them."""
-    if kind[0] == "f":
+def values_of(dtype):
+    """Return a strategy for values of a dtype, including limits of this and other dtypes."""
+    if dtype[0] == "f":
         return st.sampled_from([0.0, 1.5, -2.0, 1e20, 300.0, 9.969209968386869e36, float("nan"), float("inf")])
-    info = np.iinfo(kind)
-    near = {0, 1, -1, 7, info.min, info.max, info.min + 1, -32767, 31073, 200, 255, -127}
-    return st.sampled_from(sorted(near & set(range(-40000, 40000)) | {info.min, info.max})).filter(
+    info = np.iinfo(dtype)
+    candidates = {0, 1, -1, 7, info.min, info.max, info.min + 1, -32767, 31073, 200, 255, -127}
+    return st.sampled_from(sorted(candidates & set(range(-40000, 40000)) | {info.min, info.max})).filter(
         lambda n: info.min <= n <= info.max
     )
 
 
 @st.composite
 def packings(draw):
-    """A variable: its dtype, cells, and attributes that its dtype can hold."""
-    kind = draw(st.sampled_from(KINDS))
-    some, found = numbers(kind), {}
-    cells = np.array(draw(st.lists(some, min_size=12, max_size=12)), kind).reshape(SHAPE)
-    # attributes of the same type, or of another that holds the same numbers
-    kinds = [kind, "f8"] if kind[0] in "iu" and kind[1] < "8" else [kind]
-    of = st.sampled_from(kinds)
-    fill = draw(some) if draw(st.booleans()) else None
+    """Draw the values of a variable, its attributes, fill value and byte order, and whether it is complete."""
+    dtype = draw(st.sampled_from(DTYPES))
+    values, attributes = values_of(dtype), {}
+    cells = np.array(draw(st.lists(values, min_size=12, max_size=12)), dtype).reshape(SHAPE)
+    # attributes of the same dtype, or of one that represents the same values
+    attribute_dtypes = [dtype, "f8"] if dtype[0] in "iu" and dtype[1] < "8" else [dtype]
+    attribute_dtype = st.sampled_from(attribute_dtypes)
+    fill = draw(values) if draw(st.booleans()) else None
     if draw(st.booleans()):
-        found["missing_value"] = np.array(draw(st.lists(some, min_size=1, max_size=3)), draw(of))
+        attributes["missing_value"] = np.array(draw(st.lists(values, min_size=1, max_size=3)), draw(attribute_dtype))
     if draw(st.booleans()):
-        found["scale_factor"] = draw(st.sampled_from([np.float64(0.01), np.float32(0.25), np.float64(1), np.int32(2)]))
+        attributes["scale_factor"] = draw(
+            st.sampled_from([np.float64(0.01), np.float32(0.25), np.float64(1), np.int32(2)])
+        )
     if draw(st.booleans()):
-        found["add_offset"] = draw(st.sampled_from([np.float64(287.8226), np.float32(-4), np.float64(0), np.int16(3)]))
+        attributes["add_offset"] = draw(
+            st.sampled_from([np.float64(287.8226), np.float32(-4), np.float64(0), np.int16(3)])
+        )
     bounds = st.sampled_from([None, "valid_min", "valid_max", "valid_range", "both"])
-    finite = some.filter(np.isfinite)
+    finite = values.filter(np.isfinite)
     low, high = sorted([draw(finite), draw(finite)])
     match draw(bounds):
         case "valid_range":
-            found["valid_range"] = np.array([low, high], kind)
+            attributes["valid_range"] = np.array([low, high], dtype)
         case "both":
-            found["valid_min"], found["valid_max"] = np.array(low, kind), np.array(high, kind)
+            attributes["valid_min"], attributes["valid_max"] = np.array(low, dtype), np.array(high, dtype)
         case "valid_min":
-            found["valid_min"] = np.array(low, kind)
+            attributes["valid_min"] = np.array(low, dtype)
         case "valid_max":
-            found["valid_max"] = np.array(high, kind)
-    if kind[0] == "i" and draw(st.booleans()):
-        found["_Unsigned"] = draw(st.sampled_from(["true", "false"]))
-        found.pop("valid_range", None)
-    return cells, found, fill, draw(st.sampled_from(["little", "big"])), draw(st.booleans())
+            attributes["valid_max"] = np.array(high, dtype)
+    if dtype[0] == "i" and draw(st.booleans()):
+        attributes["_Unsigned"] = draw(st.sampled_from(["true", "false"]))
+        attributes.pop("valid_range", None)
+    return cells, attributes, fill, draw(st.sampled_from(["little", "big"])), draw(st.booleans())
 
 
 def read(name):
     with nd.open_source(name) as source:
-        found = source.read(nd.Box.of(source.shape))[..., 0]
-        assert found.dtype == source.dtype
-        return found
+        values = source.read(nd.Box.of(source.shape))[..., 0]
+        assert values.dtype == source.dtype
+        return values
 
 
 @given(packings())
 @settings(max_examples=50, deadline=None)
 @pytest.mark.long
-def test_values_are_those_of_netcdf4(tmp_path_factory, case):
-    cells, attributes, fill, order, written = case
+def test_values_match_netcdf4(tmp_path_factory, case):
+    cells, attributes, fill, order, complete = case
     order = order if cells.dtype.itemsize > 1 else "native"
     path = tmp_path_factory.mktemp("a") / "a.nc"
     with netcdf.Dataset(path, "w") as file:
         for name, n in zip(("y", "x"), SHAPE, strict=True):
             file.createDimension(name, n)
-        bare = fill is None and cells.dtype.itemsize == 1
-        # NUG: bytes have no default fill value, but netCDF4 masks it where cells were filled in
-        made = file.createVariable("v", cells.dtype, ("y", "x"), fill_value=False if bare else fill, endian=order)
-        made.set_auto_maskandscale(False)
+        without_fill = fill is None and cells.dtype.itemsize == 1
+        # bytes have no default fill value (NUG), but netCDF4 masks it in unwritten cells
+        variable = file.createVariable(
+            "v", cells.dtype, ("y", "x"), fill_value=False if without_fill else fill, endian=order
+        )
+        variable.set_auto_maskandscale(False)
         for name, value in attributes.items():
-            made.setncattr(name, value)
-        if written or bare:
-            made[:] = cells
+            variable.setncattr(name, value)
+        if complete or without_fill:
+            variable[:] = cells
         else:
-            made[:1] = cells[:1]  # the rest is never written
-    found = read(path)
+            variable[:1] = cells[:1]  # the rest is unwritten
+    values = read(path)
     with netcdf.Dataset(path, "r+") as file:
         for name in {"scale_factor", "add_offset"} & set(attributes):
-            if attributes[name].dtype.kind == "i":  # by which netCDF4 multiplies whole numbers, which wrap
+            if attributes[name].dtype.kind == "i":  # netCDF4 multiplies integers, which overflow
                 file["v"].setncattr(name, np.float64(attributes[name]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = file["v"][:]
     if expected.dtype.kind == "f" or {"scale_factor", "add_offset"} & set(attributes):
         expected = np.ma.filled(expected.astype(np.float64) if expected.dtype.kind != "f" else expected, np.nan)
-        np.testing.assert_allclose(found, expected, rtol=3e-7 if found.dtype == np.float32 else 1e-7)
-    else:  # whole numbers stay as they are
-        np.testing.assert_array_equal(found, expected.data)
-    assert found.dtype == expected.dtype.newbyteorder("=")
+        np.testing.assert_allclose(values, expected, rtol=3e-7 if values.dtype == np.float32 else 1e-7)
+    else:  # integers are unchanged
+        np.testing.assert_array_equal(values, expected.data)
+    assert values.dtype == expected.dtype.newbyteorder("=")
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -108,8 +114,8 @@ def test_values_are_those_of_netcdf4(tmp_path_factory, case):
     "value", [1e20, np.nan, -np.inf, -99999, 65536, 40000, 0.5, -32768.0, [-32768, 1e20], [7.0, -99999.0], 1 << 40]
 )
 @pytest.mark.parametrize("name", ["_FillValue", "missing_value"])
-def test_numbers_that_no_cell_can_be(tmp_path, name, value, packed):
-    """A missing value of another type is compared as the number that it is: none wraps to, or is rounded to, a cell."""
+def test_missing_values_out_of_range(tmp_path, name, value, packed):
+    """Compare missing values of other dtypes by value, without overflow or rounding."""
     raw = np.array([[0, 1, -2, 7], [-32768, 300, 0, 31073], [-31072, 32767, -25536, 100]], "i2" if packed else "f4")
     with h5py.File(tmp_path / "a.nc", "w") as file:
         file["v"] = raw
@@ -121,40 +127,40 @@ def test_numbers_that_no_cell_can_be(tmp_path, name, value, packed):
     np.testing.assert_array_equal(read(tmp_path / "a.nc"), expected)
 
 
-OF_XARRAY = "i1", "u1", "i2", "u2", "i4", "f4", "f8"
+XARRAY_DTYPES = "i1", "u1", "i2", "u2", "i4", "f4", "f8"
 
 
-@pytest.mark.parametrize("kind", OF_XARRAY)
+@pytest.mark.parametrize("dtype", XARRAY_DTYPES)
 @pytest.mark.parametrize("scale", [{}, {"scale_factor": 0.5}, {"scale_factor": 0.01, "add_offset": 280.0}])
 @pytest.mark.long
-def test_values_are_those_of_xarray(tmp_path, kind, scale):
-    version = 2 + (OF_XARRAY.index(kind) + len(scale)) % 2
+def test_values_match_xarray(tmp_path, dtype, scale):
+    version = 2 + (XARRAY_DTYPES.index(dtype) + len(scale)) % 2
     pytest.importorskip("zarr", reason="Zarr needs zarr")
     xarray = pytest.importorskip("xarray", reason="made by xarray")
-    cells = (np.arange(12).reshape(SHAPE) * 9).astype(kind)
+    cells = (np.arange(12).reshape(SHAPE) * 9).astype(dtype)
     for number, fill in enumerate([None, 9, 0]):
         path, attributes = tmp_path / f"{number}.zarr", dict(scale)
-        if kind == "i1":
+        if dtype == "i1":
             attributes["_Unsigned"], cells[0, 0] = "true", -2
         values = xarray.DataArray(cells, dims=("lat", "lon"), attrs=attributes)
-        encoding = {} if fill is None else {"_FillValue": np.array(fill, kind)[()]}
-        if number == 1 and kind != "i1":
-            values.attrs["missing_value"] = np.array(27, kind)[()]
+        encoding = {} if fill is None else {"_FillValue": np.array(fill, dtype)[()]}
+        if number == 1 and dtype != "i1":
+            values.attrs["missing_value"] = np.array(27, dtype)[()]
         values.encoding = encoding
         raw = xarray.Dataset({"v": values}, coords={"lat": np.arange(3.0), "lon": np.arange(4)})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             raw.to_zarr(path, zarr_format=version, consolidated=False)
             expected = xarray.open_zarr(path, consolidated=False)["v"].values
-        found = read(path)
-        if not scale and kind[0] in "iu":
-            np.testing.assert_array_equal(found, cells.view("u1") if kind == "i1" else cells)
+        result = read(path)
+        if not scale and dtype[0] in "iu":
+            np.testing.assert_array_equal(result, cells.view("u1") if dtype == "i1" else cells)
         else:
-            np.testing.assert_allclose(found, expected, rtol=1e-6)
-            assert kind[0] == "f" or found.dtype == expected.dtype
+            np.testing.assert_allclose(result, expected, rtol=1e-6)
+            assert dtype[0] == "f" or result.dtype == expected.dtype
 
 
-UNCLEAR = {
+AMBIGUOUS = {
     "scale_factor": ["0.1", [1.0, 2.0], float("nan"), float("inf")],
     "add_offset": ["3"],
     "missing_value": ["-999", "NaN"],
@@ -164,8 +170,8 @@ UNCLEAR = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in UNCLEAR.items() for value in values])
-def test_attributes_of_two_meanings_are_refused(tmp_path, name, value):
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in AMBIGUOUS.items() for value in values])
+def test_ambiguous_attributes_are_refused(tmp_path, name, value):
     zarr = pytest.importorskip("zarr")
     attributes = {"add_offset": 1.0, name: value}
     with netcdf.Dataset(tmp_path / "a.nc", "w") as file:
@@ -179,14 +185,14 @@ def test_attributes_of_two_meanings_are_refused(tmp_path, name, value):
             nd.open_source(tmp_path / path)
 
 
-def test_what_holds_no_numbers_is_refused(tmp_path):
+def test_non_numeric_variables_are_refused(tmp_path):
     with netcdf.Dataset(tmp_path / "a.nc", "w") as file:
         for dimension, n in zip(("y", "x"), SHAPE, strict=True):
             file.createDimension(dimension, n)
         record = file.createCompoundType(np.dtype([("a", "i2"), ("b", "f4")]), "record_t")
         rows = file.createVLType(np.int32, "rows_t")
-        for name, kind in {"text": str, "letters": "S1", "record": record, "rows": rows}.items():
-            file.createVariable(name, kind, ("y", "x"))
+        for name, dtype in {"text": str, "letters": "S1", "record": record, "rows": rows}.items():
+            file.createVariable(name, dtype, ("y", "x"))
         file.createVariable("classes", file.createEnumType("u1", "cloud", {"clear": 0, "low": 3}), ("y", "x"))[:] = 3
     for name in ("text", "letters", "record", "rows"):
         with pytest.raises(nd.DataError, match=f"{name}: holds text, records or lists, not numbers"):

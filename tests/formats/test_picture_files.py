@@ -1,20 +1,17 @@
-"""Pictures, which are decoded whole, and folders of images."""
+"""Picture files, which are decoded at once, and folders of images."""
 
 import numpy as np
 import pytest
+from image_sources import draw_image
 
 import neondist as nd
 
 PIL = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
 
 
-def cells(shape, dtype="uint8", seed=0):
-    return (np.random.default_rng(seed).random(shape) * 200).astype(dtype)
-
-
 @pytest.mark.parametrize(("shape", "dtype"), [((30, 41, 3), "uint8"), ((30, 41, 1), "uint16"), ((30, 41, 4), "uint8")])
 def test_pictures(tmp_path, shape, dtype):
-    array = cells(shape, dtype)
+    array = draw_image(shape, dtype)
     with nd.create_sink(tmp_path / "a.png", shape, dtype, "YXC") as sink:
         for top in range(0, 30, 7):
             sink.write([(top, min(30, top + 7)), (0, 41), (0, shape[-1])], array[top : top + 7])
@@ -25,7 +22,7 @@ def test_pictures(tmp_path, shape, dtype):
         np.testing.assert_array_equal(source.read([(3, 9), (1, 40), (0, shape[-1])]), array[3:9, 1:40])
 
 
-def test_a_jpeg_is_close(tmp_path):
+def test_jpeg_round_trip(tmp_path):
     array = np.broadcast_to(np.arange(64, dtype="uint8")[:, None, None] * 3, (64, 48, 3))
     with nd.create_sink(tmp_path / "a.jpg", array.shape, "uint8", "YXC", quality=95) as sink:
         sink.write(nd.Box.of(array.shape), array)
@@ -38,27 +35,29 @@ def test_a_jpeg_is_close(tmp_path):
         nd.create_sink(tmp_path / "b.gif", (4, 4, 1), "uint8", "YXC")
 
 
-def test_what_is_told_before_decoding_is_what_is_decoded(tmp_path):
+def test_shape_and_dtype_are_known_before_decoding(tmp_path):
     from neondist.formats.image_loader import Loader
 
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
-        PIL.fromarray(cells((5, 7), "uint16" if mode == "I;16" else "uint8")).convert(mode).save(tmp_path / "a.png")
+        PIL.fromarray(draw_image((5, 7), "uint16" if mode == "I;16" else "uint8")).convert(mode).save(
+            tmp_path / "a.png"
+        )
         shape, dtype = Loader().look(tmp_path / "a.png")
-        found = Loader().load(tmp_path / "a.png")
-        assert (found.shape, found.dtype) == (shape, dtype)
+        image = Loader().load(tmp_path / "a.png")
+        assert (image.shape, image.dtype) == (shape, dtype)
     exif = PIL.Exif()
     exif[274] = 6
-    PIL.fromarray(cells((5, 7, 3))).save(tmp_path / "a.jpg", exif=exif)
+    PIL.fromarray(draw_image((5, 7, 3))).save(tmp_path / "a.jpg", exif=exif)
     assert Loader().look(tmp_path / "a.jpg")[0] == Loader().load(tmp_path / "a.jpg").shape == (7, 5, 3)
 
 
 def test_folders(tmp_path):
-    whole = [cells((8, 6, 3), seed=n) for n in range(3)]
-    for n, array in enumerate(whole):
+    images = [draw_image((8, 6, 3), seed=n) for n in range(3)]
+    for n, array in enumerate(images):
         PIL.fromarray(array).save(tmp_path / f"{n}.png")
     with nd.open_source(tmp_path) as source:
         assert (source.axes, source.shape) == ("NYXC", (3, 8, 6, 3))
-        np.testing.assert_array_equal(source.read([(1, 3), (2, 8), (0, 3), (0, 3)]), np.stack(whole)[1:, 2:, :3])
-    PIL.fromarray(cells((8, 7, 3))).save(tmp_path / "2.png")
+        np.testing.assert_array_equal(source.read([(1, 3), (2, 8), (0, 3), (0, 3)]), np.stack(images)[1:, 2:, :3])
+    PIL.fromarray(draw_image((8, 7, 3))).save(tmp_path / "2.png")
     with pytest.raises(nd.DataError, match=r"2\.png: has shape \[8, 7, 3\]"):
         nd.open_source(tmp_path)

@@ -1,4 +1,4 @@
-"""Files that promise more than there is memory for, libraries that are missing, and formats of others."""
+"""Files whose headers specify more than fits in memory, missing libraries, and formats of plugins."""
 
 import importlib.metadata
 import os
@@ -14,7 +14,7 @@ from neondist.formats import Format, table
 from neondist.formats.npy import NPYSource
 
 
-def test_one_tile_of_everything(tmp_path):
+def test_oversized_tiff_strip(tmp_path):
     tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
     tifffile.imwrite(tmp_path / "a.tif", np.zeros((64, 64), "uint8"), compression="zlib", rowsperstrip=64)
     with tifffile.TiffFile(tmp_path / "a.tif", mode="r+") as file:
@@ -24,22 +24,22 @@ def test_one_tile_of_everything(tmp_path):
         nd.open_source(tmp_path / "a.tif")
 
 
-def test_more_in_a_tile_than_it_says(tmp_path):
-    """A tile that unpacks to a thousand times its size is cut or refused, and takes no memory."""
+def test_tile_larger_than_its_shape(tmp_path):
+    """Truncate or refuse a tile that decompresses to a thousand times its size."""
     tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
     tifffile.imwrite(tmp_path / "a.tif", np.zeros((16, 16), "uint8"), compression="zlib", tile=(16, 16))
-    packed = zlib.compress(bytes(1 << 26), 9)
+    compressed = zlib.compress(bytes(1 << 26), 9)
     with tifffile.TiffFile(tmp_path / "a.tif", mode="r+") as file:
         offset = file.filehandle.size
         file.pages[0].tags["TileOffsets"].overwrite(offset)
-        file.pages[0].tags["TileByteCounts"].overwrite(len(packed))
+        file.pages[0].tags["TileByteCounts"].overwrite(len(compressed))
     with open(tmp_path / "a.tif", "ab") as file:
-        file.write(packed)
+        file.write(compressed)
     with nd.open_source(tmp_path / "a.tif") as source:
         try:
             assert source.read(nd.Box.of(source.shape)).shape == (16, 16, 1)
         except nd.DataError as error:
-            assert "a.tif" in str(error)  # noqa: PT017 - either is right
+            assert "a.tif" in str(error)  # noqa: PT017 - both are valid
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_more_in_a_tile_than_it_says(tmp_path):
         (1, "<TiffData/><A Start='0' End='1' Step='1e-12'/>"),
     ],
 )
-def test_planes_that_ome_xml_promises(tmp_path, size, data):
-    """Without a look at them first, tifffile lists them all, for minutes."""
+def test_too_many_planes_in_ome_xml(tmp_path, size, data):
+    """Refuse files with so many planes that tifffile would list them for minutes."""
     tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
     text = (
         "<?xml version='1.0'?><OME xmlns='http://www.openmicroscopy.org/Schemas/OME/2016-06'><Image ID='Image:0'>"
@@ -66,7 +66,7 @@ def test_planes_that_ome_xml_promises(tmp_path, size, data):
         nd.open_source(tmp_path / "a.ome.tif")
 
 
-def test_a_variable_in_many_groups(tmp_path):
+def test_deeply_nested_variable(tmp_path):
     with h5py.File(tmp_path / "a.nc", "w") as file:
         file.create_group("g/" * 300)["v"] = np.zeros((4, 4))
     with pytest.raises(nd.DataError, match=r"a\.nc: its variable is nested in more than 100 groups; move it up"):
@@ -74,18 +74,18 @@ def test_a_variable_in_many_groups(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["c/0/0", "zarr.json"])
-def test_a_file_of_a_zarr_store_of_terabytes(tmp_path, name):
+def test_oversized_zarr_file(tmp_path, name):
     zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
     zarr.create_array(tmp_path / "a.zarr", data=np.ones((4, 4)))
-    os.truncate(tmp_path / "a.zarr" / name, 1 << 43)  # with holes
+    os.truncate(tmp_path / "a.zarr" / name, 1 << 43)  # a sparse file
     match = rf"a\.zarr/{name}.* needs .* of memory"
     with pytest.raises(nd.DataError, match=match), nd.open_source(tmp_path / "a.zarr") as source:
         source.read(nd.Box.of(source.shape))
 
 
-def test_a_picture_of_terabytes(tmp_path):
-    image = pytest.importorskip("PIL.Image", reason="needs Pillow")
-    image.fromarray(np.zeros((4, 4, 3), "uint8")).save(tmp_path / "a.png")
+def test_oversized_picture(tmp_path):
+    Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
+    Image.fromarray(np.zeros((4, 4, 3), "uint8")).save(tmp_path / "a.png")
     raw = bytearray((tmp_path / "a.png").read_bytes())
     raw[16:24] = struct.pack(">II", 900000, 900000)
     raw[29:33] = struct.pack(">I", zlib.crc32(raw[12:29]))
@@ -94,7 +94,7 @@ def test_a_picture_of_terabytes(tmp_path):
         nd.open_source(tmp_path / "a.png")
 
 
-def test_hdf5_of_terabytes(tmp_path):
+def test_oversized_hdf5(tmp_path):
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("images", (60000, 60000), "u1", chunks=(60000, 30000), compression="gzip")
         file.create_dataset("many", (10**7, 10**7), "u1", chunks=(64, 64), compression="gzip")
@@ -106,14 +106,14 @@ def test_hdf5_of_terabytes(tmp_path):
             source.read(nd.Box.of(source.shape))
 
 
-def test_npy_that_is_shorter_than_it_says(tmp_path):
+def test_truncated_npy(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((30, 40)))
     os.truncate(tmp_path / "a.npy", 5000)
     with pytest.raises(nd.DataError, match=r"a\.npy: is truncated: its header specifies an array of \[30, 40\]"):
         nd.open_source(tmp_path / "a.npy")
 
 
-def test_what_cannot_be_opened(tmp_path):
+def test_unreadable_files(tmp_path):
     (tmp_path / "a.npy").mkdir()
     with pytest.raises(nd.DataError, match=r"a\.npy: cannot be read"):
         nd.open_source(tmp_path / "a.npy")
@@ -127,7 +127,7 @@ def test_what_cannot_be_opened(tmp_path):
         nd.open_source(tmp_path / "c.npy")
 
 
-def test_missing_libraries_are_told(tmp_path, monkeypatch):
+def test_missing_libraries(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "find_spec", lambda name: None)
     (tmp_path / "a.zarr").touch()
     (tmp_path / "a.xyz").touch()
@@ -139,21 +139,23 @@ def test_missing_libraries_are_told(tmp_path, monkeypatch):
         nd.open_source(tmp_path / "a.xyz")
 
 
-def test_formats_of_others(tmp_path, monkeypatch):
-    class Point:
+def test_format_plugins(tmp_path, monkeypatch):
+    class EntryPoint:
         value = "theirs:FORMAT"
 
         @staticmethod
         def load():
             return Format("XYZ", (".xyz",), NPYSource)
 
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Point] if group == table.PLUGINS else [])
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [EntryPoint] if group == table.PLUGINS else []
+    )
     np.save(tmp_path / "a.npy", np.ones((3, 4)))
     (tmp_path / "a.npy").rename(tmp_path / "a.xyz")
     with nd.open_source(tmp_path / "a.xyz") as source:
         assert source.read(nd.Box.of(source.shape)).sum() == 12
     with pytest.raises(nd.ConfigError, match=r"XYZ cannot be written here; choose HDF5"):
         nd.create_sink(tmp_path / "b.xyz", (2, 2, 1), "uint8", "YXC")
-    monkeypatch.setattr(Point, "load", staticmethod(lambda: 7))
+    monkeypatch.setattr(EntryPoint, "load", staticmethod(lambda: 7))
     with pytest.raises(nd.ConfigError, match=r"entry point theirs:FORMAT of neondist\.formats is no"):
         nd.open_source(tmp_path / "a.xyz")

@@ -1,18 +1,15 @@
-"""TIFF of all kinds: as others write it, and as others read ours."""
+"""TIFF files written by other libraries, and files of neondist read by them."""
 
 import numpy as np
 import pytest
+from image_sources import check_source, draw_image
 
 import neondist as nd
 
 tifffile = pytest.importorskip("tifffile", reason="TIFF needs tifffile")
 
 
-def cells(shape, dtype="uint8", seed=0):
-    return (np.random.default_rng(seed).random(shape) * 200).astype(dtype)
-
-
-WAYS = {
+VARIANTS = {
     "tiles": ("YXC", {"tile": (32, 48), "photometric": "rgb"}),
     "packed tiles": ("YXC", {"tile": (32, 48), "compression": "zlib", "predictor": True, "photometric": "rgb"}),
     "strips": ("YXC", {"rowsperstrip": 7, "compression": "lzw", "photometric": "rgb"}),
@@ -34,23 +31,22 @@ EXTENTS = {"T": 3, "Z": 5, "Y": 70, "X": 103, "C": 3}
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "float32"])
-@pytest.mark.parametrize("way", WAYS)
-def test_files_of_tifffile(tmp_path, way, dtype):
-    axes, options = WAYS[way]
-    array, path = cells([EXTENTS[name] for name in axes], dtype), tmp_path / ("a.ome.tif" if "OME" in way else "a.tif")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_files_written_by_tifffile(tmp_path, variant, dtype):
+    axes, options = VARIANTS[variant]
+    array = draw_image([EXTENTS[name] for name in axes], dtype)
+    path = tmp_path / ("a.ome.tif" if "OME" in variant else "a.tif")
     tifffile.imwrite(path, array, **options)
     order = [name for name in "TZYXC" if name in axes]
     expected = array.transpose([axes.index(name) for name in order])
     expected = expected if "C" in order else expected[..., None]
     with nd.open_source(path) as source:
         assert (source.axes, source.shape) == ("".join(order) + "C" * ("C" not in order), expected.shape)
-        np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)), expected)
-        box = tuple(slice(n // 3, n // 3 + max(1, n // 2)) for n in expected.shape)
-        np.testing.assert_array_equal(source.read(box), expected[box])
+        check_source(source, expected)
 
 
 def test_levels_of_a_pyramid(tmp_path):
-    array = cells((128, 192, 3))
+    array = draw_image((128, 192, 3))
     with tifffile.TiffWriter(tmp_path / "a.ome.tif", bigtiff=True) as file:
         options = {"tile": (32, 32), "photometric": "rgb", "compression": "jpeg", "compressionargs": {"level": 95}}
         file.write(array, subifds=2, **options)
@@ -67,18 +63,18 @@ def test_levels_of_a_pyramid(tmp_path):
         nd.open_source(tmp_path / "a.ome.tif", level=3)
 
 
-def test_only_what_is_touched_is_decoded(tmp_path, monkeypatch):
-    array = cells((1024, 1024, 1))
+def test_only_requested_tiles_are_decoded(tmp_path, monkeypatch):
+    array = draw_image((1024, 1024, 1))
     tifffile.imwrite(tmp_path / "a.tif", array, tile=(128, 128), compression="zlib")
-    read, taken = tifffile.FileHandle.read, []
-    monkeypatch.setattr(tifffile.FileHandle, "read", lambda self, n=-1: taken.append(n) or read(self, n))
+    read, reads = tifffile.FileHandle.read, []
+    monkeypatch.setattr(tifffile.FileHandle, "read", lambda self, n=-1: reads.append(n) or read(self, n))
     with nd.open_source(tmp_path / "a.tif") as source:
-        taken.clear()
+        reads.clear()
         source.read([(0, 512 + 8), (0, 512 + 8), (0, 1)])
-        assert len(taken) == 25
-        assert source.bytes_read == 25 * 128 * 128 == sum(1 for _ in taken) * 128 * 128
+        assert len(reads) == 25
+        assert source.bytes_read == 25 * 128 * 128 == sum(1 for _ in reads) * 128 * 128
         source.read([(0, 512), (512, 1024), (0, 1)])
-        assert len(taken) == 25 + 16
+        assert len(reads) == 25 + 16
 
 
 @pytest.mark.parametrize(
@@ -92,12 +88,12 @@ def test_only_what_is_touched_is_decoded(tmp_path, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("name", ["a.tif", "a.ome.tiff"])
-def test_tifffile_reads_ours(tmp_path, axes, shape, dtype, name):
+def test_tifffile_reads_written_files(tmp_path, axes, shape, dtype, name):
     if "N" in axes and "ome" in name:
         with pytest.raises(nd.ConfigError, match="no axis for samples"):
             nd.create_sink(tmp_path / name, shape, dtype, axes)
         return
-    array = cells(shape, dtype)
+    array = draw_image(shape, dtype)
     with nd.create_sink(tmp_path / name, shape, dtype, axes, chunks=(*[32] * (len(shape) - 1), shape[-1])) as sink:
         sink.write(nd.Box.of(shape), array)
         sink.commit()
@@ -111,19 +107,19 @@ def test_tifffile_reads_ours(tmp_path, axes, shape, dtype, name):
         np.testing.assert_array_equal(source.read(nd.Box.of(shape)), array)
 
 
-@pytest.mark.parametrize("way", ["tiled", "strips", "planes", "COG"])
-def test_geotiff_keeps_its_place(tmp_path, way):
+@pytest.mark.parametrize("variant", ["tiled", "strips", "planes", "COG"])
+def test_geotiff_keeps_its_georeference(tmp_path, variant):
     rasterio = pytest.importorskip("rasterio", reason="made and checked by rasterio")
-    array = cells((3, 130, 170), "uint16")
+    array = draw_image((3, 130, 170), "uint16")
     options = {
         "tiled": {"tiled": True, "blockxsize": 64, "blockysize": 64, "compress": "deflate", "interleave": "pixel"},
         "strips": {"compress": "lzw", "predictor": 2},
         "planes": {"tiled": True, "blockxsize": 64, "blockysize": 64, "interleave": "band", "compress": "zstd"},
         "COG": {"driver": "COG", "compress": "deflate"},
-    }[way]
-    place = rasterio.Affine(10, 0, 5e5, 0, -20, 6e6)
-    facts = {"driver": "GTiff", "height": 130, "width": 170, "count": 3, "dtype": "uint16", "crs": "EPSG:32633"}
-    with rasterio.open(tmp_path / "a.tif", "w", **(facts | {"transform": place, "nodata": 0} | options)) as file:
+    }[variant]
+    transform = rasterio.Affine(10, 0, 5e5, 0, -20, 6e6)
+    defaults = {"driver": "GTiff", "height": 130, "width": 170, "count": 3, "dtype": "uint16", "crs": "EPSG:32633"}
+    with rasterio.open(tmp_path / "a.tif", "w", **(defaults | {"transform": transform, "nodata": 0} | options)) as file:
         file.write(array)
     with nd.open_source(tmp_path / "a.tif") as source:
         assert (source.shape, source.axes) == ((130, 170, 3), "YXC")
@@ -134,32 +130,32 @@ def test_geotiff_keeps_its_place(tmp_path, way):
         with pytest.raises(nd.ConfigError, match="its physical position"):
             nd.create_sink(tmp_path / "half.tif", (65, 85, 1), "uint8", "YXC", like=source)
     with rasterio.open(tmp_path / "out.tif") as file:
-        assert (file.crs, file.transform) == (rasterio.CRS.from_epsg(32633), place)
+        assert (file.crs, file.transform) == (rasterio.CRS.from_epsg(32633), transform)
         assert (file.read() == 7).all()
 
 
-# where nothing is compressed, cells are read in place
+# uncompressed values are read in place
 @pytest.mark.parametrize("options", [{"compress": "deflate"}, {"compress": "none"}])
 @pytest.mark.parametrize(
     ("dtype", "nodata"), [("float32", -3.4028234663852886e38), ("float64", -9999.0), ("int16", -1)]
 )
-def test_floats_that_are_nodata_are_nan(tmp_path, dtype, nodata, options):
+def test_nodata_values_are_nan(tmp_path, dtype, nodata, options):
     rasterio = pytest.importorskip("rasterio", reason="made by rasterio")
     array = np.arange(200, dtype=dtype).reshape(1, 10, 20)
     array[0, 3:5, 7] = nodata
-    facts = {"driver": "GTiff", "height": 10, "width": 20, "count": 1, "dtype": dtype, "crs": "EPSG:32633"}
-    place = rasterio.Affine(10, 0, 5e5, 0, -20, 6e6)
-    with rasterio.open(tmp_path / "a.tif", "w", **facts, nodata=nodata, transform=place, **options) as file:
+    defaults = {"driver": "GTiff", "height": 10, "width": 20, "count": 1, "dtype": dtype, "crs": "EPSG:32633"}
+    transform = rasterio.Affine(10, 0, 5e5, 0, -20, 6e6)
+    with rasterio.open(tmp_path / "a.tif", "w", **defaults, nodata=nodata, transform=transform, **options) as file:
         file.write(array)
     expected = np.where(array == nodata, np.nan, array) if dtype != "int16" else array
     with nd.open_source(tmp_path / "a.tif") as source:
         np.testing.assert_array_equal(source.read(nd.Box.of(source.shape))[..., 0], expected[0])
 
 
-def test_ome_keeps_the_size_of_a_cell(tmp_path):
-    known = {"PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "mm", "PhysicalSizeY": 0.25}
-    tifffile.imwrite(tmp_path / "a.ome.tif", cells((40, 50)), metadata={"axes": "YX", **known})
+def test_ome_keeps_the_pixel_size(tmp_path):
+    sizes = {"PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "mm", "PhysicalSizeY": 0.25}
+    tifffile.imwrite(tmp_path / "a.ome.tif", draw_image((40, 50)), metadata={"axes": "YX", **sizes})
     with nd.open_source(tmp_path / "a.ome.tif") as source:
         nd.create_sink(tmp_path / "b.ome.tif", (40, 50, 2), "uint8", "YXC", like=source).commit()
     with tifffile.TiffFile(tmp_path / "b.ome.tif") as file:
-        assert all(f'{name}="{value}"' in file.ome_metadata for name, value in known.items())
+        assert all(f'{name}="{value}"' in file.ome_metadata for name, value in sizes.items())

@@ -1,23 +1,17 @@
-"""NIfTI as nibabel, and NetCDF as netCDF4 writes and reads it."""
+"""NIfTI compared with nibabel, and NetCDF compared with netCDF4."""
 
 import numpy as np
 import pytest
+from image_sources import check_source
 
 import neondist as nd
-
-
-def same(source, expected):
-    np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)), expected)
-    box = tuple(slice(n // 3, n // 3 + max(1, n // 2)) for n in expected.shape)
-    np.testing.assert_array_equal(source.read(box), expected[box])
-
 
 AFFINE = np.array([[0, -2.0, 0, 9], [1.5, 0, 0, -3], [0, 0, 3.0, 4], [0, 0, 0, 1]])
 
 
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
 @pytest.mark.parametrize(("shape", "axes"), [((7, 9, 5), "ZYXC"), ((7, 9, 5, 3), "TZYXC"), ((7, 9, 5, 1, 3), "ZYXC")])
-def test_volumes_of_nibabel(tmp_path, suffix, shape, axes):
+def test_nibabel_round_trip(tmp_path, suffix, shape, axes):
     nibabel = pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
     array = (np.random.default_rng(0).random(shape) * 900).astype("int16")
     path = tmp_path / f"a{suffix}"
@@ -25,27 +19,27 @@ def test_volumes_of_nibabel(tmp_path, suffix, shape, axes):
     expected = array[:, :, :, 0].transpose(2, 1, 0, 3) if len(shape) == 5 else array.T[..., None]
     with nd.open_source(path) as source:
         assert (source.axes, source.dtype) == (axes, np.int16)
-        same(source, expected)
+        check_source(source, expected)
         with nd.create_sink(tmp_path / f"out{suffix}", source.shape, "float32", axes, like=source) as sink:
             for z in range(5):
                 box = [slice(z, z + 1) if name == "Z" else slice(None) for name in axes]
                 sink.write(box, source.read(box).astype("float32"))
             sink.commit()
-    back = nibabel.load(tmp_path / f"out{suffix}")
-    assert sorted(each.name for each in tmp_path.iterdir()) == [path.name, f"out{suffix}"]
-    np.testing.assert_array_equal(back.affine, AFFINE)
-    np.testing.assert_array_equal(np.asarray(back.dataobj), array)
+    written = nibabel.load(tmp_path / f"out{suffix}")
+    assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, f"out{suffix}"]
+    np.testing.assert_array_equal(written.affine, AFFINE)
+    np.testing.assert_array_equal(np.asarray(written.dataobj), array)
     with pytest.raises(nd.ConfigError, match="cannot store float16"):
         nd.create_sink(tmp_path / "o.nii", (2, 2, 2, 1), "float16", "ZYXC")
 
 
-def test_scaled_volumes_and_promises(tmp_path):
+def test_scaled_and_truncated_volumes(tmp_path):
     nibabel = pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
     image = nibabel.Nifti1Image(np.arange(60, dtype="int16").reshape(3, 4, 5), np.eye(4))
     image.header.set_slope_inter(0.5, 7)
     nibabel.save(image, tmp_path / "a.nii")
     with nd.open_source(tmp_path / "a.nii") as source:
-        same(source, nibabel.load(tmp_path / "a.nii").get_fdata().T[..., None])
+        check_source(source, nibabel.load(tmp_path / "a.nii").get_fdata().T[..., None])
     for suffix in (".nii", ".nii.gz"):
         nibabel.save(image, tmp_path / f"b{suffix}")
     import gzip
@@ -59,25 +53,24 @@ def test_scaled_volumes_and_promises(tmp_path):
             nd.open_source(tmp_path / f"b{suffix}")
 
 
-def test_what_belongs_to_a_netcdf_variable(tmp_path):
-    """Dimensions that HDF5 alone knows, as h5py writes them; coordinates of cells, bounds, a projection."""
+def test_metadata_of_netcdf_variables(tmp_path):
+    """Copy HDF5 dimension scales as h5py writes them, two-dimensional coordinates, bounds and a projection."""
     h5py, netcdf = pytest.importorskip("h5py"), pytest.importorskip("netCDF4", reason="made by netCDF4")
     values, extents = np.random.default_rng(0).random((6, 6)).astype("f4"), {"row_km": 6, "lon": 6, "nv": 2}
     with h5py.File(tmp_path / "plain.nc", "w") as file:
         file["t"] = values
-        for axis, name in enumerate(("row_km", "lon")):  # of one length, and one name that tells no axis
+        for axis, name in enumerate(("row_km", "lon")):  # equal lengths, and one name without a known axis
             file[name] = np.arange(6.0) + axis
             file[name].make_scale(name)
             file["t"].dims[axis].attach_scale(file[name])
-        file["lon"].attrs["units"] = "degrees_east"  # of variable length: what libhdf5 may hang on where it is damaged
+        file["lon"].attrs["units"] = "degrees_east"  # variable-length text, which can make libhdf5 hang if damaged
     with netcdf.Dataset(tmp_path / "cf.nc", "w") as file:
         for name, n in extents.items():
             file.createDimension(name, n)
-        for name, of in {"lon": 1, "lon_bnds": 2, "lat": 2, "wide": 2}.items():
-            of = ("lon", "nv")[:of] if name.startswith("lon") else ("row_km", "lon")
-            file.createVariable(name, "i2", of)[:] = np.arange(np.prod([extents[one] for one in of])).reshape(
-                [extents[one] for one in of]
-            )
+        for name, count in {"lon": 1, "lon_bnds": 2, "lat": 2, "wide": 2}.items():
+            dimensions = ("lon", "nv")[:count] if name.startswith("lon") else ("row_km", "lon")
+            shape = [extents[dimension] for dimension in dimensions]
+            file.createVariable(name, "i2", dimensions)[:] = np.arange(np.prod(shape)).reshape(shape)
         file.createVariable("crs", "i4", ()).grid_mapping_name = "polar_stereographic"
         file["lon"].setncatts({"bounds": "lon_bnds", "scale_factor": 0.5})
         field = file.createVariable("t", "f4", ("row_km", "lon"))
@@ -85,7 +78,7 @@ def test_what_belongs_to_a_netcdf_variable(tmp_path):
         field[:], file.Conventions = values, "CF-1.8"
     for name, lost in (("plain", ["lon:units"]), ("cf", [])):
         with nd.open_source(f"{tmp_path}/{name}.nc:t") as source:
-            same(source, values[..., None])
+            check_source(source, values[..., None])
             with nd.create_sink(tmp_path / f"{name}2.nc", (6, 6, 3), "f4", source.axes, like=source) as sink:
                 assert sink.lost == lost
                 sink.commit()
@@ -101,7 +94,7 @@ def test_what_belongs_to_a_netcdf_variable(tmp_path):
                 assert set(file.variables) == {"predictions", "lon", "lon_bnds", "lat", "crs"}
 
 
-def test_variables_of_netcdf(tmp_path):
+def test_netcdf_variables(tmp_path):
     netcdf = pytest.importorskip("netCDF4", reason="made by netCDF4")
     values = np.random.default_rng(0).random((4, 30, 50)).astype("float32") * 20 + 270
     with netcdf.Dataset(tmp_path / "a.nc", "w") as file:
@@ -111,9 +104,9 @@ def test_variables_of_netcdf(tmp_path):
         lat[:], lat.units = np.linspace(90, -90, 30), "degrees_north"
         time = file.createVariable("time", "i4", ("time",))
         time[:], time.units = np.arange(4) * 6, "hours since 2020-01-01"
-        plain = file.createVariable("t2m", "f4", ("time", "lat", "lon"), fill_value=-999.0, chunksizes=(1, 10, 25))
+        unpacked = file.createVariable("t2m", "f4", ("time", "lat", "lon"), fill_value=-999.0, chunksizes=(1, 10, 25))
         masked = np.ma.array(values, mask=values > 289)
-        plain[:] = masked
+        unpacked[:] = masked
         packed = file.createVariable("packed", "i2", ("lat", "lon"), fill_value=-32768, zlib=True)
         packed.scale_factor, packed.add_offset = 0.01, 280.0
         packed[:] = masked[0]
@@ -122,7 +115,7 @@ def test_variables_of_netcdf(tmp_path):
         expected = file["packed"][:].filled(np.nan)
     with nd.open_source(tmp_path / "a.nc") as source:
         assert (source.axes, source.shape, source.chunks) == ("TYXC", (4, 30, 50, 1), (1, 10, 25, 1))
-        same(source, masked.filled(np.nan)[..., None])
+        check_source(source, masked.filled(np.nan)[..., None])
         with nd.create_sink(tmp_path / "out.nc", (4, 30, 50, 1), "float32", "TYXC", like=source, name="rain") as sink:
             sink.write(nd.Box.of(sink.shape), source.read(nd.Box.of(sink.shape)))
             sink.commit()
@@ -137,7 +130,7 @@ def test_variables_of_netcdf(tmp_path):
         np.testing.assert_array_equal(rain[..., 0], masked.filled(np.nan))
         np.testing.assert_array_equal(file["lat"][:], np.linspace(90, -90, 30))
         assert (file["lat"].units, file["time"].units) == ("degrees_north", "hours since 2020-01-01")
-        assert set(file.variables) == {"rain", "lat", "time"}  # the others have no coordinates
+        assert set(file.variables) == {"rain", "lat", "time"}  # the other dimensions have no coordinates
     with nd.open_source(tmp_path / "out.nc") as source:
         assert source.axes == "TYXC"
     with pytest.raises(nd.DataError, match=r"no array 'rain'; it has .*packed"):
@@ -148,7 +141,7 @@ def test_variables_of_netcdf(tmp_path):
         nd.open_source(tmp_path / "old.nc")
 
 
-def test_odd_headers_are_one_message(tmp_path, capfd):
+def test_invalid_nifti_headers(tmp_path, capfd):
     nibabel = pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
     header = nibabel.Nifti1Header()
     header["magic"], header["vox_offset"] = b"n+1", 352
@@ -160,12 +153,12 @@ def test_odd_headers_are_one_message(tmp_path, capfd):
         (tmp_path / "a.nii").write_bytes(header.binaryblock + bytes(2000))
         with pytest.raises(nd.DataError, match=match):
             nd.open_source(tmp_path / "a.nii")
-    assert capfd.readouterr() == ("", "")  # nibabel would print what it notes
+    assert capfd.readouterr() == ("", "")  # nibabel would print warnings
 
 
 @pytest.mark.parametrize("size", [-0.5, 0.0, "NaN", float("inf")])
-def test_scales_that_are_no_extents(tmp_path, size):
-    """A format that cannot hold a scale names it as lost, and writes no other number."""
+def test_invalid_scales(tmp_path, size):
+    """Report scales that a format cannot store as lost, and write no other value."""
     zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
     image = {
         "axes": [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"],
@@ -180,17 +173,17 @@ def test_scales_that_are_no_extents(tmp_path, size):
         for name in ("o.ome.zarr", "o.ome.tif", "o.nii"):
             with nd.create_sink(tmp_path / name, source.shape, "u1", source.axes, like=source) as sink:
                 sink.commit()
-            with nd.open_source(tmp_path / name) as made:
-                found = made.metadata["scale"].get("Y", 1.0)
+            with nd.open_source(tmp_path / name) as written:
+                scale = written.metadata["scale"].get("Y", 1.0)
             if isinstance(size, float) and size <= 0:
-                assert found == (size if name == "o.ome.zarr" else 1.0)
+                assert scale == (size if name == "o.ome.zarr" else 1.0)
                 assert sink.lost == ([] if name == "o.ome.zarr" else ["scale of Y", "units of Y"])
             else:
                 assert sink.lost == ["transform 'scale'"]
-                assert found == 1.0
+                assert scale == 1.0
     nibabel = pytest.importorskip("nibabel", reason="NIfTI needs nibabel")
     series = nibabel.Nifti1Image(np.ones((4, 5, 6, 2), "i2"), np.eye(4))
-    series.header["pixdim"][4] = 0  # not known
+    series.header["pixdim"][4] = 0  # unknown
     nibabel.save(series, tmp_path / "a.nii")
     with nd.open_source(tmp_path / "a.nii") as source:
         with nd.create_sink(tmp_path / "b.nii", source.shape, "i2", source.axes, like=source) as sink:

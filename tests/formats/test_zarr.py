@@ -1,9 +1,10 @@
-"""Zarr folders as zarr writes them, and ours as zarr reads them."""
+"""Zarr stores written by zarr, and stores of neondist read by zarr."""
 
 import json
 
 import numpy as np
 import pytest
+from image_sources import check_source, draw_image
 
 import neondist as nd
 
@@ -12,26 +13,16 @@ zarr = pytest.importorskip("zarr", reason="Zarr needs zarr")
 from neondist.formats import zarr_store  # noqa: E402
 
 
-def cells(shape, dtype="uint8", seed=0):
-    return (np.random.default_rng(seed).random(shape) * 200).astype(dtype)
-
-
-def same(source, expected):
-    np.testing.assert_array_equal(source.read(nd.Box.of(source.shape)), expected)
-    box = tuple(slice(n // 3, n // 3 + max(1, n // 2)) for n in expected.shape)
-    np.testing.assert_array_equal(source.read(box), expected[box])
-
-
 @pytest.mark.parametrize("options", [{"zarr_format": 2}, {"zarr_format": 3}, {"zarr_format": 3, "shards": (1, 64, 64)}])
-def test_arrays_of_zarr(tmp_path, options):
-    array = cells((4, 100, 90), "int16")
+def test_arrays_written_by_zarr(tmp_path, options):
+    array = draw_image((4, 100, 90), "int16")
     names = {} if options["zarr_format"] == 2 else {"dimension_names": ["band", "lat", "lon"]}
-    made = zarr.create_array(str(tmp_path / "a.zarr"), data=array, chunks=(1, 32, 32), **options, **names)
+    array_of_zarr = zarr.create_array(str(tmp_path / "a.zarr"), data=array, chunks=(1, 32, 32), **options, **names)
     if not names:
-        made.attrs["_ARRAY_DIMENSIONS"] = ["band", "lat", "lon"]
+        array_of_zarr.attrs["_ARRAY_DIMENSIONS"] = ["band", "lat", "lon"]
     with nd.open_source(tmp_path / "a.zarr") as source:
         assert (source.axes, source.shape, source.chunks) == ("YXC", (100, 90, 4), (32, 32, 1))
-        same(source, array.transpose(1, 2, 0))
+        check_source(source, array.transpose(1, 2, 0))
         source.bytes_read = 0
         source.read([(0, 40), (0, 20), (0, 1)])
         assert source.bytes_read == 64 * 32 * 2
@@ -39,7 +30,7 @@ def test_arrays_of_zarr(tmp_path, options):
 
 @pytest.mark.parametrize("ome", ["0.4", "0.5"])
 def test_levels_of_an_image(tmp_path, ome):
-    array = cells((2, 3, 70, 90), "uint16")
+    array = draw_image((2, 3, 70, 90), "uint16")
     group = zarr.open_group(str(tmp_path / "a.ome.zarr"), mode="w", zarr_format=2 if ome == "0.4" else 3)
     image = {
         "axes": [{"name": name, "type": "space", "unit": f"of {name}"} for name in "tcyx"],
@@ -55,7 +46,7 @@ def test_levels_of_an_image(tmp_path, ome):
     for n, path in enumerate([f"{tmp_path}/a.ome.zarr", f"{tmp_path}/a.ome.zarr#1"]):
         with nd.open_source(path) as source:
             assert (source.axes, source.levels, source.metadata["scale"]["X"]) == ("TYXC", 2, 0.5 * 2**n)
-            same(source, array[:, :, :: 2**n, :: 2**n].transpose(0, 2, 3, 1))
+            check_source(source, array[:, :, :: 2**n, :: 2**n].transpose(0, 2, 3, 1))
             with nd.create_sink(tmp_path / f"{n}.ome.zarr", source.shape, "u1", "TYXC", like=source, ome=ome) as sink:
                 sink.commit()
         written = dict(zarr.open_group(str(tmp_path / f"{n}.ome.zarr")).attrs)
@@ -71,16 +62,16 @@ def test_levels_of_an_image(tmp_path, ome):
 @pytest.mark.parametrize("ome", ["0.4", "0.5"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_write_a_pyramid(tmp_path, ome, ranks):
-    array = cells((1100, 700, 2), "uint8")
+    array = draw_image((1100, 700, 2), "uint8")
 
-    def rank(grid):
+    def write_rows(grid):
         options = {"chunks": (256, 128, 2), "grid": grid, "ome": ome}
         with nd.create_sink(tmp_path / "a.ome.zarr", array.shape, "uint8", "YXC", **options) as sink:
             rows = slice(*nd.split(1100, grid.size, grid.rank))
             sink.write([rows, slice(0, 700), slice(0, 2)], array[rows])
             sink.commit()
 
-    nd.loopback.run(ranks, lambda world: rank(nd.ProcessGrid(world)))
+    nd.loopback.run(ranks, lambda world: write_rows(nd.ProcessGrid(world)))
     assert [path.name for path in tmp_path.iterdir()] == ["a.ome.zarr"]
     group = zarr.open(str(tmp_path / "a.ome.zarr"), mode="r")
     assert group.metadata.zarr_format == (2 if ome == "0.4" else 3)
@@ -94,11 +85,11 @@ def test_ranks_write_a_pyramid(tmp_path, ome, ranks):
     for n in range(3):
         np.testing.assert_array_equal(group[str(n)][:], array[:: 2**n, :: 2**n].transpose(2, 0, 1))
     with nd.open_source(f"{tmp_path}/a.ome.zarr#2") as source:
-        same(source, array[::4, ::4])
+        check_source(source, array[::4, ::4])
 
 
-def test_levels_of_numbers_are_means(tmp_path):
-    array = cells((600, 401, 1), "float64")
+def test_levels_are_means(tmp_path):
+    array = draw_image((600, 401, 1), "float64")
     with nd.create_sink(tmp_path / "a.ome.zarr", array.shape, "float64", "YXC") as sink:
         sink.write(nd.Box.of(array.shape), array)
         sink.commit()
@@ -108,16 +99,16 @@ def test_levels_of_numbers_are_means(tmp_path):
         np.testing.assert_allclose(source.read(nd.Box.of(source.shape)), expected, rtol=1e-14)
 
 
-def test_what_could_run_a_program_or_lead_elsewhere_is_refused(tmp_path):
-    zarr.create_array(str(tmp_path / "a.zarr"), data=cells((9, 9)), zarr_format=2)
-    facts = json.loads((tmp_path / "a.zarr" / ".zarray").read_text())
-    (tmp_path / "a.zarr" / ".zarray").write_text(json.dumps(facts | {"filters": [{"id": "pickle", "protocol": 5}]}))
+def test_unsafe_stores_are_refused(tmp_path):
+    zarr.create_array(str(tmp_path / "a.zarr"), data=draw_image((9, 9)), zarr_format=2)
+    metadata = json.loads((tmp_path / "a.zarr" / ".zarray").read_text())
+    (tmp_path / "a.zarr" / ".zarray").write_text(json.dumps(metadata | {"filters": [{"id": "pickle", "protocol": 5}]}))
     with pytest.raises(nd.DataError, match="pickle"):
         nd.open_source(tmp_path / "a.zarr")
     with pytest.raises(nd.DataError, match="points outside"):
         nd.open_source(f"{tmp_path}/a.zarr:../b")
-    facts |= {"shape": [10**9, 10**9], "chunks": [10**6, 10**6]}
-    (tmp_path / "a.zarr" / ".zarray").write_text(json.dumps(facts))
+    metadata |= {"shape": [10**9, 10**9], "chunks": [10**6, 10**6]}
+    (tmp_path / "a.zarr" / ".zarray").write_text(json.dumps(metadata))
     with pytest.raises(nd.DataError, match="1 TB must be decoded at once"):
         nd.open_source(tmp_path / "a.zarr")
     (tmp_path / "b.zarr").mkdir()
@@ -130,8 +121,8 @@ def test_what_could_run_a_program_or_lead_elsewhere_is_refused(tmp_path):
 def test_plates_and_wells(tmp_path, ome):
     group = zarr.open_group(str(tmp_path / "plate.ome.zarr"), mode="w", zarr_format=2 if ome == "0.4" else 3)
 
-    def describe(of, facts):
-        of.attrs.update(facts if ome == "0.4" else {"ome": {"version": ome, **facts}})
+    def describe(node, metadata):
+        node.attrs.update(metadata if ome == "0.4" else {"ome": {"version": ome, **metadata}})
 
     wells = ["A/1", "B/12"]
     describe(group, {"plate": {"wells": [{"path": path} for path in wells], "name": "one"}})
@@ -141,39 +132,39 @@ def test_plates_and_wells(tmp_path, ome):
         for n in range(count):
             image = well.create_group(str(n))
             describe(image, {"multiscales": [{"axes": [{"name": "y"}, {"name": "x"}], "datasets": [{"path": "0"}]}]})
-            image.create_array("0", data=cells((6, 7), seed=n), chunks=(6, 7))
+            image.create_array("0", data=draw_image((6, 7), seed=n), chunks=(6, 7))
     with pytest.raises(nd.DataError, match=r"is a plate of 2 wells, .* such as \S*plate\.ome\.zarr/A/1/0$") as raised:
         nd.open_source(tmp_path / "plate.ome.zarr")
     with pytest.raises(nd.DataError, match=r"is a well of 2 images, .* such as \S*/A/1/0$"):
         nd.open_source(tmp_path / "plate.ome.zarr/A/1")
     for path, seed in ((str(raised.value).rpartition(" ")[2], 0), (f"{tmp_path}/plate.ome.zarr:A/1/1", 1)):
         with nd.open_source(path) as source:
-            same(source, cells((6, 7), seed=seed)[..., None])
+            check_source(source, draw_image((6, 7), seed=seed)[..., None])
     with nd.open_source(tmp_path / "plate.ome.zarr/B/12") as source:
-        same(source, cells((6, 7))[..., None])
+        check_source(source, draw_image((6, 7))[..., None])
 
 
 @pytest.mark.parametrize("ome", ["0.4", "0.5"])
-def test_maps_of_classes_are_label_images(tmp_path, ome):
-    """As OME-NGFF has them: a colour for each label, of which the background is transparent; other images have none."""
+def test_class_maps_are_label_images(tmp_path, ome):
+    """Write label images with a colour per label and a transparent background, as in OME-NGFF."""
     for name, options in ("labels", {"classes": 3}), ("image", {}):
         with nd.create_sink(tmp_path / f"{name}.ome.zarr", (8, 8, 1), "uint8", "YXC", ome=ome, **options) as sink:
             sink.write((slice(0, 8), slice(0, 8), slice(0, 1)), np.ones((8, 8, 1), "uint8"))
             sink.commit()
     labels, image = (dict(zarr.open_group(str(tmp_path / f"{name}.ome.zarr")).attrs) for name in ("labels", "image"))
-    found = labels["image-label"] if ome == "0.4" else labels["ome"]["image-label"]
-    assert found.get("version") == ("0.4" if ome == "0.4" else None)
-    assert [one["label-value"] for one in found["colors"]] == [0, 1, 2]
-    assert [one["rgba"][3] for one in found["colors"]] == [0, 255, 255]
-    assert len({tuple(one["rgba"]) for one in found["colors"]}) == 3
-    assert all(0 <= part <= 255 for one in found["colors"] for part in one["rgba"])
+    label_metadata = labels["image-label"] if ome == "0.4" else labels["ome"]["image-label"]
+    assert label_metadata.get("version") == ("0.4" if ome == "0.4" else None)
+    assert [entry["label-value"] for entry in label_metadata["colors"]] == [0, 1, 2]
+    assert [entry["rgba"][3] for entry in label_metadata["colors"]] == [0, 255, 255]
+    assert len({tuple(entry["rgba"]) for entry in label_metadata["colors"]}) == 3
+    assert all(0 <= value <= 255 for entry in label_metadata["colors"] for value in entry["rgba"])
     assert "image-label" not in {**image, **image.get("ome", {})}
     with nd.open_source(tmp_path / "labels.ome.zarr") as source:
         assert np.all(source.read((slice(0, 8), slice(0, 8), slice(0, 1))) == 1)
 
 
 @pytest.mark.parametrize(
-    ("named", "letters"),
+    ("axis_types", "letters"),
     [
         ([("frame", "time"), ("ch", "channel"), ("y", "space"), ("x", "space")], "TCYX"),
         ([("c", "channel"), ("stack", "space"), ("y", None), ("x", None)], "CNYX"),
@@ -181,19 +172,19 @@ def test_maps_of_classes_are_label_images(tmp_path, ome):
         ([("angle", "other"), ("phase", None), ("y", "space"), ("x", "space")], "NMYX"),
     ],
 )
-def test_types_of_axes(tmp_path, named, letters):
-    """The type of an axis comes before its name."""
-    array = cells((2, 3, 4, 5)[: len(named)])
+def test_axis_types_precede_names(tmp_path, axis_types, letters):
+    """Prefer the type of an axis to its name."""
+    array = draw_image((2, 3, 4, 5)[: len(axis_types)])
     group = zarr.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=2)
     group.create_array("0", data=array)
-    axes = [{"name": name} | ({"type": kind} if kind else {}) for name, kind in named]
+    axes = [{"name": name} | ({"type": kind} if kind else {}) for name, kind in axis_types]
     group.attrs["multiscales"] = [{"version": "0.4", "axes": axes, "datasets": [{"path": "0"}]}]
     with nd.open_source(tmp_path / "a.zarr") as source:
         assert source.stored.stored == letters
         assert source.shape[-1] == (array.shape[letters.index("C")] if "C" in letters else 1)
 
 
-def test_the_file_is_named_whose_axes_cannot_be_guessed(tmp_path):
+def test_unknown_axes_name_the_file(tmp_path):
     for shape in ((), (2,) * 6):
         zarr.create_array(str(tmp_path / "a.zarr"), data=np.ones(shape), overwrite=True)
         np.save(tmp_path / "a.npy", np.ones(shape))
@@ -203,19 +194,19 @@ def test_the_file_is_named_whose_axes_cannot_be_guessed(tmp_path):
 
 
 @pytest.mark.parametrize("codec", ["zstd", "gzip", "zlib", "blosc", "lz4", "bz2", "lzma"])
-def test_a_chunk_that_unpacks_to_more_than_its_cells(tmp_path, monkeypatch, codec):
-    """Refused before it is unpacked whole; one that is as large as its cells is read."""
+def test_chunks_with_too_many_bytes(tmp_path, monkeypatch, codec):
+    """Refuse a chunk that exceeds its shape before it is decompressed completely."""
     numcodecs = pytest.importorskip("numcodecs")
     monkeypatch.setattr("neondist.io.packed_size._UNHARMFUL", 0)
-    how, found = numcodecs.get_codec({"id": codec}), tmp_path / "a.zarr"
+    compressor, path = numcodecs.get_codec({"id": codec}), tmp_path / "a.zarr"
     array = zarr.create_array(
-        found, shape=(2, 90, 90), chunks=(1, 90, 90), dtype="u1", compressors=[how], zarr_format=2
+        path, shape=(2, 90, 90), chunks=(1, 90, 90), dtype="u1", compressors=[compressor], zarr_format=2
     )
     array[:] = 7
-    (found / "1.0.0").write_bytes(how.encode(bytes(1 << 22)))
-    sizes, real = [], zarr_store.unpacked_size
-    monkeypatch.setattr(zarr_store, "unpacked_size", lambda *given: sizes.append(real(*given)) or sizes[-1])
-    with nd.open_source(found) as source:
+    (path / "1.0.0").write_bytes(compressor.encode(bytes(1 << 22)))
+    sizes, original = [], zarr_store.unpacked_size
+    monkeypatch.setattr(zarr_store, "unpacked_size", lambda *arguments: sizes.append(original(*arguments)) or sizes[-1])
+    with nd.open_source(path) as source:
         assert (source.read([(0, 1), *((0, n) for n in source.shape[1:])]) == 7).all()
         with pytest.raises(nd.DataError, match=r"a\.zarr.*: unpacks to more than .*; restore it from a good copy"):
             source.read([(0, n) for n in source.shape])

@@ -1,13 +1,13 @@
-"""Views and their adjoint over virtual ranks, for every window that hypothesis draws."""
+"""Views and their adjoint on virtual ranks, for random windows."""
 
 from copy import copy
 
 import numpy as np
 import pytest
-from drawn import windows
+from common_checks import can_slide, check_views
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support import check_views, slides
+from window_strategies import windows
 
 import neondist as nd
 from neondist.comm import loopback
@@ -15,7 +15,7 @@ from neondist.errors import ConfigError, ShapeError
 from neondist.geometry import HaloPlan
 
 
-def on_ranks(extent, window, parts):
+def check_on_ranks(extent, window, parts):
     rows, cols, planes = parts
 
     def job(comm):
@@ -27,40 +27,40 @@ def on_ranks(extent, window, parts):
 @given(windows(), st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 2)))
 @settings(max_examples=60, deadline=None)
 @pytest.mark.long
-def test_views_and_dot_test(drawn, parts):
-    extent, window = drawn
-    assume(slides(extent, window))
-    on_ranks(extent, window, parts)
+def test_views_and_dot_test(case, parts):
+    extent, window = case
+    assume(can_slide(extent, window))
+    check_on_ranks(extent, window, parts)
 
 
-HARD = {
+HARD_CASES = {
     "halo wider than a tile": ((9, 9), nd.Window(7, padding=3), (4, 2, 1)),
     "fewer cells than ranks": ((3, 2), nd.Window(3, padding=1), (4, 3, 1)),
     "even kernel": ((8, 7), nd.Window((2, 4), padding=((1, 0), (2, 1))), (3, 2, 1)),
     "stride out of phase": ((28, 28), nd.Window(3, stride=2, padding=1), (3, 2, 1)),
     "asymmetric padding": ((7, 7), nd.Window(3, padding=((0, 2), (2, 0))), (4, 1, 1)),
-    "stride beyond the kernel": ((11, 10), nd.Window(1, stride=3, padding=0), (3, 3, 1)),
+    "stride larger than the kernel": ((11, 10), nd.Window(1, stride=3, padding=0), (3, 3, 1)),
     "reflect": ((9, 8), nd.Window(5, padding=4, mode="reflect"), (4, 2, 1)),
     "replicate": ((5, 4), nd.Window(5, padding=4, mode="replicate"), (3, 2, 1)),
-    "wrap more than once": ((3, 2), nd.Window(3, padding=7, mode="wrap"), (2, 2, 1)),
-    "zeros above, wrapped around": ((6, 7), nd.Window(5, padding=3, mode=("zeros", "wrap")), (3, 2, 1)),
-    "a mode for each axis": ((5, 4, 6), nd.Window(3, padding=2, mode=("wrap", "zeros", "reflect")), (2, 2, 2)),
-    "tiles that see nothing but padding": ((8, 4), nd.Window(3, padding=((1, 1), (6, 6))), (1, 7, 1)),
+    "repeated wrap": ((3, 2), nd.Window(3, padding=7, mode="wrap"), (2, 2, 1)),
+    "zeros on rows, wrap on columns": ((6, 7), nd.Window(5, padding=3, mode=("zeros", "wrap")), (3, 2, 1)),
+    "mixed modes": ((5, 4, 6), nd.Window(3, padding=2, mode=("wrap", "zeros", "reflect")), (2, 2, 2)),
+    "tiles of padding only": ((8, 4), nd.Window(3, padding=((1, 1), (6, 6))), (1, 7, 1)),
     "volume": ((4, 5, 6), nd.Window(3, padding=1, ndim=3), (2, 3, 2)),
     "one axis": ((9,), nd.Window(3, padding=1, ndim=1), (2, 2, 1)),
 }
 
 
-@pytest.mark.parametrize("case", HARD.values(), ids=HARD.keys())
+@pytest.mark.parametrize("case", HARD_CASES.values(), ids=HARD_CASES.keys())
 def test_hard_cases(case):
-    arrays = on_ranks(*case)
+    arrays = check_on_ranks(*case)
     assert sum(ga.bytes_sent for ga in arrays) == 4 * sum(
         cells * 2 * 2 * 8 for ga in arrays for cells in [ga.plan.sent_cells]
-    )  # two rounds, both ways; 2 samples, 2 channels, 8 bytes
+    )  # two rounds, two directions; 2 samples, 2 channels, 8 bytes
 
 
-@pytest.mark.parametrize("case", HARD.values(), ids=HARD.keys())
-def test_outside_counts_the_zeros_around_the_image(case):
+@pytest.mark.parametrize("case", HARD_CASES.values(), ids=HARD_CASES.keys())
+def test_outside_counts_padding_cells(case):
     extent, window, parts = case
     names = ("rows", "cols", "planes")
 
@@ -79,13 +79,13 @@ def test_outside_counts_the_zeros_around_the_image(case):
     loopback.run(parts[0] * parts[1] * parts[2], check)
 
 
-def drop(keep):
-    """A plan that forgets the received pieces for which keep(plan, piece) is false, at both ends."""
+def drop_pieces(keep):
+    """Return a plan constructor that drops received pieces, at both ends, unless keep(plan, piece)."""
     build = HaloPlan.of.__func__
 
-    def mutilated(cls, partition, window, tile, outputs=None):
+    def build_truncated(cls, partition, window, tile, outputs=None):
         plans = [build(cls, partition, window, t) for t in range(partition.tiles)]
-        plan = copy(plans[tile])  # others have it as well
+        plan = copy(plans[tile])  # the original is shared
         receives = tuple(p for p in plan.receives if keep(plan, p))
         sends = tuple(p for p in plan.sends if keep(plans[p.peer], p))
         object.__setattr__(plan, "_pieces", (receives, sends, plan.local))
@@ -93,7 +93,7 @@ def drop(keep):
             vars(plan).pop(name, None)
         return plan
 
-    return classmethod(mutilated)
+    return classmethod(build_truncated)
 
 
 def is_corner(plan, piece):
@@ -106,31 +106,31 @@ def is_corner(plan, piece):
 @pytest.mark.parametrize(
     ("name", "keep"),
     [
-        ("the corner", lambda plan, piece: not is_corner(plan, piece)),
-        ("the side before", lambda plan, piece: piece.source.ranges[0].start >= plan.own.lo[0]),
-        ("the side after", lambda plan, piece: piece.source.ranges[1].stop <= plan.own.hi[1]),
+        ("corner", lambda plan, piece: not is_corner(plan, piece)),
+        ("preceding side", lambda plan, piece: piece.source.ranges[0].start >= plan.own.lo[0]),
+        ("following side", lambda plan, piece: piece.source.ranges[1].stop <= plan.own.hi[1]),
     ],
 )
-def test_a_missing_part_of_the_halo_is_noticed(monkeypatch, name, keep):
-    monkeypatch.setattr(HaloPlan, "of", drop(keep))
+def test_missing_halo_pieces_are_detected(monkeypatch, name, keep):
+    monkeypatch.setattr(HaloPlan, "of", drop_pieces(keep))
     with pytest.raises(AssertionError):
-        on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
+        check_on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
 
 
-@pytest.mark.parametrize("wrong", ["forgets", "places"])
-def test_an_adjoint_that_does_not_add_is_noticed(monkeypatch, wrong):
+@pytest.mark.parametrize("mistake", ["ignores", "overwrites"])
+def test_non_additive_adjoint_is_detected(monkeypatch, mistake):
     from neondist.halo import HaloExchange
 
-    def placed(self, messages):
+    def overwrite(self, messages):
         for (_, own), cells in zip(self.receives, messages, strict=True):
             self.array[own] = cells
 
-    monkeypatch.setattr(HaloExchange, "unpack", placed if wrong == "places" else lambda self, messages: None)
+    monkeypatch.setattr(HaloExchange, "unpack", overwrite if mistake == "overwrites" else lambda self, messages: None)
     with pytest.raises(AssertionError):
-        on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
+        check_on_ranks((8, 8), nd.Window(3, padding=1), (2, 2, 1))
 
 
-def test_views_are_new_arrays_unless_reuse_is_asked_for():
+def test_views_are_new_arrays_unless_reused():
     x = np.ones((1, 4, 4, 1), np.float32)
     fresh = nd.PaddedArray(x.shape, nd.Window())
     first = fresh.get_fprop_view(x)
@@ -145,7 +145,7 @@ def test_padded_array_equals_numpy():
     check_views(nd.ProcessGrid.serial(), (5, 6), nd.Window(3, padding=2, mode="reflect"))
 
 
-def test_mistakes_are_explained():
+def test_error_messages():
     ga = nd.PaddedArray((2, 5, 5, 1), nd.Window())
     with pytest.raises(ShapeError, match=r"tile of shape \(2, 5, 4, 1\).*expects \(n, 5, 5, 1\)"):
         ga.get_fprop_view(np.zeros((2, 5, 4, 1)))

@@ -1,4 +1,4 @@
-"""A text for every strategy builder."""
+"""Strategy builders as configuration strings."""
 
 BUILDERS = {
     "AllReduce(chunk_size=2, compressor='topk(0.01)')",
@@ -12,5 +12,5 @@ BUILDERS = {
     "Parallax(chunk_size=1)",
 }
 
-#: of each builder one that a job can execute, with its defaults; and another one
+#: synchronous strategies: each builder with its defaults, and another seed
 SYNCHRONOUS = [*sorted({text.partition("(")[0] for text in BUILDERS}), "RandomAxisPartitionAR(seed=5)"]

@@ -1,4 +1,4 @@
-"""Running the command as users do."""
+"""Invocations of the `neondist` command."""
 
 import contextlib
 import io
@@ -7,8 +7,7 @@ import re
 import subprocess
 import sys
 
-from present import needs_mpirun as needs_mpirun  # for the tests here
-from processes import finish
+from processes import communicate
 
 from neondist.cli import main
 from neondist.launcher.mpirun import find_mpirun
@@ -31,51 +30,51 @@ seed: 1
 """
 
 
-def start(words, cwd, **env):
+def start_command(command, cwd, **env):
     return subprocess.Popen(
-        words, cwd=cwd, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=cwd, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def neondist(*argv):
+def build_command(*argv):
     return [sys.executable, "-m", "neondist", *map(str, argv)]
 
 
-def under_mpirun(ranks, *argv):
-    return [*find_mpirun(os.environ).command(ranks), *neondist(*argv)]
+def build_mpirun_command(ranks, *argv):
+    return [*find_mpirun(os.environ).command(ranks), *build_command(*argv)]
 
 
-def own(err):
-    """Return what is on stderr without mpirun's notices, which no filter has left out: blocks between rules, events."""
+def strip_mpirun_notices(err):
+    """Remove mpirun's own notices, blocks between rules and libevent warnings, from stderr."""
     notices = r"^-{40,}\n.*?^-{40,}\n|^(\[warn\] Epoll|\[[^\]\s]+:\d+\] )[^\n]*\n"
     return re.sub(notices, "", err.replace("\0", ""), flags=re.DOTALL | re.MULTILINE)
 
 
-def call(words, cwd, **env):
-    """Return exit code, stdout and stderr."""
-    process = start(words, cwd, **env)
+def run_command(command, cwd, **env):
+    """Run a command and return its exit code, stdout and stderr."""
+    process = start_command(command, cwd, **env)
     try:
-        out, err = finish(process)
+        out, err = communicate(process)
     finally:
         process.kill()
     return process.returncode, out, err
 
 
-def here(folder, *argv):
-    """Return exit code, stdout and stderr of the command in this process, which has imported all that it needs."""
-    before, out, err = os.getcwd(), io.StringIO(), io.StringIO()
+def run_in_process(folder, *argv):
+    """Run `neondist` in this process, which has its imports loaded; return exit code, stdout and stderr."""
+    previous, out, err = os.getcwd(), io.StringIO(), io.StringIO()
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main([str(word) for word in argv])
     finally:
-        os.chdir(before)
+        os.chdir(previous)
     return code, out.getvalue(), err.getvalue()
 
 
-def mpirun_env():
+def mpirun_environment():
     return find_mpirun(os.environ).environment()
 
 
-def losses(out):
+def parse_losses(out):
     return re.findall(r"train loss ([\d.]+)  test loss ([\d.]+)", out)

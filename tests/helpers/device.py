@@ -1,7 +1,7 @@
-"""A strict device: arrays in NumPy's memory that behave as a GPU's would, and stricter.
+"""Simulated device whose arrays lie in host memory and have the restrictions of GPU arrays, and more.
 
-They never become NumPy arrays by themselves, do not mix with them, and are touched by no NumPy function, only by those
-of their namespace, which takes no argument that CuPy's functions do not have. What makes the host wait is counted.
+The arrays do not convert to NumPy implicitly, do not mix with NumPy arrays and accept only functions of their own
+namespace, which rejects arguments that CuPy does not support. Operations that block the host are counted.
 """
 
 import os
@@ -12,9 +12,9 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from device_graph import not_now
+from device_emulation import RawKernel, find_compiler
+from device_graph import check_not_capturing
 from device_runtime import Cuda, CudaDevice, CudaError, Pool
-from device_twin import RawKernel, compiler
 
 from neondist.backends import Backend, Kernels
 from neondist.backends.cupy import CupyKernels
@@ -22,68 +22,68 @@ from neondist.backends.cupy_torch import CudaTorchKernels, CupyTorchKernels
 from neondist.backends.gpus import find_problem, load
 
 ON_GPU = "NEONDIST_GPU" in os.environ
-"""whether tests that need no strict device run on a GPU: `make test-gpu`"""
-_LACKING = {"errstate", "ndindex", "nditer", "put_along_axis"}
-"""what NumPy has, and no device"""
-_LACKING_ARGUMENTS = {"where", "initial", "order", "subok", "writeable"}
-_WAITING = {"argwhere", "flatnonzero", "nonzero", "unique"}
-"""the host has to know how large their results are"""
-_MEMORY = {"empty", "empty_like"}
-"""is there without a kernel"""
+"""whether tests that do not depend on the simulated device run on a GPU: `make test-gpu`"""
+_MISSING_FUNCTIONS = {"errstate", "ndindex", "nditer", "put_along_axis"}
+"""functions of NumPy that a device does not have"""
+_MISSING_ARGUMENTS = {"where", "initial", "order", "subok", "writeable"}
+_SYNCHRONISING = {"argwhere", "flatnonzero", "nonzero", "unique"}
+"""the size of the result depends on values, which the host waits for"""
+_ALLOCATIONS = {"empty", "empty_like"}
+"""no kernel is launched"""
 _ATTRIBUTES = "flags shape dtype ndim size nbytes itemsize strides"
 _METHODS = "all any argmax argsort astype copy fill max mean min ravel reshape sum swapaxes take transpose view"
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
-_OTHER_OPERATORS = "neg pos abs invert lt le gt ge eq ne"
+_UNARY_AND_COMPARISONS = "neg pos abs invert lt le gt ge eq ne"
 
 
 class Device:
-    """A device, and what has been asked of it.
+    """Simulated device that counts its operations.
 
     Attributes
     ----------
     synchronisations, launches : int
-        How often the host waited for values, and how many kernels were started.
-    used, most : int
-        Bytes of its arrays, and how many there can be.
+        Number of times the host waited for values, and number of kernel launches.
+    used, capacity : int
+        Bytes that are allocated, and in total.
     backend : Backend
-        Kernels over its arrays.
+        Backend whose kernels take its arrays.
 
     Parameters
     ----------
     table : type
-        Of the kernels; without a C compiler they are the reference's.
+        Class of the kernels; without a C compiler the reference kernels are used.
     """
 
-    def __init__(self, most=1 << 34, table=CupyKernels):
+    def __init__(self, capacity=1 << 34, table=CupyKernels):
         self._synchronisations = self.launches = self.used = 0
-        self.most, self.capturing = most, None
+        self.capacity, self.capturing = capacity, None
         self.xp = Namespace(self, np)
         self.xp.cuda = Cuda(self)
         self.xp.get_default_memory_pool = Pool
         self.xp.RawKernel = partial(RawKernel, self)
-        self.backend = Backend("strict", table(self.xp) if compiler() else Kernels(self.xp))
+        self.backend = Backend("strict", table(self.xp) if find_compiler() else Kernels(self.xp))
 
     @property
     def synchronisations(self):
-        """How often the host waited for values; never while launches are captured."""
+        """Number of times the host waited for values, which is an error while launches are captured."""
         return self._synchronisations
 
     @synchronisations.setter
     def synchronisations(self, count):
         if count > self._synchronisations:
-            not_now(self, "D2H")
+            check_not_capturing(self, "D2H")
         self._synchronisations = count
 
-    def wrapped(self, value):
-        """Return a result as the device's."""
+    def wrap(self, value):
+        """Return a result as device arrays."""
         if isinstance(value, (np.ndarray, np.generic)):
-            return DeviceArray(self, self.allocated(np.asarray(value)))
-        return tuple(map(self.wrapped, value)) if isinstance(value, (tuple, list)) else value
+            return DeviceArray(self, self.allocate(np.asarray(value)))
+        return tuple(map(self.wrap, value)) if isinstance(value, (tuple, list)) else value
 
-    def allocated(self, memory):
-        """Return an array's memory, which counts as the device's as long as it is there."""
+    def allocate(self, memory):
+        """Return the memory of an array, counted as allocated during its lifetime."""
         if memory.base is None:
-            if self.used + memory.nbytes > self.most:
+            if self.used + memory.nbytes > self.capacity:
                 raise OutOfMemoryError(memory.nbytes, self.used)
             self.used += memory.nbytes
             weakref.finalize(memory, self._free, memory.nbytes)
@@ -94,14 +94,14 @@ class Device:
 
 
 class OutOfMemoryError(MemoryError):
-    """CuPy's, in its words."""
+    """Out-of-memory error with CuPy's message."""
 
     def __init__(self, size, total):
         super().__init__(f"Out of memory allocating {size:,} bytes (allocated so far: {total:,} bytes).")
 
 
 class Gpu:
-    """The GPU of this machine, whose waits and launches nobody counts."""
+    """GPU of this machine, without counts of synchronisations and launches."""
 
     synchronisations = launches = 0
 
@@ -110,8 +110,8 @@ class Gpu:
         self.backend = Backend("cupy", table(self.xp))
 
 
-def device_under_test(table=CupyKernels):
-    """Return a strict device with these kernels; with NEONDIST_GPU set the GPU, or skip the test."""
+def select_device(table=CupyKernels):
+    """Return a simulated device with these kernels, or the GPU if NEONDIST_GPU is set; skip the test without one."""
     if not ON_GPU:
         return Device(table=table)
     if problem := find_problem():
@@ -120,7 +120,7 @@ def device_under_test(table=CupyKernels):
 
 
 class HostCalls:
-    """A device's kernels for callers that have NumPy's arrays, which go there and come back."""
+    """Device kernels for NumPy arrays, which are copied to the device and back."""
 
     def __init__(self, device):
         self.device = device
@@ -129,124 +129,124 @@ class HostCalls:
         return partial(self._call, getattr(self.device.backend.kernels, name))
 
     def _call(self, kernel, *args):
-        found = kernel(*(self.device.xp.array(arg) if isinstance(arg, np.ndarray) else arg for arg in args))
-        return tuple(map(self._back, found)) if isinstance(found, tuple) else self._back(found)
+        result = kernel(*(self.device.xp.array(arg) if isinstance(arg, np.ndarray) else arg for arg in args))
+        return tuple(map(self._to_host, result)) if isinstance(result, tuple) else self._to_host(result)
 
-    def _back(self, value):
+    def _to_host(self, value):
         return self.device.xp.asnumpy(value) if self.device.backend.owns(value) else value
 
 
-def inner(value):
-    """Return the memory of the arrays in an argument; TypeError for one of the host's."""
+def unwrap(value):
+    """Return an argument with the memory of its arrays; TypeError for a host array."""
     if isinstance(value, DeviceArray):
-        return value.inner
+        return value.memory
     if isinstance(value, np.ndarray):
-        raise TypeError("a NumPy array among the device's: bring it there by xp.asarray")
-    return type(value)(map(inner, value)) if type(value) in (tuple, list) else value
+        raise TypeError("expected a device array, got a NumPy array; use xp.asarray")
+    return type(value)(map(unwrap, value)) if type(value) in (tuple, list) else value
 
 
-def run(device, function, args, kwargs):
-    """Call a function of NumPy's on the device's memory; TypeError for arguments that a device's do not have."""
-    if lacking := kwargs.keys() & _LACKING_ARGUMENTS:
-        raise TypeError(f"{function.__name__} has no argument {', '.join(lacking)} on a device")
-    device.synchronisations += function.__name__ in _WAITING
-    if function is np.may_share_memory:  # CuPy's ends the process
+def call_on_device(device, function, args, kwargs):
+    """Call a NumPy function on device memory; TypeError for arguments that CuPy does not support."""
+    if unsupported := kwargs.keys() & _MISSING_ARGUMENTS:
+        raise TypeError(f"{function.__name__} has no argument {', '.join(unsupported)} on a device")
+    device.synchronisations += function.__name__ in _SYNCHRONISING
+    if function is np.may_share_memory:  # CuPy crashes on NumPy arrays
         assert all(isinstance(argument, DeviceArray) for argument in args)
-    call = function, [inner(value) for value in args], {name: inner(value) for name, value in kwargs.items()}
-    found = call[0](*call[1], **call[2]) if device.capturing is None else device.capturing.called(*call)
+    call = function, [unwrap(value) for value in args], {name: unwrap(value) for name, value in kwargs.items()}
+    result = call[0](*call[1], **call[2]) if device.capturing is None else device.capturing.record(*call)
     for argument in args:
-        if isinstance(argument, DeviceArray) and argument.inner is found:  # it was as it should be
+        if isinstance(argument, DeviceArray) and argument.memory is result:  # returned unchanged, without a copy
             return argument
-    made = "out" in kwargs or getattr(found, "base", found) is None or isinstance(found, np.generic)
-    device.launches += made and function.__name__ not in _MEMORY
-    return kwargs.get("out", device.wrapped(found))
+    launched = "out" in kwargs or getattr(result, "base", result) is None or isinstance(result, np.generic)
+    device.launches += launched and function.__name__ not in _ALLOCATIONS
+    return kwargs.get("out", device.wrap(result))
 
 
 class DeviceArray:
-    """An array of a device."""
+    """Array on a simulated device."""
 
-    __array_ufunc__ = None  # an operator between a NumPy array and this one is this one's
+    __array_ufunc__ = None  # operators with a NumPy array are dispatched to this class
     __hash__ = None
 
     def __init__(self, device, memory):
-        self.device, self.inner = device, memory
+        self.device, self.memory = device, memory
 
     def __array__(self, *args, **kwargs):
-        raise TypeError("a device's array does not become NumPy's by itself: call to_host")
+        raise TypeError("implicit conversion of a device array to NumPy; use to_host")
 
     def __array_function__(self, function, types, args, kwargs):
-        raise TypeError(f"np.{function.__name__} of a device's array: take it from xp")
+        raise TypeError(f"np.{function.__name__} of a device array; use xp.{function.__name__}")
 
     def __reduce_ex__(self, protocol):
-        raise TypeError("a device's array travels by no pickle: call to_host")
+        raise TypeError("a device array cannot be pickled; use to_host")
 
     def __array_namespace__(self, api_version=None):
         return self.device.xp
 
-    T = property(lambda self: DeviceArray(self.device, self.inner.T))
+    T = property(lambda self: DeviceArray(self.device, self.memory.T))
 
     def __len__(self):
-        return len(self.inner)
+        return len(self.memory)
 
     def __iter__(self):
-        return (self[at] for at in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index):
-        index = inner(index)
-        chosen = index if isinstance(index, tuple) else (index,)
-        self.device.synchronisations += any(getattr(part, "dtype", np.dtype(int)).kind == "b" for part in chosen)
-        if isinstance(self.inner[index], np.generic):  # a view, as of a device
-            index = (*chosen, ...)
+        index = unwrap(index)
+        parts = index if isinstance(index, tuple) else (index,)
+        self.device.synchronisations += any(getattr(part, "dtype", np.dtype(int)).kind == "b" for part in parts)
+        if isinstance(self.memory[index], np.generic):  # a view, as on a device
+            index = (*parts, ...)
         if self.device.capturing is not None:
-            return DeviceArray(self.device, self.device.capturing.called(self.inner.__getitem__, [index], {}))
-        return DeviceArray(self.device, self.inner[index])
+            return DeviceArray(self.device, self.device.capturing.record(self.memory.__getitem__, [index], {}))
+        return DeviceArray(self.device, self.memory[index])
 
     def __setitem__(self, index, value):
         self.device.launches += 1
-        self._change(self.inner.__setitem__, inner(index), inner(value))
+        self._write(self.memory.__setitem__, unwrap(index), unwrap(value))
 
-    def _change(self, function, *args):
-        """Let a function change the memory, now or whenever it is replayed."""
+    def _write(self, function, *args):
+        """Call a function that writes to the memory, now or at each replay."""
         if self.device.capturing is None:
             return function(*args)
-        self.device.capturing.each.append(lambda: function(*args))
-        return self.inner
+        self.device.capturing.calls.append(lambda: function(*args))
+        return self.memory
 
     @property
     def data(self):
-        """Its memory, by address."""
-        return SimpleNamespace(ptr=self.inner.__array_interface__["data"][0])
+        """Memory, with its address."""
+        return SimpleNamespace(ptr=self.memory.__array_interface__["data"][0])
 
     @property
     def __cuda_array_interface__(self):
-        """The same, and more, by which mpi4py knows a device's array."""
-        return {**self.inner.__array_interface__, "version": 3}
+        """Array interface by which mpi4py recognises device arrays."""
+        return {**self.memory.__array_interface__, "version": 3}
 
-    def __dlpack__(self, **how):
-        """Give it to PyTorch, which has it on the CPU, and whose launches nobody captures."""
+    def __dlpack__(self, **options):
+        """Export the array to PyTorch, on the CPU; its launches cannot be captured."""
         assert self.device.capturing is None
-        return self.inner.__dlpack__(**how)
+        return self.memory.__dlpack__(**options)
 
     def __dlpack_device__(self):
-        return self.inner.__dlpack_device__()
+        return self.memory.__dlpack_device__()
 
     def get(self, stream=None, out=None):
-        """Copy the values into memory of the host, once the stream is as far, and wait for it."""
+        """Copy the values to host memory in stream order, and wait."""
         stream = stream or self.device.xp.cuda.get_current_stream()
         out = np.empty(self.shape, self.dtype) if out is None else out
-        stream.pending.append(partial(np.copyto, out, self.inner))
+        stream.pending.append(partial(np.copyto, out, self.memory))
         stream.synchronize()
         return out
 
     def set(self, values, stream):
-        """Copy values of the host here, when the stream is as far; it does not keep them until then."""
-        stream.pending.append(partial(self.device.xp.cuda.copy_pinned, self.inner, *self.device.xp.cuda.pinned(values)))
+        """Copy host values to this array in stream order; the caller keeps their memory alive."""
+        stream.pending.append(partial(self.device.xp.cuda.copy_pinned, self.memory, *self.device.xp.cuda.defer(values)))
 
-    # What makes the host wait.
+    # Operations that block the host.
 
     def item(self):
         self.device.synchronisations += 1
-        return self.inner.item()
+        return self.memory.item()
 
     def __bool__(self):
         return bool(self.item())
@@ -261,49 +261,49 @@ class DeviceArray:
         return int(self.item())
 
 
-def _attribute(name):
-    return property(lambda self: getattr(self.inner, name))
+def _make_attribute(name):
+    return property(lambda self: getattr(self.memory, name))
 
 
-def _method(name):
+def _make_method(name):
     def call(self, *args, **kwargs):
-        return run(self.device, getattr(self.inner, name), args, kwargs)
+        return call_on_device(self.device, getattr(self.memory, name), args, kwargs)
 
     return call
 
 
-def _in_place(name):
+def _make_in_place(name):
     def call(self, other):
         self.device.launches += 1
-        self.inner = self._change(getattr(self.inner, name), inner(other))
+        self.memory = self._write(getattr(self.memory, name), unwrap(other))
         return self
 
     return call
 
 
 for _name in _ATTRIBUTES.split():
-    setattr(DeviceArray, _name, _attribute(_name))
+    setattr(DeviceArray, _name, _make_attribute(_name))
 for _name in _METHODS.split():
-    setattr(DeviceArray, _name, _method(_name))
+    setattr(DeviceArray, _name, _make_method(_name))
 for _name in _OPERATORS.split():
-    setattr(DeviceArray, f"__{_name}__", _method(f"__{_name}__"))
-    setattr(DeviceArray, f"__r{_name}__", _method(f"__r{_name}__"))
-    setattr(DeviceArray, f"__i{_name}__", _in_place(f"__i{_name}__"))
-for _name in _OTHER_OPERATORS.split():
-    setattr(DeviceArray, f"__{_name}__", _method(f"__{_name}__"))
+    setattr(DeviceArray, f"__{_name}__", _make_method(f"__{_name}__"))
+    setattr(DeviceArray, f"__r{_name}__", _make_method(f"__r{_name}__"))
+    setattr(DeviceArray, f"__i{_name}__", _make_in_place(f"__i{_name}__"))
+for _name in _UNARY_AND_COMPARISONS.split():
+    setattr(DeviceArray, f"__{_name}__", _make_method(f"__{_name}__"))
 
 
 class Function(partial):
-    """A function of the namespace."""
+    """Function of the namespace."""
 
     @property
     def reduceat(self):
-        """Sums of ranges, which CuPy has for `add`."""
+        """Sums of ranges, which CuPy provides for `add`."""
         return partial(self.func, self.args[0].reduceat)
 
 
 class Namespace:
-    """NumPy's functions, for the arrays of a device."""
+    """NumPy functions for arrays of a device."""
 
     ndarray = DeviceArray
 
@@ -311,48 +311,48 @@ class Namespace:
         self._device, self._module = device, module
 
     def __getattr__(self, name):
-        if name in _LACKING:
+        if name in _MISSING_FUNCTIONS:
             raise AttributeError(f"no xp.{name} on a device")
-        found = getattr(self._module, name)
-        if isinstance(found, ModuleType):
-            found = Namespace(self._device, found)
-        elif callable(found) and not isinstance(found, type):
-            found = Function(self._call, found)
-        setattr(self, name, found)
-        return found
+        value = getattr(self._module, name)
+        if isinstance(value, ModuleType):
+            value = Namespace(self._device, value)
+        elif callable(value) and not isinstance(value, type):
+            value = Function(self._call, value)
+        setattr(self, name, value)
+        return value
 
     def _call(self, function, *args, **kwargs):
-        return run(self._device, function, args, kwargs)
+        return call_on_device(self._device, function, args, kwargs)
 
     def asnumpy(self, array):
-        """Return a copy on the host, which waits for it."""
-        assert isinstance(array, DeviceArray), f"{type(array).__name__} is not the device's"
+        """Return a copy on the host, which waits for the device."""
+        assert isinstance(array, DeviceArray), f"expected a device array, got {type(array).__name__}"
         self._device.synchronisations += 1
-        return array.inner.copy()
+        return array.memory.copy()
 
     def array(self, values, dtype=None, order="K"):
-        """Return a new array, also of the host's values."""
+        """Return a new array of device or host values."""
         capturing = self._device.capturing
         if capturing is not None and isinstance(values, DeviceArray):
-            return DeviceArray(self._device, capturing.called(np.array, [values.inner, dtype], {"order": order}))
-        not_now(self._device, "H2D")
-        memory = values if isinstance(values, np.ndarray) else inner(values)
-        return DeviceArray(self._device, self._device.allocated(np.array(memory, dtype, order=order)))
+            return DeviceArray(self._device, capturing.record(np.array, [values.memory, dtype], {"order": order}))
+        check_not_capturing(self._device, "H2D")
+        memory = values if isinstance(values, np.ndarray) else unwrap(values)
+        return DeviceArray(self._device, self._device.allocate(np.array(memory, dtype, order=order)))
 
     def from_dlpack(self, tensor):
-        """Return an array over a tensor's memory."""
+        """Return an array that shares the memory of a tensor."""
         return DeviceArray(self._device, tensor.numpy())
 
     def asarray(self, values, dtype=None):
-        """Return an array; one of the device's stays what it is."""
-        same = isinstance(values, DeviceArray) and dtype in (None, values.dtype)
-        return values if same else self.array(values, dtype)
+        """Return an array, without a copy if it is one of the device."""
+        unchanged = isinstance(values, DeviceArray) and dtype in (None, values.dtype)
+        return values if unchanged else self.array(values, dtype)
 
 
-def cupy_like(device, count=1, status=0, driver=13000):
-    """Return a module with the functions of a strict device, and the calls of CuPy to GPUs that neondist makes."""
+def make_cupy_module(device, count=1, status=0, driver=13000):
+    """Return a module with the functions of a simulated device and the CuPy calls that neondist makes."""
 
-    def devices():
+    def count_devices():
         if status:
             raise CudaError(status)
         return count
@@ -362,7 +362,7 @@ def cupy_like(device, count=1, status=0, driver=13000):
     module.__getattr__ = partial(getattr, device.xp)
     module.cuda = device.xp.cuda
     module.cuda.Device = CudaDevice
-    runtime.CUDARuntimeError, runtime.getDeviceCount = CudaError, devices
+    runtime.CUDARuntimeError, runtime.getDeviceCount = CudaError, count_devices
     runtime.runtimeGetVersion, runtime.driverGetVersion = lambda: 12090, lambda: driver
-    runtime.getDeviceProperties = lambda number: {"name": b"Strict", "totalGlobalMem": device.most}
+    runtime.getDeviceProperties = lambda number: {"name": b"Strict", "totalGlobalMem": device.capacity}
     return module

@@ -1,15 +1,15 @@
-"""Graphs of a strict device: while launches are captured none is done, and nothing is read; see device.py."""
+"""Launch graphs of a simulated device: captured launches run only at replay; see device.py."""
 
 import numpy as np
 
 from neondist.backends.cupy import CupyKernels
 
 _IN_PLACE = {"copyto", "fill"}
-"""write into an argument, and return nothing"""
+"""functions that write to an argument and return None"""
 
 
-class Launches:
-    """Launches that the device repeats in their order, on the same memory.
+class RecordedLaunches:
+    """Captured launches, which are replayed in order on the same memory.
 
     Parameters
     ----------
@@ -17,52 +17,52 @@ class Launches:
     """
 
     def __init__(self, device):
-        self.device, self.each = device, []
+        self.device, self.calls = device, []
 
     def replay(self):
-        """Do all of them, which is one launch of the host's."""
+        """Replay all launches, which counts as one launch."""
         self.device.launches += 1
         with np.errstate(all="ignore"):
-            for work in self.each:
-                work()
+            for call in self.calls:
+                call()
 
-    def called(self, function, args, kwargs):
-        """Note a call of a function of NumPy's on memory; return what it gives, in which only the shape is right."""
+    def record(self, function, args, kwargs):
+        """Record a call of a NumPy function on memory; return its result, of which only the shape is defined."""
         if "out" in kwargs or function.__name__ in _IN_PLACE:
-            self.each.append(lambda: function(*args, **kwargs))
+            self.calls.append(lambda: function(*args, **kwargs))
             return kwargs.get("out")
         with np.errstate(all="ignore"):
-            found = function(*args, **kwargs)
-        if not isinstance(found, (np.ndarray, np.generic, tuple, list)):
-            return found
-        places = [np.asarray(one) for one in (found if isinstance(found, (tuple, list)) else [found])]
-        given = [one for one in (getattr(function, "__self__", None), *args) if isinstance(one, np.ndarray)]
-        if not any(np.may_share_memory(place, one) for place in places for one in given):  # others are views
+            result = function(*args, **kwargs)
+        if not isinstance(result, (np.ndarray, np.generic, tuple, list)):
+            return result
+        buffers = [np.asarray(item) for item in (result if isinstance(result, (tuple, list)) else [result])]
+        inputs = [item for item in (getattr(function, "__self__", None), *args) if isinstance(item, np.ndarray)]
+        if not any(np.may_share_memory(buffer, item) for buffer in buffers for item in inputs):  # neither is a view
 
-            def again():
-                once_more = function(*args, **kwargs)
-                for place, value in zip(places, once_more if len(places) > 1 else [once_more], strict=True):
-                    np.copyto(place, value)
+            def rerun():
+                values = function(*args, **kwargs)
+                for buffer, value in zip(buffers, values if len(buffers) > 1 else [values], strict=True):
+                    np.copyto(buffer, value)
 
-            self.each.append(again)
-        return found if isinstance(found, (tuple, list)) else places[0]
+            self.calls.append(rerun)
+        return result if isinstance(result, (tuple, list)) else buffers[0]
 
 
 class CapturingKernels(CupyKernels):
-    """Those of a strict device, whose launches can be captured."""
+    """Kernels of a simulated device whose launches can be captured."""
 
     captures = True
 
     def _captured(self, function, after):
         device = self.xp._device
-        launches = device.capturing = Launches(device)
+        launches = device.capturing = RecordedLaunches(device)
         try:
             return function(), launches
         finally:
             device.capturing = None
 
 
-def not_now(device, what):
-    """Raise CuPy's error where launches are being captured, and something asks for numbers."""
+def check_not_capturing(device, direction):
+    """Raise CuPy's error for a transfer while launches are captured."""
     if device.capturing is not None:
-        raise RuntimeError(f"the current stream is capturing, so {what} transfers are disallowed")
+        raise RuntimeError(f"the current stream is capturing, so {direction} transfers are disallowed")

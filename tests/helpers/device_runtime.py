@@ -1,4 +1,4 @@
-"""Streams, pinned memory and calls of the runtime of a strict device; see device.py."""
+"""Streams, pinned memory and runtime calls of a simulated device; see device.py."""
 
 import weakref
 from types import SimpleNamespace
@@ -7,38 +7,38 @@ import numpy as np
 
 
 class Stream:
-    """A stream of the device, whose work is done when somebody waits for it: what nobody has waited for is missing."""
+    """Stream whose operations run at synchronisation, so that a missing synchronisation shows as missing results."""
 
     def __init__(self, device):
         self.device, self.pending = device, []
 
     def record(self):
-        """Return what can be waited for."""
+        """Return an event, which is the stream itself."""
         return self
 
     def wait_event(self, event):
-        """Do what the event stands for, in the order in which the device would."""
-        event.do()
+        """Run the operations before the event, in the order of the device."""
+        event.run_pending()
 
-    def do(self):
-        """Do all that is to be done."""
+    def run_pending(self):
+        """Run all pending operations."""
         pending, self.pending = self.pending, []
-        for work in pending:
-            work()
+        for call in pending:
+            call()
 
     def synchronize(self):
-        """Let the host wait, if there is anything to wait for."""
+        """Let the host wait for pending operations, if any."""
         self.device.synchronisations += bool(self.pending)
-        self.do()
+        self.run_pending()
 
 
 class Cuda:
-    """The streams, and the pinned memory, of a device."""
+    """Streams and pinned memory of a device."""
 
     def __init__(self, device):
         self._device, self._current, self._pinned = device, Stream(device), {}
         self.runtime = SimpleNamespace(getDeviceCount=lambda: 1)
-        self.runtime.memGetInfo = lambda: (device.most - device.used, device.most)
+        self.runtime.memGetInfo = lambda: (device.capacity - device.used, device.capacity)
 
     def Stream(self, non_blocking):
         """Return a new stream."""
@@ -46,32 +46,32 @@ class Cuda:
         return Stream(self._device)
 
     def get_current_stream(self):
-        """Return the stream in which functions work."""
+        """Return the current stream."""
         return self._current
 
     def alloc_pinned_memory(self, nbytes):
-        """Return memory of the host; CuPy's may be larger."""
-        memory = Pinned(nbytes + 512)
+        """Return host memory, which may be larger than requested, as CuPy's."""
+        memory = PinnedMemory(nbytes + 512)
         self._pinned[np.frombuffer(memory, np.uint8).ctypes.data] = weakref.ref(memory)
         return memory
 
-    def pinned(self, values):
-        """Return what gives values of the host later, in so far as somebody keeps their memory, shape and dtype."""
+    def defer(self, values):
+        """Return a function that reads host values later if their memory still exists, their shape and their dtype."""
         return self._pinned.get(values.ctypes.data, lambda: values), values.shape, values.dtype
 
     @staticmethod
-    def copy_pinned(target, kept, shape, dtype):
-        """Copy what the memory holds by now."""
-        assert kept() is not None, "memory of the host was given back before it was copied"
-        np.copyto(target, np.frombuffer(kept(), dtype, target.size).reshape(shape))
+    def copy_pinned(target, read, shape, dtype):
+        """Copy the current contents of host memory."""
+        assert read() is not None, "host memory was released before it was copied"
+        np.copyto(target, np.frombuffer(read(), dtype, target.size).reshape(shape))
 
 
-class Pinned(bytearray):
-    """Memory of the host, of which one may know whether it is still there."""
+class PinnedMemory(bytearray):
+    """Host memory that supports weak references."""
 
 
 class CudaError(RuntimeError):
-    """An error of the CUDA runtime."""
+    """Error of the CUDA runtime."""
 
     def __init__(self, status):
         super().__init__(f"error {status}")
@@ -79,7 +79,7 @@ class CudaError(RuntimeError):
 
 
 class CudaDevice:
-    """A GPU by its number; `used` has those that a thread was moved to."""
+    """GPU with a number; `used` lists the selected GPUs in order."""
 
     used = ()
 
@@ -87,15 +87,15 @@ class CudaDevice:
         self.number = number
 
     def use(self):
-        """Remember that it is used."""
+        """Record the selection of this GPU."""
         CudaDevice.used = (*CudaDevice.used, self.number)
 
 
 class Pool:
-    """CuPy's, which keeps nothing here."""
+    """Memory pool that caches nothing."""
 
     def free_bytes(self):
-        """Return what it keeps."""
+        """Return the number of cached bytes."""
         return 0
 
     total_bytes = free_bytes

@@ -1,6 +1,6 @@
-"""Runs that move from one number of ranks to another; as a script, one stretch of each, on the ranks of mpirun.
+"""Runs that continue on different numbers of ranks; as a script, one stage of each run under mpirun.
 
-mpirun -n 4 python elastic_runs.py FOLDER NUMBER_OF_STRETCH
+mpirun -n 4 python elastic_runs.py FOLDER STAGE
 """
 
 import json
@@ -14,13 +14,13 @@ from neondist.comm import loopback, mpi
 from neondist.train import Stop
 
 TIMES = ("seconds", "samples_per_second", "bytes_sent", "bytes_summed")
-PLACES = [(4, {}), (6, {"rows": 3}), (1, {}), (4, {"replicas": 2})]
-STRATEGIES = ["ShardedOptimizer", "PSLoadBalancing", "PartitionedPS", "Parallax"]  # of the stretches
-STEPS = {"everything": [2, 2, 3], "autoencoder": [2, 5, 7]}  # of the stretches but the last; all end inside epochs
+GRIDS = [(4, {}), (6, {"rows": 3}), (1, {}), (4, {"replicas": 2})]
+STRATEGIES = ["ShardedOptimizer", "PSLoadBalancing", "PartitionedPS", "Parallax"]  # by stage
+STEPS = {"everything": [2, 2, 3], "autoencoder": [2, 5, 7]}  # by stage but the last; every stage ends within an epoch
 
 
-class StopAfter(nd.Hook):
-    """Stops after so many steps of whatever is trained."""
+class StepLimit(nd.Hook):
+    """Hook that stops a run after a number of steps, of pretraining or training."""
 
     joins_pretraining = True
 
@@ -30,10 +30,10 @@ class StopAfter(nd.Hook):
     def after_step(self, run):
         self.left -= 1
         if not self.left:
-            run.stop = Stop("the node is wanted")
+            run.stop = Stop("preempted")
 
 
-def everything():
+def make_convnet():
     return nd.ConvnetDist(
         [
             nd.ConvLayerDist(3, 3, padding=1, activation=nd.ReLU()),
@@ -48,7 +48,7 @@ def everything():
     )
 
 
-def autoencoder():
+def make_autoencoder():
     return nd.GBDist(
         [
             nd.LocalFilteringLayerDist(3, 3),
@@ -64,60 +64,62 @@ def autoencoder():
     )
 
 
-def train(kind, world, folder, grid, strategy=None, **arguments):
-    """Run an experiment as it stands; return its result and whole arrays."""
+def run_experiment(kind, world, folder, grid, strategy=None, **arguments):
+    """Run an experiment; return its result and full arrays."""
     data = nd.Synthetic((9, 8, 2), classes=4, train=25, test=7)
-    model = {"everything": everything, "autoencoder": autoencoder}[kind]()
-    how = {"batch_size": 10, "epochs": 3, "grid": grid, "checkpoint": {"every_epochs": 100}, "strategy": strategy}
-    made = nd.FitExperiment(data, model, **how)
-    return made.run(nd.ProcessGrid(world, **grid), output=folder, **{"hooks": []} | arguments), model.state()
+    model = {"everything": make_convnet, "autoencoder": make_autoencoder}[kind]()
+    settings = {"batch_size": 10, "epochs": 3, "grid": grid, "checkpoint": {"every_epochs": 100}, "strategy": strategy}
+    experiment = nd.FitExperiment(data, model, **settings)
+    return experiment.run(nd.ProcessGrid(world, **grid), output=folder, **{"hooks": []} | arguments), model.state()
 
 
-def stay(kind, folder):
-    """Run on four virtual ranks throughout; return the whole arrays."""
-    return loopback.run(4, lambda world: train(kind, world, folder, {})[1])[0]
+def run_uninterrupted(kind, folder):
+    """Run on four virtual ranks throughout; return the full arrays."""
+    return loopback.run(4, lambda world: run_experiment(kind, world, folder, {})[1])[0]
 
 
-def stretch(kind, at, world, folder):
-    """Go on where the stretch before has stopped; return the whole arrays."""
-    stops = STEPS[kind][at : at + 1]
-    hooks = [StopAfter(steps) for steps in stops]
-    result, state = train(kind, world, folder, PLACES[at][1], STRATEGIES[at], resume=at > 0, hooks=hooks)
+def run_stage(kind, stage, world, folder):
+    """Continue a run from the previous stage; return the full arrays."""
+    stops = STEPS[kind][stage : stage + 1]
+    hooks = [StepLimit(steps) for steps in stops]
+    result, state = run_experiment(
+        kind, world, folder, GRIDS[stage][1], STRATEGIES[stage], resume=stage > 0, hooks=hooks
+    )
     assert (result.stop is None) == (not stops)
     return state
 
 
-def log(folder, name):
-    """The records of a file, without what depends on the machine and the number of ranks."""
+def read_records(folder, name):
+    """Return the records of a log without fields that depend on the machine or the number of ranks."""
     lines = (folder / name).read_text().splitlines() if (folder / name).exists() else []
     return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in lines]
 
 
-def numbers(record):
+def select_floats(record):
     return {key: value for key, value in record.items() if isinstance(value, float)}
 
 
-def same_curves(moved, still):
-    """Compare the logs of two folders: names, order and numbers."""
+def check_curves(folder, reference):
+    """Compare the logs of two folders: names, order and values."""
     for name in ("metrics.jsonl", "pretrain.jsonl"):
-        found, expected = log(moved, name), log(still, name)
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert list(one) == list(other)
-            assert {**one, **numbers(other)} == other, "names and counts are the same, numbers nearly"
-            for key, value in numbers(other).items():
-                np.testing.assert_allclose(one[key], value, rtol=1e-9, err_msg=key)
-    assert len(log(moved, "metrics.jsonl")) == 3
+        records, expected = read_records(folder, name), read_records(reference, name)
+        assert len(records) == len(expected)
+        for record, expected_record in zip(records, expected, strict=True):
+            assert list(record) == list(expected_record)
+            assert {**record, **select_floats(expected_record)} == expected_record, "names or counts differ"
+            for key, value in select_floats(expected_record).items():
+                np.testing.assert_allclose(record[key], value, rtol=1e-9, err_msg=key)
+    assert len(read_records(folder, "metrics.jsonl")) == 3
 
 
-def same_arrays(found, expected):
-    """Compare whole arrays by name."""
-    assert found.keys() == expected.keys()
+def check_arrays(actual, expected):
+    """Compare full arrays by name."""
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(actual[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 if __name__ == "__main__":
-    ranks = mpi.world()
-    for each in STEPS:
-        stretch(each, int(sys.argv[2]), ranks, Path(sys.argv[1]) / each)
+    world = mpi.world()
+    for kind in STEPS:
+        run_stage(kind, int(sys.argv[2]), world, Path(sys.argv[1]) / kind)

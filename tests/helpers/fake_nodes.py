@@ -1,6 +1,6 @@
-"""Nodes of a cluster on this machine: each is a daemon of mpirun with a host name of its own, which can be killed.
+"""Cluster nodes on this machine: daemons of mpirun with host names of their own, which can be killed.
 
-mpirun starts a node's daemon through an agent instead of ssh: a script that runs its words in a UTS namespace.
+Instead of ssh, mpirun starts the daemon of a node by an agent script, which runs it in a UTS namespace.
 """
 
 import os
@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from present import needs_mpirun
+import pytest
 
 import neondist
 
@@ -35,8 +35,8 @@ exec setsid $wait unshare --uts sh -c 'hostname "$FAKE_HOST"; eval "$@"' sh "$@"
 MARK = "NEONDIST_FAKE_NODES"
 
 
-def missing():
-    """Return why there can be no fake nodes here, '' where there can."""
+def find_obstacle():
+    """Return the reason that fake nodes are unavailable, or ''."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "nodes on one machine need Linux and root"
     if not all(map(shutil.which, ("unshare", "setsid", "hostname"))):
@@ -46,12 +46,15 @@ def missing():
     return ""
 
 
+needs_fake_nodes = pytest.mark.skipif(bool(find_obstacle()), reason=find_obstacle())
+
+
 class FakeNodes:
-    """Nodes whose processes are found by a mark in their environment.
+    """Nodes whose processes are identified by a mark in their environment.
 
     Attributes
     ----------
-    env : what mpirun needs to start ranks there
+    env : environment of mpirun for ranks on the nodes
     """
 
     def __init__(self, folder, *nodes, slots=1):
@@ -68,36 +71,36 @@ class FakeNodes:
         }
 
     def processes(self):
-        """Return the processes that are there: (kind, node, pid), kinds mpirun, daemon, rank and others."""
-        found = []
+        """Return all processes as (kind, node, pid); kinds: mpirun, daemon, rank, supervisor, heartbeat and other."""
+        result = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                env, words = process.environ(), process.cmdline()
+                env, command = process.environ(), process.cmdline()
                 if env.get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append((_kind(process, env, words), env.get("FAKE_HOST", ""), process.pid))
-        return found
+                    result.append((_kind(process, env, command), env.get("FAKE_HOST", ""), process.pid))
+        return result
 
     def pids(self, kind, node=""):
-        """Return the numbers of the processes of a kind, on a node or on all."""
-        return [pid for each, where, pid in self.processes() if each == kind and node in ("", where)]
+        """Return the ids of all processes of a kind, on one node or all."""
+        return [pid for other, host, pid in self.processes() if other == kind and node in ("", host)]
 
     def switch_off(self, *nodes):
-        """Kill all processes of nodes, which cannot be reached from now on."""
+        """Kill all processes of nodes and make the nodes unreachable."""
         for node in nodes:
             (self.folder / f"off-{node}").touch()
-        for _, where, pid in self.processes():
-            if where in nodes:
+        for _, host, pid in self.processes():
+            if host in nodes:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def end(self):
-        """Kill whatever is left."""
+        """Kill all remaining processes."""
         for _, _, pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _kind(process, env, words):
+def _kind(process, env, command):
     name = process.name()
     if name in ("prterun", "mpirun"):
         return "mpirun"
@@ -107,7 +110,4 @@ def _kind(process, env, words):
         return "heartbeat"
     if "OMPI_COMM_WORLD_RANK" in env:
         return "rank"
-    return "supervisor" if "run" in words else "other"
-
-
-__all__ = ["FakeNodes", "missing", "needs_mpirun"]
+    return "supervisor" if "run" in command else "other"

@@ -1,7 +1,7 @@
-/* A disk that refuses: preloaded, it lets the n-th of the calls below fail whose file lies under a folder.
+/* Faulty disk, to be preloaded: the n-th of the calls below on a file under a folder fails.
  *
- * faulty_disk_arm(folder, n, errno) begins to count; n = 0 counts only; errno = 0 kills the process before the n-th call. faulty_disk_count() tells how many calls came, and
- * faulty_disk_name() which one failed.
+ * faulty_disk_arm(folder, n, errno) starts to count calls; n = 0 only counts; errno = 0 kills the process before the n-th
+ * call. faulty_disk_count() returns the number of calls, faulty_disk_name() the failed one.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -18,12 +18,12 @@
 #include <unistd.h>
 
 static char folder[PATH_MAX], failed[PATH_MAX + 64];
-static long wanted, count;
+static long target, count;
 static int number;
 
-void faulty_disk_arm(const char *where, long n, int code) {
-    snprintf(folder, sizeof folder, "%s", where);
-    wanted = n;
+void faulty_disk_arm(const char *path, long n, int code) {
+    snprintf(folder, sizeof folder, "%s", path);
+    target = n;
     number = code;
     count = 0;
     failed[0] = 0;
@@ -33,7 +33,7 @@ const char *faulty_disk_name(void) { return failed; }
 
 static int fails(const char *call, const char *path) {
     if (!folder[0] || !path || strncmp(path, folder, strlen(folder))) return 0;
-    if (__sync_add_and_fetch(&count, 1) != wanted) return 0;
+    if (__sync_add_and_fetch(&count, 1) != target) return 0;
     snprintf(failed, sizeof failed, "%s %s", call, path);
     if (!number) kill(getpid(), SIGKILL);
     errno = number;

@@ -1,9 +1,9 @@
-"""Damaged files, and a way to try many of them that survives what they do.
+"""Generation of damaged files, and their processing in child processes.
 
-    outcomes = survive(damaged(raw, 500), lambda case: outcome(lambda: read(case)))
-    check_outcomes(outcomes)        # each is 'fine' or 'refused: MESSAGE'
+    outcomes = run_isolated(damage_copies(raw, 500), lambda case: classify_call(lambda: read(case)))
+    check_outcomes(outcomes)  # each is 'fine' or 'refused: MESSAGE'
 
-Cases run in a child process, so that one that crashes, hangs or asks for all memory is an outcome and not the end.
+A case that crashes, hangs or exhausts the memory is an outcome and does not end the test.
 """
 
 from __future__ import annotations
@@ -26,50 +26,52 @@ import psutil
 
 from neondist.errors import UserError
 
-SECONDS = 60  # without an answer a case hangs; the machine may be busy
-MEMORY = 2 << 30  # what a case may ask for, beside what the tests have
+SECONDS = 60  # timeout of a case on a busy machine
+MEMORY = 2 << 30  # limit of a case, in addition to the memory of the tests
 
 
-def damaged(raw: bytes, count: int, seed: int = 0, head: int = 4096) -> Iterator[bytes]:
-    """Yield `count` copies of a file: cut short, bits flipped (every other one in the first `head` bytes), bytes lost,
-    zeroed, repeated, or numbers made extreme."""
-    draw = random.Random(seed)
+def damage_copies(raw: bytes, count: int, seed: int = 0, head: int = 4096) -> Iterator[bytes]:
+    """Yield `count` damaged copies of a file, every other one within its first `head` bytes.
+
+    Copies are truncated, or have bits flipped, bytes removed, zeroed or repeated, or numbers set to extremes.
+    """
+    rng = random.Random(seed)
     for case in range(count):
         part = len(raw) if case % 2 else min(head, len(raw))
-        yield _DAMAGE[case // 2 % len(_DAMAGE)](bytearray(raw), part, draw)
+        yield _DAMAGE[case // 2 % len(_DAMAGE)](bytearray(raw), part, rng)
 
 
-def _cut(raw: bytearray, part: int, draw: random.Random) -> bytes:
-    return bytes(raw[: draw.randrange(part)])
+def _cut(raw: bytearray, part: int, rng: random.Random) -> bytes:
+    return bytes(raw[: rng.randrange(part)])
 
 
-def _flip(raw: bytearray, part: int, draw: random.Random) -> bytes:
-    for _ in range(draw.choice([1, 1, 1, 2, 5, 20])):
-        raw[draw.randrange(part)] ^= 1 << draw.randrange(8)
+def _flip(raw: bytearray, part: int, rng: random.Random) -> bytes:
+    for _ in range(rng.choice([1, 1, 1, 2, 5, 20])):
+        raw[rng.randrange(part)] ^= 1 << rng.randrange(8)
     return bytes(raw)
 
 
-def _zero(raw: bytearray, part: int, draw: random.Random) -> bytes:
-    at, n = draw.randrange(part), draw.choice([1, 8, 64, 512])
-    return bytes(raw[:at] + bytes(len(raw[at : at + n])) + raw[at + n :])
+def _zero(raw: bytearray, part: int, rng: random.Random) -> bytes:
+    start, n = rng.randrange(part), rng.choice([1, 8, 64, 512])
+    return bytes(raw[:start] + bytes(len(raw[start : start + n])) + raw[start + n :])
 
 
-def _move(raw: bytearray, part: int, draw: random.Random) -> bytes:
-    at, n = draw.randrange(part), draw.choice([1, 2, 8, 100])
-    return bytes(raw[:at] + (raw[at + n :] if draw.random() < 0.5 else raw[max(0, at - n) :]))
+def _move(raw: bytearray, part: int, rng: random.Random) -> bytes:
+    start, n = rng.randrange(part), rng.choice([1, 2, 8, 100])
+    return bytes(raw[:start] + (raw[start + n :] if rng.random() < 0.5 else raw[max(0, start - n) :]))
 
 
-def _extreme(raw: bytearray, part: int, draw: random.Random) -> bytes:
-    at, n = draw.randrange(part), draw.choice([1, 2, 4, 8])
-    raw[at : at + n] = draw.choice([b"\xff", b"\x7f", b"\x80", b"\x00"]) * min(n, len(raw) - at)
+def _extreme(raw: bytearray, part: int, rng: random.Random) -> bytes:
+    start, n = rng.randrange(part), rng.choice([1, 2, 4, 8])
+    raw[start : start + n] = rng.choice([b"\xff", b"\x7f", b"\x80", b"\x00"]) * min(n, len(raw) - start)
     return bytes(raw)
 
 
 _DAMAGE = (_cut, _flip, _flip, _zero, _move, _extreme, _flip)
 
 
-def outcome(call: Callable[[], Any]) -> str:
-    """Return 'fine', 'refused: MESSAGE' for a user's error of one line, or what went wrong, beginning with 'BAD'."""
+def classify_call(call: Callable[[], Any]) -> str:
+    """Return 'fine', 'refused: MESSAGE' for a one-line UserError, or a description that begins with 'BAD'."""
     try:
         call()
     except UserError as error:
@@ -80,8 +82,8 @@ def outcome(call: Callable[[], Any]) -> str:
     return "fine"
 
 
-def typed(*argv: object) -> str:
-    """Return the outcome of a command: 'fine', or 'refused: MESSAGE' if it prints one message and returns 2."""
+def classify_command(*argv: object) -> str:
+    """Return the outcome of a command: 'fine', 'refused: MESSAGE' for one message and exit code 2, or 'BAD ...'."""
     from neondist.cli import main
 
     out, err = io.StringIO(), io.StringIO()
@@ -92,14 +94,14 @@ def typed(*argv: object) -> str:
         return f"BAD {traceback.format_exc()}"
     text = err.getvalue()
     if code == 0:
-        return "fine" if not text else f"BAD: exit code 0, but it says {text!r}"
+        return "fine" if not text else f"BAD: exit code 0, stderr {text!r}"
     message = text.removeprefix("error: ").removesuffix("\n")
     good = code == 2 and text == f"error: {message}\n" and message.isprintable()
     return f"refused: {message}" if good else f"BAD: exit code {code}, message {text!r}"
 
 
-def survive(cases: Iterable[Any], call: Callable[[Any], str]) -> list[str]:
-    """Return call(case), an outcome, of each case in order; or 'BAD: died ...' or 'BAD: hangs'."""
+def run_isolated(cases: Iterable[Any], call: Callable[[Any], str]) -> list[str]:
+    """Return the outcome call(case) of each case in order, or 'BAD: died ...' or 'BAD: hangs'."""
     cases, outcomes = list(cases), []
     while len(outcomes) < len(cases):
         read, write = os.pipe()
@@ -109,21 +111,21 @@ def survive(cases: Iterable[Any], call: Callable[[Any], str]) -> list[str]:
             os.close(read)
             _try_all(cases[len(outcomes) :], call, write)
         os.close(write)
-        found, hangs = _collect(read, child)
-        outcomes += found
+        results, hung = _collect(read, child)
+        outcomes += results
         os.close(read)
         _, status = os.waitpid(child, 0)
-        if hangs:
+        if hung:
             outcomes.append("BAD: hangs")
         elif os.WIFSIGNALED(status):
             outcomes.append(f"BAD: died of {signal.Signals(os.WTERMSIG(status)).name}")
         elif status:
-            raise RuntimeError(f"the child that tries case {len(outcomes)} failed; what it says is above")
+            raise RuntimeError(f"the child process failed at case {len(outcomes)}; its traceback is above")
     return outcomes[: len(cases)]
 
 
 def _try_all(cases: list, call: Callable, write: int) -> None:
-    """Work through the cases in the child, telling each outcome as a line of JSON; never returns."""
+    """Run the cases in the child process and write each outcome as a line of JSON; never returns."""
     try:
         size = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
@@ -137,7 +139,7 @@ def _try_all(cases: list, call: Callable, write: int) -> None:
 
 
 def _collect(read: int, child: int) -> tuple[list[str], bool]:
-    """Return the outcomes up to the end of the child, and whether it had to be killed because nothing came."""
+    """Return the outcomes up to the end of the child, and whether it was killed after a timeout."""
     buffer = b""
     while True:
         ready, _, _ = select.select([read], [], [], SECONDS)
@@ -150,10 +152,10 @@ def _collect(read: int, child: int) -> tuple[list[str], bool]:
 
 
 def check_outcomes(outcomes: list[str], least_refused: int = 1) -> collections.Counter:
-    """Fail on any bad outcome, and if hardly any case was refused, which says that the damage does none."""
-    bad = {at: text for at, text in enumerate(outcomes) if text.startswith("BAD")}
-    some = "\n".join(f"case {at}: {text}" for at, text in list(bad.items())[:10])
-    assert not bad, f"{len(bad)} of {len(outcomes)}:\n{some}"
+    """Fail on any bad outcome, or if fewer than `least_refused` cases were refused."""
+    bad = {start: text for start, text in enumerate(outcomes) if text.startswith("BAD")}
+    examples = "\n".join(f"case {start}: {text}" for start, text in list(bad.items())[:10])
+    assert not bad, f"{len(bad)} of {len(outcomes)}:\n{examples}"
     counts = collections.Counter(text.partition(":")[0] for text in outcomes)
     assert counts["refused"] >= least_refused, counts
     return counts

@@ -1,4 +1,4 @@
-"""Mutated YAML files: what a slip of the hand, or malice, makes of a good one."""
+"""Mutations of YAML files: typing errors and malicious content."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 PAYLOAD = "neondist-was-here"
-LAUGHS = "\n".join(
+BILLION_LAUGHS = "\n".join(
     ["x0: &x0 [a, a, a, a, a, a, a, a, a]", *(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 10))]
 )
 VALUES = [
@@ -31,57 +31,59 @@ _WORDS = re.compile(r"(?<=[:\[,] )[^\s,\[\]{}]+|(?<=- )\S+|(?<=: )\{.*?\}|!\w+")
 _PUNCTUATION = [*"{}[]:,-!&*'\"#|>%@`?\t\n ", "\0", "\x85", "\ufeff", "---", "...", "<<: ", "\u2028"]
 
 
-def mutated(texts: Sequence[str], count: int, seed: int = 0) -> Iterator[str]:
+def mutate_texts(texts: Sequence[str], count: int, seed: int = 0) -> Iterator[str]:
     """Yield `count` files, each one of `texts` with one to three mutations."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     for case in range(count):
         text = texts[case % len(texts)]
-        for _ in range(draw.choice([1, 1, 1, 2, 3])):
-            text = draw.choice(_MUTATIONS)(text, draw)
+        for _ in range(rng.choice([1, 1, 1, 2, 3])):
+            text = rng.choice(_MUTATIONS)(text, rng)
         yield text
 
 
-def _value(text: str, draw: random.Random) -> str:
+def _value(text: str, rng: random.Random) -> str:
     words = list(_WORDS.finditer(text))
     if not words:
-        return text + draw.choice(VALUES)
-    word = draw.choice(words)
-    return text[: word.start()] + draw.choice(VALUES) + text[word.end() :]
+        return text + rng.choice(VALUES)
+    target = rng.choice(words)
+    return text[: target.start()] + rng.choice(VALUES) + text[target.end() :]
 
 
-def _swap(text: str, draw: random.Random) -> str:
-    """Put one value of the file in the place of another."""
+def _swap(text: str, rng: random.Random) -> str:
+    """Replace one value of the file by another."""
     words = list(_WORDS.finditer(text))
     if len(words) < 2:
         return text
-    there, word = draw.sample(words, 2)
-    return text[: word.start()] + there[0] + text[word.end() :]
+    other, target = rng.sample(words, 2)
+    return text[: target.start()] + other[0] + text[target.end() :]
 
 
-def _character(text: str, draw: random.Random) -> str:
-    at = draw.randrange(len(text) + 1)
-    return text[:at] + draw.choice(["", draw.choice(_PUNCTUATION)]) + text[at + draw.choice([0, 1, 1]) :]
+def _character(text: str, rng: random.Random) -> str:
+    index = rng.randrange(len(text) + 1)
+    return text[:index] + rng.choice(["", rng.choice(_PUNCTUATION)]) + text[index + rng.choice([0, 1, 1]) :]
 
 
-def _line(text: str, draw: random.Random) -> str:
+def _line(text: str, rng: random.Random) -> str:
     lines = text.splitlines(keepends=True) or [""]
-    at = draw.randrange(len(lines))
-    lines[at] = draw.choice(["", lines[at] * 2, " " + lines[at], lines[at].lstrip(), lines[at][: len(lines[at]) // 2]])
+    index = rng.randrange(len(lines))
+    lines[index] = rng.choice(
+        ["", lines[index] * 2, " " + lines[index], lines[index].lstrip(), lines[index][: len(lines[index]) // 2]]
+    )
     return "".join(lines)
 
 
-def _field(text: str, draw: random.Random) -> str:
-    """Write another letter in a field's name, or add a field."""
+def _field(text: str, rng: random.Random) -> str:
+    """Change the name of a field, or add a field."""
     names = list(re.finditer(r"\w+(?=:)", text))
-    if not names or draw.random() < 0.2:
-        return text + draw.choice([f"\nextra: {draw.choice(VALUES)}\n", f"\n{LAUGHS}\n", "\n<<: {epochs: 2}\n"])
-    name = draw.choice(names)
-    new = draw.choice([name[0] + "s", name[0][1:], name[0].upper(), "__class__", "self", "0", draw.choice(names)[0]])
+    if not names or rng.random() < 0.2:
+        return text + rng.choice([f"\nextra: {rng.choice(VALUES)}\n", f"\n{BILLION_LAUGHS}\n", "\n<<: {epochs: 2}\n"])
+    name = rng.choice(names)
+    new = rng.choice([name[0] + "s", name[0][1:], name[0].upper(), "__class__", "self", "0", rng.choice(names)[0]])
     return text[: name.start()] + new + text[name.end() :]
 
 
-def _cut(text: str, draw: random.Random) -> str:
-    return text[: draw.randrange(len(text) + 1)]
+def _cut(text: str, rng: random.Random) -> str:
+    return text[: rng.randrange(len(text) + 1)]
 
 
 _MUTATIONS = [_value, _value, _value, _value, _swap, _swap, _character, _character, _line, _line, _field, _cut]

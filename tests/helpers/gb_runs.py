@@ -1,4 +1,4 @@
-"""The sparse autoencoder on any grid: one job that returns whole arrays, for virtual ranks and for MPI."""
+"""Sparse autoencoder on any grid of virtual or MPI ranks, with results as full arrays."""
 
 from __future__ import annotations
 
@@ -19,65 +19,65 @@ KINDS = {
 SHAPES = {"series": (23, 2), "volume": (5, 6, 7, 1)}
 
 
-def gb_of(kind, dist, **more):
-    """A small GB of two stages and an FC top."""
+def make_gb(kind, dist, **overrides):
+    """Return a small GB with two stages and fully connected layers on top."""
 
     def make(name, *args, **kwargs):
         return getattr(nd, f"{name}Layer{'Dist' if dist else ''}")(*args, **kwargs)
 
-    how = dict(KINDS[kind])
-    if "activation" in how:
-        how["activation"] = how["activation"]()
+    options = dict(KINDS[kind])
+    if "activation" in options:
+        options["activation"] = options["activation"]()
     layers = [
-        make("LocalFiltering", 4, 3, 1 if kind == "volume" else 2, **how),
+        make("LocalFiltering", 4, 3, 1 if kind == "volume" else 2, **options),
         make("L2Pooling", 2, 1),
         make("LCN", 3),
-        make("LocalFiltering", 3, 2, 1),  # nothing pools it
+        make("LocalFiltering", 3, 2, 1),  # without pooling
         make("FC", 6, activation=nd.ReLU()),
         make("FC", 4),
     ]
-    settings = {"seed": 3, "backend": "numpy", "dtype": "float64", "orthonormal": kind == "orthonormal"} | more
+    settings = {"seed": 3, "backend": "numpy", "dtype": "float64", "orthonormal": kind == "orthonormal"} | overrides
     settings.setdefault("optimizer", nd.Adam(0.01, weight_decay=1e-3))
     return getattr(nd, "GBDist" if dist else "GB")(layers, **settings)
 
 
-def built(kind, grid=None, batch=6, **more):
-    """The same, built, and the tile of a batch of noise."""
-    model, shape = gb_of(kind, grid is not None, **more), SHAPES.get(kind, SHAPE)
+def build_gb(kind, grid=None, batch=6, **overrides):
+    """Return a built model and the tile of a random batch."""
+    model, shape = make_gb(kind, grid is not None, **overrides), SHAPES.get(kind, SHAPE)
     model.build(shape, batch, grid)
     return model, model.scatter(np.random.default_rng(5).normal(size=(batch, *shape)))
 
 
-def pretrain_steps(kind, grid=None, batch=6, steps=3, **more):
-    """Costs, reconstructions and gradients of a few steps on every stage, then supervised losses and the state."""
-    model, x = built(kind, grid, batch, **more)
-    found = {}
+def run_pretraining_steps(kind, grid=None, batch=6, steps=3, **overrides):
+    """Return costs, reconstructions and gradients of a few steps of every stage, supervised losses and the state."""
+    model, x = build_gb(kind, grid, batch, **overrides)
+    results = {}
     for stage in model.stages:
         stage.begin_epoch(0)
-        found[f"{stage.name} cost"] = np.array([stage.train_batch(x, None, batch) for _ in range(steps)])
+        results[f"{stage.name} cost"] = np.array([stage.train_batch(x, None, batch) for _ in range(steps)])
         y = stage.fprop(x)
-        found[f"{stage.name} reconstruction"] = stage.output.gather(y.residual + y.x)
+        results[f"{stage.name} reconstruction"] = stage.output.gather(y.residual + y.x)
         stage.cost_and_gradient(x, 1 / batch)
-        found[f"{stage.name} gradient"] = model.gradients()[f"{stage.name}/weights"]
+        results[f"{stage.name} gradient"] = model.gradients()[f"{stage.name}/weights"]
     labels = np.arange(batch) % 4
     losses = []
     for epoch in range(3):
         model.begin_epoch(epoch)
         losses += [model.train_batch(x, labels, batch) for _ in range(2)]
-    return found | {"loss": np.array(losses)} | {f"state {name}": array for name, array in model.state().items()}
+    return results | {"loss": np.array(losses)} | {f"state {name}": array for name, array in model.state().items()}
 
 
 def pretrain_and_fit(grid=None):
-    """What a user's run of pretraining and training says: costs, reconstruction errors, test losses and errors."""
+    """Return the logged values of pretraining and training: costs, reconstruction errors, losses and errors."""
     data = nd.Synthetic((12, 10, 1), classes=4, train=24, test=10, noise=0.3)
     grid = grid or nd.ProcessGrid.serial()
-    model = gb_of("unshared", dist=True, num_pretrain_epochs=2, num_initial_epochs=1)
+    model = make_gb("unshared", dist=True, num_pretrain_epochs=2, num_initial_epochs=1)
     data.open(grid)
     model.build(data.sample_shape, 8, grid)
-    first = nd.pretrain(model, data, 8)
+    pretraining = nd.pretrain(model, data, 8)
     keys = ("test_loss", "reconstruction_error")
-    found = {"pretraining": np.array([[record[key] for key in keys] for record in first])}
-    then = nd.fit(model, data, epochs=3, batch_size=8)
-    return found | {
-        key: np.array([record[key] for record in then]) for key in ("train_loss", "test_loss", "test_error")
+    results = {"pretraining": np.array([[record[key] for key in keys] for record in pretraining])}
+    history = nd.fit(model, data, epochs=3, batch_size=8)
+    return results | {
+        key: np.array([record[key] for record in history]) for key in ("train_loss", "test_loss", "test_error")
     }

@@ -1,4 +1,4 @@
-"""Cells that windows of distributed modules receive from other ranks and do not need."""
+"""Detection of cells that windows of distributed modules receive from other ranks without need."""
 
 import torch
 
@@ -7,56 +7,58 @@ from neondist.torch.execution.run import Runner
 FILLS = (torch.nan, 1e3, -1e3)
 
 
-def idle_cells(model, tiles):
-    """Return as text which steps of a pass receive lines of cells that change no result; collective."""
-    runner = _Sentinel(model.comm, model.plan)
+def find_idle_cells(model, tiles):
+    """Return descriptions of received lines of cells that do not change the result of a pass; collective."""
+    recorder = _PerturbingRunner(model.comm, model.plan)
     with torch.no_grad():
-        runner(tiles, *model._watch.tensors())
-    return runner.idle
+        recorder(tiles, *model._watch.tensors())
+    return recorder.idle
 
 
-class _Sentinel(Runner):
-    """A runner that writes other numbers over lines of what windows see, of which cells have come from others."""
+class _PerturbingRunner(Runner):
+    """Runner that overwrites received lines of cells in windows and compares the results."""
 
-    def __init__(self, *what):
-        super().__init__(*what)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self._views, self._idle = {}, {}
 
     @property
     def idle(self):
-        """Lines that no step needs of those that read the view, as text."""
+        """Descriptions of the lines that no reader of their view needs."""
         return [
             f"line {line} along dimension {dim}, for {name}"
-            for name, *each in self._idle.values()
-            for dim, line in sorted(set.intersection(*each))
+            for name, *sets in self._idle.values()
+            for dim, line in sorted(set.intersection(*sets))
         ]
 
     def _run(self, step, tensors):
-        for at, value in enumerate(step.inputs):
-            if value in self._views and step.kind == "local" and tensors[at].numel():
-                found = set(self._lines(step, tensors, at, self._views[value]))
-                self._idle[value] = (step.name, *self._idle.get(value, ())[1:], found)
+        for index, value in enumerate(step.inputs):
+            if value in self._views and step.kind == "local" and tensors[index].numel():
+                lines = set(self._lines(step, tensors, index, self._views[value]))
+                self._idle[value] = (step.name, *self._idle.get(value, ())[1:], lines)
         if step.kind == "view" and step.window and step.scheme is None:
             self._views[step.outputs[0]] = step
         return super()._run(step, tensors)
 
-    def _lines(self, step, tensors, at, view):
-        before = {dim: first for dim, first, _ in view.pads}
+    def _lines(self, step, tensors, index, view):
+        padding = {dim: first for dim, first, _ in view.pads}
         pieces = [piece for arriving in self.channels[id(view)].arriving.values() for piece in arriving]
         result = step.run(*tensors)
 
-        def is_idle(cells, other):
-            given = [*tensors[:at], other, *tensors[at + 1 :]]
-            return not any(_differ(step.run(*given), result) for _ in map(cells.fill_, FILLS))
+        def is_idle(cells, perturbed):
+            inputs = [*tensors[:index], perturbed, *tensors[index + 1 :]]
+            return not any(_differs(step.run(*inputs), result) for _ in map(cells.fill_, FILLS))
 
-        wants = {want.dim: k for k, want in enumerate(self.channels[id(view)].transfer.wants)}
-        for dim in range(2, tensors[at].dim()) if pieces else ():
-            every = range(tensors[at].shape[dim])  # of what is not cut
-            for line in {line for piece in pieces for line in (piece.target[wants[dim]] if dim in wants else every)}:
-                other = tensors[at].clone()
-                if is_idle(other.select(dim, line + before.get(dim, 0)), other):
+        needs = {need.dim: k for k, need in enumerate(self.channels[id(view)].transfer.wants)}
+        for dim in range(2, tensors[index].dim()) if pieces else ():
+            all_lines = range(tensors[index].shape[dim])  # of an axis that is not tiled
+            for line in {
+                line for piece in pieces for line in (piece.target[needs[dim]] if dim in needs else all_lines)
+            }:
+                perturbed = tensors[index].clone()
+                if is_idle(perturbed.select(dim, line + padding.get(dim, 0)), perturbed):
                     yield dim, line
 
 
-def _differ(found, result):
-    return any(not torch.equal(a, b) for a, b in zip(found, result, strict=True))
+def _differs(actual, expected):
+    return any(not torch.equal(a, b) for a, b in zip(actual, expected, strict=True))

@@ -1,6 +1,6 @@
-"""Losses of torch.nn.functional over what they can be given: names, and functions of (logits, target, labels).
+"""Losses of torch.nn.functional with all options, by name, as functions of (logits, target, labels).
 
-Labels are images (N, 1, ...) of classes, -1 where a cell is ignored, for which each loss has an `ignore_index`.
+Labels are images (N, 1, ...) of classes; cells with -1 are ignored, by the `ignore_index` of each loss.
 """
 
 from itertools import product
@@ -19,15 +19,15 @@ VIEWS = {
     "vectors": lambda v: v.flatten(2)[..., 0],
     "means": lambda v: v.flatten(2).mean(2) if v.shape[1] > 1 else v.flatten(2)[..., 1],
 }
-"""What a loss is given of images: also (cells, C), images of one axis less, and (N, C) of a cell or of all cells."""
+"""Arguments of a loss: images, (cells, C), images with one axis less, (N, C) of one cell or the mean of all."""
 VECTORS = "cells", "vectors", "means"
 
 
-def weights(*zeros):
+def make_weights(*zeros):
     return torch.tensor([0.0 if c in zeros else c + 1.0 for c in range(CLASSES)])
 
 
-WEIGHTS = {"no weights": None, "weights": weights(), "weights of zero": weights(0, 2)}
+WEIGHTS = {"no weights": None, "weights": make_weights(), "weights of zero": make_weights(0, 2)}
 BROADCAST = {
     "nothing": lambda y: None,
     "channels": lambda y: torch.arange(1.0, y.shape[1] + 1).view(-1, *[1] * (y.dim() - 2)).to(y),
@@ -35,46 +35,46 @@ BROADCAST = {
 }
 
 
-def at(labels, ignored):
+def mask_targets(labels, ignored):
     return torch.where(labels[:, 0] < 0, ignored, labels[:, 0]).long()
 
 
-def on(y, weight):
+def cast_like(y, weight):
     return None if weight is None else weight.to(y)
 
 
-def by_class():
+def yield_class_losses():
     for (name, w), r in product(WEIGHTS.items(), REDUCTIONS):
-        for hole, s in product(IGNORED, SMOOTHING):
+        for ignored, s in product(IGNORED, SMOOTHING):
             yield (
-                f"cross_entropy, {name}, {hole} ignored, smoothing {s}, {r}",
-                lambda y, t, k, w=w, r=r, hole=hole, s=s: F.cross_entropy(
-                    y, at(k, hole), on(y, w), ignore_index=hole, label_smoothing=s, reduction=r
+                f"cross_entropy, {name}, {ignored} ignored, smoothing {s}, {r}",
+                lambda y, t, k, w=w, r=r, ignored=ignored, s=s: F.cross_entropy(
+                    y, mask_targets(k, ignored), cast_like(y, w), ignore_index=ignored, label_smoothing=s, reduction=r
                 ),
             )
-        for hole in IGNORED:
+        for ignored in IGNORED:
             yield (
-                f"nll_loss, {name}, {hole} ignored, {r}",
-                lambda y, t, k, w=w, r=r, hole=hole: F.nll_loss(
-                    y.log_softmax(1), at(k, hole), on(y, w), ignore_index=hole, reduction=r
+                f"nll_loss, {name}, {ignored} ignored, {r}",
+                lambda y, t, k, w=w, r=r, ignored=ignored: F.nll_loss(
+                    y.log_softmax(1), mask_targets(k, ignored), cast_like(y, w), ignore_index=ignored, reduction=r
                 ),
             )
         for s in SMOOTHING:
             yield (
                 f"cross_entropy of probabilities, {name}, smoothing {s}, {r}",
                 lambda y, t, k, w=w, r=r, s=s: F.cross_entropy(
-                    y, t.softmax(1), on(y, w), label_smoothing=s, reduction=r
+                    y, t.softmax(1), cast_like(y, w), label_smoothing=s, reduction=r
                 ),
             )
 
 
-def by_cell():
+def yield_cell_losses():
     for r in REDUCTIONS:
         yield from _differences(r)
         yield from _likelihoods(r)
-        for (name, w), (other, p) in product(BROADCAST.items(), BROADCAST.items()):
+        for (name, w), (pos_name, p) in product(BROADCAST.items(), BROADCAST.items()):
             yield (
-                f"binary_cross_entropy_with_logits, weight of {name}, pos_weight of {other}, {r}",
+                f"binary_cross_entropy_with_logits, weight of {name}, pos_weight of {pos_name}, {r}",
                 lambda y, t, k, w=w, p=p, r=r: F.binary_cross_entropy_with_logits(
                     y, t.sigmoid(), w(y), pos_weight=p(y), reduction=r
                 ),
@@ -149,14 +149,14 @@ def _likelihoods(r):
         )
 
 
-def by_vector():
-    """Yield those that take vectors (N, C) alone."""
+def yield_vector_losses():
+    """Yield the losses that accept only vectors (N, C)."""
     for r in REDUCTIONS:
-        for p, w in product((1, 2), (None, weights())):
+        for p, w in product((1, 2), (None, make_weights())):
             yield (
                 f"multi_margin_loss, p {p}, weight {w is not None}, {r}",
                 lambda y, t, k, p=p, w=w, r=r: F.multi_margin_loss(
-                    y, k[:, 0].abs().long(), p, 0.8, on(y, w), reduction=r
+                    y, k[:, 0].abs().long(), p, 0.8, cast_like(y, w), reduction=r
                 ),
             )
         yield (
@@ -179,12 +179,14 @@ def by_vector():
         )
 
 
-def seen_as(view, loss):
-    return lambda *given: loss(*map(VIEWS[view], given))
+def apply_view(view, loss):
+    return lambda *arguments: loss(*map(VIEWS[view], arguments))
 
 
-def table():
-    """Return all of them by name."""
-    anywhere = product(VIEWS, [*by_class(), *by_cell()])
-    found = {f"{name}, {view}": seen_as(view, loss) for view, (name, loss) in anywhere}
-    return found | {f"{name}, {v}": seen_as(v, loss) for v, (name, loss) in product(VECTORS, list(by_vector()))}
+def list_losses():
+    """Return all losses by name."""
+    dense = product(VIEWS, [*yield_class_losses(), *yield_cell_losses()])
+    result = {f"{name}, {view}": apply_view(view, loss) for view, (name, loss) in dense}
+    return result | {
+        f"{name}, {v}": apply_view(v, loss) for v, (name, loss) in product(VECTORS, list(yield_vector_losses()))
+    }

@@ -1,4 +1,4 @@
-"""Parameter servers and a master of this process, over real gRPC."""
+"""Parameter servers and a master in this process, over real gRPC."""
 
 import contextlib
 
@@ -14,18 +14,20 @@ from neondist.strategies import ParameterSpec, as_builder
 SHAPES = {"conv/weights": (3, 3, 2, 4), "conv/bias": (4,), "fc/weights": (10, 6), "fc/bias": (6,), "scale": ()}
 
 
-def arrays(seed, shapes=None, dtype="float64"):
-    draw = np.random.default_rng(seed)
-    return {name: np.asarray(draw.normal(size=shape), dtype) for name, shape in (shapes or SHAPES).items()}
+def draw_arrays(seed, shapes=None, dtype="float64"):
+    rng = np.random.default_rng(seed)
+    return {name: np.asarray(rng.normal(size=shape), dtype) for name, shape in (shapes or SHAPES).items()}
 
 
 class Servers:
-    """Some servers and a master, and their clients."""
+    """Parameter servers and a master, with a factory of clients."""
 
     def __init__(self, count, folder=None, minibatches_per_task=1):
         self.token, self.stack = create_token(), contextlib.ExitStack()
         self.servers = [ParameterServer(folder) for _ in range(count)]
-        self.hosts = [self.stack.enter_context(ServiceHost([one], "127.0.0.1:0", self.token)) for one in self.servers]
+        self.hosts = [
+            self.stack.enter_context(ServiceHost([server], "127.0.0.1:0", self.token)) for server in self.servers
+        ]
         self.master = Master(minibatches_per_task)
         self.master_host = self.stack.enter_context(ServiceHost([self.master], "127.0.0.1:0", self.token))
 
@@ -36,8 +38,8 @@ class Servers:
 
     def client(self, worker="0", layouts=None, **arguments):
         addresses = [host.address for host in self.hosts]
-        made = ParameterClient(addresses, layouts or self.layouts(), self.token, worker, patience=1, **arguments)
-        return self.stack.enter_context(made)
+        client = ParameterClient(addresses, layouts or self.layouts(), self.token, worker, patience=1, **arguments)
+        return self.stack.enter_context(client)
 
     def __enter__(self):
         return self

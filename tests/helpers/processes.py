@@ -1,4 +1,4 @@
-"""Processes of a job."""
+"""Processes of jobs and commands."""
 
 import contextlib
 import os
@@ -10,28 +10,28 @@ from pathlib import Path
 import psutil
 
 
-def children(pid):
-    """All processes below `pid`, as (pid, name)."""
-    found = []
+def list_children(pid):
+    """Return all descendants of a process as (pid, name)."""
+    result = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append((child.pid, child.name()))
-    return found
+                result.append((child.pid, child.name()))
+    return result
 
 
-def commands(pid):
-    """The words of the commands of all processes below `pid`, without zombies, which have none."""
-    found = []
+def list_commands(pid):
+    """Return the command lines of all descendants of a process, except zombies."""
+    result = []
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found.append(child.cmdline())
-    return found
+                result.append(child.cmdline())
+    return result
 
 
-def alive(pid):
-    """Whether a process is there and no zombie."""
+def is_alive(pid):
+    """Return whether a process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -39,62 +39,62 @@ def alive(pid):
 
 
 def kill(pids):
-    """kill -9, whoever is still there."""
+    """Send SIGKILL to all processes that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, 9)
 
 
-def finish(process, seconds=300):
-    """Return stdout and stderr of a command at its end; if that does not come in time, fail with what it waits for.
+def communicate(process, seconds=300):
+    """Wait for a command and return its stdout and stderr; after a timeout, kill it and fail with its state.
 
-    That is a line for each of its processes, and the calls of all threads of those of Python, which they write to
-    stderr after a SIGABRT (PYTHONFAULTHANDLER in conftest.py). All of them are ended.
+    The failure has a line for each process, and the stacks of all Python threads, which the processes write to stderr
+    on SIGABRT (PYTHONFAULTHANDLER in conftest.py).
     """
     try:
         return process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        code, found = process.poll(), _processes(process)
-    lines = [_describe(one) for one in found]
-    for one in reversed(found):  # children before who would start them again
+        code, processes = process.poll(), _find_processes(process)
+    lines = [_describe(child) for child in processes]
+    for child in reversed(processes):  # children before parents that may restart them
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.send_signal(signal.SIGABRT)
-            _await_end(one)
+            child.send_signal(signal.SIGABRT)
+            _wait_for_end(child)
     try:
-        told = process.communicate(timeout=20)
-    except subprocess.TimeoutExpired:  # one that is stopped, or no Python
-        kill(one.pid for one in found)
-        told = process.communicate(timeout=20)
-    state = "runs still" if code is None else f"has ended with {code}, but not all that write to its pipes have"
-    raise AssertionError("\n".join([f"{process.args} {state} after {seconds} s", *lines, *map(str, told)]))
+        output = process.communicate(timeout=20)
+    except subprocess.TimeoutExpired:  # a stopped process, or not Python
+        kill(child.pid for child in processes)
+        output = process.communicate(timeout=20)
+    state = "is still running" if code is None else f"has exited with {code}, but other processes hold its pipes"
+    raise AssertionError("\n".join([f"{process.args} {state} after {seconds} s", *lines, *map(str, output)]))
 
 
-def _await_end(one, seconds=5):
-    """Wait a little for the end of a process: two that write their calls into one pipe at once would mix them."""
-    limit = time.monotonic() + seconds
-    while one.status() != psutil.STATUS_ZOMBIE and time.monotonic() < limit:
+def _wait_for_end(process, seconds=5):
+    """Wait briefly for the end of a process, so that stacks in a shared pipe do not mix."""
+    deadline = time.monotonic() + seconds
+    while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
-def _processes(process):
-    """Return a command's process and those below, and orphans that hold its pipes."""
-    open_ones = [one for one in (process.stdout, process.stderr) if one is not None and not one.closed]
-    pipes = {os.readlink(f"/proc/self/fd/{one.fileno()}") for one in open_ones if os.path.isdir("/proc/self/fd")}
-    found = {}
+def _find_processes(process):
+    """Return the process of a command, its descendants, and orphans that hold its pipes."""
+    open_pipes = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None and not pipe.closed]
+    pipes = {os.readlink(f"/proc/self/fd/{pipe.fileno()}") for pipe in open_pipes if os.path.isdir("/proc/self/fd")}
+    result = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         top = psutil.Process(process.pid)
-        found = {one.pid: one for one in (top, *top.children(recursive=True))}
-    for one in psutil.process_iter():
+        result = {child.pid: child for child in (top, *top.children(recursive=True))}
+    for child in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):
-            held = {os.readlink(path) for path in Path(f"/proc/{one.pid}/fd").iterdir()} if pipes else set()
-            if one.pid != os.getpid() and held & pipes:
-                found.setdefault(one.pid, one)
-    return list(found.values())
+            targets = {os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()} if pipes else set()
+            if child.pid != os.getpid() and targets & pipes:
+                result.setdefault(child.pid, child)
+    return list(result.values())
 
 
-def _describe(one):
+def _describe(process):
     try:
-        waits = Path(f"/proc/{one.pid}/wchan").read_text() if Path("/proc").is_dir() else ""
-        return f"{one.pid} of {one.ppid()}: {one.status()} {waits} {' '.join(one.cmdline())}"
+        channel = Path(f"/proc/{process.pid}/wchan").read_text() if Path("/proc").is_dir() else ""
+        return f"{process.pid} of {process.ppid()}: {process.status()} {channel} {' '.join(process.cmdline())}"
     except (OSError, psutil.Error):
-        return f"{one.pid}: is gone"
+        return f"{process.pid}: has exited"

@@ -1,4 +1,4 @@
-"""Random histories of a task queue, its workers and the weights that they change."""
+"""Random histories of a task queue, its workers and the weights that they update."""
 
 import random
 from dataclasses import dataclass, field
@@ -9,13 +9,13 @@ import neondist as nd
 
 @dataclass
 class Weights:
-    """Counts of how often each record has changed the weights, and the minibatches that did."""
+    """Number of updates of the weights by each record, and the minibatches that were applied."""
 
     counts: dict = field(default_factory=dict)
     credits: set = field(default_factory=set)
 
     def push(self, task, first, upto, records):
-        """Apply a minibatch once; tell whether this was the first time."""
+        """Apply a minibatch once; return whether it was the first time."""
         key = task.epoch, first, upto
         if key in self.credits:
             return False
@@ -29,13 +29,13 @@ class Weights:
 
 
 class Worker:
-    """A worker that can be stopped between any two of its calls, and go on later."""
+    """Worker that can be suspended between any two of its calls."""
 
     def __init__(self, name):
         self.name, self.task, self.left, self.credit = name, None, [], None
 
     def take(self, queue, batch):
-        """Ask for a task."""
+        """Request a task; return whether the queue has no more work."""
         self.task = queue.get(self.name)
         if self.task is nd.WAIT or self.task is None:
             done, self.task = self.task is None, None
@@ -44,7 +44,7 @@ class Worker:
         return False
 
     def step(self, queue, weights, batch, bad, rng):
-        """Do the next thing; tell whether the queue has no more work."""
+        """Make the next call; return whether the queue has no more work."""
         if self.task is None:
             return self.take(queue, batch)
         if self.credit is not None:
@@ -53,8 +53,8 @@ class Worker:
             self.credit = None
         elif self.left:
             first, upto, records = self.left.pop(0)
-            if found := bad & {int(record) for record in records}:
-                queue.report(self.task.id, ok=False, error="unreadable", record=min(found))
+            if unreadable := bad & {int(record) for record in records}:
+                queue.report(self.task.id, ok=False, error="unreadable", record=min(unreadable))
                 self.task = None
             else:
                 weights.push(self.task, first, upto, records)
@@ -68,69 +68,69 @@ class Worker:
 
 
 def run_history(seed: int, folder: Path) -> dict:
-    """Run one history to its end; AssertionError unless each record has changed the weights once an epoch."""
+    """Run a history to its end; AssertionError unless each record is applied once per epoch."""
     rng = random.Random(seed)
     records, per_task, epochs = rng.randint(1, 30), rng.randint(1, 9), rng.randint(1, 3)
     batch, clock = rng.randint(1, per_task), [0.0]
     bad = set(rng.sample(range(records), min(records, rng.choice([0, 0, 1, 2]))))
     path = folder / f"{seed}.sqlite"
 
-    def opened():
+    def open_queue():
         return nd.TaskQueue(
             path, records, per_task, epochs, seed, rng_shuffle, 10.0, 3, lambda: clock[0], skip_bad_records=True
         )
 
     rng_shuffle = rng.random() < 0.8
-    queue, weights, kept = opened(), Weights(), Weights()
+    queue, weights, saved = open_queue(), Weights(), Weights()
     workers = [Worker(f"w{number}") for number in range(rng.randint(1, 7))]
-    stopped, happened = [], {"lost": 0, "reopened": 0, "restored": 0, "expired": 0, "late": 0}
+    suspended, events = [], {"lost": 0, "reopened": 0, "restored": 0, "expired": 0, "late": 0}
     for _ in range(rng.randint(5, 120)):
         event, worker = rng.random(), rng.choice(workers)
         clock[0] += rng.random()
-        if event < 0.05:  # killed, and noticed or not
+        if event < 0.05:  # killed, detected or not
             if rng.random() < 0.5:
                 queue.lost(worker.name)
             workers[workers.index(worker)] = Worker(f"{worker.name}'")
-            happened["lost"] += 1
-        elif event < 0.08:  # stopped until its leases are over, maybe for good
-            stopped.append(worker)
+            events["lost"] += 1
+        elif event < 0.08:  # suspended until its leases expire, perhaps for ever
+            suspended.append(worker)
             workers[workers.index(worker)] = Worker(f"{worker.name}+")
             clock[0] += 11
-            happened["expired"] += 1
-        elif event < 0.12 and stopped:
-            late = stopped.pop()
+            events["expired"] += 1
+        elif event < 0.12 and suspended:
+            resumed = suspended.pop()
             for _ in range(rng.randint(1, 6)):
-                late.step(queue, weights, batch, bad, rng)
-            if late.task is not None:
-                workers.append(late)
-            happened["late"] += 1
+                resumed.step(queue, weights, batch, bad, rng)
+            if resumed.task is not None:
+                workers.append(resumed)
+            events["late"] += 1
         elif event < 0.15:
             queue.close()
-            queue = opened()
-            happened["reopened"] += 1
+            queue = open_queue()
+            events["reopened"] += 1
         elif event < 0.17:
-            kept = weights.copy()
-        elif event < 0.18:  # the servers are lost, and come back from their checkpoint
-            weights = kept.copy()
+            saved = weights.copy()
+        elif event < 0.18:  # the servers are lost and restored from their checkpoint
+            weights = saved.copy()
             queue.restore(weights.credits)
-            happened["restored"] += 1
+            events["restored"] += 1
         elif event < 0.22:
             queue.heartbeat(worker.name)
         else:
             worker.step(queue, weights, batch, bad, rng)
     for worker in workers:
         queue.lost(worker.name)
-    last, clock[0] = Worker("last"), clock[0] + 11
+    last_worker, clock[0] = Worker("last"), clock[0] + 11
     for _ in range(20 * records * epochs + 1000):
-        if last.step(queue, weights, batch, bad, rng):
+        if last_worker.step(queue, weights, batch, bad, rng):
             break
     else:
-        raise AssertionError("the queue never ends")
+        raise AssertionError("the queue does not end")
     skipped = {record for record, _ in queue.skipped}
     assert skipped <= bad
     expected = {(epoch, record): 1 for epoch in range(epochs) for record in range(records) if record not in bad}
     assert weights.counts == expected, f"history {seed}"
-    found = queue.counts()
-    assert (found["todo"], found["doing"], found["failed"]) == (0, 0, 0)
+    counts = queue.counts()
+    assert (counts["todo"], counts["doing"], counts["failed"]) == (0, 0, 0)
     queue.close()
-    return happened
+    return events

@@ -1,11 +1,11 @@
-"""Random and damaged messages, sent to a service."""
+"""Random and damaged messages to a service."""
 
 import contextlib
 import random
 
 import grpc
 import numpy as np
-from parameter_servers import Servers, arrays
+from parameter_servers import Servers, draw_arrays
 
 import neondist as nd
 from neondist.errors import ServiceError
@@ -15,29 +15,29 @@ from neondist.services.state import UpdateRule
 from neondist.services.wire import ServiceClient
 
 
-def draw_message(draw):
-    """Return chunks of bytes that are no message."""
-    kind = draw.randrange(4)
+def draw_message(rng):
+    """Return chunks of bytes that are not a valid message."""
+    kind = rng.randrange(4)
     if kind == 0:
-        return [draw.randbytes(draw.randint(0, 60)) for _ in range(draw.randint(0, 4))]
-    if kind == 1:  # a header, and anything behind it
-        text = draw.randbytes(draw.randint(1, 40))
-        return [HEADER.pack(MAGIC, PROTOCOL, 0, len(text), draw.randint(0, 99)) + b"\xff" + text[1:]]
-    whole = b"".join(encode(Message({"worker": draw.randint(0, 9)}, {"x": np.arange(draw.randint(1, 50) * 1.0)})))
+        return [rng.randbytes(rng.randint(0, 60)) for _ in range(rng.randint(0, 4))]
+    if kind == 1:  # a valid header with random content
+        text = rng.randbytes(rng.randint(1, 40))
+        return [HEADER.pack(MAGIC, PROTOCOL, 0, len(text), rng.randint(0, 99)) + b"\xff" + text[1:]]
+    message = b"".join(encode(Message({"worker": rng.randint(0, 9)}, {"x": np.arange(rng.randint(1, 50) * 1.0)})))
     if kind == 2:
-        return [whole[: draw.randrange(len(whole))]]
-    return [whole, draw.randbytes(draw.randint(1, 9))]
+        return [message[: rng.randrange(len(message))]]
+    return [message, rng.randbytes(rng.randint(1, 9))]
 
 
-def send(address, path, token, count, seed):
-    """Send random messages, one in three without the right token; return how many were refused."""
-    draw, refused = random.Random(seed), 0
+def send_messages(address, path, token, count, seed):
+    """Send random messages, a third with a wrong token; return the number of refused ones."""
+    rng, refused = random.Random(seed), 0
     with grpc.insecure_channel(address) as channel:
         call = channel.stream_stream(path)
         for _ in range(count):
-            given = draw.choice([token, token, draw.randbytes(8).hex()])
+            credential = rng.choice([token, token, rng.randbytes(8).hex()])
             try:
-                list(call(iter(draw_message(draw)), timeout=10, metadata=(("neondist-token", given),)))
+                list(call(iter(draw_message(rng)), timeout=10, metadata=(("neondist-token", credential),)))
             except grpc.RpcError as error:
                 refused += error.code().name in ("INVALID_ARGUMENT", "UNAUTHENTICATED")
     return refused
@@ -47,7 +47,7 @@ METHODS = (
     "push_model", "pull_variable", "pull_embedding_vector", "push_gradient", "join", "leave", "wait_turn",
     "finish_round", "finish_epoch", "credits", "hold", "release", "save_checkpoint", "load_checkpoint", "status",
 )  # fmt: skip
-"""Of a parameter server."""
+"""methods of a parameter server"""
 NAMES = (
     "worker", "client", "sequence", "version", "at_least", "samples", "scale", "credit", "incarnation", "layout",
     "optimizer", "rule", "values", "name", "save", "admitted", "epoch",
@@ -69,49 +69,49 @@ VALUES = (
 )
 
 
-def draw_request(draw):
-    """Return a method of a parameter server, and fields and arrays that are well-formed and mostly wrong."""
-    fields = {name: draw.choice(VALUES) for name in NAMES if draw.random() < 0.8}
+def draw_request(rng):
+    """Return a method of a parameter server with well-formed, mostly invalid fields and arrays."""
+    fields = {name: rng.choice(VALUES) for name in NAMES if rng.random() < 0.8}
     names = ["dense/float32", "dense/float64", "ids/table", "rows/table", "ids", "rows/"]
-    made = [np.zeros(3, "f4"), np.zeros(5), np.zeros((2, 2)), np.arange(2) - 1, np.full(2, np.nan), np.zeros(0, "?")]
-    sent = {name: draw.choice(made) for name in names if draw.random() < 0.5}
-    return draw.choice(METHODS), fields | {"seconds": draw.choice([0, 0.0, "1", -1])}, sent
+    arrays = [np.zeros(3, "f4"), np.zeros(5), np.zeros((2, 2)), np.arange(2) - 1, np.full(2, np.nan), np.zeros(0, "?")]
+    payload = {name: rng.choice(arrays) for name in names if rng.random() < 0.5}
+    return rng.choice(METHODS), fields | {"seconds": rng.choice([0, 0.0, "1", -1])}, payload
 
 
-def change_value(draw, value):
-    """Return JSON with one value in it changed, anywhere."""
-    inside = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    if not inside or draw.random() < 0.1:
-        return draw.choice(VALUES)
-    at = draw.choice(list(inside))
-    value[at] = change_value(draw, value[at])
+def change_value(rng, value):
+    """Return JSON with one value replaced at any depth."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    if not keys or rng.random() < 0.1:
+        return rng.choice(VALUES)
+    key = rng.choice(list(keys))
+    value[key] = change_value(rng, value[key])
     return value if isinstance(value, (dict, list)) else {}
 
 
 def check_hostile_requests(count, seed):
-    """Send well-formed requests with random content; return how many were refused. The others are harmless."""
-    draw, table = random.Random(seed), TableSpec("table", 10, 2, "float64")
+    """Send well-formed requests with random content, check that accepted ones are harmless, and count refused ones."""
+    rng, table = random.Random(seed), TableSpec("table", 10, 2, "float64")
     refused = 0
     with Servers(1) as job:
         layouts = job.layouts(tables=[table])
         client = job.client("0", layouts)
-        client.initialize(arrays(0), nd.SGD(0.1), UpdateRule(sync=False))
-        values = arrays(9)
+        client.initialize(draw_arrays(0), nd.SGD(0.1), UpdateRule(sync=False))
+        values = draw_arrays(9)
         client.pull(values)
         stranger = job.stack.enter_context(ServiceClient(job.hosts[0].address, "PServer", job.token, patience=0))
         for _ in range(count):
-            method, fields, sent = draw_request(draw)
+            method, fields, payload = draw_request(rng)
             with contextlib.suppress(ServiceError):
-                stranger.call(method, fields, sent)
+                stranger.call(method, fields, payload)
                 continue
             refused += 1
         client.finish_round()
         stranger.call("release")
         assert not client.pull(values)
-        np.testing.assert_array_equal(values["fc/weights"], arrays(0)["fc/weights"])
-        client.push(arrays(1))
+        np.testing.assert_array_equal(values["fc/weights"], draw_arrays(0)["fc/weights"])
+        client.push(draw_arrays(1))
         client.pull(values)
         np.testing.assert_allclose(
-            values["fc/weights"], arrays(0)["fc/weights"] - 0.1 * arrays(1)["fc/weights"], atol=1e-15
+            values["fc/weights"], draw_arrays(0)["fc/weights"] - 0.1 * draw_arrays(1)["fc/weights"], atol=1e-15
         )
     return refused

@@ -1,4 +1,4 @@
-"""Layers and grids on which every scheme is tried."""
+"""Layers and grids for tests of all border schemes."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ SCHEMES = [
     "every(j=2)", "every(j=2, between=zeros)", "quantised", "quantised(bits=8, feedback=true)",
 ]  # fmt: skip
 
-# shape of the input, layers that take a scheme; halos wider than a tile, strides out of phase, all dimensions
+# input shape, and layers for a scheme: halos wider than a tile, strides out of phase, all numbers of axes
 LAYERS = {
     "conv": ((9, 8, 4), lambda **s: [nd.ConvLayerDist(2, 5, 2, "same", groups=2, **s)]),
     "narrowing": ((10, 9, 6), lambda **s: [nd.ConvLayerDist(1, 4, 2, ((1, 2), (0, 1)), dilation=2, **s)]),
@@ -32,11 +32,11 @@ LAYERS = {
     "series": ((13, 2), lambda **s: [nd.ConvLayerDist(3, 5, padding=2, **s)]),
     "volume": ((4, 5, 6, 1), lambda **s: [nd.ConvLayerDist(2, 3, padding=1, **s)]),
 }
-GRIDS = [(1, 1), (2, 1), (4, 2), (6, 3), (9, 9), (12, 2)]  # ranks, rows; some tiles are empty on the last ones
+GRIDS = [(1, 1), (2, 1), (4, 2), (6, 3), (9, 9), (12, 2)]  # ranks, rows; the last ones have empty tiles
 
 
-def build(comm, layers, shape, rows=None, batch=3, planes=1, **options):
-    """A built model with parameters that are not their first values."""
+def build_model(comm, layers, shape, rows=None, batch=3, planes=1, **options):
+    """Return a built model with perturbed parameters."""
     model = nd.ConvnetDist(layers, seed=2, dtype="float64", **options)
     model.build(shape, batch, nd.ProcessGrid(comm, rows=rows, planes=planes))
     rng = np.random.default_rng(4)
@@ -44,18 +44,18 @@ def build(comm, layers, shape, rows=None, batch=3, planes=1, **options):
     return model
 
 
-def step(model, number, x, dy):
-    """One training pass forward and backward, as whole arrays."""
-    model.step = number
+def run_step(model, step, x, dy):
+    """Run a forward and a backward pass; return the output and the input gradient as full arrays."""
+    model.step = step
     y = model.gather(model.fprop(model.scatter(x)))
     return y, model.gather_input(model.bprop(model.scatter_output(dy)))
 
 
-def noise(model, batch=3, seed=1):
-    """An image and a gradient of the output."""
+def draw_inputs(model, batch=3, seed=1):
+    """Return random images and output gradients."""
     rng = np.random.default_rng(seed)
     return rng.normal(size=(batch, *model.input_shape)), rng.normal(size=(batch, *model.output_shape))
 
 
-def on_ranks(ranks, job):
+def run_on_ranks(ranks, job):
     return loopback.run(ranks, job)

@@ -1,6 +1,6 @@
-"""Trains a small network on four ranks, two replicas of two tiles: `small_training.py mpi|torch FOLDER`.
+"""Train a small network on four ranks, two replicas of two tiles: `small_training.py mpi|torch FOLDER`.
 
-Each rank saves what it has computed.
+Each rank saves its results.
 """
 
 import sys

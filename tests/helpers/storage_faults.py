@@ -1,8 +1,8 @@
-"""Storage faults, or the end of the process, at every open, write, fsync, rename and unlink of kinds of commands.
+"""Storage faults, or the end of the process, at every open, write, fsync, rename and unlink of several commands.
 
-`python storage_faults.py FOLDER SHARE [FIRST] [kill] [JOB ...] [and SHARE ...]` tries one in SHARE of all calls of
-these or all jobs and prints a table; exit code 1 if one was not taken well. The process preloads faulty_disk.c and
-forks for each, so that nothing is imported anew.
+`python storage_faults.py FOLDER SHARE [FIRST] [kill] [JOB ...] [and SHARE ...]` injects a fault at one in SHARE of all
+calls of these or all jobs and prints a table; the exit code is 1 if any fault is handled wrongly. The process preloads
+faulty_disk.c and forks for each command, so that modules are imported only once.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 ERRORS = ["ENOSPC", "EIO", "EDQUOT", "EROFS", "EACCES", "ENOENT", "EMFILE", "EBUSY"]
-NET = """!FitExperiment
+CONVNET_YAML = """!FitExperiment
 backend: numpy
 dtype: float64
 dataset: !Synthetic {shape: [6, 5, 2], classes: 3, train: 6, test: 3}
@@ -32,7 +32,7 @@ batch_size: 4
 epochs: 2
 checkpoint: {every_steps: 1, keep: 2}
 """
-GB = """!FitExperiment
+GB_YAML = """!FitExperiment
 backend: numpy
 dtype: float64
 dataset: !Synthetic {shape: [6, 5, 1], classes: 3, train: 4, test: 3}
@@ -41,7 +41,7 @@ model: !GBDist
 batch_size: 4
 epochs: 1
 """
-MODULE = """!FitExperiment
+MODULE_YAML = """!FitExperiment
 dtype: float64
 dataset: !Synthetic {shape: [6, 5, 1], classes: 3, train: 6, test: 3, validation: 0.4}
 model: !TorchModel {factory: 'nets:net', loss: !TorchLoss {}, optimizer: !TorchOptimizer {name: Adam}}
@@ -49,14 +49,14 @@ batch_size: 2
 epochs: 2
 checkpoint: {every_steps: 1, keep: 2}
 """
-NETS = """
+MODULE_SOURCE = """
 from torch import nn
 def net():
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.1), nn.Flatten(), nn.Linear(24, 3))
 """
 LIBRARIES = ["h5py", "psutil", "yaml", "rich.progress", "threadpoolctl", "neondist.cli", "neondist.train"]
 LIBRARIES += ["neondist.io.environment", "neondist.backends.kernels", "neondist.data.convert", "neondist.torch"]
-# the name, what has to be there, and the words
+# by name: earlier runs that are needed, and the command
 JOBS = {
     "fresh": ((), "run net.yaml --output w/out"),
     "overwrite": (("old",), "run net.yaml --output w/old --overwrite"),
@@ -71,8 +71,8 @@ JOBS = {
     "convert": ((), "data convert x.npy labels.npy --to w/data.h5"),
 }
 RESUME = {"old": "run net.yaml --output w/old --resume auto", "gb": "run gb.yaml --output w/gb --resume auto"}
-# the commands that go on with one that was killed; of others the same
-GOES_ON = {
+# commands that continue a killed job; by default, the job itself
+CONTINUATIONS = {
     "fresh": ("run net.yaml --output w/out --resume", "run net.yaml --output w/out --resume auto"),
     "GB": ("run gb.yaml --output w/gb --resume", "run gb.yaml --output w/gb --resume auto"),
     "module": tuple(f"run module.yaml --import nets.py --output w/m --resume{how}" for how in ("", " auto")),
@@ -80,105 +80,109 @@ GOES_ON = {
 CLOCK = re.compile(r'"(seconds|samples_per_second)": [^,}]*')
 
 
-def contents(folder):
-    """Return what is in the files of a folder, but for clocks and for pictures."""
+def read_contents(folder):
+    """Return the contents of the files in a folder, without times and images."""
     import h5py
     import numpy as np
 
-    found = {}
+    result = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
         if path.suffix == ".h5":
             with h5py.File(path) as file:
                 arrays = {}
-                file.visititems(lambda key, one, to=arrays: to.update({key: one[()]} if hasattr(one, "shape") else {}))
-            found[name] = {
-                key: one.tobytes() for key, one in arrays.items() if getattr(one, "dtype", "S").kind in "iuf"
+                file.visititems(
+                    lambda key, item, arrays=arrays: arrays.update({key: item[()]} if hasattr(item, "shape") else {})
+                )
+            result[name] = {
+                key: item.tobytes() for key, item in arrays.items() if getattr(item, "dtype", "S").kind in "iuf"
             }
         elif path.suffix == ".jsonl":
-            found[name] = CLOCK.sub("", path.read_text()) if path.name != "ledger.jsonl" else path.read_text()
+            result[name] = CLOCK.sub("", path.read_text()) if path.name != "ledger.jsonl" else path.read_text()
         elif path.suffix == ".npz":
             with np.load(path) as file:
-                found[name] = {key: file[key].tobytes() for key in file.files}
+                result[name] = {key: file[key].tobytes() for key in file.files}
         else:
-            found[name] = path.read_bytes() if path.suffix in (".npy", ".yaml", ".safetensors") else None
-    return found
+            result[name] = path.read_bytes() if path.suffix in (".npy", ".yaml", ".safetensors") else None
+    return result
 
 
-def difference(wanted, found):
-    """Return which file differs, or ''."""
-    for name in sorted({*wanted, *found}):
-        if name not in found or name not in wanted:
-            return f"{name} is {'missing' if name in wanted else 'left'}"
-        if wanted[name] != found[name]:
-            return f"{name} is another"
+def find_difference(expected, actual):
+    """Return a description of the first file that differs, or ''."""
+    for name in sorted({*expected, *actual}):
+        if name not in actual or name not in expected:
+            return f"{name} is {'missing' if name in expected else 'left over'}"
+        if expected[name] != actual[name]:
+            return f"{name} differs"
     return ""
 
 
-def built(folder):
-    """Compile the shim."""
+def compile_shim(folder):
+    """Compile the preloaded library and return its path."""
     library = folder / "faulty_disk.so"
-    command = ["cc", "-shared", "-fPIC", "-O1", "-w", "-o", str(library), str(HERE / "faulty_disk.c"), "-ldl"]
+    command = ["cc", "-shared", "-fPIC", "-O1", "-w", "-o", str(library), str(FOLDER / "faulty_disk.c"), "-ldl"]
     subprocess.run(command, check=True)
     return library
 
 
-class Bench:
-    """A folder in which commands run, each in a fork, with one fault at most."""
+class CommandSandbox:
+    """Folder in which commands run, each in a forked process with at most one fault."""
 
     def __init__(self, folder):
         import numpy as np
 
-        for name in LIBRARIES:  # here, and not in each fork
+        for name in LIBRARIES:  # once, not in each child
             importlib.import_module(name)
         self.folder, self.disk = folder, ctypes.CDLL(None)
         self.disk.faulty_disk_name.restype = ctypes.c_char_p
         os.chdir(folder)
-        Path("net.yaml").write_text(NET)
-        Path("gb.yaml").write_text(GB)
-        Path("module.yaml").write_text(MODULE)
-        Path("nets.py").write_text(NETS)
+        Path("net.yaml").write_text(CONVNET_YAML)
+        Path("gb.yaml").write_text(GB_YAML)
+        Path("module.yaml").write_text(MODULE_YAML)
+        Path("nets.py").write_text(MODULE_SOURCE)
         np.save("x.npy", np.random.default_rng(0).random((3, 6, 5, 2)))
         np.save("labels.npy", np.arange(3))
-        for name, words in (("old", "run net.yaml --output kept/old"), ("gb", "run gb.yaml --output kept/gb")):
-            assert self.call(words)[0] == 0, name
-        for path in Path("kept/gb").glob("checkpoint*.h5"):  # as if it had been killed in pretraining
+        for name, command in (("old", "run net.yaml --output kept/old"), ("gb", "run gb.yaml --output kept/gb")):
+            assert self.call(command)[0] == 0, name
+        for path in Path("kept/gb").glob("checkpoint*.h5"):  # as after a kill during pretraining
             path.unlink()
 
-    def call(self, words, fault=0, number=0):
-        """Run a command in a fork; return its exit code, what it said, the number of calls and the one that failed."""
+    def call(self, command, fault=0, error_code=0):
+        """Run a command in a forked process; return exit code, output, number of calls and the failed call."""
         reader, writer = os.pipe()
-        with open(self.folder / "said", "w+b") as said:
+        with open(self.folder / "output", "w+b") as file:
             pid = os.fork()
             if not pid:
                 code = 1
                 try:
                     os.close(reader)
-                    os.dup2(said.fileno(), 1)
-                    os.dup2(said.fileno(), 2)
-                    sys.stdout, sys.stderr = (os.fdopen(os.dup(at), "w", closefd=False) for at in (1, 2))
+                    os.dup2(file.fileno(), 1)
+                    os.dup2(file.fileno(), 2)
+                    sys.stdout, sys.stderr = (
+                        os.fdopen(os.dup(descriptor), "w", closefd=False) for descriptor in (1, 2)
+                    )
                     signal.alarm(600)
-                    code = self._work(words, fault, number, writer)
+                    code = self._work(command, fault, error_code, writer)
                 finally:
                     os._exit(code)
             os.close(writer)
             with os.fdopen(reader) as pipe:
                 count, _, name = pipe.read().partition(" ")
             status = os.waitpid(pid, 0)[1]
-            said.seek(0)
-            text = said.read().decode(errors="replace")
+            file.seek(0)
+            text = file.read().decode(errors="replace")
         return os.waitstatus_to_exitcode(status), text, int(count or 0), name
 
-    def _work(self, words, fault, number, writer):
+    def _work(self, command, fault, error_code, writer):
         import traceback
 
         from neondist.cli import main
 
         code = 1
         try:
-            self.disk.faulty_disk_arm(os.fsencode(self.folder / "w"), fault, number)
+            self.disk.faulty_disk_arm(os.fsencode(self.folder / "w"), fault, error_code)
             os.chdir(self.folder)
-            code = main([str(self.folder / w) if w.startswith("w/") else w for w in words.split()])
+            code = main([str(self.folder / word) if word.startswith("w/") else word for word in command.split()])
         except SystemExit as error:
             code = error.code
         except BaseException:
@@ -188,100 +192,103 @@ class Bench:
         sys.stderr.flush()
         return code
 
-    def lay(self, kept):
-        """Put the earlier runs that a command needs into the folder w."""
+    def restore_runs(self, kept):
+        """Copy the earlier runs that a command needs to the folder w."""
         shutil.rmtree("w", ignore_errors=True)
         os.mkdir("w")
         for name in kept:
             shutil.copytree(f"kept/{name}", f"w/{name}")
 
-    def killed(self, job, kept, words, results):
-        """Return what is wrong with what follows on a command that was killed, or ''."""
-        for going_on in GOES_ON.get(job, (words,)):
-            found = Path("killed")
-            shutil.rmtree(found, ignore_errors=True)
-            shutil.copytree("w", found)
-            code, said, *_ = self.call(going_on)
-            if code == 2 and going_on.endswith("--resume") and not any(found.iterdir()):
-                continue  # there is no folder yet
+    def check_continuations(self, job, kept, command, results):
+        """Return the failure of a command that continues a killed job, or ''."""
+        for continuation in CONTINUATIONS.get(job, (command,)):
+            backup = Path("killed")
+            shutil.rmtree(backup, ignore_errors=True)
+            shutil.copytree("w", backup)
+            code, output, *_ = self.call(continuation)
+            if code == 2 and continuation.endswith("--resume") and not any(backup.iterdir()):
+                continue  # the job had not created its folder
             if code:
-                return f"{going_on}: exit code {code}: {said}"
-            if differs := difference(results, contents(Path("w"))):
-                return f"{going_on}: {differs}"
+                return f"{continuation}: exit code {code}: {output}"
+            if difference := find_difference(results, read_contents(Path("w"))):
+                return f"{continuation}: {difference}"
             shutil.rmtree("w")
-            shutil.copytree(found, "w")
+            shutil.copytree(backup, "w")
         return ""
 
-    def verdict(self, kept, code, said):
-        """Return what is wrong with how a command took a fault, or ''."""
+    def check_outcome(self, kept, code, output):
+        """Return the failure of a command with a fault, or ''."""
         if code < 0:
             return f"signal {-code}"
-        if "Traceback" in said or "Exception" in said:
+        if "Traceback" in output or "Exception" in output:
             return "traceback"
         if code not in (0, 2):
             return f"exit code {code}"
-        told = [line for line in said.splitlines() if line.startswith("error: ")]
-        if code == 2 and len(told) != 1:
-            return "not one message"
-        left = [path for path in Path("w").rglob("*") if re.search(r"\.partial$|\.tmp$", path.name)]
-        if left:
-            return f"left {left[0].name}"
+        messages = [line for line in output.splitlines() if line.startswith("error: ")]
+        if code == 2 and len(messages) != 1:
+            return "no error message, or several"
+        leftovers = [path for path in Path("w").rglob("*") if re.search(r"\.partial$|\.tmp$", path.name)]
+        if leftovers:
+            return f"leaves {leftovers[0].name}"
         for name in kept:
-            code, said, *_ = self.call(RESUME[name])
+            code, output, *_ = self.call(RESUME[name])
             if code:
-                return f"cannot be resumed: {said.strip().splitlines()[-1]}"
+                return f"cannot be resumed: {output.strip().splitlines()[-1]}"
         return ""
 
 
-def tried(bench, share, first=0, kill=False, jobs=()):
-    """Try one in `share` faults, or ends of the process; return how many were not taken well."""
-    rows, wrong = {}, []
+def try_faults(sandbox, share, first=0, kill=False, jobs=()):
+    """Inject one in `share` faults, or kill the process there; return the number of failures."""
+    rows, failures = {}, []
     for job in jobs or JOBS:
-        kept, words = JOBS[job]
-        bench.lay(kept)
-        code, said, calls, _ = bench.call(words)
-        assert code == 0, (job, said)
-        results = contents(Path("w")) if kill else {}
-        found, slowest = Counter(), 0.0
-        for at, fault in enumerate(range(1 + first % share, calls + 1, share)):
-            name = ERRORS[(at + first) % len(ERRORS)]
-            bench.lay(kept)
-            began = time.monotonic()
-            code, said, _, failed = bench.call(words, fault, 0 if kill else getattr(errno, name))
-            slowest = max(slowest, time.monotonic() - began)
-            problem = bench.killed(job, kept, words, results) if kill else bench.verdict(kept, code, said)
-            found["faults"] += 1
-            found["exit 0"] += code == 0
-            found["exit 2"] += code == 2
+        kept, command = JOBS[job]
+        sandbox.restore_runs(kept)
+        code, output, calls, _ = sandbox.call(command)
+        assert code == 0, (job, output)
+        results = read_contents(Path("w")) if kill else {}
+        counts, slowest = Counter(), 0.0
+        for index, fault in enumerate(range(1 + first % share, calls + 1, share)):
+            name = ERRORS[(index + first) % len(ERRORS)]
+            sandbox.restore_runs(kept)
+            start = time.monotonic()
+            code, output, _, failed = sandbox.call(command, fault, 0 if kill else getattr(errno, name))
+            slowest = max(slowest, time.monotonic() - start)
+            if kill:
+                problem = sandbox.check_continuations(job, kept, command, results)
+            else:
+                problem = sandbox.check_outcome(kept, code, output)
+            counts["faults"] += 1
+            counts["exit 0"] += code == 0
+            counts["exit 2"] += code == 2
             if problem:
-                wrong.append(f"{job}: fault {fault}, {name} at {failed}: {problem}\n{said}")
-                print(wrong[-1], file=sys.stderr, flush=True)
-                found["wrong"] += 1
-        rows[job] = (calls, found, slowest)
-        print(job, calls, dict(found), f"{slowest:.1f} s", file=sys.stderr, flush=True)
+                failures.append(f"{job}: fault {fault}, {name} at {failed}: {problem}\n{output}")
+                print(failures[-1], file=sys.stderr, flush=True)
+                counts["wrong"] += 1
+        rows[job] = (calls, counts, slowest)
+        print(job, calls, dict(counts), f"{slowest:.1f} s", file=sys.stderr, flush=True)
     print(f"{'job':12} {'calls':>6} {'faults':>6} {'exit 0':>6} {'exit 2':>6} {'wrong':>6} {'slowest':>8}")
-    for job, (calls, found, slowest) in rows.items():
-        numbers = " ".join(f"{found[key]:6}" for key in ("faults", "exit 0", "exit 2", "wrong"))
+    for job, (calls, counts, slowest) in rows.items():
+        numbers = " ".join(f"{counts[key]:6}" for key in ("faults", "exit 0", "exit 2", "wrong"))
         print(f"{job:12} {calls:6} {numbers} {slowest:7.1f}s")
-    print(f"{sum(found['faults'] for _, found, _ in rows.values())} faults, {len(wrong)} wrong")
-    for each in wrong:
-        print(each)
-    return len(wrong)
+    print(f"{sum(counts['faults'] for _, counts, _ in rows.values())} faults, {len(failures)} wrong")
+    for failure in failures:
+        print(failure)
+    return len(failures)
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if "FAULTY_DISK" not in os.environ:
-        env = os.environ | {"FAULTY_DISK": "1", "LD_PRELOAD": str(built(folder)), "OMP_NUM_THREADS": "1"}
+        env = os.environ | {"FAULTY_DISK": "1", "LD_PRELOAD": str(compile_shim(folder)), "OMP_NUM_THREADS": "1"}
         os.execve(sys.executable, [sys.executable, *sys.argv], env)
     with contextlib.suppress(KeyError):
         del os.environ["LD_PRELOAD"]
-    bench, wrong = Bench(folder), 0
-    for _, words in itertools.groupby(sys.argv[2:], lambda word: word == "and"):
-        words = list(words)
-        numbers = [int(word) for word in words if word.isdecimal()]
+    sandbox, failures = CommandSandbox(folder), 0
+    for _, group in itertools.groupby(sys.argv[2:], lambda word: word == "and"):
+        group = list(group)
+        numbers = [int(word) for word in group if word.isdecimal()]
         if numbers:
-            jobs = [word for word in words[len(numbers) :] if word != "kill"]
-            wrong += tried(bench, *numbers, kill="kill" in words, jobs=jobs)
-    sys.exit(bool(wrong))
+            jobs = [word for word in group[len(numbers) :] if word != "kill"]
+            failures += try_faults(sandbox, *numbers, kill="kill" in group, jobs=jobs)
+    sys.exit(bool(failures))

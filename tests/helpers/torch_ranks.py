@@ -1,7 +1,6 @@
 """Ranks of torch.distributed, as torchrun starts them: `torch_ranks.py RANKS SCRIPT.py`, or `RANKS PYTEST-ARGUMENTS`.
 
-PyTorch, which takes seconds to import, is imported once: the ranks are forked. RANKS may be several numbers, 1,2,3: one
-job after the other.
+Ranks are forked, so that PyTorch is imported once. RANKS may be several numbers, 1,2,3, for consecutive jobs.
 """
 
 import gc
@@ -13,32 +12,32 @@ import traceback
 
 
 def main(ranks, arguments):
-    """Return the exit code of the first rank that fails, after which the others are ended; else 0."""
+    """Run a job; return the exit code of the first rank that fails, after terminating the others, or 0."""
     import pytest
     import torch.distributed
 
     import neondist.torch.exchange.transport  # noqa: F401
 
-    if not arguments[0].endswith(".py"):  # tests capture modules
+    if not arguments[0].endswith(".py"):  # tests capture modules, which needs it
         import torch._dynamo
-    gc.freeze()  # collections of a rank would copy what it shares with the others
+    gc.freeze()  # garbage collection in a rank would copy shared pages
 
-    ports, tell = os.pipe()
+    reader, writer = os.pipe()
     running = set()
     for rank in range(ranks):
         pid = os.fork()
         if not pid:
-            port = os.read(ports, 8).decode().strip()
+            port = os.read(reader, 8).decode().strip()
             os.environ.update(
                 RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
                 TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", TORCHELASTIC_RUN_ID="tests",
             )  # fmt: skip
-            end(script if arguments[0].endswith(".py") else pytest.main, arguments)
+            exit_with(run_script if arguments[0].endswith(".py") else pytest.main, arguments)
         running.add(pid)
-    # as torchrun's agent does: a free port, which nobody can take in between
+    # the store is bound to a free port before the ranks use it, as by torchrun's agent
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.write(tell, b"%8d" % store.port * ranks)
+    os.write(writer, b"%8d" % store.port * ranks)
     while running:
         pid, status = os.wait()
         running.discard(pid)
@@ -50,20 +49,20 @@ def main(ranks, arguments):
     return 0
 
 
-def script(arguments):
-    """Run a script as Python does."""
+def run_script(arguments):
+    """Run a script as the main program."""
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
     return 0
 
 
-def end(work, arguments):
-    """End this process with what `work(arguments)` returns."""
+def exit_with(function, arguments):
+    """Exit this process with the result of `function(arguments)`."""
     code = 1
     try:
-        code = int(work(arguments))
-    except SystemExit as asked:
-        code = asked.code or 0
+        code = int(function(arguments))
+    except SystemExit as exit_request:
+        code = exit_request.code or 0
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Public PyTorch models, unmodified, with random weights.
 
-PyTorch and the models' packages are imported where one is built; a test is skipped there if they are lacking.
+PyTorch and the packages of the models are imported when a model is built; tests are skipped without them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A model of the zoo.
+class ZooEntry:
+    """Model of the zoo.
 
     Attributes
     ----------
     name : str
-        Its package and its own name.
+        Package and name of the model.
     make : callable
-        Returns the module, with the weights of whatever random state there is.
+        Returns the module, with weights from the global random state.
     example_shape : tuple of int
-        Shape of an input, (N, C, *spatial).
+        Input shape (N, C, *spatial).
     """
 
     name: str
@@ -38,28 +38,28 @@ class Entry:
     example_shape: tuple[int, ...]
 
     def build(self) -> Module:
-        """Return the module in train mode, float32, the same every time; skip the test where its package is lacking."""
+        """Return the module in train mode and float32, identical every time; skip the test without its package."""
         import torch
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2026)
             module = self.make().train()
-            _randomise(module)
+            _randomise_constants(module)
             _calibrate(module, self.example_shape)
         return module
 
 
-def public(package: str) -> Any:
-    """Return a module of one of the public packages, or skip the test that needs it."""
+def import_public(package: str) -> Any:
+    """Import a module of a public package, or skip the test."""
     pytest.importorskip("torch")
-    _let_torchvision_import()
-    return pytest.importorskip(package, reason=f"{package} is not here: pip install neondist[zoo]")
+    _define_missing_operators()
+    return pytest.importorskip(package, reason=f"{package} is not installed: pip install neondist[zoo]")
 
 
-def _let_torchvision_import() -> None:
-    """Define what torchvision lacks if it was built for another variant of PyTorch: its own operators.
+def _define_missing_operators() -> None:
+    """Define the operators that torchvision lacks if it was built for another variant of PyTorch.
 
-    No model here uses them, but as it is imported it gives rules to operators of these names.
+    No model uses them, but torchvision registers rules for them on import.
     """
     import torch
 
@@ -72,8 +72,8 @@ def _let_torchvision_import() -> None:
         pass
 
 
-def _randomise(module: Module) -> None:
-    """Give random values to parameters that are constant at first: behind a scale of zero there are no gradients."""
+def _randomise_constants(module: Module) -> None:
+    """Randomise parameters with constant initial values, because a scale of zero stops gradients."""
     import torch
 
     with torch.no_grad():
@@ -83,16 +83,16 @@ def _randomise(module: Module) -> None:
 
 
 def _calibrate(module: Module, shape: tuple[int, ...]) -> None:
-    """Set running statistics to those of a random batch: with any others, eval mode all but loses the input."""
+    """Set running statistics to those of a random batch, because eval mode with others suppresses the input."""
     import torch
 
     norms = [part for part in module.modules() if isinstance(part, torch.nn.modules.batchnorm._BatchNorm)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
-        norm.momentum = None  # the mean over all batches, of which this is the first
+        norm.momentum = None  # cumulative average, of a single batch
     if norms:
         with torch.no_grad():
-            # in float64, so that another order of sums gives the same in float32
+            # in float64, so that the order of sums does not affect the float32 values
             module.double()(torch.randn(shape, dtype=torch.float64))
         module.float()
     for norm, momentum in zip(norms, momenta, strict=True):
@@ -100,56 +100,58 @@ def _calibrate(module: Module, shape: tuple[int, ...]) -> None:
 
 
 def _torchvision(name: str, **arguments: Any) -> Module:
-    return getattr(public("torchvision.models"), name)(weights=None, **arguments)
+    return getattr(import_public("torchvision.models"), name)(weights=None, **arguments)
 
 
 def _vgg_features() -> Module:
-    """Return what comes before the classifier, whose 120 million parameters have nothing to do with space."""
-    vgg = public("torchvision.models.vgg")
+    """Return VGG without its classifier, whose 120 million parameters are not spatial."""
+    vgg = import_public("torchvision.models.vgg")
     return vgg.make_layers(vgg.cfgs["A"], batch_norm=True)
 
 
 def _alexnet_features() -> Module:
-    """Return what comes before the classifier, for the same reason."""
+    """Return AlexNet without its classifier."""
     import torch
 
     alexnet = _torchvision("alexnet")
     return torch.nn.Sequential(alexnet.features, alexnet.avgpool)
 
 
-def _segments(name: str) -> Module:
-    models = public("torchvision.models.segmentation")
+def _segmentation(name: str) -> Module:
+    models = import_public("torchvision.models.segmentation")
     return getattr(models, name)(weights=None, weights_backbone=None, num_classes=3)
 
 
 def _video(name: str) -> Module:
-    return getattr(public("torchvision.models.video"), name)(weights=None, num_classes=7)
+    return getattr(import_public("torchvision.models.video"), name)(weights=None, num_classes=7)
 
 
 def _swin() -> Module:
-    swin = public("torchvision.models.swin_transformer")
+    swin = import_public("torchvision.models.swin_transformer")
     return swin.SwinTransformer([2, 2], 24, [2, 2], [2, 4], [3, 3], stochastic_depth_prob=0.0, num_classes=7)
 
 
 def _timm(name: str, **arguments: Any) -> Module:
-    return public("timm").create_model(name, pretrained=False, num_classes=7, **arguments)
+    return import_public("timm").create_model(name, pretrained=False, num_classes=7, **arguments)
 
 
 def _smp(name: str, encoder: str = "resnet18", **arguments: Any) -> Module:
-    models = public("segmentation_models_pytorch")
+    models = import_public("segmentation_models_pytorch")
     return getattr(models, name)(encoder, encoder_weights=None, classes=3, **arguments)
 
 
 def _monai(name: str, **arguments: Any) -> Module:
-    return getattr(public("monai.networks.nets"), name)(spatial_dims=3, in_channels=1, out_channels=2, **arguments)
+    return getattr(import_public("monai.networks.nets"), name)(
+        spatial_dims=3, in_channels=1, out_channels=2, **arguments
+    )
 
 
 def _vae(part: str, attention: bool) -> Module:
-    """Return the encoder of a latent diffusion model's images, to the mean of its codes, or the decoder."""
-    diffusers = public("diffusers.models.autoencoders.autoencoder_kl")
+    """Return the encoder of a latent diffusion model, to the mean of its codes, or the decoder."""
+    diffusers = import_public("diffusers.models.autoencoders.autoencoder_kl")
     import torch
 
-    whole = diffusers.AutoencoderKL(
+    autoencoder = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
         block_out_channels=(8, 16, 16),
@@ -160,7 +162,7 @@ def _vae(part: str, attention: bool) -> Module:
     class Encoder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.encoder, self.quant_conv = whole.encoder, whole.quant_conv
+            self.encoder, self.quant_conv = autoencoder.encoder, autoencoder.quant_conv
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.quant_conv(self.encoder(x))
@@ -168,7 +170,7 @@ def _vae(part: str, attention: bool) -> Module:
     class Decoder(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.decoder, self.post_quant_conv = whole.decoder, whole.post_quant_conv
+            self.decoder, self.post_quant_conv = autoencoder.decoder, autoencoder.post_quant_conv
 
         def forward(self, z: torch.Tensor) -> torch.Tensor:
             return self.decoder(self.post_quant_conv(z))
@@ -176,11 +178,11 @@ def _vae(part: str, attention: bool) -> Module:
     return {"encoder": Encoder, "decoder": Decoder}[part]()
 
 
-def _entry(name: str, make: Callable[..., Module], shape: tuple[int, ...], *args: Any, **arguments: Any) -> Entry:
-    return Entry(name, partial(make, *args, **arguments), shape)
+def _entry(name: str, make: Callable[..., Module], shape: tuple[int, ...], *args: Any, **arguments: Any) -> ZooEntry:
+    return ZooEntry(name, partial(make, *args, **arguments), shape)
 
 
-def _torchvision_entry(name: str, *spatial: int, **arguments: Any) -> Entry:
+def _torchvision_entry(name: str, *spatial: int, **arguments: Any) -> ZooEntry:
     return _entry(f"torchvision.{name}", _torchvision, (2, 3, *spatial), name, num_classes=7, **arguments)
 
 
@@ -202,9 +204,9 @@ ZOO = (
     _torchvision_entry("inception_v3", 139, 107, aux_logits=False, init_weights=False),
     _entry("torchvision.r3d_18", _video, (2, 3, 7, 33, 21), "r3d_18"),
     _entry("torchvision.swin", _swin, (2, 3, 52, 44)),
-    _entry("torchvision.fcn_resnet50", _segments, (2, 3, 49, 37), "fcn_resnet50"),
-    _entry("torchvision.deeplabv3_resnet50", _segments, (2, 3, 49, 37), "deeplabv3_resnet50"),
-    _entry("torchvision.lraspp_mobilenet_v3_large", _segments, (2, 3, 65, 49), "lraspp_mobilenet_v3_large"),
+    _entry("torchvision.fcn_resnet50", _segmentation, (2, 3, 49, 37), "fcn_resnet50"),
+    _entry("torchvision.deeplabv3_resnet50", _segmentation, (2, 3, 49, 37), "deeplabv3_resnet50"),
+    _entry("torchvision.lraspp_mobilenet_v3_large", _segmentation, (2, 3, 65, 49), "lraspp_mobilenet_v3_large"),
     _entry("timm.resnet26d", _timm, (2, 3, 65, 49), "resnet26d"),
     _entry("timm.efficientnet_lite0", _timm, (2, 3, 65, 49), "efficientnet_lite0"),
     _entry("timm.convnext_atto", _timm, (2, 3, 67, 49), "convnext_atto"),
@@ -247,4 +249,4 @@ ZOO = (
     _entry("diffusers.vae_encoder_with_attention", _vae, (2, 3, 43, 37), "encoder", attention=True),
     _entry("diffusers.vae_decoder_with_attention", _vae, (2, 4, 11, 7), "decoder", attention=True),
 )
-"""the models, by no more than a name where their own defaults are small enough"""
+"""public models, with default arguments where these are small enough"""

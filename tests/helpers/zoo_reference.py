@@ -1,11 +1,11 @@
-"""References for the models of the zoo, computed by one process."""
+"""Reference results of the models of the zoo on one process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zoo import Entry
+from zoo import ZooEntry
 
 if TYPE_CHECKING:
     import torch
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reference:
-    """Results of one model in train mode in one process, which `distribute` has to reproduce on any grid.
+    """Results of a model in train mode on one process, which `distribute` must reproduce on any grid.
 
     Attributes
     ----------
     x, dx : torch.Tensor
-        The input and its gradient.
+        Input and its gradient.
     outputs, output_gradients : list of torch.Tensor
-        The tensors among the outputs, in the order of `tensors_of`, and the gradients that were sent back from them.
+        Tensors of the output, in the order of `flatten_tensors`, and their gradients.
     gradients : dict of str to torch.Tensor
-        The parameters' gradients, zeros for a parameter that takes no part.
+        Gradients of the parameters, zeros for unused ones.
     buffers : dict of str to torch.Tensor
-        The running statistics afterwards.
+        Final running statistics.
     """
 
     x: torch.Tensor
@@ -35,14 +35,14 @@ class Reference:
     buffers: dict[str, torch.Tensor]
 
 
-def reference(entry: Entry, dtype: str = "float64", seed: int = 0, *, training: bool = True) -> Reference:
-    """Return what one process computes, forward and backward, from `example` and gradients by `drawn_like`."""
+def compute_reference(entry: ZooEntry, dtype: str = "float64", seed: int = 0, *, training: bool = True) -> Reference:
+    """Return the results of a forward and a backward pass with `draw_example` and random output gradients."""
     import torch
 
-    module = deterministic(entry, dtype).train(training)
-    x = example(entry, dtype, seed).requires_grad_()
-    outputs = tensors_of(module(x))
-    output_gradients = drawn_like(outputs, seed + 1)
+    module = build_deterministic(entry, dtype).train(training)
+    x = draw_example(entry, dtype, seed).requires_grad_()
+    outputs = flatten_tensors(module(x))
+    output_gradients = draw_like(outputs, seed + 1)
     torch.autograd.backward(outputs, output_gradients)
     gradients = {
         name: torch.zeros_like(values) if values.grad is None else values.grad
@@ -54,20 +54,20 @@ def reference(entry: Entry, dtype: str = "float64", seed: int = 0, *, training: 
     )
 
 
-def state_after(entry: Entry, steps: int = 5, dtype: str = "float64", seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return the state of the module after some steps of `sgd`, each with an example of its own and `loss_of`."""
-    module = deterministic(entry, dtype)
-    optimizer = sgd(module)
+def train_reference(entry: ZooEntry, steps: int = 5, dtype: str = "float64", seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return the state of a module after some steps of SGD with different examples."""
+    module = build_deterministic(entry, dtype)
+    optimizer = make_sgd(module)
     for step in range(steps):
         optimizer.zero_grad()
-        outputs = tensors_of(module(example(entry, dtype, seed + step)))
-        loss_of(outputs, drawn_like(outputs, seed + step + 1)).backward()
+        outputs = flatten_tensors(module(draw_example(entry, dtype, seed + step)))
+        compute_loss(outputs, draw_like(outputs, seed + step + 1)).backward()
         optimizer.step()
     return module.state_dict()
 
 
-def deterministic(entry: Entry, dtype: str = "float64") -> torch.nn.Module:
-    """Return the module in train mode and without dropout, which a distributed model draws by other keys."""
+def build_deterministic(entry: ZooEntry, dtype: str = "float64") -> torch.nn.Module:
+    """Return the module in train mode without dropout, for which a distributed model uses other random numbers."""
     import torch
 
     module = entry.build().to(getattr(torch, dtype))
@@ -80,38 +80,38 @@ def deterministic(entry: Entry, dtype: str = "float64") -> torch.nn.Module:
     return module
 
 
-def example(entry: Entry, dtype: str = "float64", seed: int = 0) -> torch.Tensor:
-    """Return an input of the entry's shape, the same in every dtype but for rounding."""
+def draw_example(entry: ZooEntry, dtype: str = "float64", seed: int = 0) -> torch.Tensor:
+    """Return a random input, equal in every dtype up to rounding."""
     import torch
 
     x = torch.empty(entry.example_shape, dtype=torch.float64)
-    return drawn_like([x], seed)[0].to(getattr(torch, dtype))
+    return draw_like([x], seed)[0].to(getattr(torch, dtype))
 
 
-def drawn_like(tensors: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """Return normally distributed values for each, drawn in float64."""
+def draw_like(tensors: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """Return normally distributed tensors of the same shapes, drawn in float64."""
     import torch
 
     source = torch.Generator().manual_seed(seed)
     return [torch.randn(t.shape, generator=source, dtype=torch.float64).to(t.dtype) for t in tensors]
 
 
-def tensors_of(output: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output, which some models pack into a dict."""
+def flatten_tensors(output: Any) -> list[torch.Tensor]:
+    """Return the tensors of an output, which may be a dictionary."""
     from torch.utils import _pytree
 
     return _pytree.tree_leaves(output)
 
 
-def loss_of(outputs: list[torch.Tensor], targets: list[torch.Tensor]) -> torch.Tensor:
-    """Return the mean squared error, added up over the outputs."""
+def compute_loss(outputs: list[torch.Tensor], targets: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the mean squared errors of all outputs."""
     import torch
 
     return torch.stack([((y - t) ** 2).mean() for y, t in zip(outputs, targets, strict=True)]).sum()
 
 
-def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of `state_after`; with long steps, models with random weights are chaotic."""
+def make_sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return SGD with a small learning rate, because models with random weights diverge with a larger one."""
     import torch
 
     return torch.optim.SGD(module.parameters(), lr=1e-6, momentum=0.9)

@@ -1,7 +1,8 @@
-"""More ranks than a machine carries, or than an image has cells, are not started."""
+"""Refusal of more ranks than a machine supports, or than an image has cells."""
 
 import pytest
-from cli_runs import EXPERIMENT, needs_mpirun
+from availability import needs_mpirun
+from cli_runs import EXPERIMENT
 
 from neondist.cli import main
 from neondist.errors import LaunchError
@@ -11,7 +12,7 @@ from neondist.system import memory, threads
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Four cores and 2 GB."""
+    """Emulate a machine with four cores and 2 GB of free memory."""
     monkeypatch.setattr(threads, "cores", lambda process=0: 4)
     monkeypatch.setattr(memory, "free_memory", lambda: 2 << 30)
 
@@ -22,7 +23,7 @@ def test_cores(machine):
         refuse_crowd(65, {})
 
 
-def test_a_crowd_is_warned_of_the_time_that_it_loses(machine, monkeypatch, capsys):
+def test_oversubscription_warning(machine, monkeypatch, capsys):
     for name in threads.VARIABLES:
         monkeypatch.delenv(name, raising=False)
     warn_crowd(16, {})
@@ -43,12 +44,12 @@ def test_memory(machine):
 
 
 @pytest.mark.parametrize("env", [{"SLURM_JOB_NUM_NODES": "8"}, {"PBS_NODEFILE": "x"}])
-def test_in_an_allocation_the_machines_are_others(machine, env):
+def test_allocations_have_no_limits(machine, env):
     refuse_crowd(1000, env)
 
 
 @needs_mpirun
-def test_twenty_thousand(tmp_path, capsys, monkeypatch):
+def test_limits_of_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "toy.yaml").write_text(EXPERIMENT)
     assert main(["run", "toy.yaml", "-n", "20000"]) == 2

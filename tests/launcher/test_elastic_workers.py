@@ -1,12 +1,12 @@
-"""An elastic run with servers: a worker joins in the second epoch, and leaves for another job before the end."""
+"""Elastic run with servers: a worker joins in the second epoch, and leaves for another job before the end."""
 
 import json
 import threading
-import time
 
 import pytest
-from cli_runs import here
-from definitions import MODEL, drawn, write_csv
+from cli_runs import run_in_process
+from model_definition import MODEL_DEFINITION, draw_records, write_csv
+from waiting import wait_until
 
 pytest.importorskip("torch")
 
@@ -19,7 +19,7 @@ SLOW = """def forward(self, x):
 
         worker, self.calls = os.environ.get("NEONDIST_WORKER", ""), getattr(self, "calls", 0) + 1
         if worker:
-            pathlib.Path("begun").touch()
+            pathlib.Path("started").touch()
         end = time.monotonic() + 60
         while worker == "0" and self.calls > 20 and not os.path.exists("joined") and time.monotonic() < end:
             time.sleep(0.02)
@@ -27,56 +27,49 @@ SLOW = """def forward(self, x):
 """
 
 
-def wait(condition):
-    end = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def steps_of_second(folder):
+def count_steps_of_second_worker(folder):
     return JobStatus.read(folder).workers.get("worker-00001", 0) if (folder / NAME).exists() else 0
 
 
-def scaled(folder):
-    return [(one["before"], one["workers"]) for one in read_events(folder) if one["event"] == "scale"]
+def read_scalings(folder):
+    return [(event["before"], event["workers"]) for event in read_events(folder) if event["event"] == "scale"]
 
 
 @pytest.mark.long
-def test_a_worker_joins_late_and_leaves_early(tmp_path, monkeypatch):
+def test_worker_joins_and_leaves(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("NEONDIST_TESTS_HIDE", "matplotlib")
-    (tmp_path / "model_slow.py").write_text(MODEL.replace("def forward(self, x):", SLOW))
-    write_csv(tmp_path / "train.csv", drawn(64))
+    (tmp_path / "model_slow.py").write_text(MODEL_DEFINITION.replace("def forward(self, x):", SLOW))
+    write_csv(tmp_path / "train.csv", draw_records(64))
     (tmp_path / "slots").write_text("localhost:2\n")
     bounds = "--num-workers", "1:2", "--num-ps", "1", "--hosts-from", "slots"
     tasks = "--minibatch-size", "4", "--num-epochs", "6", "--num-minibatches-per-task", "2", "--output", "run"
     strategy = "--distribution-strategy", "ParameterServerStrategy", "--use-async"
-    taken = threading.Event()
+    occupied = threading.Event()
 
-    def share():
-        """Be another job, which ends as the run begins, and a third one, once the run's second worker trains."""
+    def occupy_slots():
+        """Emulate a job that ends once the run has started, and a third one once its second worker trains."""
         with SlotTable(Demand(1, 1), user_folder()) as second:
             assert second.take({"localhost": 2})
-            taken.set()
-            wait((tmp_path / "begun").exists)
-        wait(lambda: steps_of_second(tmp_path / "run/servers") > 0)
+            occupied.set()
+            wait_until((tmp_path / "started").exists, 100)
+        wait_until(lambda: count_steps_of_second_worker(tmp_path / "run/servers") > 0, 100)
         (tmp_path / "joined").touch()
         with SlotTable(Demand(1, 1), user_folder()) as third:
-            wait(lambda: third.take({"localhost": 2}))
-            ended.wait(100)
+            wait_until(lambda: third.take({"localhost": 2}), 100)
+            finished.wait(100)
 
-    ended = threading.Event()
-    beside = threading.Thread(target=share, daemon=True)
-    beside.start()
-    assert taken.wait(10)
+    finished = threading.Event()
+    other_jobs = threading.Thread(target=occupy_slots, daemon=True)
+    other_jobs.start()
+    assert occupied.wait(10)
     words = "train", "model_slow.py", "--training-data", "train.csv", *tasks, *bounds, *strategy
-    code, out, err = here(tmp_path, *words)
-    ended.set()
+    code, out, err = run_in_process(tmp_path, *words)
+    finished.set()
     assert code == 0, err
     assert "applied: 64 records in each of 6 epochs, each once; 0 workers started again" in out, err
     assert "workers: 1 -> 2 (slots are free)\n" in err
     assert "workers: 2 -> 1 (another job waits)\n" in err
-    assert scaled(tmp_path / "run") == [(1, 2), (2, 1)]
+    assert read_scalings(tmp_path / "run") == [(1, 2), (2, 1)]
     epochs = [json.loads(line)["epoch"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert epochs == [1, 2, 3, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""mpirun's notices are left out, all else is copied."""
+"""Removal of mpirun's notices from its output."""
 
 import pytest
 
@@ -20,7 +20,7 @@ LOST = (
 )
 
 
-def run(data, size):
+def filter_chunks(data, size):
     notices = Filter()
     chunks = [data[i : i + size] for i in range(0, len(data), size)]
     return b"".join(map(notices.feed, chunks)) + notices.flush()
@@ -49,23 +49,25 @@ def run(data, size):
     ],
 )
 def test_filter(data, expected, size):
-    assert run(data, size) == expected
+    assert filter_chunks(data, size) == expected
 
 
-def test_an_unfinished_line_does_not_wait():
+def test_incomplete_lines_pass_at_once():
     assert Filter().feed(b"epoch 1 ...") == b"epoch 1 ..."
 
 
-@pytest.mark.parametrize(("said", "spoken"), [(b"", False), (b"\n \n", False), (b"error: x\n", True), (b"10%", True)])
-def test_what_is_left_out_is_kept_for_jobs_that_say_nothing_else(said, spoken):
+@pytest.mark.parametrize(
+    ("output", "has_output"), [(b"", False), (b"\n \n", False), (b"error: x\n", True), (b"10%", True)]
+)
+def test_notices_are_kept_for_silent_jobs(output, has_output):
     messages = Filter()
-    for data in (said, EXIT):
+    for data in (output, EXIT):
         messages.feed(data)
     messages.flush()
-    assert (messages.has_output, messages.notices) == (spoken, EXIT)
+    assert (messages.has_output, messages.notices) == (has_output, EXIT)
 
 
-def test_what_mpirun_says_of_losses():
+def test_losses_in_notices():
     messages = Filter()
     messages.feed(LOST + SIGNAL + b"[nodeC:0] *** on a NULL communicator\n")
     assert (messages.lost_nodes, messages.signals) == (("nodeC",), {1: "signal 9 (Killed)"})

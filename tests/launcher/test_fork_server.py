@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported everything: as new ones are, but sooner."""
+"""Processes forked from a server that has imported the package."""
 
 import signal
 import subprocess
@@ -6,8 +6,8 @@ import sys
 import threading
 
 import pytest
-from processes import alive, finish, kill
-from test_supervise import gone
+from processes import communicate, is_alive, kill
+from waiting import wait_until
 
 from neondist.launcher.fork_server import open_fork_server
 
@@ -24,8 +24,8 @@ print("written once, although it is in a buffer when the server is forked")
 with open_fork_server(lambda: None) as server:
     [copy] = psutil.Process().children()
     assert gc.isenabled() and gc.get_freeze_count() > 10_000
-    one = server.start(["check", "nothing.yaml"], {**os.environ, "HERE": "1"}, "check")
-    assert one.wait() == 2
+    check = server.start(["check", "nothing.yaml"], {**os.environ, "HERE": "1"}, "check")
+    assert check.wait() == 2
     service = server.start(["serve", "ps"], TOKEN, "serve ps", subprocess.PIPE)
     assert service.stdout.readline().startswith("PServer at 127.0.0.1:")
     process = psutil.Process(service.pid)
@@ -57,16 +57,16 @@ import psutil
 import neondist.cli
 from neondist.launcher.fork_server import open_fork_server
 
-for goes_on in (True, False):
+for resumes in (True, False):
     with open_fork_server(lambda: None, patience=0.2) as server:
         [copy] = psutil.Process().children()
         copy.suspend()
         assert server.start(["check", "nothing.yaml"], os.environ, "late") is None
-        if goes_on:
+        if resumes:
             copy.resume()
-            while copy.status() != psutil.STATUS_ZOMBIE:  # it has forked, and found that nobody asks any more
+            while copy.status() != psutil.STATUS_ZOMBIE:  # it has forked for an abandoned request
                 time.sleep(0.01)
-            [late] = [one for one in psutil.Process().children() if one != copy]
+            [late] = [child for child in psutil.Process().children() if child != copy]
             while late.status() != psutil.STATUS_ZOMBIE:
                 time.sleep(0.01)
         assert server.start(["check", "nothing.yaml"], os.environ, "another", subprocess.PIPE) is None
@@ -74,47 +74,47 @@ for goes_on in (True, False):
 """
 
 
-def start(how, **more):
-    words = [sys.executable, "-c", SUPERVISOR, how]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+def start_supervisor(mode, **options):
+    words = [sys.executable, "-c", SUPERVISOR, mode]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
-def test_forked_processes_are_children_with_their_own_environment_output_and_exit_code():
-    out, err = finish(start("end"))
+def test_forked_processes_behave_as_children():
+    out, err = communicate(start_supervisor("end"))
     assert out == "written once, although it is in a buffer when the server is forked\n"
     assert "nothing.yaml: no such file" in err.splitlines()[0]
     assert len(err.splitlines()) == 1, err
 
 
 def test_forked_processes_end_with_the_supervisor():
-    with start("wait") as process:
+    with start_supervisor("wait") as process:
         process.stdout.readline()
         pids = [int(word) for word in process.stdout.readline().split()]
         try:
-            assert all(map(alive, pids))
+            assert all(map(is_alive, pids))
             process.send_signal(signal.SIGKILL)
-            assert all(map(gone, pids))
+            wait_until(lambda: not any(map(is_alive, pids)))
         finally:
             kill(pids)
 
 
-def test_a_process_that_is_forked_too_late_neither_runs_nor_is_taken_for_another():
-    """The copy is stopped while it is asked; then it goes on, or does not."""
+def test_late_forks_are_discarded():
+    """Suspend the server during a request, and resume it or not."""
     process = subprocess.Popen([sys.executable, "-c", LATE], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert (finish(process), process.returncode) == ((b"", b""), 0)
+    assert (communicate(process), process.returncode) == ((b"", b""), 0)
 
 
-def fails():
+def fail_import():
     raise ImportError("torch")
 
 
-def test_there_is_no_server_beside_threads_or_without_what_is_imported():
-    with open_fork_server(fails) as server:
+def test_no_server_with_threads_or_failed_imports():
+    with open_fork_server(fail_import) as server:
         assert server is None
-    ended = threading.Event()
-    beside = threading.Thread(target=ended.wait)
-    beside.start()
+    finished = threading.Event()
+    thread = threading.Thread(target=finished.wait)
+    thread.start()
     with open_fork_server(lambda: None) as server:
-        ended.set()
+        finished.set()
         assert server is None
-    beside.join()
+    thread.join()

@@ -1,4 +1,4 @@
-"""Facts about the MPI job from the environment."""
+"""Detection of the MPI job from the environment."""
 
 import pytest
 
@@ -26,7 +26,7 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", 
         ({**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}, None),  # srun --pty bash
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"}, None),  # the batch script itself
         ({"PMIX_RANK": "2"}, Job(None, 2, None)),
-        ({"NEONDIST_LAUNCHED": "4"}, Job(4, None, 4)),  # an mpirun that says nothing
+        ({"NEONDIST_LAUNCHED": "4"}, Job(4, None, 4)),  # an mpirun without variables of its own
         ({**HYDRA, "PMI_SIZE": "1", "NEONDIST_LAUNCHED": "4"}, Job(4, 0, 3)),
         ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, Job(1, 0, None)),
         ({"PMI_SIZE": "many"}, None),
@@ -36,13 +36,13 @@ def test_detect(env, job):
     assert detect(env) == job
 
 
-def test_one_rank_prints():
+def test_first_rank():
     assert [Job(4, rank, 4).first for rank in range(3)] == [True, False, False]
     assert Job(None, None, None).first
 
 
-def test_ranks_of_torchrun_are_no_mpi_job():
+def test_torchrun_is_not_an_mpi_job():
     env = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    assert torchrun_ranks(env) == 0  # anybody may set these
+    assert torchrun_ranks(env) == 0  # users may set these, too
     assert torchrun_ranks({**env, "TORCHELASTIC_RUN_ID": "none"}) == 4
     assert detect({**env, "TORCHELASTIC_RUN_ID": "none"}) is None

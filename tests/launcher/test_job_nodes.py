@@ -1,4 +1,4 @@
-"""Workers and servers on the nodes of a resource file: losses of processes and of nodes, signals, and tiles."""
+"""Workers and servers on the nodes of a resource file: lost processes and nodes, signals, and tiles."""
 
 import argparse
 import json
@@ -13,11 +13,13 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from cli_runs import here, neondist, start
-from fake_nodes import FakeNodes, missing, needs_mpirun
-from processes import finish
-from sshd import Sshd, other_environment, without_sshd
-from turns import some
+from availability import needs_mpirun
+from case_selection import select_cases
+from cli_runs import build_command, run_in_process, start_command
+from fake_nodes import FakeNodes, needs_fake_nodes
+from processes import communicate
+from sshd import SshServers, create_environment, needs_sshd
+from waiting import wait_until
 
 import yaml
 from neondist.cluster.hosts import HostSource
@@ -58,9 +60,9 @@ class Slow(nd.Activation):
 
 
 def resources(**cpus):
-    first = {"address": platform.node(), "chief": True}
+    chief = {"address": platform.node(), "chief": True}
     nodes = [
-        first,
+        chief,
         *({"address": node, "cpus": list(range(count)), "ssh_config": "all"} for node, count in cpus.items()),
     ]
     return {"nodes": nodes, "ssh": {"all": {"shared_envs": {"ODD": "it's $HOME"}}}}
@@ -68,61 +70,50 @@ def resources(**cpus):
 
 @pytest.fixture
 def folder(tmp_path):
-    made = tmp_path / "it's a $HOME"
-    made.mkdir()
-    (made / "job.yaml").write_text(EXPERIMENT)
-    (made / "slow.py").write_text(SLOW)
-    (made / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=1, nodeC=1)))
-    return made
-
-
-def wait_for(found, seconds=60):
-    end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    return value
+    folder = tmp_path / "it's a $HOME"
+    folder.mkdir()
+    (folder / "job.yaml").write_text(EXPERIMENT)
+    (folder / "slow.py").write_text(SLOW)
+    (folder / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=1, nodeC=1)))
+    return folder
 
 
 @pytest.fixture
 def nodes(tmp_path):
-    made = FakeNodes(tmp_path, "nodeB", "nodeC")
-    yield made
-    made.end()
+    nodes = FakeNodes(tmp_path, "nodeB", "nodeC")
+    yield nodes
+    nodes.end()
 
 
-def find(nodes, node, kind):
+def list_processes(nodes, node, kind):
     """Return the processes of a kind on a node: 'ps', 'master', or 'run' for a worker."""
-    found = []
-    for _, where, pid in nodes.processes():
+    processes = []
+    for _, host, pid in nodes.processes():
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             words = process.cmdline()
-            if where == node and kind in words and "neondist.launcher.remote" not in words:
-                found.append(process)
-    return found
+            if host == node and kind in words and "neondist.launcher.remote" not in words:
+                processes.append(process)
+    return processes
 
 
-fake = pytest.mark.skipif(bool(missing()), reason=missing())
-
-
-@fake
+@needs_fake_nodes
 @needs_mpirun
 @pytest.mark.long
-def test_processes_and_a_node_are_lost_and_the_run_goes_on(folder, nodes):
-    """A worker and a server of nodeB are killed, then nodeC is gone: its worker and its server go on elsewhere."""
-    job = start(
-        neondist("launch", "nodes.yaml", "job.yaml", "--import", "slow.py", "--output", "out"), folder, **nodes.env
+def test_run_survives_lost_processes_and_a_lost_node(folder, nodes):
+    """Kill a worker and a server of nodeB, then nodeC, whose worker and server move to other nodes."""
+    job = start_command(
+        build_command("launch", "nodes.yaml", "job.yaml", "--import", "slow.py", "--output", "out"), folder, **nodes.env
     )
     try:
-        wait_for(lambda: (folder / "out" / "metrics.jsonl").is_file() and find(nodes, "nodeC", "run"))
+        wait_until(lambda: (folder / "out" / "metrics.jsonl").is_file() and list_processes(nodes, "nodeC", "run"))
         for kind in ("run", "ps"):
-            (process,) = wait_for(lambda kind=kind: find(nodes, "nodeB", kind))
+            (process,) = wait_until(lambda kind=kind: list_processes(nodes, "nodeB", kind))
             process.kill()
             process.wait()
-            wait_for(lambda kind=kind: find(nodes, "nodeB", kind))
+            wait_until(lambda kind=kind: list_processes(nodes, "nodeB", kind))
         nodes.switch_off("nodeC")
-        out, err = finish(job, 240)
+        out, err = communicate(job, 240)
     finally:
         job.kill()
     assert job.returncode == 0, err
@@ -133,62 +124,62 @@ def test_processes_and_a_node_are_lost_and_the_run_goes_on(folder, nodes):
     assert not nodes.processes()
 
 
-@fake
+@needs_fake_nodes
 @needs_mpirun
-@pytest.mark.parametrize(("number", "command"), some([
+@pytest.mark.parametrize(("number", "command"), select_cases([
     (signal.SIGTERM, ["launch", "nodes.yaml", "job.yaml", "-n", 4]),
     (signal.SIGKILL, ["run", "job.yaml", "--hosts-from", "hosts", "-n", 4]),
 ]))  # fmt: skip
 @pytest.mark.long
 def test_all_nodes_end_with_the_job(folder, nodes, number, command):
-    """A stopped job has a checkpoint, from which it would go on; of a killed one nothing is left on any node."""
+    """Stop a job, which may be resumed, or kill it: no process remains on any node."""
     (folder / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=4)))
     tiles = "grid: {replicas: 2, rows: 2, cols: 1}"
     (folder / "job.yaml").write_text(EXPERIMENT.replace("grid: {replicas: 3}", tiles))
     (folder / "hosts").write_text("nodeB:4\n")
-    job = start(neondist(*command, "--import", "slow.py", "--output", "out"), folder, **nodes.env)
+    job = start_command(build_command(*command, "--import", "slow.py", "--output", "out"), folder, **nodes.env)
     try:
-        wait_for(lambda: (folder / "out" / "metrics.jsonl").is_file() and len(nodes.pids("rank", "nodeB")) == 4)
+        wait_until(lambda: (folder / "out" / "metrics.jsonl").is_file() and len(nodes.pids("rank", "nodeB")) == 4)
         job.send_signal(number)
-        _, err = finish(job, 60)
+        _, err = communicate(job, 60)
     finally:
         job.kill()
     assert job.returncode == (75 if number == signal.SIGTERM else -number), err
-    wait_for(lambda: not nodes.processes(), 30)
+    wait_until(lambda: not nodes.processes(), 30)
 
 
-@pytest.mark.skipif(bool(without_sshd()), reason=without_sshd())
+@needs_sshd
 @pytest.mark.long
-def test_workers_over_sshd_of_two_environments(folder, tmp_path):
-    """A session is killed, then the job is stopped; it goes on with a list of hosts, which is read once."""
-    other, servers = other_environment(tmp_path), Sshd(tmp_path, "nodeB", "nodeC")
-    venvs = {"nodeB": f"source {sys.prefix}/bin/activate", "nodeC": f"source '{other}/bin/activate'"}
-    found = [{"address": node, "ssh_config": f"of {node}"} for node in venvs]
+def test_workers_over_sshd_in_two_environments(folder, tmp_path):
+    """Kill a session, then stop the job and resume it with a list of hosts, which is read once."""
+    environment, servers = create_environment(tmp_path), SshServers(tmp_path, "nodeB", "nodeC")
+    venvs = {"nodeB": f"source {sys.prefix}/bin/activate", "nodeC": f"source '{environment}/bin/activate'"}
+    workers = [{"address": node, "ssh_config": f"of {node}"} for node in venvs]
     groups = {f"of {node}": servers.settings(node, python_venv=venv) for node, venv in venvs.items()}
-    first = {"address": platform.node(), "chief": True}
-    (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": [first, *found], "ssh": groups}))
+    chief = {"address": platform.node(), "chief": True}
+    (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": [chief, *workers], "ssh": groups}))
     (folder / "hosts").write_text("#!/bin/sh\necho run >> 'runs of it'\necho localhost\necho nodeB\necho nodeC:2\n")
     (folder / "hosts").chmod(0o755)
     metrics, words = folder / "out" / "metrics.jsonl", ("--import", "slow.py", "--output", "out")
     job = None
     try:
         servers.wait()
-        job = start(neondist("launch", "nodes.yaml", "job.yaml", *words), folder, **servers.env)
-        wait_for(lambda: metrics.is_file() and servers.sessions("nodeB", "run") and servers.sessions("nodeC", "run"))
-        (folder / "hold").touch()  # lest all is trained before
+        job = start_command(build_command("launch", "nodes.yaml", "job.yaml", *words), folder, **servers.env)
+        wait_until(lambda: metrics.is_file() and servers.sessions("nodeB", "run") and servers.sessions("nodeC", "run"))
+        (folder / "hold").touch()  # keeps the training from ending
         (session,) = servers.sessions("nodeB", "run")
         session.kill()
-        wait_for(lambda: [one for one in servers.sessions("nodeB", "run") if one != session])
+        wait_until(lambda: [environment for environment in servers.sessions("nodeB", "run") if environment != session])
         job.send_signal(signal.SIGTERM)
         (folder / "hold").unlink()
-        _, err = finish(job, 60)
+        _, err = communicate(job, 60)
         assert job.returncode == 75, err
         assert "worker 1 was killed (connection to nodeB lost); started again on nodeB\n" in err
-        wait_for(lambda: not any(servers.sessions(node, word) for node in venvs for word in ("run", "ps")))
-        told = "run", "job.yaml", "--hosts-from", "hosts", "-n", 3, *words, "--resume"
-        job = start(neondist(*told), folder, **servers.env_of_list)
-        wait_for(lambda: servers.sessions("nodeC", "run"))
-        out, err = finish(job, 240)
+        wait_until(lambda: not any(servers.sessions(node, word) for node in venvs for word in ("run", "ps")))
+        arguments = "run", "job.yaml", "--hosts-from", "hosts", "-n", 3, *words, "--resume"
+        job = start_command(build_command(*arguments), folder, **servers.host_list_env)
+        wait_until(lambda: servers.sessions("nodeC", "run"))
+        out, err = communicate(job, 240)
     finally:
         if job is not None:
             job.kill()
@@ -199,7 +190,7 @@ def test_workers_over_sshd_of_two_environments(folder, tmp_path):
     assert (folder / "runs of it").read_text() == "run\n"
 
 
-def test_workers_are_whole_on_a_node(folder):
+def test_tiles_of_a_worker_share_a_node(folder):
     slots = {"a": 1, "b": 5, "c": 4}
     assert place_workers(slots, 3, 2) == {"b": 2, "c": 1}
     assert place_workers(slots, 9, 1) == {"a": 1, "b": 5, "c": 3}
@@ -207,45 +198,45 @@ def test_workers_are_whole_on_a_node(folder):
         place_workers(slots, 5, 2)
     (folder / "nodes.yaml").write_text(yaml.safe_dump(resources(nodeB=3)))
     grid = "--set", "grid={replicas: 2, rows: 2, cols: 1}"
-    code, _, err = here(folder, "launch", "nodes.yaml", "job.yaml", "--import", "slow.py", *grid)
+    code, _, err = run_in_process(folder, "launch", "nodes.yaml", "job.yaml", "--import", "slow.py", *grid)
     assert (code, "have room for 1 worker of 2 tiles" in err) == (2, True), err
 
 
-def test_hosts_without_this_neondist(monkeypatch):
-    """They say so, in one line each."""
+def test_hosts_with_other_versions(monkeypatch):
+    """Expect an error of one line from each."""
 
-    def said(words, request=None):
-        done = subprocess.run(words, input=request, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
-        return done.stderr
+    def read_error(words, request=None):
+        process = subprocess.run(words, input=request, capture_output=True, text=True, check=False)
+        assert (process.returncode, process.stdout, len(process.stderr.splitlines())) == (2, "", 1), process.stderr
+        return process.stderr
 
     words = program("far")
-    assert "neondist 0.1.0 there, 0.0.1 where" in said(words, json.dumps({"version": "0.0.1"})).replace(
+    assert "neondist 0.1.0 there, 0.0.1 where" in read_error(words, json.dumps({"version": "0.0.1"})).replace(
         VERSION, "0.1.0"
     )
-    assert "error: far: has no /nowhere/python with " in said([*words[:4], "/nowhere/python", *words[5:]])
+    assert "error: far: has no /nowhere/python with " in read_error([*words[:4], "/nowhere/python", *words[5:]])
     monkeypatch.setattr("sys.executable", "/bin/sh")
     monkeypatch.setattr("neondist.safe_path.__file__", "/nowhere")
-    assert "error: far: has no /bin/sh with /nowhere; install neondist there" in said(program("far"))
+    assert "error: far: has no /bin/sh with /nowhere; install neondist there" in read_error(program("far"))
 
 
-def test_a_list_is_read_once_at_the_start_of_an_elastic_job(folder, monkeypatch):
+def test_host_list_is_read_once_at_the_start(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     (folder / "hosts").write_text("#!/bin/sh\necho run >> runs\necho localhost:2\necho far\n")
     (folder / "hosts").chmod(0o755)
     source, demand = HostSource("hosts"), Demand(1, 3)
     check_bounds(demand, source)
-    given = argparse.Namespace(resources=None, source=None, slots_from=source, fork_server=None)
+    arguments = argparse.Namespace(resources=None, source=None, slots_from=source, fork_server=None)
     with open_scaling(demand, source) as scaling:
         hosts = scaling.wait_for_minimum(lambda: False, print)
-        with open_nodes(given, hosts, 1) as nodes:
+        with open_nodes(arguments, hosts, 1) as nodes:
             assert nodes.workers == ["localhost", "localhost", "far"]
     assert (folder / "runs").read_text() == "run\n"
 
 
 def test_hosts_that_join_an_elastic_job(folder, monkeypatch, capsys):
-    """One has no neondist: it is left out, and said once."""
+    """Exclude a host without neondist, with one message."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     monkeypatch.setattr("neondist.launcher.scaling.POLL", 0.01)
@@ -258,15 +249,15 @@ def test_hosts_that_join_an_elastic_job(folder, monkeypatch, capsys):
     with open_scaling(Demand(1, 4), source) as scaling:
         assert scaling.wait_for_minimum(lambda: False, print) == ["localhost"]
         (folder / "hosts").write_text("localhost:1\nbare:2\nfar:1\n")
-        found = []
-        wait_for(lambda: found.extend(scaling.take()) or found)
+        joined = []
+        wait_until(lambda: joined.extend(scaling.take()) or joined)
         time.sleep(1)
-        assert (found, scaling.take()) == (["far"], [])
+        assert (joined, scaling.take()) == (["far"], [])
     assert capsys.readouterr().err.count("hosts: bare has no ") == 1
 
 
-def test_workers_of_a_lost_machine_are_divided(monkeypatch):
-    """A worker goes to the machine with the fewest that answers, or stays."""
+def test_workers_of_a_lost_node_are_distributed(monkeypatch):
+    """Move a worker to the reachable node with the fewest workers, if any."""
     answering = {"a", "b", "c"}
     monkeypatch.setattr(JobNode, "is_reachable", lambda node: node.name in answering)
     nodes = JobNodes([JobNode("a"), JobNode("b"), JobNode("c")], ["a", "a", "b", "b", "c"])
@@ -284,13 +275,13 @@ def test_workers_of_a_lost_machine_are_divided(monkeypatch):
         nodes.drop("c")
 
 
-@pytest.mark.parametrize(("words", "message"), [
+@pytest.mark.parametrize(("options", "message"), [
     ([], "hosts: far.invalid cannot be reached; correct the list, or the error shown by `ssh far.invalid`"),
     (["--cool-down", "5"], "--cool-down: applies to a single MPI job"),
 ])  # fmt: skip
-def test_lists_that_cannot_be_used(folder, monkeypatch, words, message):
+def test_unusable_host_lists(folder, monkeypatch, options, message):
     monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "false")
     (folder / "hosts").write_text("localhost\nfar.invalid:2\n")
-    told = "run", "job.yaml", "--hosts-from", "hosts", "-n", 3, "--import", "slow.py", "--output", "out"
-    code, _, err = here(folder, *told, *words)
+    arguments = "run", "job.yaml", "--hosts-from", "hosts", "-n", 3, "--import", "slow.py", "--output", "out"
+    code, _, err = run_in_process(folder, *arguments, *options)
     assert (code, err.count("\n"), message in err) == (2, 1, True), err

@@ -1,13 +1,14 @@
-"""A job that has lost a rank is started again, and comes to the weights of one that nobody disturbed."""
+"""Restarts after lost ranks: a run ends with the weights of an uninterrupted one."""
 
 import argparse
 import os
 import re
 
-import h5py
 import numpy as np
 import pytest
-from cli_runs import EXPERIMENT, call, needs_mpirun, neondist
+from availability import needs_mpirun
+from cli_runs import EXPERIMENT, build_command, run_command
+from restart_runs import read_weights
 
 from neondist.cli import main
 from neondist.cli.arguments import parser
@@ -17,7 +18,7 @@ from neondist.io.checkpoint import checksum
 from neondist.launcher.launch import rank_args
 from neondist.launcher.restarts import restore_newest, resume_words
 
-# rank 1 kills itself in its second epoch, as often as there are files that say so; it spoils the newest checkpoint
+# rank 1 kills itself in its second epoch, once per file die*, after it has damaged a checkpoint if the file asks for it
 DIES = """
 import os, pathlib, signal
 import neondist as nd
@@ -26,13 +27,13 @@ class Dies(nd.Activation):
     calls = 0
     def fprop(self, z):
         self.calls += 1
-        left = sorted(pathlib.Path().glob("die*"))
-        if os.environ.get("OMPI_COMM_WORLD_RANK") == "1" and self.calls == 6 and left:
-            if "spoil" in left[0].read_text():
+        files = sorted(pathlib.Path().glob("die*"))
+        if os.environ.get("OMPI_COMM_WORLD_RANK") == "1" and self.calls == 6 and files:
+            if "damage" in files[0].read_text():
                 with open("out/checkpoint.h5", "rb+") as file:
                     file.seek(600)
-                    file.write(b"spoilt")
-            left[0].unlink()
+                    file.write(b"broken")
+            files[0].unlink()
             os.kill(os.getpid(), signal.SIGKILL)
         return z
     def bprop(self, y, dy):
@@ -48,56 +49,46 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run(folder, output, *more):
-    words = ["toy.yaml", "--import", "dies.py", "--output", output, *more]
-    return call(neondist("run", *words), folder)
-
-
-def weights(path):
-    found = {}
-    with h5py.File(path) as file:
-        for group in ("model", "optimizer"):
-            file[group].visititems(
-                lambda name, item: found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
-            )
-    return found
+def run_toy(folder, output, *options):
+    words = ["toy.yaml", "--import", "dies.py", "--output", output, *options]
+    return run_command(build_command("run", *words), folder)
 
 
 @needs_mpirun
 @pytest.mark.long
-def test_a_rank_is_killed_and_the_newest_checkpoint_is_spoilt(folder):
-    (folder / "die1").write_text("spoil")
+def test_killed_rank_and_damaged_checkpoint(folder):
+    (folder / "die1").write_text("damage")
     (folder / "die2").write_text("")
-    code, out, err = run(folder, "out", "-n", 2, "--restarts", 3, "--elastic", "1:2")
+    code, out, err = run_toy(folder, "out", "-n", 2, "--restarts", 3, "--elastic", "1:2")
     assert code == 0, err
-    told = [line for line in out.splitlines() if line.startswith("restart ")]
-    assert len(told) == 1
-    assert re.match(r"restart 1 of 3: rank 1 of 2 on \S+ .*; resuming from checkpoint-0000000", told[0])
-    assert told[0].endswith("on 1 ranks")
+    restarts = [line for line in out.splitlines() if line.startswith("restart ")]
+    assert len(restarts) == 1
+    assert re.match(r"restart 1 of 3: rank 1 of 2 on \S+ .*; resuming from checkpoint-0000000", restarts[0])
+    assert restarts[0].endswith("on 1 ranks")
     assert "Traceback" not in err
     (folder / "die2").unlink()
-    assert run(folder, "other")[0] == 0
-    ours, theirs = weights(folder / "out" / "checkpoint.h5"), weights(folder / "other" / "checkpoint.h5")
-    assert list(ours) == list(theirs)
-    for name, array in theirs.items():
-        np.testing.assert_allclose(ours[name], array, rtol=1e-10, atol=1e-12, err_msg=name)
+    assert run_toy(folder, "other")[0] == 0
+    weights, expected = read_weights(folder / "out" / "checkpoint.h5"), read_weights(folder / "other" / "checkpoint.h5")
+    assert list(weights) == list(expected)
+    for name, array in expected.items():
+        np.testing.assert_allclose(weights[name], array, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
 @needs_mpirun
 @pytest.mark.long
-def test_no_more_often_than_allowed_and_not_for_mistakes(folder):
+def test_restarts_are_limited_and_not_for_errors(folder):
     for number in range(2):
         (folder / f"die{number}").write_text("")
-    code, out, _ = run(folder, "out", "-n", 2, "--restarts", 1)
+    code, out, _ = run_toy(folder, "out", "-n", 2, "--restarts", 1)
     assert (code, out.count("restart ")) == (137, 1)
     assert "restart 1 of 1" in out
-    code, out, err = run(folder, "out", "-n", 2, "--restarts", 1)
+    code, out, err = run_toy(folder, "out", "-n", 2, "--restarts", 1)
     assert (code, "restart " in out) == (2, False)
     assert "has a run already" in err
 
 
-def test_words():
-    given = [
+def test_words_of_restarts():
+    words = [
         "run",
         "a.yaml",
         "--resume",
@@ -112,19 +103,19 @@ def test_words():
         "--overwrite",
     ]
     assert (
-        resume_words(given[:4])
+        resume_words(words[:4])
         == resume_words(["run", "a.yaml", "--overwrite"])
         == ["run", "a.yaml", "--resume", "auto"]
     )
     assert resume_words(["run", "--resume", "a.yaml"]) == ["run", "a.yaml", "--resume", "auto"]
-    assert rank_args(parser().parse_args(given)) == ["run", "a.yaml", "--resume", "auto", "--overwrite"]
+    assert rank_args(parser().parse_args(words)) == ["run", "a.yaml", "--resume", "auto", "--overwrite"]
     assert bounds("2:8") == (2, 8)
-    for wrong in ("2", "0:3", "4:2", "a:b", "1:2:3"):
+    for text in ("2", "0:3", "4:2", "a:b", "1:2:3"):
         with pytest.raises(argparse.ArgumentTypeError):
-            bounds(wrong)
+            bounds(text)
 
 
-def test_the_newest_that_is_whole(tmp_path, monkeypatch):
+def test_newest_valid_checkpoint(tmp_path, monkeypatch):
     def check(path):
         if "damaged" in path.read_text():
             raise DataError("damaged")
@@ -133,19 +124,19 @@ def test_the_newest_that_is_whole(tmp_path, monkeypatch):
     (tmp_path / "pretrain_2.h5").write_text("two")
     (tmp_path / "pretrain_10.h5").write_text("ten")
     assert restore_newest(tmp_path).name == "pretrain_10.h5"
-    for at, (name, text) in enumerate({"-00000002": "old", "-00000004": "damaged", "": "damaged"}.items()):
+    for i, (name, text) in enumerate({"-00000002": "old", "-00000004": "damaged", "": "damaged"}.items()):
         path = tmp_path / f"checkpoint{name}.h5"
         path.write_text(text)
-        os.utime(path, (at, at))
+        os.utime(path, (i, i))
     assert restore_newest(tmp_path).name == "checkpoint-00000002.h5"
     assert (tmp_path / "checkpoint.h5").read_text() == "old"
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("options", "message"),
     [(["--restarts", 2], "give their number with -n"), (["--elastic", "1:2"], "also give --restarts"),
      (["--restarts", 2, "--elastic", "2:3", "-n", 1], "not within --elastic 2:3")],
 )  # fmt: skip
-def test_options_that_do_not_fit(capsys, more, message):
-    assert main(["run", "toy.yaml", *map(str, more)]) == 2
+def test_conflicting_options(capsys, options, message):
+    assert main(["run", "toy.yaml", *map(str, options)]) == 2
     assert message in capsys.readouterr().err

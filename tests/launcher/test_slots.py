@@ -1,4 +1,4 @@
-"""Slots that jobs share: the arithmetic of shares, and files whose jobs come, go and are killed."""
+"""Slots shared by jobs: the computation of shares, and files of jobs that start, end and are killed."""
 
 import shutil
 import signal
@@ -13,26 +13,29 @@ from neondist.errors import LaunchError
 from neondist.launcher.slots import Demand, SlotTable, fair_shares, user_folder
 
 DEMANDS = st.builds(
-    lambda low, more, width: Demand(low, low + more, width), st.integers(1, 5), st.integers(0, 8), st.integers(1, 3)
+    lambda low, extra, width: Demand(low, low + extra, width), st.integers(1, 5), st.integers(0, 8), st.integers(1, 3)
 )
 
 
 @given(st.integers(0, 40), st.lists(DEMANDS, max_size=6))
-def test_shares_are_within_slots_and_bounds_and_fair(slots, demands):
+def test_shares_are_bounded_and_fair(slots, demands):
     shares = fair_shares(slots, demands)
-    used = sum(share * one.width for share, one in zip(shares, demands, strict=True))
+    used = sum(share * demand.width for share, demand in zip(shares, demands, strict=True))
     assert used <= slots
-    admitted = [(share, one) for share, one in zip(shares, demands, strict=True) if share]
-    assert all(one.low <= share <= one.high for share, one in admitted)
-    assert [share > 0 for share in shares] == [at < len(admitted) for at in range(len(demands))], "in order"
+    admitted = [(share, demand) for share, demand in zip(shares, demands, strict=True) if share]
+    assert all(demand.low <= share <= demand.high for share, demand in admitted)
+    assert [share > 0 for share in shares] == [i < len(admitted) for i in range(len(demands))], "admission is in order"
     if len(admitted) < len(demands):
-        least = sum(one.low * one.width for one in demands[: len(admitted) + 1])
-        assert least > slots, "the minimum of the first one that waits would fit"
-    for share, one in admitted:
-        assert share == one.high or one.width > slots - used, "slots are left that a job wants"
-        for other, two in admitted:  # the last worker of one above its minimum went to a job that was no richer
-            if share < one.high and one.width <= two.width and other > two.low:
-                assert (other - 1) * two.width <= share * one.width
+        least = sum(demand.low * demand.width for demand in demands[: len(admitted) + 1])
+        assert least > slots, "the minimum of the first waiting job would fit"
+    for share, demand in admitted:
+        assert share == demand.high or demand.width > slots - used, "free slots could serve a job"
+        for (
+            other_share,
+            other_demand,
+        ) in admitted:  # a job above its minimum got its last worker while it had no larger share
+            if share < demand.high and demand.width <= other_demand.width and other_share > other_demand.low:
+                assert (other_share - 1) * other_demand.width <= share * demand.width
 
 
 @pytest.mark.parametrize(
@@ -48,17 +51,17 @@ def test_shares_are_within_slots_and_bounds_and_fair(slots, demands):
     ],
 )
 def test_shares(slots, demands, expected):
-    assert fair_shares(slots, [Demand(*one) for one in demands]) == expected
+    assert fair_shares(slots, [Demand(*demand) for demand in demands]) == expected
 
 
-def test_jobs_share_slots_and_give_them_back(tmp_path):
+def test_jobs_share_and_return_slots(tmp_path):
     hosts = {"localhost": 6}
     with SlotTable(Demand(1, 4), tmp_path) as first:
         assert first.take(hosts) == ["localhost"] * 4
         assert first.take(hosts) == []
         with SlotTable(Demand(1, 4), tmp_path) as second:
             assert first.surplus(hosts) == 1
-            assert second.take(hosts) == ["localhost"] * 2, "what is free now"
+            assert second.take(hosts) == ["localhost"] * 2, "slots that are free now"
             assert second.take(hosts) == []
             first.give("localhost")
             assert (first.surplus(hosts), first.take(hosts)) == (0, [])
@@ -66,7 +69,7 @@ def test_jobs_share_slots_and_give_them_back(tmp_path):
             with SlotTable(Demand(4, 4), tmp_path) as third:
                 assert (first.surplus(hosts), second.surplus(hosts)) == (2, 2)
                 first.give("localhost")
-                assert third.take(hosts) == [], "all of the minimum, or nothing"
+                assert third.take(hosts) == [], "the full minimum, or nothing"
                 assert "5 of 6 slots are in use by 2 other jobs, and at least 4 are needed" in third.describe(hosts)
             first.give("localhost", for_good=True)
             assert (first.demand, first.take(hosts)) == (Demand(1, 1), [])
@@ -74,16 +77,16 @@ def test_jobs_share_slots_and_give_them_back(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_hosts_are_filled_in_order_and_workers_are_whole(tmp_path):
+def test_workers_fill_hosts_in_order(tmp_path):
     with SlotTable(Demand(1, 9, 2), tmp_path) as table:
         assert table.take({"a": 3, "b": 5}) == ["a", "b", "b"]
         assert table.take({"a": 3, "b": 5}) == []
         table.give("a")
-        assert table.take({"b": 5}) == [], "a host that is gone"
+        assert table.take({"b": 5}) == [], "the host is not listed any more"
         assert table.take({"b": 6}) == ["b"]
 
 
-def test_a_job_whose_folder_was_removed_stays_as_it_is(tmp_path):
+def test_removed_folder_leaves_a_job_unchanged(tmp_path):
     (tmp_path / "slots").mkdir()
     with SlotTable(Demand(1, 2), tmp_path / "slots") as table:
         assert table.take({"localhost": 2}) == ["localhost"] * 2
@@ -113,7 +116,7 @@ def test_slots_of_a_killed_job_are_free(tmp_path):
             assert len(list(tmp_path.glob("job-*"))) == 1
 
 
-def test_damaged_entries_and_those_of_dead_jobs_count_nothing(tmp_path):
+def test_damaged_entries_and_dead_jobs_are_ignored(tmp_path):
     (tmp_path / "job-1-dead.json").write_text('{"order": 1, "low": 6, "high": 6, "width": 1, "held": {"localhost": 6}}')
     (tmp_path / "job-2-dead.json").write_text("{")
     with SlotTable(Demand(1, 2), tmp_path) as table, SlotTable(Demand(1, 2), tmp_path) as other:
@@ -122,7 +125,7 @@ def test_damaged_entries_and_those_of_dead_jobs_count_nothing(tmp_path):
         assert len(list(tmp_path.glob("job-*"))) == 2
 
 
-def test_the_folder_is_the_users_alone(tmp_path, monkeypatch):
+def test_folder_belongs_to_the_user_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert user_folder() == tmp_path / "neondist/slots"
     assert user_folder().stat().st_mode & 0o777 == 0o700

@@ -1,13 +1,13 @@
-"""Exit codes, signals, and nothing left behind."""
+"""Supervision of a command: exit codes, signals, and processes that must end."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from processes import alive, finish, kill
+from processes import communicate, is_alive, kill
+from waiting import wait_until
 
 from neondist import safe_path
 from neondist.launcher import supervise as supervising
@@ -16,39 +16,33 @@ from neondist.launcher.monitor import Monitor
 PARENT = """\
 import os, sys
 from neondist.launcher.supervise import supervise
-sys.exit(supervise(sys.argv[1:], os.environ, graceful="GENTLY" in os.environ).code)
+sys.exit(supervise(sys.argv[1:], os.environ, graceful="GRACEFUL" in os.environ).code)
 """
 
 
-def start(*command, **more):
-    return subprocess.Popen([sys.executable, "-c", PARENT, *command], stdout=subprocess.PIPE, text=True, **more)
+def start_supervisor(*command, **options):
+    return subprocess.Popen([sys.executable, "-c", PARENT, *command], stdout=subprocess.PIPE, text=True, **options)
 
 
-def code_of(process):
-    """Return the exit code of a process, as soon as it ends."""
-    finish(process, 60)
+def wait_for_exit_code(process):
+    """Wait for the end of a process, and return its exit code."""
+    communicate(process, 60)
     return process.returncode
 
 
-def trapping(**what):
-    """Return a command that waits, and does for each signal what is told; a shell may lose one between two commands."""
-    lines = ["import os, signal", *(f"signal.signal(signal.SIG{name}, lambda *_: {do})" for name, do in what.items())]
+def make_trap_command(**actions):
+    """Return a command that waits for signals and handles them by code; shells may lose signals between commands."""
+    lines = [
+        "import os, signal",
+        *(f"signal.signal(signal.SIG{name}, lambda *_: {action})" for name, action in actions.items()),
+    ]
     return sys.executable, "-c", "\n".join([*lines, "print('ready', flush=True)", "while True: signal.pause()"])
-
-
-def gone(pid, seconds=60.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if not alive(pid):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 @pytest.mark.parametrize(("text", "code"), [("exit 0", 0), ("exit 5", 5), ("kill -9 $$", 137)])
 @pytest.mark.long
 def test_exit_code(text, code):
-    assert code_of(start("sh", "-c", text)) == code
+    assert wait_for_exit_code(start_supervisor("sh", "-c", text)) == code
 
 
 @pytest.mark.parametrize(
@@ -56,40 +50,40 @@ def test_exit_code(text, code):
 )
 @pytest.mark.long
 def test_signals_are_forwarded(number, code):
-    """The child tells which signal it got: USR1 and HUP (as TERM) by its own code."""
-    process = start(*trapping(USR1="os._exit(3)", TERM="os._exit(4)", INT="os._exit(5)"))
+    """Let the exit code of the child identify the signal; HUP arrives as TERM."""
+    process = start_supervisor(*make_trap_command(USR1="os._exit(3)", TERM="os._exit(4)", INT="os._exit(5)"))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    assert code_of(process) == code
+    assert wait_for_exit_code(process) == code
 
 
-def test_a_job_that_ends_well_in_spite_of_a_signal_is_done():
-    process = start(*trapping(TERM="os._exit(0)"))
+def test_job_may_exit_with_0_after_a_signal():
+    process = start_supervisor(*make_trap_command(TERM="os._exit(0)"))
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    assert code_of(process) == 0
+    assert wait_for_exit_code(process) == 0
 
 
-def test_asked_gently():
-    """Every SIGTERM arrives as SIGUSR1; 75 is the command's own. Others arrive as they are."""
-    command = trapping(USR1="print('gently', flush=True)", TERM="os._exit(4)", USR2="os._exit(75)")
-    process = start(*command, env={**os.environ, "GENTLY": "1"})
+def test_graceful_termination():
+    """Deliver every SIGTERM as SIGUSR1, and other signals unchanged; 75 is the exit code of the command."""
+    command = make_trap_command(USR1="print('graceful', flush=True)", TERM="os._exit(4)", USR2="os._exit(75)")
+    process = start_supervisor(*command, env={**os.environ, "GRACEFUL": "1"})
     process.stdout.readline()
     for _ in range(2):
         process.send_signal(signal.SIGTERM)
-        assert process.stdout.readline() == "gently\n"
+        assert process.stdout.readline() == "graceful\n"
     process.send_signal(signal.SIGUSR2)
-    assert code_of(process) == 75
+    assert wait_for_exit_code(process) == 75
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
-def test_the_child_dies_with_its_parent():
-    process = start("sh", "-c", "echo $$; exec sleep 300")
+def test_child_dies_with_its_parent():
+    process = start_supervisor("sh", "-c", "echo $$; exec sleep 300")
     child = int(process.stdout.readline())
     try:
         process.kill()
         process.wait(60)
-        assert gone(child, seconds=30)
+        wait_until(lambda: not is_alive(child), 30)
     finally:
         kill([child])
 
@@ -104,7 +98,7 @@ process.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
-def test_a_command_of_neondist_dies_with_its_parent():
+def test_bound_command_dies_with_its_parent():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen([sys.executable, "-c", BOUND], text=True, **pipes) as process:
         child = int(process.stdout.readline())
@@ -113,18 +107,18 @@ def test_a_command_of_neondist_dies_with_its_parent():
             process.stdin.flush()
             assert "bound" in process.stdout.readline()
             process.kill()
-            assert gone(child, seconds=30)
+            wait_until(lambda: not is_alive(child), 30)
         finally:
             kill([child])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
-def test_a_command_whose_parent_is_dead_ends():
+def test_bound_command_without_a_parent_ends():
     words = [sys.executable, safe_path.__file__, "--parent=1", "code", "-q"]
     assert subprocess.run(words, stdin=subprocess.DEVNULL).returncode == 1
 
 
-def test_stderr_comes_through_without_mpiruns_notices():
+def test_stderr_passes_without_notices_of_mpirun():
     text = r"""
 rule=$(printf '%074d' 0 | tr 0 -)
 echo before >&2
@@ -132,24 +126,24 @@ printf '%s\nMPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n%s\n
 echo after >&2
 exit 1
 """
-    process = start("sh", "-c", text, stderr=subprocess.PIPE)
-    _, err = finish(process, 60)
+    process = start_supervisor("sh", "-c", text, stderr=subprocess.PIPE)
+    _, err = communicate(process, 60)
     assert (process.returncode, err) == (1, "before\nafter\n")
 
 
-def test_a_job_that_fails_without_a_word_is_told_of_by_mpirun():
+def test_notices_of_silently_failing_jobs_are_printed():
     rule = "-" * 74
     notice = f"{rule}\nprterun detected that one or more processes exited with non-zero status\n{rule}\n"
-    process = start("sh", "-c", 'printf "%s" "$0" >&2; exit 3', notice, stderr=subprocess.PIPE)
-    _, err = finish(process, 60)
+    process = start_supervisor("sh", "-c", 'printf "%s" "$0" >&2; exit 3', notice, stderr=subprocess.PIPE)
+    _, err = communicate(process, 60)
     assert (process.returncode, err) == (3, notice)
 
 
 @pytest.mark.parametrize("words", [("ended 0", "ended 0"), ("ended 3", None)])
-def test_a_launcher_that_does_not_see_its_ranks_end_is_ended(words, monkeypatch):
-    """Where all have, and where one has failed while the other runs on."""
+def test_unresponsive_launcher_is_ended(words, monkeypatch):
+    """End it after all ranks have ended, or one has failed while the other runs."""
     monkeypatch.setattr(supervising, "_UNNOTICED", 0.5)
-    blind = (
+    launcher = (
         "import os, time\n"
         "from neondist.system import heartbeat\n"
         f"for rank, word in enumerate({words}):\n"
@@ -162,12 +156,12 @@ def test_a_launcher_that_does_not_see_its_ranks_end_is_ended(words, monkeypatch)
     )
     with Monitor(2) as monitor:
         env = {**os.environ, **monitor.environment}
-        ending = supervising.supervise([sys.executable, "-c", blind], env, monitor=monitor)
+        ending = supervising.supervise([sys.executable, "-c", launcher], env, monitor=monitor)
     assert ending == supervising.Ending(3 if None in words else 0)
 
 
-def test_a_launcher_that_ends_well_without_its_ranks_has_lost_them():
-    """So does mpirun when the daemon of a node is killed."""
+def test_launcher_that_exits_before_its_ranks():
+    """Emulate mpirun, which exits with 0 if the daemon of a node is killed."""
     with Monitor(2) as monitor:
         ending = supervising.supervise(["true"], os.environ, monitor=monitor)
     assert ending.code == 137

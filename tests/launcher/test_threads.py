@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from present import needs_mpirun
+from availability import needs_mpirun
 
 from neondist.launcher.mpirun import find_mpirun
 from neondist.system import threads
@@ -14,22 +14,22 @@ SCRIPT = """
 import sys
 if "numpy" in sys.argv: import numpy
 from neondist.system import threads
-threads.cores = lambda process=0: {own} if process == 0 else {parents}
-given = threads.limit(4)
+threads.cores = lambda process=0: {own_cores} if process == 0 else {parent_cores}
+limit = threads.limit(4)
 import os, numpy
 from threadpoolctl import threadpool_info
 pools = [p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas"]
-print(given, os.environ.get("OMP_NUM_THREADS"), *pools)
+print(limit, os.environ.get("OMP_NUM_THREADS"), *pools)
 """
 
 
-def limited(own, parents, *argv, **env):
+def limit_in_subprocess(own_cores, parent_cores, *argv, **env):
     env = {**{k: v for k, v in os.environ.items() if k not in threads.VARIABLES}, **env}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(own=own, parents=parents), *argv],
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(own_cores=own_cores, parent_cores=parent_cores), *argv],
         env=env, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return done.stdout.split()
+    return process.stdout.split()
 
 
 def test_cores_at_least_one():
@@ -44,19 +44,19 @@ def test_share(monkeypatch, cores, ranks, expected):
 
 @pytest.mark.parametrize("loaded", [[], ["numpy"]])
 @pytest.mark.long
-def test_a_quarter_of_the_parents_cores(loaded):
-    given, variable, *pools = limited(8, 8, *loaded)
-    assert (given, variable) == ("2", "2")
+def test_share_of_the_parents_cores(loaded):
+    limit, variable, *pools = limit_in_subprocess(8, 8, *loaded)
+    assert (limit, variable) == ("2", "2")
     assert all(int(n) <= 2 for n in pools)
 
 
-def test_a_bound_rank_keeps_to_its_cores():
-    assert limited(1, 8)[:2] == ["1", "1"]
+def test_bound_ranks_use_their_cores():
+    assert limit_in_subprocess(1, 8)[:2] == ["1", "1"]
 
 
-def test_what_the_user_has_set_stays():
-    assert limited(8, 8, OMP_NUM_THREADS="7")[:2] == ["None", "7"]
-    assert limited(8, 8, MKL_NUM_THREADS="7")[:2] == ["None", "None"]
+def test_user_settings_are_kept():
+    assert limit_in_subprocess(8, 8, OMP_NUM_THREADS="7")[:2] == ["None", "7"]
+    assert limit_in_subprocess(8, 8, MKL_NUM_THREADS="7")[:2] == ["None", "None"]
 
 
 RANK = """
@@ -71,20 +71,20 @@ print(*most, flush=True)
 
 
 @needs_mpirun
-@pytest.mark.parametrize("chosen", [{}, {"OMP_NUM_THREADS": "3"}])
+@pytest.mark.parametrize("settings", [{}, {"OMP_NUM_THREADS": "3"}])
 @pytest.mark.long
-def test_a_script_under_plain_mpirun(chosen):
-    """The ranks share the cores, of which they would each take all, and one of them says so, once."""
+def test_script_under_plain_mpirun(settings):
+    """Expect ranks to share the cores, each of which would otherwise use all, and one warning."""
     mpirun = find_mpirun(os.environ)
-    env = {k: v for k, v in os.environ.items() if k not in threads.VARIABLES} | mpirun.environment() | chosen
+    env = {k: v for k, v in os.environ.items() if k not in threads.VARIABLES} | mpirun.environment() | settings
     words = [*mpirun.command(2), sys.executable, "-c", RANK]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
     share = max(1, threads.cores() // 2)
-    for line in done.stdout.splitlines():
+    for line in process.stdout.splitlines():
         before, *after = map(int, line.split())
-        assert after == [before if chosen else min(share, before)] * 2
-    assert done.stderr.count("2 ranks share the cores of this machine") == (not chosen and before > share)
+        assert after == [before if settings else min(share, before)] * 2
+    assert process.stderr.count("2 ranks share the cores of this machine") == (not settings and before > share)
 
 
 def test_container_quota(monkeypatch, tmp_path):

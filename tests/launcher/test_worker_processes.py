@@ -1,4 +1,4 @@
-"""Workers of an elastic job, as small processes: they end for other jobs, and more start where slots are free."""
+"""Workers of an elastic job as small processes: they end for other jobs, and more start on free slots."""
 
 import contextlib
 import signal
@@ -25,40 +25,40 @@ sys.exit(int(sys.stdin.read() or 0))
 """
 
 
-class Job:
-    """Workers that run until `end`, and what the pool does with them."""
+class FakeJob:
+    """Workers that run until `end`, and the pool that manages them."""
 
     def __init__(self, folder, demand, slots, kind="good"):
         self.slots, self.kind, self.events, self.lost, self.started = slots, kind, [], [], []
-        self.progress, self.processes, self.places = TaskProgress(9, frozenset(range(9))), {}, {}
+        self.progress, self.processes, self.host_of_worker = TaskProgress(9, frozenset(range(9))), {}, {}
         self.table = SlotTable(demand, folder).__enter__()
-        self.failed, self.hosts, self.deaf = [], {}, 0
-        self.scaling = Scaling(self.table, self.listed, self.failed.append)
+        self.failed, self.hosts, self.missed_reports = [], {}, 0
+        self.scaling = Scaling(self.table, self.list_hosts, self.failed.append)
         nodes = JobNodes([JobNode()], self.table.take({"localhost": slots}))
         self.pool = WorkerProcesses(self.start, nodes, [], self.lose, self.scaling, lambda: self.progress, self.note)
         self.code, self.ended = None, False
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
 
-    def listed(self):
-        every = {"localhost": self.slots, **self.hosts}
-        return {host: slots for host, slots in every.items() if host not in self.failed}
+    def list_hosts(self):
+        hosts = {"localhost": self.slots, **self.hosts}
+        return {host: slots for host, slots in hosts.items() if host not in self.failed}
 
-    def lose(self, at):
-        """Take note of it; the first times services do not hear it."""
-        self.lost.append(at)
-        return len(self.lost) > self.deaf
+    def lose(self, index):
+        """Record a lost worker; the services miss the first reports."""
+        self.lost.append(index)
+        return len(self.lost) > self.missed_reports
 
     def watch(self):
         self.code = self.pool.watch()
 
-    def start(self, at, host, again):
-        words = [sys.executable, "-S", "-c", WORKER, self.kind if at else "good"]
+    def start(self, index, host, restarted):
+        words = [sys.executable, "-S", "-c", WORKER, self.kind if index else "good"]
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "ready\n"
-        self.started.append((at, again))
-        self.places[at] = host
-        self.processes[at] = process
+        self.started.append((index, restarted))
+        self.host_of_worker[index] = host
+        self.processes[index] = process
         return process
 
     def note(self, event, **fields):
@@ -81,14 +81,14 @@ class Job:
             process.stdin.close()
 
     def running(self):
-        return sorted(at for at, process in self.processes.items() if process.poll() is None)
+        return sorted(index for index, process in self.processes.items() if process.poll() is None)
 
-    def leave(self, at):
-        """End a worker as ssh does whose host is gone."""
-        with contextlib.suppress(BrokenPipeError):  # the supervisor may have ended it, for there are fewer slots
-            self.processes[at].stdin.write("255")
-            self.processes[at].stdin.close()
-        self.processes[at].wait()
+    def leave(self, index):
+        """End a worker as ssh does after the loss of its host."""
+        with contextlib.suppress(BrokenPipeError):  # the supervisor may have ended it, as there are fewer slots
+            self.processes[index].stdin.write("255")
+            self.processes[index].stdin.close()
+        self.processes[index].wait()
 
     def wait(self, workers):
         end = time.monotonic() + 10
@@ -98,33 +98,33 @@ class Job:
 
 
 @pytest.fixture
-def start(tmp_path):
+def start_job(tmp_path):
     jobs = []
-    yield lambda *arguments: jobs.append(Job(tmp_path, *arguments)) or jobs[-1]
+    yield lambda *arguments: jobs.append(FakeJob(tmp_path, *arguments)) or jobs[-1]
     for job in jobs:
         job.end()
 
 
-def test_two_jobs_share_six_slots(start):
-    first = start(Demand(1, 4), 6)
+def test_two_jobs_share_six_slots(start_job):
+    first = start_job(Demand(1, 4), 6)
     first.wait([0, 1, 2, 3])
-    second = start(Demand(1, 4), 6)
-    assert second.started[0] == (0, False), "at once"
+    second = start_job(Demand(1, 4), 6)
+    assert second.started[0] == (0, False), "second job starts at once"
     first.wait([0, 1, 2])
     second.wait([0, 1, 2])
-    assert first.lost == [3], "the last one, whose task others get"
+    assert first.lost == [3], "the task of the last worker goes to others"
     assert first.events == [("start", 4, None), ("scale", 3, "another job waits")]
     assert second.events == [("start", 2, None), ("scale", 3, "slots are free")]
     second.end()
     assert second.code == 0
     first.wait([0, 1, 2, 3])
-    assert first.started[-1] == (3, True), "goes on in its folder"
+    assert first.started[-1] == (3, True), "worker continues in its folder"
     first.end()
     assert (first.code, first.pool.restarted) == (0, "0 workers started again")
 
 
-def test_slots_of_a_list_that_changes(start):
-    job = start(Demand(1, 3), 2)
+def test_changing_numbers_of_slots(start_job):
+    job = start_job(Demand(1, 3), 2)
     job.wait([0, 1])
     job.slots = 3
     job.wait([0, 1, 2])
@@ -133,19 +133,19 @@ def test_slots_of_a_list_that_changes(start):
     assert job.events[-1] == ("scale", 1, "there are fewer slots")
     job.slots = 0
     time.sleep(0.6)
-    assert job.running() == [0], "never below the minimum"
+    assert job.running() == [0], "the minimum is kept"
 
 
-def test_no_worker_is_started_without_a_task_for_it(start):
-    job = start(Demand(1, 3), 1)
+def test_workers_need_tasks(start_job):
+    job = start_job(Demand(1, 3), 1)
     job.progress = TaskProgress(0, frozenset({0}))
     job.slots = 3
     time.sleep(0.6)
     assert job.running() == [0]
 
 
-def test_workers_that_have_not_begun_end_at_once_and_with_the_job(start):
-    job = start(Demand(1, 3), 3, "stuck")
+def test_workers_that_have_not_started_are_killed(start_job):
+    job = start_job(Demand(1, 3), 3, "stuck")
     job.progress = TaskProgress(0, frozenset({0, 1}))
     job.slots = 2
     job.wait([0, 1])
@@ -157,17 +157,17 @@ def test_workers_that_have_not_begun_end_at_once_and_with_the_job(start):
     assert job.events[-1] == ("scale", 0, "all tasks are done")
 
 
-def test_a_worker_that_does_not_end_is_killed(start, monkeypatch):
+def test_unresponsive_worker_is_killed(start_job, monkeypatch):
     monkeypatch.setattr(worker_processes, "PATIENCE", 0.5)
-    job = start(Demand(1, 2), 2, "stuck")
+    job = start_job(Demand(1, 2), 2, "stuck")
     job.slots = 1
     job.wait([0])
     assert job.processes[1].returncode == -signal.SIGKILL
     assert job.pool.restarted == "0 workers started again"
 
 
-def test_a_killed_worker_keeps_its_slot_and_a_signal_ends_all(start):
-    job = start(Demand(1, 3), 2)
+def test_killed_worker_keeps_its_slot_and_a_signal_ends_all(start_job):
+    job = start_job(Demand(1, 3), 2)
     before = job.processes[1]
     before.kill()
     while job.processes[1] is before:
@@ -184,13 +184,13 @@ def test_a_killed_worker_keeps_its_slot_and_a_signal_ends_all(start):
     assert (job.code, job.table.workers) == (75, 0)
 
 
-def test_workers_of_hosts_that_are_gone_go_on_elsewhere_and_wait_for_hosts(start):
-    job = start(Demand(2, 3), 2)
+def test_workers_of_lost_hosts_move_or_wait_for_hosts(start_job):
+    job = start_job(Demand(2, 3), 2)
     job.wait([0, 1])
     job.hosts = {"b": 1}
     job.wait([0, 1, 2])
-    assert job.places == {0: "localhost", 1: "localhost", 2: "b"}
-    job.deaf = 2
+    assert job.host_of_worker == {0: "localhost", 1: "localhost", 2: "b"}
+    job.missed_reports = 2
     job.leave(2)
     job.wait([0, 1])
     end = time.monotonic() + 10
@@ -201,15 +201,15 @@ def test_workers_of_hosts_that_are_gone_go_on_elsewhere_and_wait_for_hosts(start
     assert job.events[-1] == ("scale", 2, "b cannot be reached")
     job.hosts = {"b": 1, "c": 2}
     job.wait([0, 1, 2])
-    assert (job.places[2], job.started[-1]) == ("c", (2, True))
+    assert (job.host_of_worker[2], job.started[-1]) == ("c", (2, True))
     job.hosts = {}
-    for at in range(3):
-        job.leave(at)
+    for index in range(3):
+        job.leave(index)
     job.wait([])
-    assert job.thread.is_alive(), "waits"
+    assert job.thread.is_alive(), "job waits for hosts"
     job.hosts = {"d": 2}
     job.wait([0, 1])
     assert job.events[-1] == ("scale", 2, "hosts are back")
-    assert {job.places[0], job.places[1]} == {"d"}
+    assert {job.host_of_worker[0], job.host_of_worker[1]} == {"d"}
     job.end()
     assert job.code == 0

@@ -1,9 +1,9 @@
-"""Workers beside servers: what is killed is started again, and each record is applied once."""
+"""Workers and servers of a run: killed processes are restarted, and each record is applied once."""
 
 import json
 
 import pytest
-from cli_runs import call, neondist
+from cli_runs import build_command, run_command
 
 from neondist.cli import main
 from neondist.services.job_status import JobStatus
@@ -30,7 +30,7 @@ KILLS = {3: "worker", 5: "ps", 8: "master"}
 
 
 class Fails(nd.Activation):
-    "The identity; in the third batch of a process it is killed, later a server and the master, each once."
+    "The identity; kills a worker in its third batch, later a server and the master, each once."
     batches = 0
 
     def fprop(self, z):
@@ -42,10 +42,10 @@ class Fails(nd.Activation):
                 os.close(os.open(f"killed-{kind}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 return z
-            for one in [psutil.Process()] if kind == "worker" else psutil.Process(os.getppid()).children():
-                with contextlib.suppress(psutil.NoSuchProcess):  # a zombie, say of the worker that was killed
-                    if kind == "worker" or kind in one.cmdline():
-                        one.send_signal(signal.SIGKILL)
+            for process in [psutil.Process()] if kind == "worker" else psutil.Process(os.getppid()).children():
+                with contextlib.suppress(psutil.NoSuchProcess):  # a zombie, such as a killed worker
+                    if kind == "worker" or kind in process.cmdline():
+                        process.send_signal(signal.SIGKILL)
         return z
 
     def bprop(self, y, dy):
@@ -54,11 +54,11 @@ class Fails(nd.Activation):
 
 
 @pytest.mark.long
-def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path, capsys):
+def test_killed_processes_are_restarted_and_the_run_resumes(tmp_path, capsys):
     (tmp_path / "job.yaml").write_text(EXPERIMENT)
     (tmp_path / "fails.py").write_text(FAILS)
     words = "run", "job.yaml", "--import", "fails.py", "-n", 2, "--output", "run"
-    code, out, err = call(neondist(*words), tmp_path)
+    code, out, err = run_command(build_command(*words), tmp_path)
     assert code == 0, err
     for line in ("worker", "parameter server 0", "parameter server 1", "master"):
         assert line in err
@@ -71,18 +71,18 @@ def test_what_is_killed_is_started_again_and_a_run_goes_on(tmp_path, capsys):
     status = JobStatus.read(tmp_path / "run/servers")
     assert status.ended
     assert status.tasks["doing"] == status.tasks["todo"] == 0 < status.tasks["done"]
-    assert [(one.version, one.samples) for one in status.servers] == [(24, 96)] * 2
+    assert [(server.version, server.samples) for server in status.servers] == [(24, 96)] * 2
     assert main(["top", str(tmp_path / "run"), "--once"]) == 0
     assert "the job has ended" in capsys.readouterr().out
 
-    code, out, err = call(neondist(*words), tmp_path)
+    code, out, err = run_command(build_command(*words), tmp_path)
     assert code == 2
     assert "has a run already; continue it with --resume" in err
-    code, out, err = call(neondist(*words, "--resume", "--set", "epochs=3"), tmp_path)
+    code, out, err = run_command(build_command(*words, "--resume", "--set", "epochs=3"), tmp_path)
     assert code == 0, err
     assert "applied: 48 records in each of 3 epochs, each once; 0 workers started again" in out, err
     job = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["job"]
-    assert job["workers"] in (1, 2), "the other one may have ended"
+    assert job["workers"] in (1, 2), "one worker may have ended"
     assert sum(job["tasks"].values()) == 36
     assert len(job["server_versions"]) == 2 <= min(job["server_versions"])
     assert job["samples_per_second"] >= 0

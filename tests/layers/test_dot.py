@@ -1,4 +1,4 @@
-"""The dot test of every linear layer, and of graphs of them: <F x, y> = <x, F' y> to 1e-12, on every rank count."""
+"""Dot test of linear layers and graphs: <F x, y> = <x, F' y> to 1e-12, on every rank count."""
 
 import numpy as np
 import pytest
@@ -28,8 +28,8 @@ LINEAR = {
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.long
-def test_dot(name, ranks):
-    def on_tiles(comm):
+def test_dot_product_identity(name, ranks):
+    def compute_products(comm):
         model = nd.ConvnetDist(LINEAR[name](), seed=2, dtype="float64")
         model.build((11, 8, 4), 3, nd.ProcessGrid(comm))
         rng = np.random.default_rng(1)
@@ -42,5 +42,5 @@ def test_dot(name, ranks):
             np.abs(fx * y).sum(),
         )
 
-    for left, right, scale in loopback.run(ranks, on_tiles):
+    for left, right, scale in loopback.run(ranks, compute_products):
         assert abs(left - right) <= 1e-12 * scale

@@ -1,11 +1,11 @@
-"""Group and instance normalisation against PyTorch, and over tiles."""
+"""Group and instance normalisation against PyTorch and on tiles."""
 
 from itertools import product
 
 import numpy as np
 import pytest
-from norm_runs import check_grids, in_turn, layer, passes
-from turns import some
+from case_selection import select_cases
+from layer_runs import check_on_grids, make_factory, rotate_grids, run_layer
 
 import neondist as nd
 from neondist.comm import loopback
@@ -13,12 +13,12 @@ from neondist.errors import ConfigError, ShapeError
 
 SHAPES = [(11, 4), (5, 7, 4), (2, 3, 4), (3, 4, 5, 4)]
 LAYERS = {
-    "one group": layer("GroupNorm", 1),
-    "groups": layer("GroupNorm", 2, eps=0.1),
-    "a channel each": layer("GroupNorm", 4),
-    "no parameters": layer("GroupNorm", 2, affine=False),
-    "instances": layer("InstanceNorm"),
-    "instances, affine": layer("InstanceNorm", eps=0.01, affine=True),
+    "one group": make_factory("GroupNorm", 1),
+    "groups": make_factory("GroupNorm", 2, eps=0.1),
+    "one channel per group": make_factory("GroupNorm", 4),
+    "no parameters": make_factory("GroupNorm", 2, affine=False),
+    "instances": make_factory("InstanceNorm"),
+    "instances, affine": make_factory("InstanceNorm", eps=0.01, affine=True),
 }
 GROUPS = {"one group": 1, "groups": 2, "no parameters": 2}
 
@@ -27,33 +27,33 @@ GROUPS = {"one group": 1, "groups": 2, "no parameters": 2}
 @pytest.mark.parametrize("name", LAYERS)
 def test_equals_torch(shape, name):
     torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
-    found = passes(LAYERS[name], shape)
-    xt = torch.tensor(np.moveaxis(found["x"], -1, 1).copy(), requires_grad=True)
-    params = {k.split("/")[1]: torch.tensor(v, requires_grad=True) for k, v in found.items() if "param" in k}
-    gamma, beta = params.get("gamma"), params.get("beta")
+    arrays = run_layer(LAYERS[name], shape)
+    xt = torch.tensor(np.moveaxis(arrays["x"], -1, 1).copy(), requires_grad=True)
+    parameters = {k.split("/")[1]: torch.tensor(v, requires_grad=True) for k, v in arrays.items() if "param" in k}
+    gamma, beta = parameters.get("gamma"), parameters.get("beta")
     eps = LAYERS[name](False).eps
     if "instances" in name:
         yt = torch.nn.functional.instance_norm(xt, weight=gamma, bias=beta, eps=eps)
     else:
         yt = torch.nn.functional.group_norm(xt, GROUPS.get(name, 4), gamma, beta, eps)
-    yt.backward(torch.tensor(np.moveaxis(found["dy"], -1, 1).copy()))
-    np.testing.assert_allclose(found["y"], np.moveaxis(yt.detach().numpy(), 1, -1), rtol=0, atol=1e-10)
-    np.testing.assert_allclose(found["dx"], np.moveaxis(xt.grad.numpy(), 1, -1), rtol=0, atol=1e-10)
-    assert bool(params) == ("no" not in name and name != "instances")
-    for key, tensor in params.items():
-        grad = next(v for k, v in found.items() if k.startswith("grad") and k.endswith(key))
+    yt.backward(torch.tensor(np.moveaxis(arrays["dy"], -1, 1).copy()))
+    np.testing.assert_allclose(arrays["y"], np.moveaxis(yt.detach().numpy(), 1, -1), rtol=0, atol=1e-10)
+    np.testing.assert_allclose(arrays["dx"], np.moveaxis(xt.grad.numpy(), 1, -1), rtol=0, atol=1e-10)
+    assert bool(parameters) == ("no" not in name and name != "instances")
+    for key, tensor in parameters.items():
+        grad = next(v for k, v in arrays.items() if k.startswith("grad") and k.endswith(key))
         np.testing.assert_allclose(grad, tensor.grad.numpy(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("shape", "name"), some(product(SHAPES, LAYERS)), ids=str)
+@pytest.mark.parametrize(("shape", "name"), select_cases(product(SHAPES, LAYERS)), ids=str)
 @pytest.mark.long
-def test_every_grid_computes_what_one_process_does(shape, name):
-    check_grids(LAYERS[name], shape, in_turn(SHAPES.index(shape) + list(LAYERS).index(name)))
+def test_every_grid_matches_one_process(shape, name):
+    check_on_grids(LAYERS[name], shape, rotate_grids(SHAPES.index(shape) + list(LAYERS).index(name)))
 
 
-def vectors(dist, grid=None):
+def run_on_vectors(dist, grid=None):
     def make(name, *args):
-        return layer(name, *args)(dist)
+        return make_factory(name, *args)(dist)
 
     model = (nd.ConvnetDist if dist else nd.Convnet)(
         [make("FC", 6), make("GroupNorm", 3), make("FC", 4)], seed=2, dtype="float64"
@@ -67,12 +67,12 @@ def vectors(dist, grid=None):
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2), (6, 1)])
-def test_vectors(ranks, replicas):
-    """A vector is whole on every tile's rank, and must be counted once."""
-    expected = vectors(False)
-    for found in loopback.run(ranks, lambda comm: vectors(True, nd.ProcessGrid(comm, replicas=replicas))):
+def test_vectors_on_grids(ranks, replicas):
+    """A vector is replicated across tiles and must be counted once."""
+    expected = run_on_vectors(False)
+    for actual in loopback.run(ranks, lambda comm: run_on_vectors(True, nd.ProcessGrid(comm, replicas=replicas))):
         for name, array in expected.items():
-            np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-12, err_msg=name)
+            np.testing.assert_allclose(actual[name], array, rtol=0, atol=1e-12, err_msg=name)
 
 
 def test_vectors_equal_torch():
@@ -84,14 +84,14 @@ def test_vectors_equal_torch():
     np.testing.assert_allclose(model.fprop(x), expected, rtol=0, atol=1e-12)
 
 
-def test_evaluation_is_training():
+def test_evaluation_equals_training():
     model = nd.Convnet([nd.GroupNormLayer(2)], dtype="float64")
     model.build((5, 4, 4), 2)
     x = np.random.default_rng(0).normal(size=(2, 5, 4, 4))
     np.testing.assert_array_equal(model.fprop(x, training=True), model.fprop(x, training=False))
 
 
-def test_far_from_zero_nothing_cancels():
+def test_no_cancellation_far_from_zero():
     model = nd.Convnet([nd.InstanceNormLayer(eps=1e-12)], dtype="float32")
     model.build((64, 64, 1), 1)
     x = np.random.default_rng(0).normal(4000.0, 1.0, size=(1, 64, 64, 1)).astype(np.float32)
@@ -99,7 +99,7 @@ def test_far_from_zero_nothing_cancels():
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
-def test_float32_and_no_samples(make):
+def test_float32_and_empty_batches(make):
     model = nd.Convnet([make(False)])
     model.build((6, 5, 4), 2)
     for samples in (2, 0):
@@ -112,9 +112,13 @@ def test_float32_and_no_samples(make):
 
 MISTAKES = {
     "groups": (lambda: nd.GroupNormLayer(0), ConfigError, "groups: expected an integer of at least 1, got 0"),
-    "half a group": (lambda: nd.GroupNormLayer(1.5), ConfigError, "groups: expected an integer of at least 1, got 1.5"),
+    "fractional groups": (
+        lambda: nd.GroupNormLayer(1.5),
+        ConfigError,
+        "groups: expected an integer of at least 1, got 1.5",
+    ),
     "eps": (lambda: nd.GroupNormLayer(2, eps=0.0), ConfigError, "eps: expected a number above 0, got 0.0"),
-    "eps of instances": (
+    "instance norm eps": (
         lambda: nd.InstanceNormLayer(eps=-1.0),
         ConfigError,
         "eps: expected a number above 0, got -1.0",
@@ -132,8 +136,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistakes_are_explained(case):
-    make, kind, words = case
-    with pytest.raises(kind, match=words):
+@pytest.mark.parametrize(("make", "error", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_error_messages(make, error, message):
+    with pytest.raises(error, match=message):
         make()

@@ -1,4 +1,4 @@
-"""Error messages of layers, which begin with the layer's name."""
+"""Error messages of layers, prefixed with the layer's name."""
 
 import numpy as np
 import pytest
@@ -46,14 +46,13 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistakes_are_explained(case):
-    make, kind, words = case
-    with pytest.raises(kind, match=words):
+@pytest.mark.parametrize(("make", "error", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_error_messages(make, error, message):
+    with pytest.raises(error, match=message):
         make()
 
 
-def test_a_state_of_unshared_weights_must_fit():
+def test_mismatched_unshared_weights_are_rejected():
     model = nd.Convnet([nd.LocalFilteringLayer(2, 3)])
     model.build((6, 6, 1), 1)
     other = nd.Convnet([nd.LocalFilteringLayer(2, 3)])
@@ -62,20 +61,20 @@ def test_a_state_of_unshared_weights_must_fit():
         model.load_state(other.state())
 
 
-def test_each_rank_keeps_the_weights_of_its_tile_alone():
+def test_ranks_hold_only_the_weights_of_their_tile():
     def body(comm):
         model = nd.ConvnetDist([nd.LocalFilteringLayerDist(2, 3, padding=1)], dtype="float64")
         model.build((8, 8, 1), 2, nd.ProcessGrid(comm))
         return model.layers[0].params["weights"].shape, model.state()["local_filtering1/weights"]
 
-    whole = nd.Convnet([nd.LocalFilteringLayer(2, 3, padding=1)], dtype="float64")
-    whole.build((8, 8, 1), 2)
+    serial = nd.Convnet([nd.LocalFilteringLayer(2, 3, padding=1)], dtype="float64")
+    serial.build((8, 8, 1), 2)
     for shape, gathered in loopback.run(4, body):
         assert shape == (4, 4, 3, 3, 1, 2)
-        np.testing.assert_array_equal(gathered, whole.layers[0].params["weights"])
+        np.testing.assert_array_equal(gathered, serial.layers[0].params["weights"])
 
 
-def test_dice_by_finite_differences():
+def test_dice_gradient_matches_finite_differences():
     rng = np.random.default_rng(0)
     y, labels, cost = rng.normal(size=(2, 4, 5, 3)), rng.integers(0, 3, (2, 4, 5)), nd.Dice()
     gradient, step = cost.gradient(y, labels), 1e-5
@@ -105,8 +104,8 @@ WITH_WINDOWS = {
 
 
 @pytest.mark.parametrize("make", WITH_WINDOWS.values(), ids=WITH_WINDOWS.keys())
-@pytest.mark.parametrize("vectors", [nd.GlobalAvgPoolingLayer, lambda: nd.FCLayer(4)])
-def test_a_layer_that_looks_at_neighbours_after_a_vector(make, vectors):
+@pytest.mark.parametrize("make_vectors", [nd.GlobalAvgPoolingLayer, lambda: nd.FCLayer(4)])
+def test_windowed_layers_after_vectors_are_rejected(make, make_vectors):
     for layer in (make(), nd.Sum([[make()], []])):
         with pytest.raises(ShapeError, match=r"layer 1 '(sum1\..*)?\w+' \(\w+Layer\): .*needs an image, but its input"):
-            build(vectors(), layer)
+            build(make_vectors(), layer)

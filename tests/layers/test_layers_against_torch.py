@@ -1,8 +1,8 @@
-"""Layers that tests/models does not stack, one by one against PyTorch in float64, in 1, 2 and 3 dimensions."""
+"""Individual layers against PyTorch in float64, in one, two and three dimensions."""
 
 import numpy as np
 import pytest
-from norm_runs import check_grids, layer
+from layer_runs import check_on_grids, make_factory
 
 import neondist as nd
 
@@ -10,16 +10,16 @@ torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
 F = torch.nn.functional
 
 
-def first(x):
+def channels_first(x):
     return torch.tensor(np.moveaxis(x, -1, 1).copy())
 
 
-def last(t):
+def channels_last(t):
     return np.moveaxis(t.detach().numpy(), 1, -1)
 
 
 def compare(layer, shape, reference, tolerance=1e-10):
-    """Outputs, input gradient and all parameters' gradients of `layer` are those of reference(x, params)."""
+    """Compare the outputs, input gradient and parameter gradients of a layer with reference(x, params)."""
     model = nd.Convnet([layer], seed=4, dtype="float64")
     model.build(shape, batch_size=3)
     rng = np.random.default_rng(1)
@@ -27,13 +27,13 @@ def compare(layer, shape, reference, tolerance=1e-10):
         array[...] = rng.normal(size=array.shape)
     x = rng.normal(size=(3, *shape))
     tensors = {name: torch.tensor(array, requires_grad=True) for name, array in layer.params.items()}
-    xt = first(x).requires_grad_()
+    xt = channels_first(x).requires_grad_()
     yt = reference(xt, tensors)
     y = model.fprop(x)
-    np.testing.assert_allclose(y, last(yt), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(y, channels_last(yt), rtol=0, atol=tolerance)
     dy = rng.normal(size=y.shape)
-    yt.backward(first(dy))
-    np.testing.assert_allclose(model.bprop(dy), last(xt.grad), rtol=0, atol=tolerance)
+    yt.backward(channels_first(dy))
+    np.testing.assert_allclose(model.bprop(dy), channels_last(xt.grad), rtol=0, atol=tolerance)
     for name, gradient in layer.grads.items():
         np.testing.assert_allclose(gradient, tensors[name].grad.numpy(), rtol=0, atol=10 * tolerance)
 
@@ -55,32 +55,32 @@ def test_convolution(ndim, groups):
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("stride", "padding", "extra", "dilation"), [(1, 0, 0, 1), (2, 1, 1, 1), (3, 2, 2, 2), (2, 0, 0, 1)]
+    ("stride", "padding", "output_padding", "dilation"), [(1, 0, 0, 1), (2, 1, 1, 1), (3, 2, 2, 2), (2, 0, 0, 1)]
 )
 @pytest.mark.parametrize("groups", [1, 2])
-def test_transposed_convolution(ndim, stride, padding, extra, dilation, groups):
+def test_transposed_convolution(ndim, stride, padding, output_padding, dilation, groups):
     def reference(x, p):
-        # ours (*kernel, C / groups, out), theirs (C, out / groups, *kernel)
-        w = p["weights"].movedim((-2, -1), (0, 1))
-        w = (
-            w.reshape(w.shape[0], groups, -1, *w.shape[2:])
+        # neondist stores (*kernel, C / groups, out), PyTorch (C, out / groups, *kernel)
+        weights = p["weights"].movedim((-2, -1), (0, 1))
+        weights = (
+            weights.reshape(weights.shape[0], groups, -1, *weights.shape[2:])
             .transpose(0, 1)
-            .reshape(-1, w.shape[1] // groups, *w.shape[2:])
+            .reshape(-1, weights.shape[1] // groups, *weights.shape[2:])
         )
-        return DECONV[ndim](x, w, p["bias"], stride, padding, extra, groups, dilation)
+        return DECONV[ndim](x, weights, p["bias"], stride, padding, output_padding, groups, dilation)
 
-    layer = nd.DeconvLayer(6, 3, stride, padding, output_padding=extra, dilation=dilation, groups=groups)
+    layer = nd.DeconvLayer(6, 3, stride, padding, output_padding=output_padding, dilation=dilation, groups=groups)
     compare(layer, (*EXTENT[ndim], 4), reference)
 
 
 @pytest.mark.parametrize("padding", [0, ((1, 0), (0, 2), (2, 1))])
-def test_output_padding_of_its_own_for_each_axis(padding):
-    """In front PyTorch cuts nothing off; it gives the whole, and its ends are cut here."""
+def test_output_padding_per_axis(padding):
+    """Crop PyTorch's unpadded output, since it supports no padding per side."""
 
     def reference(x, p):
-        whole = F.conv_transpose3d(x, p["weights"].movedim((-2, -1), (0, 1)), p["bias"], (4, 3, 2), 0, (3, 1, 0))
-        ends = [(before, n - after) for (before, after), n in zip(sides, whole.shape[2:], strict=True)]
-        return whole[(..., *(slice(*end) for end in ends))]
+        full = F.conv_transpose3d(x, p["weights"].movedim((-2, -1), (0, 1)), p["bias"], (4, 3, 2), 0, (3, 1, 0))
+        crops = [(before, n - after) for (before, after), n in zip(sides, full.shape[2:], strict=True)]
+        return full[(..., *(slice(*crop) for crop in crops))]
 
     sides = padding or ((0, 0),) * 3
     compare(nd.DeconvLayer(2, 3, (4, 3, 2), padding, output_padding=(3, 1, 0)), (2, 3, 4, 3), reference)
@@ -101,15 +101,15 @@ def test_same_padding(ndim, kernel):
 @pytest.mark.parametrize("factor", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])
 def test_upsampling(ndim, factor, mode):
-    name = {1: "linear", 2: "bilinear", 3: "trilinear"}[ndim] if mode == "bilinear" else "nearest"
+    torch_mode = {1: "linear", 2: "bilinear", 3: "trilinear"}[ndim] if mode == "bilinear" else "nearest"
     compare(
         nd.UpsampleLayer(factor, mode),
         (*EXTENT[ndim], 2),
-        lambda x, p: F.interpolate(x, scale_factor=factor, mode=name),
+        lambda x, p: F.interpolate(x, scale_factor=factor, mode=torch_mode),
     )
 
 
-def test_upsampling_by_a_factor_per_axis():
+def test_upsampling_factor_per_axis():
     for factor in (3, 2), (5, 8):
         reference = lambda x, p, f=factor: F.interpolate(x, scale_factor=f, mode="bilinear")  # noqa: E731
         compare(nd.UpsampleLayer(factor, "bilinear"), (5, 4, 2), reference)
@@ -118,9 +118,11 @@ def test_upsampling_by_a_factor_per_axis():
 @pytest.mark.parametrize("mode", ["nearest", "bilinear"])
 @pytest.mark.parametrize("factor", [4, (5, 7)])
 @pytest.mark.long
-def test_upsampling_by_large_factors_on_tiles(factor, mode):
-    """A tile begins anywhere inside of an enlarged cell, and may see a part of one cell alone."""
-    check_grids(layer("Upsample", factor, mode), (3, 2, 2), [(2, 1, 2, 1), (3, 1, 1, 1), (9, 1, 3, 1), (8, 1, 8, 1)])
+def test_large_upsampling_factors_on_tiles(factor, mode):
+    """Tiles may start inside an upsampled cell, and may cover only part of one."""
+    check_on_grids(
+        make_factory("Upsample", factor, mode), (3, 2, 2), [(2, 1, 2, 1), (3, 1, 1, 1), (9, 1, 3, 1), (8, 1, 8, 1)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,53 +150,53 @@ def test_unshared_convolution(stride, padding):
     compare(nd.LocalFilteringLayer(5, (3, 2), stride, padding, bias=True), (7, 6, 3), reference)
 
 
-def test_max_pooling_of_negative_numbers_with_padding():
+def test_padded_max_pooling_of_negative_values():
     model = nd.Convnet([nd.MaxPoolingLayer(3, 2, 1)], dtype="float64")
     model.build((5, 5, 1), batch_size=1)
     x = -1.0 - np.random.default_rng(0).random((1, 5, 5, 1))
-    np.testing.assert_array_equal(model.fprop(x), last(F.max_pool2d(first(x), 3, 2, 1)))
+    np.testing.assert_array_equal(model.fprop(x), channels_last(F.max_pool2d(channels_first(x), 3, 2, 1)))
 
 
 @pytest.mark.parametrize("ndim", [1, 3])
 def test_pooling_in_other_dimensions(ndim):
-    most = {1: F.max_pool1d, 3: F.max_pool3d}[ndim]
-    mean = {1: F.avg_pool1d, 3: F.avg_pool3d}[ndim]
-    compare(nd.MaxPoolingLayer(3, 2, 1), (*EXTENT[ndim], 2), lambda x, p: most(x, 3, 2, 1))
-    compare(nd.AvgPoolingLayer(2, 2, 1), (*EXTENT[ndim], 2), lambda x, p: mean(x, 2, 2, 1))
+    max_pool = {1: F.max_pool1d, 3: F.max_pool3d}[ndim]
+    avg_pool = {1: F.avg_pool1d, 3: F.avg_pool3d}[ndim]
+    compare(nd.MaxPoolingLayer(3, 2, 1), (*EXTENT[ndim], 2), lambda x, p: max_pool(x, 3, 2, 1))
+    compare(nd.AvgPoolingLayer(2, 2, 1), (*EXTENT[ndim], 2), lambda x, p: avg_pool(x, 2, 2, 1))
     compare(
         nd.AvgPoolingLayer(2, 2, 1, count_include_pad=False),
         (*EXTENT[ndim], 2),
-        lambda x, p: mean(x, 2, 2, 1, count_include_pad=False),
+        lambda x, p: avg_pool(x, 2, 2, 1, count_include_pad=False),
     )
 
 
 def test_containers():
-    """A residual block and a skip connection."""
+    """Residual block and skip connection."""
     conv = nd.ConvLayer(3, 3, padding=1, name="inner")
 
-    def weights(model):
-        w, b = model.layers[0].leaves[0].params["weights"], model.layers[0].leaves[0].params["bias"]
-        return torch.tensor(w).permute(3, 2, 0, 1), torch.tensor(b)
+    def read_weights(model):
+        kernel, bias = model.layers[0].leaves[0].params["weights"], model.layers[0].leaves[0].params["bias"]
+        return torch.tensor(kernel).permute(3, 2, 0, 1), torch.tensor(bias)
 
     for container, join in (
-        (nd.Sum([[conv], []]), lambda a, b: a + b),
-        (nd.Concat([conv, []]), lambda a, b: torch.cat((a, b), 1)),
+        (nd.Sum([[conv], []]), lambda a, bias: a + bias),
+        (nd.Concat([conv, []]), lambda a, bias: torch.cat((a, bias), 1)),
     ):
         model = nd.Convnet([container], dtype="float64")
         model.build((6, 5, 3), batch_size=2)
         x = np.random.default_rng(2).normal(size=(2, 6, 5, 3))
-        xt = first(x).requires_grad_()
-        yt = join(F.conv2d(xt, *weights(model), padding=1), xt)
+        xt = channels_first(x).requires_grad_()
+        yt = join(F.conv2d(xt, *read_weights(model), padding=1), xt)
         y = model.fprop(x)
-        np.testing.assert_allclose(y, last(yt), atol=1e-12)
+        np.testing.assert_allclose(y, channels_last(yt), atol=1e-12)
         dy = np.random.default_rng(3).normal(size=y.shape)
-        yt.backward(first(dy))
-        np.testing.assert_allclose(model.bprop(dy), last(xt.grad), atol=1e-12)
+        yt.backward(channels_first(dy))
+        np.testing.assert_allclose(model.bprop(dy), channels_last(xt.grad), atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(4, 5, 3), (6,)])
-def test_batch_norm_goes_back_through_the_statistics_it_used(shape):
-    """Those of the batch, or, after a pass forward in evaluation, the running ones: these are constants."""
+def test_batch_norm_backward_uses_forward_statistics(shape):
+    """Differentiate through batch statistics in training; running statistics are constants."""
     layer = nd.BatchNormLayer()
     model = nd.Convnet([nd.ActivationLayer(nd.Identity()), layer], dtype="float64")
     if len(shape) == 1:
@@ -206,12 +208,12 @@ def test_batch_norm_goes_back_through_the_statistics_it_used(shape):
     for training in (False, True):
         x, dy = rng.normal(size=(2, 3, *shape))
         model.last_pass = None
-        p = {name: torch.tensor(array.copy(), requires_grad=True) for name, array in layer.params.items()}
+        parameters = {name: torch.tensor(array.copy(), requires_grad=True) for name, array in layer.params.items()}
         mean, var = (torch.tensor(layer.state[name].copy()) for name in ("mean", "var"))
-        xt = first(x).requires_grad_()
-        yt = F.batch_norm(xt, mean, var, p["gamma"], p["beta"], training)
-        np.testing.assert_allclose(model.fprop(x, training), last(yt), atol=1e-12)
-        yt.backward(first(dy))
-        np.testing.assert_allclose(model.bprop(dy), last(xt.grad), atol=1e-12)
-        for name, tensor in p.items():
+        xt = channels_first(x).requires_grad_()
+        yt = F.batch_norm(xt, mean, var, parameters["gamma"], parameters["beta"], training)
+        np.testing.assert_allclose(model.fprop(x, training), channels_last(yt), atol=1e-12)
+        yt.backward(channels_first(dy))
+        np.testing.assert_allclose(model.bprop(dy), channels_last(xt.grad), atol=1e-12)
+        for name, tensor in parameters.items():
             np.testing.assert_allclose(layer.grads[name], tensor.grad.numpy(), atol=1e-12)

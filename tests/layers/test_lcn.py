@@ -1,9 +1,9 @@
-"""Local contrast normalisation: against PyTorch's autograd, over tiles, and the way that sends less."""
+"""Local contrast normalisation against PyTorch's autograd, on tiles, and its choice of exchange method."""
 
 import numpy as np
 import pytest
-from norm_runs import check_grids, in_turn, layer, passes
-from support import worst
+from common_checks import max_relative_difference
+from layer_runs import check_on_grids, make_factory, rotate_grids, run_layer
 
 import neondist as nd
 from neondist.comm import loopback
@@ -20,8 +20,8 @@ OPTIONS = [
 ]
 
 
-def by_torch(x, dy, kernel_size, window="gaussian", sigma=None, padding_mode="zeros", min_deviation=1.0):
-    """Return outputs and input gradient from the formulas, with one dense convolution over window and channels."""
+def compute_with_torch(x, dy, kernel_size, window="gaussian", sigma=None, padding_mode="zeros", min_deviation=1.0):
+    """Return output and input gradient of the formula, with dense convolutions over window and channels."""
     torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
     pad, ndim = torch.nn.functional.pad, x.ndim - 2
     conv = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[ndim]
@@ -36,13 +36,13 @@ def by_torch(x, dy, kernel_size, window="gaussian", sigma=None, padding_mode="ze
     weights = weights.expand(1, x.shape[-1], *kernel)
     sides = [k // 2 for k in reversed(kernel) for _ in range(2)]
 
-    def mean(z):
+    def compute_mean(z):
         z = pad(z, sides, mode="constant" if padding_mode == "zeros" else "reflect")
         return conv(z, weights)
 
     xt = torch.tensor(np.moveaxis(x, -1, 1).copy(), requires_grad=True)
-    v = xt - mean(xt)
-    deviation = mean(v * v).sqrt()
+    v = xt - compute_mean(xt)
+    deviation = compute_mean(v * v).sqrt()
     spatial = tuple(range(1, ndim + 2))
     c = deviation.mean(spatial, keepdim=True) if min_deviation == "mean" else xt.new_tensor(min_deviation)
     yt = v / torch.maximum(deviation, c)
@@ -54,46 +54,48 @@ def by_torch(x, dy, kernel_size, window="gaussian", sigma=None, padding_mode="ze
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize("halo", ["twice", "wide"])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_equals_the_formula(ndim, halo, options):
-    found = passes(layer("LCN", KERNELS[ndim], halo=halo, **options), SHAPES[ndim])
-    y, dx, used = by_torch(found["x"], found["dy"], KERNELS[ndim], **options)
-    assert 0.02 < used < 0.98  # both branches of max(c, deviation) are at work
-    np.testing.assert_allclose(found["y"], y, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(found["dx"], dx, rtol=0, atol=1e-10)
+def test_matches_the_formula(ndim, halo, options):
+    arrays = run_layer(make_factory("LCN", KERNELS[ndim], halo=halo, **options), SHAPES[ndim])
+    y, dx, used = compute_with_torch(arrays["x"], arrays["dy"], KERNELS[ndim], **options)
+    assert 0.02 < used < 0.98  # both branches of max(c, deviation) are taken
+    np.testing.assert_allclose(arrays["y"], y, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(arrays["dx"], dx, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 @pytest.mark.parametrize(("options", "halo"), [*zip(OPTIONS, ["twice", "wide", "wide", "twice"], strict=True)])
 @pytest.mark.long
-def test_every_grid_computes_what_one_process_does(ndim, halo, options):
-    grids = in_turn(ndim + OPTIONS.index(options))
-    check_grids(layer("LCN", KERNELS[ndim], halo=halo, **options), SHAPES[ndim], grids)
+def test_every_grid_matches_one_process(ndim, halo, options):
+    grids = rotate_grids(ndim + OPTIONS.index(options))
+    check_on_grids(make_factory("LCN", KERNELS[ndim], halo=halo, **options), SHAPES[ndim], grids)
 
 
 @pytest.mark.parametrize("halo", ["twice", "wide"])
 @pytest.mark.parametrize("shape", [(2, 3, 1), (5, 1, 3), (1, 1, 1)])
 @pytest.mark.long
 def test_windows_wider_than_the_image(shape, halo):
-    make = layer("LCN", 9, halo=halo)
-    check_grids(make, shape, [(2, 1, 2, 1), (4, 1, 2, 1), (6, 1, 3, 1)])
-    found = passes(make, shape)
-    y, dx, _ = by_torch(found["x"], found["dy"], 9)
-    assert worst({"y": found["y"], "dx": found["dx"]}, {"y": y, "dx": dx}) < 1e-10
+    make = make_factory("LCN", 9, halo=halo)
+    check_on_grids(make, shape, [(2, 1, 2, 1), (4, 1, 2, 1), (6, 1, 3, 1)])
+    arrays = run_layer(make, shape)
+    y, dx, _ = compute_with_torch(arrays["x"], arrays["dy"], 9)
+    assert max_relative_difference({"y": arrays["y"], "dx": arrays["dx"]}, {"y": y, "dx": dx}) < 1e-10
 
 
-def test_a_kernel_of_one_cell_sends_nothing():
-    make = layer("LCN", 1)
-    check_grids(make, (4, 5, 3), [(4, 1, 2, 1)])
-    assert not any(r["sent"] for r in loopback.run(4, lambda comm: passes(make, (4, 5, 3), nd.ProcessGrid(comm))))
+def test_unit_kernel_sends_nothing():
+    make = make_factory("LCN", 1)
+    check_on_grids(make, (4, 5, 3), [(4, 1, 2, 1)])
+    assert not any(
+        arrays["sent"] for arrays in loopback.run(4, lambda comm: run_layer(make, (4, 5, 3), nd.ProcessGrid(comm)))
+    )
 
 
-def test_two_halos_reflect_where_one_cannot():
-    make = layer("LCN", 5, padding_mode="reflect")
-    check_grids(make, (4, 3, 1), [(2, 1, 2, 1), (4, 1, 2, 1)])
+def test_reflect_padding_of_small_images():
+    make = make_factory("LCN", 5, padding_mode="reflect")
+    check_on_grids(make, (4, 3, 1), [(2, 1, 2, 1), (4, 1, 2, 1)])
 
 
-def sent_by_plan(halos, grid):
-    """Numbers that all tiles send in fprop, for each sample, from the plans themselves."""
+def count_planned_values(halos, grid):
+    """Return the number of values that all tiles send per sample in fprop, according to the plans."""
     return sum(
         shape[-1] * HaloPlan.of(grid.partition(shape[:-1]), window, tile).sent_cells
         for shape, window in halos
@@ -103,8 +105,8 @@ def sent_by_plan(halos, grid):
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
 @pytest.mark.long
-def test_auto_sends_no_more_than_either_way(mode):
-    rng, chosen = np.random.default_rng(2), []
+def test_auto_selects_the_cheapest_method(mode):
+    rng, methods = np.random.default_rng(2), []
     for _ in range(100):
         ndim = int(rng.integers(1, 4))
         shape = (*map(int, rng.integers(1, 40 if ndim < 3 else 12, ndim)), int(rng.integers(1, 4)))
@@ -113,34 +115,34 @@ def test_auto_sends_no_more_than_either_way(mode):
             continue
         grid = GridShape(1, *map(int, rng.integers(1, 4, 3)))
         lcn = nd.LCNLayer(kernel, padding_mode=mode)
-        words = {way: sent_by_plan(halos, grid) for way, halos in lcn.local.methods(shape).items()}
-        way = lcn.local.cheapest_method(shape, grid)
-        assert words[way] == min(words.values()) == sent_by_plan(lcn.halos_for(shape, grid), grid)
-        assert way == "twice" or (shape[-1] == 1 and words["wide"] < words["twice"])
-        chosen.append(way)
-    assert chosen.count("wide") >= 3
-    assert chosen.count("twice") >= 3
+        costs = {method: count_planned_values(halos, grid) for method, halos in lcn.local.methods(shape).items()}
+        method = lcn.local.cheapest_method(shape, grid)
+        assert costs[method] == min(costs.values()) == count_planned_values(lcn.halos_for(shape, grid), grid)
+        assert method == "twice" or (shape[-1] == 1 and costs["wide"] < costs["twice"])
+        methods.append(method)
+    assert methods.count("wide") >= 3
+    assert methods.count("twice") >= 3
 
 
-@pytest.mark.parametrize(("shape", "way"), [((24, 25, 1), "twice"), ((6, 5, 1), "wide"), ((6, 5, 2), "twice")])
-def test_what_is_sent_is_what_the_plan_says(shape, way):
+@pytest.mark.parametrize(("shape", "method"), [((24, 25, 1), "twice"), ((6, 5, 1), "wide"), ((6, 5, 2), "twice")])
+def test_traffic_matches_the_plan(shape, method):
     grid = GridShape(1, 2, 2)
-    assert nd.LCNLayer(9).local.cheapest_method(shape, grid) == way
+    assert nd.LCNLayer(9).local.cheapest_method(shape, grid) == method
     sent = {}
     for halo in ("auto", "twice", "wide"):
-        make = layer("LCN", 9, halo=halo)
-        results = loopback.run(4, lambda comm, make=make: passes(make, shape, nd.ProcessGrid(comm)))
+        make = make_factory("LCN", 9, halo=halo)
+        results = loopback.run(4, lambda comm, make=make: run_layer(make, shape, nd.ProcessGrid(comm)))
         (plan,) = nd.ConvnetDist([make(True)]).plan(shape, grid)
-        for found, there, back in zip(results, plan.sent_words, plan.received_words, strict=True):
-            assert found["sent"] == (there + back) * 3 * 2 * 8  # samples, rounds, bytes
-        sent[halo] = sum(int(found["sent"]) for found in results)
-    assert sent["auto"] == sent[way] == min(sent.values())
+        for arrays, forward, backward in zip(results, plan.sent_words, plan.received_words, strict=True):
+            assert arrays["sent"] == (forward + backward) * 3 * 2 * 8  # samples, rounds, bytes
+        sent[halo] = sum(int(arrays["sent"]) for arrays in results)
+    assert sent["auto"] == sent[method] == min(sent.values())
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 255.0])
 @pytest.mark.parametrize("halo", ["twice", "wide"])
-def test_blank_images_stay_blank(halo, value):
-    """Whatever rounding leaves of a constant."""
+def test_constant_images_give_zeros(halo, value):
+    """Rounding errors of constant images are not amplified."""
     mode = "reflect" if value else "zeros"
     for dtype in ("float32", "float64"):
         model = nd.Convnet([nd.LCNLayer(3, min_deviation="mean", halo=halo, padding_mode=mode)], dtype=dtype)
@@ -150,7 +152,7 @@ def test_blank_images_stay_blank(halo, value):
 
 
 @pytest.mark.parametrize("halo", ["twice", "wide"])
-def test_float32_and_no_samples(halo):
+def test_float32_and_empty_batches(halo):
     model = nd.Convnet([nd.LCNLayer(3, min_deviation="mean", halo=halo)])
     model.build((6, 5, 2), 2)
     for samples in (2, 0):
@@ -161,8 +163,8 @@ def test_float32_and_no_samples(halo):
         assert y.shape == dx.shape == x.shape
 
 
-def test_the_first_layer_sends_no_gradient():
-    make = layer("LCN", 3)
+def test_first_layer_sends_no_gradient():
+    make = make_factory("LCN", 3)
 
     def job(comm):
         model = nd.ConvnetDist([make(True), nd.FCLayerDist(2)])
@@ -183,12 +185,12 @@ MISTAKES = {
     "halo": (lambda: nd.LCNLayer(halo="three"), ConfigError, "halo 'three' is unknown"),
     "sigma": (lambda: nd.LCNLayer(sigma=0.0), ConfigError, "sigma 0.0"),
     "sigma of a box": (lambda: nd.LCNLayer(window="uniform", sigma=1.0), ConfigError, "sigma 1.0.*window 'gaussian'"),
-    "c": (
+    "min_deviation": (
         lambda: nd.LCNLayer(min_deviation=0.0),
         ConfigError,
         "min_deviation: expected a number above 0 or .mean., got 0.0",
     ),
-    "c in words": (
+    "text min_deviation": (
         lambda: nd.LCNLayer(min_deviation="median"),
         ConfigError,
         "got the text .median.; did you mean .mean.",
@@ -212,12 +214,11 @@ MISTAKES = {
 }
 
 
-def build(made, shape):
-    nd.Convnet([made]).build(shape, 1)
+def build(lcn, shape):
+    nd.Convnet([lcn]).build(shape, 1)
 
 
-@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistakes_are_explained(case):
-    make, kind, words = case
-    with pytest.raises(kind, match=words):
+@pytest.mark.parametrize(("make", "error", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_error_messages(make, error, message):
+    with pytest.raises(error, match=message):
         make()

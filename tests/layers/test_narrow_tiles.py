@@ -1,8 +1,8 @@
-"""Padding wider than the kernel on narrow tiles: some outputs see nothing but padding, and the gradients stay exact."""
+"""Gradients on narrow tiles, some of whose outputs read only padding."""
 
 import numpy as np
 import pytest
-from present import KERNELS, backend_of
+from availability import KERNELS, make_backend
 
 import neondist as nd
 from neondist.comm import loopback
@@ -12,23 +12,23 @@ from neondist.comm import loopback
 @pytest.mark.parametrize(("rows", "cols"), [(1, 7), (7, 1)])
 @pytest.mark.parametrize(("padding", "stride"), [(6, 1), (((6, 0), (0, 6)), 2)])
 @pytest.mark.long
-def test_gradients_of_tiles_without_a_cell_of_the_image(backend, rows, cols, padding, stride):
+def test_gradients_of_tiles_of_padding_only(backend, rows, cols, padding, stride):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 6, 5, 16))
 
-    def gradients(layer, model, grid=None):
+    def run_layers(layer, model, grid=None):
         layers = [layer(16, 3, padding=1, name="a"), layer(16, 3, stride, padding=padding, name="b")]
-        model = model(layers, dtype="float64", backend=backend_of(backend), seed=1)
+        model = model(layers, dtype="float64", backend=make_backend(backend), seed=1)
         model.build(x.shape[1:], len(x), grid)
         y = model.gather(model.fprop(model.scatter(x)))
         dy = np.arange(1.0, 1.0 + y.size).reshape(y.shape)
         dx = model.gather_input(model.bprop(model.scatter_output(dy)))
         return model.gradients() | {"y": y, "dx": dx}
 
-    def on_tiles(comm):
+    def run_on_tiles(comm):
         grid = nd.ProcessGrid(comm, rows=rows, cols=cols)
-        return gradients(nd.ConvLayerDist, nd.ConvnetDist, grid)
+        return run_layers(nd.ConvLayerDist, nd.ConvnetDist, grid)
 
-    expected = gradients(nd.ConvLayer, nd.Convnet)
-    for name, found in loopback.run(rows * cols, on_tiles)[0].items():
-        np.testing.assert_allclose(found, expected[name], rtol=1e-10, atol=1e-10 * np.abs(expected[name]).max())
+    expected = run_layers(nd.ConvLayer, nd.Convnet)
+    for name, actual in loopback.run(rows * cols, run_on_tiles)[0].items():
+        np.testing.assert_allclose(actual, expected[name], rtol=1e-10, atol=1e-10 * np.abs(expected[name]).max())

@@ -1,8 +1,8 @@
-"""Equal maxima on both sides of a seam: the gradient goes to the same cell as in one process, for both backends."""
+"""Max pooling ties across tile boundaries: the gradient goes to the same cell as on one process."""
 
 import numpy as np
 import pytest
-from present import KERNELS, backend_of
+from availability import KERNELS, make_backend
 
 import neondist as nd
 from neondist.comm import loopback
@@ -11,23 +11,23 @@ from neondist.comm import loopback
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(2, 1, 0), (3, 2, 1), (5, 1, 2)])
 @pytest.mark.long
-def test_ties_across_seams(backend, kernel, stride, padding):
-    x = np.random.default_rng(0).integers(0, 2, (2, 11, 9, 3)).astype(np.float64)  # nearly every window has ties
+def test_ties_across_tile_boundaries(backend, kernel, stride, padding):
+    x = np.random.default_rng(0).integers(0, 2, (2, 11, 9, 3)).astype(np.float64)  # ties in nearly every window
 
-    def gradient(model, grid=None):
+    def compute_gradient(model, grid=None):
         model.build(x.shape[1:], len(x), grid)
         y = model.gather(model.fprop(model.scatter(x)))
-        # distinct weights: a gradient that lands on another cell is seen
+        # distinct values, so that a misplaced gradient is detected
         dy = np.arange(1.0, 1.0 + y.size).reshape(y.shape)
         return model.gather_input(model.bprop(model.scatter_output(dy)))
 
-    made = {"backend": backend_of(backend), "dtype": "float64"}
-    expected = gradient(nd.Convnet([nd.MaxPoolingLayer(kernel, stride, padding)], **made))
+    options = {"backend": make_backend(backend), "dtype": "float64"}
+    expected = compute_gradient(nd.Convnet([nd.MaxPoolingLayer(kernel, stride, padding)], **options))
 
-    def on_tiles(comm):
+    def run_on_tiles(comm):
         layer = nd.MaxPoolingLayerDist(kernel, stride, padding)
-        return gradient(nd.ConvnetDist([layer], **made), nd.ProcessGrid(comm))
+        return compute_gradient(nd.ConvnetDist([layer], **options), nd.ProcessGrid(comm))
 
     for ranks in (2, 4, 6):
-        for found in loopback.run(ranks, on_tiles):
-            np.testing.assert_array_equal(found, expected)
+        for actual in loopback.run(ranks, run_on_tiles):
+            np.testing.assert_array_equal(actual, expected)

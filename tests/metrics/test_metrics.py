@@ -1,4 +1,4 @@
-"""Metrics against short definitions; sums that add up; empty arrays."""
+"""Metrics against direct definitions, additivity over parts, and empty arrays."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from neondist.metrics import LogLoss, Misclassification, TopK
 ALL = [Misclassification(), TopK(1), TopK(3), LogLoss()]
 
 
-def data(shape, seed=0, levels=5):
+def draw_data(shape, seed=0, levels=5):
     rng = np.random.default_rng(seed)
     return rng.integers(0, levels, shape).astype(float), rng.integers(0, shape[-1], shape[:-1])  # with ties
 
@@ -18,38 +18,38 @@ def data(shape, seed=0, levels=5):
 @pytest.mark.parametrize("shape", [(40, 6), (3, 5, 4, 6), (2, 3, 6)])
 @pytest.mark.parametrize("k", [1, 2, 6])
 def test_topk_is_the_first_k_of_a_stable_sort(shape, k):
-    y, labels = data(shape)
+    y, labels = draw_data(shape)
     guesses = np.argsort(-y, axis=-1, kind="stable")[..., :k]
     misses = ~(guesses == labels[..., None]).any(axis=-1)
     assert TopK(k).measure(y, labels) == (misses.sum(), misses.size)
 
 
 @pytest.mark.parametrize("shape", [(40, 6), (3, 5, 4, 6)])
-def test_misclassification_is_top_1(shape):
-    y, labels = data(shape)
+def test_misclassification_equals_top1_error(shape):
+    y, labels = draw_data(shape)
     assert Misclassification().measure(y, labels) == TopK(1).measure(y, labels)
     assert Misclassification().measure(y, y.argmax(-1)) == (0.0, y[..., 0].size)
 
 
 @pytest.mark.parametrize("metric", [Misclassification(), TopK(2)])
 @pytest.mark.parametrize("shape", [(40, 6), (3, 5, 4, 6)])
-def test_numbers_to_be_met_have_no_error(metric, shape):
-    """Their largest is no class; one-hot vectors and probabilities are classes in other words."""
-    y, labels = data(shape)
-    hot = np.eye(shape[-1])[labels]
+def test_regression_targets_give_nan(metric, shape):
+    """One-hot vectors and probabilities denote classes; other values do not."""
+    y, labels = draw_data(shape)
+    one_hot = np.eye(shape[-1])[labels]
     expected = metric.measure(y, labels)
-    for dense in (hot, hot.astype("float32") * 0.9 + np.float32(0.1 / shape[-1]), hot.astype("uint8")):
+    for dense in (one_hot, one_hot.astype("float32") * 0.9 + np.float32(0.1 / shape[-1]), one_hot.astype("uint8")):
         assert metric.measure(y, dense) == expected
-    for numbers in (y, hot * 2, hot - 0.5, np.zeros(shape)):
+    for numbers in (y, one_hot * 2, one_hot - 0.5, np.zeros(shape)):
         total, count = metric.measure(y, numbers)
         assert np.isnan(total)
         assert count == expected[1]
     assert metric.measure(y[:0], y[:0]) == (0, 0)
-    assert np.isnan(metric.measure(y[..., :1], y[..., :1] + 0.5)[0])  # one output would never be wrong
+    assert np.isnan(metric.measure(y[..., :1], y[..., :1] + 0.5)[0])  # a single output would never be wrong
 
 
 def test_log_loss_is_the_mean_cross_entropy():
-    y, labels = data((4, 5, 6))
+    y, labels = draw_data((4, 5, 6))
     total, count = LogLoss().measure(y, labels)
     assert count == 20
     assert total == CrossEntropy().value(y, labels)
@@ -58,8 +58,8 @@ def test_log_loss_is_the_mean_cross_entropy():
 
 
 @pytest.mark.parametrize("metric", ALL)
-def test_sums_add_up_over_parts_and_one_hot_is_the_same(metric):
-    y, labels = data((6, 4, 5))
+def test_sums_are_additive_and_accept_one_hot_targets(metric):
+    y, labels = draw_data((6, 4, 5))
     parts = [slice(0, 0), slice(0, 1), slice(1, 6)]
     sums = np.array([metric.measure(y[p], labels[p]) for p in parts]).sum(axis=0)
     np.testing.assert_allclose(sums, metric.measure(y, labels), rtol=1e-13)
@@ -68,11 +68,11 @@ def test_sums_add_up_over_parts_and_one_hot_is_the_same(metric):
 
 @pytest.mark.parametrize("metric", ALL)
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0, 2, 4)])
-def test_empty(metric, shape):
+def test_empty_arrays(metric, shape):
     assert metric.measure(np.zeros(shape), np.zeros(shape[:-1], int)) == (0.0, 0)
 
 
-def test_a_network_that_gives_nan_is_wrong():
+def test_nan_outputs_count_as_errors():
     assert TopK(2).measure(np.full((3, 4), np.nan), np.array([0, 1, 2])) == (3.0, 3)
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from present import KERNELS, backend_of
+from availability import KERNELS, make_backend
 
 import neondist as nd
 
@@ -12,7 +12,7 @@ FUNCTIONS = {"relu": nd.ReLU, "tanh": nd.Tanh, "logistic": nd.Logistic, "none": 
 TORCH_FUNCTIONS = {"relu": torch.relu, "tanh": torch.tanh, "logistic": torch.sigmoid, "none": lambda z: z}
 
 
-def conv(rng):
+def make_conv(rng):
     kernel = tuple(int(k) for k in rng.integers(1, 4, 2))
     stride = tuple(int(s) for s in rng.integers(1, 3, 2))
     dilation, groups = int(rng.integers(1, 3)), int(rng.choice([1, 2]))
@@ -40,29 +40,29 @@ def conv(rng):
     return layer, run
 
 
-def max_pool(rng):
+def make_max_pool(rng):
     return nd.MaxPoolingLayer(3, 2, 1), lambda x, p: F.max_pool2d(x, 3, 2, 1)
 
 
-def avg_pool(rng):
+def make_avg_pool(rng):
     counted = bool(rng.integers(2))
     run = lambda x, p: F.avg_pool2d(x, 2, 1, 1, count_include_pad=counted)  # noqa: E731
     return nd.AvgPoolingLayer(2, 1, 1, count_include_pad=counted), run
 
 
-def l2_pool(rng):
+def make_l2_pool(rng):
     return nd.L2PoolingLayer(2, 1), lambda x, p: F.avg_pool2d(x * x, 2, 1, divisor_override=1).sqrt()
 
 
-def batch_norm(rng):
+def make_batch_norm(rng):
     return nd.BatchNormLayer(), lambda x, p: F.batch_norm(x, None, None, p["gamma"], p["beta"], True)
 
 
-def softmax(rng):
+def make_softmax(rng):
     return nd.ActivationLayer(nd.Softmax()), lambda x, p: torch.softmax(x, 1)
 
 
-def fc(features):
+def make_fc(features):
     def run(x, p):
         x = x.permute(0, 2, 3, 1) if x.ndim == 4 else x
         return x.reshape(len(x), -1) @ p["weights"] + p["bias"]
@@ -70,20 +70,20 @@ def fc(features):
     return nd.FCLayer(features), run
 
 
-def stack(seed):
+def make_stack(seed):
     rng = np.random.default_rng(seed)
-    kinds = rng.choice([conv, max_pool, avg_pool, l2_pool, batch_norm, softmax], 4)
-    pairs = [conv(rng), *(kind(rng) for kind in kinds)]
+    kinds = rng.choice([make_conv, make_max_pool, make_avg_pool, make_l2_pool, make_batch_norm, make_softmax], 4)
+    pairs = [make_conv(rng), *(kind(rng) for kind in kinds)]
     if seed % 3 == 0:
-        pairs += [(nd.GlobalAvgPoolingLayer(), lambda x, p: x.mean((2, 3))), fc(5)]
+        pairs += [(nd.GlobalAvgPoolingLayer(), lambda x, p: x.mean((2, 3))), make_fc(5)]
     elif seed % 3 == 1:
-        pairs += [fc(7), batch_norm(rng), fc(5)]
+        pairs += [make_fc(7), make_batch_norm(rng), make_fc(5)]
     return [layer for layer, _ in pairs], [run for _, run in pairs]
 
 
-def build(seed, backend, optimizer=None):
-    layers, runs = stack(seed)
-    model = nd.Convnet(layers, optimizer=optimizer, seed=seed, backend=backend_of(backend), dtype="float64")
+def build_model(seed, backend, optimizer=None):
+    layers, runs = make_stack(seed)
+    model = nd.Convnet(layers, optimizer=optimizer, seed=seed, backend=make_backend(backend), dtype="float64")
     model.build((13, 12, 2), batch_size=4)
     tensors = {k: torch.tensor(v, requires_grad=True) for k, v in model.state().items()}
 
@@ -95,66 +95,66 @@ def build(seed, backend, optimizer=None):
     return model, network, tensors
 
 
-def last(t):
+def to_channels_last(t):
     array = t.detach().numpy()
     return np.moveaxis(array, 1, -1) if array.ndim == 4 else array
 
 
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10 * max(1.0, np.abs(expected).max()))
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-10 * max(1.0, np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.long
-def test_passes(seed, backend):
-    model, network, tensors = build(seed, backend)
+def test_passes_match_torch(seed, backend):
+    model, network, tensors = build_model(seed, backend)
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(4, 13, 12, 2))
     xt = torch.tensor(np.moveaxis(x, -1, 1).copy(), requires_grad=True)
     y, yt = model.fprop(x), network(xt)
-    close(y, last(yt))
+    assert_close(y, to_channels_last(yt))
     dy = rng.normal(size=y.shape)
     yt.backward(torch.tensor(np.moveaxis(dy, -1, 1).copy() if dy.ndim == 4 else dy))
-    close(model.bprop(dy), last(xt.grad))
+    assert_close(model.bprop(dy), to_channels_last(xt.grad))
     for layer in model.layers:
         for name, gradient in layer.grads.items():
-            close(gradient, tensors[f"{layer.name}/{name}"].grad.numpy())
+            assert_close(gradient, tensors[f"{layer.name}/{name}"].grad.numpy())
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("optimizer", "make_torch_optimizer"),
     [
         (
             nd.SGD(0.05, momentum=0.9, weight_decay=0.01),
             lambda p: torch.optim.SGD(p, 0.05, 0.9, weight_decay=0.01),
         ),
-        # a large eps: a bias before batch normalisation has gradient 0, whose rounding errors Adam would blow up
+        # a large eps: biases before batch normalisation have gradient 0, whose rounding errors Adam would amplify
         (nd.Adam(0.01, eps=1e-3), lambda p: torch.optim.Adam(p, 0.01, eps=1e-3)),
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.long
-def test_training(seed, backend, ours, theirs):
-    model, network, tensors = build(seed, backend, ours)
-    trained = {k: t for k, t in tensors.items() if not k.endswith(("/mean", "/var"))}
-    optimizer = theirs(list(trained.values()))
+def test_training_matches_torch(seed, backend, optimizer, make_torch_optimizer):
+    model, network, tensors = build_model(seed, backend, optimizer)
+    trained_tensors = {k: t for k, t in tensors.items() if not k.endswith(("/mean", "/var"))}
+    torch_optimizer = make_torch_optimizer(list(trained_tensors.values()))
     rng = np.random.default_rng(seed)
     for samples in 4, 4, 2, 4, 3:  # an epoch's last batch may be smaller
         x = rng.normal(size=(samples, 13, 12, 2))
         labels = rng.integers(0, model.output_shape[-1], (samples, *model.output_shape[:-1]))
-        optimizer.zero_grad()
+        torch_optimizer.zero_grad()
         loss = F.cross_entropy(network(torch.tensor(np.moveaxis(x, -1, 1).copy())), torch.tensor(labels))
         loss.backward()
-        optimizer.step()
-        close(model.train_batch(x, labels), loss.item())
+        torch_optimizer.step()
+        assert_close(model.train_batch(x, labels), loss.item())
     state = model.state()
-    for name, tensor in trained.items():
-        close(state[name], tensor.detach().numpy())
+    for name, tensor in trained_tensors.items():
+        assert_close(state[name], tensor.detach().numpy())
 
 
-def test_running_statistics_are_those_of_torch():
+def test_running_statistics_match_torch():
     layer, torch_layer = nd.BatchNormLayer(), torch.nn.BatchNorm2d(3, dtype=torch.float64)
     model = nd.Convnet([layer], dtype="float64")
     model.build((4, 5, 3), batch_size=6)
@@ -163,6 +163,8 @@ def test_running_statistics_are_those_of_torch():
         model.fprop(x)
         torch_layer(torch.tensor(np.moveaxis(x, -1, 1).copy()))
     torch_layer.eval()
-    close(layer.state["mean"], torch_layer.running_mean.numpy())
-    close(layer.state["var"], torch_layer.running_var.numpy())
-    close(model.fprop(x, training=False), last(torch_layer(torch.tensor(np.moveaxis(x, -1, 1).copy()))))
+    assert_close(layer.state["mean"], torch_layer.running_mean.numpy())
+    assert_close(layer.state["var"], torch_layer.running_var.numpy())
+    assert_close(
+        model.fprop(x, training=False), to_channels_last(torch_layer(torch.tensor(np.moveaxis(x, -1, 1).copy())))
+    )

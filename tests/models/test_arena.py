@@ -1,14 +1,14 @@
-"""Memory that arrays share: what lives at one moment never overlaps, and no layer can be hurt by it."""
+"""Arena: arrays with overlapping lifetimes are disjoint, and sharing memory changes no result."""
 
 import tracemalloc
 from itertools import product
 
 import numpy as np
 import pytest
+from availability import BACKENDS
+from case_selection import select_cases
 from hypothesis import example, given
 from hypothesis import strategies as st
-from present import NAMES
-from turns import some
 
 import neondist as nd
 from neondist.plan.memory import LiveRange, pack
@@ -17,19 +17,21 @@ from neondist.runtime import Arena, LayerTask
 
 @example([LiveRange(3, 5, 5), LiveRange(1, 2, 6), LiveRange(5, 0, 1), LiveRange(4, 0, 3), LiveRange(1, 1, 2)])
 @given(st.lists(st.builds(LiveRange, st.integers(0, 9), st.integers(0, 9), st.integers(0, 9)), max_size=12))
-def test_what_meets_does_not_overlap(spans):
+def test_overlapping_lifetimes_are_disjoint(spans):
     spans = [LiveRange(n, min(a, b), max(a, b)) for n, a, b in spans]
-    places, length = pack(spans)
-    cells = [set(range(place, place + span.numbers)) for place, span in zip(places, spans, strict=True)]
-    for at, span in enumerate(spans):
-        assert max(cells[at], default=-1) < length
-        assert not any(cells[at] & cells[other] for other in range(at) if span.meets(spans[other]))
-    most = max((sum(s.numbers for s in spans if s.first <= t <= s.last) for t in range(10)), default=0)
-    assert most <= length <= sum(span.numbers for span in spans)
+    offsets, length = pack(spans)
+    cells = [set(range(offset, offset + span.numbers)) for offset, span in zip(offsets, spans, strict=True)]
+    for index, span in enumerate(spans):
+        assert max(cells[index], default=-1) < length
+        assert not any(cells[index] & cells[other] for other in range(index) if span.meets(spans[other]))
+    lower_bound = max(
+        (sum(span.numbers for span in spans if span.first <= t <= span.last) for t in range(10)), default=0
+    )
+    assert lower_bound <= length <= sum(span.numbers for span in spans)
 
 
 class Keeper(nd.Layer):
-    """A naive layer that keeps its view and its output, and returns what it got wherever it can."""
+    """Layer that saves its view and returns it as its output."""
 
     def forward(self, ctx, view):
         ctx.save(view=view)
@@ -40,7 +42,7 @@ class Keeper(nd.Layer):
 
 
 class Squarer(nd.Layer):
-    """A naive layer whose gradient is memory that it got in the forward pass."""
+    """Layer whose gradient is memory saved in the forward pass."""
 
     def forward(self, ctx, view):
         ctx.save(view=view, half=view / 2)
@@ -48,12 +50,12 @@ class Squarer(nd.Layer):
 
     def backward(self, ctx, dy):
         ctx.half *= 2 * dy
-        ctx.save(half=ctx.view / 2, given=ctx.half)
-        return ctx.given
+        ctx.save(half=ctx.view / 2, gradient=ctx.half)
+        return ctx.gradient
 
 
-class Passer(nd.Layer):
-    """A naive layer that returns what it got, with an activation that works in place."""
+class PassThrough(nd.Layer):
+    """Layer that returns its input, with an activation computed in place."""
 
     activation = nd.ReLU()
 
@@ -64,8 +66,8 @@ class Passer(nd.Layer):
         return dy
 
 
-class Liar(nd.Layer):
-    """It says that it needs neither its input nor its output, keeps both, and is right all the same."""
+class UndeclaredSaver(nd.Layer):
+    """Layer that declares no need for its input and output, but saves both."""
 
     saves_input = saves_output = False
 
@@ -80,11 +82,11 @@ class Liar(nd.Layer):
         return dy * np.cos(ctx.view)
 
 
-def conv(**more):
-    return nd.ConvLayer(3, 3, padding=1, activation=nd.ReLU(), **more)
+def conv(**options):
+    return nd.ConvLayer(3, 3, padding=1, activation=nd.ReLU(), **options)
 
 
-def networks():
+def make_networks():
     pool, tanh = nd.MaxPoolingLayer, nd.Tanh()
     return {
         "plain": [conv(), conv(stride=2), pool(2), conv(), nd.FCLayer(4)],
@@ -115,8 +117,22 @@ def networks():
             nd.Concat([[nd.Concat([[], []]), Keeper()], [[], nd.ConvLayer(3, 1, activation=tanh)]]),
             nd.Sum([[], [nd.Concat([[]])]]),
         ],
-        "liars": [conv(), Liar(), conv(), nd.Sum([Liar(), [conv(), Liar()]]), Liar(), conv(), pool(2), Liar()],
-        "passers": [nd.Sum([Passer(), []]), conv(), nd.Concat([[], Passer(), [Passer(), Passer()]]), Passer()],
+        "undeclared saves": [
+            conv(),
+            UndeclaredSaver(),
+            conv(),
+            nd.Sum([UndeclaredSaver(), [conv(), UndeclaredSaver()]]),
+            UndeclaredSaver(),
+            conv(),
+            pool(2),
+            UndeclaredSaver(),
+        ],
+        "pass-through": [
+            nd.Sum([PassThrough(), []]),
+            conv(),
+            nd.Concat([[], PassThrough(), [PassThrough(), PassThrough()]]),
+            PassThrough(),
+        ],
         "empty lists first": [[], [[], conv(), [[[]], conv()]], nd.Sequential([nd.Sequential([]), Squarer()]), conv()],
         "branches first": [nd.Concat([conv(), [], [nd.Sum([conv(), conv()])]]), conv()],
         "skip": [conv(), nd.Concat([[pool(2), conv(), nd.UpsampleLayer(2)], [], conv()]), [conv()]],
@@ -125,17 +141,19 @@ def networks():
     }
 
 
-class Apart(Arena):
-    """Nothing shares memory."""
+class DisjointArena(Arena):
+    """Arena in which no arrays share memory."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.places = np.cumsum([0, *(live.numbers for live in self.ranges[:-1])]).tolist() if self.ranges else []
-        self.length = sum(live.numbers for live in self.ranges)
+        self.places = (
+            np.cumsum([0, *(live_range.numbers for live_range in self.ranges[:-1])]).tolist() if self.ranges else []
+        )
+        self.length = sum(live_range.numbers for live_range in self.ranges)
 
 
 class PoisonTask(LayerTask):
-    """Before a layer works, all that does not live at that moment is NaN; memory is apart."""
+    """Task that fills dead arrays with NaN before each layer."""
 
     def _forward(self, runs, inputs):
         for run in runs:
@@ -150,44 +168,44 @@ class PoisonTask(LayerTask):
 
 def poison(run, moment):
     arena = run.workspace.arena
-    for at, live in enumerate(arena.ranges):
-        if not live.first <= moment <= live.last:
-            arena.array(at, (run.samples, live.numbers)).fill(np.nan)
+    for index, live_range in enumerate(arena.ranges):
+        if not live_range.first <= moment <= live_range.last:
+            arena.array(index, (run.samples, live_range.numbers)).fill(np.nan)
 
 
-def trained(layers, name, arena, task, monkeypatch):
-    """Outputs, input gradients, gradients and state of some steps with batches of several sizes."""
+def train(layers, backend, arena, task, monkeypatch):
+    """Return the outputs, gradients and state of some steps with batches of several sizes."""
     monkeypatch.setattr("neondist.runtime.section.Arena", arena)
-    model = nd.Convnet(layers, cost=nd.SumSquared(), seed=3, backend=name, dtype="float64")
+    model = nd.Convnet(layers, cost=nd.SumSquared(), seed=3, backend=backend, dtype="float64")
     model.build((8, 8, 2), batch_size=4)
     model.executor, model.last_pass = model.executor.with_tasks(task), None
-    rng, found = np.random.default_rng(5), []
+    rng, results = np.random.default_rng(5), []
     for samples, training in ((4, True), (3, False), (4, True), (6, True), (1, False), (4, True)):
         x = rng.normal(size=(samples, 8, 8, 2))
         model.last_pass = None
         y = model.fprop(x, training=training)
         dx = model.bprop(rng.normal(size=y.shape))
-        kept = y.copy(), dx.copy()
-        found += [*kept, model.gradients()]
+        copies = y.copy(), dx.copy()
+        results += [*copies, model.gradients()]
         model.train_batch(x, rng.normal(size=y.shape))
-        np.testing.assert_array_equal(y, kept[0])  # what a caller holds is not overwritten
+        np.testing.assert_array_equal(y, copies[0])  # arrays held by the caller are not overwritten
         assert not any(model.executor.blocks.owns(array) for array in (y, dx))
-    return [*found, model.state()]
+    return [*results, model.state()]
 
 
-@pytest.mark.parametrize(("network", "name"), some(product(networks(), NAMES)))
+@pytest.mark.parametrize(("network", "backend"), select_cases(product(make_networks(), BACKENDS)))
 @pytest.mark.long
-def test_sharing_memory_changes_no_number(network, name, monkeypatch):
-    expected = trained(networks()[network], name, Apart, LayerTask, monkeypatch)
-    for how in ((Arena, LayerTask), (Apart, PoisonTask)):
-        found = trained(networks()[network], name, *how, monkeypatch)
-        for ours, theirs in zip(found, expected, strict=True):
-            for key in ours if isinstance(ours, dict) else [slice(None)]:
-                np.testing.assert_array_equal(ours[key], theirs[key])
+def test_sharing_memory_keeps_results(network, backend, monkeypatch):
+    expected = train(make_networks()[network], backend, DisjointArena, LayerTask, monkeypatch)
+    for implementation in ((Arena, LayerTask), (DisjointArena, PoisonTask)):
+        actual = train(make_networks()[network], backend, *implementation, monkeypatch)
+        for actual_part, expected_part in zip(actual, expected, strict=True):
+            for key in actual_part if isinstance(actual_part, dict) else [slice(None)]:
+                np.testing.assert_array_equal(actual_part[key], expected_part[key])
 
 
-def test_an_activation_in_place_leaves_the_input_alone():
-    model = nd.Convnet([nd.Sum([Passer(), []])], dtype="float64")
+def test_in_place_activation_keeps_the_input():
+    model = nd.Convnet([nd.Sum([PassThrough(), []])], dtype="float64")
     model.build((5, 4, 1), 2)
     x = np.random.default_rng(0).normal(size=(2, 5, 4, 1))
     before = x.copy()
@@ -200,40 +218,41 @@ def test_live_ranges_of_a_chain():
     model.build((8, 8, 2), 1)
     plan = model.executor.sections[0].plan
     views, gradients = (
-        [tuple(plan.ranges[found[at]][1:]) if at in found else None for at in range(4)]
-        for found in (plan.views, plan.gradients)
+        [tuple(plan.ranges[arrays[index]][1:]) if index in arrays else None for index in range(4)]
+        for arrays in (plan.views, plan.gradients)
     )
-    # conv1 needs its input, but no output: the pooling takes gradients through its ReLU, and needs no input either
+    # conv1 needs its input, but no output: the pooling differentiates its ReLU, and needs no input either
     assert views == [(0, 7), None, None, (2, 5)]
     assert gradients == [None, (6, 7), (5, 6), (2, 5)]
     assert plan.views[3] == plan.gradients[3]  # conv2 writes the gradient over its view
     assert [tuple(plan.ranges[plan.values[value]][1:]) for value in (1, 2, 4)] == [(0, 1), (1, 2), (3, 4)]
 
 
-def test_a_residual_block_adds_gradients_where_the_first_one_lies():
+def test_residual_blocks_accumulate_gradients_in_place():
     plain, down = [conv(), nd.ConvLayer(3, 3, padding=1)], [conv(stride=2), nd.ConvLayer(3, 3, padding=1)]
     first, second = nd.ActivationLayer(nd.ReLU()), nd.ActivationLayer(nd.ReLU())
     blocks = [nd.Sum([plain, []]), first, nd.Sum([down, nd.ConvLayer(3, 1, stride=2)]), second]
     model = nd.Convnet([conv(), *blocks, nd.GlobalAvgPoolingLayer(), nd.FCLayer(2)])
     model.build((8, 8, 2), 1)
     section = model.executor.sections[0]
-    joins = [at for at, step in enumerate(section.graph.steps) if step.join is not None]
+    joins = [index for index, step in enumerate(section.graph.steps) if step.join is not None]
     assert section.plan.begun == {1, 5}
     assert not section.plan.sums
-    assert not {at + 1 for at in joins} & section.plan.gradients.keys()  # ReLUs' lie over those of what is behind
+    # ReLUs reuse the gradients of the next step
+    assert not {index + 1 for index in joins} & section.plan.gradients.keys()
     assert 5 not in section.plan.values
-    assert joins[-1] - 1 not in section.plan.views  # 1 x 1 of stride 2 looks into the view of 3 x 3
+    assert joins[-1] - 1 not in section.plan.views  # the strided 1 x 1 convolution reads the view of the 3 x 3 one
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("middle", ["chain", "containers"])
 @pytest.mark.long
-def test_a_step_allocates_next_to_nothing(name, middle, monkeypatch):
+def test_steps_allocate_little_memory(backend, middle, monkeypatch):
     middles = {
         "chain": [conv(), conv(stride=2), nd.MaxPoolingLayer(2), conv()],
         "containers": [conv(), nd.Sum([conv(), []]), nd.Sum([[conv(), conv()], conv()]), nd.Concat([conv(), []])],
     }
-    model = nd.Convnet([*middles[middle], nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)], backend=name)
+    model = nd.Convnet([*middles[middle], nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)], backend=backend)
     model.build((256, 256, 3), batch_size=4)
     monkeypatch.setattr(model.leaves[0].kernels, "strip", 1 << 16)
     x, labels = np.ones((4, 256, 256, 3), np.float32), np.zeros(4, int)
@@ -251,8 +270,8 @@ def test_a_step_allocates_next_to_nothing(name, middle, monkeypatch):
     assert peak - before < 1 << 20
 
 
-@pytest.mark.skipif("torch" not in NAMES, reason="PyTorch is not installed")
-def test_torch_allocates_strips_alone(monkeypatch):
+@pytest.mark.skipif("torch" not in BACKENDS, reason="PyTorch is not installed")
+def test_torch_allocates_only_strips(monkeypatch):
     from neondist.bench.allocations import PURPOSES, allocations
 
     layers = [
@@ -268,28 +287,29 @@ def test_torch_allocates_strips_alone(monkeypatch):
     monkeypatch.setattr(model.leaves[0].kernels, "strip", strip)
     x, labels = np.ones((2, 256, 256, 3), np.float32), np.zeros(2, int)
     model.train_batch(x, labels)
-    found = allocations(lambda: model.train_batch(x, labels))
-    assert found
-    assert {one.operator for one in found} <= PURPOSES.keys()
-    assert max(one.largest for one in found) < 3 * 4 * strip  # one activation has four times as much
+    report = allocations(lambda: model.train_batch(x, labels))
+    assert report
+    assert {allocation.operator for allocation in report} <= PURPOSES.keys()
+    assert max(allocation.largest for allocation in report) < 3 * 4 * strip  # one activation has four times as much
 
 
-@pytest.mark.parametrize("network", networks())
-def test_check_plans_what_is_built(network):
-    model = nd.Convnet(networks()[network], backend="numpy")
+@pytest.mark.parametrize("network", make_networks())
+def test_plan_matches_the_built_arena(network):
+    model = nd.Convnet(make_networks()[network], backend="numpy")
     model.build((8, 8, 2), batch_size=4)
     plan = model.plan((8, 8, 2), batch_size=4)
     planned = plan.peak - 4 * sum(plan.sections[0].saved(0, 4))
-    rounded = 4 * 4 * 16 * (2 * len(model.leaves) + 9 * len(networks()[network]))  # every span to a cache line
-    made = 4 * 4 * model.executor.blocks.length
-    assert planned <= made <= planned + rounded
+    # every range is rounded up to a cache line
+    rounded = 4 * 4 * 16 * (2 * len(model.leaves) + 9 * len(make_networks()[network]))
+    actual = 4 * 4 * model.executor.blocks.length
+    assert planned <= actual <= planned + rounded
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_ranks_hold_is_what_is_planned(ranks):
-    """Within 15 %: views, gradients, parameters and the optimiser's arrays; kernels add a strip while they work."""
+def test_memory_of_ranks_matches_the_plan(ranks):
+    """Allow 15 % beyond views, gradients, parameters and optimiser arrays, for strips in kernels."""
 
-    def layers():
+    def make_layers():
         return [conv(), nd.BatchNormLayer(), nd.MaxPoolingLayer(2), nd.Sum([conv(), []]), nd.GlobalAvgPoolingLayer()]
 
     images, labels = np.ones((2, 96, 128, 3), np.float32), np.zeros(2, int)
@@ -297,7 +317,7 @@ def test_what_ranks_hold_is_what_is_planned(ranks):
 
     def body(world):
         with nd.ProcessGrid(world, replicas=1) as grid:
-            model = nd.distribute(nd.Convnet([*layers(), nd.FCLayer(4)], backend="numpy"))
+            model = nd.distribute(nd.Convnet([*make_layers(), nd.FCLayer(4)], backend="numpy"))
             rows, columns = grid.tile_box((96, 128)).slices
             tile = np.ascontiguousarray(images[:, rows, columns])
             grid.world.allgather(None)
@@ -310,8 +330,8 @@ def test_what_ranks_hold_is_what_is_planned(ranks):
             grid.world.allgather(None)
             if grid.rank == 0:
                 arrays = tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)
-                found = tracemalloc.take_snapshot().filter_traces([arrays])
-                held.append(sum(one.size for one in found.traces))
+                snapshot = tracemalloc.take_snapshot().filter_traces([arrays])
+                held.append(sum(trace.size for trace in snapshot.traces))
                 tracemalloc.stop()
             grid.world.allgather(None)
             return model.compiled.memory(grid.rank)

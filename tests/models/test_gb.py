@@ -1,11 +1,11 @@
-"""GB: the decoder, the cost and its gradient, the same on every grid; what each phase trains."""
+"""GB: decoder, cost, gradient and training phases, on every grid."""
 
 from math import prod
 
 import numpy as np
 import pytest
-from gb_runs import KINDS, SHAPE, built, gb_of, pretrain_and_fit, pretrain_steps
-from support import worst
+from common_checks import max_relative_difference
+from gb_runs import KINDS, SHAPE, build_gb, make_gb, pretrain_and_fit, run_pretraining_steps
 
 import neondist as nd
 from neondist.comm import loopback
@@ -17,46 +17,48 @@ ROWS = {1: (1, 1), 4: (2, 2), 6: (3, 2)}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.long
-def test_pretraining_is_the_same_on_every_grid(kind):
-    expected = pretrain_steps(kind)
+def test_pretraining_matches_on_every_grid(kind):
+    expected = run_pretraining_steps(kind)
     for ranks, replicas, rows in (GRIDS[0], GRIDS[1 + list(KINDS).index(kind) % 2]):
 
         def job(comm, replicas=replicas, rows=rows):
-            return pretrain_steps(kind, nd.ProcessGrid(comm, replicas=replicas, rows=rows))
+            return run_pretraining_steps(kind, nd.ProcessGrid(comm, replicas=replicas, rows=rows))
 
-        for found in loopback.run(ranks, job):
-            assert worst(found, expected) < 1e-9, (ranks, replicas)
+        for actual in loopback.run(ranks, job):
+            assert max_relative_difference(actual, expected) < 1e-9, (ranks, replicas)
 
 
 @pytest.mark.long
-def test_a_whole_run_is_the_same_on_every_grid():
+def test_runs_match_on_every_grid():
     expected = pretrain_and_fit()
     assert expected["pretraining"][2, 0] < expected["pretraining"][0, 0]
     for ranks, replicas in ((4, 1), (6, 2)):
-        for found in loopback.run(ranks, lambda c, r=replicas: pretrain_and_fit(nd.ProcessGrid(c, replicas=r))):
-            assert worst(found, expected) < 1e-9
+        for actual in loopback.run(
+            ranks, lambda comm, replicas=replicas: pretrain_and_fit(nd.ProcessGrid(comm, replicas=replicas))
+        ):
+            assert max_relative_difference(actual, expected) < 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.long
-def test_the_decoder_is_the_encoders_adjoint(kind):
+def test_decoder_is_the_adjoint_of_the_encoder(kind):
     def job(comm):
-        model, x = built(kind, nd.ProcessGrid(comm))
+        model, x = build_gb(kind, nd.ProcessGrid(comm))
         stage = model.stages[0]
         z = stage.encode(x)
-        other = np.random.default_rng(comm.rank).normal(size=z.shape)
-        back = stage.decode(other)
-        sums = np.array([np.sum(z * other), np.sum(x * back), np.sum(np.abs(x * back))])
+        dz = np.random.default_rng(comm.rank).normal(size=z.shape)
+        decoded = stage.decode(dz)
+        sums = np.array([np.sum(z * dz), np.sum(x * decoded), np.sum(np.abs(x * decoded))])
         return stage.output.total(sums, replicas=True)
 
     for ranks in (1, 4, 6):
-        for there, back, size in loopback.run(ranks, job):
-            assert abs(there - back) < 1e-12 * size
+        for left, right, scale in loopback.run(ranks, job):
+            assert abs(left - right) < 1e-12 * scale
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_is_that_of_the_whole_cost(kind):
-    model, x = built(kind, batch=2)
+def test_gradient_matches_finite_differences(kind):
+    model, x = build_gb(kind, batch=2)
     model.sparsity = 0.7
     for stage in model.stages:
         stage.cost_and_gradient(x)
@@ -71,9 +73,9 @@ def test_the_gradient_is_that_of_the_whole_cost(kind):
         assert (up - down) / 2e-5 == pytest.approx(np.sum(gradient * direction), rel=1e-7)
 
 
-def test_the_cost_is_the_one_of_the_papers():
-    """Against matrices: W from what the encoder makes of unit vectors."""
-    model, x = built("padded", batch=2)
+def test_cost_matches_the_papers():
+    """Compare with a dense matrix obtained by encoding unit vectors."""
+    model, x = build_gb("padded", batch=2)
     stage = model.stages[0]
     y = stage.fprop(x)
     cells = prod(SHAPE)
@@ -88,83 +90,83 @@ def test_the_cost_is_the_one_of_the_papers():
 
 
 @pytest.mark.parametrize("kind", ["unshared", "padded", "blocks"])
-def test_a_step_sends_what_the_formula_says_and_no_weights(kind):
-    model, batch = gb_of(kind, dist=True), 6
+def test_pretraining_traffic_matches_the_plan(kind):
+    model, batch = make_gb(kind, dist=True), 6
 
     def job(comm):
         grid = nd.ProcessGrid(comm)
-        own, x = built(kind, grid, batch)
+        rank_model, x = build_gb(kind, grid, batch)
         sums, sent = [], {}
         for group in (grid.world, grid.tile_comm):
             group.allreduce = lambda a, *op, add=group.allreduce: (sums.append(a.size), add(a, *op))
-        for stage in own.stages:
-            before = own.bytes_sent
+        for stage in rank_model.stages:
+            before = rank_model.bytes_sent
             stage.begin_epoch(0)
             stage.train_batch(x, None, batch)
-            sent[stage.name] = own.bytes_sent - before
-        return sent, sums, own.layers[0].params["weights"].size
+            sent[stage.name] = rank_model.bytes_sent - before
+        return sent, sums, rank_model.layers[0].params["weights"].size
 
     for ranks in (1, 4, 6):
         plans = model.plan(SHAPE, nd.GridShape(1, *ROWS[ranks]))
-        formula = plans.pretraining
-        assert all(sum(words) > 0 for words in formula.values()) or ranks == 1
+        planned = plans.pretraining
+        assert all(sum(counts) > 0 for counts in planned.values()) or ranks == 1
         for tile, (sent, sums, size) in enumerate(loopback.run(ranks, job)):
-            assert sent == {name: 8 * batch * words[tile] for name, words in formula.items()}
-            assert sums == ([size, 17, 17] if kind == "blocks" else [17, 17])  # shared weights; cost, flags
+            assert sent == {name: 8 * batch * counts[tile] for name, counts in planned.items()}
+            assert sums == ([size, 17, 17] if kind == "blocks" else [17, 17])  # shared weights; cost and flags
 
 
-def test_each_rank_keeps_its_part_of_the_filters():
-    whole = built("unshared")[0].layers[0].params["weights"].size
+def test_ranks_hold_only_their_filters():
+    total = build_gb("unshared")[0].layers[0].params["weights"].size
 
     def job(comm):
-        return built("unshared", nd.ProcessGrid(comm))[0].layers[0].params["weights"].size
+        return build_gb("unshared", nd.ProcessGrid(comm))[0].layers[0].params["weights"].size
 
     held = loopback.run(4, job)
-    assert sum(held) == whole
-    assert max(held) < 0.4 * whole
-    assert held == gb_of("unshared", dist=True).plan(SHAPE, nd.GridShape(1, 2, 2))[0].held
+    assert sum(held) == total
+    assert max(held) < 0.4 * total
+    assert held == make_gb("unshared", dist=True).plan(SHAPE, nd.GridShape(1, 2, 2))[0].held
 
 
-def test_initial_epochs_train_the_top_alone():
-    model, x = built("unshared", num_initial_epochs=1)
+def test_initial_epochs_train_only_the_head():
+    model, x = build_gb("unshared", num_initial_epochs=1)
     labels = np.arange(6) % 4
-    first = model.state()
+    initial = model.state()
     model.begin_epoch(0)
     for _ in range(2):
         model.train_batch(x, labels)
-    then = model.state()
-    changed = {name.split("/")[0] for name in first if not np.array_equal(first[name], then[name])}
+    middle = model.state()
+    changed = {name.split("/")[0] for name in initial if not np.array_equal(initial[name], middle[name])}
     assert changed == {"fc1", "fc2"}
     model.begin_epoch(1)
     assert all(np.all(slot == 0) for slot in model.slots.values())
     model.train_batch(x, labels)
-    last = model.state()
-    assert all(np.any(then[name] != last[name]) for name in then)
-    # Adam's first step has the length of the learning rate, if its count begins anew
-    step = np.abs(last["local_filtering1/weights"] - then["local_filtering1/weights"])
+    final = model.state()
+    assert all(np.any(middle[name] != final[name]) for name in middle)
+    # Adam's first step has the size of the learning rate if its step count is reset
+    step = np.abs(final["local_filtering1/weights"] - middle["local_filtering1/weights"])
     assert np.median(step) == pytest.approx(0.01, rel=1e-3)
     model.fprop(x)
-    assert model.bprop(np.ones((6, 4))).shape == x.shape  # what was cut off for the top is whole again
+    assert model.bprop(np.ones((6, 4))).shape == x.shape  # the full model is differentiated again
 
 
-def test_the_schedule_holds_in_pretraining():
-    """From the second epoch on the rate is as good as zero; each stage begins at the whole rate."""
+def test_schedule_applies_to_pretraining():
+    """The rate is almost zero from the second epoch of each stage on."""
     data = nd.Synthetic((12, 10, 1), classes=4, train=16, test=4)
     data.open(nd.ProcessGrid.serial())
-    found = []
+    weights = []
     for epochs in (0, 1, 3):
         optimizer = nd.SGD(1e-3, schedule=nd.StepDecay(1, 1e-30))
-        model = gb_of("unshared", dist=False, num_pretrain_epochs=epochs, pretrain_optimizer=optimizer)
+        model = make_gb("unshared", dist=False, num_pretrain_epochs=epochs, pretrain_optimizer=optimizer)
         model.build(data.sample_shape, 8)
         nd.pretrain(model, data, 8)
-        found.append([layer.params["weights"].copy() for layer in model.leaves if layer.autoencodes])
-    for first, one, three in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, three)
-        assert not np.array_equal(first, one)
+        weights.append([layer.params["weights"].copy() for layer in model.leaves if layer.autoencodes])
+    for untrained, after_one, after_three in zip(*weights, strict=True):
+        np.testing.assert_array_equal(after_one, after_three)
+        assert not np.array_equal(untrained, after_one)
 
 
-def test_the_input_of_a_stage_is_what_inference_sees():
-    """Dropout passes everything on, and running statistics are used, and stay."""
+def test_stage_inputs_use_inference_mode():
+    """Dropout is off; running statistics are used and not updated."""
     layers = [
         nd.BatchNormLayer(name="norm"),
         nd.DropoutLayer(0.5),
@@ -178,46 +180,46 @@ def test_the_input_of_a_stage_is_what_inference_sees():
     x, stage = np.random.default_rng(0).normal(size=(4, *SHAPE)), model.stages[0]
     stage.begin_epoch(0)
     stage.train_batch(x)
-    y = stage.fprop(x, training=True)
-    np.testing.assert_allclose(y.x, (x - [1.0, -2.0]) * [0.5, 2.0], rtol=1e-4)
+    output = stage.fprop(x, training=True)
+    np.testing.assert_allclose(output.x, (x - [1.0, -2.0]) * [0.5, 2.0], rtol=1e-4)
     np.testing.assert_array_equal(model.state()["norm/mean"], [1.0, -2.0])
 
 
-@pytest.mark.parametrize("name", ["overlapping tiles", "a run behind", "a run across"])
-def test_runs_of_layers_around_a_stage(name):
-    """A run before the stage may read the image wide; one behind pools cells of other tiles too, which count once."""
+@pytest.mark.parametrize("name", ["overlapping tiles", "following segment", "segment across pooling"])
+def test_segments_around_a_stage(name):
+    """Segments before a stage read overlapping tiles; segments after it pool cells of other tiles, counted once."""
 
-    def layers(scheme):
-        before, stage, pool = [], nd.LocalFilteringLayerDist(2, 3), nd.L2PoolingLayerDist(2, 1)
-        behind = [nd.FCLayerDist(4)]
+    def make_layers(scheme):
+        preceding, stage, pool = [], nd.LocalFilteringLayerDist(2, 3), nd.L2PoolingLayerDist(2, 1)
+        following = [nd.FCLayerDist(4)]
         if name == "overlapping tiles":
-            before = [nd.ConvLayerDist(2, 3, padding=1, activation=nd.Tanh(), scheme=scheme) for _ in range(2)]
+            preceding = [nd.ConvLayerDist(2, 3, padding=1, activation=nd.Tanh(), scheme=scheme) for _ in range(2)]
         else:
             pool = nd.L2PoolingLayerDist(2, 1, scheme=scheme)
-            behind = [nd.ConvLayerDist(2, 3, padding=1, scheme=scheme), *behind]
-        if name == "a run behind":
-            behind.insert(0, nd.MaxPoolingLayerDist(2, 1, scheme=scheme))
-        return [*before, stage, pool, *behind]
+            following = [nd.ConvLayerDist(2, 3, padding=1, scheme=scheme), *following]
+        if name == "following segment":
+            following.insert(0, nd.MaxPoolingLayerDist(2, 1, scheme=scheme))
+        return [*preceding, stage, pool, *following]
 
     def job(comm, scheme):
         data, grid = nd.Synthetic((11, 10, 1), classes=4, train=16, test=8), nd.ProcessGrid(comm)
-        model = nd.GBDist(layers(scheme), dtype="float64", backend="numpy", seed=2)
+        model = nd.GBDist(make_layers(scheme), dtype="float64", backend="numpy", seed=2)
         data.open(grid.with_tiles(model.plan(data.sample_shape, grid.shape).wide_tiles))
         model.build(data.sample_shape, 8, grid)
         losses = [record["test_loss"] for record in nd.pretrain(model, data, 8)]
         losses += [record["test_loss"] for record in nd.fit(model, data, epochs=2, batch_size=8)]
-        found, values = nd.models.optimal_stimulus(model, model.stages[0].end - 1, [(1, 1, 0), (5, 4, 1)], steps=3)
-        return np.array(losses), values, model.gather_input(found)
+        x, values = nd.models.optimal_stimulus(model, model.stages[0].end - 1, [(1, 1, 0), (5, 4, 1)], steps=3)
+        return np.array(losses), values, model.gather_input(x)
 
     (expected,) = loopback.run(1, lambda comm: job(comm, "halo"))
     scheme = "overlap_tile" if name == "overlapping tiles" else "deep_halo(layers=3)"
-    for found in loopback.run(4, lambda comm: job(comm, scheme)):
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    for actual in loopback.run(4, lambda comm: job(comm, scheme)):
+        for actual_array, expected_array in zip(actual, expected, strict=True):
+            np.testing.assert_allclose(actual_array, expected_array, rtol=1e-9, atol=1e-12)
 
 
 def test_orthonormal_filters():
-    model, _ = built("orthonormal")
+    model, _ = build_gb("orthonormal")
     layer = model.layers[0]
     layer.orthonormalise()
     filters = layer.params["weights"].reshape(-1, 18, 4)
@@ -227,7 +229,7 @@ def test_orthonormal_filters():
     )
 
 
-def test_shared_filters_are_a_convolution():
+def test_shared_filters_equal_a_convolution():
     x = np.random.default_rng(0).normal(size=(2, *SHAPE))
     local = nd.Convnet([nd.LocalFilteringLayer(3, 3, 2, padding=1, shared=True)], dtype="float64")
     conv = nd.Convnet([nd.ConvLayer(3, 3, 2, padding=1, bias=False)], dtype="float64")
@@ -240,8 +242,8 @@ def test_shared_filters_are_a_convolution():
     np.testing.assert_allclose(local.layers[0].grads["weights"][0, 0], conv.layers[0].grads["weights"], atol=1e-11)
 
 
-def test_distribute_brings_the_filters_along():
-    model, x = built("blocks")
+def test_distribute_keeps_the_filters():
+    model, x = build_gb("blocks")
     stage = model.stages[0]
     expected = stage.fprop(x).residual
 
@@ -251,23 +253,23 @@ def test_distribute_brings_the_filters_along():
         stage = twin.stages[0]
         return stage.output.gather(stage.fprop(twin.scatter(x)).residual)
 
-    for found in loopback.run(4, job):
-        np.testing.assert_allclose(found, expected, atol=1e-12)
+    for actual in loopback.run(4, job):
+        np.testing.assert_allclose(actual, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda: nd.GB([nd.FCLayer(3)]), "pretrains LocalFiltering layers, but there are none"),
-        (lambda: gb_of("unshared", False, epsilon=0.0), "epsilon: expected a number above 0, got 0.0"),
+        (lambda: make_gb("unshared", False, epsilon=0.0), "epsilon: expected a number above 0, got 0.0"),
         (
-            lambda: gb_of("unshared", False, num_pretrain_epochs=-1),
+            lambda: make_gb("unshared", False, num_pretrain_epochs=-1),
             "num_pretrain_epochs: expected an integer of at least 0, got -1",
         ),
         (lambda: nd.LocalFilteringLayer(2, 3, shared=0), "shared 0: needs true, false, or blocks"),
         (lambda: nd.GB([nd.LocalFilteringLayer(2, 3, shared=(2, 2, 2))]).build((8, 8, 1), 2), "needs one number, or 2"),
     ],
 )
-def test_mistakes(make, words):
-    with pytest.raises(ConfigError, match=words):
+def test_error_messages(make, message):
+    with pytest.raises(ConfigError, match=message):
         make()

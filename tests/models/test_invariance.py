@@ -1,54 +1,56 @@
-"""The same numbers on every grid of virtual ranks."""
+"""Invariance of results under the grid of virtual ranks."""
 
 from functools import lru_cache
 
 import numpy as np
 import pytest
-from invariance import KINDS, model_of, train
-from present import KERNELS
-from support import worst
-from turns import some
+from availability import KERNELS
+from case_selection import select_cases
+from common_checks import max_relative_difference
+from invariance import KINDS, make_model, train
 
 import neondist as nd
 from neondist.comm import loopback
 
-WIDEST = "everything", "segmentation"
+LARGEST = "everything", "segmentation"
 GRIDS = [(p, 1, r) for p in (1, 2, 3, 4, 6, 9) for r in range(1, p + 1) if p % r == 0]
 GRIDS += [(2, 2, 1), (4, 2, 2), (6, 3, 1), (8, 2, 2), (12, 2, 3), (6, 6, 1)]
-OTHERS = [(1, 1, 1), (4, 2, 2), (9, 1, 3)]
-# every sixth grid for the networks that have nearly everything, every twelfth for each of the others; on other backends
-# one grid for each
+OTHER_GRIDS = [(1, 1, 1), (4, 2, 2), (9, 1, 3)]
+# every sixth grid for the two largest networks, every twelfth for the others; one grid each on other backends
 CASES = [
     (kind, *case)
-    for at, kind in enumerate(KINDS)
+    for index, kind in enumerate(KINDS)
     for case in [
-        *((grid, "numpy") for grid in (GRIDS[2 * WIDEST.index(kind) :: 6] if kind in WIDEST else GRIDS[at % 12 :: 12])),
-        *((OTHERS[at % 3], name) for name in KERNELS[-1:] if name != "numpy"),
+        *(
+            (grid, "numpy")
+            for grid in (GRIDS[2 * LARGEST.index(kind) :: 6] if kind in LARGEST else GRIDS[index % 12 :: 12])
+        ),
+        *((OTHER_GRIDS[index % 3], name) for name in KERNELS[-1:] if name != "numpy"),
     ]
 ]
 
 
 @pytest.fixture(scope="module")
-def serial():
+def train_serially():
     return lru_cache(train)
 
 
-@pytest.mark.parametrize(("kind", "grid", "backend"), some(CASES), ids=str)
+@pytest.mark.parametrize(("kind", "grid", "backend"), select_cases(CASES), ids=str)
 @pytest.mark.long
-def test_every_grid_computes_what_one_process_does(serial, kind, grid, backend):
-    """The one process with NumPy: all backends agree too."""
-    expected = serial(kind)
+def test_every_grid_matches_one_process(train_serially, kind, grid, backend):
+    """Compare with NumPy on one process, so that all backends agree too."""
+    expected = train_serially(kind)
     ranks, replicas, rows = grid
 
     def job(comm):
         return train(kind, nd.ProcessGrid(comm, replicas=replicas, rows=rows), backend=backend)
 
-    for found in loopback.run(ranks, job):
-        assert worst(found, expected) < 1e-10
+    for actual in loopback.run(ranks, job):
+        assert max_relative_difference(actual, expected) < 1e-10
 
 
-def test_the_runs_learn():
-    """A run that changes nothing would be invariant too."""
+def test_training_reduces_the_loss():
+    """Exclude trivial invariance of a model that does not train."""
     loss = train("everything", steps=20)["loss"]
     assert loss[-2] < 0.7 * loss[0]
 
@@ -56,16 +58,16 @@ def test_the_runs_learn():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.long
 def test_distribute_keeps_the_weights(kind):
-    shape, model = KINDS[kind][0], model_of(kind, dist=False)
+    shape, model = KINDS[kind][0], make_model(kind, dist=False)
     model.build(shape, batch_size=2)
     x = np.random.default_rng(0).normal(size=(2, *shape))
     model.load_state({name: array + 0.5 for name, array in model.state().items()})
     expected = model.fprop(x)
 
-    def run(comm):
+    def run_twin(comm):
         twin = nd.distribute(model)
         twin.build(shape, 2, nd.ProcessGrid(comm))
         return twin.gather(twin.fprop(twin.scatter(x)))
 
-    for found in loopback.run(4, run):
-        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+    for actual in loopback.run(4, run_twin):
+        np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)

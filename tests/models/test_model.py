@@ -1,4 +1,4 @@
-"""Guarantees of a model other than its numbers, and its error messages."""
+"""Guarantees of models other than numerical results, and error messages."""
 
 import numpy as np
 import pytest
@@ -9,20 +9,20 @@ from neondist.errors import ConfigError, DataError, GridError, ShapeError
 from neondist.halo import Phase
 
 
-def small(**kwargs):
-    model = nd.Convnet([nd.ConvLayer(2, 3, padding=1), nd.FCLayer(3)], **kwargs)
+def build_small_model(**options):
+    model = nd.Convnet([nd.ConvLayer(2, 3, padding=1), nd.FCLayer(3)], **options)
     model.build((5, 4, 1), batch_size=2)
     return model
 
 
-class Dtypes(nd.Observer):
-    """The dtypes of all arrays, by what they are."""
+class DtypeRecorder(nd.Observer):
+    """Observer that records the dtypes of arrays by name."""
 
     def __init__(self):
-        self.found = {}
+        self.dtypes = {}
 
     def value(self, layer, name, array):
-        self.found.setdefault(name, set()).add(array.dtype)
+        self.dtypes.setdefault(name, set()).add(array.dtype)
 
 
 def test_layers_are_named_after_their_class():
@@ -32,16 +32,16 @@ def test_layers_are_named_after_their_class():
     assert nd.ConvnetDist([nd.ConvLayerDist(1, 1)]).layers[0].name == "conv1"
 
 
-def test_assigning_a_parameter_copies_it_in():
-    model = small()
+def test_assigning_a_parameter_copies_it():
+    model = build_small_model()
     model.layers[0].params["bias"] = np.array([7.0, 8.0])
     assert (model.parameters.values == 7.0).sum() == 1
     with pytest.raises(ShapeError, match="expected"):
         model.layers[0].params["bias"] = np.zeros(3)
 
 
-def test_state_is_a_copy_and_comes_back():
-    model, other = small(seed=1), small(seed=2)
+def test_state_is_copied_and_restored():
+    model, other = build_small_model(seed=1), build_small_model(seed=2)
     state = model.state()
     assert not np.array_equal(state["conv1/weights"], other.state()["conv1/weights"])
     other.load_state(state)
@@ -49,15 +49,15 @@ def test_state_is_a_copy_and_comes_back():
     np.testing.assert_array_equal(other.state()["conv1/weights"], model.state()["conv1/weights"])
 
 
-def test_a_state_that_does_not_fit_changes_nothing():
-    model = small()
+def test_mismatched_state_changes_nothing():
+    model = build_small_model()
     before = model.state()
-    wrong = dict(before, **{"conv1/weights": np.zeros((3, 3, 1, 9))})
+    invalid = dict(before, **{"conv1/weights": np.zeros((3, 3, 1, 9))})
     with pytest.raises(ShapeError, match="'conv1/weights' has shape"):
-        model.load_state(wrong)
-    del wrong["fc1/bias"]
+        model.load_state(invalid)
+    del invalid["fc1/bias"]
     with pytest.raises(ShapeError, match="missing fc1/bias"):
-        model.load_state(wrong | {"other/bias": np.zeros(1)})
+        model.load_state(invalid | {"other/bias": np.zeros(1)})
     for name, array in model.state().items():
         np.testing.assert_array_equal(array, before[name])
 
@@ -76,19 +76,19 @@ def test_float32_stays_float32():
         ]
     )
     model.build((9, 9, 1), batch_size=2)
-    seen = Dtypes()
-    with model.grid.observers.watched_by(seen):
+    recorder = DtypeRecorder()
+    with model.grid.observers.watched_by(recorder):
         y = model.fprop(np.ones((2, 9, 9, 1), np.float32))
         model.bprop(y)
-    assert set(seen.found) == {"weights", "output", "gradients of the weights", "gradient of the input"}
-    assert all(kinds == {np.dtype("float32")} for kinds in seen.found.values())
+    assert set(recorder.dtypes) == {"weights", "output", "gradients of the weights", "gradient of the input"}
+    assert all(dtypes == {np.dtype("float32")} for dtypes in recorder.dtypes.values())
     assert all(array.dtype == np.float32 for array in model.state().values())
 
 
-def test_every_layer_has_random_numbers_of_its_own():
-    """First weights are keyed by seed, layer and parameter, masks by seed, layer and step; names are all that count."""
+def test_random_numbers_are_independent_per_layer():
+    """Weights are keyed by seed, layer and parameter, masks by seed, layer and step; layers count by name."""
 
-    def drawn(seed, *names, step=0):
+    def draw_arrays(seed, *names, step=0):
         layers = [nd.FCLayer(40, bias=False, name=names[0]), nd.FCLayer(40, bias=False, name=names[1])]
         model = nd.MLP([*layers, *(nd.DropoutLayer(0.5, name=name) for name in names[2:])], seed=seed)
         model.build((40,), batch_size=3)
@@ -97,16 +97,18 @@ def test_every_layer_has_random_numbers_of_its_own():
         masks = [context.mask for context in run.current.contexts[2:]]
         return [*(layer.params["weights"] for layer in layers), *masks]
 
-    one = drawn(1, "a", "b", "c", "d")
-    assert not np.array_equal(one[0], one[1])
-    assert not np.array_equal(one[2], one[3])
-    assert not any(map(np.array_equal, one, drawn(2, "a", "b", "c", "d")))
-    assert not any(map(np.array_equal, one[2:], drawn(1, "a", "b", "c", "d", step=1)[2:]))
-    for mine, other in zip(one, [drawn(1, "b", "a", "d", "c")[at] for at in (1, 0, 3, 2)], strict=True):
-        np.testing.assert_array_equal(mine, other)
+    arrays = draw_arrays(1, "a", "b", "c", "d")
+    assert not np.array_equal(arrays[0], arrays[1])
+    assert not np.array_equal(arrays[2], arrays[3])
+    assert not any(map(np.array_equal, arrays, draw_arrays(2, "a", "b", "c", "d")))
+    assert not any(map(np.array_equal, arrays[2:], draw_arrays(1, "a", "b", "c", "d", step=1)[2:]))
+    for array, reordered in zip(
+        arrays, [draw_arrays(1, "b", "a", "d", "c")[index] for index in (1, 0, 3, 2)], strict=True
+    ):
+        np.testing.assert_array_equal(array, reordered)
 
 
-def test_the_input_is_not_changed():
+def test_inputs_are_not_modified():
     x = np.random.default_rng(0).normal(size=(2, 5, 4, 1)).astype(np.float32)
     before = x.copy()
     model = nd.Convnet([nd.ActivationLayer(nd.ReLU()), nd.FCLayer(3)])
@@ -118,7 +120,7 @@ def test_the_input_is_not_changed():
     assert (dy == 1).all()
 
 
-def test_dropout_keeps_the_rate_and_is_off_in_evaluation():
+def test_dropout_rate_and_evaluation():
     model = nd.Convnet([nd.DropoutLayer(0.25)], dtype="float64")
     model.build((100, 100, 1), batch_size=4)
     x = np.ones((4, 100, 100, 1))
@@ -132,7 +134,7 @@ def test_dropout_keeps_the_rate_and_is_off_in_evaluation():
 
 
 class Untwinned(nd.Layer):
-    """A layer that nobody has distributed."""
+    """Layer without a distributed class."""
 
     def forward(self, ctx, view):
         return view
@@ -179,7 +181,7 @@ MISTAKES = {
     "vector": (lambda: nd.Convnet([nd.FCLayer(1)]).build((5,), 1), ShapeError, "use an MLP for vectors"),
     "mlp": (lambda: nd.MLP([nd.ConvLayer(1, 1)]).build((5, 5, 1), 1), ConfigError, "use Convnet"),
     "not built": (lambda: nd.Convnet([nd.FCLayer(1)]).fprop(np.zeros((1, 2, 2, 1))), ConfigError, "not built yet"),
-    "no twin": (
+    "no distributed class": (
         lambda: nd.distribute(nd.Convnet([Untwinned()])),
         ConfigError,
         r"Untwinned has no distributed class; write one.*class UntwinnedDist\(nd.Dist, Untwinned\)",
@@ -189,38 +191,41 @@ MISTAKES = {
         ConfigError,
         r"'fc1' \(FCLayer\) is serial",
     ),
-    "label": (lambda: small().train_batch(np.zeros((2, 5, 4, 1), np.float32), np.array([0, 9])), DataError, "9"),
+    "label": (
+        lambda: build_small_model().train_batch(np.zeros((2, 5, 4, 1), np.float32), np.array([0, 9])),
+        DataError,
+        "9",
+    ),
     "targets": (
-        lambda: small().train_batch(np.zeros((2, 5, 4, 1), np.float32), np.zeros(5, int)),
+        lambda: build_small_model().train_batch(np.zeros((2, 5, 4, 1), np.float32), np.zeros(5, int)),
         ShapeError,
         "5 targets for a batch",
     ),
-    "image": (lambda: small().fprop(np.zeros((2, 5, 5, 1), np.float32)), ShapeError, "x of shape"),
+    "image": (lambda: build_small_model().fprop(np.zeros((2, 5, 5, 1), np.float32)), ShapeError, "x of shape"),
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistakes_are_explained(case):
-    make, kind, words = case
-    with pytest.raises(kind, match=words):
+@pytest.mark.parametrize(("make", "error", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_error_messages(make, error, message):
+    with pytest.raises(error, match=message):
         make()
 
 
-def test_mistakes_about_ranks_are_explained():
-    def serial_model(comm):
+def test_rank_error_messages():
+    def build_serial_model(comm):
         nd.Convnet([nd.FCLayer(1)]).build((5, 5, 1), 4, nd.ProcessGrid(comm))
 
-    def small_batch(comm):
+    def build_small_batch(comm):
         nd.ConvnetDist([nd.FCLayerDist(1)]).build((5, 5, 1), 1, nd.ProcessGrid(comm, replicas=2))
 
     with pytest.raises(GridError, match="Convnet is serial, but the grid has 2 ranks"):
-        loopback.run(2, serial_model)
+        loopback.run(2, build_serial_model)
     with pytest.raises(ConfigError, match="batch_size 1 is less than replicas 2"):
-        loopback.run(2, small_batch)
+        loopback.run(2, build_small_batch)
 
 
-def test_weights_loaded_before_the_build_come_along_with_distribute():
-    state = {name: array + 1 for name, array in small().state().items()}
+def test_distribute_keeps_weights_loaded_before_the_build():
+    state = {name: array + 1 for name, array in build_small_model().state().items()}
     model = nd.Convnet([nd.ConvLayer(2, 3, padding=1), nd.FCLayer(3)])
     model.load_state(state)
     twin = nd.distribute(model)

@@ -1,4 +1,4 @@
-"""Values that are not finite are found, named alike on all ranks, and change nothing."""
+"""Non-finite values are detected, reported identically on all ranks, and change no state."""
 
 import copy
 
@@ -13,24 +13,24 @@ SHAPE, BATCH = (8, 6, 2), 4
 GRIDS = [(1, {}), (3, {}), (4, {"replicas": 2})]
 
 
-class Explodes(nd.Activation):
-    """The identity; its gradient is infinite at one cell of the ranks that are told so."""
+class ExplodingIdentity(nd.Activation):
+    """Identity with a non-finite gradient at one cell of selected ranks."""
 
-    at = None
+    bad_value = None
 
     def fprop(self, z):
         return z
 
     def bprop(self, y, dy):
         dy = dy.copy()
-        if self.at is not None and dy.size:
-            dy.flat[0] = self.at
+        if self.bad_value is not None and dy.size:
+            dy.flat[0] = self.bad_value
         return dy
 
 
-def built(grid, nonfinite="stop", dtype="float64"):
+def build_model(grid, nonfinite="stop", dtype="float64"):
     layers = [
-        nd.ConvLayerDist(3, 3, padding=1, activation=Explodes(), name="one"),
+        nd.ConvLayerDist(3, 3, padding=1, activation=ExplodingIdentity(), name="one"),
         nd.BatchNormLayerDist(name="norm"),
         nd.DropoutLayerDist(0.3),
         nd.LocalFilteringLayerDist(2, 2, name="local"),
@@ -43,7 +43,7 @@ def built(grid, nonfinite="stop", dtype="float64"):
     return model
 
 
-def batch(number):
+def draw_batch(number):
     rng = np.random.default_rng(number)
     return rng.normal(size=(BATCH, *SHAPE)), rng.integers(0, 5, BATCH)
 
@@ -73,7 +73,7 @@ def spoil_output(model, x):
 
 def spoil_gradient(model, x):
     if model.grid.rank == model.grid.size - 1:
-        model.layers[0].activation.at = np.nan
+        model.layers[0].activation.bad_value = np.nan
     return "the gradients of the weights of layer 'one'"
 
 
@@ -83,60 +83,60 @@ SPOILERS = [spoil_images, spoil_weights, spoil_tiled_weights, spoil_output, spoi
 @pytest.mark.parametrize("spoil", SPOILERS)
 @pytest.mark.parametrize(("ranks", "factors"), GRIDS)
 @pytest.mark.long
-def test_the_place_is_named_alike_on_all_ranks(ranks, factors, spoil):
+def test_location_is_reported_identically_on_all_ranks(ranks, factors, spoil):
     def body(transport):
-        model = built(nd.ProcessGrid(transport, **factors))
-        images, targets = batch(0)
+        model = build_model(nd.ProcessGrid(transport, **factors))
+        images, targets = draw_batch(0)
         model.train_batch(model.scatter(images), targets, BATCH)
         x = model.scatter(images)
-        place = spoil(model, x)
+        location = spoil(model, x)
         before = {**model.state(), **model.optimizer_state()}
         with pytest.raises(NonFiniteError) as caught:
             model.train_batch(x, targets, BATCH)
         after = {**model.state(), **model.optimizer_state()}
         for name, array in before.items():
             np.testing.assert_array_equal(after[name], array)
-        return place, str(caught.value), caught.value.agreed, sorted(vars(model.layers[0]))
+        return location, str(caught.value), caught.value.agreed, sorted(vars(model.layers[0]))
 
-    found = loopback.run(ranks, body)
-    place, message, agreed, names = found[0]
-    assert all(one == found[0] for one in found)
+    results = loopback.run(ranks, body)
+    location, message, agreed, names = results[0]
+    assert all(result == results[0] for result in results)
     assert agreed
-    assert message.startswith(f"step 2: not finite: {place}")
+    assert message.startswith(f"step 2: not finite: {location}")
     assert "lower the learning rate" in message
     assert "fprop" not in names
 
 
 @pytest.mark.parametrize("spoil", [spoil_images, spoil_gradient])
 @pytest.mark.parametrize(("ranks", "factors"), GRIDS)
-def test_a_skipped_step_changes_nothing_but_the_count(ranks, factors, spoil):
-    """Steps 1, 2 (spoilt), 3 end where steps 1 and 3 do, of a model whose count is moved on."""
+def test_skipped_steps_change_only_the_count(ranks, factors, spoil):
+    """Steps 1, 2 (spoiled) and 3 equal steps 1 and 3 of a model whose step count is advanced."""
 
     def body(transport):
-        model, other = (built(nd.ProcessGrid(transport, **factors), "skip") for _ in range(2))
+        model, other = (build_model(nd.ProcessGrid(transport, **factors), "skip") for _ in range(2))
         for number in range(3):
-            images, targets = batch(number)
+            images, targets = draw_batch(number)
             if number == 1:
                 x = model.scatter(images)
                 spoil(model, x)
                 assert np.isnan(model.train_batch(x, targets, BATCH))
-                model.layers[0].activation.at = None
+                model.layers[0].activation.bad_value = None
                 assert (model.nonfinite_monitor.step, model.nonfinite_monitor.consecutive) == (1, 1)
                 other.step += 1
             else:
-                losses = [m.train_batch(m.scatter(images), targets, BATCH) for m in (model, other)]
+                losses = [each.train_batch(each.scatter(images), targets, BATCH) for each in (model, other)]
                 assert losses[0] == losses[1]
-        return [{**m.state(), **m.optimizer_state()} for m in (model, other)]
+        return [{**each.state(), **each.optimizer_state()} for each in (model, other)]
 
-    for found, expected in loopback.run(ranks, body):
-        assert all(np.array_equal(found[name], array) for name, array in expected.items())
+    for actual, expected in loopback.run(ranks, body):
+        assert all(np.array_equal(actual[name], array) for name, array in expected.items())
 
 
-@pytest.mark.parametrize("bad", [0, 1, 4])
+@pytest.mark.parametrize("bad_step", [0, 1, 4])
 @pytest.mark.parametrize("scheme", ["stale", "stale(steps=2)", "every(j=4)", "quantised(bits=8, feedback=true)"])
 @pytest.mark.long
-def test_border_schemes_remember_nothing_of_a_skipped_step(scheme, bad):
-    """The steps around it are those of a model that never sees it; `every` exchanges in steps 0 and 4."""
+def test_schemes_ignore_skipped_steps(scheme, bad_step):
+    """Other steps equal those of a model without it; `every` exchanges in steps 0 and 4."""
 
     def body(transport):
         models = []
@@ -147,10 +147,10 @@ def test_border_schemes_remember_nothing_of_a_skipped_step(scheme, bad):
             models[-1].nonfinite = "skip"
         model, other = models
         for number in range(7):
-            images, labels = batch(number)[0], np.full((BATCH, *SHAPE[:-1]), number % 5)
-            count = BATCH - (number == 3)  # another number of samples has a memory of its own
-            if number == bad:
-                images[0, 4] = np.nan  # next to the seam
+            images, labels = draw_batch(number)[0], np.full((BATCH, *SHAPE[:-1]), number % 5)
+            count = BATCH - (number == 3)  # another number of samples has separate state
+            if number == bad_step:
+                images[0, 4] = np.nan  # next to the tile boundary
                 assert np.isnan(model.train_batch(model.scatter(images), labels))
                 other.step += 1
                 continue
@@ -162,19 +162,19 @@ def test_border_schemes_remember_nothing_of_a_skipped_step(scheme, bad):
 
 
 @pytest.mark.parametrize("scheme", ["stale", "quantised(bits=8, feedback=true)"])
-def test_border_schemes_remember_nothing_of_a_skipped_step_of_pretraining(scheme):
+def test_schemes_ignore_skipped_pretraining_steps(scheme):
     def body(transport):
         layers = [nd.LocalFilteringLayerDist(2, 3, name="filters"), nd.L2PoolingLayerDist(2, 1), nd.FCLayerDist(3)]
         costs = []
-        for bad in (1, None):
+        for bad_step in (1, None):
             model = nd.GBDist(layers, backend="numpy", dtype="float64", scheme=scheme)
             model.build(SHAPE, BATCH, nd.ProcessGrid(transport, rows=2, cols=1))
             model.nonfinite, stage = "skip", model.stages[0]
             stage.begin_epoch(0)
             for number in range(5):
-                x = model.scatter(batch(number)[0])
+                x = model.scatter(draw_batch(number)[0])
                 if number == 1:
-                    if bad is None:
+                    if bad_step is None:
                         continue
                     x[0] = np.nan
                 costs.append(stage.train_batch(x, None, BATCH))
@@ -185,12 +185,12 @@ def test_border_schemes_remember_nothing_of_a_skipped_step_of_pretraining(scheme
 
 
 @pytest.mark.parametrize("skipped", [1, 20])
-def test_adam_counts_no_skipped_step(skipped):
-    """Its first step has the length of the learning rate."""
+def test_adam_does_not_count_skipped_steps(skipped):
+    """The first counted step has the size of the learning rate."""
     model = nd.Convnet([nd.FCLayer(5)], optimizer=nd.Adam(0.01), dtype="float64", backend="numpy")
     model.build(SHAPE, BATCH)
     model.nonfinite = "skip"
-    images, labels = batch(0)
+    images, labels = draw_batch(0)
     for _ in range(skipped):
         model.train_batch(images * np.nan, labels)
     before = model.state()["fc1/weights"]
@@ -200,8 +200,8 @@ def test_adam_counts_no_skipped_step(skipped):
     assert (model.step, model.uncounted) == (skipped + 1, skipped)
 
 
-class Bottomless(nd.CrossEntropy):
-    """A cost that is infinite for the last cells of an image; its gradient is finite everywhere."""
+class InfiniteCost(nd.CrossEntropy):
+    """Cost that is infinite for one class, with finite gradients."""
 
     def value(self, y, targets, total=None):
         return np.inf if (targets == 4).any() else super().value(y, targets)
@@ -209,18 +209,18 @@ class Bottomless(nd.CrossEntropy):
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
 @pytest.mark.parametrize(("ranks", "factors"), GRIDS)
-def test_a_loss_that_is_infinite_on_one_rank_alone_is_heard_by_all(ranks, factors, nonfinite):
-    """No gradient tells of it."""
+def test_infinite_loss_of_one_rank_is_detected_on_all(ranks, factors, nonfinite):
+    """All gradients are finite."""
 
     def body(transport):
         layers = [nd.ConvLayerDist(5, 3, padding=1, name="one")]
         model = nd.ConvnetDist(
-            layers, cost=Bottomless(), optimizer=nd.SGD(0.1, momentum=0.9), backend="numpy", dtype="float64"
+            layers, cost=InfiniteCost(), optimizer=nd.SGD(0.1, momentum=0.9), backend="numpy", dtype="float64"
         )
         model.build(SHAPE, BATCH, nd.ProcessGrid(transport, **factors))
         model.nonfinite = nonfinite
         labels = np.zeros((BATCH, *SHAPE[:-1]), int)
-        images, _ = batch(0)
+        images, _ = draw_batch(0)
         assert np.isfinite(model.train_batch(model.scatter(images), labels))
         before = {**model.state(), **model.optimizer_state()}
         labels[-1, -1, -1] = 4
@@ -237,19 +237,19 @@ def test_a_loss_that_is_infinite_on_one_rank_alone_is_heard_by_all(ranks, factor
 
 
 @pytest.mark.parametrize(("ranks", "factors"), GRIDS)
-def test_a_gradient_of_one_tiles_own_weights_is_heard_by_all(ranks, factors):
-    """The loss is finite, and so is every gradient that is summed over all ranks."""
+def test_non_finite_tile_gradient_is_detected_on_all_ranks(ranks, factors):
+    """The loss and all gradients summed over ranks are finite."""
 
     def body(transport):
         layers = [
-            nd.LocalFilteringLayerDist(2, 2, activation=Explodes(), name="local"),
+            nd.LocalFilteringLayerDist(2, 2, activation=ExplodingIdentity(), name="local"),
             nd.ConvLayerDist(5, 3, padding=1, name="out"),
         ]
         model = nd.ConvnetDist(layers, backend="numpy", dtype="float64")
         model.build(SHAPE, BATCH, nd.ProcessGrid(transport, **factors))
         if model.grid.rank == model.grid.size - 1:
-            model.layers[0].activation.at = np.inf
-        images, _ = batch(0)
+            model.layers[0].activation.bad_value = np.inf
+        images, _ = draw_batch(0)
         before = model.state()
         with pytest.raises(NonFiniteError) as caught:
             model.train_batch(model.scatter(images), np.zeros((BATCH, *model.output_shape[:-1]), int))
@@ -257,33 +257,35 @@ def test_a_gradient_of_one_tiles_own_weights_is_heard_by_all(ranks, factors):
             np.testing.assert_array_equal(before[name], array)
         return str(caught.value)
 
-    found = loopback.run(ranks, body)
-    assert len(set(found)) == 1
-    assert "the gradients of the weights of layer 'local'" in found[0]
+    results = loopback.run(ranks, body)
+    assert len(set(results)) == 1
+    assert "the gradients of the weights of layer 'local'" in results[0]
 
 
-class Spoilt(nd.FCLayerDist):
-    """Its weights' gradient is infinite on the ranks that are told so."""
+class ExplodingFC(nd.FCLayerDist):
+    """FC layer with non-finite weight gradients on selected ranks."""
 
-    at = None
+    bad_value = None
 
     def backward(self, ctx, dy):
         dx = super().backward(ctx, dy)
-        if self.at is not None:
-            ctx.grads["weights"] = np.full_like(ctx.params["weights"], self.at)
+        if self.bad_value is not None:
+            ctx.grads["weights"] = np.full_like(ctx.params["weights"], self.bad_value)
         return dx
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_a_gradient_of_one_tiles_own_rows_is_heard_by_all_when_the_top_is_trained_alone_too(epoch):
+def test_non_finite_row_gradient_is_detected_in_head_training(epoch):
     def body(transport):
-        model = nd.GBDist([nd.LocalFilteringLayerDist(2, 2), Spoilt(5, name="top")], backend="numpy", dtype="float64")
+        model = nd.GBDist(
+            [nd.LocalFilteringLayerDist(2, 2), ExplodingFC(5, name="top")], backend="numpy", dtype="float64"
+        )
         model.build(SHAPE, BATCH, nd.ProcessGrid(transport))
         model.begin_epoch(epoch)
         assert model.top_alone == (epoch == 0)
         if model.grid.rank == 2:
-            model.layers[1].at = np.inf
-        images, labels = batch(0)
+            model.layers[1].bad_value = np.inf
+        images, labels = draw_batch(0)
         before = model.state()
         with pytest.raises(NonFiniteError, match="the gradients of the weights of layer 'top' on rank 2 first"):
             model.train_batch(model.scatter(images), labels)
@@ -304,7 +306,7 @@ def spoil_stage_images(stage, x):
 
 
 def spoil_stage_gradient(stage, x):
-    """The cost is finite, and so are the gradients of all other ranks."""
+    """Keep the cost and the gradients of all other ranks finite."""
     filters = copy.copy(stage.layer.filters)
     stage.layer.filters = filters
     filters.gradient = lambda view, z, weights: np.full_like(weights, np.inf)
@@ -313,7 +315,7 @@ def spoil_stage_gradient(stage, x):
 
 @pytest.mark.parametrize("spoil", [spoil_filters, spoil_stage_images, spoil_stage_gradient])
 @pytest.mark.parametrize(("ranks", "factors"), GRIDS)
-def test_pretraining_names_the_place_and_keeps_the_weights(ranks, factors, spoil):
+def test_pretraining_reports_the_location_and_keeps_the_weights(ranks, factors, spoil):
     def body(transport):
         grid = nd.ProcessGrid(transport, **factors)
         layers = [nd.LocalFilteringLayerDist(2, 3, name="filters"), nd.L2PoolingLayerDist(2, 1), nd.FCLayerDist(3)]
@@ -329,37 +331,37 @@ def test_pretraining_names_the_place_and_keeps_the_weights(ranks, factors, spoil
         assert all(np.array_equal(before[name], array, equal_nan=True) for name, array in model.state().items())
         return model.nonfinite_monitor.where, where
 
-    found = loopback.run(ranks, body)
-    both = factors and spoil is spoil_stage_gradient  # it is summed over the replicas
-    place = "" if ranks == 1 else " on ranks 1, 3" if both else f" on rank {ranks - 1}"
-    assert {told for told, _ in found} == {found[-1][1] + place}
+    results = loopback.run(ranks, body)
+    in_both_replicas = factors and spoil is spoil_stage_gradient  # summed over the replicas
+    location = "" if ranks == 1 else " on ranks 1, 3" if in_both_replicas else f" on rank {ranks - 1}"
+    assert {reported for reported, _ in results} == {results[-1][1] + location}
 
 
-class Calls(nd.Observer):
-    """The names of layers in the order of the backward pass."""
+class BackwardRecorder(nd.Observer):
+    """Observer that records layer names in the order of the backward pass."""
 
     def __init__(self):
-        self.made = []
+        self.names = []
 
-    def begin(self, what, name, direction, subject):
-        if what == "layer" and direction == "backward":
-            self.made.append(name)
+    def begin(self, event, name, direction, subject):
+        if event == "layer" and direction == "backward":
+            self.names.append(name)
 
 
-def test_the_search_leaves_other_observers_alone():
-    model, calls = built(None, "skip"), Calls()
-    images, targets = batch(0)
+def test_search_does_not_notify_other_observers():
+    model, calls = build_model(None, "skip"), BackwardRecorder()
+    images, targets = draw_batch(0)
     with model.grid.observers.watched_by(calls):
         for x in (images, images * np.nan, images):
-            calls.made.clear()
+            calls.names.clear()
             model.train_batch(model.scatter(x), targets)
-    assert calls.made == [layer.name for layer in reversed(model.leaves)]
+    assert calls.names == [layer.name for layer in reversed(model.leaves)]
     assert not model.grid.observers
 
 
-def test_an_end_to_skipping():
-    model = built(None, "skip")
-    images, targets = batch(0)
+def test_skipped_steps_are_limited():
+    model = build_model(None, "skip")
+    images, targets = draw_batch(0)
     spoil_weights(model, None)
     for _ in range(100):
         assert np.isnan(model.train_batch(model.scatter(images), targets))

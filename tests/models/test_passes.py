@@ -1,8 +1,8 @@
-"""Inputs and outputs of a pass belong to the caller, and bprop goes back through the right fprop or raises."""
+"""Inputs and outputs of passes belong to the caller; bprop differentiates the matching fprop or raises."""
 
 import numpy as np
 import pytest
-from present import NAMES
+from availability import BACKENDS
 
 import neondist as nd
 from neondist.comm import loopback
@@ -12,7 +12,7 @@ from neondist.models import ModelStep, optimal_stimulus
 SHAPE = (6, 5, 2)
 
 
-def networks():
+def make_networks():
     tanh, relu = nd.Tanh(), nd.ReLU()
     conv, local = nd.ConvLayer, nd.LocalFilteringLayer
     return {
@@ -24,53 +24,53 @@ def networks():
         "filters": [nd.DeconvLayer(3, 2, activation=relu), local(2, 3, activation=tanh), nd.PadLayer(1)],
         "containers": [nd.Sum([[conv(2, 3, padding=1), []], []]), nd.Concat([[], [nd.Concat([[], []])], conv(1, 1)])],
         "vectors": [conv(3, 3, activation=relu), nd.GlobalAvgPoolingLayer(), nd.FCLayer(5, activation=tanh)],
-        "passes on": [nd.DropoutLayer(0.0)],
+        "identity": [nd.DropoutLayer(0.0)],
     }
 
 
-def built(name, backend="numpy"):
-    model = nd.Convnet(networks()[name], cost=nd.SumSquared(), dtype="float64", backend=backend, seed=1)
+def build_model(name, backend="numpy"):
+    model = nd.Convnet(make_networks()[name], cost=nd.SumSquared(), dtype="float64", backend=backend, seed=1)
     model.build(SHAPE, 3)
     return model
 
 
-def arrays(model, seed, samples=3):
+def draw_arrays(model, seed, samples=3):
     rng = np.random.default_rng(seed)
     return rng.normal(size=(samples, *SHAPE)), rng.normal(size=(samples, *model.output_shape))
 
 
-def check(found, expected):
-    assert found.keys() == expected.keys()
+def assert_equal_arrays(actual, expected):
+    assert actual.keys() == expected.keys()
     for key in expected:
-        np.testing.assert_array_equal(found[key], expected[key], err_msg=key)
+        np.testing.assert_array_equal(actual[key], expected[key], err_msg=key)
 
 
-@pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("name", networks())
-def test_nothing_returned_changes_later_and_nothing_given_is_needed_or_changed(name, backend):
-    model = built(name, backend)
-    x, dy = arrays(model, 0)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", make_networks())
+def test_arrays_belong_to_the_caller(name, backend):
+    model = build_model(name, backend)
+    x, dy = draw_arrays(model, 0)
     y = model.fprop(x)
     expected = {"y": y.copy(), "dx": model.bprop(dy).copy(), **model.gradients()}
 
-    model = built(name, backend)
-    given, gradient = x.copy(), dy.copy()
-    y, seen = model.fprop(given), None
-    kept = y.copy()
-    given[...], y[...] = np.nan, np.nan
-    dx, state = model.bprop(gradient), model.gradients()
-    check({"y": kept, "dx": dx, **state}, expected)
-    np.testing.assert_array_equal(gradient, dy)
-    gradient[...] = dx[...] = np.nan
-    seen, other = model.bprop(-2 * dy), model.bprop(dy)  # the first one is not overwritten by the second
-    check({"y": kept, "dx": other, **model.gradients()}, expected)
-    np.testing.assert_array_equal(seen, -2 * expected["dx"])
+    model = build_model(name, backend)
+    x_given, dy_given = x.copy(), dy.copy()
+    y, first_dx = model.fprop(x_given), None
+    y_copy = y.copy()
+    x_given[...], y[...] = np.nan, np.nan
+    dx, state = model.bprop(dy_given), model.gradients()
+    assert_equal_arrays({"y": y_copy, "dx": dx, **state}, expected)
+    np.testing.assert_array_equal(dy_given, dy)
+    dy_given[...] = dx[...] = np.nan
+    first_dx, second_dx = model.bprop(-2 * dy), model.bprop(dy)  # the second does not overwrite the first
+    assert_equal_arrays({"y": y_copy, "dx": second_dx, **model.gradients()}, expected)
+    np.testing.assert_array_equal(first_dx, -2 * expected["dx"])
 
     x.flags.writeable = dy.flags.writeable = False
     model.train_batch(x, dy)
     model.fprop(x, training=False)
-    np.testing.assert_array_equal(other, expected["dx"])
-    check(state, {key: value for key, value in expected.items() if "/" in key})
+    np.testing.assert_array_equal(second_dx, expected["dx"])
+    assert_equal_arrays(state, {key: value for key, value in expected.items() if "/" in key})
 
 
 LAYOUTS = {
@@ -87,148 +87,148 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("backend", NAMES)
-@pytest.mark.parametrize("name", ["conv last", "no halo first", "containers", "passes on"])
-def test_any_layout_and_kind_of_numbers(name, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["conv last", "no halo first", "containers", "identity"])
+def test_array_layouts_and_dtypes(name, backend):
     for dtype in ("float64", "float32"):
-        model = nd.Convnet(networks()[name], cost=nd.SumSquared(), dtype=dtype, backend=backend)
+        model = nd.Convnet(make_networks()[name], cost=nd.SumSquared(), dtype=dtype, backend=backend)
         model.build(SHAPE, 3)
-        x, dy = (np.rint(3 * array) for array in arrays(model, 0))
-        for change in LAYOUTS.values():
-            given, gradient = change(x), change(dy)
-            plain = [np.array(array).astype(dtype) for array in (given, gradient)]
+        x, dy = (np.rint(3 * array) for array in draw_arrays(model, 0))
+        for apply_layout in LAYOUTS.values():
+            x_given, dy_given = apply_layout(x), apply_layout(dy)
+            plain = [np.array(array).astype(dtype) for array in (x_given, dy_given)]
             expected = {"y": model.fprop(plain[0]), "dx": model.bprop(plain[1]), **model.gradients()}
-            for array in (given, gradient):
+            for array in (x_given, dy_given):
                 if isinstance(array, np.ndarray):
                     array.flags.writeable = False
-            found = {"y": model.fprop(given), "dx": model.bprop(gradient), **model.gradients()}
-            check(found, expected)
-            assert {array.dtype for array in found.values()} == {np.dtype(dtype)}
+            actual = {"y": model.fprop(x_given), "dx": model.bprop(dy_given), **model.gradients()}
+            assert_equal_arrays(actual, expected)
+            assert {array.dtype for array in actual.values()} == {np.dtype(dtype)}
 
 
-@pytest.mark.parametrize("wrong", [1j, "cat", None])
-def test_what_is_no_real_number_is_refused(wrong):
-    model = built("conv last")
-    x, dy = arrays(model, 0)
-    bad = np.full(x.shape, wrong)
+@pytest.mark.parametrize("value", [1j, "cat", None])
+def test_non_real_arrays_are_rejected(value):
+    model = build_model("conv last")
+    x, dy = draw_arrays(model, 0)
+    invalid = np.full(x.shape, value)
     with pytest.raises(ShapeError, match=r"x of dtype .*: give real numbers"):
-        model.fprop(bad)
+        model.fprop(invalid)
     model.fprop(x)
     with pytest.raises(ShapeError, match=r"dy of dtype .*: give real numbers"):
-        model.bprop(bad)
+        model.bprop(invalid)
     with pytest.raises(ShapeError, match="x of dtype"):
-        model.train_batch(bad, dy)
+        model.train_batch(invalid, dy)
 
 
-def other_size(model, x, dy):
+def run_other_size(model, x, dy):
     model.fprop(x)
     model.fprop(x[:1])
 
 
-def evaluation(model, x, dy):
+def run_evaluation(model, x, dy):
     model.fprop(x)
     model.fprop(-x, training=False)
 
 
-def evaluations(model, x, dy):
+def run_evaluations(model, x, dy):
     model.fprop(x)
     model.bprop(dy)
     model.fprop(-x[:2], training=False)
     model.fprop(-x, training=False)
 
 
-def no_pass(model, x, dy):
+def run_nothing(model, x, dy):
     pass
 
 
-def step(model, x, dy):
+def run_step(model, x, dy):
     model.fprop(x)
     model.train_batch(x, dy)
 
 
-def update(model, x, dy):
+def update_weights(model, x, dy):
     model.fprop(x)
     model.bprop(dy)
     ModelStep(model).update()
 
 
-def load(model, x, dy):
+def load_state(model, x, dy):
     model.fprop(x)
     model.load_state(model.state())
 
 
-def build(model, x, dy):
+def rebuild(model, x, dy):
     model.fprop(x)
     model.build(SHAPE, 3)
 
 
-def failure(model, x, dy):
+def run_invalid(model, x, dy):
     model.fprop(x)
     with pytest.raises(ShapeError):
         model.fprop(np.zeros((3, 2, 2, 2)))
 
 
-BETWEEN = {
-    other_size: (ShapeError, "dy has 3 samples, but the forward pass had 1"),
-    evaluation: (PassError, "training=False followed the one with training=True"),
-    evaluations: (PassError, "training=False followed the one with training=True"),
-    no_pass: (PassError, "no fprop to differentiate"),
-    step: (PassError, "no fprop to differentiate: .*train_batch was called since"),
-    update: (PassError, "the weights have changed"),
-    load: (PassError, "the weights have changed"),
-    build: (PassError, "no fprop to differentiate"),
-    failure: (PassError, "no fprop to differentiate: .* it failed"),
+INTERVENING_CALLS = {
+    run_other_size: (ShapeError, "dy has 3 samples, but the forward pass had 1"),
+    run_evaluation: (PassError, "training=False followed the one with training=True"),
+    run_evaluations: (PassError, "training=False followed the one with training=True"),
+    run_nothing: (PassError, "no fprop to differentiate"),
+    run_step: (PassError, "no fprop to differentiate: .*train_batch was called since"),
+    update_weights: (PassError, "the weights have changed"),
+    load_state: (PassError, "the weights have changed"),
+    rebuild: (PassError, "no fprop to differentiate"),
+    run_invalid: (PassError, "no fprop to differentiate: .* it failed"),
 }
 
 
-@pytest.mark.parametrize("between", BETWEEN)
-def test_bprop_of_another_pass_is_refused(between):
-    model = built("conv last")
-    x, dy = arrays(model, 0)
-    between(model, x, dy)
-    kind, words = BETWEEN[between]
-    with pytest.raises(kind, match=words):
+@pytest.mark.parametrize("run_between", INTERVENING_CALLS)
+def test_bprop_of_another_pass_is_rejected(run_between):
+    model = build_model("conv last")
+    x, dy = draw_arrays(model, 0)
+    run_between(model, x, dy)
+    error, message = INTERVENING_CALLS[run_between]
+    with pytest.raises(error, match=message):
         model.bprop(dy)
     with pytest.raises((PassError, ShapeError), match="run fprop of the batch right before bprop"):
-        model.bprop(dy)  # asked again, it does not go back through the other one
+        model.bprop(dy)  # the second call does not use the other pass either
     model.fprop(x)
     model.bprop(dy)
 
 
-def test_an_evaluation_has_gradients_too():
-    model = built("normalised")
-    x, dy = arrays(model, 0)
+def test_evaluation_passes_have_gradients():
+    model = build_model("normalised")
+    x, dy = draw_arrays(model, 0)
     model.train_batch(x, dy)
     model.fprop(x, training=False)
-    first = model.bprop(dy)
-    step, direction = 1e-5, arrays(model, 1)[0]
+    dx = model.bprop(dy)
+    step, direction = 1e-5, draw_arrays(model, 1)[0]
     ahead, behind = (model.fprop(x + sign * step * direction, training=False) for sign in (1, -1))
-    np.testing.assert_allclose(np.sum(first * direction), np.sum((ahead - behind) * dy) / (2 * step), rtol=1e-6)
-    model.forward(x)  # nobody wants gradients of this one
+    np.testing.assert_allclose(np.sum(dx * direction), np.sum((ahead - behind) * dy) / (2 * step), rtol=1e-6)
+    model.forward(x)  # not differentiated
     model.fprop(x, training=False)
     model.bprop(dy)
 
 
-def test_a_gradient_of_another_shape_is_refused():
-    model = built("conv last")
-    x, dy = arrays(model, 0)
+def test_gradients_of_another_shape_are_rejected():
+    model = build_model("conv last")
+    x, dy = draw_arrays(model, 0)
     model.fprop(x)
     with pytest.raises(ShapeError, match=r"dy of shape \(3, 6, 5, 1\)"):
         model.bprop(dy[..., :1])
 
 
-def test_pretraining_leaves_a_pass_alone():
+def test_pretraining_does_not_affect_passes():
     model = nd.GB([nd.LocalFilteringLayer(2, 3), nd.L2PoolingLayer(2, 1), nd.FCLayer(3)], backend="numpy")
     model.build(SHAPE, 2)
     x, dy = np.ones((2, *SHAPE)), np.ones((2, 3))
-    for other in (lambda: model.stages[0].fprop(x), lambda: optimal_stimulus(model, 0, [(1, 1, 0)], steps=1)):
+    for run_other in (lambda: model.stages[0].fprop(x), lambda: optimal_stimulus(model, 0, [(1, 1, 0)], steps=1)):
         model.fprop(x)
         expected = model.bprop(dy)
-        other()
+        run_other()
         np.testing.assert_array_equal(model.bprop(dy), expected)
 
 
-def test_on_tiles_all_ranks_raise_and_go_on():
+def test_all_ranks_raise_and_continue():
     def job(comm):
         layers = [nd.ConvLayerDist(3, 3, padding=1, activation=nd.Tanh()) for _ in range(3)]
         model = nd.ConvnetDist(layers, dtype="float64", backend="numpy")
@@ -254,29 +254,29 @@ def test_views_belong_to_the_caller(window, parts):
         grid = nd.ProcessGrid(comm, rows=parts[0], cols=parts[1])
         for reuse in (False, True):
             array = nd.GlobalArray(grid, (2, 6, 5, 3), window, dtype="float64", reuse=reuse)
-            whole = np.arange(2.0 * 6 * 5 * 3).reshape(2, 6, 5, 3)
-            whole.flags.writeable = False
-            tile = array.scatter(whole)
-            assert not np.shares_memory(tile, whole)
+            full = np.arange(2.0 * 6 * 5 * 3).reshape(2, 6, 5, 3)
+            full.flags.writeable = False
+            tile = array.scatter(full)
+            assert not np.shares_memory(tile, full)
             tile.flags.writeable = False
             view = array.get_fprop_view(tile)
-            back = array.get_bprop_view(view)
+            gradient = array.get_bprop_view(view)
             total = np.ones(3)
             array.total(total)
             assert (total == 1).all()
             if reuse:
                 continue
-            kept = view.copy(), back.copy()
-            for change in LAYOUTS.values():
-                other = np.asarray(change(-tile))
-                other.flags.writeable = False
-                again = array.get_fprop_view(other)
-                expected = array.get_fprop_view(np.array(other).astype("float64"))
-                np.testing.assert_array_equal(again, expected)
-                assert again.dtype == array.get_bprop_view(np.asarray(change(view))).dtype == np.float64
-                assert not np.shares_memory(again, other)
-            np.testing.assert_array_equal(view, kept[0])
-            np.testing.assert_array_equal(back, kept[1])
+            copies = view.copy(), gradient.copy()
+            for apply_layout in LAYOUTS.values():
+                other_tile = np.asarray(apply_layout(-tile))
+                other_tile.flags.writeable = False
+                repeated = array.get_fprop_view(other_tile)
+                expected = array.get_fprop_view(np.array(other_tile).astype("float64"))
+                np.testing.assert_array_equal(repeated, expected)
+                assert repeated.dtype == array.get_bprop_view(np.asarray(apply_layout(view))).dtype == np.float64
+                assert not np.shares_memory(repeated, other_tile)
+            np.testing.assert_array_equal(view, copies[0])
+            np.testing.assert_array_equal(gradient, copies[1])
             with pytest.raises(ShapeError, match="give real numbers"):
                 array.get_fprop_view(tile * 1j)
 
@@ -284,22 +284,22 @@ def test_views_belong_to_the_caller(window, parts):
 
 
 class OneWay(nd.ActivationLayer):
-    """Cannot be gone back through."""
+    """Activation without a backward pass."""
 
     def backward(self, ctx, dy):
-        raise AssertionError("nobody needs the gradient of what has nothing to train before it")
+        raise AssertionError("unneeded gradient: nothing before it is trained")
 
 
-def test_a_step_leaves_out_first_layers_that_have_nothing_to_train():
+def test_steps_skip_backward_of_untrained_first_layers():
     x, targets = np.random.default_rng(0).random((2, *SHAPE)), np.array([0, 1])
     model = nd.Convnet([OneWay(nd.Tanh()), nd.L2PoolingLayer(2), nd.ConvLayer(3, 1), nd.FCLayer(2)], seed=1)
     model.build(SHAPE, len(x))
     assert model.train_batch(x, targets) > 0
-    with pytest.raises(AssertionError, match="nobody needs"):
+    with pytest.raises(AssertionError, match="unneeded gradient"):
         model.bprop(model.fprop(x, training=True))
 
 
-def test_evaluation_leaves_running_statistics_alone():
+def test_evaluation_keeps_running_statistics():
     model = nd.Convnet([nd.ConvLayer(3, 3), nd.BatchNormLayer(), nd.FCLayer(4)], seed=1)
     model.build(SHAPE, 5)
     x, labels = np.random.default_rng(0).normal(size=(5, *SHAPE)), np.arange(5) % 4

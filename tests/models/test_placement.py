@@ -1,4 +1,4 @@
-"""Weights of a fully connected layer that a rank keeps, and its part of sums."""
+"""Placement of fully connected weights on ranks, and sums of their gradients."""
 
 import numpy as np
 import pytest
@@ -10,13 +10,13 @@ from neondist.parallel import HEADER
 SHAPE, OUT = (16, 12, 3), 10
 
 
-def model_of(shape, *sizes):
-    layers = [nd.FCLayerDist(n, activation=nd.Tanh()) for n in sizes]
+def make_model(shape, *sizes):
+    layers = [nd.FCLayerDist(features, activation=nd.Tanh()) for features in sizes]
     model = nd.MLPDist(layers, optimizer=nd.Adam(0.01), dtype="float64", backend="numpy")
     return model, np.random.default_rng(1).normal(size=(6, *shape))
 
 
-def gradient_words(model, group):
+def count_gradient_values(model, group):
     return sum(
         account.nbytes * count // 8
         for account, count in model.ledger().items()
@@ -25,62 +25,66 @@ def gradient_words(model, group):
 
 
 @pytest.mark.parametrize("shape", [SHAPE, (576,)], ids=str)
-def test_a_rank_keeps_and_sums_its_own_rows_alone(shape):
-    whole = np.prod(shape) * OUT
+def test_ranks_hold_and_sum_only_their_rows(shape):
+    total = np.prod(shape) * OUT
 
     def body(comm):
-        model, x = model_of(shape, OUT)
+        model, x = make_model(shape, OUT)
         model.build(shape, 6, nd.ProcessGrid(comm))
         model.train_batch(model.scatter(x), np.zeros(6, int))
         layer = model.layers[0]
-        kept = [layer.params["weights"], layer.grads["weights"], *(slot[OUT:] for slot in model.slots.values())]
-        return [array.size for array in kept], gradient_words(model, "world"), gradient_words(model, "replicas")
+        arrays = [layer.params["weights"], layer.grads["weights"], *(slot[OUT:] for slot in model.slots.values())]
+        return (
+            [array.size for array in arrays],
+            count_gradient_values(model, "world"),
+            count_gradient_values(model, "replicas"),
+        )
 
     for sizes, world, replicas in loopback.run(4, body):
-        assert all(size <= 0.26 * whole for size in sizes)
+        assert all(size <= 0.26 * total for size in sizes)
         assert (world, replicas) == (HEADER + OUT, 0)
-    assert model_of(shape, OUT)[0].plan(shape, nd.GridShape(1, 2, 2))[0].held == [whole // 4 + OUT] * 4
+    assert make_model(shape, OUT)[0].plan(shape, nd.GridShape(1, 2, 2))[0].held == [total // 4 + OUT] * 4
 
 
 def test_rows_are_summed_over_replicas():
     def body(comm):
-        model, x = model_of(SHAPE, OUT)
+        model, x = make_model(SHAPE, OUT)
         model.build(SHAPE, 6, nd.ProcessGrid(comm, replicas=2))
         lo, hi = model.grid.sample_range(6)
         assert len(x[lo:hi]) == 3
         model.train_batch(model.scatter(x), np.zeros(6, int))
-        return gradient_words(model, "world"), gradient_words(model, "replicas")
+        return count_gradient_values(model, "world"), count_gradient_values(model, "replicas")
 
     assert loopback.run(4, body) == [(HEADER + OUT, np.prod(SHAPE) * OUT // 2)] * 4
 
 
 @pytest.mark.parametrize("shape", [(7, 5, 2), (2, 3, 4), (3,), (5, 2)], ids=str)
 @pytest.mark.long
-def test_whole_arrays_go_from_any_grid_to_any_other(shape):
-    """Uneven tiles, tiles of no cells, and vectors of fewer features than tiles."""
-    names = {f"fc{at}/{name}" for at in (1, 2, 3) for name in ("weights", "bias")}
+def test_state_moves_between_grids(shape):
+    """Include uneven and empty tiles, and vectors with fewer features than tiles."""
+    names = {f"fc{index}/{name}" for index in (1, 2, 3) for name in ("weights", "bias")}
 
-    def trained(grid, given=None):
-        model, x = model_of(shape, 7, 2, OUT)
+    def train(grid, initial=None):
+        model, x = make_model(shape, 7, 2, OUT)
         model.build(shape, 6, grid)
-        if given:
-            model.load_state(given[0])
-            model.load_optimizer_state(given[1])
+        if initial:
+            model.load_state(initial[0])
+            model.load_optimizer_state(initial[1])
         for _ in range(2):
             model.train_batch(model.scatter(x), np.arange(6))
         return model.state(), model.optimizer_state(), model.gradients()
 
-    once = loopback.run(1, lambda comm: trained(nd.ProcessGrid(comm)))[0]
-    twice = loopback.run(1, lambda comm: trained(nd.ProcessGrid(comm), once))[0]
-    assert once[0].keys() == names
-    assert once[0]["fc1/weights"].shape == (np.prod(shape), 7)
+    first_run = loopback.run(1, lambda comm: train(nd.ProcessGrid(comm)))[0]
+    second_run = loopback.run(1, lambda comm: train(nd.ProcessGrid(comm), first_run))[0]
+    assert first_run[0].keys() == names
+    assert first_run[0]["fc1/weights"].shape == (np.prod(shape), 7)
     for ranks, grid in ((3, {}), (4, {}), (6, {"rows": 6}), (4, {"replicas": 2})):
-        for given, expected in ((None, once), (once, twice)):
-            found = loopback.run(
-                ranks, lambda comm, given=given, grid=grid: trained(nd.ProcessGrid(comm, **grid), given)
+        for initial, expected in ((None, first_run), (first_run, second_run)):
+            results = loopback.run(
+                ranks, lambda comm, initial=initial, grid=grid: train(nd.ProcessGrid(comm, **grid), initial)
             )
-            for mine in found:
-                for some, other in zip(mine, expected, strict=True):
-                    assert some.keys() == other.keys()
-                    for name in some:
-                        np.testing.assert_allclose(some[name], other[name], atol=1e-12, err_msg=name)
+            for result in results:
+                for actual_arrays, expected_arrays in zip(result, expected, strict=True):
+                    assert actual_arrays.keys() == expected_arrays.keys()
+                    for name in actual_arrays:
+                        np.testing.assert_allclose(actual_arrays[name], expected_arrays[name], atol=1e-12, err_msg=name)

@@ -1,6 +1,6 @@
-"""Generated networks against PyTorch, serially and over virtual ranks: those of NEONDIST_SEED.
+"""Generated networks against PyTorch, serially and on virtual ranks: the cases of NEONDIST_SEED.
 
-`make hunt` and `tools/random_graphs.py` try as many others as one likes.
+`make hunt` and `tools/random_graphs.py` run others.
 """
 
 import os
@@ -10,49 +10,49 @@ import pytest
 
 pytest.importorskip("torch", reason="PyTorch is the oracle here")
 
-from graphs.case import Case, leaves
-from graphs.check import check
-from graphs.draw import IMAGES, draw_case
-from graphs.play import Wrong
-from graphs.shrink import shrink, smaller_cases
+from graphs.case import Case, list_leaves
+from graphs.check import check_case
+from graphs.draw import IMAGE_LAYERS, draw_case
+from graphs.execution import Mismatch
+from graphs.shrink import generate_smaller, shrink
 
 SEED = int(os.environ["NEONDIST_SEED"])
-CASES, AT_ONCE = 15, 5  # tests/mpi has some more
+CASES, CASES_PER_TEST = 15, 5  # tests/mpi runs others
 
 
-@pytest.mark.parametrize("first", range(0, CASES, AT_ONCE))
+@pytest.mark.parametrize("first", range(0, CASES, CASES_PER_TEST))
 @pytest.mark.long
-def test_generated_networks_compute_what_pytorch_does(first):
-    for number in range(first, first + AT_ONCE):
+def test_generated_networks_match_pytorch(first):
+    for number in range(first, first + CASES_PER_TEST):
         case = draw_case(SEED, number)
         try:
-            check(case)
+            check_case(case)
         except Exception as error:
-            small = shrink(case, check)
-            with pytest.raises(Exception) as found:  # noqa: PT011
-                check(small)
-            raise AssertionError(f"NEONDIST_SEED={SEED}, case {number}: {found.value}\n\n{small.program()}") from error
+            small = shrink(case, check_case)
+            with pytest.raises(Exception) as caught:  # noqa: PT011
+                check_case(small)
+            raise AssertionError(f"NEONDIST_SEED={SEED}, case {number}: {caught.value}\n\n{small.program()}") from error
 
 
 TANH = ("Activation", {"name": "b", "activation": "Tanh"})
-FOUND = {
-    "lists without layers are no section": Case(
+REGRESSIONS = {
+    "empty lists before a section": Case(
         (4, 1), [[], [], ("Conv", {"name": "a", "out_channels": 1, "kernel_size": 2}), ("LRN", {"name": "b"})],
         batch=1, steps=1, grid=(1, 1, 1, 2), recompute=True,
     ),
-    "a stream's tiles without cells": Case(
+    "streamed tiles without cells": Case(
         (1, 1, 1), [("Conv", {"name": "a", "out_channels": 1, "kernel_size": 1}), TANH],
-        batch=1, steps=1, other=(1, 1, 1, 2), strips=1, memory="1TiB",
+        batch=1, steps=1, second_grid=(1, 1, 1, 2), strips=1, memory="1TiB",
     ),
-    "norms of one image, in a stream": Case(
+    "streamed norms of one image": Case(
         (4, 1), [("Sum", [("GroupNorm", {"name": "a", "groups": 1}), ("InstanceNorm", {"name": "b"})])],
         batch=1, steps=1, strips=1, memory="1TiB",
     ),
-    "strips with as many cells, but more padding": Case(
+    "strips of equal cells with more padding": Case(
         (3, 1), [("Conv", {"name": "a", "out_channels": 1, "kernel_size": 1, "padding": 2})],
-        batch=1, steps=1, other=(1, 2, 1, 2), strips=1, memory="1TiB",
+        batch=1, steps=1, second_grid=(1, 2, 1, 2), strips=1, memory="1TiB",
     ),
-    "the contrast of a constant": Case(
+    "contrast of a constant": Case(
         (1, 3, 1),
         [
             ("Conv", {"name": "a", "out_channels": 1, "kernel_size": 1, "activation": "Softmax"}),
@@ -63,47 +63,47 @@ FOUND = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_what_was_wrong_once(name):
-    check(FOUND[name])
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_regressions(name):
+    check_case(REGRESSIONS[name])
 
 
 @pytest.mark.long
-def test_every_layer_is_drawn():
-    drawn = {kind for number in range(40) for kind, _ in leaves(draw_case(0, number).network)}
-    assert drawn == set(IMAGES)
+def test_all_layers_are_drawn():
+    kinds = {kind for number in range(40) for kind, _ in list_leaves(draw_case(0, number).network)}
+    assert kinds == set(IMAGE_LAYERS)
 
 
-def test_the_same_number_draws_the_same_case():
+def test_drawing_is_deterministic():
     assert repr(draw_case(3, 5)) == repr(draw_case(3, 5))
     assert repr(draw_case(3, 5)) != repr(draw_case(4, 5))
 
 
-def test_a_program_is_the_case():
+def test_program_reproduces_the_case():
     case = draw_case(1, 7)
-    found = []
-    code = case.program().replace("from graphs.check import check\n", "")
-    exec(code, {"check": found.append})
-    assert found == [case]
+    checked = []
+    code = case.program().replace("from graphs.check import check_case\n", "")
+    exec(code, {"check_case": checked.append})
+    assert checked == [case]
 
 
-def test_a_failing_case_is_shrunk():
-    """Whoever finds that something with tanh is wrong is shown a tanh and nothing else."""
+def test_failing_cases_are_shrunk():
+    """A failure of tanh is reduced to a single tanh layer."""
 
     def check(case):
-        for _, given in leaves(case.network):
-            if given.get("activation") == "Tanh":
-                raise Wrong(f"one process: layer {given['name']}")
-        assert case.layout == "plain", "a mistake of another kind"
+        for _, arguments in list_leaves(case.network):
+            if arguments.get("activation") == "Tanh":
+                raise Mismatch(f"one process: layer {arguments['name']}")
+        assert case.layout == "plain", "a different failure"
 
-    inside = [("Conv", {"name": "b", "out_channels": 3, "kernel_size": 3, "padding": 1, "activation": "Tanh"})]
-    network = [("BatchNorm", {"name": "a"}), ("Sum", [inside, []]), ("FC", {"name": "c", "out_features": 2})]
+    branch = [("Conv", {"name": "b", "out_channels": 3, "kernel_size": 3, "padding": 1, "activation": "Tanh"})]
+    network = [("BatchNorm", {"name": "a"}), ("Sum", [branch, []]), ("FC", {"name": "c", "out_features": 2})]
     small = shrink(Case((4, 3, 3), network, batch=3, grid=(1, 1, 1, 2), layout="fortran"), check)
-    only = ("Conv", {"name": "b", "out_channels": 1, "kernel_size": 1, "activation": "Tanh"})
-    assert small == Case((1, 1, 1), [only], batch=1, steps=1)
+    tanh_layer = ("Conv", {"name": "b", "out_channels": 1, "kernel_size": 1, "activation": "Tanh"})
+    assert small == Case((1, 1, 1), [tanh_layer], batch=1, steps=1)
 
 
-def test_smaller_cases_are_others():
+def test_smaller_cases_differ():
     case = Case((3, 2), [("Sum", [[("Conv", {"name": "c", "out_channels": 2, "kernel_size": 3, "padding": 1})], []])])
-    assert case not in list(smaller_cases(case))
-    assert all(np.prod(smaller.shape) <= 6 for smaller in smaller_cases(case))
+    assert case not in list(generate_smaller(case))
+    assert all(np.prod(smaller.shape) <= 6 for smaller in generate_smaller(case))

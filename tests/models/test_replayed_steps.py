@@ -1,4 +1,4 @@
-"""Steps whose passes are graphs of a device: the same numbers as ordinary steps; see helpers/device_graph.py."""
+"""Steps replayed as CUDA graphs equal ordinary steps; see helpers/device_graph.py."""
 
 import warnings
 from contextlib import closing
@@ -17,11 +17,17 @@ SHAPE, BATCH = (9, 8, 3), 3
 COST = nd.CrossEntropy(class_weights=[1, 2, 1, 0.5])
 
 
-def small(*more):
-    return [nd.ConvLayer(4, 3, padding=1), nd.BatchNormLayer(), nd.ActivationLayer(nd.ReLU()), *more, nd.FCLayer(4)]
+def make_small(*extra_layers):
+    return [
+        nd.ConvLayer(4, 3, padding=1),
+        nd.BatchNormLayer(),
+        nd.ActivationLayer(nd.ReLU()),
+        *extra_layers,
+        nd.FCLayer(4),
+    ]
 
 
-def everything():
+def make_every_layer():
     return [
         nd.ConvLayer(4, 3, padding=1, padding_mode="reflect"),
         nd.BatchNormLayer(),
@@ -42,27 +48,27 @@ def everything():
     ]
 
 
-def built(table, layers, kind=nd.Convnet, **more):
+def build_model(table, layers, model_class=nd.Convnet, **options):
     device = Device(table=table)
-    how = {"optimizer": nd.Adam(0.01), "cost": COST, "seed": 1} | more
-    model = kind(layers, backend=device.backend, dtype="float64", **how)
+    arguments = {"optimizer": nd.Adam(0.01), "cost": COST, "seed": 1} | options
+    model = model_class(layers, backend=device.backend, dtype="float64", **arguments)
     model.build(SHAPE, BATCH, nd.ProcessGrid.serial())
     return model, device
 
 
-def compared(layers, count=WARM + 4, sizes=(BATCH,), before=lambda model, step: None, **more):
-    """Run steps of other images, labels and rates with and without graphs, which must be the same to the last bit.
+def compare_steps(layers, count=WARM + 4, batch_sizes=(BATCH,), prepare=lambda model, step: None, **options):
+    """Check that steps with and without graphs are bit-identical, with varying images, labels and rates.
 
-    Returns the launches of each step, without and with, and the model with them.
+    Returns the launches of each step without and with graphs, and the model with graphs.
     """
     results, launches = [], []
     for table in (CupyKernels, CapturingKernels):
-        (model, device), rng, losses = built(table, layers(), **more), np.random.default_rng(0), []
+        (model, device), rng, losses = build_model(table, layers(), **options), np.random.default_rng(0), []
         launches.append([])
         for step in range(count):
-            size = sizes[step % len(sizes)]
+            size = batch_sizes[step % len(batch_sizes)]
             x, labels = rng.normal(size=(size, *SHAPE)), rng.integers(0, 4, size)
-            before(model, step)
+            prepare(model, step)
             started, waited = device.launches, device.synchronisations
             model.learning_rate_scale = 1 / (1 + step)
             losses.append(model.train_batch(x * (np.inf if model.nonfinite == "skip" and step == 4 else 1), labels))
@@ -74,8 +80,8 @@ def compared(layers, count=WARM + 4, sizes=(BATCH,), before=lambda model, step: 
     return *launches, model
 
 
-def test_replayed_steps_are_ordinary_ones():
-    ordinary, replayed, _ = compared(everything)
+def test_replayed_steps_match_ordinary_steps():
+    ordinary, replayed, _ = compare_steps(make_every_layer)
     assert replayed[:WARM] == ordinary[:WARM]
     assert max(replayed[WARM + 1 :]) < min(ordinary) / 4
 
@@ -84,32 +90,32 @@ SGD = nd.SGD(0.1, momentum=0.9, weight_decay=0.01, clip_norm=0.5)
 
 
 @pytest.mark.parametrize(
-    "more", [{"optimizer": SGD, "cost": nd.MSE()}, {"sync": "bucketed"}], ids=lambda more: " and ".join(more)
+    "options", [{"optimizer": SGD, "cost": nd.MSE()}, {"sync": "bucketed"}], ids=lambda options: " and ".join(options)
 )
-def test_whatever_the_cost_and_the_update(more):
-    ordinary, replayed, _ = compared(small, **more)
+def test_replay_of_costs_and_updates(options):
+    ordinary, replayed, _ = compare_steps(make_small, **options)
     assert replayed[-1] < ordinary[-1]
 
 
-def test_what_is_set_between_steps_counts_in_the_next():
-    def before(model, step):
+def test_changes_between_steps_take_effect():
+    def prepare(model, step):
         if step >= WARM + 2:
             model.leaves[1].momentum = 0.5
 
-    ordinary, replayed, _ = compared(small, WARM + 6, before=before)
+    ordinary, replayed, _ = compare_steps(make_small, WARM + 6, prepare=prepare)
     assert replayed[-1] == replayed[WARM + 1] < replayed[WARM + 2] == ordinary[WARM + 2]
 
 
-def test_smaller_batches_have_graphs_of_their_own():
-    _, replayed, model = compared(small, 3 * (WARM + 2), sizes=(3, 2, 1))
+def test_smaller_batches_have_separate_graphs():
+    _, replayed, model = compare_steps(make_small, 3 * (WARM + 2), batch_sizes=(3, 2, 1))
     assert model.executor.replays.usable
     assert max(replayed[-3:]) < min(replayed[:3])
-    *_, model = compared(small, 12, sizes=(1, 2, 3, 4, 5, 6))  # too many to keep
+    *_, model = compare_steps(make_small, 12, batch_sizes=(1, 2, 3, 4, 5, 6))  # too many to keep
     assert len(model.executor.replays._graphs) == KEPT
 
 
-class AtStep(nd.ActivationLayer):
-    """A layer of a user's."""
+class StepScaling(nd.ActivationLayer):
+    """Custom layer that depends on the step."""
 
     def forward(self, ctx, view):
         return view * (1 + ctx.step)
@@ -118,99 +124,101 @@ class AtStep(nd.ActivationLayer):
         return dy * (1 + ctx.step)
 
 
-ORDINARY = {
-    "dropout": (lambda: small(nd.DropoutLayer(0.3)), {}),
-    "a user's layer": (lambda: small(AtStep(nd.Tanh())), {}),
-    "micro-batches": (small, {"accumulate": 2}),
-    "recomputation": (lambda: [*small()[:2], *small()], {"recompute": True}),
+NOT_REPLAYED = {
+    "dropout": (lambda: make_small(nd.DropoutLayer(0.3)), {}),
+    "custom layer": (lambda: make_small(StepScaling(nd.Tanh())), {}),
+    "micro-batches": (make_small, {"accumulate": 2}),
+    "recomputation": (lambda: [*make_small()[:2], *make_small()], {"recompute": True}),
 }
 
 
-@pytest.mark.parametrize("name", ORDINARY)
-def test_steps_that_differ_are_ordinary(name):
-    layers, more = ORDINARY[name]
+@pytest.mark.parametrize("name", NOT_REPLAYED)
+def test_varying_steps_are_not_replayed(name):
+    layers, options = NOT_REPLAYED[name]
     with warnings.catch_warnings(action="error"):
-        ordinary, replayed, _ = compared(layers, **more)
+        ordinary, replayed, _ = compare_steps(layers, **options)
     assert replayed == ordinary
 
 
-def test_steps_that_cannot_be_captured_are_ordinary():
-    """An embedding asks for the ids that are there; it is said once."""
-    ids = [nd.ConvLayer(1, 3, weights_init=nd.Constant(0.0)), nd.EmbeddingLayer(3, 2), nd.FCLayer(4)]
-    model, device = built(CapturingKernels, ids)
+def test_uncapturable_steps_are_not_replayed():
+    """Embeddings copy ids to the host; there is one warning."""
+    layers = [nd.ConvLayer(1, 3, weights_init=nd.Constant(0.0)), nd.EmbeddingLayer(3, 2), nd.FCLayer(4)]
+    model, device = build_model(CapturingKernels, layers)
     x, labels = np.zeros((BATCH, *SHAPE)), np.zeros(BATCH, int)
-    with pytest.warns(UserWarning, match="no CUDA graphs, steps may be slower: RuntimeError: .*D2H") as said:
+    with pytest.warns(UserWarning, match="no CUDA graphs, steps may be slower: RuntimeError: .*D2H") as warned:
         losses = [model.train_batch(x, labels) for _ in range(2 * WARM + 2)]
-    assert len(said) == 1
+    assert len(warned) == 1
     assert losses[-1] < losses[WARM] < losses[0]
     assert device.capturing is None
 
 
-def test_a_step_that_is_skipped_leaves_nothing():
-    """Running statistics are put back, and the place is looked for by an ordinary pass."""
+def test_skipped_steps_leave_no_trace():
+    """Running statistics are restored, and an ordinary pass locates the value."""
 
-    def skips(model, step):
+    def prepare(model, step):
         model.nonfinite = "skip"
 
-    *_, model = compared(small, before=skips)
+    *_, model = compare_steps(make_small, prepare=prepare)
     assert model.nonfinite_monitor.where == "the images"
     assert model.executor.replays.usable
 
 
-def test_passes_of_users_and_observers_are_left_alone():
-    """A pass that somebody keeps has the memory that graphs would use; who looks at values wants to see them."""
-    kept = []
+def test_open_passes_and_observers_disable_replay():
+    """Open passes occupy the memory of graphs, and observers need the values."""
+    open_passes = []
 
-    def before(model, step):
+    def prepare(model, step):
         if step == WARM + 2:
             run = model.forward(np.ones((BATCH, *SHAPE)))
-            kept.append((run, run.backward(model.scatter_output(np.ones((BATCH, 4))))))
+            open_passes.append((run, run.backward(model.scatter_output(np.ones((BATCH, 4))))))
         elif step == WARM + 3:
-            kept.pop()[0].close()
+            open_passes.pop()[0].close()
 
-    ordinary, replayed, _ = compared(small, before=before)
+    ordinary, replayed, _ = compare_steps(make_small, prepare=prepare)
     assert replayed[WARM + 2] == ordinary[WARM + 2]
     assert replayed[WARM + 3] < ordinary[WARM + 3]
 
-    seen = []
+    names = []
 
-    class Watch(Observer):
+    class ValueRecorder(Observer):
         def value(self, layer, name, array):
-            seen.append(name)
+            names.append(name)
 
-    model, _ = built(CapturingKernels, small())
+    model, _ = build_model(CapturingKernels, make_small())
     for step in range(WARM + 3):
-        with model.grid.observers.watched_by(Watch()):
+        with model.grid.observers.watched_by(ValueRecorder()):
             model.train_batch(np.ones((BATCH, *SHAPE)), np.zeros(BATCH, int))
-        assert seen.count("cost") == step + 1
+        assert names.count("cost") == step + 1
 
 
-def test_a_head_alone_and_then_all():
-    """What is trained changes from epoch to epoch, and so do the graphs."""
+def test_head_training_then_full_training():
+    """The trained layers change with the epoch, and so do the graphs."""
 
-    def layers():
+    def make_layers():
         return [nd.LocalFilteringLayer(2, 3), nd.L2PoolingLayer(2, 1), nd.FCLayer(4)]
 
-    def before(model, step):
+    def prepare(model, step):
         model.begin_epoch(step // (WARM + 2))
 
-    ordinary, replayed, _ = compared(layers, 2 * (WARM + 2), before=before, kind=nd.GB, num_initial_epochs=1)
+    ordinary, replayed, _ = compare_steps(
+        make_layers, 2 * (WARM + 2), prepare=prepare, model_class=nd.GB, num_initial_epochs=1
+    )
     assert replayed[WARM + 1] < ordinary[WARM + 1]
     assert replayed[-1] < ordinary[-1]
 
 
-def test_a_graph_keeps_the_tables_of_its_launches():
-    """Tables that are shared may be forgotten by others."""
+def test_graphs_keep_their_launch_tables():
+    """Shared tables may be evicted from the cache."""
     device = Device(table=CapturingKernels)
     kernels, x = device.backend.kernels, device.xp.ones((2, 3, 4))
     with closing(kernels):
         expected = kernels.channel_sum(x)
-        found, graph = kernels.capture(lambda: kernels.channel_sum(x))
+        output, graph = kernels.capture(lambda: kernels.channel_sum(x))
         assert len(graph.kept) == 1
         kernels._tables.cache_clear()
         x[...] = 2.0
         graph.replay()
-        np.testing.assert_array_equal(device.xp.asnumpy(found), 2 * device.xp.asnumpy(expected))
+        np.testing.assert_array_equal(device.xp.asnumpy(output), 2 * device.xp.asnumpy(expected))
         with pytest.raises(RuntimeError, match="H2D"):
             kernels.capture(lambda: kernels.channel_sum(x))
         kernels.channel_sum(x)

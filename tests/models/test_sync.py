@@ -1,10 +1,10 @@
-"""Ways to sum gradients: the same numbers and bytes, in other messages."""
+"""Gradient synchronisers: equal results and bytes, in different messages."""
 
 import numpy as np
 import pytest
-from gb_runs import pretrain_steps
-from support import worst
-from test_interleaving import built
+from common_checks import max_relative_difference
+from every_layer import build_every_layer
+from gb_runs import run_pretraining_steps
 
 import neondist as nd
 from neondist.comm import loopback
@@ -12,50 +12,50 @@ from neondist.observer import Observer
 from neondist.parallel import HEADER, Bucketed, Flag
 
 
-class Early(Observer):
-    """Counts the buckets that are on their way when the backward pass is over."""
+class EarlyBuckets(Observer):
+    """Observer that counts the buckets in flight at the end of the backward pass."""
 
     def __init__(self, model):
         self.model, self.counts = model, []
 
-    def begin(self, what, name, direction, subject):
-        if what == "sync":
+    def begin(self, event, name, direction, subject):
+        if event == "sync":
             self.counts.append(sum(bucket.request is not None for bucket in getattr(self.model.sync, "early", [])))
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small_buckets(monkeypatch):
     monkeypatch.setattr(Bucketed, "full", 200)
 
 
-def steps(grid, sync, accumulate=1):
-    """Losses, gradients and weights of two steps, the bytes and messages of gradients, and how many left early."""
-    model, found = built("Dist", grid, batch=6, sync=sync, accumulate=accumulate), {}
-    early = Early(model)
-    with model.grid.observers.watched_by(early):
+def run_steps(grid, sync, accumulate=1):
+    """Return the results of two steps, the bytes and messages of gradients, and the numbers of early buckets."""
+    model, arrays = build_every_layer("Dist", grid, batch=6, sync=sync, accumulate=accumulate), {}
+    observer = EarlyBuckets(model)
+    with model.grid.observers.watched_by(observer):
         for step in range(2):
             rng = np.random.default_rng(step)
             x, labels = rng.normal(size=(6, *model.input_shape)), rng.integers(0, 4, 6)
-            found[f"loss {step}"] = np.array([model.train_batch(model.scatter(x), labels, 6)])
-            found |= {f"{name} {step}": gradient for name, gradient in model.gradients().items()}
+            arrays[f"loss {step}"] = np.array([model.train_batch(model.scatter(x), labels, 6)])
+            arrays |= {f"{name} {step}": gradient for name, gradient in model.gradients().items()}
     sums = model.sync.reductions
-    return found | model.state(), sums.bytes_reduced, sum(sums.recorded.values()), early.counts
+    return arrays | model.state(), sums.bytes_reduced, sum(sums.recorded.values()), observer.counts
 
 
 @pytest.mark.parametrize("grid", [(1, 1), (2, 2), (3, 1), (6, 2)], ids=str)
 @pytest.mark.long
-def test_buckets_travel_during_backward(small, grid):
+def test_buckets_are_sent_during_backward(small_buckets, grid):
     ranks, replicas = grid
 
     def job(comm, sync, accumulate=1):
-        return steps(nd.ProcessGrid(comm, replicas=replicas), sync, accumulate)
+        return run_steps(nd.ProcessGrid(comm, replicas=replicas), sync, accumulate)
 
-    one = loopback.run(ranks, lambda comm: job(comm, "allreduce"))
-    many = loopback.run(ranks, lambda comm: job(comm, "bucketed"))
-    parts = loopback.run(ranks, lambda comm: job(comm, "bucketed", 2))
-    for (expected, nbytes, messages, _), *others in zip(one, many, parts, strict=True):
-        for found, sent, count, early in others:
-            assert worst(found, expected) < 1e-10
+    reference = loopback.run(ranks, lambda comm: job(comm, "allreduce"))
+    bucketed = loopback.run(ranks, lambda comm: job(comm, "bucketed"))
+    micro_batches = loopback.run(ranks, lambda comm: job(comm, "bucketed", 2))
+    for (expected, nbytes, messages, _), *others in zip(reference, bucketed, micro_batches, strict=True):
+        for actual, sent, count, early in others:
+            assert max_relative_difference(actual, expected) < 1e-10
             assert sent == nbytes
             assert count > 3 * messages or ranks == 1
             assert early[0] == early[1] > 5
@@ -64,25 +64,25 @@ def test_buckets_travel_during_backward(small, grid):
 @pytest.mark.parametrize("kind", ["unshared", "shared"])
 @pytest.mark.parametrize("grid", [(4, 1), (6, 2)], ids=str)
 @pytest.mark.long
-def test_gradients_of_a_tiles_own_weights(small, kind, grid):
+def test_gradients_of_tile_weights(small_buckets, kind, grid):
     ranks, replicas = grid
 
     def job(comm, sync):
-        return pretrain_steps(kind, nd.ProcessGrid(comm, replicas=replicas), sync=sync)
+        return run_pretraining_steps(kind, nd.ProcessGrid(comm, replicas=replicas), sync=sync)
 
-    expected = loopback.run(ranks, lambda comm: job(comm, "allreduce"))
-    for found, one in zip(loopback.run(ranks, lambda comm: job(comm, "bucketed")), expected, strict=True):
-        assert worst(found, one) < 1e-10
+    references = loopback.run(ranks, lambda comm: job(comm, "allreduce"))
+    for actual, reference in zip(loopback.run(ranks, lambda comm: job(comm, "bucketed")), references, strict=True):
+        assert max_relative_difference(actual, reference) < 1e-10
 
 
-@pytest.mark.parametrize("full", [1, 100, 10**6])
-def test_every_gradient_and_the_flags_are_in_one_bucket(monkeypatch, full):
-    monkeypatch.setattr(Bucketed, "full", full)
-    numbers, spans = np.arange(HEADER + 60.0), [(0, 10), (10, 40), (40, 50), (50, 60)]
+@pytest.mark.parametrize("capacity", [1, 100, 10**6])
+def test_buckets_cover_gradients_and_flags(monkeypatch, capacity):
+    monkeypatch.setattr(Bucketed, "full", capacity)
+    values, spans = np.arange(HEADER + 60.0), [(0, 10), (10, 40), (40, 50), (50, 60)]
     for shared in (0, 40, 60):
-        sync = Bucketed(nd.ProcessGrid.serial(), numbers, spans, shared)
-        held = np.concatenate([bucket.array for bucket in (*sync.early, sync.last)])
-        np.testing.assert_array_equal(np.sort(held), numbers)
+        sync = Bucketed(nd.ProcessGrid.serial(), values, spans, shared)
+        contents = np.concatenate([bucket.array for bucket in (*sync.early, sync.last)])
+        np.testing.assert_array_equal(np.sort(contents), values)
         assert sync.last.array[0] == 0
         sync.begin()
         for span in spans[::-1]:
@@ -91,9 +91,9 @@ def test_every_gradient_and_the_flags_are_in_one_bucket(monkeypatch, full):
         sync.flags.mine[Flag.TIME] = 1
         sync.finish()
         assert sync.header[Flag.TIME] == 1
-        numbers = np.arange(HEADER + 60.0)
+        values = np.arange(HEADER + 60.0)
 
 
-def test_another_name_is_refused():
+def test_unknown_synchronisers_are_rejected():
     with pytest.raises(nd.ConfigError, match="sync: expected 'allreduce' or 'bucketed', got the text 'ring'"):
         nd.Convnet([nd.FCLayer(4)], sync="ring")

@@ -1,4 +1,4 @@
-"""Fully connected layers divided by outputs and inputs in turn: the numbers of one process, one sum a pair."""
+"""Fully connected layers split alternately by outputs and inputs: results of one process, one sum per pair."""
 
 import numpy as np
 import pytest
@@ -18,27 +18,27 @@ OPTIMIZERS = {
 GRIDS = [(1, 4, 1), (1, 2, 2), (2, 2, 1), (1, 3, 1), (1, 1, 1)]
 
 
-def perceptron(dist, sizes, optimizer="momentum", bias=True, vector_parallel=True, **how):
+def make_perceptron(dist, sizes, optimizer="momentum", bias=True, vector_parallel=True, **options):
     layer = nd.FCLayerDist if dist else nd.FCLayer
     hidden = [layer(size, bias=bias, activation=nd.Tanh()) for size in sizes]
     model = (nd.MLPDist if dist else nd.MLP)(
-        [*hidden, layer(3)], optimizer=OPTIMIZERS[optimizer](), dtype="float64", seed=2, **how
+        [*hidden, layer(3)], optimizer=OPTIMIZERS[optimizer](), dtype="float64", seed=2, **options
     )
     model.vector_parallel = vector_parallel
     return model
 
 
 def train(model, shape, grid):
-    """Train some steps, the last of fewer samples, and go through once more; return whole arrays."""
+    """Train some steps, the last with fewer samples, and run one more pass; return global arrays."""
     model.build(shape, 6, grid)
     rng, losses = np.random.default_rng(0), []
     for samples in (6, 6, 5):
         x, labels = rng.normal(size=(samples, *shape)), rng.integers(0, 3, samples)
         losses.append(model.train_batch(model.scatter(x), labels, batch_size=samples))
     y = model.fprop(model.scatter(rng.normal(size=(6, *shape))))
-    whole = model.gather(y)
-    dx = model.gather_input(model.bprop(model.scatter_output(rng.normal(size=whole.shape))))
-    return {"loss": np.array(losses), "y": whole, "dx": dx} | model.state() | model.optimizer_state()
+    full_output = model.gather(y)
+    dx = model.gather_input(model.bprop(model.scatter_output(rng.normal(size=full_output.shape))))
+    return {"loss": np.array(losses), "y": full_output, "dx": dx} | model.state() | model.optimizer_state()
 
 
 @settings(max_examples=20)
@@ -48,106 +48,122 @@ def train(model, shape, grid):
     st.sampled_from(["AllReduce", "ShardedOptimizer", "AllReduce(compressor='fp16')"]),
 )  # fmt: skip
 @pytest.mark.long
-def test_numbers_are_those_of_one_process(sizes, shape, grid, optimizer, bias, how, strategy):
+def test_results_match_one_process(sizes, shape, grid, optimizer, bias, options, strategy):
     replicas, rows, cols = grid
-    expected = train(perceptron(False, sizes, optimizer, bias, vector_parallel=False), shape, None)
+    expected = train(make_perceptron(False, sizes, optimizer, bias, vector_parallel=False), shape, None)
 
     def body(world):
-        made = nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols)
-        model = perceptron(True, sizes, optimizer, bias, strategy=strategy, **how)
-        return train(model, shape, made), model.ledger(), model.compiled.reduced(made.rank)
+        process_grid = nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols)
+        model = make_perceptron(True, sizes, optimizer, bias, strategy=strategy, **options)
+        return train(model, shape, process_grid), model.ledger(), model.compiled.reduced(process_grid.rank)
 
     tolerance = 1e-12 if optimizer == "momentum" else 1e-8
     if "fp16" in strategy:
         tolerance = 3e-2
-    for found, _, _ in nd.loopback.run(replicas * rows * cols, body):
+    for actual, _, _ in nd.loopback.run(replicas * rows * cols, body):
         for name, array in expected.items():
-            np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+            np.testing.assert_allclose(actual[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 3])
-def test_a_pair_needs_one_sum_forward_and_one_back(pairs):
+def test_pairs_need_one_sum_per_direction(pairs):
     sizes = [16, 12] * pairs
 
     def body(world):
         grid = nd.ProcessGrid(world)
-        model = perceptron(True, sizes[:-1])
+        model = make_perceptron(True, sizes[:-1])
         model.build((8,), 4, grid)
         model.train_batch(model.scatter(np.ones((4, 8))), np.zeros(4, int))
-        accounts = [one for one in model.ledger() if one.layer.startswith("fc")]
+        accounts = [account for account in model.ledger() if account.layer.startswith("fc")]
         planned = model.compiled.reduced(grid.rank)
-        for name in {one.layer for one in accounts}:
-            sums = [one.nbytes * model.ledger()[one] for one in accounts if one.layer == name]
+        for name in {account.layer for account in accounts}:
+            sums = [account.nbytes * model.ledger()[account] for account in accounts if account.layer == name]
             assert sum(sums) == planned[name]
-        shares = [np.prod(one.local_shape) / np.prod(one.parameter.shape) for one in model.parameters.trained]
-        split = [share for share, one in zip(shares, model.parameters.trained, strict=True) if one.name == "weights"]
+        shares = [np.prod(placed.local_shape) / np.prod(placed.parameter.shape) for placed in model.parameters.trained]
+        split = [
+            share for share, placed in zip(shares, model.parameters.trained, strict=True) if placed.name == "weights"
+        ]
         return accounts, split
 
     for accounts, split in nd.loopback.run(4, body):
-        assert all(one.kind == "sum" for one in accounts)
-        assert len([one for one in accounts if one.direction == "forward"]) == pairs
-        assert len([one for one in accounts if one.direction == "backward"]) == pairs - 1  # the input needs no gradient
+        assert all(account.kind == "sum" for account in accounts)
+        assert len([account for account in accounts if account.direction == "forward"]) == pairs
+        assert (
+            len([account for account in accounts if account.direction == "backward"]) == pairs - 1
+        )  # the input needs no gradient
         assert split == [0.25] * (2 * pairs)
 
 
-def test_no_rank_holds_more_than_its_share_up_to_rounding():
+def test_weights_are_divided_evenly():
     def body(world):
-        model = perceptron(True, [11, 7, 10])
+        model = make_perceptron(True, [11, 7, 10])
         model.build((9,), 4, nd.ProcessGrid(world))
-        for one in model.parameters.trained:
-            if len(one.parameter.shape) == 2:
-                axis = 1 if one.local_shape[0] == one.parameter.shape[0] else 0
-                assert one.local_shape[axis] <= -(-one.parameter.shape[axis] // 4)
-                assert one.local_shape[1 - axis] == one.parameter.shape[1 - axis]
+        for placed in model.parameters.trained:
+            if len(placed.parameter.shape) == 2:
+                axis = 1 if placed.local_shape[0] == placed.parameter.shape[0] else 0
+                assert placed.local_shape[axis] <= -(-placed.parameter.shape[axis] // 4)
+                assert placed.local_shape[1 - axis] == placed.parameter.shape[1 - axis]
 
     nd.loopback.run(4, body)
 
 
-def test_checkpoints_are_those_of_any_grid(tmp_path):
-    def begun(world, vector_parallel, replicas):
+def test_checkpoints_are_independent_of_the_grid(tmp_path):
+    def start_run(world, vector_parallel, replicas):
         grid = nd.ProcessGrid(world, replicas=replicas)
-        model, dataset = perceptron(True, [10, 6, 8], vector_parallel=vector_parallel), nd.Synthetic((9, 1), classes=3)
+        model, dataset = (
+            make_perceptron(True, [10, 6, 8], vector_parallel=vector_parallel),
+            nd.Synthetic((9, 1), classes=3),
+        )
         dataset.open(grid)
         model.build((9,), 6, grid)
         return TrainState(model, dataset, 1, 6)
 
-    def write(world):
-        run = begun(world, True, 1)
+    def save_run(world):
+        run = start_run(world, True, 1)
         run.model.train_batch(run.model.scatter(np.ones((6, 9))), np.zeros(6, int))
         Checkpoint(tmp_path / "c.h5").save(run)
         return run.model.state() | run.model.optimizer_state()
 
-    expected = nd.loopback.run(4, write)[0]
+    expected = nd.loopback.run(4, save_run)[0]
     for ranks, vector_parallel, replicas in ((1, False, 1), (3, True, 1), (4, True, 2), (4, False, 4)):
 
-        def read(world, vector_parallel=vector_parallel, replicas=replicas):
-            run = begun(world, vector_parallel, replicas)
+        def load_run(world, vector_parallel=vector_parallel, replicas=replicas):
+            run = start_run(world, vector_parallel, replicas)
             restore(tmp_path / "c.h5", run)
             return run.model.state() | run.model.optimizer_state()
 
-        for found in nd.loopback.run(ranks, read):
+        for actual in nd.loopback.run(ranks, load_run):
             for name, array in expected.items():
-                np.testing.assert_array_equal(found[name], array, err_msg=name)
+                np.testing.assert_array_equal(actual[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize(("layers", "shape", "says"), [
+@pytest.mark.parametrize(("layers", "shape", "message"), [
     ([nd.FCLayer(4, split="outputs"), nd.FCLayer(3)], (4, 4, 1), "'fc1'.*split: outputs needs a vector"),
     ([nd.FCLayer(4), nd.FCLayer(3, split="outputs")], (4,), "'fc2'.*followed by fully connected layers with split"),
     ([nd.FCLayer(4, split="outputs", activation=nd.Softmax()), nd.FCLayer(3)], (4,), "'fc1'.*elementwise"),
     ([nd.FCLayer(4, split="outputs"), nd.DropoutLayer(0.5), nd.FCLayer(3)], (4,), "'fc1'.*followed by"),
 ])  # fmt: skip
-def test_layers_that_cannot_be_divided_by_outputs_are_refused(layers, shape, says):
-    with pytest.raises(nd.UserError, match=says):
+def test_unsplittable_layers_are_rejected(layers, shape, message):
+    with pytest.raises(nd.UserError, match=message):
         nd.MLP(layers).plan(shape)
 
 
-def test_only_layers_that_can_be_are_divided_by_outputs():
-    """A pair ends before what wants whole vectors, and begins with no image."""
+def test_layers_split_by_outputs():
+    """Pairs end before layers of full vectors, and do not start at an image."""
 
-    def fc(size, **how):
-        return nd.FCLayer(size, **how)
+    def make_fc(size, **options):
+        return nd.FCLayer(size, **options)
 
-    layers = [fc(5), fc(6), fc(7, activation=nd.Softmax()), fc(8), nd.DropoutLayer(), fc(5), fc(4), fc(3)]
+    layers = [
+        make_fc(5),
+        make_fc(6),
+        make_fc(7, activation=nd.Softmax()),
+        make_fc(8),
+        nd.DropoutLayer(),
+        make_fc(5),
+        make_fc(4),
+        make_fc(3),
+    ]
     model = nd.MLP(layers)
     model.vector_parallel = True
     model.plan((4, 4, 1))
@@ -167,7 +183,7 @@ model: !MLPDist
 """
 
 
-def experiment(tmp_path, lines):
+def load_text(tmp_path, lines):
     path = tmp_path / "e.yaml"
     path.write_text(TEXT.format(lines=lines))
     return load_experiment(path)
@@ -181,23 +197,25 @@ def experiment(tmp_path, lines):
     ("dist_mode: datapar", 1, (1, 1, 1)),
     ("dist_mode: halodatapar\ngrid: {replicas: 2}", 4, (2, 2, 1)),
 ])  # fmt: skip
-def test_modes_are_short_for_grids_and_layouts(tmp_path, lines, ranks, grid):
-    made = experiment(tmp_path, lines)
-    made.validate(ranks)
+def test_modes_select_grids_and_layouts(tmp_path, lines, ranks, grid):
+    experiment = load_text(tmp_path, lines)
+    experiment.validate(ranks)
 
     def body(world):
-        again = experiment(tmp_path, lines)
-        shape = again.open_grid(world).shape
-        return (shape.replicas, shape.rows, shape.cols), again.run(again.open_grid(world), hooks=[]).history[-1]
+        rank_experiment = load_text(tmp_path, lines)
+        shape = rank_experiment.open_grid(world).shape
+        return (shape.replicas, shape.rows, shape.cols), rank_experiment.run(
+            rank_experiment.open_grid(world), hooks=[]
+        ).history[-1]
 
-    found, history = zip(*nd.loopback.run(ranks, body), strict=True)
-    assert set(found) == {grid}
-    serial = experiment(tmp_path, "").run(nd.ProcessGrid.serial(), hooks=[]).history[-1]
+    shapes, history = zip(*nd.loopback.run(ranks, body), strict=True)
+    assert set(shapes) == {grid}
+    serial = load_text(tmp_path, "").run(nd.ProcessGrid.serial(), hooks=[]).history[-1]
     assert history[0]["train_loss"] == pytest.approx(serial["train_loss"], rel=1e-5)
-    assert any(layer.splits_outputs for layer in made.model.leaves) == ("vecpar" in lines)
+    assert any(layer.splits_outputs for layer in experiment.model.leaves) == ("vecpar" in lines)
 
 
-@pytest.mark.parametrize(("lines", "line", "says"), [
+@pytest.mark.parametrize(("lines", "line", "message"), [
     ("dist_mode: halopa", 8, "halopar"),
     ("dist_mode: 3", 8, "dist_mode"),
     ("dist_mode: halopar\ngrid: {replicas: 2}", 8, "grid has replicas: 2"),
@@ -205,8 +223,8 @@ def test_modes_are_short_for_grids_and_layouts(tmp_path, lines, ranks, grid):
     ("dist_mode: halodatapar", 8, "with a number of replicas"),
     ("dist_flag: false\ndist_mode: datapar", 9, "needs dist_flag: true"),
 ])  # fmt: skip
-def test_wrong_modes_name_file_and_line(tmp_path, lines, line, says):
+def test_invalid_modes_name_the_line(tmp_path, lines, line, message):
     with pytest.raises(nd.ConfigError) as error:
-        experiment(tmp_path, lines)
+        load_text(tmp_path, lines)
     assert str(error.value).startswith(f"{tmp_path / 'e.yaml'}:{line}: ")
-    assert says in str(error.value)
+    assert message in str(error.value)

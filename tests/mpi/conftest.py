@@ -1,4 +1,4 @@
-"""Tests that run inside mpirun; test_under_mpirun.py starts them."""
+"""Tests that run inside mpirun, started by test_under_mpirun.py."""
 
 import os
 

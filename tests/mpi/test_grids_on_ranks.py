@@ -1,10 +1,10 @@
-"""Grids that come and go over real MPI leave no communicator, and the process as it was."""
+"""Grids created and closed over MPI: they leave no communicator, and the process unchanged."""
 
 import gc
 import sys
 
 import pytest
-from many_grids import use_grids
+from many_grids import train_on_grids
 from mpi4py import MPI
 
 import neondist as nd
@@ -16,64 +16,64 @@ world = MPI.COMM_WORLD
 SHAPES = len(factorisations(world.size, 2))
 
 
-def handles():
-    """How many communicators there are: MPI numbers them, and gives the number of one that is freed to the next."""
-    gc.collect()  # messages of models keep theirs
+def create_handle():
+    """Return the handle of a new communicator, which counts them: MPI reuses handles of freed ones."""
+    gc.collect()  # messages of models hold communicators
     probe = world.Dup()
     number = probe.py2f()
     probe.Free()
     return number
 
 
-@pytest.mark.skipif(world.size not in (1, 2, 6), reason="others have no shapes of grids that these lack")
+@pytest.mark.skipif(world.size not in (1, 2, 6), reason="other numbers of ranks have no further shapes of grids")
 @pytest.mark.parametrize("closed", [True, False])
 def test_many_grids_and_models_leave_no_communicator(closed):
-    """MPI has some thousands; a program may make a grid for each of its evaluations. A single one left is seen."""
-    own = world.Dup()
-    before = handles()
-    use_grids(own, 40 if world.size <= 2 else 15, closed)
-    assert handles() - before <= (0 if closed else 2 * SHAPES)
-    own.Free()
-    assert handles() <= before
+    """Detect any communicator that is left: MPI has few thousands, and programs may create a grid per evaluation."""
+    comm = world.Dup()
+    before = create_handle()
+    train_on_grids(comm, 40 if world.size <= 2 else 15, closed)
+    assert create_handle() - before <= (0 if closed else 2 * SHAPES)
+    comm.Free()
+    assert create_handle() <= before
 
 
-def test_grids_of_one_shape_share_their_communicators_which_end_with_their_parent():
-    whole = [nd.ProcessGrid(replicas=r) for r in (1, world.size) for _ in range(2)]
-    one, two, three, four = (grid.tile_comm.comm for grid in whole)
-    assert one == two
-    assert three == four
-    assert (one == three) == (world.size == 1)
+def test_grids_of_one_shape_share_communicators():
+    grids = [nd.ProcessGrid(replicas=r) for r in (1, world.size) for _ in range(2)]
+    first, second, third, fourth = (grid.tile_comm.comm for grid in grids)
+    assert first == second
+    assert third == fourth
+    assert (first == third) == (world.size == 1)
     parts = []
     for _ in range(3):
-        own = world.Dup()
-        debug = nd.ProcessGrid(DebugTransport(mpi.MPITransport(own)))
-        parts += [part.comm for part in (nd.ProcessGrid(own).tile_comm, debug.tile_comm.inner)]
+        parent = world.Dup()
+        debug = nd.ProcessGrid(DebugTransport(mpi.MPITransport(parent)))
+        parts += [part.comm for part in (nd.ProcessGrid(parent).tile_comm, debug.tile_comm.inner)]
         assert parts[-1].allreduce(1) == world.size
-        own.Free()
+        parent.Free()
     assert all(part == MPI.COMM_NULL for part in parts)
 
 
-def test_a_closed_grid_leaves_others_of_its_shape_what_they_share():
-    own = world.Dup()
-    with nd.ProcessGrid(own) as grid:
-        other = nd.ProcessGrid(own)
-        shared = other.tile_comm.comm
+def test_closed_grid_keeps_shared_communicators():
+    comm = world.Dup()
+    with nd.ProcessGrid(comm) as grid:
+        second = nd.ProcessGrid(comm)
+        shared = second.tile_comm.comm
     with pytest.raises(GridError, match="closed"):
         grid.tile_comm.allgather(0)
-    assert other.tile_comm.allgather(world.rank) == list(range(world.size))
-    other.close()
+    assert second.tile_comm.allgather(world.rank) == list(range(world.size))
+    second.close()
     assert shared == MPI.COMM_NULL
-    assert nd.ProcessGrid(own).tile_comm.allgather(world.rank) == list(range(world.size))
-    own.Free()
+    assert nd.ProcessGrid(comm).tile_comm.allgather(world.rank) == list(range(world.size))
+    comm.Free()
 
 
-def test_the_last_grid_that_is_closed_takes_back_what_the_first_changed(monkeypatch):
+def test_last_closed_grid_restores_the_exception_hook(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", plain := sys.__excepthook__)
-    own = world.Dup()
-    one, two = nd.ProcessGrid(own), nd.ProcessGrid(own)
+    comm = world.Dup()
+    first, second = nd.ProcessGrid(comm), nd.ProcessGrid(comm)
     assert (sys.excepthook is plain) == (world.size == 1)
-    one.close()
+    first.close()
     assert (sys.excepthook is plain) == (world.size == 1)
-    two.close()
+    second.close()
     assert sys.excepthook is plain
-    own.Free()
+    comm.Free()

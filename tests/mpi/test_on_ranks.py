@@ -1,12 +1,20 @@
-"""Views, models and errors over real MPI, at whatever rank count mpirun gives."""
+"""Views, models and errors over MPI, on any number of ranks."""
 
 import numpy as np
 import pytest
+from availability import KERNELS
+from common_checks import (
+    can_slide,
+    check_collectives,
+    check_messages,
+    check_redistribution,
+    check_views,
+    list_grids,
+    max_relative_difference,
+)
 from invariance import train
 from mpi4py import MPI
-from of_one import of_one
-from present import KERNELS
-from support import check_collectives, check_messages, check_redistribution, check_views, grids, slides, worst
+from root_rank import compute_on_root
 
 import neondist as nd
 from neondist.comm import DebugTransport, agree, mpi
@@ -15,10 +23,10 @@ from neondist.errors import DataError, GridError
 world = MPI.COMM_WORLD
 
 
-def random_windows(count):
-    """The same windows on every rank, drawn without hypothesis' own randomness."""
-    rng, found = np.random.default_rng(11), []
-    while len(found) < count:
+def draw_windows(count):
+    """Draw the same windows on every rank, without hypothesis."""
+    rng, windows = np.random.default_rng(11), []
+    while len(windows) < count:
         ndim = int(rng.integers(1, 4))
         extent = tuple(int(n) for n in rng.integers(1, 12, ndim))
         window = nd.Window(
@@ -29,9 +37,9 @@ def random_windows(count):
             mode=str(rng.choice(["zeros", "reflect", "replicate", "wrap"])),
             ndim=ndim,
         )
-        if slides(extent, window):
-            found.append((extent, window))
-    return found
+        if can_slide(extent, window):
+            windows.append((extent, window))
+    return windows
 
 
 def test_collectives_of_arrays():
@@ -41,7 +49,7 @@ def test_collectives_of_arrays():
 
 
 @pytest.mark.parametrize("most", [2, 3, 2**30])
-def test_collectives_larger_than_a_count_go_in_parts(most):
+def test_large_collectives_are_split(most):
     comm = mpi.world(most=most)
     for part in (comm, *comm.cut(1 if world.size % 2 else world.size // 2)):
         assert part.most == most
@@ -51,7 +59,7 @@ def test_collectives_larger_than_a_count_go_in_parts(most):
 
 def test_redistribution():
     grid, size = nd.ProcessGrid(world), world.size
-    cuts = [(size, 1), (1, size), (1, 1), "whole", "first", *((s.rows, s.cols) for s in grids(size)[1:-1])]
+    cuts = [(size, 1), (1, size), (1, 1), "whole", "first", *((s.rows, s.cols) for s in list_grids(size)[1:-1])]
     for shape, lead in (((7, 5), (3,)), ((2, 4), ()), ((0, 3), (2,))):
         for source in cuts:
             for target in cuts:
@@ -59,24 +67,24 @@ def test_redistribution():
 
 
 def test_views_and_dot_test():
-    made = [nd.ProcessGrid(world, rows=shape.rows, cols=shape.cols) for shape in grids(world.size)]
-    for extent, window in random_windows(20 if world.size < 6 else 8):  # on four shapes of grids
-        for grid in made:
+    process_grids = [nd.ProcessGrid(world, rows=shape.rows, cols=shape.cols) for shape in list_grids(world.size)]
+    for extent, window in draw_windows(20 if world.size < 6 else 8):  # on four shapes of grids
+        for grid in process_grids:
             check_views(grid, extent, window)
 
 
 @pytest.mark.parametrize("kind", ["everything", "unshared", "segmentation", "series", "normalised volume"])
 def test_invariance(kind):
-    expected = of_one(lambda: train(kind))
-    most = world.size if world.size <= 3 else 2  # virtual ranks go through all of them, and through all kinds
-    for replicas in (r for r in range(1, most + 1) if world.size % r == 0):
-        shapes = grids(world.size // replicas)
+    expected = compute_on_root(lambda: train(kind))
+    most_replicas = world.size if world.size <= 3 else 2  # tests on virtual ranks cover all replicas and kinds
+    for replicas in (r for r in range(1, most_replicas + 1) if world.size % r == 0):
+        shapes = list_grids(world.size // replicas)
         for shape in shapes if world.size <= 3 else shapes[len(shapes) // 2 :]:
             grid = nd.ProcessGrid(world, replicas=replicas, rows=shape.rows, cols=shape.cols)
-            assert worst(train(kind, grid), expected) < 1e-10, grid
+            assert max_relative_difference(train(kind, grid), expected) < 1e-10, grid
 
 
-def test_watched_messages_give_the_same_bits():
+def test_debug_transport_gives_the_same_bits():
     plain, debug = (train("fully convolutional", nd.ProcessGrid(t)) for t in (world, DebugTransport(mpi.world())))
     for name, array in plain.items():
         np.testing.assert_array_equal(debug[name], array)
@@ -85,8 +93,8 @@ def test_watched_messages_give_the_same_bits():
 @pytest.mark.parametrize("backend", KERNELS[1:])
 @pytest.mark.parametrize("kind", ["everything", "series", "segmentation"])
 def test_other_backends(kind, backend):
-    expected = of_one(lambda: train(kind))
-    assert worst(train(kind, nd.ProcessGrid(), backend=backend), expected) < 1e-10
+    expected = compute_on_root(lambda: train(kind))
+    assert max_relative_difference(train(kind, nd.ProcessGrid(), backend=backend), expected) < 1e-10
 
 
 def test_every_rank_ends_with_the_same_weights():
@@ -98,12 +106,12 @@ def test_every_rank_ends_with_the_same_weights():
 
 def test_large_messages_in_float32():
     grid = nd.ProcessGrid()
-    ga = nd.GlobalArray(grid, (2, 128, 130, 16), nd.Window(5, padding=2), reuse=True)
-    whole = np.random.default_rng(0).normal(size=ga.global_shape).astype(np.float32)
-    padded = np.pad(whole, [(0, 0), (2, 2), (2, 2), (0, 0)])
+    array = nd.GlobalArray(grid, (2, 128, 130, 16), nd.Window(5, padding=2), reuse=True)
+    image = np.random.default_rng(0).normal(size=array.global_shape).astype(np.float32)
+    padded = np.pad(image, [(0, 0), (2, 2), (2, 2), (0, 0)])
     for _ in range(3):
-        view = ga.get_fprop_view(ga.scatter(whole))
-        np.testing.assert_array_equal(view, padded[(slice(None), *ga.need.shift((2, 2)).slices)])
+        view = array.get_fprop_view(array.scatter(image))
+        np.testing.assert_array_equal(view, padded[(slice(None), *array.need.shift((2, 2)).slices)])
 
 
 def test_errors_are_agreed_on():
@@ -114,13 +122,13 @@ def test_errors_are_agreed_on():
     agree(transport, None)
 
 
-def test_a_grid_that_does_not_fit_is_refused_on_every_rank():
+def test_invalid_grid_is_rejected_on_every_rank():
     with pytest.raises(GridError, match="does not match"):
         nd.ProcessGrid(rows=world.size + 1)
 
 
-def test_a_sub_communicator_serves_as_a_grid():
+def test_grid_on_a_subcommunicator():
     half = world.Split(world.rank % 2, world.rank)
     grid = nd.ProcessGrid(half)
     assert grid.size == half.size
-    assert worst(train("perceptron", grid), train("perceptron")) < 1e-10
+    assert max_relative_difference(train("perceptron", grid), train("perceptron")) < 1e-10

@@ -1,4 +1,4 @@
-"""Open MPI's shared memory has no name any more once a grid has been made."""
+"""Removal of the names of Open MPI's shared memory once a grid exists."""
 
 import re
 import sys
@@ -9,9 +9,9 @@ import pytest
 import neondist as nd
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_shared_memory_has_no_name():
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_shared_memory_is_unlinked():
     nd.ProcessGrid()
     maps = Path("/proc/self/maps").read_text()
     assert re.findall(r"(?m)/\S*/(?:sm|vader)_segment\.\S+$", maps) == []
-    nd.ProcessGrid()  # a second one finds nothing to do
+    nd.ProcessGrid()  # a second grid has nothing to remove

@@ -1,4 +1,4 @@
-"""Optimisers by hand: in place, any dtype, empty arrays, and messages for values out of range."""
+"""Optimiser rules: hand-computed steps, in-place updates, dtypes, empty arrays and error messages."""
 
 import tracemalloc
 
@@ -21,7 +21,7 @@ def test_momentum_by_hand():
 
 @pytest.mark.parametrize("optimizer", ALL)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_in_place_and_dtype_kept(optimizer, dtype):
+def test_updates_are_in_place_and_keep_the_dtype(optimizer, dtype):
     params, grads = np.ones(10, dtype), np.ones(10, dtype)
     slots = optimizer.slots(params)
     before = dict(slots)
@@ -77,7 +77,7 @@ def test_values_out_of_range(make, field):
         make()
 
 
-def test_number_written_as_text_has_a_hint():
+def test_quoted_number_has_a_hint():
     with pytest.raises(ConfigError, match="got the text '1e-3'; remove the quotes"):
         SGD(learning_rate="1e-3")
 

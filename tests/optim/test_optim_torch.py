@@ -1,4 +1,4 @@
-"""Optimisers against torch.optim, to 1e-12 in float64."""
+"""Optimisers against torch.optim to 1e-12 in float64."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,10 @@ import pytest
 from neondist.optim import SGD, Adam
 from neondist.optim.flat import BLOCK
 
-SIZE = BLOCK + 37  # more than one block, the last one ragged
+SIZE = BLOCK + 37  # more than one block, the last one partial
 
 
-def run_ours(optimizer, start, gradients, scales):
+def run_neondist(optimizer, start, gradients, scales):
     params = start.copy()
     slots = optimizer.slots(params)
     for step, (grads, scale) in enumerate(zip(gradients, scales, strict=True)):
@@ -46,15 +46,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ours", "theirs"), CASES, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(("optimizer", "make_torch"), CASES, ids=lambda v: type(v).__name__)
 @pytest.mark.parametrize("scales", [[1.0] * 6, [1.0, 1.0, 0.5, 0.1, 0.1, 0.0]], ids=["constant", "scaled"])
-def test_same_parameters_as_torch(ours, theirs, scales):
+def test_parameters_match_torch(optimizer, make_torch, scales):
     rng = np.random.default_rng(0)
     start = rng.normal(size=SIZE)
     gradients = [rng.normal(size=SIZE) for _ in scales]
     np.testing.assert_allclose(
-        run_ours(ours, start, gradients, scales),
-        run_torch(theirs, start, gradients, scales),
+        run_neondist(optimizer, start, gradients, scales),
+        run_torch(make_torch, start, gradients, scales),
         rtol=1e-12,
         atol=1e-13,
     )

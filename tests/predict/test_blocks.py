@@ -1,10 +1,10 @@
-"""A network applied block by block gives the numbers of the whole image, whatever the network and the blocks."""
+"""Block-wise inference against inference on full images, for networks and blocks of any kind."""
 
 import numpy as np
 import pytest
-from graphs.build import model as make
+from graphs.build import build_model
 from graphs.draw import draw_case
-from graphs.play import first_state
+from graphs.execution import draw_state
 
 import neondist as nd
 from neondist.errors import ConfigError, UserError
@@ -12,21 +12,21 @@ from neondist.plan.blocks import BlockPlan, find_obstacles, fit_blocks
 from neondist.runtime.blocks import Blockwise
 
 
-def in_blocks(model, x, size):
-    """Return the output, put together from blocks, and how many kinds of them there are."""
+def run_in_blocks(model, x, size):
+    """Return the output assembled from blocks, the number of kinds of blocks, and the number of blocks."""
     plan = BlockPlan(model.compiled.graph, size)
-    run, y = Blockwise(plan, model.context), np.full((len(x), *model.output_shape), np.nan)
+    blockwise, y = Blockwise(plan, model.context), np.full((len(x), *model.output_shape), np.nan)
     for number in range(len(plan)):
         cells, image = plan.output(number).slices, plan.image(number).slices
         assert np.isnan(y[(slice(None), *cells)]).all()
-        y[(slice(None), *cells)] = run.run(number, x[(slice(None), *image)])
+        y[(slice(None), *cells)] = blockwise.run(number, x[(slice(None), *image)])
     return y, len({plan.kind(number) for number in range(len(plan))}), len(plan)
 
 
-def check(model, x, size):
-    whole = model.fprop(x, training=False)
-    found, kinds, blocks = in_blocks(model, x, size)
-    np.testing.assert_allclose(found, whole, rtol=1e-12, atol=1e-12 * max(1, np.abs(whole).max(initial=0)))
+def check_blocks(model, x, size):
+    expected = model.fprop(x, training=False)
+    actual, kinds, blocks = run_in_blocks(model, x, size)
+    np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-12 * max(1, np.abs(expected).max(initial=0)))
     return kinds, blocks
 
 
@@ -35,38 +35,38 @@ def check(model, x, size):
 def test_generated_networks(first):
     checked = 0
     for number in range(first, first + 15):
-        case = draw_case(16, number).changed(scheme="halo", strips=None, memory=None, recompute=False, accumulate=1)
-        case = case.changed(backend="numpy", dtype="float64")
+        case = draw_case(16, number).replace(scheme="halo", strips=None, memory=None, recompute=False, accumulate=1)
+        case = case.replace(backend="numpy", dtype="float64")
         try:
-            model = make(case, dist=False)
+            model = build_model(case, dist=False)
             model.build(case.shape, 2)
         except UserError:
             continue
         if any(find_obstacles(model.compiled.graph)):
             continue
-        model.load_state(first_state(case)[0])
+        model.load_state(draw_state(case)[0])
         rng = np.random.default_rng(number)
         x = rng.normal(size=(2, *case.shape))
         for _ in range(2):
-            check(model, x, [int(rng.integers(1, n + 2)) for n in model.output_shape[:-1]])
+            check_blocks(model, x, [int(rng.integers(1, n + 2)) for n in model.output_shape[:-1]])
         checked += 1
     assert checked
 
 
-def unet(ndim=2, wide=2):
-    """Two levels down and up again, by a deconvolution and by enlarging, with skips; running statistics."""
+def make_unet(ndim=2, width=2):
+    """U-Net of two levels with batch norm, upsampled by a deconvolution and by interpolation."""
 
     def conv(channels):
         return [nd.ConvLayer(channels, 3, padding=1), nd.BatchNormLayer(), nd.ActivationLayer(nd.ReLU())]
 
-    inner = [nd.MaxPoolingLayer(2), *conv(2 * wide), nd.UpsampleLayer(2, "bilinear"), nd.ConvLayer(wide, 1)]
-    middle = [nd.MaxPoolingLayer(3, 2, 1), nd.Concat([[], inner]), nd.DeconvLayer(wide, 4, 2, 1)]
-    layers = [*conv(wide), nd.Concat([middle, []]), *conv(wide), nd.ConvLayer(3, 1)]
+    inner = [nd.MaxPoolingLayer(2), *conv(2 * width), nd.UpsampleLayer(2, "bilinear"), nd.ConvLayer(width, 1)]
+    middle = [nd.MaxPoolingLayer(3, 2, 1), nd.Concat([[], inner]), nd.DeconvLayer(width, 4, 2, 1)]
+    layers = [*conv(width), nd.Concat([middle, []]), *conv(width), nd.ConvLayer(3, 1)]
     return nd.Convnet(layers, seed=1, dtype="float64", backend="numpy")
 
 
 @pytest.mark.parametrize(
-    ("shape", "size", "alike"),
+    ("shape", "size", "few_kinds"),
     [
         ((96, 64, 1), (8, 8), True),
         ((64, 48, 1), (7, 13), False),
@@ -77,18 +77,18 @@ def unet(ndim=2, wide=2):
     ],
 )
 @pytest.mark.long
-def test_a_network_that_goes_down_and_up(shape, size, alike):
-    model = unet(len(shape) - 1)
+def test_unet(shape, size, few_kinds):
+    model = make_unet(len(shape) - 1)
     model.build(shape, 2)
     state = {name: array + 0.1 for name, array in model.state().items()}
     model.load_state(state)
-    found, blocks = check(model, np.random.default_rng(0).normal(size=(2, *shape)), size)
-    assert found <= blocks
-    assert not alike or found < blocks / 3
+    kinds, blocks = check_blocks(model, np.random.default_rng(0).normal(size=(2, *shape)), size)
+    assert kinds <= blocks
+    assert not few_kinds or kinds < blocks / 3
 
 
 @pytest.mark.parametrize(
-    ("shape", "size", "shared", "alike"),
+    ("shape", "size", "shared", "few_kinds"),
     [
         ((64, 25, 2), (8, 5), True, True),
         ((19, 23, 1), (7, 4), (3, 5), False),
@@ -97,7 +97,7 @@ def test_a_network_that_goes_down_and_up(shape, size, alike):
     ],
 )
 @pytest.mark.long
-def test_contrast_normalisation_and_shared_filters(shape, size, shared, alike):
+def test_contrast_normalisation_and_shared_filters(shape, size, shared, few_kinds):
     layers = [
         nd.LCNLayer(5, min_deviation=0.2),
         nd.LocalFilteringLayer(3, 3, padding=1, shared=shared),
@@ -107,12 +107,12 @@ def test_contrast_normalisation_and_shared_filters(shape, size, shared, alike):
     ]
     model = nd.Convnet(layers, seed=1, dtype="float64", backend="numpy")
     model.build(shape, 2)
-    kinds, blocks = check(model, np.random.default_rng(0).normal(size=(2, *shape)), size)
-    assert kinds < blocks if alike else kinds == blocks
+    kinds, blocks = check_blocks(model, np.random.default_rng(0).normal(size=(2, *shape)), size)
+    assert kinds < blocks if few_kinds else kinds == blocks
 
 
-def test_what_sees_the_whole_image_is_named():
-    for layers, name in (
+def test_obstacles_are_reported():
+    for layers, expected in (
         ([nd.ConvLayer(2, 3), nd.GroupNormLayer(2)], ("group_norm1", "sums over the whole image")),
         ([nd.ConvLayer(2, 3), nd.FCLayer(3)], ("fc1", "needs the whole image to compute a vector")),
         ([nd.ConvLayer(2, 3, padding=1, padding_mode="wrap")], ("conv1", "its image wraps around")),
@@ -124,19 +124,19 @@ def test_what_sees_the_whole_image_is_named():
         ),
     ):
         model = nd.Convnet(layers)
-        assert list(find_obstacles(model.plan((9, 9, 1)).graph)) == [name]
+        assert list(find_obstacles(model.plan((9, 9, 1)).graph)) == [expected]
 
 
 def test_blocks_shrink_until_they_fit():
-    graph = unet().plan((500, 400, 1)).graph
-    whole = fit_blocks(graph, (10_000, 10_000), 1 << 60, 8)
-    assert (len(whole), whole.size) == (1, (500, 400))
+    graph = make_unet().plan((500, 400, 1)).graph
+    single = fit_blocks(graph, (10_000, 10_000), 1 << 60, 8)
+    assert (len(single), single.size) == (1, (500, 400))
     large = fit_blocks(graph, (256, 256), 1 << 60, 8)
     assert large.size == (256, 256)
-    before = large.largest
-    for numbers in (before - 1, before // 20, before // 100):
-        plan = fit_blocks(graph, (256, 256), numbers, 8)
-        assert plan.largest <= numbers < before
+    largest = large.largest
+    for capacity in (largest - 1, largest // 20, largest // 100):
+        plan = fit_blocks(graph, (256, 256), capacity, 8)
+        assert plan.largest <= capacity < largest
         assert all(n % 4 == 0 for n in plan.size)
     assert fit_blocks(graph, (300, 45), 1 << 60, 8).size == (256, 44)
     with pytest.raises(ConfigError, match=r"even a block of 4 x 4 takes .*; layer '\w+'"):

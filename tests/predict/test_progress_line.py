@@ -1,4 +1,4 @@
-"""The line that says how far a long command is: early, with an estimate, and while a part is still computed."""
+"""Progress line of long commands: early, with an estimate, and during a part."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from neondist.train.inference import progress as module
 from neondist.train.inference.progress import Progress, first_rank_progress
@@ -21,49 +21,43 @@ LEFT = re.compile(r"\d+ s left")
 
 
 @pytest.fixture
-def early(monkeypatch):
+def early_first_line(monkeypatch):
     monkeypatch.setattr(module, "_FIRST", 0.05)
 
 
-def _waited(file: io.StringIO, text: str) -> bool:
-    end = time.monotonic() + 10
-    while text not in file.getvalue() and time.monotonic() < end:
-        time.sleep(0.01)
-    return text in file.getvalue()
-
-
-def test_first_line_comes_while_the_first_part_is_computed(early):
+def test_first_line_appears_during_the_first_part(early_first_line):
     file = io.StringIO()
     with Progress(4, file, "measurement") as progress:
         progress.begin("2 ranks")
-        assert _waited(file, "measurement 0 of 4, now 2 ranks, 0 s so far; an estimate follows the first measurement")
+        line = "measurement 0 of 4, now 2 ranks, 0 s so far; an estimate follows the first measurement"
+        wait_until(lambda: line in file.getvalue(), 10)
         progress.add(1)  # the first estimate does not wait for the next half minute
         assert LEFT.search(file.getvalue().splitlines()[1])
         progress.add(2)
         assert len(file.getvalue().splitlines()) == 2
-    assert not [one for one in threading.enumerate() if one.name == "progress"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
-def test_preparing_counts_too(early):
+def test_preparation_is_reported(early_first_line):
     file = io.StringIO()
     with first_rank_progress(0, file) as progress:
-        assert _waited(file, "preparing, 0 s so far")
+        wait_until(lambda: "preparing, 0 s so far" in file.getvalue(), 10)
         progress.expect(10, 4)
         assert "resuming: 4 of 10 parts were already done" in file.getvalue()
         progress.add(3, 3_000_000)
         assert re.search(r"part 7 of 10, [\d.e+]+ Mpixel/s, 0 s left", file.getvalue())
-    with first_rank_progress(1, file) as nothing:
-        assert nothing is None
+    with first_rank_progress(1, file) as other_rank_progress:
+        assert other_rank_progress is None
 
 
-def test_what_is_quick_prints_nothing():
+def test_quick_command_prints_nothing():
     file = io.StringIO()
     with Progress(2, file) as progress:
         progress.add(2)
     assert not file.getvalue()
 
 
-def test_what_takes_long_has_a_line_at_once():
+def test_long_command_prints_at_once():
     file = io.StringIO()
     with Progress(2, file, "run", first=0) as progress:
         assert not file.getvalue()
@@ -73,13 +67,13 @@ def test_what_takes_long_has_a_line_at_once():
     assert len(file.getvalue().splitlines()) == 1
 
 
-def test_an_error_ends_the_thread():
+def test_error_ends_the_thread():
     with pytest.raises(KeyError), Progress(2, io.StringIO()):
         raise KeyError
-    assert not [one for one in threading.enumerate() if one.name == "progress"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
-def test_estimate_is_that_of_the_parts_so_far():
+def test_estimate_from_completed_parts():
     progress = Progress(9, io.StringIO())
     progress.expect(9, 1)
     progress.done = 3
@@ -87,7 +81,7 @@ def test_estimate_is_that_of_the_parts_so_far():
 
 
 @pytest.mark.long
-def test_prediction_of_steps_tells_how_far_it_is(tmp_path):
+def test_benchmark_prediction_reports_progress(tmp_path):
     code = (
         "from neondist.train.inference import progress\n"
         "from neondist.bench.model import predict\n"
@@ -96,18 +90,27 @@ def test_prediction_of_steps_tells_how_far_it_is(tmp_path):
         "import sys\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    words = ["bench", "model", "predict", YAML / "mnist_distarray_convnet.yaml", "--ranks", "1,2", "--measure", "none"]
+    words = [
+        "bench",
+        "model",
+        "predict",
+        YAML / "mnist_distarray_convnet.yaml",
+        "--ranks",
+        "1,2",
+        "--measure",
+        "none",
+    ]
     words += [
         "--machine",
         YAML / "machines/cpu_cluster.yaml",
         "--set",
         "grid.replicas=1",
         "--output",
-        tmp_path / "made",
+        tmp_path / "out",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, check=True, cwd=tmp_path
     )
-    assert re.search(r"step [01] of 2, now \d ranks?, 0 s (so far|left)", done.stderr)
-    assert "step" not in done.stdout.splitlines()[0].split("|")[0]
-    assert [json.loads(line)["ranks"] for line in (tmp_path / "made/model.jsonl").read_text().splitlines()] == [1, 2]
+    assert re.search(r"step [01] of 2, now \d ranks?, 0 s (so far|left)", process.stderr)
+    assert "step" not in process.stdout.splitlines()[0].split("|")[0]
+    assert [json.loads(line)["ranks"] for line in (tmp_path / "out/model.jsonl").read_text().splitlines()] == [1, 2]

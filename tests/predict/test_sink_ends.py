@@ -1,6 +1,6 @@
-"""A prediction that is killed, or refused, before any one of the calls that make, name and remove its files.
+"""Predictions that are killed, or refused, at any call that creates, renames or removes their files.
 
-Whenever that is, the output is the earlier one, the complete one or not there, and the same command goes on.
+At any call, the output is the earlier one, the complete one or absent, and the same command continues.
 """
 
 import errno
@@ -24,17 +24,17 @@ from neondist.train.inference.images import open_images  # noqa: E402
 SHAPE, KILLED, REFUSED, WRONG = (10, 12, 3), 9, 2, 1
 PACKAGES = {".nii": "nibabel", ".nii.gz": "nibabel", ".tif": "tifffile", ".ome.tif": "tifffile", ".png": "PIL"}
 PACKAGES |= {".zarr": "zarr", ".ome.zarr": "zarr"}
-KINDS = {one: {} for one in (".h5", ".nc", ".nii", ".nii.gz", ".tif", ".ome.tif", ".zarr", ".ome.zarr")}
+KINDS = {suffix: {} for suffix in (".h5", ".nc", ".nii", ".nii.gz", ".tif", ".ome.tif", ".zarr", ".ome.zarr")}
 KINDS |= {".npy": {"raw": True, "classes": True}, ".png": {"classes": True}}
-NAMED = {(".npy", True), (".zarr", True), (".nii.gz", False)}
-"""of which all calls are tried that come after the last part"""
-SHARE, SEED = int(os.environ.get("NEONDIST_SHARE", 37)), int(os.environ["NEONDIST_SEED"])  # 1: of all others, too
-MAKE = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+EXHAUSTIVE_CASES = {(".npy", True), (".zarr", True), (".nii.gz", False)}
+"""Cases in which all calls after the last part are tried."""
+SHARE, SEED = int(os.environ.get("NEONDIST_SHARE", 37)), int(os.environ["NEONDIST_SEED"])  # 1: all calls of all cases
+EVENTS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"}
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class Parts:
-    """Two rows of five, each the image's cells themselves."""
+    """Two parts of five rows, whose outputs are the cells of the image."""
 
     parts, output_shape, dtype, collective, about = 2, SHAPE, np.dtype("float32"), False, ["rows"]
 
@@ -70,35 +70,36 @@ class Network:
         images.close()
 
 
-def predicted(folder, suffix, source="x.npy", **how):
-    place = folder / "out"
-    kinds = KINDS[suffix] | how
-    predict_module(Network(), folder / source, place / f"y{suffix}", ProcessGrid.serial(), **kinds)
+def run_prediction(folder, suffix, source="x.npy", **options):
+    target_folder = folder / "out"
+    arguments = KINDS[suffix] | options
+    predict_module(Network(), folder / source, target_folder / f"y{suffix}", ProcessGrid.serial(), **arguments)
 
 
-def forked(folder, action, at=0, fault=None):
-    """Call an action in a fork that ends, or is refused, at one of its calls; exit code, the calls, its message."""
-    said = folder / "said"
+def run_in_fork(folder, action, at=0, fault=None):
+    """Call an action in a fork; kill it, or raise an error, at one of its calls. Return the exit code and the calls."""
+    log = folder / "calls"
     pid = os.fork()
     if not pid:
         calls, code = list[str](), WRONG
 
-        def count(event, given):
-            if event not in MAKE or not isinstance(given[0], (str, bytes, os.PathLike)):
+        def audit(event, arguments):
+            if event not in EVENTS or not isinstance(arguments[0], (str, bytes, os.PathLike)):
                 return
-            path = os.fsdecode(given[0])
-            if event == "open" and not (given[2] or 0) & WRITES:
+            path = os.fsdecode(arguments[0])
+            if event == "open" and not (arguments[2] or 0) & WRITE_FLAGS:
                 return
-            if path.startswith(str(folder / "out")) or not path.startswith("/"):  # of a tree, relative to its folders
+            in_tree = not path.startswith("/")  # relative to a folder of the output
+            if in_tree or path.startswith(str(folder / "out")):
                 calls.append(f"{event} {path}")
                 if len(calls) == at and fault is None:
                     os._exit(KILLED)
                 if len(calls) == at:
                     raise OSError(fault, os.strerror(fault))
 
-        sys.dont_write_bytecode = True  # of a module that is imported under a limit, every later run would read a part
+        sys.dont_write_bytecode = True  # a size limit would truncate the bytecode of imported modules
         try:
-            sys.addaudithook(count)
+            sys.addaudithook(audit)
             action()
             code = 0
         except OutputError as error:
@@ -109,24 +110,24 @@ def forked(folder, action, at=0, fault=None):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
             try:
-                said.write_text("\n".join(calls))
+                log.write_text("\n".join(calls))
             finally:
                 os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return code, [] if code == KILLED else said.read_text().split("\n")
+    return code, [] if code == KILLED else log.read_text().split("\n")
 
 
-def limited(action, size):
-    """Call an action that can write files of so many bytes at most."""
+def run_with_size_limit(action, size):
+    """Call an action with a limit to the size of the files that it writes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     action()
 
 
-def contents(folder):
-    return {str(one.relative_to(folder)): one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+def read_files(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def lay(folder, files):
+def write_files(folder, files):
     shutil.rmtree(folder / "out", ignore_errors=True)
     for name, raw in files.items():
         (folder / "out" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -136,61 +137,71 @@ def lay(folder, files):
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("suffix", KINDS)
 @pytest.mark.long
-def test_ends_before_every_call(tmp_path, suffix, overwrite):
+def test_interruption_before_every_call(tmp_path, suffix, overwrite):
     pytest.importorskip(PACKAGES.get(suffix, "numpy"))
     x = np.random.default_rng(0).random(SHAPE, "float32")
     np.save(tmp_path / "x.npy", x)
     np.save(tmp_path / "older.npy", 1 - x)
     earlier = {}
     if overwrite:
-        assert forked(tmp_path, lambda: predicted(tmp_path, suffix, "older.npy"))[0] == 0
-        earlier = contents(tmp_path / "out")
+        assert run_in_fork(tmp_path, lambda: run_prediction(tmp_path, suffix, "older.npy"))[0] == 0
+        earlier = read_files(tmp_path / "out")
 
     def run():
-        predicted(tmp_path, suffix, overwrite=overwrite)
+        run_prediction(tmp_path, suffix, overwrite=overwrite)
 
-    lay(tmp_path, earlier)
-    code, calls = forked(tmp_path, run)
+    write_files(tmp_path, earlier)
+    code, calls = run_in_fork(tmp_path, run)
     assert code == 0, calls
-    results = contents(tmp_path / "out")
+    results = read_files(tmp_path / "out")
     assert {name.split(".")[0].split("/")[0] for name in results} <= {"y", "y-raw", "y-classes"}
-    journal = [at for at, one in enumerate(calls) if one.endswith(".journal") and one.startswith("open")]
-    tried = [(at, fault) for at in range(1, len(calls) + 1) for fault in (None, errno.ENOSPC)]
-    naming = [(at, None) for at in range(journal[-1] + 2, len(calls) + 1)] if (suffix, overwrite) in NAMED else []
-    wrong = []
-    for at, fault in [*naming, *tried[SEED % SHARE :: SHARE]]:
-        lay(tmp_path, earlier)
-        code, said = forked(tmp_path, run, at, fault)
-        before = contents(tmp_path / "out")
-        whole = {name: one for name, one in before.items() if "partial" not in name and "replaced" not in name}
-        if code == WRONG or any(whole.get(name) not in (None, earlier.get(name), results[name]) for name in results):
-            wrong.append((at, fault, calls[at - 1], code, said[-30:], sorted(before)))
+    journal = [at for at, call in enumerate(calls) if call.endswith(".journal") and call.startswith("open")]
+    interruptions = [(at, fault) for at in range(1, len(calls) + 1) for fault in (None, errno.ENOSPC)]
+    after_last_part = (
+        [(at, None) for at in range(journal[-1] + 2, len(calls) + 1)] if (suffix, overwrite) in EXHAUSTIVE_CASES else []
+    )
+    failures = []
+    for at, fault in [*after_last_part, *interruptions[SEED % SHARE :: SHARE]]:
+        write_files(tmp_path, earlier)
+        code, log = run_in_fork(tmp_path, run, at, fault)
+        before = read_files(tmp_path / "out")
+        final_files = {
+            name: content for name, content in before.items() if "partial" not in name and "replaced" not in name
+        }
+        if code == WRONG or any(
+            final_files.get(name) not in (None, earlier.get(name), results[name]) for name in results
+        ):
+            failures.append((at, fault, calls[at - 1], code, log[-30:], sorted(before)))
         if before != results:
-            code, said = forked(tmp_path, run)
-            there = code == REFUSED and "exists already" in said[-1] and not overwrite  # it was complete
-            if (code and not there) or contents(tmp_path / "out") != results:
-                left = sorted(contents(tmp_path / "out"))
-                wrong.append((at, fault, calls[at - 1], "then", code, said[-1:], sorted(before), left))
-    listed = "\n".join([f"{len(wrong)} wrong", *map(str, wrong)])
-    assert not wrong, listed.replace(f"{tmp_path}/out/", "")
+            code, log = run_in_fork(tmp_path, run)
+            is_complete = code == REFUSED and "exists already" in log[-1] and not overwrite
+            if (code and not is_complete) or read_files(tmp_path / "out") != results:
+                remaining = sorted(read_files(tmp_path / "out"))
+                failures.append((at, fault, calls[at - 1], "then", code, log[-1:], sorted(before), remaining))
+    listing = "\n".join([f"{len(failures)} failures", *map(str, failures)])
+    assert not failures, listing.replace(f"{tmp_path}/out/", "")
 
 
 @pytest.mark.parametrize("suffix", KINDS)
-def test_a_disk_that_is_full(tmp_path, suffix):
-    """The file is refused in one message, whatever of it does not fit any more, and the same command goes on."""
+def test_full_disk(tmp_path, suffix):
+    """One error message for each amount of free space; the same command then continues."""
     pytest.importorskip(PACKAGES.get(suffix, "numpy"))
     np.save(tmp_path / "x.npy", np.random.default_rng(0).random(SHAPE, "float32"))
-    refused, wrong = 0, []
+    refused, failures = 0, []
     for size in (20, 100, 250, 500, 900):
-        lay(tmp_path, {})
-        code, said = forked(tmp_path, lambda size=size: limited(lambda: predicted(tmp_path, suffix), size))
-        names = [one.name for one in (tmp_path / "out").iterdir() if "partial" not in one.name]
+        write_files(tmp_path, {})
+
+        def run(size=size):
+            run_with_size_limit(lambda: run_prediction(tmp_path, suffix), size)
+
+        code, log = run_in_fork(tmp_path, run)
+        names = [path.name for path in (tmp_path / "out").iterdir() if "partial" not in path.name]
         refused += code == REFUSED
         if code not in (0, REFUSED) or (
-            code and ("cannot be" not in said[-1] or len(names) == len(KINDS[suffix] or "y"))
+            code and ("cannot be" not in log[-1] or len(names) == len(KINDS[suffix] or "y"))
         ):
-            wrong.append((size, code, said[-30:], names))
-        if code and (then := forked(tmp_path, lambda: predicted(tmp_path, suffix)))[0]:
-            wrong.append((size, "then", *then))
+            failures.append((size, code, log[-30:], names))
+        if code and (retry := run_in_fork(tmp_path, lambda: run_prediction(tmp_path, suffix)))[0]:
+            failures.append((size, "then", *retry))
     assert refused > 1
-    assert not wrong, "\n".join(map(str, wrong))
+    assert not failures, "\n".join(map(str, failures))

@@ -1,4 +1,4 @@
-"""Trained weights without an experiment: dense outputs, and maps of a classifier of windows."""
+"""Trained weights without an experiment: dense outputs, and maps of a window classifier."""
 
 import base64
 import io
@@ -12,7 +12,8 @@ import zarr
 torch = pytest.importorskip("torch")
 tifffile = pytest.importorskip("tifffile")
 
-from cli_runs import here  # noqa: E402
+from cli_runs import run_in_process  # noqa: E402
+from interruptions import Killed, interrupt_after_part  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
@@ -21,7 +22,6 @@ from neondist.cli import main  # noqa: E402
 from neondist.comm import ProcessGrid, loopback  # noqa: E402
 from neondist.errors import ConfigError, DataError, OutputError  # noqa: E402
 from neondist.formats.class_colours import class_colours  # noqa: E402
-from neondist.io.journal import Journal  # noqa: E402
 from neondist.torch.training.windows import ModuleWindows  # noqa: E402
 from neondist.train.inference import TrainedModule, predict_module  # noqa: E402
 from neondist.train.inference.windows import Centres  # noqa: E402
@@ -53,19 +53,18 @@ def needs(channels):
 three = 3
 """
 WINDOW, STRIDE = 24, 8
-HOW = {"windows": WINDOW, "stride": STRIDE, "scale": 255.0, "mean": [0.5, 0.4, 0.3], "std": [0.2]}
+OPTIONS = {"windows": WINDOW, "stride": STRIDE, "scale": 255.0, "mean": [0.5, 0.4, 0.3], "std": [0.2]}
 SIZE = {"PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 0.25, "PhysicalSizeYUnit": "µm"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Weights of two networks, a slide, and what a plain loop says of its windows."""
+    """Weights of two networks, a slide, and the outputs of a plain loop over its windows."""
     folder = tmp_path_factory.mktemp("weights")
     (folder / "nets_of_test.py").write_text(NETS)
-    nets = {}
-    exec(NETS, nets)
+    names = load_nets()
     torch.manual_seed(0)
-    tiles, dense = nets["tiles"](), nets["Dense"]()
+    tiles, dense = names["tiles"](), names["Dense"]()
     tiles[1].running_mean.uniform_(-1, 1)
     state = tiles.state_dict()
     others = {
@@ -74,8 +73,8 @@ def folder(tmp_path_factory):
         "nan": {"5.bias": state["5.bias"] / 0},
         "more": {"6.bias": torch.zeros(1)},
     }
-    for name, changed in others.items():
-        torch.save(state | changed, folder / f"{name}.pt")
+    for name, arrays in others.items():
+        torch.save(state | arrays, folder / f"{name}.pt")
     torch.save({f"module.{name}": value for name, value in state.items()}, folder / "wrapped.pt")
     torch.save({"model": tiles.state_dict(), "epoch": 3, "optimizer": {"state": {}}}, folder / "tiles.pt")
     save_file(dense.state_dict(), folder / "dense.safetensors")
@@ -91,27 +90,32 @@ def folder(tmp_path_factory):
     with nd.create_sink(folder / "four.ome.zarr", (104, 131, 4), "uint8", "YXC") as sink:
         sink.commit()
     cells = torch.from_numpy(x).permute(2, 0, 1)[None].float()
-    given = (cells / 255 - torch.tensor([0.5, 0.4, 0.3])[:, None, None]) / 0.2
+    normalised = (cells / 255 - torch.tensor([0.5, 0.4, 0.3])[:, None, None]) / 0.2
     tiles.eval()
     with torch.no_grad():
         rows = [
-            torch.cat([tiles(given[..., r : r + WINDOW, c : c + WINDOW]) for c in range(0, 131 - WINDOW + 1, STRIDE)])
-            for r in range(0, 104 - WINDOW + 1, STRIDE)
+            torch.cat(
+                [
+                    tiles(normalised[..., row : row + WINDOW, col : col + WINDOW])
+                    for col in range(0, 131 - WINDOW + 1, STRIDE)
+                ]
+            )
+            for row in range(0, 104 - WINDOW + 1, STRIDE)
         ]
         np.save(folder / "map.npy", torch.stack(rows).numpy())
         np.save(folder / "dense.npy", dense(cells)[0].permute(1, 2, 0).numpy())
     return folder
 
 
-def nets():
-    found = {}
-    exec(NETS, found)
-    return found
+def load_nets():
+    names = {}
+    exec(NETS, names)
+    return names
 
 
-def on(ranks, folder, target, source="slide.ome.tif", block=None, overwrite=False, **how):
+def predict_on_ranks(ranks, folder, target, source="slide.ome.tif", block=None, overwrite=False, **options):
     def body(world):
-        trained = TrainedModule(nets()["tiles"], folder / "tiles.pt", "tiles", **HOW | how)
+        trained = TrainedModule(load_nets()["tiles"], folder / "tiles.pt", "tiles", **OPTIONS | options)
         return predict_module(trained, folder / source, target, ProcessGrid(world), block=block, overwrite=overwrite)
 
     (shape,) = set(loopback.run(ranks, body))
@@ -119,37 +123,26 @@ def on(ranks, folder, target, source="slide.ome.tif", block=None, overwrite=Fals
 
 
 @pytest.mark.parametrize(("ranks", "block"), [(1, None), (2, 3), (3, 1)])
-def test_windows_are_those_of_a_plain_loop(folder, tmp_path, monkeypatch, ranks, block):
+def test_windows_match_a_plain_loop(folder, tmp_path, monkeypatch, ranks, block):
     monkeypatch.setattr("neondist.torch.training.windows.CELLS", 4 * WINDOW**2)  # several calls a block
     expected = np.load(folder / "map.npy")
-    assert on(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape == (11, 14, 3)
+    assert predict_on_ranks(ranks, folder, tmp_path / "y.npy", block=block) == expected.shape == (11, 14, 3)
     np.testing.assert_allclose(np.load(tmp_path / "y.npy"), expected, rtol=0, atol=1e-6)
     assert [path.name for path in tmp_path.iterdir()] == ["y.npy"]
 
 
-class Killed(Exception):
-    pass
-
-
-def test_windows_go_on_after_an_interruption(folder, tmp_path, monkeypatch):
-    """On another number of ranks; what was done is not computed again."""
-    add, run, computed = Journal.add, ModuleWindows.run, []
-
-    def once(self, number):
-        add(self, number)
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", once)
-        with pytest.raises(Killed):
-            on(1, folder, tmp_path / "y.ome.zarr", block=4)
+def test_windows_resume_after_an_interruption(folder, tmp_path, monkeypatch):
+    """On another number of ranks, without computing completed parts again."""
+    run, computed = ModuleWindows.run, []
+    with interrupt_after_part(), pytest.raises(Killed):
+        predict_on_ranks(1, folder, tmp_path / "y.ome.zarr", block=4)
     assert not (tmp_path / "y.ome.zarr").exists()
     with pytest.raises(OutputError, match="belongs to a job with another network"):
-        on(1, folder, tmp_path / "y.ome.zarr", scale=1.0)
+        predict_on_ranks(1, folder, tmp_path / "y.ome.zarr", scale=1.0)
     monkeypatch.setattr(
         ModuleWindows, "run", lambda self, number, x: (computed.append(number), run(self, number, x))[1]
     )
-    on(2, folder, tmp_path / "y.ome.zarr")
+    predict_on_ranks(2, folder, tmp_path / "y.ome.zarr")
     assert len(computed) == len(set(computed)) == 12 - 1
     group = zarr.open_group(str(tmp_path / "y.ome.zarr"), mode="r")
     np.testing.assert_allclose(np.moveaxis(group["0"][:], 0, -1), np.load(folder / "map.npy"), rtol=0, atol=1e-6)
@@ -160,42 +153,37 @@ def test_windows_go_on_after_an_interruption(folder, tmp_path, monkeypatch):
     assert shift["translation"] == [0, 0.25 * (WINDOW - 1) / 2, 0.5 * (WINDOW - 1) / 2]
 
 
-def test_an_interrupted_command_says_how_to_go_on(folder, tmp_path, monkeypatch, capsys):
-    add, output = Journal.add, tmp_path / "y.npy"
-
-    def once(self, number):
-        add(self, number)
-        raise KeyboardInterrupt
-
+def test_interrupted_command_explains_how_to_continue(folder, tmp_path, capsys):
+    output = tmp_path / "y.npy"
     words = ["predict", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
-    words = [*map(str, words), "--input", str(folder / "slide.ome.tif"), "--output", str(output), "--block", "64"]
+    words += ["--input", folder / "slide.ome.tif", "--output", output, "--block", 64]
+    arguments = list(map(str, words))
     note = f"note: {output}.partial keeps the completed blocks; repeat the command to continue"
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", once)
-        assert main(words) == 130
+    with interrupt_after_part(KeyboardInterrupt):
+        assert main(arguments) == 130
     assert note in capsys.readouterr().err
-    assert main([*words, "--classes"]) == 2  # of another job, which its own message says
+    assert main([*arguments, "--classes"]) == 2  # another job, with a message of its own
     assert note not in capsys.readouterr().err
-    assert main(words) == 0
+    assert main(arguments) == 0
     assert note not in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["y.npy"]
 
 
 @pytest.mark.parametrize("stride", [1, STRIDE])
 @pytest.mark.parametrize("window", [1, 5, WINDOW])
-def test_the_middle_of_windows(folder, window, stride):
+def test_centres_of_windows(folder, window, stride):
     with nd.open_source(folder / "slide.ome.tif") as source:
-        whole = source.read([(0, n) for n in source.shape])
-        middle = Centres(source, window, stride)
-        found = middle.read([(0, n) for n in middle.shape])
-        rows, cols = (((n - window) // stride) * stride + 1 for n in whole.shape[:2])
+        image = source.read([(0, n) for n in source.shape])
+        centres = Centres(source, window, stride)
+        actual = centres.read([(0, n) for n in centres.shape])
+        rows, cols = (((n - window) // stride) * stride + 1 for n in image.shape[:2])
         first = window // 2
-        np.testing.assert_array_equal(found, whole[first : first + rows : stride, first : first + cols : stride])
+        np.testing.assert_array_equal(actual, image[first : first + rows : stride, first : first + cols : stride])
 
 
 @pytest.mark.long
-def test_every_cell_and_classes_that_are_seen(folder):
-    words = (
+def test_dense_outputs_and_class_colours(folder):
+    arguments = (
         "predict",
         "--weights",
         "dense.safetensors",
@@ -204,10 +192,10 @@ def test_every_cell_and_classes_that_are_seen(folder):
         "--input",
         "slide.ome.tif",
     )
-    code, out, err = here(folder, *words, "--output", "cells.png", "--raw", "--classes", "--block", "64")
+    code, out, err = run_in_process(folder, *arguments, "--output", "cells.png", "--raw", "--classes", "--block", "64")
     assert code == 2
     assert "PNG files hold bytes" in err
-    code, out, err = here(folder, *words, "--output", "cells.png", "--classes", "--block", "64")
+    code, out, err = run_in_process(folder, *arguments, "--output", "cells.png", "--classes", "--block", "64")
     assert code == 0, err
     assert "written: cells.png, 104 x 131" in out
     expected = np.load(folder / "dense.npy").argmax(axis=-1)
@@ -218,7 +206,7 @@ def test_every_cell_and_classes_that_are_seen(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("--factory nets_of_test.py:Dense", "tiles.pt: does not fit the module: not in the file: a.weight"),
         ("--factory nets_of_test.py:tile", "nets_of_test.py has no 'tile'; did you mean 'tiles'"),
@@ -241,31 +229,32 @@ def test_every_cell_and_classes_that_are_seen(folder):
     ],
 )
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_bad_input(folder, words, message, ranks):
-    first, *more = words.split() or [""]
-    weights, more = (first, more) if first.endswith(".pt") else ("tiles.pt", words.split())
-    given = ["--weights", weights, *more, "--input", "slide.ome.tif", "--output", "bad.npy", "-n", ranks]
-    code, _, err = here(folder, "predict", *given)
+def test_invalid_input(folder, arguments, message, ranks):
+    first, *more = arguments.split() or [""]
+    weights, more = (first, more) if first.endswith(".pt") else ("tiles.pt", arguments.split())
+    command = ["--weights", weights, *more, "--input", "slide.ome.tif", "--output", "bad.npy", "-n", ranks]
+    code, _, err = run_in_process(folder, "predict", *command)
     assert (code, err.count("\n")) == (2, 1), err
     assert message in err
     assert not list(folder.glob("bad*"))
 
 
-def test_channels_and_words_that_do_not_go_together(folder):
-    words = "--factory", "nets_of_test.py:tiles", "--input", "four.ome.zarr", "--output", "bad.npy", "--windows", "32"
-    code, _, err = here(folder, "predict", "--weights", "tiles.pt", *words)
+def test_incompatible_channels_and_options(folder):
+    files = "--input", "four.ome.zarr", "--output", "bad.npy"
+    network = "--weights", "tiles.pt", "--factory", "nets_of_test.py:tiles"
+    code, _, err = run_in_process(folder, "predict", *network, *files, "--windows", "32")
     assert code == 2
     assert "four.ome.zarr: has 4 channels, but the first convolution of" in err
-    for more, message in (
+    for options, message in (
         ((), "give FILE.yaml and --checkpoint"),
         (("--windows", "3"), "--windows requires --weights"),
     ):
-        code, _, err = here(folder, "predict", "--input", "four.ome.zarr", "--output", "bad.npy", *more)
+        code, _, err = run_in_process(folder, "predict", *files, *options)
         assert code == 2
         assert message in err
 
 
-class Hidden:
+class PickledExit:
     def __reduce__(self):
         return exec, ("raise SystemExit(7)",)
 
@@ -273,50 +262,50 @@ class Hidden:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"model": {"0.weight": torch.zeros(1)}, "hidden": Hidden()}, r"objects in files are not loaded"),
+        ({"model": {"0.weight": torch.zeros(1)}, "object": PickledExit()}, r"objects in files are not loaded"),
         ({"model": {"a": torch.zeros(1)}, "net": {"a": torch.zeros(1)}}, r"several states, under 'model' and 'net'"),
         ({"weight": 3}, r"holds no state_dict, but a dict with the keys 'weight'"),
         ([1], r"holds no state_dict, but a list"),
     ],
 )
-def test_files_that_are_no_state_dict(tmp_path, content, message):
+def test_files_without_a_state_dict(tmp_path, content, message):
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(DataError, match=rf"x\.pt: .*{message}"):
-        TrainedModule(nets()["tiles"], tmp_path / "x.pt", "tiles")
+        TrainedModule(load_nets()["tiles"], tmp_path / "x.pt", "tiles")
 
 
-def test_other_outputs_than_scores(folder, tmp_path):
+def test_truncated_weights_and_unsupported_outputs(folder, tmp_path):
     (tmp_path / "x.pt").write_bytes((folder / "tiles.pt").read_bytes()[:900])
     with pytest.raises(DataError, match=r"x\.pt: "):
-        TrainedModule(nets()["tiles"], tmp_path / "x.pt", "tiles")
-    trained = TrainedModule(nets()["Dense"], folder / "dense.safetensors", "Dense", windows=9)
+        TrainedModule(load_nets()["tiles"], tmp_path / "x.pt", "tiles")
+    trained = TrainedModule(load_nets()["Dense"], folder / "dense.safetensors", "Dense", windows=9)
     with pytest.raises(ConfigError, match=r"returns \[1, 9, 9, 2\], channels last; return scores"):
         trained.check(folder / "slide.ome.tif")
 
 
 @pytest.mark.parametrize("block", [None, "37"])
-def test_loss_and_error_are_those_of_pytorch(folder, tmp_path, capsys, block):
+def test_loss_and_error_match_pytorch(folder, tmp_path, capsys, block):
     y = torch.from_numpy(np.load(folder / "dense.npy")).permute(2, 0, 1)[None]
     labels = np.random.default_rng(1).integers(0, 2, (104, 131))
     Image.fromarray(labels.astype("uint8")).save(tmp_path / "labels.tif")
-    words = ["evaluate", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
-    words += ["--input", folder / "slide.ome.tif", "--labels", tmp_path / "labels.tif"]
-    words += ["--report", tmp_path / "page.html"]
-    assert main([*map(str, words), *([] if block is None else ["--block", block])]) == 0
+    arguments = ["evaluate", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
+    arguments += ["--input", folder / "slide.ome.tif", "--labels", tmp_path / "labels.tif"]
+    arguments += ["--report", tmp_path / "page.html"]
+    assert main([*map(str, arguments), *([] if block is None else ["--block", block])]) == 0
     page = (tmp_path / "page.html").read_text()
     shown = re.findall(r"<img alt='([a-z 0-9]+)' width='256' src='data:image/png;base64,([^']+)'", page)
     assert [alt for alt, _ in shown] == ["image 0", "target", "prediction"]
-    seen = [np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))) for _, data in shown]
+    images = [np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))) for _, data in shown]
     colours = np.array(class_colours(2))
-    np.testing.assert_array_equal(seen[1], colours[labels])
-    assert (seen[2] == colours[np.load(folder / "dense.npy").argmax(-1)]).mean() > 0.999
+    np.testing.assert_array_equal(images[1], colours[labels])
+    assert (images[2] == colours[np.load(folder / "dense.npy").argmax(-1)]).mean() > 0.999
     x = tifffile.imread(folder / "slide.ome.tif").astype(float)
-    np.testing.assert_allclose(seen[0], 255 * (x - x.min()) / (x.max() - x.min()), atol=1.01)
+    np.testing.assert_allclose(images[0], 255 * (x - x.min()) / (x.max() - x.min()), atol=1.01)
     assert "Classes: " in page
-    found = json.loads(capsys.readouterr().out)
+    results = json.loads(capsys.readouterr().out)
     target = torch.from_numpy(labels)[None]
-    assert found["loss"] == pytest.approx(torch.nn.functional.cross_entropy(y, target).item(), rel=1e-5)
-    assert found["error"] == pytest.approx((y.argmax(1) != target).double().mean().item(), abs=1e-3)
+    assert results["loss"] == pytest.approx(torch.nn.functional.cross_entropy(y, target).item(), rel=1e-5)
+    assert results["error"] == pytest.approx((y.argmax(1) != target).double().mean().item(), abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -327,32 +316,32 @@ def test_loss_and_error_are_those_of_pytorch(folder, tmp_path, capsys, block):
         (np.zeros((50, 50), "u1"), r"y.tif: has labels for [1, 50, 50]; the outputs are [1, 104, 131]; give a label"),
     ],
 )
-def test_labels_that_do_not_fit(folder, tmp_path, capsys, labels, message):
+def test_incompatible_labels(folder, tmp_path, capsys, labels, message):
     tifffile.imwrite(tmp_path / "y.tif", labels)
-    words = ["evaluate", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
-    words += ["--input", folder / "slide.ome.tif", "--labels", tmp_path / "y.tif"]
+    arguments = ["evaluate", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
+    arguments += ["--input", folder / "slide.ome.tif", "--labels", tmp_path / "y.tif"]
     for block in ([], ["--block", "64"]):
-        assert main([*map(str, words), *block]) == 2
-        told = capsys.readouterr().err
-        assert message in told
-        assert told.count("error: ") == 1
+        assert main([*map(str, arguments), *block]) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("error: ") == 1
 
 
-def test_nothing_is_left_of_a_damaged_slide(folder, tmp_path, capsys):
+def test_damaged_slide_leaves_no_output(folder, tmp_path, capsys):
     x = np.random.default_rng(0).integers(0, 256, (104, 131, 3), "uint8")
     tifffile.imwrite(tmp_path / "x.tif", x, tile=(32, 32), photometric="rgb")
     content = (tmp_path / "x.tif").read_bytes()
     (tmp_path / "x.tif").write_bytes(content[: len(content) // 3])
-    words = ["predict", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
-    words += ["--input", tmp_path / "x.tif"]
+    arguments = ["predict", "--weights", folder / "dense.safetensors", "--factory", f"{folder}/nets_of_test.py:Dense"]
+    arguments += ["--input", tmp_path / "x.tif"]
     for name in ("y.npy", "y.ome.zarr"):
-        assert main([*map(str, words), "--output", str(tmp_path / name)]) == 2
+        assert main([*map(str, arguments), "--output", str(tmp_path / name)]) == 2
         assert "x.tif: ends early; restore it from a good copy" in capsys.readouterr().err
-    assert [one.name for one in tmp_path.iterdir()] == ["x.tif"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x.tif"]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
         ([], "give FILE.yaml, or --weights W and --factory"),
         (["--weights", "w.pt"], "needs images and labels; give --input X and --labels T"),
@@ -361,6 +350,6 @@ def test_nothing_is_left_of_a_damaged_slide(folder, tmp_path, capsys):
         (["e.yaml", "--checkpoint", "c.h5", "--scale", "2"], "evaluate: --scale requires --weights W"),
     ],
 )
-def test_what_evaluate_takes_with_weights(words, says, capsys):
-    assert main(["evaluate", *words]) == 2
-    assert says in capsys.readouterr().err
+def test_evaluate_options_with_weights(arguments, message, capsys):
+    assert main(["evaluate", *arguments]) == 2
+    assert message in capsys.readouterr().err

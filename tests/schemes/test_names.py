@@ -1,4 +1,4 @@
-"""Schemes as text and in YAML files, and what is wrong with them."""
+"""Schemes as text and in YAML files, and their error messages."""
 
 import pytest
 from scheme_runs import SCHEMES
@@ -20,14 +20,14 @@ model: !ConvnetDist
 
 
 @pytest.mark.parametrize("text", SCHEMES)
-def test_text_there_and_back(text):
+def test_text_round_trip(text):
     scheme = as_scheme(text)
-    again = as_scheme(scheme_text(scheme))
-    assert type(again) is type(scheme)
-    assert again.arguments() == scheme.arguments()
+    parsed = as_scheme(scheme_text(scheme))
+    assert type(parsed) is type(scheme)
+    assert parsed.arguments() == scheme.arguments()
 
 
-def test_a_class_of_ones_own_has_a_name():
+def test_custom_classes_have_names():
     class MyOwnScheme(nd.schemes.Halo):
         pass
 
@@ -47,40 +47,42 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_mistakes_are_explained(text):
+def test_error_messages(text):
     with pytest.raises(ConfigError, match=MISTAKES[text].replace("(", r"\(")):
         as_scheme(text)
 
 
-def test_yaml(tmp_path):
+def test_yaml_round_trip(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text(FILE % ("!Tower {fill: reflect}", "quantised(bits=8)"))
     model = load_experiment(file).model
     assert model.leaves[0].scheme.bits == 8
     assert model.leaves[1].scheme.fill == "reflect"
     (tmp_path / "b.yaml").write_text(dump(load_experiment(file)))
-    again = load_experiment(tmp_path / "b.yaml").model
-    assert [layer.scheme.arguments() for layer in again.leaves] == [layer.scheme.arguments() for layer in model.leaves]
+    reloaded = load_experiment(tmp_path / "b.yaml").model
+    assert [layer.scheme.arguments() for layer in reloaded.leaves] == [
+        layer.scheme.arguments() for layer in model.leaves
+    ]
 
 
 @pytest.mark.parametrize(
-    ("model", "layer", "words"),
+    ("model", "layer", "message"),
     [
         ("towr", "halo", r"a.yaml:\d+: model.*scheme 'towr' is unknown; did you mean 'tower'"),
         ("halo", "!Tower {fill: mirror}", r"a.yaml:6: model.layers.0.scheme.fill: expected .*'replicate'.*mirror"),
         ("halo", "7", r"a.yaml:6: model.layers.0.scheme: expected an object \(!"),
     ],
 )
-def test_mistakes_in_yaml_name_the_line(tmp_path, model, layer, words):
+def test_yaml_errors_name_the_line(tmp_path, model, layer, message):
     (tmp_path / "a.yaml").write_text(FILE % (model, layer))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         load_experiment(tmp_path / "a.yaml")
 
 
-def test_check_shows_the_schemes_where_they_are_not_all_halo(tmp_path, capsys):
+def test_check_shows_schemes_other_than_halo(tmp_path, capsys):
     from neondist.cli import main
 
-    for scheme, shown in (("halo", 0), ("tower(fill=reflect)", 1)):
+    for scheme, count in (("halo", 0), ("tower(fill=reflect)", 1)):
         (tmp_path / "a.yaml").write_text(FILE % ("halo", scheme))
         assert main(["check", str(tmp_path / "a.yaml"), "-n", "4"]) == 0
-        assert capsys.readouterr().out.count("tower(fill=reflect)") == shown
+        assert capsys.readouterr().out.count("tower(fill=reflect)") == count

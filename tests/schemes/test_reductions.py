@@ -1,13 +1,13 @@
-"""Bytes of sums and redistributions equal the formula, for every layer that sums, cost and grid."""
+"""Bytes of sums and redistributions match the plan for every reducing layer, cost and grid."""
 
 import numpy as np
 import pytest
-from scheme_runs import on_ranks
+from scheme_runs import run_on_ranks
 
 import neondist as nd
 from neondist.geometry import GridShape
 
-# layers, cost; the ends are an image or a vector
+# layers and cost; outputs are images or vectors
 NETWORKS = {
     "joined": (
         lambda: [nd.BatchNormLayerDist(), nd.ConvLayerDist(4, 3), nd.GroupNormLayerDist(2), nd.FCLayerDist(6),
@@ -20,7 +20,7 @@ NETWORKS = {
                  nd.GlobalAvgPoolingLayerDist()],
         nd.CrossEntropy,
     ),
-    "one after the other": (
+    "fully connected chain": (
         lambda: [nd.GlobalAvgPoolingLayerDist(), nd.FCLayerDist(7, activation=nd.Tanh()), nd.FCLayerDist(5),
                  nd.ActivationLayerDist(nd.Tanh()), nd.FCLayerDist(4, activation=nd.Softmax()), nd.FCLayerDist(3)],
         nd.CrossEntropy,
@@ -32,7 +32,7 @@ SHAPE, BATCH = (9, 8, 2), 5
 
 
 def train(comm, layers, cost, replicas, rows, cols):
-    """Bytes of two steps by kind and layer."""
+    """Train two steps; return their bytes by kind and layer."""
     model = nd.ConvnetDist(layers(), cost=cost(), seed=1, dtype="float64", backend="numpy")
     model.build(SHAPE, BATCH, nd.ProcessGrid(comm, replicas=replicas, rows=rows, cols=cols))
     lo, hi = model.grid.sample_range(BATCH)
@@ -40,33 +40,35 @@ def train(comm, layers, cost, replicas, rows, cols):
     targets = np.zeros((BATCH, *model.output_shape[:-1]), int)
     for _ in range(2):
         model.train_batch(x, targets, batch_size=BATCH)
-    found = {"sum": {}, "redistribution": {}, "halo": {}}
+    totals = {"sum": {}, "redistribution": {}, "halo": {}}
     for account, count in model.ledger().items():
-        kind = found[account.kind]
-        kind[account.layer] = kind.get(account.layer, 0) + count * account.nbytes
-    assert sum(found.pop("halo").values()) == model.bytes_sent
-    assert sum(sum(kind.values()) for kind in found.values()) == model.bytes_summed
-    return found
+        by_layer = totals[account.kind]
+        by_layer[account.layer] = by_layer.get(account.layer, 0) + count * account.nbytes
+    assert sum(totals.pop("halo").values()) == model.bytes_sent
+    assert sum(sum(by_layer.values()) for by_layer in totals.values()) == model.bytes_summed
+    return totals
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.long
-def test_sums_are_those_of_the_formula(name):
+def test_bytes_match_the_plan(name):
     layers, cost = NETWORKS[name]
     for replicas, rows, cols in GRIDS:
         grid, model = GridShape(replicas, rows, cols), nd.ConvnetDist(layers(), cost=cost(), dtype="float64")
         plan = model.plan(SHAPE, grid, BATCH)
-        ways = {"sum": plan.reduced, "redistribution": plan.redistributed}
+        planned = {"sum": plan.reduced, "redistribution": plan.redistributed}
         expected = [
-            {kind: {name: 2 * count for name, count in way(rank).items()} for kind, way in ways.items()}
+            {kind: {name: 2 * count for name, count in reduced(rank).items()} for kind, reduced in planned.items()}
             for rank in range(grid.size)
         ]
-        found = on_ranks(grid.size, lambda comm, cut=(replicas, rows, cols): train(comm, layers, cost, *cut))
-        assert found == expected, grid
-        assert grid.size > 1 or found == [{"sum": {}, "redistribution": {}}]
+        measured = run_on_ranks(
+            grid.size, lambda comm, factors=(replicas, rows, cols): train(comm, layers, cost, *factors)
+        )
+        assert measured == expected, grid
+        assert grid.size > 1 or measured == [{"sum": {}, "redistribution": {}}]
 
 
-def test_what_a_sum_and_a_redistribution_are_booked_under():
+def test_ledger_accounts():
     def job(comm):
         model = nd.ConvnetDist([nd.FCLayerDist(4), nd.FCLayerDist(3)], dtype="float64", backend="numpy")
         grid = nd.ProcessGrid(comm, replicas=2)
@@ -75,13 +77,13 @@ def test_what_a_sum_and_a_redistribution_are_booked_under():
         x = np.ones((4, 4, 3, 1))[(slice(lo, hi), *model.input.own.slices)]
         model.train_batch(x, np.zeros(4, int), batch_size=4)
         peer = grid.rank ^ 1
-        parts = [account[1:] for account in model.ledger() if account.kind == "redistribution"]
-        assert sorted(parts) == [("fc1", way, peer, 2 * 2 * 8) for way in ("backward", "forward")]
+        redistributions = [account[1:] for account in model.ledger() if account.kind == "redistribution"]
+        assert sorted(redistributions) == [("fc1", direction, peer, 2 * 2 * 8) for direction in ("backward", "forward")]
         return sorted(account[1:] for account in model.ledger() if account.kind == "sum")
 
-    rows, biases = 6 * 4 + 2 * 3, 4 + 3  # of one of two tiles, and of both
+    rows, biases = 6 * 4 + 2 * 3, 4 + 3  # of one of two tiles, and of both tiles
     assert (
-        on_ranks(4, job)
+        run_on_ranks(4, job)
         == [
             [
                 ("fc2", "forward", "tiles", 2 * 3 * 8),

@@ -1,4 +1,4 @@
-"""status.json: what a master writes, `neondist top` shows; damaged files are refused."""
+"""status.json: written by a master and shown by `neondist top`; damaged files are rejected."""
 
 import io
 import json
@@ -20,40 +20,40 @@ STATUS = JobStatus(
 )  # fmt: skip
 
 
-def text_of(status, now):
+def render_text(status, now):
     console = Console(file=io.StringIO(), width=100)
     console.print(render(status, now))
     return console.file.getvalue()
 
 
-def test_the_state_is_read_as_it_was_written(tmp_path):
+def test_round_trip(tmp_path):
     STATUS.write(tmp_path)
     assert JobStatus.read(tmp_path) == STATUS
 
 
-def test_everything_is_shown():
-    text = text_of(STATUS, 1001.0)
+def test_top_shows_all_fields():
+    text = render_text(STATUS, 1001.0)
     assert "3 todo, 2 doing, 7 done, 0 failed" in text
     assert "12 samples/s" in text
     assert text.index("worker-0") < text.index("worker-1")
     assert all(number in text for number in ("17", "272", "288", "4.1 kB"))
     assert "no new state" not in text
-    assert "no new state for 60 s" in text_of(STATUS, 1060.0)
+    assert "no new state for 60 s" in render_text(STATUS, 1060.0)
 
 
-def test_a_report_shows_what_there_is(tmp_path):
+def test_report_ignores_damaged_records(tmp_path):
     (tmp_path / "servers").mkdir()
     STATUS.write(tmp_path / "servers")
     assert "worker-0" in "".join(describe_job(tmp_path, []))
     damaged = [{"workers": "<b>", "tasks": 3, "server_versions": [None, 7]}, 5]
-    page = "".join(describe_job(tmp_path, [Record(epoch=1, job=one) for one in damaged]))
+    page = "".join(describe_job(tmp_path, [Record(epoch=1, job=job) for job in damaged]))
     assert "<b>" not in page
     assert ">, 7</td>" in page
     (tmp_path / "servers/status.json").write_text("{")
     assert describe_job(tmp_path, []) == []
 
 
-def test_a_run_without_servers(tmp_path, capsys):
+def test_top_without_servers(tmp_path, capsys):
     assert main(["top", str(tmp_path), "--once"]) == 2
     assert "shows runs with parameter servers" in capsys.readouterr().err
 
@@ -67,16 +67,16 @@ JSON = st.recursive(
 
 @given(st.sampled_from(["time", "tasks", "workers", "servers", "samples_per_second"]), JSON)
 @pytest.mark.long
-def test_damaged_files(tmp_path_factory, name, value):
+def test_top_with_damaged_files(tmp_path_factory, name, value):
     folder = tmp_path_factory.mktemp("run") / "servers"
     folder.mkdir()
     STATUS.write(folder)
-    found = json.loads((folder / "status.json").read_text()) | {name: value}
-    (folder / "status.json").write_text(json.dumps(found))
+    fields = json.loads((folder / "status.json").read_text()) | {name: value}
+    (folder / "status.json").write_text(json.dumps(fields))
     assert main(["top", str(folder.parent), "--once"]) in (0, 2)
 
 
-def test_a_folder_in_its_place(tmp_path, capsys):
+def test_top_with_a_folder_as_status_file(tmp_path, capsys):
     (tmp_path / "servers/status.json").mkdir(parents=True)
     assert main(["top", str(tmp_path), "--once"]) == 2
     assert "status.json" in capsys.readouterr().err

@@ -1,9 +1,9 @@
-"""The master: tasks over gRPC, and the comparison of what servers have applied with what there is."""
+"""Master: tasks over gRPC, and the check of records that servers have applied."""
 
 from contextlib import closing
 
 import pytest
-from parameter_servers import Servers, arrays
+from parameter_servers import Servers, draw_arrays
 
 import neondist as nd
 from neondist.comm import SingleTransport
@@ -20,17 +20,17 @@ ONCE = f"{RECORDS} records in each of {EPOCHS} epochs, each once"
 
 
 class Worker:
-    """A worker that pushes the same gradients for every minibatch."""
+    """Worker that pushes the same gradients for every minibatch."""
 
     def __init__(self, job, name, values):
         address = job.master_host.address
         self.tasks = job.stack.enter_context(closing(WorkerTasks(address, job.token, name, SingleTransport(), FACTS)))
         self.client, self.values = job.client(name), values
         self.client.initialize(values, nd.SGD(0.1), UpdateRule(sync=False))
-        self.client.pull(arrays(0))
+        self.client.pull(draw_arrays(0))
 
     def steps(self, epoch):
-        """Yield before each push, and between push and credit, what comes next."""
+        """Yield a stage and the records of a minibatch, before each push and between push and credit."""
         for task in self.tasks.of_epoch(epoch):
             for first, upto, numbers in task.minibatches(SIZE):
                 self.tasks.begin(first, upto, len(numbers))
@@ -44,35 +44,35 @@ class Worker:
 
 @pytest.mark.parametrize("steps", range(9))
 @pytest.mark.long
-def test_what_a_lost_worker_has_pushed_is_applied_once(steps):
-    """The first worker ends before or after a push; another one does the rest, and its duplicate is refused."""
-    values = arrays(0)
+def test_pushes_of_a_lost_worker_are_applied_once(steps):
+    """Lose a worker before or after a push; a second one continues, and its duplicate is rejected."""
+    values = draw_arrays(0)
     with Servers(2, minibatches_per_task=PER_TASK) as job:
         first, second = (Worker(job, name, values) for name in ("a", "b"))
-        done = [next(found)[0] for found in [first.steps(0)] for _ in range(steps)]
+        stages = [next(iterator)[0] for iterator in [first.steps(0)] for _ in range(steps)]
         first.tasks.close()
         job.master.release("a")
-        seen = [(what, numbers) for epoch in range(EPOCHS) for what, numbers in second.steps(epoch)]
-        told = {job.master.check(one._state.samples, one._state.credits) for one in job.servers}
-        versions = {one._state.version for one in job.servers}
-    assert told == {ONCE}
+        events = [(stage, numbers) for epoch in range(EPOCHS) for stage, numbers in second.steps(epoch)]
+        summaries = {job.master.check(server._state.samples, server._state.credits) for server in job.servers}
+        versions = {server._state.version for server in job.servers}
+    assert summaries == {ONCE}
     assert versions == {EPOCHS * 6}
-    assert [what for what, _ in seen].count("duplicate") == (done[-1:] == ["pushed"])
+    assert [stage for stage, _ in events].count("duplicate") == (stages[-1:] == ["pushed"])
 
 
-def test_a_minibatch_whose_gradient_was_refused_is_handed_out_again():
+def test_refused_minibatch_is_assigned_again():
     with Servers(1, minibatches_per_task=PER_TASK) as job:
-        worker = Worker(job, "a", arrays(0))
-        seen = []
-        for what, numbers in worker.steps(0):
-            if what != "push":
-                seen.append(tuple(numbers))
-                worker.tasks.refused = len(seen) == 1  # as a server would, of older values
-        assert len(seen) == 7
-        assert seen[0] in seen[1:]
+        worker = Worker(job, "a", draw_arrays(0))
+        assigned = []
+        for stage, numbers in worker.steps(0):
+            if stage != "push":
+                assigned.append(tuple(numbers))
+                worker.tasks.refused = len(assigned) == 1  # as by a server with newer values
+        assert len(assigned) == 7
+        assert assigned[0] in assigned[1:]
 
 
-def test_workers_must_train_on_the_same():
+def test_workers_must_agree_on_the_data():
     master = Master()
     with pytest.raises(nd.ConfigError, match="report_training_params first"):
         master.get_task(Message({"worker": "a"}))
@@ -81,37 +81,37 @@ def test_workers_must_train_on_the_same():
         master.report_training_params(Message(FACTS | {"seed": 4}))
 
 
-def test_a_worker_that_asks_again_gets_the_same_records():
-    """The reply may have been lost."""
+def test_repeated_requests_return_the_same_records():
+    """Request a task again, as after a lost reply."""
     master = Master(PER_TASK)
     master.report_training_params(Message(FACTS))
-    first, again, other = (master.get_task(Message({"worker": name})) for name in "aab")
-    assert first.array("indices", "int64", [6]).tolist() == again.array("indices", "int64", [6]).tolist()
+    first, repeated, second = (master.get_task(Message({"worker": name})) for name in "aab")
+    assert first.array("indices", "int64", [6]).tolist() == repeated.array("indices", "int64", [6]).tolist()
     assert not master.applied(
         Message({"task_id": first.integer("task_id"), "upto": 2, "updated": True, "credit": [0, 0, 0]})
     ).flag("credited")
-    assert other.integer("start") == 6
+    assert second.integer("start") == 6
 
 
-def served():
-    """Return a master whose tasks are done, and the credits of all minibatches."""
+def finish_tasks():
+    """Return a master without remaining tasks, and the credits of all minibatches."""
     master, credits = Master(PER_TASK), Credits()
     master.report_training_params(Message(FACTS))
     while (reply := master.get_task(Message({"worker": "a"}))).text("type") == "TRAINING":
-        told = {"task_id": reply.integer("task_id"), "err_message": ""}
-        assert master.report_task_result(Message(told)).flag("credited")
-        for at in range(-(-(reply.integer("end") - reply.integer("start")) // SIZE)):
-            credits.add(Credit(reply.integer("epoch"), reply.integer("start") // (PER_TASK * SIZE), at))
+        result = {"task_id": reply.integer("task_id"), "err_message": ""}
+        assert master.report_task_result(Message(result)).flag("credited")
+        for minibatch in range(-(-(reply.integer("end") - reply.integer("start")) // SIZE)):
+            credits.add(Credit(reply.integer("epoch"), reply.integer("start") // (PER_TASK * SIZE), minibatch))
     return master, credits
 
 
-def test_records_that_were_applied_twice_or_never_are_found():
-    master, credits = served()
+def test_records_applied_twice_or_never_are_detected():
+    master, credits = finish_tasks()
     assert master.check(RECORDS * EPOCHS, credits) == ONCE
     with pytest.raises(ServiceError, match="has applied 24 records, 22 of them once"):
         master.check(RECORDS * EPOCHS + SIZE, credits)
-    less = Credits()
+    incomplete = Credits()
     for credit in credits.to_list()[1:]:
-        less.add(credit)
+        incomplete.add(credit)
     with pytest.raises(ServiceError, match="has not applied 1 of 12 minibatches"):
-        master.check(RECORDS * EPOCHS - SIZE, less)
+        master.check(RECORDS * EPOCHS - SIZE, incomplete)

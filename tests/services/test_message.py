@@ -1,4 +1,4 @@
-"""Messages of services: round trips, and what is refused."""
+"""Messages of services: round trips, and rejected input."""
 
 import json
 import random
@@ -21,20 +21,20 @@ LIMIT = 1 << 30
 
 @settings(max_examples=25)
 @given(fields=st.dictionaries(st.text(), plain, max_size=4), arrays=st.lists(st.tuples(shapes, dtypes), max_size=4))
-def test_a_message_arrives_as_it_was_sent(fields, arrays):
-    sent = {
-        str(at): (np.arange(np.prod(shape)) % 2).reshape(shape).astype(kind) for at, (shape, kind) in enumerate(arrays)
+def test_round_trip(fields, arrays):
+    contents = {
+        str(i): (np.arange(np.prod(shape)) % 2).reshape(shape).astype(dtype) for i, (shape, dtype) in enumerate(arrays)
     }
-    found = decode(encode(Message(fields, sent)), LIMIT)
-    assert found.fields == fields
-    assert found.arrays.keys() == sent.keys()
-    for name, array in sent.items():
-        assert found.arrays[name].shape == array.shape
-        assert found.arrays[name].dtype == array.dtype.newbyteorder("=")
-        np.testing.assert_array_equal(found.arrays[name], array)
+    received = decode(encode(Message(fields, contents)), LIMIT)
+    assert received.fields == fields
+    assert received.arrays.keys() == contents.keys()
+    for name, array in contents.items():
+        assert received.arrays[name].shape == array.shape
+        assert received.arrays[name].dtype == array.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(received.arrays[name], array)
 
 
-def test_parts_arrive_as_one_array_in_chunks():
+def test_parts_are_sent_as_one_array_in_chunks():
     parts = [np.random.default_rng(0).normal(size=(700, 300)), np.empty((0, 2)), np.arange(12.0).reshape(3, 4).T]
     chunks = list(encode(Message({}, {"all": parts})))
     assert max(map(len, chunks)) == CHUNK
@@ -44,24 +44,24 @@ def test_parts_arrive_as_one_array_in_chunks():
     )
 
 
-def test_damaged_messages_are_refused():
-    """Cut short at every byte, longer by some, or with a byte changed: a message, or MessageError, and nothing else."""
-    whole = b"".join(encode(Message({"a": [1, None]}, {"x": np.arange(5, dtype="f4"), "y": np.ones((2, 2))})))
-    for end in range(len(whole)):
+def test_damaged_messages_are_rejected():
+    """Truncate at every byte, append bytes, or change some: decode a message, or raise MessageError."""
+    encoded = b"".join(encode(Message({"a": [1, None]}, {"x": np.arange(5, dtype="f4"), "y": np.ones((2, 2))})))
+    for end in range(len(encoded)):
         with pytest.raises(MessageError):
-            decode([whole[:end]], LIMIT)
+            decode([encoded[:end]], LIMIT)
     with pytest.raises(MessageError, match="more bytes"):
-        decode([whole, b"!"], LIMIT)
-    draw, refused = random.Random(1), 0
+        decode([encoded, b"!"], LIMIT)
+    rng, rejected = random.Random(1), 0
     for _ in range(3000):
-        damaged = bytearray(whole)
-        for _ in range(draw.randint(1, 3)):
-            damaged[draw.randrange(len(whole) - 56)] = draw.randrange(256)
+        damaged = bytearray(encoded)
+        for _ in range(rng.randint(1, 3)):
+            damaged[rng.randrange(len(encoded) - 56)] = rng.randrange(256)
         try:
             decode([bytes(damaged)], LIMIT)
         except MessageError:
-            refused += 1
-    assert refused > 1000
+            rejected += 1
+    assert rejected > 1000
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_damaged_messages_are_refused():
         ({"fields": {}, "arrays": []}, LIMIT + 1, "the limit is"),
     ],
 )
-def test_descriptions_that_do_not_fit_are_refused(description, size, problem):
+def test_invalid_descriptions_are_rejected(description, size, problem):
     text = json.dumps(description).encode()
     head = HEADER.pack(MAGIC, PROTOCOL, 0, len(text), size)
     with pytest.raises(MessageError, match=problem):
         decode([head + text + bytes(min(size, 64))], LIMIT)
 
 
-def test_another_protocol_is_named():
+def test_other_protocols_are_reported():
     head = struct.pack("<4sHHIQ", MAGIC, PROTOCOL + 1, 0, 0, 0)
     with pytest.raises(MessageError, match=f"protocol {PROTOCOL + 1}; this process has {PROTOCOL}"):
         decode([head], LIMIT)
@@ -96,7 +96,7 @@ def test_another_protocol_is_named():
 def test_fields_are_checked():
     message = Message({"n": 3, "x": 1.5, "b": True, "t": "text"}, {"a": np.ones(3)})
     assert (message.integer("n"), message.number("x"), message.flag("b"), message.text("t")) == (3, 1.5, True, "text")
-    for wrong in (
+    for read in (
         lambda: message.integer("b"),
         lambda: message.integer("n", 4),
         lambda: message.number("b"),
@@ -106,6 +106,6 @@ def test_fields_are_checked():
         lambda: message.array("c", "f8", [3]),
     ):
         with pytest.raises(MessageError):
-            wrong()
+            read()
     with pytest.raises(MessageError, match="cannot be sent"):
         encode(Message({}, {"a": np.array([object()])}))

@@ -1,4 +1,4 @@
-"""The queue of tasks: order, leases, credit, failures, and random histories of all of them."""
+"""Task queue: order, leases, credit, failures, and random histories of all of them."""
 
 import random
 import sqlite3
@@ -11,7 +11,7 @@ import neondist as nd
 
 
 class Clock:
-    """A clock that tests set."""
+    """Clock set by tests."""
 
     def __init__(self):
         self.now = 0.0
@@ -26,52 +26,52 @@ def clock():
 
 
 @pytest.fixture
-def make(tmp_path, clock):
+def make_queue(tmp_path, clock):
     queues = []
 
-    def made(records=10, records_per_task=3, **more):
-        queues.append(nd.TaskQueue(tmp_path / "q.sqlite", records, records_per_task, clock=clock, **more))
+    def create_queue(records=10, records_per_task=3, **options):
+        queues.append(nd.TaskQueue(tmp_path / "q.sqlite", records, records_per_task, clock=clock, **options))
         return queues[-1]
 
-    yield made
+    yield create_queue
     for queue in queues:
         queue.close()
 
 
-def ranges(queue):
-    found = []
+def take_ranges(queue):
+    ranges = []
     while (task := queue.get("w")) not in (None, nd.WAIT):
-        found.append((task.start, task.end))
-    return found
+        ranges.append((task.start, task.end))
+    return ranges
 
 
-def test_tasks_cover_the_records_in_turn(make):
-    assert ranges(make()) == [(0, 3), (3, 6), (6, 9), (9, 10)]
+def test_tasks_cover_the_records_in_order(make_queue):
+    assert take_ranges(make_queue()) == [(0, 3), (3, 6), (6, 9), (9, 10)]
 
 
 @pytest.mark.parametrize("workers", range(1, 8))
-def test_order_depends_on_the_seed_and_not_on_the_workers(make, workers):
-    queue, handed, busy = make(23, 4, epochs=3, seed=5), [], []
+def test_order_depends_on_the_seed_alone(make_queue, workers):
+    queue, assigned, busy = make_queue(23, 4, epochs=3, seed=5), [], []
     rng = random.Random(workers)
     while True:
         task = queue.get(f"w{rng.randrange(workers)}") if len(busy) < workers else nd.WAIT
         if task is None:
             break
         if task is not nd.WAIT:
-            handed.append(task.indices)
+            assigned.append(task.indices)
             busy.append(task.id)
         if busy and (task is nd.WAIT or rng.random() < 0.5):
             queue.report(busy.pop(rng.randrange(len(busy))))
     expected = [np.random.Generator(np.random.PCG64([5, epoch])).permutation(23) for epoch in range(3)]
-    np.testing.assert_array_equal(np.concatenate(handed), np.concatenate(expected))
+    np.testing.assert_array_equal(np.concatenate(assigned), np.concatenate(expected))
 
 
-def test_without_shuffle_the_order_is_that_of_the_data(make):
-    assert make(shuffle=False).get("w").indices.tolist() == [0, 1, 2]
+def test_order_without_shuffling(make_queue):
+    assert make_queue(shuffle=False).get("w").indices.tolist() == [0, 1, 2]
 
 
-def test_wait_while_others_have_the_last_task(make):
-    queue = make(3, 3)
+def test_workers_wait_for_the_last_task(make_queue):
+    queue = make_queue(3, 3)
     task = queue.get("a")
     assert queue.get("b") is nd.WAIT
     assert queue.counts() == {"todo": 0, "doing": 1, "done": 0, "failed": 0}
@@ -80,8 +80,8 @@ def test_wait_while_others_have_the_last_task(make):
     assert queue.counts() == {"todo": 0, "doing": 0, "done": 1, "failed": 0}
 
 
-def test_a_lease_that_is_over_gives_back_what_was_not_applied(make, clock):
-    queue = make(lease=5.0)
+def test_expired_lease_returns_unapplied_records(make_queue, clock):
+    queue = make_queue(lease=5.0)
     task = queue.get("a")
     assert queue.applied(task.id, 2)
     clock.now = 4.0
@@ -90,45 +90,45 @@ def test_a_lease_that_is_over_gives_back_what_was_not_applied(make, clock):
     assert queue.applied(task.id, 2)
     clock.now = 14.1
     assert not queue.applied(task.id, 3)
-    again = queue.get("b")
-    assert (again.start, again.end) == (2, 3)
-    assert again.id != task.id
+    remainder = queue.get("b")
+    assert (remainder.start, remainder.end) == (2, 3)
+    assert remainder.id != task.id
     assert not queue.report(task.id)
-    np.testing.assert_array_equal(again.indices, task.indices[2:])
+    np.testing.assert_array_equal(remainder.indices, task.indices[2:])
 
 
-def test_a_lost_worker_keeps_its_credit(make):
-    queue = make(3, 3)
+def test_lost_worker_keeps_its_credit(make_queue):
+    queue = make_queue(3, 3)
     queue.applied(queue.get("a").id, 1)
     queue.lost("a")
     assert (queue.get("b").start, queue.counts()["doing"]) == (1, 1)
 
 
-def test_opening_the_path_again_goes_on(make):
-    queue = make()
+def test_reopened_queue_resumes(make_queue):
+    queue = make_queue()
     queue.report(queue.get("a").id)
-    held = queue.get("a")
+    task = queue.get("a")
     queue.close()
-    queue = make()
-    assert queue.applied(held.id, 6)
+    queue = make_queue()
+    assert queue.applied(task.id, 6)
     assert queue.get("b").start == 6
     assert queue.counts() == {"todo": 1, "doing": 1, "done": 2, "failed": 0}
 
 
-def test_other_arguments_for_the_same_path_are_refused(make):
-    make().close()
+def test_other_arguments_for_the_same_path_are_rejected(make_queue):
+    make_queue().close()
     with pytest.raises(nd.ConfigError, match="made with records 10, not 11"):
-        make(11)
+        make_queue(11)
 
 
-def test_a_file_that_is_no_database_is_refused(tmp_path):
+def test_files_other_than_databases_are_rejected(tmp_path):
     (tmp_path / "q.sqlite").write_text("digits" * 100)
     with pytest.raises(nd.ConfigError, match=r"q\.sqlite: cannot be used as a task queue"):
         nd.TaskQueue(tmp_path / "q.sqlite", 3, 3)
 
 
-def test_the_third_failure_names_file_and_record(make):
-    queue = make(4, 4, source="digits.csv", shuffle=False)
+def test_third_failure_names_file_and_record(make_queue):
+    queue = make_queue(4, 4, source="digits.csv", shuffle=False)
     for _ in range(2):
         queue.report(queue.get("a").id, ok=False, error="no number", record=2)
     queue.report(queue.get("a").id, ok=False, error="another", record=1)
@@ -137,11 +137,11 @@ def test_the_third_failure_names_file_and_record(make):
     assert queue.counts()["failed"] == 1
     queue.close()
     with pytest.raises(nd.ConfigError, match="record 2"):
-        make(4, 4, shuffle=False).get("b")
+        make_queue(4, 4, shuffle=False).get("b")
 
 
-def test_bad_records_can_be_left_out(make):
-    queue = make(4, 4, epochs=2, retries=1, shuffle=False, skip_bad_records=True)
+def test_bad_records_can_be_skipped(make_queue):
+    queue = make_queue(4, 4, epochs=2, retries=1, shuffle=False, skip_bad_records=True)
     task = queue.get("a")
     queue.applied(task.id, 2)
     queue.report(task.id, ok=False, error="no number", record=3)
@@ -150,12 +150,15 @@ def test_bad_records_can_be_left_out(make):
     queue.report(task.id)
     task = queue.get("a")
     assert task.indices.tolist() == [0, 1, 2]
-    assert [(first, upto, list(found)) for first, upto, found in task.minibatches(2)] == [(0, 2, [0, 1]), (2, 4, [2])]
+    assert [(first, upto, list(indices)) for first, upto, indices in task.minibatches(2)] == [
+        (0, 2, [0, 1]),
+        (2, 4, [2]),
+    ]
     assert queue.skipped == [(3, "no number")]
 
 
-def test_evaluation_and_prediction_have_rounds_of_their_own(make):
-    queue = make(4, 2)
+def test_evaluation_and_prediction_have_separate_rounds(make_queue):
+    queue = make_queue(4, 2)
     assert queue.get("a").kind == "training"
     for kind in ("evaluation", "prediction"):
         tasks = [queue.get("a", kind=kind) for _ in range(2)]
@@ -169,14 +172,14 @@ def test_evaluation_and_prediction_have_rounds_of_their_own(make):
     assert (task.epoch, task.start, task.end) == (1, 0, 2)
 
 
-def test_restored_weights_take_back_their_credit(make):
-    queue = make(6, 3, epochs=2)
+def test_restored_weights_revoke_credits(make_queue):
+    queue = make_queue(6, 3, epochs=2)
     tasks = [queue.get("a") for _ in range(3)]
     for task in tasks:
         queue.report(task.id)
     queue.restore([(0, 0, 2), (0, 3, 6)])
     assert not queue.applied(tasks[0].id, 3)
-    assert ranges(queue) == [(2, 3), (0, 3), (3, 6)]
+    assert take_ranges(queue) == [(2, 3), (0, 3), (3, 6)]
 
 
 @pytest.mark.parametrize(
@@ -187,24 +190,24 @@ def test_restored_weights_take_back_their_credit(make):
         (lambda queue: queue.report(queue.get("a").id, False, record=99), "record: 99"),
     ],
 )
-def test_wrong_arguments_are_refused(make, call, message):
+def test_invalid_arguments_are_rejected(make_queue, call, message):
     with pytest.raises(nd.ConfigError, match=message):
-        call(make())
+        call(make_queue())
 
 
 @pytest.mark.parametrize("field", ["records", "records_per_task", "epochs", "lease", "retries"])
-def test_numbers_out_of_range_are_refused(tmp_path, field):
+def test_numbers_out_of_range_are_rejected(tmp_path, field):
     with pytest.raises(nd.ConfigError, match=field):
         nd.TaskQueue(tmp_path / "q.sqlite", **{"records": 3, "records_per_task": 3, field: 0})
 
 
-def test_the_database_is_in_write_ahead_mode(make, tmp_path):
-    make().get("a")
-    with sqlite3.connect(tmp_path / "q.sqlite") as other:
-        assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+def test_database_uses_write_ahead_logging(make_queue, tmp_path):
+    make_queue().get("a")
+    with sqlite3.connect(tmp_path / "q.sqlite") as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.long
-def test_every_record_changes_the_weights_once_an_epoch(tmp_path, seed):
+def test_every_record_is_applied_once_per_epoch(tmp_path, seed):
     run_history(seed, tmp_path)

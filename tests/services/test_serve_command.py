@@ -1,4 +1,4 @@
-"""`neondist serve ps`, as a process: one message where it cannot start; killed, started again, it goes on."""
+"""Command `serve ps` as a process: error messages, and resumption of a killed server."""
 
 import json
 import os
@@ -7,8 +7,9 @@ import sys
 
 import numpy as np
 import pytest
-from cli_runs import call, needs_mpirun, neondist
-from processes import commands
+from availability import needs_mpirun
+from cli_runs import build_command, run_command
+from processes import list_commands
 
 import neondist as nd
 from neondist.cli import main
@@ -22,20 +23,20 @@ from neondist.services.wire import TOKEN, ServiceHost, create_token
 from neondist.strategies import PS, ParameterSpec
 
 
-def start(token, *words):
+def start_server(token, *words):
     """Start a server, and return its process and its address."""
     command = [sys.executable, "-m", "neondist", "serve", "ps", *words]
     process = subprocess.Popen(command, env=os.environ | {TOKEN: token}, stdout=subprocess.PIPE, text=True)
-    said = process.stdout.readline()
-    assert said.startswith("PServer at 127.0.0.1:")
-    return process, said.split()[-1]
+    line = process.stdout.readline()
+    assert line.startswith("PServer at 127.0.0.1:")
+    return process, line.split()[-1]
 
 
 @pytest.mark.long
-def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path):
+def test_killed_server_resumes_from_its_checkpoint(tmp_path):
     token, values = create_token(), {"w": np.zeros(3, "float32")}
     layouts = place(PS().build([ParameterSpec("w", (3,))], 1), 1)
-    process, address = start(token, "--checkpoint-dir", str(tmp_path))
+    process, address = start_server(token, "--checkpoint-dir", str(tmp_path))
     try:
         with ParameterClient([address], layouts, token, "0", patience=0.5) as client:
             client.initialize(values, nd.SGD(1.0))
@@ -47,7 +48,7 @@ def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path):
             process.wait()
             with pytest.raises(ServiceUnavailableError, match="no answer; check its address"):
                 client.push({"w": values["w"]})
-        process, address = start(token, "--checkpoint-dir", str(tmp_path), "--address", address)
+        process, address = start_server(token, "--checkpoint-dir", str(tmp_path), "--address", address)
         with ParameterClient([address], layouts, token, "0", patience=20) as client:
             client.load("one", nd.SGD(1.0))
             client.pull(values)
@@ -59,7 +60,7 @@ def test_a_killed_server_goes_on_from_its_checkpoint(tmp_path):
         process.stdout.close()
 
 
-def test_mistakes_end_with_one_message(monkeypatch, capsys):
+def test_errors_are_one_message(monkeypatch, capsys):
     monkeypatch.setenv(TOKEN, create_token())
     with ServiceHost([], "127.0.0.1:0", create_token()) as host:
         assert main(["serve", "ps", "--address", host.address]) == 2
@@ -71,7 +72,7 @@ def test_mistakes_end_with_one_message(monkeypatch, capsys):
     assert "NEONDIST_TOKEN: expected a secret" in capsys.readouterr().err
 
 
-def test_the_server_of_a_task():
+def test_server_of_a_task():
     with serve_role(TaskSpecDef("ps", 0, ps_hosts=["127.0.0.1:0"]), {TOKEN: create_token()}) as host:
         assert host.address.startswith("127.0.0.1:")
     for task in (TaskSpecDef("worker", 0, worker_hosts="a:1,b:1"), TaskSpecDef("ps", 0)):
@@ -92,15 +93,15 @@ strategy: !PSLoadBalancing {staleness: 1}
 
 @needs_mpirun
 @pytest.mark.long
-def test_a_run_starts_workers_and_servers(tmp_path):
-    """Two processes of workers and two of servers; all have ended when the command has."""
+def test_run_starts_workers_and_servers(tmp_path):
+    """Expect two workers and two servers, all of which end with the command."""
     (tmp_path / "e.yaml").write_text(ASYNCHRONOUS)
-    code, out, err = call(neondist("run", "e.yaml", "-n", 2, "--output", "out"), tmp_path)
+    code, out, err = run_command(build_command("run", "e.yaml", "-n", 2, "--output", "out"), tmp_path)
     assert (code, err) == (0, "")
     assert "epoch 1/1" in out
-    written = [(tmp_path / folder / "metrics.jsonl").read_text().splitlines() for folder in ("out", "out/worker-1")]
-    records = [json.loads(line) for lines in written for line in lines]  # none of a worker that came when all was done
+    logs = [(tmp_path / folder / "metrics.jsonl").read_text().splitlines() for folder in ("out", "out/worker-1")]
+    records = [json.loads(line) for lines in logs for line in lines]  # a worker that starts last may have none
     assert {record["epoch"] for record in records} == {1}
-    assert sum(record["step"] for record in records) == 6  # who takes a task first has it
+    assert sum(record["step"] for record in records) == 6  # either worker may take a task
     assert "staleness: 1" in (tmp_path / "out" / "strategy.yaml").read_text()
-    assert not [words for words in commands(os.getpid()) if "serve" in words]
+    assert not [words for words in list_commands(os.getpid()) if "serve" in words]

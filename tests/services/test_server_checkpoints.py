@@ -1,4 +1,4 @@
-"""Checkpoints of servers: any number of them goes on, and damaged or mixed files are refused."""
+"""Checkpoints of servers: any number of servers resumes, and damaged or mixed files are rejected."""
 
 import shutil
 import threading
@@ -7,7 +7,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from parameter_servers import SHAPES, Servers, arrays
+from parameter_servers import SHAPES, Servers, draw_arrays
 
 import neondist as nd
 from neondist.errors import ServiceError
@@ -26,9 +26,9 @@ FACTS = {"records": 2, "batch_size": 2, "epochs": 1, "seed": 0}
 STRATEGIES = {1: "PS", 2: "PSLoadBalancing", 3: "PartitionedPS"}
 
 
-def gradients(step):
-    draw = np.random.default_rng(1000 + step)
-    return arrays(step + 1) | {"embedding": (draw.integers(0, 50, 6), draw.normal(size=(6, 3)))}
+def draw_gradients(step):
+    rng = np.random.default_rng(1000 + step)
+    return draw_arrays(step + 1) | {"embedding": (rng.integers(0, 50, 6), rng.normal(size=(6, 3)))}
 
 
 def connect(job):
@@ -37,27 +37,27 @@ def connect(job):
 
 
 def train(client, steps):
-    values = arrays(9)
+    values = draw_arrays(9)
     client.pull(values)
     for step in steps:
-        client.push(gradients(step), credit=Credit(0, step, 0))
+        client.push(draw_gradients(step), credit=Credit(0, step, 0))
         client.pull(values)
     return values, client.pull_rows("embedding", np.arange(50))
 
 
-def push_to_first(job, client):
-    """Push a gradient that the second of two servers does not get."""
+def push_to_first_server(job, client):
+    """Push a gradient that the second of two servers does not receive."""
     job.hosts[1].stop(0)
     with pytest.raises(ServiceError):
-        client.push(gradients(0), credit=Credit(0, 0, 0))
+        client.push(draw_gradients(0), credit=Credit(0, 0, 0))
     job.hosts[1] = job.stack.enter_context(type(job.hosts[1])([job.servers[1]], job.hosts[1].address, job.token))
 
 
-def begin(job, master, folder):
-    """Begin a job of one minibatch; return the client of its worker, and who restores its servers."""
+def start_job(job, master, folder):
+    """Start a job of one minibatch; return the client of its worker, and the recovery of its servers."""
     client = connect(job)
-    client.initialize(arrays(0), OPTIMIZER, UpdateRule(sync=False))
-    client.pull(arrays(9))
+    client.initialize(draw_arrays(0), OPTIMIZER, UpdateRule(sync=False))
+    client.pull(draw_arrays(9))
     master.report_training_params(Message(FACTS))
     recovery = ServerRecovery(client._group, folder, master)
     recovery.step()
@@ -65,19 +65,19 @@ def begin(job, master, folder):
     return client, recovery
 
 
-def assert_equal(found, expected):
+def assert_equal(actual, expected):
     for name in SHAPES:
-        np.testing.assert_allclose(found[0][name], expected[0][name], rtol=0, atol=1e-13)
-    np.testing.assert_allclose(found[1], expected[1], rtol=0, atol=1e-13)
+        np.testing.assert_allclose(actual[0][name], expected[0][name], rtol=0, atol=1e-13)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=0, atol=1e-13)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Return a folder with checkpoints of two servers, and the values at the end."""
+def uninterrupted(tmp_path_factory):
+    """Return a folder with checkpoints of two servers, and the final values of the run."""
     folder = tmp_path_factory.mktemp("checkpoints")
     with Servers(2, folder) as job:
         client = connect(job)
-        client.initialize(arrays(0), OPTIMIZER)
+        client.initialize(draw_arrays(0), OPTIMIZER)
         train(client, range(3))
         assert client.save("at-3").to_list() == [Credit(0, step, 0) for step in range(3)]
         return folder, train(client, range(3, 6))
@@ -85,42 +85,42 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize("counts", [[2], [3], [1], [3, 2], [3, 1, 2]], ids=str)
 @pytest.mark.long
-def test_any_number_of_servers_goes_on(undisturbed, tmp_path, counts):
-    """Slots, scalars, rows and credits move between servers; the end is that of an undisturbed run."""
-    folder, expected = undisturbed
+def test_any_number_of_servers_resumes(uninterrupted, tmp_path, counts):
+    """Move slots, scalars, rows and credits between servers; expect the values of an uninterrupted run."""
+    folder, expected = uninterrupted
     shutil.copytree(folder / "at-3", tmp_path / "at-3")
-    for at, count in enumerate(counts):
+    for i, count in enumerate(counts):
         with Servers(count, tmp_path) as job:
             client = connect(job)
-            client.load("at-3" if at == 0 else f"again-{at - 1}", OPTIMIZER)
+            client.load("at-3" if i == 0 else f"stage-{i - 1}", OPTIMIZER)
             assert client.credits().to_list() == [Credit(0, step, 0) for step in range(3)]
-            if at == len(counts) - 1:
-                assert client.push(gradients(2), credit=Credit(0, 2, 0)).stale  # nothing has been pulled
-                client.pull(arrays(9))
-                assert client.push(gradients(2), credit=Credit(0, 2, 0)).duplicate
+            if i == len(counts) - 1:
+                assert client.push(draw_gradients(2), credit=Credit(0, 2, 0)).stale  # nothing has been pulled
+                client.pull(draw_arrays(9))
+                assert client.push(draw_gradients(2), credit=Credit(0, 2, 0)).duplicate
                 assert_equal(train(client, range(3, 6)), expected)
             else:
-                client.save(f"again-{at}")
+                client.save(f"stage-{i}")
 
 
-def test_a_loaded_checkpoint_replaces_later_values(undisturbed, tmp_path):
-    folder, expected = undisturbed
+def test_loaded_checkpoint_replaces_later_values(uninterrupted, tmp_path):
+    folder, expected = uninterrupted
     shutil.copytree(folder / "at-3", tmp_path / "at-3")
     with Servers(2, tmp_path) as job:
         client, other = connect(job), connect(job)
-        for one in (client, other):
-            one.initialize(arrays(5), OPTIMIZER)
+        for worker in (client, other):
+            worker.initialize(draw_arrays(5), OPTIMIZER)
         train(other, range(1))
         client.load("at-3", OPTIMIZER)
-        assert other.push(gradients(1)).stale  # of values that are gone
+        assert other.push(draw_gradients(1)).stale  # computed from replaced values
         assert_equal(train(client, range(3, 6)), expected)
 
 
-def test_export(undisturbed, tmp_path):
+def test_export(uninterrupted, tmp_path):
     import h5py
     from safetensors.numpy import load_file
 
-    folder, _ = undisturbed
+    folder, _ = uninterrupted
     with Servers(3, folder) as job:
         client = connect(job)
         client.load("at-3", OPTIMIZER)
@@ -137,19 +137,19 @@ def test_export(undisturbed, tmp_path):
         export_checkpoint(folder / "at-3", tmp_path / "weights.pt")
 
 
-def test_an_exported_checkpoint_is_one_of_a_run(tmp_path):
-    """Weights of a model on servers, in the file that the model itself reads."""
+def test_models_load_exported_checkpoints(tmp_path):
+    """Export weights from servers to the file format of models."""
     from neondist.comm import SingleTransport
     from neondist.io.checkpoint import load_weights, open_checkpoint
 
-    def built(seed):
+    def build_model(seed):
         model = nd.MLP(
             [nd.FCLayer(4, name="hidden"), nd.FCLayer(2, name="out")], cost=nd.MSE(), optimizer=nd.SGD(), seed=seed
         )
         model.build((3,), 1)
         return model
 
-    model, fresh = built(1), built(2)
+    model, fresh = build_model(1), build_model(2)
     shapes = {shard.full_name: shard.parameter.shape for shard, _ in model.kept_arrays()["model"]}
     values = {shard.full_name: array for shard, array in model.kept_arrays()["model"]}
     with Servers(2, tmp_path) as job:
@@ -163,89 +163,89 @@ def test_an_exported_checkpoint_is_one_of_a_run(tmp_path):
         np.testing.assert_array_equal(value, values[name])
 
 
-def test_a_checkpoint_waits_for_a_gradient_between_two_servers(tmp_path):
-    """One server has applied a minibatch, the other has not: it takes that one, and no other, first."""
+def test_checkpoint_waits_for_a_partially_applied_gradient(tmp_path):
+    """Save while one server lacks a minibatch: it accepts that minibatch, and no other, before."""
     with Servers(2, tmp_path) as job:
         client, other, third = (connect(job) for _ in range(3))
-        for one in (client, other, third):
-            one.initialize(arrays(0), OPTIMIZER, UpdateRule(sync=False))
-            one.pull(arrays(9))
-        push_to_first(job, client)
+        for worker in (client, other, third):
+            worker.initialize(draw_arrays(0), OPTIMIZER, UpdateRule(sync=False))
+            worker.pull(draw_arrays(9))
+        push_to_first_server(job, client)
         with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
             other.save("too-early", patience=0.1)
-        found = []
-        saving = threading.Thread(target=lambda: found.append(other.save("complete")))
+        saved = []
+        saving = threading.Thread(target=lambda: saved.append(other.save("complete")))
         saving.start()
         while not job.servers[0]._held_until > time.monotonic():
             time.sleep(0.001)
-        later = third.push_later(gradients(1), credit=Credit(0, 1, 0))
-        assert not client.push(gradients(0), credit=Credit(0, 0, 0)).duplicate
+        later = third.push_later(draw_gradients(1), credit=Credit(0, 1, 0))
+        assert not client.push(draw_gradients(0), credit=Credit(0, 0, 0)).duplicate
         saving.join(20)
-        assert found[0].to_list() == [Credit(0, 0, 0)]
+        assert saved[0].to_list() == [Credit(0, 0, 0)]
         assert not later.result().duplicate
         assert len(client.credits().to_list()) == 2
 
 
-def test_another_master_hands_out_what_one_server_lacks(tmp_path, monkeypatch):
-    """The first was killed when one of two servers had a gradient: no checkpoint is possible before both have it."""
+def test_second_master_assigns_the_missing_minibatch(tmp_path, monkeypatch):
+    """Replace a master killed while one of two servers lacks a gradient, which prevents checkpoints."""
     monkeypatch.setattr("neondist.services.recovery._PATIENCE", 0.1)
     path = tmp_path / "tasks.sqlite"
     with Servers(2, tmp_path) as job:
         with closing(Master(path=path)) as first:
-            client, _ = begin(job, first, tmp_path)
-        push_to_first(job, client)
+            client, _ = start_job(job, first, tmp_path)
+        push_to_first_server(job, client)
         with closing(Master(path=path)) as second:
             recovery = ServerRecovery(client._group, tmp_path, second)
             with pytest.raises(ServiceError, match="have not applied the same gradients; try again later"):
                 recovery.step()
             task = second.get_task(Message({"worker": "0"}))
             assert task.text("type") == "TRAINING"
-            assert not client.push(gradients(0), credit=Credit(0, 0, 0)).duplicate
+            assert not client.push(draw_gradients(0), credit=Credit(0, 0, 0)).duplicate
             second.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
             recovery.step()
             assert second.finished
 
 
-def test_the_written_state_of_a_job_is_that_of_its_end(tmp_path, monkeypatch):
-    """Though the last one was written a moment ago."""
+def test_final_status_is_written(tmp_path, monkeypatch):
+    """Write it although the previous one is recent."""
     with Servers(2, tmp_path) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
-        client, recovery = begin(job, master, tmp_path)
+        client, recovery = start_job(job, master, tmp_path)
         recovery.step()
         monkeypatch.setattr("neondist.services.recovery.REPORT", 3600.0)
         assert not JobStatus.read(tmp_path).ended
         task = master.get_task(Message({"worker": "0"}))
-        client.push(gradients(0), credit=Credit(0, 0, 0))
+        client.push(draw_gradients(0), credit=Credit(0, 0, 0))
         master.report_task_result(Message({"task_id": task.integer("task_id"), "err_message": ""}))
         recovery.step()
         assert JobStatus.read(tmp_path).ended
 
 
-def test_a_stopped_job_keeps_the_checkpoint_before_a_gradient_of_one_server(tmp_path, monkeypatch):
-    """Its workers have ended, and none of them will push that gradient to the other server."""
+def test_stopped_job_keeps_the_checkpoint_before_a_partial_gradient(tmp_path, monkeypatch):
+    """Stop while no worker is left that could push the gradient to the other server."""
     monkeypatch.setattr("neondist.services.recovery._PATIENCE", 0.1)
     with Servers(2, tmp_path) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
-        client, recovery = begin(job, master, tmp_path)
+        client, recovery = start_job(job, master, tmp_path)
         assert recovery.save(Message()).flag("saved")
-        push_to_first(job, client)
+        push_to_first_server(job, client)
         assert not recovery.save(Message()).flag("saved")
         assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-000000000"]
 
 
-def test_what_keeps_a_job_waiting_is_told_once(tmp_path, monkeypatch, capsys):
-    """Here servers without a folder for checkpoints."""
+def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsys):
+    """Start servers without a folder for checkpoints."""
     monkeypatch.setattr("neondist.services.recovery.POLL", 0.001)
     steps = threading.Semaphore(0)
 
-    class Counted(ServerRecovery):
+    class CountingRecovery(ServerRecovery):
         def step(self):
             steps.release()
             super().step()
 
     with Servers(1) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
         client = connect(job)
-        client.initialize(arrays(0), OPTIMIZER, UpdateRule(sync=False))
+        client.initialize(draw_arrays(0), OPTIMIZER, UpdateRule(sync=False))
         master.report_training_params(Message(FACTS))
-        with Counted(client._group, tmp_path, master):
+        with CountingRecovery(client._group, tmp_path, master):
             assert all(steps.acquire(timeout=20) for _ in range(30))
     error = capsys.readouterr().err
     assert error.count("warning: servers can be neither saved nor restored: ") == error.count("\n") == 1
@@ -253,8 +253,8 @@ def test_what_keeps_a_job_waiting_is_told_once(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "mixed", "none", "optimizer", "model", "outside"])
-def test_checkpoints_that_cannot_be_loaded_are_named(undisturbed, tmp_path, fault):
-    folder, _ = undisturbed
+def test_checkpoint_errors(uninterrupted, tmp_path, fault):
+    folder, _ = uninterrupted
     shutil.copytree(folder / "at-3", tmp_path / "at-3")
     file, name, optimizer, shapes = tmp_path / "at-3" / "server-1-of-2.h5", "at-3", OPTIMIZER, None
     problem = "is not a complete checkpoint of servers"
@@ -268,7 +268,7 @@ def test_checkpoints_that_cannot_be_loaded_are_named(undisturbed, tmp_path, faul
             problem = "damaged"
         elif fault == "mixed":
             client = connect(job)
-            client.initialize(arrays(0), OPTIMIZER)
+            client.initialize(draw_arrays(0), OPTIMIZER)
             client.save("other")
             shutil.copy(tmp_path / "other" / file.name, file)
             problem = "belong to different checkpoints"

@@ -1,4 +1,4 @@
-"""Embedding tables on servers: sparse equals dense, bytes by rows, memory by rows in use."""
+"""Embedding tables on servers: sparse updates equal dense ones; bytes and memory grow with the rows in use."""
 
 import tracemalloc
 
@@ -21,16 +21,16 @@ TABLE = TableSpec(
 )
 
 
-def minibatches(count, seed=0):
-    """Yield ids, with repetitions, and the gradients of their rows."""
+def draw_minibatches(count, seed=0):
+    """Yield ids, some of them repeated, and gradients of their rows."""
     draw = np.random.default_rng(seed)
     for _ in range(count):
         ids = draw.integers(0, ROWS, 7)
         yield ids, draw.normal(size=(7, DIM))
 
 
-def dense_update(optimizer, table, steps):
-    """Return a whole table after updates of one process, each with a gradient of all rows."""
+def update_densely(optimizer, table, steps):
+    """Return a table after updates in one process, each with a gradient of all rows."""
     flat, updater, slots = table.copy().reshape(-1), make_updater(describe_optimizer(optimizer)), {}
     for step, (ids, rows) in enumerate(steps):
         gradient = np.zeros((ROWS, DIM))
@@ -47,24 +47,24 @@ def dense_update(optimizer, table, steps):
 )
 @pytest.mark.long
 def test_sparse_updates_equal_dense_ones(servers, optimizer):
-    first = first_rows(TABLE, np.arange(ROWS))
+    initial = first_rows(TABLE, np.arange(ROWS))
     with Servers(servers) as job:
         client = job.client(layouts=job.layouts(shapes={}, tables=[TABLE]))
         client.initialize({}, optimizer)
         client.pull({})
-        for ids, rows in minibatches(6):
+        for ids, rows in draw_minibatches(6):
             np.testing.assert_array_equal(client.pull_rows(TABLE.name, ids).shape, (7, DIM))
             client.push({TABLE.name: (ids, rows)})
             client.pull({})
-        found = client.pull_rows(TABLE.name, np.arange(ROWS))
-    np.testing.assert_allclose(found, dense_update(optimizer, first, minibatches(6)), rtol=0, atol=1e-12)
+        table = client.pull_rows(TABLE.name, np.arange(ROWS))
+    np.testing.assert_allclose(table, update_densely(optimizer, initial, draw_minibatches(6)), rtol=0, atol=1e-12)
 
 
-def test_sparse_gradients_are_divided_as_dense_ones():
-    """Two workers with 1 and 3 samples: the mean of both, weighted, of rows as of a dense parameter."""
+def test_sparse_gradients_are_averaged_as_dense_ones():
+    """Average over two workers with 1 and 3 samples, for rows as for a dense parameter."""
     with Servers(2) as job:
         layouts = job.layouts(shapes={"dense": (4,)}, tables=[TABLE])
-        clients = [job.client(str(at), layouts) for at in range(2)]
+        clients = [job.client(str(i), layouts) for i in range(2)]
         for client in clients:
             client.initialize({"dense": np.zeros(4)}, nd.SGD(1.0), UpdateRule(grads_to_wait=2))
             client.pull({"dense": np.zeros(4)})
@@ -78,20 +78,20 @@ def test_sparse_gradients_are_divided_as_dense_ones():
         np.testing.assert_allclose(clients[0].pull_rows(TABLE.name, ids) - before, -4.0, atol=1e-14)
 
 
-def test_rows_are_those_of_the_layer():
-    """First values equal those of an EmbeddingLayer of the same seed and name."""
+def test_initial_rows_match_the_layer():
+    """Compare with an EmbeddingLayer of the same seed and name."""
     layers = [nd.EmbeddingLayer(ROWS, DIM, name="embedding")]
     model = nd.Convnet(layers, cost=nd.MSE(), optimizer=nd.SGD(), seed=5, dtype="float64")
     model.build((2, 1, 1), 1)
     np.testing.assert_array_equal(first_rows(TABLE, np.arange(ROWS)), model.layers[0].params["weights"])
 
 
-def test_rows_may_begin_with_given_values():
-    given = np.random.default_rng(1).normal(size=(ROWS, DIM))
+def test_initial_rows_can_be_set():
+    initial = np.random.default_rng(1).normal(size=(ROWS, DIM))
     with Servers(2) as job:
         client = job.client(layouts=job.layouts(shapes={}, tables=[TABLE]))
-        client.initialize({TABLE.name: given}, nd.SGD(0.1))
-        np.testing.assert_array_equal(client.pull_rows(TABLE.name, np.array([7, 3, 3, 39])), given[[7, 3, 3, 39]])
+        client.initialize({TABLE.name: initial}, nd.SGD(0.1))
+        np.testing.assert_array_equal(client.pull_rows(TABLE.name, np.array([7, 3, 3, 39])), initial[[7, 3, 3, 39]])
 
 
 def test_lazy_updates_change_rows_with_gradients_alone():
@@ -105,13 +105,13 @@ def test_lazy_updates_change_rows_with_gradients_alone():
     assert table.count == 2
 
 
-def test_repeated_ids_are_added_up():
+def test_gradients_of_repeated_ids_are_summed():
     ids, rows = combine(np.array([3, 1, 3]), np.array([[1.0], [2.0], [4.0]]))
     assert (ids.tolist(), rows.tolist()) == ([1, 3], [[2.0], [5.0]])
 
 
-def test_a_huge_table_takes_the_memory_of_its_rows_in_use():
-    """20 million rows of 64 numbers, 5 GB, on two servers; 3,000 are in use."""
+def test_memory_grows_with_the_rows_in_use():
+    """Use 3,000 of 20 million rows of 64 numbers, 5 GB in total, on two servers."""
     spec = TableSpec("huge", 20_000_000, 64)
     draw = np.random.default_rng(0)
     with Servers(2) as job:
@@ -131,24 +131,24 @@ def test_a_huge_table_takes_the_memory_of_its_rows_in_use():
     assert peak < 8 * in_use
 
 
-def test_messages_grow_with_the_rows_and_not_with_the_table():
-    def sent(rows, count):
+def test_messages_grow_with_the_rows_alone():
+    def count_bytes(rows, count):
         ids = np.arange(count)
         values = first_rows(TableSpec("t", rows, 16), ids)
         return len(b"".join(encode(Message({}, {"ids/t": ids, "rows/t": values}))))
 
-    small, large = sent(1000, 100), sent(20_000_000, 100)
+    small, large = count_bytes(1000, 100), count_bytes(20_000_000, 100)
     assert small == large
-    assert sent(1000, 200) - small == 100 * (8 + 16 * 4)
+    assert count_bytes(1000, 200) - small == 100 * (8 + 16 * 4)
 
 
-def test_ids_out_of_range_are_named():
+def test_ids_out_of_range_are_reported():
     with Servers(2) as job:
         client = job.client(layouts=job.layouts(shapes={}, tables=[TABLE]))
         client.initialize({}, nd.SGD(0.1))
         client.pull({})
-        for wrong in (-1, ROWS):
-            with pytest.raises(ServiceError, match=f"id {wrong} is not in the table of {ROWS} rows"):
-                client.pull_rows(TABLE.name, np.array([0, wrong]))
-            with pytest.raises(ServiceError, match=f"id {wrong} is not"):
-                client.push({TABLE.name: (np.array([wrong]), np.ones((1, DIM)))})
+        for index in (-1, ROWS):
+            with pytest.raises(ServiceError, match=f"id {index} is not in the table of {ROWS} rows"):
+                client.pull_rows(TABLE.name, np.array([0, index]))
+            with pytest.raises(ServiceError, match=f"id {index} is not"):
+                client.push({TABLE.name: (np.array([index]), np.ones((1, DIM)))})

@@ -1,4 +1,4 @@
-"""Tasks as a data set of PyTorch's."""
+"""Tasks as a PyTorch data set."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from neondist.data.records import BadRecord
 from neondist.services.loader import TaskDataset
 
 
-def test_minibatches_are_credited_once_they_are_trained(tmp_path):
+def test_minibatches_are_credited_after_training(tmp_path):
     with nd.TaskQueue(tmp_path / "q", 5, 5, shuffle=False) as queue:
         data = iter(TaskDataset(queue, "a", list, 2))
         assert next(data) == [0, 1]
         assert next(data) == [2, 3]
         queue.lost("a")
-        assert next(data, None) == [2, 3]  # those of the first minibatch alone were credited
+        assert next(data, None) == [2, 3]  # the first minibatch alone was credited
         assert list(data) == [[4]]
         assert queue.counts()["done"] == 1
 
@@ -30,7 +30,7 @@ def test_bad_records_are_reported(tmp_path):
         assert queue.skipped == [(1, "a.csv:2: no number")]
 
 
-def test_reading_ahead_is_refused(tmp_path):
+def test_prefetching_is_rejected(tmp_path):
     with nd.TaskQueue(tmp_path / "q", 3, 3) as queue:
         data = TaskDataset(queue, "a", list, 2)
         with pytest.raises(nd.ConfigError, match="num_workers"):

@@ -1,12 +1,12 @@
-"""Serial models of layers in AutoDist's scope: the numbers of one process, on virtual ranks and in a job."""
+"""Serial models of layers in an AutoDist scope: the results of one process, on virtual ranks and in a job."""
 
 import contextlib
 import sys
 
 import numpy as np
 import pytest
-from cli_runs import call
-from present import needs_mpirun
+from availability import needs_mpirun
+from cli_runs import run_command
 
 import neondist as nd
 
@@ -32,7 +32,7 @@ if "--fail" in sys.argv:
 """
 
 
-def layers(scope, function):
+def train_layers(scope, function):
     """Return losses, outputs and gradients of a serial model of layers."""
     with scope:
         model = nd.Convnet(
@@ -46,46 +46,46 @@ def layers(scope, function):
             dtype="float64",
         )
         model.build((7, 6, 2), 6)
-    step, found = function(model.train_batch), []
+    step, results = function(model.train_batch), []
     for samples in (6, 6, 5):
         rng = np.random.default_rng(samples)
         x = rng.normal(size=(samples, 7, 6, 2))
-        found.append(step(x, rng.integers(0, 5, samples)))
-    found += [model.fprop(x), model.bprop(np.ones((5, 5)))]
+        results.append(step(x, rng.integers(0, 5, samples)))
+    results += [model.fprop(x), model.bprop(np.ones((5, 5)))]
     assert isinstance(model, nd.Convnet)
     assert str(model) == "Convnet"
-    return [np.asarray(one) for one in found]
+    return [np.asarray(array) for array in results]
 
 
 @pytest.mark.parametrize("strategy", ["PS", "AllReduce", "PartitionedPS", "Auto"])
 def test_serial_models_of_layers(strategy):
-    def on_grid(grid):
+    def train_on_grid(grid):
         d = nd.AutoDist(strategy=strategy, grid=grid)
-        return layers(d.scope(), d.function)
+        return train_layers(d.scope(), d.function)
 
-    check(on_grid)
-
-
-def test_a_scope_in_one_line():
-    check(lambda grid: layers(nd.scope(None, "PS", grid), lambda step: step))
+    check_against_one_process(train_on_grid)
 
 
-def check(on_grid):
-    """Compare the numbers of a grid with those of one process."""
+def test_scope_function():
+    check_against_one_process(lambda grid: train_layers(nd.scope(None, "PS", grid), lambda step: step))
+
+
+def check_against_one_process(train_on_grid):
+    """Compare the results on a grid with those of one process."""
 
     def body(world):
         with nd.ProcessGrid(world, replicas=2, rows=2) as grid:
-            return on_grid(grid)
+            return train_on_grid(grid)
 
-    expected = layers(contextlib.nullcontext(), lambda step: step)
-    for found in nd.loopback.run(4, body):
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    expected = train_layers(contextlib.nullcontext(), lambda step: step)
+    for results in nd.loopback.run(4, body):
+        for actual, reference in zip(results, expected, strict=True):
+            np.testing.assert_allclose(actual, reference, rtol=1e-9, atol=1e-12)
 
 
 @needs_mpirun
 @pytest.mark.long
-def test_a_script_starts_itself_on_its_resources_and_prints_once(tmp_path):
+def test_script_launches_its_ranks_and_prints_once(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     printed = {}
     for ranks in (1, 2):
@@ -93,7 +93,7 @@ def test_a_script_starts_itself_on_its_resources_and_prints_once(tmp_path):
         (tmp_path / "resources.yaml").write_text(f"nodes: [{{address: localhost, cpus: {cpus}}}]")
         text = SCRIPT.replace('{"rows": 2}', f'{{"rows": {ranks}}}')
         (tmp_path / "script.py").write_text(text)
-        code, out, err = call([sys.executable, "script.py", "a b", "--fail"], tmp_path)
+        code, out, err = run_command([sys.executable, "script.py", "a b", "--fail"], tmp_path)
         assert code == 3, err
         printed[ranks] = [line for line in out.splitlines() if line.startswith("['a b', '--fail']")]
     assert len(printed[1]) == 3

@@ -1,10 +1,10 @@
-"""Scripts that cannot be distributed are refused with file and line, on every rank."""
+"""Scripts that cannot be distributed are rejected with file and line, on every rank."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_runs import captured_once
+from torch_runs import share_captures
 
 import neondist as nd
 
@@ -12,8 +12,8 @@ X, LABELS = torch.zeros(4, 1, 6, 6), torch.zeros(4, 6, 6, dtype=torch.long)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def once():
-    with captured_once():
+def module_captures():
+    with share_captures():
         yield
 
 
@@ -26,16 +26,16 @@ class Eigenvalues(nn.Module):
         return torch.linalg.eigvals(x * self.scale).abs()
 
 
-def trained(d, model, optimizer=None, made_in_scope=True):
-    """Train a step of a model; return its loss."""
+def train_one_step(d, model, optimizer=None, build_in_scope=True):
+    """Train a model for one step; return its loss."""
     with d.scope():
-        found = model() if made_in_scope else None
-    found = found or model()
-    optimizer = optimizer and optimizer(found.parameters())
+        network = model() if build_in_scope else None
+    network = network or model()
+    optimizer = optimizer and optimizer(network.parameters())
 
     @d.function
     def step(x, y):
-        loss = F.cross_entropy(found(x), y)
+        loss = F.cross_entropy(network(x), y)
         loss.backward()
         if optimizer:
             optimizer.step(*[lambda: loss] * isinstance(optimizer, torch.optim.LBFGS))
@@ -44,15 +44,15 @@ def trained(d, model, optimizer=None, made_in_scope=True):
     return step(X, LABELS)
 
 
-def small():
+def make_small_model():
     return nn.Conv2d(1, 2, 3, padding=1)
 
 
-def before_a_scope(d):
+def decorate_outside_a_scope(d):
     return d.function(lambda x: x)
 
 
-def generator(d):
+def decorate_a_generator(d):
     with d.scope():
         pass
 
@@ -61,23 +61,32 @@ def generator(d):
         yield 1
 
 
-def optimizers(kind):
-    return lambda d: trained(d, small, lambda parameters: kind(parameters, lr=0.1))
+def train_with_optimizer(optimizer_type):
+    return lambda d: train_one_step(d, make_small_model, lambda parameters: optimizer_type(parameters, lr=0.1))
 
 
 HERE = r"test_autodist_mistakes\.py:\d+: "
 MISTAKES = {
-    "model outside": (lambda d: trained(d, small, made_in_scope=False), HERE + "step calls a Conv2d .*outside the"),
-    "operator": (lambda d: trained(d, Eigenvalues), HERE + "aten.linalg_eigvals"),
-    "function first": (before_a_scope, HERE + r"<lambda>: function\(\) outside of a scope"),
-    "generator": (generator, HERE + "steps: expected a function that returns"),
-    "closure": (optimizers(torch.optim.LBFGS), "strategy: PS partitions the update, but LBFGS.step got a closure"),
-    "whole parameters": (optimizers(torch.optim.Adafactor), "PS partitions the update, but Adafactor needs whole"),
+    "model outside": (
+        lambda d: train_one_step(d, make_small_model, build_in_scope=False),
+        HERE + "step calls a Conv2d .*outside the",
+    ),
+    "operator": (lambda d: train_one_step(d, Eigenvalues), HERE + "aten.linalg_eigvals"),
+    "function first": (decorate_outside_a_scope, HERE + r"<lambda>: function\(\) outside of a scope"),
+    "generator": (decorate_a_generator, HERE + "steps: expected a function that returns"),
+    "closure": (
+        train_with_optimizer(torch.optim.LBFGS),
+        "strategy: PS partitions the update, but LBFGS.step got a closure",
+    ),
+    "whole parameters": (
+        train_with_optimizer(torch.optim.Adafactor),
+        "PS partitions the update, but Adafactor needs whole",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_of_scripts(name):
+def test_invalid_scripts(name):
     call, message = MISTAKES[name]
 
     def body(world):
@@ -103,25 +112,25 @@ def test_mistakes_of_scripts(name):
         ),
         (
             {"resource_spec": {"nodes": [{"address": "localhost", "cpus": [0, 1]}]}},
-            "a job is started from a file|this process has no script",  # by pytest; by a worker of xdist
+            "a job is started from a file|this process has no script",  # under pytest; in a worker of xdist
         ),
     ],
 )
-def test_mistakes_of_arguments(arguments, message):
+def test_invalid_arguments(arguments, message):
     with pytest.raises(nd.UserError, match=message):
         nd.AutoDist(**arguments)
 
 
 @pytest.mark.parametrize("strategy", ["AllReduce(compressor='fp16')", "PS(sync=False)", "PS(staleness=2)"])
-def test_strategies_that_a_script_cannot_have(strategy):
+def test_unsupported_strategies(strategy):
     with pytest.raises(nd.ConfigError, match="strategy: "):
-        trained(nd.AutoDist(strategy=strategy), small)
+        train_one_step(nd.AutoDist(strategy=strategy), make_small_model)
 
 
 def test_resources_and_strategy():
     d = nd.AutoDist({"nodes": [{"address": "localhost"}]}, "PSLoadBalancing")
     assert (d.resources.replicas, type(d.strategy)) == (1, nd.strategies.PSLoadBalancing)
     with d.scope():
-        model = small()
+        model = make_small_model()
     assert list(d.strategy.parameters) == ["module/weight", "module/bias"]
     assert type(model) is nn.Conv2d

@@ -1,10 +1,11 @@
-"""An evaluator sees each checkpoint once, in the order of steps, and ends with the job."""
+"""Continuous evaluation: each checkpoint once, in the order of steps, until the job is complete."""
 
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from training_records import read_metrics
 
 import neondist as nd
 from neondist.cli import main
@@ -13,9 +14,9 @@ from neondist.session.follow import Follower
 from neondist.train import evaluate_checkpoint
 
 
-def session(folder, last=6, every=2):
-    """Train to a step in a folder, as the job that is followed."""
-    model = experiment().model
+def create_session(folder, last=6, every=2):
+    """Return a session that trains in a folder up to a step, with its model and data set."""
+    model = make_experiment().model
     dataset = nd.Synthetic((4, 4, 1), train=12, test=3)
     grid = nd.ProcessGrid.serial()
     dataset.open(grid)
@@ -31,73 +32,73 @@ def session(folder, last=6, every=2):
     return job, model, dataset
 
 
-def experiment(**fields):
+def make_experiment(**fields):
     model = nd.MLPDist([nd.FCLayerDist(4)], optimizer=nd.SGD(0.5), seed=2)
     return nd.FitExperiment(nd.Synthetic((4, 4, 1), train=12, test=3), model, batch_size=4, epochs=2, **fields)
 
 
 def train(folder, last=6, every=2):
-    job, model, dataset = session(folder, last, every)
+    job, model, dataset = create_session(folder, last, every)
     with job:
         for x, y in job.batches(dataset, 4):
             job.run(model.train_batch, x, y)
 
 
-EVENTS = st.lists(st.sampled_from(["step", "step", "look"]), max_size=40)
+EVENTS = st.lists(st.sampled_from(["step", "step", "poll"]), max_size=40)
 
 
 @settings(max_examples=8, deadline=None)
 @given(events=EVENTS, every=st.integers(1, 3))
-def test_each_checkpoint_once_in_order(tmp_path_factory, events, every):
-    """The evaluator looks at any time; it misses only what was removed before it looked."""
+def test_checkpoints_are_visited_once_in_order(tmp_path_factory, events, every):
+    """Polls at arbitrary times visit all checkpoints that exist then."""
     folder = tmp_path_factory.mktemp("followed")
-    job, model, dataset = session(folder, 100, every)
-    seen, there = [], set()
+    job, model, dataset = create_session(folder, 100, every)
+    steps, existing = [], set()
 
-    def look():
-        there.update(int(path.stem[11:]) for path in folder.glob("checkpoint-*.h5"))
-        while (found := follower.next()) is not None:
-            follower.visit(found, lambda file, progress: seen.append(progress.step))
+    def poll():
+        existing.update(int(path.stem[11:]) for path in folder.glob("checkpoint-*.h5"))
+        while (pending := follower.next()) is not None:
+            follower.visit(pending, lambda file, progress: steps.append(progress.step))
 
-    follower = Follower(folder, SingleTransport(), every=1.0, max_time=0.0)  # nothing is waited for
-    look()
+    follower = Follower(folder, SingleTransport(), every=1.0, max_time=0.0)  # never waits
+    poll()
     with job:
         batches = job.batches(dataset, 4)
         for event in events:
-            if event == "look":
-                look()
+            if event == "poll":
+                poll()
             else:
                 job.run(model.train_batch, *next(batches))
         batches.close()
         job.request_stop()
-    look()
-    assert seen == sorted(set(seen)) == sorted(there)
-    assert seen[-1] == job.global_step
+    poll()
+    assert steps == sorted(set(steps)) == sorted(existing)
+    assert steps[-1] == job.global_step
 
 
-def test_a_job_is_followed_while_it_runs(tmp_path):
-    """The wait between two looks is where the job goes on."""
-    job, model, dataset = session(tmp_path, 6, 2)
+def test_running_job_is_followed(tmp_path):
+    """The job continues while the follower sleeps between two polls."""
+    job, model, dataset = create_session(tmp_path, 6, 2)
     with job:
         batches = job.batches(dataset, 4)
 
-        def go_on(seconds):
+        def continue_job(seconds):
             assert seconds == 5.0
             if not job.should_stop():
                 job.run(model.train_batch, *next(batches))
             else:
                 job.__exit__(None, None, None)
 
-        follower, seen = Follower(tmp_path, SingleTransport(), every=5.0, sleep=go_on), []
-        while (found := follower.next()) is not None:
-            assert follower.visit(found, lambda file, progress: seen.append(progress.step))
-        assert seen == [0, 2, 4, 6]
+        follower, steps = Follower(tmp_path, SingleTransport(), every=5.0, sleep=continue_job), []
+        while (pending := follower.next()) is not None:
+            assert follower.visit(pending, lambda file, progress: steps.append(progress.step))
+        assert steps == [0, 2, 4, 6]
         batches.close()
 
 
-def test_what_was_removed_is_skipped(tmp_path, capsys):
+def test_removed_checkpoint_is_skipped(tmp_path, capsys):
     train(tmp_path)
-    follower, seen = Follower(tmp_path, SingleTransport()), []
+    follower, visited = Follower(tmp_path, SingleTransport()), []
     first = follower.next()
     first.path.unlink()
     assert not follower.visit(first, lambda file, progress: None)
@@ -105,51 +106,47 @@ def test_what_was_removed_is_skipped(tmp_path, capsys):
     damaged = follower.next()
     damaged.path.write_bytes(damaged.path.read_bytes()[:-1])
     with pytest.raises(nd.DataError, match="damaged"):
-        follower.visit(damaged, lambda file, progress: seen.append(progress))
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+        follower.visit(damaged, lambda file, progress: visited.append(progress))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_records_are_those_of_each_checkpoint(tmp_path, ranks, capsys):
+def test_records_match_checkpoints(tmp_path, ranks, capsys):
     pytest.importorskip("tensorboardX")
     train(tmp_path)
 
     def body(world):
-        following = experiment(loggers=[nd.TensorBoard()], metrics=[nd.Accuracy()])
-        return nd.session.follow_checkpoints(following, tmp_path, nd.ProcessGrid(world), tmp_path / "found")
+        experiment = make_experiment(loggers=[nd.TensorBoard()], metrics=[nd.Accuracy()])
+        return nd.session.follow_checkpoints(experiment, tmp_path, nd.ProcessGrid(world), tmp_path / "out")
 
-    found = loopback.run(ranks, body)
-    records = lines(tmp_path / "found" / "metrics.jsonl")
-    assert [record["step"] for record in records] == [0, 2, 4, 6] == [record["step"] for record in found[-1]]
+    records_by_rank = loopback.run(ranks, body)
+    records = read_metrics(tmp_path / "out")
+    assert [record["step"] for record in records] == [0, 2, 4, 6] == [record["step"] for record in records_by_rank[-1]]
     printed = capsys.readouterr().out.splitlines()
     assert [json.loads(line) for line in printed if line.startswith("{")] == records
     for record in records:
         path = tmp_path / f"checkpoint-{record['step']:08d}.h5"
-        alone = evaluate_checkpoint(experiment(), path, nd.ProcessGrid.serial())
-        assert record["test_loss"] == pytest.approx(alone["loss"], rel=1e-6)
-        assert record["test_error"] == alone["error"]
-    assert list((tmp_path / "found" / "tensorboard").iterdir())
+        expected = evaluate_checkpoint(make_experiment(), path, nd.ProcessGrid.serial())
+        assert record["test_loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert record["test_error"] == expected["error"]
+    assert list((tmp_path / "out" / "tensorboard").iterdir())
     train(tmp_path, 8)
-    with (tmp_path / "found" / "metrics.jsonl").open("a") as log:
-        log.write('{"epoch": 9')  # an evaluator was killed while it wrote
-    assert [[record["step"] for record in one] for one in loopback.run(ranks, body)] == [[8]] * ranks
-    assert [record["step"] for record in lines(tmp_path / "found" / "metrics.jsonl")] == [0, 2, 4, 6, 8]
+    with (tmp_path / "out" / "metrics.jsonl").open("a") as log:
+        log.write('{"epoch": 9')  # an evaluator killed during a write
+    assert [[record["step"] for record in rank_records] for rank_records in loopback.run(ranks, body)] == [[8]] * ranks
+    assert [record["step"] for record in read_metrics(tmp_path / "out")] == [0, 2, 4, 6, 8]
 
 
-def test_the_role_of_an_evaluator(tmp_path, capsys):
+def test_evaluator_role(tmp_path, capsys):
     train(tmp_path)
-    _, model, dataset = session(tmp_path)
+    _, model, dataset = create_session(tmp_path)
     hook = nd.StopAtStepHook(4)
     with nd.DistributedSession(nd.TaskSpecDef("evaluator"), model, tmp_path, [hook]) as evaluator:
         steps = []
         while not evaluator.should_stop():
-            numbers = evaluator.run(nd.train.evaluate, model, dataset.test, 4)
-            steps.append((evaluator.global_step, numbers["loss"]))
+            results = evaluator.run(nd.train.evaluate, model, dataset.test, 4)
+            steps.append((evaluator.global_step, results["loss"]))
     assert [step for step, _ in steps] == [0, 2, 4]
-    records = lines(tmp_path / "evaluation" / "metrics.jsonl")
+    records = read_metrics(tmp_path / "evaluation")
     assert [(record["step"], record["loss"]) for record in records] == steps
     with nd.DistributedSession(nd.TaskSpecDef("evaluator"), model, tmp_path) as evaluator:
         assert not evaluator.should_stop()
@@ -159,7 +156,7 @@ def test_the_role_of_an_evaluator(tmp_path, capsys):
             evaluator.run(lambda: 0.25)
         with pytest.raises(nd.ConfigError, match="batches"):
             evaluator.batches(dataset, 4)
-    assert lines(tmp_path / "evaluation" / "metrics.jsonl")[-1] | {"seconds": 0} == {
+    assert read_metrics(tmp_path / "evaluation")[-1] | {"seconds": 0} == {
         "epoch": 1, "step": 6, "loss": 0.25, "seconds": 0,
     }  # fmt: skip
 
@@ -173,18 +170,18 @@ batch_size: 4
 """
 
 
-def command(*words):
-    return main(["evaluate", *map(str, words)])
+def run_evaluate(*arguments):
+    return main(["evaluate", *map(str, arguments)])
 
 
-def test_the_command(tmp_path, capsys):
+def test_evaluate_command(tmp_path, capsys):
     (tmp_path / "e.yaml").write_text(FILE)
     train(tmp_path / "run")
     capsys.readouterr()
-    assert command(tmp_path / "e.yaml", "--follow", tmp_path / "run", "--every", "30s") == 0
+    assert run_evaluate(tmp_path / "e.yaml", "--follow", tmp_path / "run", "--every", "30s") == 0
     steps = [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()]
     assert steps == [0, 2, 4, 6]
-    assert command(tmp_path / "e.yaml", "--follow", tmp_path / "none", "--max-time", "0.01") == 0
+    assert run_evaluate(tmp_path / "e.yaml", "--follow", tmp_path / "none", "--max-time", "0.01") == 0
     assert capsys.readouterr().out == ""
 
 
@@ -194,7 +191,7 @@ def test_the_command(tmp_path, capsys):
     (["--follow", "a", "--split", "test"], "--split applies to a single checkpoint"),
     (["--checkpoint", "a", "--max-time", "3"], "--max-time requires --follow"),
 ])  # fmt: skip
-def test_wrong_options_are_named(tmp_path, capsys, options, message):
+def test_invalid_options(tmp_path, capsys, options, message):
     (tmp_path / "e.yaml").write_text(FILE)
-    assert command(tmp_path / "e.yaml", *options) == 2
+    assert run_evaluate(tmp_path / "e.yaml", *options) == 2
     assert message in capsys.readouterr().err

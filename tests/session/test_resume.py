@@ -1,4 +1,4 @@
-"""A session that goes on at any step has the numbers of one that nothing has interrupted, bit for bit."""
+"""Resumption of sessions at any step, bit for bit equal to an uninterrupted session."""
 
 import shutil
 from contextlib import closing
@@ -14,7 +14,7 @@ from neondist.comm import loopback
 LAST = 9
 
 
-def layer_model(grid):
+def build_layer_model(grid):
     layers = [nd.ConvLayerDist(2, 3, padding=1), nd.DropoutLayerDist(0.3), nd.BatchNormLayerDist(), nd.FCLayerDist(4)]
     optimizer = nd.Adam(learning_rate=0.05, schedule=nd.StepDecay(every_epochs=1, factor=0.5))
     model = nd.ConvnetDist(layers, optimizer=optimizer, dtype="float64", seed=3)
@@ -24,10 +24,10 @@ def layer_model(grid):
     return model, dataset
 
 
-def trained(world, folder, last, shape, **fields):
+def train(world, folder, last, shape, **fields):
     """Return the losses of a session that ends at step `last`, and its model."""
     grid = nd.ProcessGrid(world, **shape)
-    model, dataset = layer_model(grid)
+    model, dataset = build_layer_model(grid)
     losses = []
     session = nd.DistributedSession(
         nd.TaskSpecDef(),
@@ -45,56 +45,56 @@ def trained(world, folder, last, shape, **fields):
     return losses, model
 
 
-def final(world, folder, last, shape, **fields):
-    losses, model = trained(world, folder, last, shape, **fields)
+def train_and_collect(world, folder, last, shape, **fields):
+    losses, model = train(world, folder, last, shape, **fields)
     return losses, model.state(), {shard.full_name: array.copy() for shard, array in model.kept_arrays()["optimizer"]}
 
 
 SHAPES = {1: {}, 2: {"rows": 2}, "replicas": {"replicas": 2}}
 RANKS = {1: 1, 2: 2, "replicas": 2}
-undisturbed = {}
+uninterrupted = {}
 
 
-def run(kind, folder, last, **fields):
-    return loopback.run(RANKS[kind], lambda world: final(world, folder, last, SHAPES[kind], **fields))
+def run_on_ranks(kind, folder, last, **fields):
+    return loopback.run(RANKS[kind], lambda world: train_and_collect(world, folder, last, SHAPES[kind], **fields))
 
 
 @settings(max_examples=5, deadline=None)
 @given(kind=st.sampled_from(list(SHAPES)), cuts=st.sets(st.integers(1, LAST - 1), min_size=1, max_size=2))
 @pytest.mark.long
 def test_layers_resume_at_any_step(tmp_path_factory, kind, cuts):
-    if kind not in undisturbed:
-        undisturbed[kind] = run(kind, None, LAST)
+    if kind not in uninterrupted:
+        uninterrupted[kind] = run_on_ranks(kind, None, LAST)
     folder = tmp_path_factory.mktemp("session")
-    parts = [run(kind, folder, last) for last in [*sorted(cuts), LAST]]
-    for rank, (losses, state, slots) in enumerate(undisturbed[kind]):
-        assert [loss for part in parts for loss in part[rank][0]] == losses
-        for found, wanted in ((parts[-1][rank][1], state), (parts[-1][rank][2], slots)):
-            assert found.keys() == wanted.keys() != set()
-            assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+    runs = [run_on_ranks(kind, folder, last) for last in [*sorted(cuts), LAST]]
+    for rank, (losses, state, slots) in enumerate(uninterrupted[kind]):
+        assert [loss for run in runs for loss in run[rank][0]] == losses
+        for actual, expected in ((runs[-1][rank][1], state), (runs[-1][rank][2], slots)):
+            assert actual.keys() == expected.keys() != set()
+            assert all(np.array_equal(actual[name], expected[name]) for name in expected)
     shutil.rmtree(folder)
 
 
-def test_an_experiment_goes_on_from_a_session_and_back(tmp_path, capsys):
+def test_experiment_and_session_resume_each_other(tmp_path, capsys):
     grid = nd.ProcessGrid.serial()
 
-    def experiment():
-        model, dataset = layer_model(grid)
+    def make_experiment():
+        model, dataset = build_layer_model(grid)
         return nd.FitExperiment(dataset, model, batch_size=3, epochs=3)
 
-    whole = experiment()
-    whole.run(grid, hooks=[])
-    trained(grid.world, tmp_path, 6, {})
-    going_on = experiment()
-    result = going_on.run(grid, output=tmp_path, resume=True, hooks=[])
+    reference = make_experiment()
+    reference.run(grid, hooks=[])
+    train(grid.world, tmp_path, 6, {})
+    resumed = make_experiment()
+    result = resumed.run(grid, output=tmp_path, resume=True, hooks=[])
     assert [record["step"] for record in result.history] == [4, 8, 12]
-    wanted, found = whole.model.state(), going_on.model.state()
-    assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
-    losses, _ = trained(grid.world, tmp_path, 13, {})
+    expected, actual = reference.model.state(), resumed.model.state()
+    assert all(np.array_equal(actual[name], expected[name]) for name in expected)
+    losses, _ = train(grid.world, tmp_path, 13, {})
     assert len(losses) == 1
 
 
-def torch_parts(grid, kind):
+def build_torch_parts(grid, kind):
     torch = pytest.importorskip("torch")
     import neondist.torch as ndt
 
@@ -112,16 +112,16 @@ def torch_parts(grid, kind):
     return module, optimizer, scheduler
 
 
-def torch_trained(folder, last, kind, grid=None):
+def train_torch(folder, last, kind, grid=None):
     torch = pytest.importorskip("torch")
-    module, optimizer, scheduler = torch_parts(grid or nd.ProcessGrid.serial(), kind)
+    module, optimizer, scheduler = build_torch_parts(grid or nd.ProcessGrid.serial(), kind)
 
     def step(number):
-        drawn = torch.Generator().manual_seed(number)
-        x = torch.randn(4, 1, 5, 4, generator=drawn, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(4, 1, 5, 4, generator=generator, dtype=torch.float64)
         optimizer.zero_grad()
         y = module(module.scatter(x))
-        target = torch.randint(3, (4,), generator=drawn)
+        target = torch.randint(3, (4,), generator=generator)
         loss = module.loss(torch.nn.functional.cross_entropy, y, module.scatter_target(target))
         loss.backward()
         optimizer.step()
@@ -134,7 +134,7 @@ def torch_trained(folder, last, kind, grid=None):
     with nd.DistributedSession(nd.TaskSpecDef(), parts, folder, hooks, log_step_count_steps=None) as session:
         while not session.should_stop():
             losses.append(session.run(step, session.global_step))
-    return losses, optimizer.state_dict(), {name: one.clone() for name, one in module.state_dict().items()}
+    return losses, optimizer.state_dict(), {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
 @settings(max_examples=2, deadline=None)
@@ -142,30 +142,30 @@ def torch_trained(folder, last, kind, grid=None):
 @pytest.mark.long
 def test_torch_modules_resume_at_any_step(tmp_path_factory, kind, cut):
     torch = pytest.importorskip("torch")
-    if kind not in undisturbed:
-        undisturbed[kind] = torch_trained(None, 7, kind)
+    if kind not in uninterrupted:
+        uninterrupted[kind] = train_torch(None, 7, kind)
     folder = tmp_path_factory.mktemp("torch")
-    begun = torch_trained(folder, cut, kind)
-    losses, slots, state = torch_trained(folder, 7, kind)
-    assert begun[0] + losses == undisturbed[kind][0]
-    assert all(torch.equal(state[name], one) for name, one in undisturbed[kind][2].items())
-    wanted = undisturbed[kind][1]
-    assert slots["param_groups"] == wanted["param_groups"]
-    for at, kept in wanted["state"].items():
-        assert all(torch.equal(slots["state"][at][name], one) for name, one in kept.items())
+    first = train_torch(folder, cut, kind)
+    losses, slots, state = train_torch(folder, 7, kind)
+    assert first[0] + losses == uninterrupted[kind][0]
+    assert all(torch.equal(state[name], tensor) for name, tensor in uninterrupted[kind][2].items())
+    expected = uninterrupted[kind][1]
+    assert slots["param_groups"] == expected["param_groups"]
+    for index, slot in expected["state"].items():
+        assert all(torch.equal(slots["state"][index][name], tensor) for name, tensor in slot.items())
     shutil.rmtree(folder)
 
 
 TORCH_GRIDS = {1: {}, 2: {"rows": 2}, 4: {"rows": 2, "replicas": 2}}
 
 
-def torch_on(ranks, folder, last, kind):
-    """Return losses, and the module's state, of each rank."""
+def train_torch_on_ranks(ranks, folder, last, kind):
+    """Return the losses and the state of the module on each rank."""
 
     def body(world):
         with closing(nd.ProcessGrid(world, **TORCH_GRIDS[ranks])) as grid:
-            losses, _, state = torch_trained(folder, last, kind, grid)
-        return losses, {name: one.numpy() for name, one in state.items()}
+            losses, _, state = train_torch(folder, last, kind, grid)
+        return losses, {name: tensor.numpy() for name, tensor in state.items()}
 
     return loopback.run(ranks, body)
 
@@ -177,27 +177,27 @@ def torch_on(ranks, folder, last, kind):
 )
 @pytest.mark.long
 def test_torch_modules_resume_on_other_ranks(tmp_path, kind, counts):
-    """Weights, slots, learning rate, dropout and running statistics: the numbers of one process, in float64."""
-    cuts = [2 + 2 * at for at in range(len(counts))]
-    parts = [torch_on(ranks, tmp_path, last, kind) for ranks, last in zip(counts, cuts, strict=True)]
-    ((losses, state),) = torch_on(1, None, cuts[-1], kind)
-    for rank, (_, found) in enumerate(parts[-1]):
-        at = [loss for part in parts for loss in part[min(rank, len(part) - 1)][0]]
-        np.testing.assert_allclose(at, losses, rtol=1e-10)
+    """Weights, slots, learning rate, dropout and running statistics equal those of one process, in float64."""
+    cuts = [2 + 2 * i for i in range(len(counts))]
+    runs = [train_torch_on_ranks(ranks, tmp_path, last, kind) for ranks, last in zip(counts, cuts, strict=True)]
+    ((losses, state),) = train_torch_on_ranks(1, None, cuts[-1], kind)
+    for rank, (_, actual) in enumerate(runs[-1]):
+        actual_losses = [loss for run in runs for loss in run[min(rank, len(run) - 1)][0]]
+        np.testing.assert_allclose(actual_losses, losses, rtol=1e-10)
         for name, array in state.items():
-            np.testing.assert_allclose(found[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
+            np.testing.assert_allclose(actual[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-def test_a_checkpoint_of_other_objects_is_refused(tmp_path):
+def test_checkpoint_of_other_objects_is_rejected(tmp_path):
     pytest.importorskip("torch")
-    torch_trained(tmp_path, 1, "AllReduce")
-    module, _, _ = torch_parts(nd.ProcessGrid.serial(), "AllReduce")
+    train_torch(tmp_path, 1, "AllReduce")
+    module, _, _ = build_torch_parts(nd.ProcessGrid.serial(), "AllReduce")
     with pytest.raises(nd.DataError, match=r"states of \['MultiStepLR'\].*give another checkpoint_dir"):
         nd.DistributedSession(nd.TaskSpecDef(), module, tmp_path).__enter__()
 
 
-def test_the_loss_of_an_epoch_counts_each_sample_once():
-    model, dataset = layer_model(nd.ProcessGrid.serial())
+def test_epoch_loss_counts_each_sample_once():
+    model, dataset = build_layer_model(nd.ProcessGrid.serial())
     with nd.DistributedSession(nd.TaskSpecDef(), model, log_step_count_steps=None) as session:
         losses = []
         for x, y in session.batches(dataset, 3):

@@ -1,4 +1,4 @@
-"""All ranks of a session stop after the same step, whoever asks; and roles decide who writes."""
+"""Coordinated stop of all ranks of a session, and the files that each role writes."""
 
 import itertools
 import re
@@ -13,8 +13,8 @@ from neondist.comm import loopback
 from neondist.train import Hook
 
 
-class Steps(Hook):
-    """Counts calls, and stops its rank alone where it is told to."""
+class StepRecorder(Hook):
+    """Record calls, and stop this rank alone after a step."""
 
     def __init__(self, stop_at=None):
         self.steps, self.ends, self.stop_at = [], [], stop_at
@@ -37,110 +37,108 @@ class Steps(Hook):
 X, Y = np.ones((2, 3, 2, 1)), np.array([[0.0, 1.0]] * 2)
 
 
-def model_on(grid):
+def build_model(grid):
     model = nd.MLPDist([nd.FCLayerDist(2)], cost=nd.MSE())
     model.build((3, 2, 1), 2, grid)
     return model
 
 
-def session_on(grid, model=None, folder=None, hooks=(), task=None, **more):
-    more = {"log_step_count_steps": None, **more}
-    return nd.DistributedSession(task or nd.TaskSpecDef(), model or model_on(grid), folder, hooks, **more)
+def create_session(grid, model=None, folder=None, hooks=(), task=None, **options):
+    options = {"log_step_count_steps": None, **options}
+    return nd.DistributedSession(task or nd.TaskSpecDef(), model or build_model(grid), folder, hooks, **options)
 
 
-WAYS = "request", "hook", "time"
+STOP_KINDS = "request", "hook", "time"
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6), st.sampled_from(["request", "hook", "time"])), max_size=4)
-)
-def test_all_ranks_stop_after_the_same_step(asked):
-    """Whichever ranks ask, in whichever way and before whichever step."""
-    expected = min([at for _, at, _ in asked], default=7)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 6), st.sampled_from(STOP_KINDS)), max_size=4))
+def test_all_ranks_stop_after_the_same_step(requests):
+    """Requests of any ranks, of any kind and before any step."""
+    expected = min([step for _, step, _ in requests], default=7)
 
     def body(world):
         grid = nd.ProcessGrid(world)
-        mine = {at: how for rank, at, how in asked if rank == world.rank}
-        hooks = [Steps(at) for at, how in mine.items() if how == "hook"]
-        for at, how in mine.items():
-            if how == "time":
-                hooks.append(nd.StopAtTimeHook(at, clock=itertools.count(-1).__next__))
+        own_requests = {step: kind for rank, step, kind in requests if rank == world.rank}
+        hooks = [StepRecorder(step) for step, kind in own_requests.items() if kind == "hook"]
+        for step, kind in own_requests.items():
+            if kind == "time":
+                hooks.append(nd.StopAtTimeHook(step, clock=itertools.count(-1).__next__))
         hooks.append(nd.StopAtStepHook(7))
-        session = session_on(grid, hooks=hooks)
+        session = create_session(grid, hooks=hooks)
         with session:
             while not session.should_stop():
-                if mine.get(session.global_step + 1) == "request":
+                if own_requests.get(session.global_step + 1) == "request":
                     session.request_stop()
-                session.run(model_step(session))
+                session.run(make_step(session))
         return session.global_step
 
     assert loopback.run(3, body) == [expected] * 3
 
 
-def test_a_hook_of_the_chief_stops_all():
+def test_chief_hook_stops_all_ranks():
     def body(world):
-        session = session_on(nd.ProcessGrid(world), chief_only_hooks=[hook := Steps(3)])
+        session = create_session(nd.ProcessGrid(world), chief_only_hooks=[hook := StepRecorder(3)])
         with session:
             while not session.should_stop():
-                session.run(model_step(session))
+                session.run(make_step(session))
         return session.global_step, hook.steps, hook.ends
 
     assert loopback.run(2, body) == [(3, [1, 2, 3], ["on_stop"]), (3, [], [])]
 
 
-def test_a_session_without_a_model_counts_steps(tmp_path):
+def test_session_without_a_model_counts_steps(tmp_path):
     for last in (3, 5):
-        hook = Steps()
+        hook = StepRecorder()
         with nd.DistributedSession(
             nd.TaskSpecDef(), checkpoint_dir=tmp_path, hooks=[hook, nd.StopAtStepHook(last)]
         ) as session:
-            found = [session.run(lambda: 2 * session.global_step) for _ in iter(session.should_stop, True)]
-        assert (found, hook.steps) == (([0, 2, 4], [1, 2, 3]) if last == 3 else ([6, 8], [4, 5]))
+            results = [session.run(lambda: 2 * session.global_step) for _ in iter(session.should_stop, True)]
+        assert (results, hook.steps) == (([0, 2, 4], [1, 2, 3]) if last == 3 else ([6, 8], [4, 5]))
 
 
-def test_a_worker_of_another_master_reads_and_writes_nothing(tmp_path):
+def test_worker_reads_but_writes_nothing(tmp_path):
     grid = nd.ProcessGrid.serial()
     master, worker = (nd.TaskSpecDef(kind, 0, worker_hosts="b:1", master="a:1") for kind in ("master", "worker"))
-    with pytest.warns(UserWarning, match="trains alone"), session_on(grid, None, tmp_path, task=master) as session:
-        session.run(model_step(session))
+    with pytest.warns(UserWarning, match="trains alone"), create_session(grid, None, tmp_path, task=master) as session:
+        session.run(make_step(session))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert {"checkpoint.h5", "checkpoint-00000000.h5", "checkpoint-00000001.h5", "complete.json"} <= before.keys()
-    chief = Steps()
+    chief = StepRecorder()
     with pytest.warns(UserWarning, match="worker 0 of a job of 2 trains alone"):
-        session = session_on(grid, None, tmp_path, task=worker, chief_only_hooks=[chief])
+        session = create_session(grid, None, tmp_path, task=worker, chief_only_hooks=[chief])
     with session:
         assert session.global_step == 1
-        session.run(model_step(session))
+        session.run(make_step(session))
     assert chief.steps == []
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def model_step(session):
+def make_step(session):
     model = session.state.model
     return lambda: model.train_batch(model.scatter(X), Y)
 
 
-def test_a_failed_step_is_not_written(tmp_path):
-    hook = Steps()
+def test_failed_step_is_not_saved(tmp_path):
+    hook = StepRecorder()
 
-    def failing():
-        with session_on(nd.ProcessGrid.serial(), None, tmp_path, [hook]) as session:
-            session.run(model_step(session))
+    def run_failing_step():
+        with create_session(nd.ProcessGrid.serial(), None, tmp_path, [hook]) as session:
+            session.run(make_step(session))
             session.run(lambda: 1 / 0)
 
     with pytest.raises(ZeroDivisionError):
-        failing()
+        run_failing_step()
     assert hook.ends == ["ZeroDivisionError"]
     assert sorted(path.name for path in tmp_path.glob("*.h5")) == ["checkpoint-00000000.h5", "checkpoint.h5"]
     assert not (tmp_path / "complete.json").exists()
-    with session_on(nd.ProcessGrid.serial(), None, tmp_path) as session:  # the lock is free
+    with create_session(nd.ProcessGrid.serial(), None, tmp_path) as session:  # the lock is free
         assert session.global_step == 0
 
 
-def test_summaries_and_lines(tmp_path, capsys):
+def test_summaries_and_log_lines(tmp_path, capsys):
     for last in (4, 7):
-        with session_on(
+        with create_session(
             nd.ProcessGrid.serial(),
             None,
             tmp_path,
@@ -150,27 +148,27 @@ def test_summaries_and_lines(tmp_path, capsys):
             save_checkpoint_steps=3,
         ) as session:
             for _ in iter(session.should_stop, True):
-                session.run(model_step(session))
-    steps = [int(found) for found in re.findall(r'"step": (\d+)', (tmp_path / "summaries.jsonl").read_text())]
+                session.run(make_step(session))
+    steps = [int(step) for step in re.findall(r'"step": (\d+)', (tmp_path / "summaries.jsonl").read_text())]
     assert steps == [2, 4, 6]
     assert re.findall(r"step (\d+): loss [\d.]+, [\d.,]+ steps/s", capsys.readouterr().out) == ["3", "7"]
-    kept = sorted(int(path.stem[11:]) for path in tmp_path.glob("checkpoint-*.h5"))
-    assert kept == [0, 3, 4, 6, 7]
+    saved_steps = sorted(int(path.stem[11:]) for path in tmp_path.glob("checkpoint-*.h5"))
+    assert saved_steps == [0, 3, 4, 6, 7]
 
 
-def test_weights_of_another_checkpoint_are_taken_once(tmp_path):
+def test_initial_checkpoint_is_loaded_once(tmp_path):
     grid = nd.ProcessGrid.serial()
-    with session_on(grid, first := model_on(grid), tmp_path / "first", [nd.StopAtStepHook(2)]) as session:
+    with create_session(grid, first := build_model(grid), tmp_path / "first", [nd.StopAtStepHook(2)]) as session:
         for _ in iter(session.should_stop, True):
-            session.run(model_step(session))
+            session.run(make_step(session))
     load = nd.LoadCheckpoint(tmp_path / "first" / "checkpoint.h5")
     for last, expected in ((1, first.state()), (2, None)):
-        model = model_on(grid)
-        with session_on(grid, model, tmp_path / "second", [load, nd.StopAtStepHook(last)]) as session:
-            begun = model.state()
-            session.run(model_step(session))
-        assert expected is None or all((begun[name] == expected[name]).all() for name in expected)
-    assert any((begun[name] != first.state()[name]).any() for name in begun)
+        model = build_model(grid)
+        with create_session(grid, model, tmp_path / "second", [load, nd.StopAtStepHook(last)]) as session:
+            initial = model.state()
+            session.run(make_step(session))
+        assert expected is None or all((initial[name] == expected[name]).all() for name in expected)
+    assert any((initial[name] != first.state()[name]).any() for name in initial)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -181,23 +179,23 @@ def test_weights_of_another_checkpoint_are_taken_once(tmp_path):
     ({"task_spec": nd.TaskSpecDef("evaluator")}, "checkpoint_dir"),
     ({"hooks": nd.StopAtStepHook(1)}, "hooks"),
 ])  # fmt: skip
-def test_wrong_arguments_are_named(arguments, message):
+def test_invalid_arguments(arguments, message):
     with pytest.raises(nd.ConfigError, match=message):
         nd.DistributedSession(**arguments)
 
 
-def test_wrong_use_is_named(tmp_path):
-    session = session_on(nd.ProcessGrid.serial())
+def test_invalid_use(tmp_path):
+    session = create_session(nd.ProcessGrid.serial())
     with pytest.raises(nd.NotReadyError, match=r"with nd\.DistributedSession"):
         session.should_stop()
     with (
         pytest.raises(nd.NotReadyError, match=r"session\.batches"),
-        session_on(nd.ProcessGrid.serial(), hooks=[nd.train.ProgressBar()]),
+        create_session(nd.ProcessGrid.serial(), hooks=[nd.train.ProgressBar()]),
     ):
         pass
 
 
-def test_experiments_stop_by_the_hooks_of_sessions(tmp_path):
+def test_session_hooks_stop_experiments(tmp_path):
     dataset = nd.Synthetic((4, 4, 1), train=12, test=2)
 
     def body(world):
@@ -208,6 +206,6 @@ def test_experiments_stop_by_the_hooks_of_sessions(tmp_path):
     hooks = [lambda world: nd.StopAtStepHook(5)] * 2
     assert loopback.run(2, body) == [(5, 0)] * 2
     assert (tmp_path / "run" / "complete.json").exists()
-    # rank 1 finds the time over in step 3, and all hear of it in step 4
+    # the time is up on rank 1 in step 3; all ranks stop after step 4
     hooks = [lambda world: nd.StopAtTimeHook(3 if world.rank else 100, clock=itertools.count(-1).__next__)] * 2
     assert loopback.run(2, body) == [(4, 0)] * 2

@@ -1,4 +1,4 @@
-"""The planner's choice of a grid and a strategy: the best of all by its own costs, within memory, and replayed."""
+"""Automatic choice of grid and strategy: the fastest by predicted cost, within memory, and replayed from a file."""
 
 from dataclasses import replace
 
@@ -30,48 +30,50 @@ strategy: !Auto {memory: 1GiB}
 """
 
 
-def network():
+def make_network():
     layers = [nd.ConvLayerDist(4, 3), nd.MaxPoolingLayerDist(2), nd.BatchNormLayerDist(), nd.FCLayerDist(3)]
     return nd.ConvnetDist(layers, cost=nd.CrossEntropy(), optimizer=nd.Adam())
 
 
-def every_choice(ranks, machine=SLOW):
-    model = network()
+def list_choices(ranks, machine=SLOW):
+    model = make_network()
     plans = [model.plan(SHAPE, grid, BATCH) for grid in search.grids(ranks, {}, BATCH, SHAPE[:-1])]
     return search.choices(plans, candidates(), machine)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6])
-def test_the_choice_is_the_best_of_all(ranks):
-    found = every_choice(ranks)
+def test_choice_is_the_fastest(ranks):
+    choices = list_choices(ranks)
     grids = {(r, p, q) for r in range(1, BATCH + 1) for p in range(1, 7) for q in range(1, 7) if r * p * q == ranks}
-    assert {(c.plan.grid.replicas, c.plan.grid.rows, c.plan.grid.cols) for c in found} == grids
-    assert len(found) == len(grids) * len(candidates())
-    choice, runner_up, left = search.best(found, None)
-    assert choice.total == min(each.total for each in found) <= runner_up.total
-    assert not left
-    assert [search.named(each) for each in found] == [search.named(each) for each in every_choice(ranks)]
-    rest = [each for each in found if each.total == choice.total]
-    assert choice.strategy.builder == min(each.strategy.builder for each in rest)
+    assert {(c.plan.grid.replicas, c.plan.grid.rows, c.plan.grid.cols) for c in choices} == grids
+    assert len(choices) == len(grids) * len(candidates())
+    choice, runner_up, excluded = search.best(choices, None)
+    assert choice.total == min(candidate.total for candidate in choices) <= runner_up.total
+    assert not excluded
+    assert [search.named(candidate) for candidate in choices] == [
+        search.named(candidate) for candidate in list_choices(ranks)
+    ]
+    ties = [candidate for candidate in choices if candidate.total == choice.total]
+    assert choice.strategy.builder == min(candidate.strategy.builder for candidate in ties)
 
 
-def test_the_choice_fits_into_memory():
-    found = every_choice(4)
-    needs = sorted({search.held(each) for each in found})
+def test_choice_fits_in_memory():
+    choices = list_choices(4)
+    needs = sorted({search.held(candidate) for candidate in choices})
     assert len(needs) > 2
     for limit in needs:
-        choice, _, left = search.best(found, limit)
-        faster = [each for each in found if each.order < choice.order]
-        assert search.held(choice) <= limit < min([search.held(each) for each in faster], default=limit + 1)
-        assert len(left) == len(faster)
+        choice, _, excluded = search.best(choices, limit)
+        faster = [candidate for candidate in choices if candidate.order < choice.order]
+        assert search.held(choice) <= limit < min([search.held(candidate) for candidate in faster], default=limit + 1)
+        assert len(excluded) == len(faster)
     with pytest.raises(nd.ConfigError, match=r"needs at least .* with any grid and strategy; give more memory"):
-        search.best(found, needs[0] - 1)
+        search.best(choices, needs[0] - 1)
 
 
-def test_memory_of_a_choice_is_that_of_its_plan():
-    for choice in every_choice(4):
+def test_choice_memory_matches_its_plan():
+    for choice in list_choices(4):
         if choice.plan.grid.replicas == 1:
-            model = network()
+            model = make_network()
             model.execute(strategy=replace(choice.strategy, grid=None))
             needed, bound = model.plan(SHAPE, choice.plan.grid, BATCH).needed, search.held(choice)
             if choice.strategy.builder in ("AllReduce", "ShardedOptimizer", "PS"):
@@ -79,7 +81,7 @@ def test_memory_of_a_choice_is_that_of_its_plan():
             assert needed <= bound <= needed + choice.sync.held
 
 
-def test_the_builder_chooses_the_best_that_fits():
+def test_builder_chooses_the_fastest_in_memory():
     machine = Machine.default()
     costs = {}
     for builder in candidates():
@@ -92,13 +94,13 @@ def test_the_builder_chooses_the_best_that_fits():
         nd.strategies.Auto(1).build(SPECS, 4)
 
 
-def test_the_builder_knows_a_measured_machine(tmp_path):
+def test_builder_uses_a_measured_machine(tmp_path):
     file = tmp_path / "machine.yaml"
     machine = Machine(1, Link(1.0, 1e12), Link(1.0, 1e12), memory_bandwidth=1e15)
     write(file, machine, "a second for each message")
-    made = {type(one).__name__: one.assign(SPECS, 4, 4) for one in candidates()}
-    costs = {name: sync_costs(each, SPECS, 4, SLOTS, machine).seconds for name, each in made.items()}
-    best = made[min(costs, key=lambda name: (costs[name], name))]
+    assignments = {type(builder).__name__: builder.assign(SPECS, 4, 4) for builder in candidates()}
+    costs = {name: sync_costs(assignment, SPECS, 4, SLOTS, machine).seconds for name, assignment in assignments.items()}
+    best = assignments[min(costs, key=lambda name: (costs[name], name))]
     assert nd.strategies.Auto(machine=str(file)).build(SPECS, 4).parameters == best
     assert nd.strategies.Auto().build(SPECS, 4).parameters != best
     file.write_text("cores_per_node: none")
@@ -106,35 +108,35 @@ def test_the_builder_knows_a_measured_machine(tmp_path):
         nd.strategies.Auto(machine=str(file))
 
 
-def test_the_name_means_what_its_field_wants(tmp_path):
+def test_auto_depends_on_the_field(tmp_path):
     file = tmp_path / "one.yaml"
     file.write_text(FILE)
     from neondist.config import load_experiment
 
-    found = load_experiment(file)
-    assert isinstance(found.model.strategy, AutoStrategy)
-    assert found.model.strategy.arguments() == {"memory": "1GiB", "machine": None}
-    assert type(found.model.leaves[0].scheme) is nd.schemes.Auto
+    experiment = load_experiment(file)
+    assert isinstance(experiment.model.strategy, AutoStrategy)
+    assert experiment.model.strategy.arguments() == {"memory": "1GiB", "machine": None}
+    assert type(experiment.model.leaves[0].scheme) is nd.schemes.Auto
     assert isinstance(as_builder("Auto"), AutoStrategy)
     assert as_builder("Auto(memory='1GiB')").arguments() == {"memory": "1GiB", "machine": None}
 
 
-def test_a_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
+def test_plan_is_printed_written_and_replayed(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.yaml").write_text(FILE)
     assert main(["plan", "one.yaml", "-n", "4", "--to", "chosen.yaml"]) == 0
-    first = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert main(["plan", "one.yaml", "-n", "4"]) == 0
-    assert capsys.readouterr().out == first.replace("chosen.yaml\n", "")
-    for word in ("conv1/weights", "synchroniser", "runner-up", "reason: "):
-        assert word in first
+    assert capsys.readouterr().out == printed.replace("chosen.yaml\n", "")
+    for text in ("conv1/weights", "synchroniser", "runner-up", "reason: "):
+        assert text in printed
     strategy = Strategy.load("chosen.yaml")
     assert strategy.grid == {"replicas": 4, "planes": 1, "rows": 1, "cols": 1}
     assert Strategy.load("chosen.yaml") == strategy
     assert main(["check", "one.yaml", "-n", "4", "--strategy", "chosen.yaml"]) == 0
     assert "4 ranks (4 replicas, 1 rows, 1 cols)" in capsys.readouterr().out
-    text = (tmp_path / "chosen.yaml").read_text()
-    (tmp_path / "chosen.yaml").write_text(text.replace("rows: 1", "rows: 0"))
+    yaml_text = (tmp_path / "chosen.yaml").read_text()
+    (tmp_path / "chosen.yaml").write_text(yaml_text.replace("rows: 1", "rows: 0"))
     assert main(["check", "one.yaml", "-n", "4", "--strategy", "chosen.yaml"]) == 2
     assert "chosen.yaml:5: grid.rows: expected an integer of at least 1" in capsys.readouterr().err
 
@@ -162,8 +164,8 @@ network: {latency: LATENCY, bandwidth: BANDWIDTH}
 SLOW_LINKS, FREE_LINKS = ("1e-3", "1e9"), ("1e-12", "1e15")
 
 
-def planned(folder, capsys, link, text=CHAIN):
-    """Return what `plan` prints for four ranks of a machine, and the strategy that it writes."""
+def plan_on_machine(folder, capsys, link, text=CHAIN):
+    """Return the output of `plan` for four ranks of a machine, and the strategy that it writes."""
     (folder / "chain.yaml").write_text(text)
     (folder / "machine.yaml").write_text(COSTS.replace("LATENCY", link[0]).replace("BANDWIDTH", link[1]))
     files = ["--machine", str(folder / "machine.yaml"), "--to", str(folder / "strategy.yaml")]
@@ -171,20 +173,20 @@ def planned(folder, capsys, link, text=CHAIN):
     return capsys.readouterr().out, Strategy.load(folder / "strategy.yaml")
 
 
-def test_schemes_are_planned_for_data_whose_shape_is_in_a_file(tmp_path, capsys):
-    """As for data with a known shape; and the model has its own schemes in the plans that follow."""
+def test_schemes_for_data_with_a_shape_in_a_file(tmp_path, capsys):
+    """Plan as for data with a known shape, and keep the model's own schemes in later plans."""
     with h5py.File(tmp_path / "data.h5", "w") as file:
         for split, count in (("train", 8), ("test", 4)):
             file[f"{split}/images"] = np.zeros((count, 24, 24, 2), "f4")
             file[f"{split}/labels"] = np.arange(count) % 3
-    given = "!Synthetic {shape: [24, 24, 2], classes: 3, train: 8, test: 4}"
-    plain = planned(tmp_path, capsys, SLOW_LINKS)
-    assert given in CHAIN
-    read = f"!HDF5Dataset {{path: {tmp_path / 'data.h5'}}}"
-    assert planned(tmp_path, capsys, SLOW_LINKS, CHAIN.replace(given, read)) == plain
+    synthetic = "!Synthetic {shape: [24, 24, 2], classes: 3, train: 8, test: 4}"
+    plain = plan_on_machine(tmp_path, capsys, SLOW_LINKS)
+    assert synthetic in CHAIN
+    hdf5 = f"!HDF5Dataset {{path: {tmp_path / 'data.h5'}}}"
+    assert plan_on_machine(tmp_path, capsys, SLOW_LINKS, CHAIN.replace(synthetic, hdf5)) == plain
 
 
-def losses(strategy, ranks):
+def train(strategy, ranks):
     def job(transport):
         layers = [nd.ConvLayerDist(3, 3, padding=1), nd.ConvLayerDist(3, 3, padding=1, activation=nd.ReLU())]
         layers += [nd.BatchNormLayerDist(), nd.ConvLayerDist(3, 3), nd.FCLayerDist(3)]
@@ -199,27 +201,27 @@ def losses(strategy, ranks):
     return nd.loopback.run(ranks, job)[0]
 
 
-def test_halos_of_several_layers_travel_at_once_where_messages_are_slow(tmp_path, capsys):
-    """The choice is among plain and fused halos, and what is saved is replayed with the same numbers."""
-    text, strategy = planned(tmp_path, capsys, SLOW_LINKS)
+def test_slow_links_fuse_halos(tmp_path, capsys):
+    """Choose among plain and fused halos; a replayed strategy gives the same losses."""
+    text, strategy = plan_on_machine(tmp_path, capsys, SLOW_LINKS)
     assert {"conv1", "conv2"} <= strategy.schemes.keys()
     assert "planned schemes" in text
     assert f"scheme {strategy.schemes['conv1']}: conv1, conv2" in text
     assert Strategy.load(tmp_path / "strategy.yaml").to_yaml() == (tmp_path / "strategy.yaml").read_text()
-    whole, fused = losses(None, 1), losses(strategy, 4)
+    serial, fused = train(None, 1), train(strategy, 4)
     assert fused[1][0] != "Halo"
-    assert fused[0] == pytest.approx(whole[0], rel=1e-10)
+    assert fused[0] == pytest.approx(serial[0], rel=1e-10)
 
 
-def test_halos_stay_plain_where_messages_cost_nothing(tmp_path, capsys):
-    text, strategy = planned(tmp_path, capsys, FREE_LINKS)
+def test_free_links_keep_plain_halos(tmp_path, capsys):
+    text, strategy = plan_on_machine(tmp_path, capsys, FREE_LINKS)
     assert "conv2" not in (strategy.schemes or {})
     assert "deep_halo" not in text
     assert "reason:" in text
 
 
 @pytest.mark.parametrize(
-    ("entry", "problem"),
+    ("entry", "message"),
     [
         ("schemes: {conv9: halo}", "schemes: layer 'conv9' does not exist in the model"),
         ("schemes: {conv1: telepathy}", "telepathy"),
@@ -227,12 +229,12 @@ def test_halos_stay_plain_where_messages_cost_nothing(tmp_path, capsys):
         ("schemes: [halo]", "schemes: expected a mapping of layers to schemes"),
     ],
 )
-def test_schemes_that_do_not_fit(entry, problem, tmp_path, capsys):
-    planned(tmp_path, capsys, FREE_LINKS)
+def test_invalid_schemes_name_the_line(entry, message, tmp_path, capsys):
+    plan_on_machine(tmp_path, capsys, FREE_LINKS)
     lines = [line for line in (tmp_path / "strategy.yaml").read_text().splitlines() if not line.startswith("schemes")]
-    at = next(number for number, line in enumerate(lines) if line.startswith("parameters"))
-    (tmp_path / "strategy.yaml").write_text("\n".join([*lines[:at], entry, *lines[at:]]) + "\n")
+    index = next(number for number, line in enumerate(lines) if line.startswith("parameters"))
+    (tmp_path / "strategy.yaml").write_text("\n".join([*lines[:index], entry, *lines[index:]]) + "\n")
     assert main(["check", str(tmp_path / "chain.yaml"), "-n", "4", "--strategy", str(tmp_path / "strategy.yaml")]) == 2
     error = capsys.readouterr().err
-    assert problem in error
-    assert f"strategy.yaml:{at + 1}" in error
+    assert message in error
+    assert f"strategy.yaml:{index + 1}" in error

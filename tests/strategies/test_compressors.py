@@ -1,4 +1,4 @@
-"""Compressed gradients: nothing is lost for good, bytes are as planned, and error feedback is part of the state."""
+"""Compressed gradients: exact error feedback, planned bytes, and checkpoints of the feedback."""
 
 from math import prod
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from invariance import KINDS, model_of
+from invariance import KINDS, make_model
 
 import neondist as nd
 from neondist.comm import Reductions
@@ -22,55 +22,55 @@ shapes = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 
 @settings(max_examples=40)
 @given(shapes, st.sampled_from(COMPRESSORS), st.integers(1, 4), st.sampled_from(["f4", "f8"]), st.integers(-8, 6))
-def test_what_is_summed_and_what_is_left_out_are_the_exact_sum(shapes, text, ranks, dtype, exponent):
-    parameters = [(f"p{at}", shape, text) for at, shape in enumerate(shapes)]
-    given = np.random.default_rng(5).normal(size=(3, ranks, sum(map(prod, shapes)))) * 10.0**exponent
+def test_sums_and_residuals_equal_the_exact_sum(shapes, text, ranks, dtype, exponent):
+    parameters = [(f"p{index}", shape, text) for index, shape in enumerate(shapes)]
+    gradients = np.random.default_rng(5).normal(size=(3, ranks, sum(map(prod, shapes)))) * 10.0**exponent
 
     def body(world):
-        reductions, found = Reductions(nd.ProcessGrid(world, replicas=ranks)), []
-        flat = np.empty(given.shape[2], dtype)
+        reductions, outputs = Reductions(nd.ProcessGrid(world, replicas=ranks)), []
+        flat = np.empty(gradients.shape[2], dtype)
         compressed = CompressedGradients(reductions, flat, parameters)
-        for step in given:
+        for step in gradients:
             flat[...] = step[world.rank]
             compressed.sum()
-            residuals = [one.residual for _, one in compressed.compressors]
-            found.append((flat.copy(), np.concatenate(residuals)))
-        return found, reductions.bytes_reduced
+            residuals = [compressor.residual for _, compressor in compressed.compressors]
+            outputs.append((flat.copy(), np.concatenate(residuals)))
+        return outputs, reductions.bytes_reduced
 
-    everyone, sent = zip(*nd.loopback.run(ranks, body), strict=True)
-    left = np.zeros(given.shape[2])
-    for at, step in enumerate(given):
-        totals, residuals = zip(*(found[at] for found in everyone), strict=True)
-        exact = left + step.astype(dtype).astype(float).sum(axis=0)
-        left = np.sum(residuals, axis=0, dtype=float)
+    results, sent = zip(*nd.loopback.run(ranks, body), strict=True)
+    residual = np.zeros(gradients.shape[2])
+    for index, step in enumerate(gradients):
+        totals, residuals = zip(*(outputs[index] for outputs in results), strict=True)
+        exact = residual + step.astype(dtype).astype(float).sum(axis=0)
+        residual = np.sum(residuals, axis=0, dtype=float)
         bound = 1e-5 if dtype == "f4" else 1e-13
-        np.testing.assert_allclose(totals[0] + left, exact, atol=bound * np.abs(step).max() * 40)
+        np.testing.assert_allclose(totals[0] + residual, exact, atol=bound * np.abs(step).max() * 40)
         for total in totals:
             np.testing.assert_array_equal(total, totals[0])
     if ranks > 1:
-        kinds = [nbytes for shape in shapes if (nbytes := _bytes(text, shape, np.dtype(dtype).itemsize))]
-        assert set(sent) == {3 * sum(kinds)}
+        sizes = [nbytes for shape in shapes if (nbytes := _count_bytes(text, shape, np.dtype(dtype).itemsize))]
+        assert set(sent) == {3 * sum(sizes)}
     else:
-        assert not left.any()
+        assert not residual.any()
 
 
-def _bytes(text, shape, itemsize):
+def _count_bytes(text, shape, itemsize):
     name, _, argument = text.rstrip(")").partition("(")
     return compressors.KINDS[name].nbytes(shape, float(argument or 0), itemsize)
 
 
-def test_half_precision_rounds_to_the_nearest():
+def test_half_precision_rounds_to_nearest():
     numbers = np.random.default_rng(1).uniform(1, 2, 4000).astype("f4") * np.logspace(-4, 4, 4000, dtype="f4")
     for text, bits in (("fp16", 11), ("bf16", 8)):
-        one = compressor_of(text, {"p": numbers.shape}, np.dtype("f4"))
-        assert (np.abs(one.decode(one.encode(numbers)) / numbers - 1) <= 2.0**-bits).all()
-        assert np.isfinite(one.decode(one.encode(np.array([1e30, -3.4e38], "f4")))).all()
+        compressor = compressor_of(text, {"p": numbers.shape}, np.dtype("f4"))
+        assert (np.abs(compressor.decode(compressor.encode(numbers)) / numbers - 1) <= 2.0**-bits).all()
+        assert np.isfinite(compressor.decode(compressor.encode(np.array([1e30, -3.4e38], "f4")))).all()
 
 
-def train(kind, compressor, grid, steps=5, dtype="float64", **how):
-    model, shape = model_of(kind, True), KINDS[kind][0]
+def train(kind, compressor, grid, steps=5, dtype="float64", **options):
+    model, shape = make_model(kind, True), KINDS[kind][0]
     model.dtype = np.dtype(dtype)
-    model.execute(strategy=None if compressor is None else f"AllReduce(compressor='{compressor}')", **how)
+    model.execute(strategy=None if compressor is None else f"AllReduce(compressor='{compressor}')", **options)
     model.build(shape, 7, grid)
     rng, losses = np.random.default_rng(4), []
     for _ in range(steps):
@@ -79,7 +79,7 @@ def train(kind, compressor, grid, steps=5, dtype="float64", **how):
     return model, losses
 
 
-def sent_of(model):
+def count_gradient_bytes(model):
     return sum(account.nbytes * count for account, count in model.ledger().items() if account.layer == "gradients")
 
 
@@ -88,32 +88,34 @@ def sent_of(model):
 )
 @pytest.mark.parametrize("compressor", ["fp16", "bf16", "topk(0.2)", "powersgd(2)"])
 @pytest.mark.long
-def test_bytes_and_memory_are_as_planned(compressor, shape, sync):
+def test_bytes_match_the_plan(compressor, shape, sync):
     def body(world):
         grid = nd.ProcessGrid(world, replicas=shape[0], rows=shape[1], cols=shape[2])
         model, losses = train("everything", compressor, grid, sync=sync)
-        return losses, sent_of(model), 5 * model.compiled.reduced(grid.rank)["gradients"], model.state()
+        return losses, count_gradient_bytes(model), 5 * model.compiled.reduced(grid.rank)["gradients"], model.state()
 
-    found = nd.loopback.run(prod(shape), body)
+    results = nd.loopback.run(prod(shape), body)
     exact = nd.loopback.run(1, lambda world: train("everything", None, nd.ProcessGrid(world)))[0][1]
-    for losses, sent, planned, state in found:
+    for losses, sent, planned, state in results:
         assert sent == planned
         np.testing.assert_allclose(losses, exact, rtol=0.02 if compressor in ("fp16", "bf16") else 0.2)
-        assert losses != exact  # it was compressed
-        assert all(np.array_equal(state[name], array) for name, array in found[0][3].items())
+        assert losses != exact  # compression had an effect
+        assert all(np.array_equal(state[name], array) for name, array in results[0][3].items())
 
 
 def test_half_precision_halves_the_bytes():
-    def sent(compressor):
+    def count_bytes(compressor):
         def body(world):
-            return sent_of(train("perceptron", compressor, nd.ProcessGrid(world, replicas=2), 1, "float32")[0])
+            return count_gradient_bytes(
+                train("perceptron", compressor, nd.ProcessGrid(world, replicas=2), 1, "float32")[0]
+            )
 
-        return nd.loopback.run(2, body)[0] - 16 * 4  # the flags stay as they are
+        return nd.loopback.run(2, body)[0] - 16 * 4  # flags are not compressed
 
-    assert sent("fp16") == sent("bf16") == sent(None) / 2
+    assert count_bytes("fp16") == count_bytes("bf16") == count_bytes(None) / 2
 
 
-def test_bprop_gives_exact_gradients_and_keeps_the_error_feedback():
+def test_bprop_is_exact_and_keeps_the_error_feedback():
     def body(world, compressor):
         model, _ = train("perceptron", compressor, nd.ProcessGrid(world, replicas=2), steps=1)
         before = [state.array.copy() for state in model.parameters.compressed.state()]
@@ -127,13 +129,13 @@ def test_bprop_gives_exact_gradients_and_keeps_the_error_feedback():
         return model.gradients()
 
     exact = nd.loopback.run(2, lambda world: body(world, None))[0]
-    for found in nd.loopback.run(2, lambda world: body(world, "topk(0.1)")):
+    for actual in nd.loopback.run(2, lambda world: body(world, "topk(0.1)")):
         for name, array in exact.items():
-            np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(actual[name], array, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("compressor", ["fp16", "topk(0.1)", "powersgd(2)"])
-def test_a_step_that_is_skipped_changes_no_error_feedback(compressor):
+def test_skipped_steps_keep_the_error_feedback(compressor):
     def body(world):
         model, _ = train("perceptron", compressor, nd.ProcessGrid(world, replicas=2), steps=2)
         model.nonfinite = "skip"
@@ -144,7 +146,7 @@ def test_a_step_that_is_skipped_changes_no_error_feedback(compressor):
         after = [state.array for state in model.parameters.compressed.state()]
         assert any(array.any() for array in before)
         assert all(map(np.array_equal, before, after))
-        parameters = model.parameters  # gradients are finite, but something else on one rank is not
+        parameters = model.parameters  # finite gradients, but another value of one rank is not finite
         parameters.begin_gradients()
         parameters.sync.note(world.rank != 1)
         parameters.grads[...] = 1.0
@@ -154,7 +156,7 @@ def test_a_step_that_is_skipped_changes_no_error_feedback(compressor):
     nd.loopback.run(2, body)
 
 
-def begun(grid, strategy):
+def start_run(grid, strategy):
     layers = [nd.FCLayerDist(20, activation=nd.Tanh()), nd.FCLayerDist(4)]
     model = nd.MLPDist(layers, optimizer=nd.Adam(0.01), strategy=strategy, dtype="float64", backend="numpy")
     dataset = nd.Synthetic((3, 4, 1), classes=4, train=24, test=4)
@@ -163,71 +165,71 @@ def begun(grid, strategy):
     return TrainState(model, dataset, 1, 12)
 
 
-def steps(run, numbers):
-    found = []
+def train_steps(run, numbers):
+    losses = []
     for number in numbers:
         rng = np.random.default_rng(number)
         x, labels = rng.normal(size=(12, 3, 4, 1)), rng.integers(0, 4, 12)
-        found.append(run.model.train_batch(run.model.scatter(x), labels, batch_size=12))
-    return found
+        losses.append(run.model.train_batch(run.model.scatter(x), labels, batch_size=12))
+    return losses
 
 
-def feedback(run):
-    """Return the error feedback summed over all ranks, by name, and what is the same on all."""
+def collect_feedback(run):
+    """Return the error feedback summed over ranks, and the replicated state, by name."""
     states = run.model.parameters.compressed.state()
-    sums = {one.name: sum(run.grid.world.allgather(one.array)) for one in states if not one.replicated}
-    return sums, {one.name: one.array.copy() for one in states if one.replicated}
+    sums = {state.name: sum(run.grid.world.allgather(state.array)) for state in states if not state.replicated}
+    return sums, {state.name: state.array.copy() for state in states if state.replicated}
 
 
 @pytest.mark.parametrize("compressor", ["fp16", "topk(0.1)", "powersgd(2)"])
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path, compressor):
+def test_resumed_run_is_identical(tmp_path, compressor):
     strategy = f"AllReduce(compressor='{compressor}')"
 
     def write(world):
-        run = begun(nd.ProcessGrid(world, replicas=world.size), strategy)
-        steps(run, range(3))
+        run = start_run(nd.ProcessGrid(world, replicas=world.size), strategy)
+        train_steps(run, range(3))
         Checkpoint(tmp_path / "c.h5").save(run)
-        return feedback(run), steps(run, (3, 4)), run.model.state()
+        return collect_feedback(run), train_steps(run, (3, 4)), run.model.state()
 
-    kept, losses, state = nd.loopback.run(3, write)[0]
+    saved, losses, state = nd.loopback.run(3, write)[0]
 
     def resume(world):
-        run = begun(nd.ProcessGrid(world, replicas=world.size), strategy)
+        run = start_run(nd.ProcessGrid(world, replicas=world.size), strategy)
         restore(tmp_path / "c.h5", run)
-        return run.notes, feedback(run), steps(run, (3, 4)), run.model.state()
+        return run.notes, collect_feedback(run), train_steps(run, (3, 4)), run.model.state()
 
     for ranks in (3, 1, 2, 5):
-        for notes, (sums, alike), again, found in nd.loopback.run(ranks, resume):
+        for notes, (sums, replicated), resumed_losses, actual in nd.loopback.run(ranks, resume):
             assert not notes
-            for name, array in kept[0].items():
+            for name, array in saved[0].items():
                 assert array.any() or "bias" in name
                 np.testing.assert_allclose(sums[name], array, rtol=1e-13, atol=1e-18)
-            assert all(np.array_equal(alike[name], array) for name, array in kept[1].items())
+            assert all(np.array_equal(replicated[name], array) for name, array in saved[1].items())
             if ranks == 3:
-                assert again == losses
-                assert all(np.array_equal(found[name], array) for name, array in state.items())
+                assert resumed_losses == losses
+                assert all(np.array_equal(actual[name], array) for name, array in state.items())
 
 
-def test_checkpoints_go_on_with_other_compressors_or_none(tmp_path):
+def test_checkpoints_resume_with_other_compressors(tmp_path):
     def write(world):
-        run = begun(nd.ProcessGrid(world, replicas=2), "AllReduce(compressor='topk(0.1)')")
-        steps(run, range(3))
+        run = start_run(nd.ProcessGrid(world, replicas=2), "AllReduce(compressor='topk(0.1)')")
+        train_steps(run, range(3))
         Checkpoint(tmp_path / "c.h5").save(run)
-        return feedback(run)[0]
+        return collect_feedback(run)[0]
 
-    kept = nd.loopback.run(2, write)[0]
+    saved = nd.loopback.run(2, write)[0]
 
     def resume(strategy):
         def body(world):
-            run = begun(nd.ProcessGrid(world, replicas=2), strategy)
+            run = start_run(nd.ProcessGrid(world, replicas=2), strategy)
             restore(tmp_path / "c.h5", run)
-            return run.notes, feedback(run)[0]
+            return run.notes, collect_feedback(run)[0]
 
         return nd.loopback.run(2, body)[0]
 
     notes, sums = resume("AllReduce(compressor='fp16')")
     assert not notes
-    assert all(np.array_equal(sums[name], array) for name, array in kept.items())
+    assert all(np.array_equal(sums[name], array) for name, array in saved.items())
     for strategy in (None, "ShardedOptimizer"):
         notes, sums = resume(strategy)
         assert not sums
@@ -235,7 +237,7 @@ def test_checkpoints_go_on_with_other_compressors_or_none(tmp_path):
         assert "fc1/weights/error_feedback" in notes[0]
 
 
-def test_small_parameters_travel_as_they_are():
+def test_small_parameters_are_not_compressed():
     assert compressed_bytes("powersgd(4)", (7,), 4) is None
     assert compressed_bytes("powersgd(4)", (4, 4), 4) is None
     assert compressed_bytes("topk(0.5)", (10,), 4) is None

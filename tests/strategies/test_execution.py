@@ -1,4 +1,4 @@
-"""Training under each strategy: the numbers of one process, bytes and memory as planned, slots on owners alone."""
+"""Training under each strategy: results of one process, planned bytes and memory, optimiser slots on owners."""
 
 from functools import cache
 
@@ -7,7 +7,7 @@ import pytest
 from builders import SYNCHRONOUS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from invariance import KINDS, model_of
+from invariance import KINDS, make_model
 
 import neondist as nd
 from neondist import strategies
@@ -23,8 +23,8 @@ NETWORKS = ["everything", "unshared", "normalisation", "perceptron", "segmentati
 
 
 def train(kind, optimizer, grid=None, strategy=None):
-    """Train five steps, the last of fewer samples; return the model, and whole arrays."""
-    model, shape = model_of(kind, grid is not None), KINDS[kind][0]
+    """Train five steps, the last with fewer samples; return the model and global arrays."""
+    model, shape = make_model(kind, grid is not None), KINDS[kind][0]
     model.optimizer = OPTIMIZERS[optimizer][0]()
     model.execute(strategy=strategy)
     model.build(shape, 7, grid)
@@ -37,35 +37,35 @@ def train(kind, optimizer, grid=None, strategy=None):
 
 
 @cache
-def serial(kind, optimizer):
+def train_serial(kind, optimizer):
     return train(kind, optimizer)[1]
 
 
 @settings(max_examples=24)
 @given(*map(st.sampled_from, (NETWORKS, sorted(OPTIMIZERS), SYNCHRONOUS, GRIDS)))
 @pytest.mark.long
-def test_numbers_are_those_of_one_process(kind, optimizer, strategy, shape):
+def test_results_match_one_process(kind, optimizer, strategy, shape):
     replicas, rows, cols = shape
 
     def body(world):
         grid = nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols)
-        model, found = train(kind, optimizer, grid, strategy)
+        model, actual = train(kind, optimizer, grid, strategy)
         plan, sent = model.compiled, 0
         for account, count in model.ledger().items():
             sent += account.nbytes * count * (account.layer == "gradients")
         planned = plan.reduced(grid.rank).get("gradients", 0) + plan.redistributed(grid.rank).get("gradients", 0)
-        return found, sent, 5 * planned
+        return actual, sent, 5 * planned
 
-    expected, tolerance = serial(kind, optimizer), OPTIMIZERS[optimizer][1]
-    for found, sent, planned in nd.loopback.run(replicas * rows * cols, body):
+    expected, tolerance = train_serial(kind, optimizer), OPTIMIZERS[optimizer][1]
+    for actual, sent, planned in nd.loopback.run(replicas * rows * cols, body):
         assert sent == planned
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for name, array in expected.items():
-            np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+            np.testing.assert_allclose(actual[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-def slots_of(strategy, ranks):
-    """Return the bytes of slots of each rank, and of the parameters that all have."""
+def measure_slots(strategy, ranks):
+    """Return the bytes of slots on each rank, and of those of all parameters."""
 
     def body(world):
         model, _ = train("perceptron", "Adam", nd.ProcessGrid(world, replicas=ranks), strategy)
@@ -74,66 +74,68 @@ def slots_of(strategy, ranks):
     return nd.loopback.run(ranks, body)
 
 
-def test_slots_of_a_sharded_optimizer_are_a_share_of_the_whole():
-    assert all(mine <= 0.26 * whole for mine, whole in slots_of("ShardedOptimizer", 4))
+def test_sharded_optimizer_divides_the_slots():
+    assert all(local <= 0.26 * full for local, full in measure_slots("ShardedOptimizer", 4))
 
 
-def test_slots_live_on_owners_alone():
-    found = slots_of("PS", 3)
-    assert [mine for mine, _ in found] == [found[0][1], 0, 0]
-    balanced = slots_of("PSLoadBalancing", 3)
-    assert sum(mine for mine, _ in balanced) == balanced[0][1]
-    assert all(mine < whole for mine, whole in balanced)
+def test_slots_are_stored_on_owners():
+    slots = measure_slots("PS", 3)
+    assert [local for local, _ in slots] == [slots[0][1], 0, 0]
+    balanced = measure_slots("PSLoadBalancing", 3)
+    assert sum(local for local, _ in balanced) == balanced[0][1]
+    assert all(local < full for local, full in balanced)
 
 
-def test_gradients_of_bprop_are_whole_on_all_ranks():
-    def gradients(grid, strategy):
-        model, shape = model_of("everything", grid is not None), KINDS["everything"][0]
+def test_bprop_gradients_are_complete_on_all_ranks():
+    def compute_gradients(grid, strategy):
+        model, shape = make_model("everything", grid is not None), KINDS["everything"][0]
         model.execute(strategy=strategy)
         model.build(shape, 4, grid)
         y = model.gather(model.fprop(model.scatter(np.random.default_rng(1).normal(size=(4, *shape)))))
         model.bprop(model.scatter_output(np.random.default_rng(2).normal(size=y.shape)))
         return model.gradients()
 
-    expected = gradients(None, None)
-    for found in nd.loopback.run(4, lambda world: gradients(nd.ProcessGrid(world, replicas=2), "ShardedOptimizer")):
+    expected = compute_gradients(None, None)
+    for actual in nd.loopback.run(
+        4, lambda world: compute_gradients(nd.ProcessGrid(world, replicas=2), "ShardedOptimizer")
+    ):
         for name, array in expected.items():
-            np.testing.assert_allclose(found[name], array, rtol=1e-10, atol=1e-10, err_msg=name)
+            np.testing.assert_allclose(actual[name], array, rtol=1e-10, atol=1e-10, err_msg=name)
 
 
-def test_a_strategy_file_is_replayed_on_any_grid_that_has_its_owners(tmp_path):
-    serial_model = model_of("perceptron", False)
+def test_strategy_file_is_replayed_on_other_grids(tmp_path):
+    serial_model = make_model("perceptron", False)
     serial_model.build(KINDS["perceptron"][0], 7)
-    made = strategies.PartitionedPS().build(serial_model.compiled.parameters.strategy.specs.values(), 2)
-    made.save(tmp_path / "strategy.yaml")
+    strategy = strategies.PartitionedPS().build(serial_model.compiled.parameters.strategy.specs.values(), 2)
+    strategy.save(tmp_path / "strategy.yaml")
     path = str(tmp_path / "strategy.yaml")
 
     def body(world):
-        model, found = train("perceptron", "SGD", nd.ProcessGrid(world, replicas=2), path)
-        return model.compiled.parameters.strategy, found
+        model, actual = train("perceptron", "SGD", nd.ProcessGrid(world, replicas=2), path)
+        return model.compiled.parameters.strategy, actual
 
-    for replayed, found in nd.loopback.run(4, body):
-        assert replayed == made
-        for name, array in serial("perceptron", "SGD").items():
-            np.testing.assert_allclose(found[name], array, rtol=1e-12, atol=1e-12, err_msg=name)
+    for replayed, actual in nd.loopback.run(4, body):
+        assert replayed == strategy
+        for name, array in train_serial("perceptron", "SGD").items():
+            np.testing.assert_allclose(actual[name], array, rtol=1e-12, atol=1e-12, err_msg=name)
     with pytest.raises(nd.ConfigError, match="no entry for parameter 'conv1/weights'"):
         train("everything", "SGD", None, path)
     with pytest.raises(nd.ConfigError, match="2 owners, but the job has 1 ranks"):
         train("perceptron", "SGD", None, path)
 
 
-@pytest.mark.parametrize(("strategy", "says"), [
+@pytest.mark.parametrize(("strategy", "message"), [
     ("PS(staleness=2)", "parameter servers"),
     ("PSLoadBalancing(sync=False)", "parameter servers"),
     ("PSS", "did you mean 'PS'"),
 ])  # fmt: skip
-def test_what_cannot_be_executed_is_refused_before_the_build(strategy, says):
-    with pytest.raises(nd.ConfigError, match=says):
+def test_unsupported_strategies_are_rejected_before_the_build(strategy, message):
+    with pytest.raises(nd.ConfigError, match=message):
         train("perceptron", "SGD", None, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["PS", "PSLoadBalancing", "ShardedOptimizer"])
-def test_the_rank_that_needs_most_may_be_of_any_replica(strategy):
+def test_peak_memory_covers_all_replicas(strategy):
     layers = [nd.ConvLayerDist(4, 3), nd.FCLayerDist(300), nd.FCLayerDist(10)]
     plan = nd.ConvnetDist(layers, optimizer=nd.Adam(), strategy=strategy).plan((12, 12, 1), GridShape(3, 1, 2), 6)
     assert plan.needed == max(map(plan.memory, range(6)))

@@ -1,4 +1,4 @@
-"""One step of linear regression in ten digits, under every builder: AutoDist's integration case c0."""
+"""One step of linear regression to ten digits under every builder: AutoDist's integration case c0."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import neondist as nd
 
 CHIEF, WORKER = 123, 456
 W, B = 5.0, 0.0
-#: (W, b) after one step on the samples of these seeds, one after the other
+#: (W, b) after one step on the concatenated samples of these seeds
 AFTER = {
     (CHIEF,): (4.957685286325961, 0.04175034879114915),
     (CHIEF, WORKER): (4.959388830573827, 0.041151709773275126),
@@ -17,20 +17,20 @@ AFTER = {
 }
 
 
-def samples_of(seed):
+def draw_samples(seed):
     """Return 1000 samples of y = 3 x + 2 + noise, as AutoDist draws them."""
     rng = np.random.RandomState(seed)
     x = rng.randn(1000)
     return x[:, None], (3.0 * x + 2.0 + rng.randn(1000))[:, None]
 
 
-def step(seeds, grid=None, strategy=None, accumulate=1):
+def train_step(seeds, grid=None, strategy=None, accumulate=1):
     """Return (W, b) after one step on the samples of the seeds."""
-    parts = [samples_of(seed) for seed in seeds]
+    parts = [draw_samples(seed) for seed in seeds]
     x, y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    layer, kind = (nd.FCLayer, nd.MLP) if grid is None else (nd.FCLayerDist, nd.MLPDist)
-    how = {"cost": nd.MSE(), "optimizer": nd.SGD(0.01), "dtype": "float64", "accumulate": accumulate}
-    model = kind([layer(1)], strategy=strategy, **how)
+    layer, model_class = (nd.FCLayer, nd.MLP) if grid is None else (nd.FCLayerDist, nd.MLPDist)
+    options = {"cost": nd.MSE(), "optimizer": nd.SGD(0.01), "dtype": "float64", "accumulate": accumulate}
+    model = model_class([layer(1)], strategy=strategy, **options)
     model.build((1,), len(x), grid)
     model.load_state({"fc1/weights": np.full((1, 1), W), "fc1/bias": np.full(1, B)})
     model.train_batch(model.scatter(x), y)
@@ -41,19 +41,21 @@ def step(seeds, grid=None, strategy=None, accumulate=1):
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
 @pytest.mark.parametrize("seeds", AFTER, ids=str)
 @pytest.mark.long
-def test_weights_after_one_step_in_ten_digits(seeds, strategy):
-    """A replica on each device, or devices that differ in samples: what counts is the number of samples."""
-    assert step(seeds, None, strategy) == pytest.approx(AFTER[seeds], rel=1e-13)
+def test_weights_after_one_step(seeds, strategy):
+    """Devices with different numbers of samples are weighted by samples."""
+    assert train_step(seeds, None, strategy) == pytest.approx(AFTER[seeds], rel=1e-13)
     for ranks in {len(seeds), 2}:
-        found = nd.loopback.run(ranks, lambda world: step(seeds, nd.ProcessGrid(world, replicas=world.size), strategy))
-        for each in found:
-            np.testing.assert_allclose(each, AFTER[seeds], rtol=1e-13)
+        results = nd.loopback.run(
+            ranks, lambda world: train_step(seeds, nd.ProcessGrid(world, replicas=world.size), strategy)
+        )
+        for weights in results:
+            np.testing.assert_allclose(weights, AFTER[seeds], rtol=1e-13)
 
 
 @pytest.mark.parametrize("seeds", AFTER, ids=str)
-def test_micro_batches_and_tiles_do_not_change_the_weights(seeds):
+def test_micro_batches_and_tiles_keep_the_weights(seeds):
     def body(world):
-        return step(seeds, nd.ProcessGrid(world, replicas=7), "PSLoadBalancing", accumulate=3)
+        return train_step(seeds, nd.ProcessGrid(world, replicas=7), "PSLoadBalancing", accumulate=3)
 
-    for found in nd.loopback.run(14, body):
-        np.testing.assert_allclose(found, AFTER[seeds], rtol=1e-13)
+    for weights in nd.loopback.run(14, body):
+        np.testing.assert_allclose(weights, AFTER[seeds], rtol=1e-13)

@@ -1,7 +1,7 @@
-"""Wrong strategies in experiments and files: exit code 2, file and line, and nothing is started."""
+"""Invalid strategies in experiments and files: exit code 2, an error with file and line, and no run."""
 
 import pytest
-from cli_runs import here
+from cli_runs import run_in_process
 
 import neondist as nd
 from neondist import strategies
@@ -18,25 +18,25 @@ strategy: {strategy}
 SPECS = {"fc1/weights": (36, 8), "fc1/bias": (8,), "fc2/weights": (8, 3), "fc2/bias": (3,)}
 
 
-def saved(tmp_path, ranks=2, change=("", ""), **shapes):
-    """Write a strategy of the experiment's model, parameters of which have other shapes; None leaves one out."""
+def write_strategy(tmp_path, ranks=2, change=("", ""), **shapes):
+    """Write a strategy for the experiment's model with changed shapes; None removes a parameter."""
     specs = [nd.ParameterSpec(name, shape) for name, shape in (SPECS | shapes).items() if shape is not None]
     path = tmp_path / "s.yaml"
     strategies.PartitionedPS().build(specs, ranks).save(path)
     path.write_text(path.read_text().replace(*change, 1))
     lines = path.read_text().splitlines()
-    return path, lambda text: next(at for at, line in enumerate(lines, 1) if line.strip().startswith(text))
+    return path, lambda text: next(number for number, line in enumerate(lines, 1) if line.strip().startswith(text))
 
 
-def run(tmp_path, strategy, *words):
+def run_invalid(tmp_path, strategy, *arguments):
     (tmp_path / "e.yaml").write_text(EXPERIMENT.format(strategy=strategy))
-    code, out, err = here(tmp_path, "run", "e.yaml", "-n", 2, "--output", "out", *words)
+    code, out, err = run_in_process(tmp_path, "run", "e.yaml", "-n", 2, "--output", "out", *arguments)
     assert (code, out) == (2, "")
     assert not (tmp_path / "out").exists()
     return err
 
 
-@pytest.mark.parametrize(("strategy", "says"), [
+@pytest.mark.parametrize(("strategy", "message"), [
     ("PSS", "strategy: unknown builder 'PSS'; did you mean 'PS'"),
     ("!PSS {}", "did you mean"),
     ("PS(stale=1)", "PS has no argument 'stale'"),
@@ -51,13 +51,13 @@ def run(tmp_path, strategy, *words):
     ("missing.yaml", "missing.yaml: no such file"),
     ("3", "strategy: expected an object"),
 ])  # fmt: skip
-def test_wrong_builders_name_file_and_line(tmp_path, strategy, says):
-    err = run(tmp_path, strategy)
+def test_invalid_builders_name_the_line(tmp_path, strategy, message):
+    err = run_invalid(tmp_path, strategy)
     assert err.startswith("error: e.yaml:8: ")
-    assert says in err
+    assert message in err
 
 
-@pytest.mark.parametrize(("changes", "place", "says"), [
+@pytest.mark.parametrize(("changes", "entry", "message"), [
     ({"fc2/weights": (8, 4)}, "fc2/weights:", "'fc2/weights' has shape (8, 4), but (8, 3) in the model"),
     ({"fc2/bias": None}, "format:", "no entry for parameter 'fc2/bias'"),
     ({"fc3/bias": (3,)}, "fc3/bias:", "'fc3/bias' does not exist"),
@@ -66,26 +66,26 @@ def test_wrong_builders_name_file_and_line(tmp_path, strategy, says):
     ({"change": ("compressor: null", "compressor: fp16")}, "fc1/weights:", "fp16 needs kind: allreduce"),
     ({"change": ("owners: [0, 1]", "owners: [0, 9]")}, "fc1/weights:", "owner 9 does not exist"),
 ])  # fmt: skip
-def test_wrong_files_name_their_own_line(tmp_path, changes, place, says):
-    path, line_of = saved(tmp_path, **changes)
-    start = 1 if place == "format:" else line_of(place)
-    for strategy, words in ((path, ()), ("AllReduce", ("--strategy", path))):
-        err = run(tmp_path, strategy, *words)
-        assert says in err
+def test_invalid_files_name_their_line(tmp_path, changes, entry, message):
+    path, line_of = write_strategy(tmp_path, **changes)
+    start = 1 if entry == "format:" else line_of(entry)
+    for strategy, arguments in ((path, ()), ("AllReduce", ("--strategy", path))):
+        err = run_invalid(tmp_path, strategy, *arguments)
+        assert message in err
         line = int(err.split(f"{path}:")[1].split(":")[0])
-        assert 0 <= line - start <= 12  # of the entry, or of a field of it
+        assert 0 <= line - start <= 12  # of the entry or one of its fields
 
 
-def test_a_scalar_cannot_be_partitioned(tmp_path):
-    path, line_of = saved(tmp_path, change=("shape: [36, 8]", "shape: []"))
-    err = run(tmp_path, path)
+def test_scalars_cannot_be_partitioned(tmp_path):
+    path, line_of = write_strategy(tmp_path, change=("shape: [36, 8]", "shape: []"))
+    err = run_invalid(tmp_path, path)
     assert f"{path}:{line_of('partition:')}: parameters.fc1/weights.partition: a scalar cannot be partitioned" in err
 
 
-@pytest.mark.parametrize(("words", "says"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     ((), "2 ranks are one of 2 tiles; set grid.replicas, or use sync: true"),
     (("--set", "grid.replicas=2", "--restarts", 1), "--restarts: applies to a single MPI job"),
     (("--set", "grid.replicas=2", "--resume"), "has no checkpoint of servers to resume from; start with --init-from"),
 ])  # fmt: skip
-def test_servers_need_replicas_of_their_own(tmp_path, words, says):
-    assert says in run(tmp_path, "!PS {staleness: 1}", *words)
+def test_servers_require_replicas(tmp_path, arguments, message):
+    assert message in run_invalid(tmp_path, "!PS {staleness: 1}", *arguments)

@@ -1,4 +1,4 @@
-"""tools/gpu_report.py in miniature, on the strict device: what it prints there are no figures of a GPU."""
+"""tools/gpu_report.py in miniature on the strict device, whose figures are not those of a GPU."""
 
 import importlib.util
 import re
@@ -25,12 +25,12 @@ def tool():
 
 
 @pytest.mark.long
-def test_a_report_in_miniature(tool, monkeypatch, tmp_path):
+def test_miniature_report(tool, monkeypatch, tmp_path):
     halos, modules = partial(tool.run_halo, shape=(2, 8, 8, 3), steps=1), partial(tool.train_module, device="cpu")
     jobs = {"losses": tool.train_layers, "modules": modules, "halos": halos}
 
     @cache
-    def on_ranks(job, ranks):
+    def run_on_ranks(job, ranks):
         return loopback.run(ranks, lambda comm: jobs[job](nd.ProcessGrid(comm), Device().backend))[0]
 
     def layers():
@@ -38,15 +38,15 @@ def test_a_report_in_miniature(tool, monkeypatch, tmp_path):
 
     monkeypatch.setitem(tool.NETWORKS, "small", Case(2, (8, 8, 3), layers, 3))
 
-    def measured(network, precision, compiles):
+    def measure(network, precision, compiles):
         assert compiles
         return tool.measure_network(tool.NETWORKS[network], precision, card, False, rounds=1)
 
-    card = tool.Card("a strict device", Device().backend, "cpu", on_ranks, measured)
+    card = tool.Card("a strict device", Device().backend, "cpu", run_on_ranks, measure)
     text = "\n".join(tool.report(card, ["small"], 600, precisions=("float32", "no such")))
-    furthest = re.findall(r"^\| ([24]) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
-    assert [ranks for ranks, *_ in furthest] == ["2", "4"]
-    assert all(float(worst) < 1e-10 for _, *every in furthest for worst in every)
+    differences = re.findall(r"^\| ([24]) \| (\S+) \| (\S+) \|$", text, re.MULTILINE)
+    assert [ranks for ranks, *_ in differences] == ["2", "4"]
+    assert all(float(worst) < 1e-10 for _, *values in differences for worst in values)
     assert re.search(r"A halo of 2 × 8 × 8 × 3 on 2 ranks, .* × a copy on the device", text)
     assert re.search(r"\| small, float32 \| [\d.]+ \| [\d.]+ \| not run: no time left \| not run \| [\d.]+ \|", text)
     assert re.search(r"\| small, no such \| not run: .*precision", text)
@@ -54,12 +54,12 @@ def test_a_report_in_miniature(tool, monkeypatch, tmp_path):
     page.write_text(f"before\n{tool.BEGIN}\nold\n{tool.END}\nafter\n")
     tool.write(page, text)
     assert page.read_text() == f"before\n{tool.BEGIN}\n{text}\n{tool.END}\nafter\n"
-    late = "\n".join(tool.report(card, ["small"], -1, precisions=("float32",)))
-    assert "| small, float32 | not run: no time left" in late
+    report = "\n".join(tool.report(card, ["small"], -1, precisions=("float32",)))
+    assert "| small, float32 | not run: no time left" in report
 
 
-def test_a_measurement_that_crashes_costs_one_row(tool, monkeypatch, tmp_path):
-    """torch.compile may crash: then the network is measured without it."""
+def test_crashed_measurement_costs_one_row(tool, monkeypatch, tmp_path):
+    """Measure a network without torch.compile if that crashes."""
     script = tmp_path / "step.py"
     script.write_text(
         "import json, os, sys\n"
@@ -72,7 +72,7 @@ def test_a_measurement_that_crashes_costs_one_row(tool, monkeypatch, tmp_path):
     assert tool.measure_in_process("never", "float32", True)["ours"] == "the process ended with 3"
 
 
-def test_without_a_gpu_it_says_why(tool, monkeypatch, capsys):
+def test_missing_gpu_is_reported(tool, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["gpu_report.py"])
     monkeypatch.setattr(nd, "available", lambda: [nd.backends.Availability("cupy", False, "no GPU is visible")])
     assert tool.main() == 0

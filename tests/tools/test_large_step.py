@@ -1,4 +1,4 @@
-"""References of steps on large images, on one that fits."""
+"""Reference steps for large images, on one that fits in memory."""
 
 import importlib.util
 import sys
@@ -12,7 +12,7 @@ pytest.importorskip("mpi4py")
 
 @pytest.fixture(scope="module")
 def tool():
-    # by its path: other tools have the names of tests' helpers
+    # load by path: other tools share names with helpers of tests
     spec = importlib.util.spec_from_file_location("large_step", Path(__file__).parents[2] / "tools" / "large_step.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -20,10 +20,10 @@ def tool():
 
 
 @pytest.mark.long
-def test_a_step_is_what_few_repeats_say_of_many(tool, tmp_path, monkeypatch, capsys):
+def test_step_matches_its_reference(tool, tmp_path, monkeypatch, capsys):
     options = ["--extent", "384", "--square", "32", "--dtype", "float64", "--file", str(tmp_path / "large.h5")]
     monkeypatch.setattr(sys, "argv", ["large_step.py", *options])
     assert tool.main() == 0
     assert len([line for line in capsys.readouterr().out.splitlines() if "of its largest value" in line]) == 9
-    monkeypatch.setattr(tool, "LABEL", 4)  # the file has the other
+    monkeypatch.setattr(tool, "LABEL", 4)  # the file has another label
     assert tool.main() == 1

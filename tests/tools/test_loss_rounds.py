@@ -1,4 +1,4 @@
-"""The summary of rounds in which jobs are disturbed."""
+"""Summary of rounds with disturbed jobs."""
 
 import sys
 from pathlib import Path
@@ -6,20 +6,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_seconds_of_each_kind_of_event(monkeypatch):
+def test_times_by_kind_of_event(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
     import loss_rounds
 
     rounds = [
         {"events": ["rank", "stop+daemon"], "first_steps": [1.0, 4.0], "load": 1.5},
         {"events": ["rank", "rank, growth"], "first_steps": [2.0, 9.0], "load": 0.5},
-        {"events": ["mpirun"], "first_steps": [], "load": 1.0},  # it ended before
+        {"events": ["mpirun"], "first_steps": [], "load": 1.0},  # the job ended before
     ]
     first, *lines, load = loss_rounds.summarise(rounds).splitlines()
     assert "beyond its lease of 2 s" in first
     assert [line.split() for line in lines] == [
-        f"{event} {count} times median {middle} maximum {most}".split()
-        for event, count, middle, most in [
+        f"{event} {count} times median {median} maximum {maximum}".split()
+        for event, count, median, maximum in [
             ("growth", 1, "9.00", "9.00"),
             ("rank", 2, "1.50", "2.00"),
             ("two", 1, "4.00", "4.00"),

@@ -1,4 +1,4 @@
-"""The script that tries mutations tells a mistake that a test sees from one that none does."""
+"""Mutation testing: mistakes that tests detect, and mistakes that they do not."""
 
 import sys
 from pathlib import Path
@@ -56,13 +56,13 @@ def tree(tmp_path):
 
 
 @pytest.mark.long
-def test_what_becomes_of_a_mutation(mutate, tree, monkeypatch):
-    told = []
-    mutations = {one.name: one for one in mutate.read(tree / "list.yaml")}
+def test_outcomes_of_mutations(mutate, tree, monkeypatch):
+    lines = []
+    mutations = {mutation.name: mutation for mutation in mutate.read(tree / "list.yaml")}
     endless = mutations.pop("endless")
-    left = mutate.try_all(list(mutations.values()), tree, 120, 1, told.append)
-    assert [one.name for one in left] == [name for name in mutations if name != "seen"]
-    for name, found in {
+    remaining = mutate.try_all(list(mutations.values()), tree, 120, 1, lines.append)
+    assert [mutation.name for mutation in remaining] == [name for name in mutations if name != "seen"]
+    for name, outcome in {
         "seen": "killed ",
         "not seen": "SURVIVED",
         "twice": "stale: its text is found 2 times",
@@ -71,14 +71,14 @@ def test_what_becomes_of_a_mutation(mutate, tree, monkeypatch):
         "no test": "stale: no test_other.py",
         "no such test": "broken: pytest ends with 4",
     }.items():
-        assert next(line for line in told if f" s  {name}  (test_" in line).startswith(found)
-    assert mutate.try_all([endless], tree, 2, 1, told.append) == []
-    assert "killed (hang)" in told[-1]
+        assert next(line for line in lines if f" s  {name}  (test_" in line).startswith(outcome)
+    assert mutate.try_all([endless], tree, 2, 1, lines.append) == []
+    assert "killed (hang)" in lines[-1]
     assert (tree / "code_under_test.py").read_text() == CODE  # only copies were changed
 
 
 @pytest.mark.long
-def test_without_a_mutation_the_tests_must_pass(mutate, tree, capsys):
+def test_tests_must_pass_without_a_mutation(mutate, tree, capsys):
     mutations = mutate.read(tree / "list.yaml")[:1]
     assert mutate.passes_unmutated(mutations, tree, 120)
     (tree / "code_under_test.py").write_text(CODE.replace("n // 2", "n // 3"))
@@ -86,13 +86,17 @@ def test_without_a_mutation_the_tests_must_pass(mutate, tree, capsys):
     assert "assert 1 == 2" in capsys.readouterr().out
 
 
-def test_words_choose(mutate, tree):
+def test_selection_by_words(mutate, tree):
     mutations = mutate.read(tree / "list.yaml")
-    assert [one.name for one in mutate.select(mutations, ["ENDLESS", "other.py"])] == ["endless", "no file", "no test"]
+    assert [mutation.name for mutation in mutate.select(mutations, ["ENDLESS", "other.py"])] == [
+        "endless",
+        "no file",
+        "no test",
+    ]
     assert mutate.select(mutations, []) == mutations
 
 
-def test_names_must_differ(mutate, tree):
+def test_names_are_unique(mutate, tree):
     (tree / "list.yaml").write_text(LIST.replace("name: gone", "name: seen"))
     with pytest.raises(SystemExit, match="seen: given twice"):
         mutate.read(tree / "list.yaml")

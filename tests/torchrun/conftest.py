@@ -1,4 +1,4 @@
-"""Tests that run inside ranks of torch.distributed; test_under_torchrun.py starts them."""
+"""Tests that run on ranks of torch.distributed, started by test_under_torchrun.py."""
 
 import os
 

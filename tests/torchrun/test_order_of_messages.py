@@ -1,24 +1,24 @@
-"""Order of the messages of modules, which NCCL requires and gloo does not: there are no tags.
+"""Message order of distributed modules: NCCL has no tags, so messages must match in order; gloo does not require that.
 
-Batches of messages go one after the other on each rank, match the other's in their order, and wait for all in them.
+Each rank runs its batches of messages one after another, and each batch completes when all its messages have.
 """
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch_runs import captured_once
+from torch_runs import share_captures
 
 import neondist as nd
 import neondist.torch as ndt
 from neondist.torch.exchange.transport import MESSAGES, TorchTransport, world
 
 SENT, RECEIVED, SUM = "sent to", "received from", "sum over all"
-PROGRAMS = {}  # what torch.export finds, for all cases
+PROGRAMS = {}  # captured programs, shared by all cases
 
 
 class Net(nn.Module):
-    """Something of all that crosses ranks: windows, norms, index maps, attention, a vector."""
+    """Network with every kind of communication: windows, norms, index maps, attention, a vector output."""
 
     def __init__(self):
         super().__init__()
@@ -33,98 +33,105 @@ class Net(nn.Module):
         return self.last(F.interpolate(x, (6, 5), mode="bilinear").flatten(1))
 
 
-def batches(monkeypatch):
-    """Return a list that grows by the batches of tensors that this rank posts: (kind, rank of the world, bytes)."""
-    log, summing = [], []
+def record_batches(monkeypatch):
+    """Record the batches of tensors that this rank posts, as lists of (kind, world rank, bytes)."""
+    log, active_sums = [], []
     post, reduce_tensor = TorchTransport.post, TorchTransport._allreduce_tensor
     reduce_all = torch.distributed.all_reduce
 
-    def posted(self, sends, receives, kind):
+    def recording_post(self, sends, receives, kind):
         sends, receives = list(sends), list(receives)
-        if kind == MESSAGES or summing:
+        if kind == MESSAGES or active_sums:
             log.append(
                 [
                     (kind, self._ranks[peer], data.numel())
-                    for kind, letters in ((SENT, sends), (RECEIVED, receives))
-                    for peer, data in letters
+                    for kind, messages in ((SENT, sends), (RECEIVED, receives))
+                    for peer, data in messages
                     if data.numel()
                 ]
             )
         return post(self, sends, receives, kind)
 
-    def summed(self, tensor, op):
-        summing.append(self)
+    def recording_reduce(self, tensor, op):
+        active_sums.append(self)
         reduce_tensor(self, tensor, op)
-        summing.pop()
+        active_sums.pop()
 
-    def added(tensor, *about, **more):
-        if summing:
+    def recording_all_reduce(tensor, *args, **kwargs):
+        if active_sums:
             log.append([(SUM, None, tensor.nbytes)])
-        return reduce_all(tensor, *about, **more)
+        return reduce_all(tensor, *args, **kwargs)
 
-    monkeypatch.setattr(TorchTransport, "post", posted)
-    monkeypatch.setattr(TorchTransport, "_allreduce_tensor", summed)
-    monkeypatch.setattr(torch.distributed, "all_reduce", added)
+    monkeypatch.setattr(TorchTransport, "post", recording_post)
+    monkeypatch.setattr(TorchTransport, "_allreduce_tensor", recording_reduce)
+    monkeypatch.setattr(torch.distributed, "all_reduce", recording_all_reduce)
     return log
 
 
-def run_as_nccl_does(logs):
-    """Run the ranks' batches, or say which wait for each other."""
-    waiting = [list(log) for log in logs]
-    left = [[] for _ in logs]  # of the batch at work on each rank
-    while any(waiting) or any(left):
-        begun = [rank for rank, batches in enumerate(waiting) if batches and not left[rank]]
-        for rank in begun:
-            left[rank] = list(waiting[rank].pop(0))
-        met = [(rank, end) for rank, ends in enumerate(left) for end in tuple(ends) if meets(left, rank, end)]
-        assert begun or met, f"all wait: {left}"
+def run_in_order(logs):
+    """Run the batches of all ranks, or fail with those that deadlock."""
+    queues = [list(log) for log in logs]
+    pending = [[] for _ in logs]  # pending messages of each rank's current batch
+    while any(queues) or any(pending):
+        started = [rank for rank, queue in enumerate(queues) if queue and not pending[rank]]
+        for rank in started:
+            pending[rank] = list(queues[rank].pop(0))
+        completed = [
+            (rank, operation)
+            for rank, operations in enumerate(pending)
+            for operation in tuple(operations)
+            if complete(pending, rank, operation)
+        ]
+        assert started or completed, f"deadlock: {pending}"
 
 
-def meets(left, rank, end):
-    """Let what a rank sends, or a sum, come to its end, if that is at work on the others, too."""
-    kind, peer, size = end
+def complete(pending, rank, operation):
+    """Complete a send or a sum if its counterparts are pending on the other ranks; return whether it was completed."""
+    kind, peer, size = operation
     if kind == SUM:
-        if not all(end in ends for ends in left):
+        if not all(operation in operations for operations in pending):
             return False
-        for ends in left:
-            ends.remove(end)
+        for operations in pending:
+            operations.remove(operation)
         return True
-    arriving = [there for there in left[peer] if there[:2] == (RECEIVED, rank)] if kind == SENT else []
-    if arriving:
-        assert arriving[0][2] == size, f"rank {rank} sends {size} bytes to {peer}, which expects {arriving[0][2]}"
-        left[peer].remove(arriving[0])
-        left[rank].remove(end)
-    return bool(arriving)
+    receives = [receive for receive in pending[peer] if receive[:2] == (RECEIVED, rank)] if kind == SENT else []
+    if receives:
+        assert receives[0][2] == size, f"rank {rank} sends {size} bytes to {peer}, which expects {receives[0][2]}"
+        pending[peer].remove(receives[0])
+        pending[rank].remove(operation)
+    return bool(receives)
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"recompute": True}, {"scheme": "deep_halo(layers=3)"}, {"strips": 2}, {"gather_at": ["down"]}], ids=str
+    "options",
+    [{}, {"recompute": True}, {"scheme": "deep_halo(layers=3)"}, {"strips": 2}, {"gather_at": ["down"]}],
+    ids=str,
 )
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_batches_of_messages_match_without_tags(how, replicas, monkeypatch):
+def test_batches_of_messages_match_without_tags(options, replicas, monkeypatch):
     if world().size % replicas:
         return
     torch.manual_seed(0)
     module, image = Net(), torch.randn(2, 2, 13, 11, requires_grad=True)
-    with nd.ProcessGrid(world(), replicas=replicas) as grid, captured_once(PROGRAMS):
-        model = ndt.distribute(module, image.shape, grid, **how)
-        log = batches(monkeypatch)
+    with nd.ProcessGrid(world(), replicas=replicas) as grid, share_captures(PROGRAMS):
+        model = ndt.distribute(module, image.shape, grid, **options)
+        log = record_batches(monkeypatch)
         for _ in range(2):
             loss = model.loss(F.cross_entropy, model(model.scatter(image)), model.scatter_target(torch.tensor([0, 2])))
             loss.backward()
         logs = world().allgather(list(log))
     assert world().size == 1 or all(logs)
-    run_as_nccl_does(logs)
+    run_in_order(logs)
 
 
-def test_what_would_wait_is_found():
-    out, back = (SENT, 1, 8), (RECEIVED, 1, 8)
-    other = (RECEIVED, 0, 8), (SENT, 0, 8)
-    run_as_nccl_does([[[out, back]], [[*other]]])
-    run_as_nccl_does([[[out], [back]], [[other[0]], [other[1]]]])
-    with pytest.raises(AssertionError, match="all wait"):
-        run_as_nccl_does([[[out], [back]], [[other[1]], [other[0]]]])
-    with pytest.raises(AssertionError, match="all wait"):
-        run_as_nccl_does([[[(SUM, None, 4)]], []])
+def test_deadlocks_are_detected():
+    send, receive = (SENT, 1, 8), (RECEIVED, 1, 8)
+    peer_operations = (RECEIVED, 0, 8), (SENT, 0, 8)
+    run_in_order([[[send, receive]], [[*peer_operations]]])
+    run_in_order([[[send], [receive]], [[peer_operations[0]], [peer_operations[1]]]])
+    with pytest.raises(AssertionError, match="deadlock"):
+        run_in_order([[[send], [receive]], [[peer_operations[1]], [peer_operations[0]]]])
+    with pytest.raises(AssertionError, match="deadlock"):
+        run_in_order([[[(SUM, None, 4)]], []])
     with pytest.raises(AssertionError, match="which expects 4"):
-        run_as_nccl_does([[[out]], [[(RECEIVED, 0, 4)]]])
+        run_in_order([[[send]], [[(RECEIVED, 0, 4)]]])

@@ -1,4 +1,4 @@
-"""The transport over torch.distributed, at whatever rank count torch_ranks.py gives."""
+"""TorchTransport over torch.distributed, on the number of ranks that torch_ranks.py starts."""
 
 import gc
 import os
@@ -9,9 +9,16 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from common_checks import (
+    check_collectives,
+    check_messages,
+    check_redistribution,
+    check_views,
+    list_grids,
+    max_relative_difference,
+)
 from invariance import train
-from many_grids import use_grids
-from support import check_collectives, check_messages, check_redistribution, check_views, grids, worst
+from many_grids import train_on_grids
 
 import neondist as nd
 from neondist.comm import DebugTransport, Message, agree, loopback
@@ -22,53 +29,53 @@ SIZE = int(os.environ["WORLD_SIZE"])
 DTYPES = ["float32", "float64", "int64", "int32", "int16", "uint8", "bool", "float16", "complex128"]
 
 
-def parts():
-    """The whole, and parts with other tags, which gloo knows nothing of."""
+def list_communicators():
+    """Return the world, and sub-communicators, whose tags differ and are unknown to gloo."""
     tiles = 1 if SIZE % 2 else SIZE // 2
     return [world(), *world().cut(tiles), world().split(world().rank % 2, -world().rank)]
 
 
 def test_collectives_of_arrays():
-    for comm in parts():
+    for comm in list_communicators():
         check_collectives(comm)
     check_collectives(DebugTransport(world()))
 
 
 @pytest.mark.parametrize("most", [2, 3, 2**30])
-def test_what_is_larger_than_a_count_goes_in_parts(most):
-    comm = world(most=most)
-    for part in (comm, *comm.cut(1 if SIZE % 2 else SIZE // 2)):
-        assert part.most == most
-        check_collectives(part)
-        check_messages(part)
-    tensor = torch.arange(8.0).view(2, 4) * (comm.rank + 1)
-    comm.allreduce(tensor)
+def test_large_messages_are_split(most):
+    world_comm = world(most=most)
+    for comm in (world_comm, *world_comm.cut(1 if SIZE % 2 else SIZE // 2)):
+        assert comm.most == most
+        check_collectives(comm)
+        check_messages(comm)
+    tensor = torch.arange(8.0).view(2, 4) * (world_comm.rank + 1)
+    world_comm.allreduce(tensor)
     assert torch.equal(tensor, torch.arange(8.0).view(2, 4) * (SIZE * (SIZE + 1) // 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_and_maxima_of_all_dtypes(dtype):
-    """In the whole, where gloo adds what it can, and in parts; bool is added as NumPy does."""
-    for comm in parts():
+    """In the world, where gloo reduces the dtypes it supports, and in sub-communicators; bool is added as in NumPy."""
+    for comm in list_communicators():
         for n in (1, 7):
-            given = [(np.arange(n) * (peer + 1) % 5).astype(dtype) for peer in range(comm.size)]
+            inputs = [(np.arange(n) * (peer + 1) % 5).astype(dtype) for peer in range(comm.size)]
             for op, combine in (("sum", np.add), ("max", np.maximum)):
-                array = given[comm.rank].copy()
+                array = inputs[comm.rank].copy()
                 comm.allreduce(array, op)
-                np.testing.assert_array_equal(array, combine.reduce(given, axis=0, dtype=dtype))
+                np.testing.assert_array_equal(array, combine.reduce(inputs, axis=0, dtype=dtype))
                 assert array.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.uint8, torch.int16], ids=str)
 def test_sums_and_messages_of_tensors(dtype):
-    """As those of a GPU go: not through NumPy's arrays."""
-    for comm in parts():
+    """Without NumPy arrays, as for tensors on a GPU."""
+    for comm in list_communicators():
         assert "cpu" in comm.tensors
         for op, combine in (("sum", torch.add), ("max", torch.maximum)):
-            given = [(torch.arange(14) * (peer + 1) % 5).to(dtype).view(2, 7) for peer in range(comm.size)]
-            tensor = given[comm.rank].clone()
+            inputs = [(torch.arange(14) * (peer + 1) % 5).to(dtype).view(2, 7) for peer in range(comm.size)]
+            tensor = inputs[comm.rank].clone()
             comm.allreduce(tensor, op)
-            assert torch.equal(tensor, reduce(combine, given))
+            assert torch.equal(tensor, reduce(combine, inputs))
         left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         if comm.size > 1:
             source, target, box = torch.full((9,), comm.rank, dtype=dtype), torch.zeros(9, dtype=dtype), (slice(2, 8),)
@@ -76,25 +83,25 @@ def test_sums_and_messages_of_tensors(dtype):
             assert target.tolist() == [0, 0, *[left] * 6, 0]
 
 
-def test_values():
+def test_python_objects():
     comm = world()
-    for part in parts():
-        assert part.allgather({"rank": part.rank, "long": "x" * part.rank}) == [
-            {"rank": rank, "long": "x" * rank} for rank in range(part.size)
+    for group in list_communicators():
+        assert group.allgather({"rank": group.rank, "long": "x" * group.rank}) == [
+            {"rank": rank, "long": "x" * rank} for rank in range(group.size)
         ]
-        root = part.size - 1
-        mine = [part.rank]
-        found = part.bcast(mine, root)
-        assert found == [root]
-        assert found is not mine
+        root = group.size - 1
+        value = [group.rank]
+        result = group.bcast(value, root)
+        assert result == [root]
+        assert result is not value
     backwards = comm.split(0, -comm.rank)
     assert backwards.rank == SIZE - 1 - comm.rank
     assert backwards.allgather(comm.rank) == list(range(SIZE))[::-1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_messages_match_in_the_order_listed(dtype):
-    """Two to each rank, of boxes with and without gaps in memory, from two exchanges under way, and a sum."""
+def test_messages_match_in_order(dtype):
+    """Two concurrent exchanges of contiguous and strided boxes, together with a sum."""
     if SIZE == 1:
         return
     for comm in (world(), world().split(0, -world().rank)):
@@ -119,16 +126,16 @@ def test_messages_match_in_the_order_listed(dtype):
                 exchange.finish()
             request.wait()
             np.testing.assert_array_equal(total, SIZE)
-            for target, given in zip(targets, expected, strict=True):
-                wanted = np.zeros((4, 5), dtype)
+            for target, expected_source in zip(targets, expected, strict=True):
+                expected_target = np.zeros((4, 5), dtype)
                 for box in boxes:
-                    wanted[box] = given.astype(dtype)[box]
-                np.testing.assert_array_equal(target, wanted)
+                    expected_target[box] = expected_source.astype(dtype)[box]
+                np.testing.assert_array_equal(target, expected_target)
 
 
-def test_sums_under_way_in_groups_that_share_ranks():
-    """They are waited for after other sums and values have passed between the same ranks."""
-    groups = parts()
+def test_concurrent_sums_in_overlapping_groups():
+    """They are awaited after other collectives between the same ranks."""
+    groups = list_communicators()
     arrays = [np.arange(5.0) + comm.rank for comm in groups for _ in range(2)]
     requests = [comm.iallreduce(arrays[2 * k + i]) for k, comm in enumerate(groups) for i in range(2)]
     for comm in groups:
@@ -143,18 +150,18 @@ def test_sums_under_way_in_groups_that_share_ranks():
         np.testing.assert_array_equal(arrays[2 * k : 2 * k + 2], [expected] * 2)
 
 
-def test_sums_of_arrays_with_gaps_are_refused():
+def test_non_contiguous_sums_are_rejected():
     if SIZE > 1:
         with pytest.raises(ValueError, match="expected a contiguous one"):
             world().allreduce(np.zeros((4, 4))[:, :2])
 
 
-def test_arrays_that_may_not_be_written_are_sent(recwarn):
+def test_read_only_arrays_are_sent(recwarn):
     comm = world()
     array = np.broadcast_to(np.float32(comm.rank), (2, 3))
     np.testing.assert_array_equal(comm.allgather_array(array)[:, 1, 1], np.arange(SIZE))
-    found = comm.all_to_all([array] * SIZE, [(2, 3)] * SIZE)
-    np.testing.assert_array_equal(found, comm.allgather_array(array))
+    result = comm.all_to_all([array] * SIZE, [(2, 3)] * SIZE)
+    np.testing.assert_array_equal(result, comm.allgather_array(array))
     assert not recwarn.list
 
 
@@ -165,7 +172,7 @@ def test_redistribution():
 
 
 def test_views_and_dot_test():
-    for shape in grids(SIZE):
+    for shape in list_grids(SIZE):
         grid = nd.ProcessGrid(world(), rows=shape.rows, cols=shape.cols)
         for mode in ("zeros", "wrap"):
             check_views(grid, (9, 8), nd.Window((3, 4), (2, 1), ((1, 2), (0, 3)), mode=mode))
@@ -175,31 +182,31 @@ def test_views_and_dot_test():
     ("kind", "backend", "bound"),
     [("fully convolutional", "numpy", 1e-12), ("fully convolutional", "torch", 1e-12), ("everything", "numpy", 1e-10)],
 )
-def test_a_model_learns_what_it_does_over_virtual_ranks(kind, backend, bound):
-    def learned(comm):
+def test_training_matches_virtual_ranks(kind, backend, bound):
+    def train_on(comm):
         return train(kind, nd.ProcessGrid(comm, replicas=2 if SIZE == 4 else 1), backend=backend)
 
-    expected = loopback.run(SIZE, learned)
+    expected = loopback.run(SIZE, train_on)
     for comm in (world(), DebugTransport(world())) if SIZE == 3 else (world(),):
-        found = learned(comm)
-        assert worst(found, expected[comm.rank]) < bound
-    for name, array in found.items():
-        for other in comm.allgather_array(array):
-            np.testing.assert_array_equal(array, other, err_msg=name)
+        actual = train_on(comm)
+        assert max_relative_difference(actual, expected[comm.rank]) < bound
+    for name, array in actual.items():
+        for other_array in comm.allgather_array(array):
+            np.testing.assert_array_equal(array, other_array, err_msg=name)
 
 
-def test_a_process_group_of_the_caller_serves_as_a_grid():
+def test_process_group_of_the_caller():
     half = list(range(world().rank % 2, SIZE, 2))
     groups = [dist.new_group(list(range(first, SIZE, 2))) for first in range(min(2, SIZE))]
     comm = TorchTransport(groups[world().rank % 2])
     assert comm.size == len(half)
     check_collectives(comm)
     check_collectives(nd.ProcessGrid(comm, replicas=comm.size).replica_comm)
-    assert worst(train("perceptron", nd.ProcessGrid(comm)), train("perceptron")) < 1e-10
+    assert max_relative_difference(train("perceptron", nd.ProcessGrid(comm)), train("perceptron")) < 1e-10
     dist.destroy_process_group(groups[world().rank % 2])
 
 
-def test_errors_are_agreed_on():
+def test_errors_are_raised_on_all_ranks():
     comm = world()
     with pytest.raises(DataError, match="broken file"):
         agree(comm, DataError("broken file") if comm.rank == SIZE - 1 else None)
@@ -210,37 +217,37 @@ def test_errors_are_agreed_on():
         nd.ProcessGrid(comm, rows=SIZE + 1)
 
 
-def test_a_group_that_is_closed():
+def test_closed_group():
     grid = nd.ProcessGrid(world())
-    whole, part = grid.world, grid.tile_comm
+    world_comm, tile_comm = grid.world, grid.tile_comm
     array = np.zeros((2, 2))
-    messages = [Message((part.rank + 1) % SIZE, array, (slice(0, 1),))] if SIZE > 1 else []
-    exchange = part.exchange(messages, messages)
+    messages = [Message((tile_comm.rank + 1) % SIZE, array, (slice(0, 1),))] if SIZE > 1 else []
+    exchange = tile_comm.exchange(messages, messages)
     grid.close()
-    for use in (exchange.run, lambda: part.allgather(0), lambda: part.split(0, 0)):
+    for call in (exchange.run, lambda: tile_comm.allgather(0), lambda: tile_comm.split(0, 0)):
         with pytest.raises(GridError, match="this process grid is closed"):
-            use()
+            call()
     if SIZE > 1:
         with pytest.raises(GridError, match="closed"):
-            part.allreduce(array)
-    assert whole.allgather(1) == [1] * SIZE  # it is the caller's
+            tile_comm.allreduce(array)
+    assert world_comm.allgather(1) == [1] * SIZE  # owned by the caller
 
 
-def test_many_grids_leave_nothing():
-    """No process group, thread or connection, whether they are closed or not."""
+def test_many_grids_leak_nothing():
+    """No process group, thread or connection is left, whether the grids are closed or not."""
     process = psutil.Process()
-    use_grids(world(), 3, True)
-    gc.collect()  # what tests before have left closes its files now, not among what is counted
+    train_on_grids(world(), 3, True)
+    gc.collect()  # close files of earlier tests before counting
     groups, threads, files = dist.get_pg_count(), process.num_threads(), process.num_fds()
     for n in range(1000 if SIZE == 3 else 50):
         grid = nd.ProcessGrid(world(), replicas=SIZE if n % 2 else 1)
         assert grid.tile_comm.size * grid.replica_comm.size == SIZE
         if n % 3:
             grid.close()
-    use_grids(world(), 3, False)
+    train_on_grids(world(), 3, False)
     gc.collect()
     assert dist.get_pg_count() == groups
-    # A file of an earlier test, which a thread or another process still held, may be closed meanwhile.
+    # a file of an earlier test may be closed meanwhile by a thread or another process
     assert process.num_fds() <= files
     assert process.num_threads() <= threads
 
@@ -253,13 +260,13 @@ def test_many_grids_leave_nothing():
         ("cuda:nccl,cpu:gloo", ("cuda", "cpu")),
     ],
 )
-def test_tensors_of_a_gpu_go_by_nccl_alone(backends, tensors, monkeypatch):
-    world()  # there is a process group
+def test_gpu_tensors_require_nccl(backends, tensors, monkeypatch):
+    world()  # initialise the process group
     monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
     assert TorchTransport().tensors == tensors
 
 
-def test_a_process_group_without_gloo_is_refused(monkeypatch):
+def test_process_group_without_gloo_is_rejected(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     with pytest.raises(LaunchError, match=r"got one with cuda:nccl; create one with torch.distributed.new_group"):
         world()

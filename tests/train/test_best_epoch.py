@@ -1,4 +1,4 @@
-"""The best epoch is kept, and a run that gets no better ends, also after it was resumed."""
+"""Best-epoch selection and early stopping, also after a resume."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from neondist.train import Record, evaluate_checkpoint
 LOSSES = [3.0, 2.0, 2.5, 1.9, None, 1.95, 1.89, 4.0]
 
 
-def history(values, name="validation_loss"):
+def make_history(values, name="validation_loss"):
     return [Record({"epoch": at, "validation_loss": 0.0, name: v}) for at, v in enumerate(values, start=1)]
 
 
@@ -25,51 +25,51 @@ def history(values, name="validation_loss"):
         (nd.Best(), [], 0),
     ],
 )
-def test_which_is_the_best(best, values, expected):
-    assert best.epoch(history(values), []) == expected
+def test_best_epoch_selection(best, values, expected):
+    assert best.epoch(make_history(values), []) == expected
 
 
-def test_more_of_a_metric_is_better():
+def test_larger_metrics_are_better():
     best = nd.Best("validation_iou", patience=2)
-    assert best.epoch(history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == 2
-    assert best.stalled(history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == ""
-    told = best.stalled(history([0.1, 0.5, 0.4, 0.5], "validation_iou"), [nd.IoU()])
-    assert told == "validation_iou has not improved since epoch 2: the run ends after epoch 4"
-    assert nd.Best().stalled(history([1.0] * 99), []) == ""
+    assert best.epoch(make_history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == 2
+    assert best.stalled(make_history([0.1, 0.5, 0.4], "validation_iou"), [nd.IoU()]) == ""
+    message = best.stalled(make_history([0.1, 0.5, 0.4, 0.5], "validation_iou"), [nd.IoU()])
+    assert message == "validation_iou has not improved since epoch 2: the run ends after epoch 4"
+    assert nd.Best().stalled(make_history([1.0] * 99), []) == ""
 
 
-def experiment(epochs=9, **best):
+def make_experiment(epochs=9, **best):
     data = nd.Synthetic((5, 6, 1), classes=2, train=8, test=4, validation=4)
     model = nd.ConvnetDist([nd.FCLayerDist(2)], optimizer=nd.SGD(0.3), dtype="float64", backend="numpy")
     return nd.FitExperiment(data, model, batch_size=2, epochs=epochs, best=nd.Best(**best), metrics=[nd.F1()])
 
 
-def test_a_run_ends_and_stays_ended(tmp_path, capsys):
-    def run(comm, resume, patience=2):
-        made = experiment(patience=patience, number="test_loss", min_change=0.05)
-        return made.run(made.open_grid(comm), output=tmp_path, resume=resume).history
+def test_early_stopping_persists_across_resume(tmp_path, capsys):
+    def train(comm, resume, patience=2):
+        experiment = make_experiment(patience=patience, number="test_loss", min_change=0.05)
+        return experiment.run(experiment.open_grid(comm), output=tmp_path, resume=resume).history
 
-    found = loopback.run(2, lambda comm: run(comm, False))[0]
-    losses = [record["test_loss"] for record in found]
-    best = nd.Best("test_loss", min_change=0.05).epoch(found, [])
-    assert len(found) == best + 2 < 9
-    ended = f"test_loss has not improved since epoch {best}: the run ends after epoch {best + 2}"
-    assert ended in capsys.readouterr().out
-    made = experiment()
-    judged = evaluate_checkpoint(made, tmp_path / "checkpoint_best.h5", nd.ProcessGrid.serial())
-    assert judged["loss"] == pytest.approx(losses[best - 1], rel=1e-12)
-    assert len(loopback.run(3, lambda comm: run(comm, True))[0]) == best + 2
+    history = loopback.run(2, lambda comm: train(comm, False))[0]
+    losses = [record["test_loss"] for record in history]
+    best = nd.Best("test_loss", min_change=0.05).epoch(history, [])
+    assert len(history) == best + 2 < 9
+    message = f"test_loss has not improved since epoch {best}: the run ends after epoch {best + 2}"
+    assert message in capsys.readouterr().out
+    experiment = make_experiment()
+    evaluation = evaluate_checkpoint(experiment, tmp_path / "checkpoint_best.h5", nd.ProcessGrid.serial())
+    assert evaluation["loss"] == pytest.approx(losses[best - 1], rel=1e-12)
+    assert len(loopback.run(3, lambda comm: train(comm, True))[0]) == best + 2
     assert "raise patience" in capsys.readouterr().out
-    assert len(loopback.run(2, lambda comm: run(comm, True, patience=3))[0]) > best + 2
+    assert len(loopback.run(2, lambda comm: train(comm, True, patience=3))[0]) > best + 2
 
 
-def test_what_cannot_be_is_named():
+def test_invalid_settings_are_rejected():
     with pytest.raises(ConfigError, match="number: 'validation_f2' is not in any record; did you mean 'validation_f1'"):
-        experiment(number="validation_f2").validate()
+        make_experiment(number="validation_f2").validate()
     with pytest.raises(ConfigError, match="patience: expected an integer of at least 1"):
         nd.Best(patience=0)
-    made = experiment(number="validation_f1")
-    made.dataset = nd.Synthetic((5, 6, 1), classes=2, train=8, test=4)
+    experiment = make_experiment(number="validation_f1")
+    experiment.dataset = nd.Synthetic((5, 6, 1), classes=2, train=8, test=4)
     with pytest.raises(ConfigError, match="no validation split; give the data set"):
-        made.run(nd.ProcessGrid.serial(), hooks=[])
-    assert np.isfinite(experiment(2, number="f1").run(nd.ProcessGrid.serial(), hooks=[]).history[-1]["f1"])
+        experiment.run(nd.ProcessGrid.serial(), hooks=[])
+    assert np.isfinite(make_experiment(2, number="f1").run(nd.ProcessGrid.serial(), hooks=[]).history[-1]["f1"])

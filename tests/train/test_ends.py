@@ -1,4 +1,4 @@
-"""Models that begin or end with a container, or nothing: bytes and classes are those of the model."""
+"""Byte counts and class checks of models that begin or end with a container or an empty list."""
 
 import numpy as np
 import pytest
@@ -12,60 +12,60 @@ def conv(channels, size=3):
     return nd.ConvLayerDist(channels, size, padding=size // 2, activation=nd.ReLU())
 
 
-def normal():
+def norms():
     return [nd.BatchNormLayerDist(), nd.GroupNormLayerDist(1)]
 
 
 NETWORKS = {
-    "sum first": lambda: [nd.Sum([[*normal(), conv(2)], [conv(2), *normal()], []]), conv(4)],
-    "concat first and last": lambda: [nd.Concat([conv(2, 5), [], [nd.Concat([normal(), conv(1)]), conv(1)]]),
+    "sum first": lambda: [nd.Sum([[*norms(), conv(2)], [conv(2), *norms()], []]), conv(4)],
+    "concat first and last": lambda: [nd.Concat([conv(2, 5), [], [nd.Concat([norms(), conv(1)]), conv(1)]]),
                                       nd.Concat([conv(1), conv(3)])],
     "an empty list first": lambda: [[], conv(2), [[], conv(4)]],
-    "identities first": lambda: [[nd.Concat([[], []])], nd.Sum([[]]), *normal(), nd.Concat([[[], conv(3)], [conv(1)]])],
-    "an empty list last": lambda: [conv(3), nd.Concat([normal(), conv(1, 1)]), []],
+    "identities first": lambda: [[nd.Concat([[], []])], nd.Sum([[]]), *norms(), nd.Concat([[[], conv(3)], [conv(1)]])],
+    "an empty list last": lambda: [conv(3), nd.Concat([norms(), conv(1, 1)]), []],
 }  # fmt: skip
 SHAPE, BATCH = (9, 8, 2), 3
 
 
-def model_of(name):
+def make_model(name):
     return nd.ConvnetDist(NETWORKS[name](), cost=nd.Dice(), dtype="float64", backend="numpy")
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_bytes_are_those_of_the_ledger(name):
+def test_planned_bytes_match_the_ledger(name):
     def job(comm):
-        model, grid = model_of(name), nd.ProcessGrid(comm, rows=2, cols=2)
+        model, grid = make_model(name), nd.ProcessGrid(comm, rows=2, cols=2)
         model.build(SHAPE, BATCH, grid)
         model.train_batch(model.scatter(np.ones((BATCH, *SHAPE))), np.zeros((BATCH, *model.output_shape[:-1]), int))
         kinds = {"halo": {}, "sum": {}, "redistribution": {}}
         for account, count in model.ledger().items():
-            found = kinds[account.kind]
-            found[account.layer] = found.get(account.layer, 0) + count * account.nbytes
+            sent = kinds[account.kind]
+            sent[account.layer] = sent.get(account.layer, 0) + count * account.nbytes
         plan = model.compiled
         assert plan.reduced(grid.rank) == kinds["sum"]
         assert plan.bytes(grid.rank) == sum(kinds["halo"].values()) == model.bytes_sent
         assert plan.output_shape == model.output_shape
         return kinds["halo"], 8 * BATCH * model.executor.blocks.length
 
-    model = model_of(name)
-    told = loopback.run(4, job)
+    model = make_model(name)
+    results = loopback.run(4, job)
     grid = nd.GridShape(1, 2, 2)
     plans = model.plan(SHAPE, grid, BATCH)
     for plan, cost in zip(plans, plans.costs(), strict=True):
-        assert cost.sent_all == sum(sent.get(plan.name, 0) for sent, _ in told), plan.name
-    largest = max(length for _, length in told)
+        assert cost.sent_all == sum(halo.get(plan.name, 0) for halo, _ in results), plan.name
+    largest = max(length for _, length in results)
     assert plans.peak == largest
 
 
-def test_classes_are_checked_for_the_models_output():
-    def experiment(*channels):
+def test_class_count_is_checked_against_the_model_output():
+    def make_experiment(*channels):
         branches = [[nd.ConvLayer(n, 3, padding=1)] for n in channels]
         data = nd.Synthetic(shape=(9, 8, 1), classes=4, train=4, test=4)
         return nd.FitExperiment(data, nd.Convnet([nd.Concat(branches), nd.GlobalAvgPoolingLayer(), []]), batch_size=2)
 
-    experiment(1, 3).validate(1)
+    make_experiment(1, 3).validate(1)
     with pytest.raises(ShapeError, match="the last layer has 3 outputs, but the data set has 4 classes"):
-        experiment(1, 2).validate(1)
-    vectors = [nd.GlobalAvgPoolingLayer(), nd.Concat([nd.FCLayer(1), nd.FCLayer(3)])]
+        make_experiment(1, 2).validate(1)
+    layers = [nd.GlobalAvgPoolingLayer(), nd.Concat([nd.FCLayer(1), nd.FCLayer(3)])]
     data = nd.Synthetic(shape=(9, 8, 1), classes=4, train=4, test=4)
-    nd.FitExperiment(data, nd.Convnet(vectors), batch_size=2).validate(1)
+    nd.FitExperiment(data, nd.Convnet(layers), batch_size=2).validate(1)

@@ -1,7 +1,7 @@
-"""Mistakes in an experiment: found before anything starts, in words that help."""
+"""Validation errors of experiments, raised before training starts."""
 
 import pytest
-from session_toys import experiment
+from toy_training import make_experiment
 
 from neondist.config import load_experiment, place
 from neondist.data import MNIST, Synthetic
@@ -14,7 +14,7 @@ from neondist.train import FitExperiment
 DATA = Synthetic((12, 12, 1), classes=4, train=8, test=4)
 
 
-def small(**fields):
+def make_small_experiment(**fields):
     return FitExperiment(DATA, ConvnetDist([ConvLayerDist(2, 3), FCLayerDist(4)]), **fields)
 
 
@@ -39,104 +39,105 @@ def small(**fields):
 )
 def test_field_out_of_range(fields, message):
     with pytest.raises(ConfigError, match=message):
-        small(**fields)
+        make_small_experiment(**fields)
 
 
-def test_dataset_and_model_of_the_wrong_kind():
+def test_wrong_types_of_dataset_and_model():
     with pytest.raises(ConfigError, match=r"dataset: .*; write MNIST\(\)"):
         FitExperiment("mnist", ConvnetDist([FCLayerDist(4)]))
     with pytest.raises(ConfigError, match=r"model: expected an object .*ConvnetDist.*, got a list"):
         FitExperiment(DATA, [FCLayerDist(4)])
 
 
-def validated(made, ranks=1):
-    """The error of validation, which has to name its subject."""
+def catch_validation_error(experiment, ranks=1):
+    """Return the error raised by validation, which must have a subject."""
     with pytest.raises((ConfigError, DataError, GridError, ShapeError)) as caught:
-        made.validate(ranks)
+        experiment.validate(ranks)
     assert caught.value.subject is not None
     return caught.value
 
 
-def test_grid_that_does_not_fit():
-    error = validated(small(grid={"rows": 2, "cols": 2}), 6)
+def test_incompatible_grid():
+    error = catch_validation_error(make_small_experiment(grid={"rows": 2, "cols": 2}), 6)
     assert isinstance(error, GridError)
     assert "1 x 6, 2 x 3, 3 x 2, 6 x 1" in str(error)
-    assert isinstance(validated(small(grid={"replicas": 4}), 6), GridError)
-    small(grid={"replicas": 2, "rows": 3, "cols": None}).validate(6)
+    assert isinstance(catch_validation_error(make_small_experiment(grid={"replicas": 4}), 6), GridError)
+    make_small_experiment(grid={"replicas": 2, "rows": 3, "cols": None}).validate(6)
 
 
 def test_fewer_samples_than_replicas():
-    error = validated(small(batch_size=3, grid={"replicas": 4}), 4)
+    error = catch_validation_error(make_small_experiment(batch_size=3, grid={"replicas": 4}), 4)
     assert str(error).startswith("batch_size: 3 samples are fewer than the 4 replicas; give at least 4")
 
 
-def test_one_process_on_many_ranks():
-    assert str(validated(small(dist_flag=False), 2)).startswith("dist_flag: ")
-    small(dist_flag=False).validate(1)
+def test_serial_experiment_on_several_ranks():
+    assert str(catch_validation_error(make_small_experiment(dist_flag=False), 2)).startswith("dist_flag: ")
+    make_small_experiment(dist_flag=False).validate(1)
     serial = FitExperiment(DATA, Convnet([ConvLayer(2, 3), FCLayer(4)]))
     serial.validate(1)
-    assert "use ConvnetDist" in str(validated(serial, 2))
+    assert "use ConvnetDist" in str(catch_validation_error(serial, 2))
 
 
 def test_kernel_larger_than_the_image_names_the_layer():
     big = ConvLayerDist(2, 99, name="big")
-    error = validated(FitExperiment(DATA, ConvnetDist([ConvLayerDist(2, 3), big, FCLayerDist(4)])))
+    error = catch_validation_error(FitExperiment(DATA, ConvnetDist([ConvLayerDist(2, 3), big, FCLayerDist(4)])))
     assert error.subject is big
     assert "big" in str(error)
     assert "kernel_size" in str(error)
 
 
 def test_too_few_outputs_names_the_last_layer():
-    made = FitExperiment(DATA, ConvnetDist([ConvLayerDist(2, 3), FCLayerDist(3)]))
-    error = validated(made)
-    assert error.subject is made.model.layers[-1]
+    experiment = FitExperiment(DATA, ConvnetDist([ConvLayerDist(2, 3), FCLayerDist(3)]))
+    error = catch_validation_error(experiment)
+    assert error.subject is experiment.model.layers[-1]
     assert "3 outputs, but the data set has 4 classes" in str(error)
 
 
 def test_missing_data_names_the_data_set(tmp_path):
     missing = MNIST(path=str(tmp_path / "nowhere"))
-    error = validated(FitExperiment(missing, ConvnetDist([FCLayerDist(10)])))
+    error = catch_validation_error(FitExperiment(missing, ConvnetDist([FCLayerDist(10)])))
     assert isinstance(error, DataError)
     assert error.subject is missing
 
 
 def test_metric_that_needs_more_classes():
     metric = TopK(5)
-    error = validated(small(metrics=[metric]))
+    error = catch_validation_error(make_small_experiment(metrics=[metric]))
     assert error.subject is metric
 
 
 def test_unknown_backend():
-    assert "backend" in str(validated(small(backend="nupmy")))
+    assert "backend" in str(catch_validation_error(make_small_experiment(backend="nupmy")))
 
 
 def test_experiment_overrides_the_model():
-    made = experiment(dtype="float32", seed=5, backend="numpy")
-    assert (made.model.dtype, made.model.seed, made.model.backend) == ("float32", 5, "numpy")
-    kept = experiment()
-    assert (kept.model.dtype, kept.model.seed, kept.model.backend) == ("float64", 0, "auto")
+    experiment = make_experiment(dtype="float32", seed=5, backend="numpy")
+    assert (experiment.model.dtype, experiment.model.seed, experiment.model.backend) == ("float32", 5, "numpy")
+    unchanged = make_experiment()
+    assert (unchanged.model.dtype, unchanged.model.seed, unchanged.model.backend) == ("float64", 0, "auto")
 
 
-def test_one_seed_one_run_and_another_seed_another():
-    losses = [experiment(1, seed=seed).run(hooks=[]).history[0]["train_loss"] for seed in (1, 1, 2)]
+def test_seed_determines_the_run():
+    losses = [make_experiment(1, seed=seed).run(hooks=[]).history[0]["train_loss"] for seed in (1, 1, 2)]
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_serial_twin_trains_the_same():
+def test_serial_model_matches_distributed_model():
     layers = [ConvLayer(2, 3), FCLayer(4)], [ConvLayerDist(2, 3), FCLayerDist(4)]
     models = Convnet(layers[0], dtype="float64"), ConvnetDist(layers[1], dtype="float64")
-    made = [
+    experiments = [
         FitExperiment(DATA, model, batch_size=4, dist_flag=dist)
         for model, dist in zip(models, (False, True), strict=True)
     ]
     serial, dist = (
-        each.run(each.open_grid(None) if not each.dist_flag else None, hooks=[]).history[0] for each in made
+        experiment.run(experiment.open_grid(None) if not experiment.dist_flag else None, hooks=[]).history[0]
+        for experiment in experiments
     )
     assert serial["train_loss"] == pytest.approx(dist["train_loss"], rel=1e-12)
 
 
-def test_a_real_network_learns():
-    history = experiment(6, dtype="float32").run(hooks=[]).history
+def test_network_learns():
+    history = make_experiment(6, dtype="float32").run(hooks=[]).history
     assert history[-1]["train_loss"] < 0.5 * history[0]["train_loss"]
     assert history[-1]["test_error"] < 0.2
 
@@ -145,7 +146,7 @@ WRAPPED = ConvLayerDist(4, 3, padding=1, padding_mode="wrap")
 
 
 @pytest.mark.parametrize(
-    ("dataset", "layer", "says"),
+    ("dataset", "layer", "message"),
     [
         (Synthetic([1 << 20, 1 << 20, 3]), FCLayerDist(4), "needs .* TB, most of it for layer 'fc1'"),
         (Synthetic([1 << 17, 1 << 17, 300]), WRAPPED, "needs .* TB, most of it for layer 'conv1'"),
@@ -153,29 +154,29 @@ WRAPPED = ConvLayerDist(4, 3, padding=1, padding_mode="wrap")
         (Synthetic([8, 8, 1], train=10**13), FCLayerDist(4), "bookkeeping for 10000000000064 samples needs 400 TB"),
     ],
 )
-def test_what_cannot_fit_is_refused_before_anything_is_allocated(dataset, layer, says):
-    with pytest.raises((ConfigError, DataError), match=says):
+def test_oversized_experiment_is_rejected_before_allocation(dataset, layer, message):
+    with pytest.raises((ConfigError, DataError), match=message):
         FitExperiment(dataset, ConvnetDist([layer], backend="numpy"), batch_size=4).validate()
 
 
-@pytest.mark.parametrize("where", ["optimizer", "pretrain_optimizer"])
-def test_a_schedule_that_ends_before_the_run_is_refused(tmp_path, where):
-    """The epochs after its end would be trained at rate 0."""
+@pytest.mark.parametrize("field", ["optimizer", "pretrain_optimizer"])
+def test_schedule_shorter_than_the_run_is_rejected(tmp_path, field):
+    """Epochs after the end of the schedule would have a learning rate of 0."""
     (tmp_path / "x.yaml").write_text(f"""!FitExperiment
 dataset: !Synthetic {{shape: [6, 5, 1], classes: 3, train: 4, test: 2}}
 model: !GBDist
   layers: [!LocalFilteringLayerDist {{out_channels: 2, kernel_size: 3}}, !FCLayerDist {{out_features: 3}}]
   num_pretrain_epochs: 8
-  {where}: !SGD {{learning_rate: 0.1, schedule: !CosineDecay {{epochs: 6}}}}
+  {field}: !SGD {{learning_rate: 0.1, schedule: !CosineDecay {{epochs: 6}}}}
 epochs: 8
 """)
-    message = rf"x\.yaml:6: model\.{where}\.schedule\.epochs: the learning rate is 0 after 6 epochs, but 8 epochs are"
+    message = rf"x\.yaml:6: model\.{field}\.schedule\.epochs: the learning rate is 0 after 6 epochs, but 8 epochs are"
     with pytest.raises(ConfigError, match=message):
-        _checked(tmp_path / "x.yaml")
-    _checked(tmp_path / "x.yaml", [f"model.{where}.schedule.epochs=8"])
+        _validate_file(tmp_path / "x.yaml")
+    _validate_file(tmp_path / "x.yaml", [f"model.{field}.schedule.epochs=8"])
 
 
-def _checked(path, settings=()):
+def _validate_file(path, settings=()):
     try:
         load_experiment(path, settings).validate(1)
     except ConfigError as error:

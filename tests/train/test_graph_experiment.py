@@ -1,4 +1,4 @@
-"""Graphs in YAML: a residual block and a skip connection, the same on tiles and in one process."""
+"""Graphs in YAML: a residual block and a skip connection, equal on tiles and in one process."""
 
 import pytest
 
@@ -32,7 +32,7 @@ epochs: 2
 """
 
 
-def losses(comm=None, **settings):
+def train_losses(comm=None, **settings):
     overrides = [f"{key}={value}" for key, value in settings.items()]
     experiment = load_experiment("graph.yaml", overrides, text=TEXT)
     grid = None if comm is None else nd.ProcessGrid(comm)
@@ -40,20 +40,20 @@ def losses(comm=None, **settings):
     return [record["train_loss"] for record in history]
 
 
-def test_a_graph_is_the_same_on_tiles():
-    expected = losses(dist_flag="false")
+def test_tiled_graph_matches_one_process():
+    expected = train_losses(dist_flag="false")
     assert expected[1] < expected[0]
-    for found in loopback.run(4, losses):
-        assert found == pytest.approx(expected, rel=1e-10)
+    for actual in loopback.run(4, train_losses):
+        assert actual == pytest.approx(expected, rel=1e-10)
 
 
-def test_what_was_resolved_can_be_read_again():
+def test_resolved_yaml_round_trip():
     text = dump(load_experiment("graph.yaml", [], text=TEXT))
     assert dump(load_experiment("again.yaml", [], text=text)) == text
     assert "cost: !CrossEntropy {class_weights: null" in text
 
 
-def test_branches_that_do_not_fit_are_named():
+def test_mismatched_branches_are_reported():
     experiment = load_experiment("graph.yaml", ["model.layers.2.layers.0.layers.0.padding=0"], text=TEXT)
     with pytest.raises(ShapeError, match=r"layer 2 'concat1'.*\(15, 10, 4\).*\(17, 12, 4\)"):
         experiment.validate(4)

@@ -1,4 +1,4 @@
-"""Displays of a run: TensorBoard, MLflow, and a page of its own."""
+"""Loggers and the HTML report of a run."""
 
 import re
 from html.parser import HTMLParser
@@ -16,22 +16,22 @@ from neondist.train.callbacks.loggers import numbers
 from neondist.train.state import Record
 
 
-def experiment(loggers=(), epochs=2):
+def make_experiment(loggers=(), epochs=2):
     data = nd.Synthetic((5, 6, 1), classes=3, train=8, test=6, validation=4)
     model = nd.ConvnetDist([nd.FCLayerDist(3)], dtype="float64", backend="numpy")
     metrics = [nd.ConfusionMatrix(), nd.IoU()]
     return nd.FitExperiment(data, model, batch_size=4, epochs=epochs, metrics=metrics, loggers=list(loggers))
 
 
-def run(folder, logger=None, epochs=2, **how):
+def train(folder, logger=None, epochs=2, **options):
     def job(comm):
-        made = experiment([logger()] if logger else [], epochs)
-        return made.run(made.open_grid(comm), output=folder, hooks=[], **how).history
+        experiment = make_experiment([logger()] if logger else [], epochs)
+        return experiment.run(experiment.open_grid(comm), output=folder, hooks=[], **options).history
 
     return loopback.run(2, job)[0]
 
 
-def test_numbers_of_a_record():
+def test_scalars_of_a_record():
     record = Record({"epoch": 1, "a": 1.5, "b": None, "c": [1, float("nan")], "d": [[1, 2], [3, 4]], "stage": "x"})
     record["job"] = {"workers": 2, "server_versions": [7]}
     expected = [("a", 1.5), ("c/0", 1), ("d/0/0", 1), ("d/0/1", 2), ("d/1/0", 3), ("d/1/1", 4)]
@@ -42,21 +42,21 @@ def test_numbers_of_a_record():
 def test_tensorboard_has_all_epochs(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import RecordWriter  # noqa: F401 - the package is whole
+    from tensorboardX.record_writer import RecordWriter  # noqa: F401 - the package is complete
 
-    run(tmp_path, nd.TensorBoard)
-    history = run(tmp_path, nd.TensorBoard, 3, resume=True)
-    found = {}
-    for file in sorted((tmp_path / "tensorboard").iterdir(), key=lambda one: one.stat().st_mtime_ns):
+    train(tmp_path, nd.TensorBoard)
+    history = train(tmp_path, nd.TensorBoard, 3, resume=True)
+    scalars = {}
+    for file in sorted((tmp_path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
         content, at = file.read_bytes(), 0
         while at < len(content):
             size = int.from_bytes(content[at : at + 8], "little")
             event = Event.FromString(content[at + 12 : at + 12 + size])
-            found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+            scalars |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
             at += size + 16
     for record in history:
-        assert found["test_loss", record["epoch"]] == pytest.approx(record["test_loss"], rel=1e-6)
-        assert ("confusion_matrix/2/2", record["epoch"]) in found
+        assert scalars["test_loss", record["epoch"]] == pytest.approx(record["test_loss"], rel=1e-6)
+        assert ("confusion_matrix/2/2", record["epoch"]) in scalars
 
 
 def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
             ended.append(number)
 
     monkeypatch.setattr(module, "import_module", lambda name: type("Package", (), {"MlflowClient": Client}))
-    run(tmp_path, nd.MLflow, resolved=dump(experiment()))
+    train(tmp_path, nd.MLflow, resolved=dump(make_experiment()))
     assert {("7", "test_loss", 1), ("7", "validation_iou_per_class/0", 2)} <= set(written)
     assert ended == ["7"]
     assert "seed" not in parameters  # it is null
@@ -88,23 +88,23 @@ def test_mlflow_has_all_epochs(tmp_path, monkeypatch):
     assert (parameters["model.layers.0"], parameters["model.layers.0.out_features"]) == ("FCLayerDist", "3")
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_missing_folder_or_package_is_reported(monkeypatch):
     with pytest.raises(ConfigError, match="TensorBoard: folder: the run has no output folder"):
         nd.TensorBoard().within(None)
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
     with pytest.raises(MissingPackageError, match=r"TensorBoard needs tensorboardX: pip install 'neondist\[loggers\]'"):
-        experiment([nd.TensorBoard()]).validate()
+        make_experiment([nd.TensorBoard()]).validate()
 
 
-class Page(HTMLParser):
-    """Parser that keeps open tags and requests to other hosts."""
+class PageParser(HTMLParser):
+    """Parser that records open tags and the URLs of resources and links."""
 
     def __init__(self):
         super().__init__()
-        self.open, self.asked = [], []
+        self.open, self.urls = [], []
 
     def handle_starttag(self, tag, attributes):
-        self.asked += [value for name, value in attributes if name in ("src", "href")]
+        self.urls += [value for name, value in attributes if name in ("src", "href")]
         if tag not in ("meta", "img", "html", "wbr"):
             self.open.append(tag)
 
@@ -112,21 +112,21 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_a_report_is_a_page_of_its_own(tmp_path, capsys):
-    history = run(tmp_path)
+def test_report_is_self_contained(tmp_path, capsys):
+    history = train(tmp_path)
     (tmp_path / "experiment.yaml").write_text("name: <script>")
     log = GenerationLog(tmp_path)
     log.add("start", generation=1, ranks=2, hosts={"a": 1, "b": 1})
     log.add("loss", generation=1, what="node <b> was lost", host=None)
     assert main(["report", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text()
-    page = Page()
+    page = PageParser()
     page.feed(text.replace("<polyline", "<p").replace("<circle", "<p").replace("<path", "<p").replace("/>", "></p>"))
     assert page.open == []
-    assert all(where.startswith("data:image/png;base64,") for where in page.asked)
+    assert all(url.startswith("data:image/png;base64,") for url in page.urls)
     assert "<script>" not in text
     assert f"{history[-1]['test_loss']:.5g}" in text
-    for words in (
+    for fragment in (
         "Confusion matrix, last epoch",
         "validation_<wbr>iou_<wbr>per_<wbr>class",
         "halo bytes sent",
@@ -137,7 +137,7 @@ def test_a_report_is_a_page_of_its_own(tmp_path, capsys):
         "hosts: a 1, b 1",
         "what: node &lt;b&gt; was lost<",
     ):
-        assert words in text
+        assert fragment in text
     assert len(re.findall("<svg", text)) >= 3
     capsys.readouterr()
     with (tmp_path / "metrics.jsonl").open("a") as file:

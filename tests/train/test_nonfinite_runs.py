@@ -1,11 +1,11 @@
-"""Runs that meet what is not finite."""
+"""Runs with non-finite values."""
 
-import json
 import math
 
 import numpy as np
 import pytest
-from session_toys import experiment
+from toy_training import make_experiment
+from training_records import read_metrics
 
 from neondist.cli import main
 from neondist.comm import loopback
@@ -25,7 +25,7 @@ backend: numpy
 
 
 class SpoilSample(Hook):
-    """Make a training image infinite, in rank 0's tile."""
+    """Make a training image infinite in the tile of rank 0."""
 
     def before_run(self, run):
         if run.first_rank:
@@ -35,32 +35,32 @@ class SpoilSample(Hook):
             )
 
 
-def test_a_run_skips_and_says_so(tmp_path, capsys):
+def test_skipped_steps_are_reported(tmp_path, capsys):
     from neondist.train import ProgressBar
 
     def body(transport):
-        made = experiment(2, nonfinite="skip")
-        made.run(made.open_grid(transport), hooks=[SpoilSample(), ProgressBar()], output=tmp_path)
-        return made.model.step
+        experiment = make_experiment(2, nonfinite="skip")
+        experiment.run(experiment.open_grid(transport), hooks=[SpoilSample(), ProgressBar()], output=tmp_path)
+        return experiment.model.step
 
     assert loopback.run(2, body) == [10, 10]
     out = capsys.readouterr().out
     assert out.count(" skipped: not finite: the images on rank 0") == 2
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(tmp_path)
     assert all(0 < record["train_loss"] < 5 for record in records)
 
 
-def test_a_run_stops_on_all_ranks():
+def test_run_stops_on_all_ranks():
     def body(transport):
-        made = experiment(2)
+        experiment = make_experiment(2)
         with pytest.raises(NonFiniteError, match="not finite: the images on rank 0 first") as caught:
-            made.run(made.open_grid(transport), hooks=[SpoilSample()])
+            experiment.run(experiment.open_grid(transport), hooks=[SpoilSample()])
         return str(caught.value)
 
     assert len(set(loopback.run(3, body))) == 1
 
 
-def test_one_message_and_code_2(tmp_path, capsys):
+def test_error_message_and_exit_code(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text(YAML)
     assert main(["run", str(tmp_path / "a.yaml"), "--output", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
@@ -69,9 +69,9 @@ def test_one_message_and_code_2(tmp_path, capsys):
     assert "step 2: not finite: the output of layer 'fc1' first; lower the learning rate" in err
 
 
-def test_all_steps_skipped_has_no_mean(tmp_path):
-    made = experiment(1, nonfinite="skip")
-    history = made.run(hooks=[SpoilAll()]).history
+def test_mean_loss_is_nan_if_all_steps_are_skipped(tmp_path):
+    experiment = make_experiment(1, nonfinite="skip")
+    history = experiment.run(hooks=[SpoilAll()]).history
     assert math.isnan(history[0]["train_loss"])
 
 
@@ -80,6 +80,6 @@ class SpoilAll(Hook):
         run.model.layers[0].params["weights"][...] = np.nan
 
 
-def test_choices():
+def test_invalid_choice():
     with pytest.raises(ConfigError, match="nonfinite: expected 'stop' or 'skip', got the text 'no'"):
-        experiment(1, nonfinite="no")
+        make_experiment(1, nonfinite="no")

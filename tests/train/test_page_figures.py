@@ -1,4 +1,4 @@
-"""Figures of pages and of curves.png: limits, axes, the marked point, and the chosen metrics."""
+"""Figures of pages and of curves.png: limits, axes, the marked best point, and the chosen metrics."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from neondist.train.state import Record
 from neondist.train.svg_plot import Axis, plot
 
 
-def records(losses, **more):
+def make_records(losses, **metrics):
     return [
-        Record(epoch=at + 1, step=at + 1, train_loss=loss, validation_loss=loss, **{k: v[at] for k, v in more.items()})
-        for at, loss in enumerate(losses)
+        Record(epoch=i + 1, step=i + 1, train_loss=loss, validation_loss=loss, **{k: v[i] for k, v in metrics.items()})
+        for i, loss in enumerate(losses)
     ]
 
 
 @pytest.fixture
-def axes(monkeypatch, tmp_path):
+def draw_axes(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     figures = []
     monkeypatch.setattr("neondist.train.callbacks.curves.write_figure", lambda path, figure: figures.append(figure))
@@ -43,34 +43,34 @@ def axes(monkeypatch, tmp_path):
     ],
     ids=["from_zero", "negative", "flat", "far"],
 )
-def test_limits_hold_all_points(axes, losses, scale, bottom):
-    (one,) = axes(records(losses))
-    assert one.get_yscale() == scale
-    low, high = one.get_ylim()
+def test_limits_include_all_points(draw_axes, losses, scale, bottom):
+    (panel,) = draw_axes(make_records(losses))
+    assert panel.get_yscale() == scale
+    low, high = panel.get_ylim()
     assert low <= min(losses) < max(losses) <= high
     assert low == bottom if bottom is not None else low != 0
     assert high - low < 2 * (max(losses) - min(losses)) or scale == "log"
 
 
-def test_chosen_metrics_have_panels(axes):
-    history = records((2.0, 0.5), iou=(0.1, 0.4), validation_iou=(0.2, 0.3))
-    _, iou = axes(history)
+def test_chosen_metrics_have_panels(draw_axes):
+    history = make_records((2.0, 0.5), iou=(0.1, 0.4), validation_iou=(0.2, 0.3))
+    _, iou = draw_axes(history)
     assert iou.get_title() == "iou"
     assert [line.get_label() for line in iou.lines] == ["validation", "test"]
 
 
-def test_foreign_numbers_are_left_out(axes):
-    (one,) = axes(records(("<b>", 0.5)))
-    assert [list(line.get_xdata()) for line in one.lines] == [[2], [2]]
+def test_non_numeric_values_are_omitted(draw_axes):
+    (panel,) = draw_axes(make_records(("<b>", 0.5)))
+    assert [list(line.get_xdata()) for line in panel.lines] == [[2], [2]]
 
 
 def test_best_point_is_marked_on_logarithmic_axes():
     text = plot("rate", {"result": [(1e-3, 2.0), (1e-2, 0.1), (1e-1, 40.0)]}, True, True, (1e-2, 0.1))
-    middle = re.search(r"<circle cx='([\d.]+)' cy='([\d.]+)' r='7'", text)
+    marker = re.search(r"<circle cx='([\d.]+)' cy='([\d.]+)' r='7'", text)
     dots = [(float(x), float(y)) for x, y in re.findall(r"cx='([\d.]+)' cy='([\d.]+)' r='3'", text)]
-    assert (float(middle[1]), float(middle[2])) == dots[1]
-    assert dots[1][0] == pytest.approx((dots[0][0] + dots[2][0]) / 2, abs=0.1)  # 0.01 is half way from 0.001 to 0.1
-    assert dots[0][1] == pytest.approx((dots[1][1] + dots[2][1]) / 2, abs=0.5)  # 2 is half way from 0.1 to 40
+    assert (float(marker[1]), float(marker[2])) == dots[1]
+    assert dots[1][0] == pytest.approx((dots[0][0] + dots[2][0]) / 2, abs=0.1)  # 0.01 is halfway from 0.001 to 0.1
+    assert dots[0][1] == pytest.approx((dots[1][1] + dots[2][1]) / 2, abs=0.5)  # 2 is halfway from 0.1 to 40
     assert "best: 0.1 at 0.01" in text
     assert "logarithmic: x, y" in text
 
@@ -90,7 +90,7 @@ def test_best_point_is_marked_on_logarithmic_axes():
         ((1e-300, 1e307), None),
     ],
 )
-def test_ticks_hold_all_values(values, labels):
+def test_ticks_include_all_values(values, labels):
     axis = Axis.vertical(values)
     assert axis.low <= min(values) <= max(values) <= axis.high
     assert 2 <= len(axis.ticks) <= 7
@@ -99,13 +99,13 @@ def test_ticks_hold_all_values(values, labels):
     assert all(0 <= axis.place(value) <= 1 for value in values)
 
 
-def test_ticks_of_epochs_are_whole():
+def test_epoch_ticks_are_integers():
     assert Axis.horizontal([1, 2], powers=False).labels() == ["1", "2"]
     assert Axis.horizontal([5], powers=False).labels() == ["5"]
     assert Axis.horizontal([0, 1000], powers=False).labels() == ["0", "500", "1,000"]
 
 
-def test_splits_have_colours_of_their_own(tmp_path):
+def test_splits_have_distinct_colours(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"epoch": 1, "train_loss": 1, "test_loss": 2, "iou": 0.5, "validation_iou": 1}'
     )
@@ -113,11 +113,11 @@ def test_splits_have_colours_of_their_own(tmp_path):
     assert re.findall("> (train|validation|test)<", loss + iou) == ["train", "test", "validation", "test"]
 
 
-def test_report_begins_with_its_best_epoch(tmp_path):
+def test_report_begins_with_the_best_epoch(tmp_path):
     errors = ((1, 0.5), (2, 0.25), (3, 0.75))
-    lines = [json.dumps({"epoch": at, "validation_loss": 1, "validation_error": error}) for at, error in errors]
+    lines = [json.dumps({"epoch": epoch, "validation_loss": 1, "validation_error": error}) for epoch, error in errors]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    (tmp_path / "curves.png").write_bytes(b"drawn from the records already")
+    (tmp_path / "curves.png").write_bytes(b"also drawn from the records")
     text = report(tmp_path)
     assert "Lowest validation error: 25 %, epoch 2" in text
     assert "curves.png" not in text

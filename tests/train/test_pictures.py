@@ -1,8 +1,8 @@
-"""The pictures: that they are there, that they are whole, and that nothing is overlooked in them."""
+"""Pictures of a run: existence, completeness and layout."""
 
 import numpy as np
 import pytest
-from session_toys import experiment
+from toy_training import make_experiment
 
 from neondist.comm import ProcessGrid, loopback
 from neondist.data import Synthetic
@@ -21,13 +21,15 @@ def is_png(path):
 
 @pytest.mark.parametrize(("ranks", "grid"), [(1, None), (6, {"replicas": 2, "rows": 1}), (10, {"rows": 5})])
 @pytest.mark.long
-def test_pictures_of_a_run(tmp_path, pictures, ranks, grid):
+def test_pictures_of_a_run(tmp_path, plotting, ranks, grid):
     def data():
         return Synthetic((4, 7, 3), classes=4, train=10, test=4)  # over 5 rows one tile of each column is empty
 
     def body(transport):
-        made = experiment(1, lambda: [ConvLayerDist(2, 3, padding=1), FCLayerDist(4)], dataset=data, grid=grid)
-        return made.run(made.open_grid(transport), tmp_path, hooks=[]).files
+        experiment = make_experiment(
+            1, lambda: [ConvLayerDist(2, 3, padding=1), FCLayerDist(4)], dataset=data, grid=grid
+        )
+        return experiment.run(experiment.open_grid(transport), tmp_path, hooks=[]).files
 
     files = loopback.run(ranks, body)[0]
     assert {tmp_path / "curves.png", tmp_path / "tiles.png"} <= set(files)
@@ -35,28 +37,28 @@ def test_pictures_of_a_run(tmp_path, pictures, ranks, grid):
     assert is_png(tmp_path / "tiles.png")
 
 
-def test_tiles_that_overlap(tmp_path, pictures):
+def test_picture_of_overlapping_tiles(tmp_path, plotting):
     def body(transport):
-        made = experiment(1, lambda: [ConvLayerDist(2, 3, padding=1, scheme="overlap_tile"), FCLayerDist(4)])
-        return made.run(made.open_grid(transport), tmp_path, hooks=[]).files
+        experiment = make_experiment(1, lambda: [ConvLayerDist(2, 3, padding=1, scheme="overlap_tile"), FCLayerDist(4)])
+        return experiment.run(experiment.open_grid(transport), tmp_path, hooks=[]).files
 
     assert tmp_path / "tiles.png" in loopback.run(4, body)[0]
 
 
 @pytest.mark.parametrize("shape", [(9, 2), (5, 6, 4, 1)])
-def test_no_picture_of_what_is_no_image(tmp_path, pictures, shape):
-    made = experiment(
+def test_tile_picture_needs_two_dimensions(tmp_path, plotting, shape):
+    experiment = make_experiment(
         1,
         lambda: [ConvLayerDist(2, (3,) * (len(shape) - 1)), FCLayerDist(4)],
         dataset=lambda: Synthetic(shape, classes=4, train=10, test=4),
     )
-    made.run(output=tmp_path, hooks=[])
+    experiment.run(output=tmp_path, hooks=[])
     assert not (tmp_path / "tiles.png").exists()
 
 
-def test_without_matplotlib_a_run_has_no_pictures(tmp_path):
-    names = [path.name for path in experiment(1).run(output=tmp_path, hooks=[]).files]
-    kinds = (
+def test_no_pictures_without_matplotlib(tmp_path):
+    names = [path.name for path in make_experiment(1).run(output=tmp_path, hooks=[]).files]
+    expected = (
         "environment.json",
         "strategy.yaml",
         "metrics.jsonl",
@@ -65,39 +67,39 @@ def test_without_matplotlib_a_run_has_no_pictures(tmp_path):
         "complete.json",
         "worst.npz",
     )
-    assert set(names) == set(kinds)
+    assert set(names) == set(expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 6])
 @pytest.mark.parametrize("pixels", [512, 5, 1])
-def test_the_image_is_put_together_from_the_tiles(ranks, pixels, monkeypatch):
+def test_image_is_assembled_from_tiles(ranks, pixels, monkeypatch):
     monkeypatch.setattr(tiles_picture, "PIXELS", pixels)
     data = Synthetic((13, 11, 2), classes=4, train=1, test=1)
     data.open(ProcessGrid.serial())
-    whole = data.test.images([0], "float64")[0]
+    full_image = data.test.images([0], "float64")[0]
     step = -(-13 // pixels)
 
     def body(transport):
         grid = ProcessGrid(transport, replicas=2 if ranks > 1 else 1)
-        mine = Synthetic((13, 11, 2), classes=4, train=1, test=1)
-        mine.open(grid)
-        return collect(mine, grid, np.dtype("float64"), grid.tile_box((13, 11)))
+        tile_data = Synthetic((13, 11, 2), classes=4, train=1, test=1)
+        tile_data.open(grid)
+        return collect(tile_data, grid, np.dtype("float64"), grid.tile_box((13, 11)))
 
     for image in loopback.run(ranks, body):
-        np.testing.assert_array_equal(image, whole[::step, ::step])
+        np.testing.assert_array_equal(image, full_image[::step, ::step])
 
 
-def test_the_layer_drawn_is_the_first_that_looks_at_neighbours():
-    made = experiment()
-    assert made.model.plan((13, 11, 2)).first_window.name == "conv1"
-    pointwise = experiment(layers=lambda: [ConvLayerDist(2, 1), ConvLayerDist(2, 3, name="three"), FCLayerDist(4)])
+def test_drawn_layer_is_the_first_with_a_window():
+    experiment = make_experiment()
+    assert experiment.model.plan((13, 11, 2)).first_window.name == "conv1"
+    pointwise = make_experiment(layers=lambda: [ConvLayerDist(2, 1), ConvLayerDist(2, 3, name="three"), FCLayerDist(4)])
     assert pointwise.model.plan((13, 11, 2)).first_window.name == "three"
-    strided = experiment(layers=lambda: [ConvLayerDist(2, 1, stride=2), ConvLayerDist(2, 3), FCLayerDist(4)])
+    strided = make_experiment(layers=lambda: [ConvLayerDist(2, 1, stride=2), ConvLayerDist(2, 3), FCLayerDist(4)])
     assert strided.model.plan((13, 11, 2)).first_window is None
-    assert experiment(layers=lambda: [FCLayerDist(4)]).model.plan((13, 11, 2)).first_window is None
+    assert make_experiment(layers=lambda: [FCLayerDist(4)]).model.plan((13, 11, 2)).first_window is None
 
 
-def test_an_empty_tile_needs_no_room():
+def test_frame_of_an_empty_tile():
     tile, view = Box((1, 1), (3, 4)), Box((0, 0), (4, 5))
     assert framed(tile, view) == view
     assert framed(tile, Box((9, 9), (9, 12))) == tile
@@ -109,27 +111,27 @@ def test_an_empty_tile_needs_no_room():
     "inner",
     [Box((1, 1), (3, 4)), Box((0, 0), (5, 6)), Box((-2, 3), (9, 5)), Box((9, 9), (12, 12)), Box((2, 2), (2, 2))],
 )
-def test_strips_are_what_is_left(inner):
+def test_strips_cover_the_remainder(inner):
     outer, count = Box((0, 0), (5, 6)), np.zeros((5, 6), int)
     for strip in strips(outer, inner):
         count[strip.slices] += 1
-    inside = outer.intersect(inner)
-    if not inside.empty:
-        count[inside.slices] += 1
+    overlap = outer.intersect(inner)
+    if not overlap.empty:
+        count[overlap.slices] += 1
     np.testing.assert_array_equal(count, 1)
 
 
 @pytest.mark.long
-def test_a_run_that_goes_on_draws_after_its_first_epoch(tmp_path, pictures):
-    """Before the first step after a loss, nothing waits for matplotlib."""
-    experiment(1).run(output=tmp_path, hooks=[])
+def test_resumed_run_draws_after_its_first_epoch(tmp_path, plotting):
+    """The first step after a restart does not wait for matplotlib."""
+    make_experiment(1).run(output=tmp_path, hooks=[])
     (tmp_path / "tiles.png").unlink()
-    found = []
+    exists = []
 
-    class Look(Hook):
+    class PictureCheck(Hook):
         def after_step(self, run):
-            found.append((tmp_path / "tiles.png").exists())
+            exists.append((tmp_path / "tiles.png").exists())
 
-    experiment(3).run(output=tmp_path, resume=True, hooks=[Look()])
-    assert found == [False] * 5 + [True] * 5
+    make_experiment(3).run(output=tmp_path, resume=True, hooks=[PictureCheck()])
+    assert exists == [False] * 5 + [True] * 5
     assert is_png(tmp_path / "tiles.png")

@@ -1,8 +1,8 @@
-"""A run plans once: what `check` prints, what ranks compare and what is executed are one object."""
+"""Single plan of a run, which is printed by `check`, compared between ranks and executed."""
 
 import numpy as np
 import pytest
-from session_toys import experiment
+from toy_training import make_experiment
 
 import neondist as nd
 from neondist.comm import loopback
@@ -11,44 +11,44 @@ from neondist.plan import compile_plan
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_run_plans_and_checks_its_data_once(ranks, monkeypatch):
+def test_plan_and_data_check_run_once(ranks, monkeypatch):
     planned, checked = [], []
     check = nd.Synthetic.check
 
-    def planning(*arguments):
+    def record_plan(*arguments):
         planned.append(arguments)
         return compile_plan(*arguments)
 
-    def checking(dataset):
+    def record_check(dataset):
         checked.append(dataset)
         check(dataset)
 
     def body(transport):
-        made = experiment(1)
-        made.run(made.open_grid(transport), hooks=[])
+        experiment = make_experiment(1)
+        experiment.run(experiment.open_grid(transport), hooks=[])
 
-    monkeypatch.setattr(models, "compile_plan", planning)
-    monkeypatch.setattr(nd.Synthetic, "check", checking)
+    monkeypatch.setattr(models, "compile_plan", record_plan)
+    monkeypatch.setattr(nd.Synthetic, "check", record_check)
     loopback.run(ranks, body)
     assert len(planned) == len(checked) == ranks
 
 
-def test_the_plan_tells_what_it_is_asked():
+def test_plan_reports_bytes_and_memory():
     model = nd.ConvnetDist([nd.ConvLayerDist(4, 3, padding=1), nd.FCLayerDist(10)], optimizer=nd.Adam())
     plan = model.plan((8, 6, 2), nd.GridShape(rows=2), batch_size=5)
     assert [layer.name for layer in plan] == ["conv1", "fc1"]
-    assert plan.bytes(0) == plan.bytes(1) == 5 * 6 * 2 * 4  # a row of 6 cells there; the images need no gradient
-    weights, own = 3 * 3 * 2 * 4 + 4, 4 * 6 * 4 * 10 + 10
+    assert plan.bytes(0) == plan.bytes(1) == 5 * 6 * 2 * 4  # one row of 6 cells, forward only: images need no gradient
+    conv_weights, fc_weights = 3 * 3 * 2 * 4 + 4, 4 * 6 * 4 * 10 + 10
     blocks = plan.arena(0, 0)
-    assert plan.memory(0) == blocks + 4 * 4 * (weights + own)
+    assert plan.memory(0) == blocks + 4 * 4 * (conv_weights + fc_weights)
     text = plan.describe()
     assert "2 ranks (1 replicas, 2 rows, 1 cols)" in text
     assert "batches of 5" in text
-    for words in ("conv1", "ConvLayerDist", "8×6×4", "planned peak", "sums over ranks"):
-        assert words in text
+    for fragment in ("conv1", "ConvLayerDist", "8×6×4", "planned peak", "sums over ranks"):
+        assert fragment in text
 
 
-def test_what_was_built_is_what_runs():
+def test_built_plan_is_executed():
     model = nd.Convnet([nd.ConvLayer(2, 3, padding=1), nd.GlobalAvgPoolingLayer()])
     plan = model.plan((8, 8, 1), batch_size=2)
     model.build((8, 8, 1), 2, plan=plan)

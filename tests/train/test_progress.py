@@ -1,9 +1,9 @@
-"""Lines in a file, a bar on a terminal."""
+"""Progress display: lines in a file, a bar on a terminal."""
 
 import io
 
 import pytest
-from session_toys import Recorder, ToyData, ToyModel
+from toy_training import Recorder, ToyData, ToyModel
 
 from neondist.train import ProgressBar, fit
 
@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def _outside_of_mpi(monkeypatch):
+def _no_mpi_environment(monkeypatch):
     for name in ("OMPI_COMM_WORLD_SIZE", "NEONDIST_LAUNCHED", "TTY_COMPATIBLE", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -25,11 +25,11 @@ def test_one_line_per_epoch(capsys):
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == "ToyModel on 1 rank: 10 training and 7 test samples of 2 x 2 x 1, batches of 4"
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
-    assert "valid" not in "".join(lines), "there is a test split only"
+    assert "valid" not in "".join(lines), "the only split is the test split"
     assert all("train loss " in line and "test error " in line and "samples/s" in line for line in lines)
 
 
-def test_a_validation_split_is_told_beside_the_test_split(capsys):
+def test_validation_and_test_splits_are_shown(capsys):
     record = fit(ToyModel(), ToyData(validation=5), 1, 4, [ProgressBar()])[0]
     head, line = capsys.readouterr().out.splitlines()
     assert "10 training, 5 validation and 7 test samples of" in head
@@ -43,10 +43,10 @@ def test_bar_on_a_terminal():
     fit(ToyModel(), ToyData(), 2, 4, [ProgressBar(file)])
     assert "\x1b[" in file.getvalue()
     assert "epoch 2/2" in file.getvalue()
-    assert file.getvalue().count("\x1b[?25h") == 1  # the cursor is shown again
+    assert file.getvalue().count("\x1b[?25h") == 1  # shows the cursor again
 
 
-def test_the_terminal_is_given_back_after_an_error():
+def test_terminal_is_restored_after_an_error():
     file = Terminal()
     with pytest.raises(RuntimeError):
         fit(ToyModel(), ToyData(), 2, 4, [ProgressBar(file), Recorder(fail_at=("after_step", 2))])
@@ -56,7 +56,7 @@ def test_the_terminal_is_given_back_after_an_error():
 @pytest.mark.parametrize(
     "env", [{"TERM": "dumb"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"OMPI_COMM_WORLD_SIZE": "4", "TERM": "dumb"}]
 )
-def test_no_bar_where_the_terminal_is_none(env, monkeypatch):
+def test_no_bar_without_terminal_support(env, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     file = Terminal()
@@ -65,7 +65,7 @@ def test_no_bar_where_the_terminal_is_none(env, monkeypatch):
     assert len(file.getvalue().splitlines()) == 3
 
 
-def test_bar_for_ranks_that_our_launcher_started(monkeypatch):
+def test_bar_for_ranks_of_the_launcher(monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.setenv("NEONDIST_LAUNCHED", "4")
     file = Terminal()
@@ -73,6 +73,6 @@ def test_bar_for_ranks_that_our_launcher_started(monkeypatch):
     assert "\x1b[" in file.getvalue()
 
 
-def test_a_complete_run_says_so(capsys):
+def test_complete_run_is_reported(capsys):
     fit(ToyModel(), ToyData(), 2, 4, [ProgressBar()], epoch=2)
     assert "all 2 epochs are complete" in capsys.readouterr().out

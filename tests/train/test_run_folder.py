@@ -1,4 +1,4 @@
-"""One run at a time in a folder, and none that deletes another by mistake."""
+"""Exclusive use of run folders, and protection of earlier runs."""
 
 import errno
 import json
@@ -10,13 +10,14 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
-from session_toys import Recorder, experiment
+from toy_training import Recorder, make_experiment
+from training_records import StopAtStep
 
 from neondist.comm import ProcessGrid, loopback
 from neondist.errors import ConfigError, DataError, OutputError
 from neondist.io import lock, output
 from neondist.io.lock import FolderLock
-from neondist.train import Hook, Stop
+from neondist.train import Hook
 
 HOLD = """
     import sys
@@ -30,92 +31,92 @@ HOLD = """
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
+def short_lock_timeout(monkeypatch):
     monkeypatch.setattr(lock, "PATIENCE", 0.2)
 
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that has the folder."""
-    words = [sys.executable, "-c", textwrap.dedent(HOLD), str(tmp_path)]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    """Another process that holds the lock of the folder."""
+    command = [sys.executable, "-c", textwrap.dedent(HOLD), str(tmp_path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
     process.communicate()
 
 
-def files(folder):
+def read_files(folder):
     return {path.name: path.read_bytes() if path.is_file() else b"" for path in folder.iterdir()}
 
 
-def test_another_process_has_the_folder(tmp_path, holder):
+def test_folder_locked_by_another_process(tmp_path, holder):
     host = json.loads((tmp_path / lock.NAME).read_text())["host"]
     with pytest.raises(OutputError, match=rf"in use by another run \(process {holder.pid} on {host}, since 20"):
-        experiment(1).run(output=tmp_path, hooks=[])
-    assert list(files(tmp_path)) == [lock.NAME]
+        make_experiment(1).run(output=tmp_path, hooks=[])
+    assert list(read_files(tmp_path)) == [lock.NAME]
 
 
-def test_a_holder_that_was_killed_holds_nothing(tmp_path, holder):
+def test_killed_process_releases_the_lock(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert (tmp_path / lock.NAME).exists()
-    experiment(1).run(output=tmp_path, hooks=[])
+    make_experiment(1).run(output=tmp_path, hooks=[])
     assert not (tmp_path / lock.NAME).exists()
 
 
 def test_two_runs_in_one_process(tmp_path):
-    class Second(Hook):
+    class StartSecondRun(Hook):
         def after_epoch(self, run):
             with pytest.raises(OutputError, match=f"process {os.getpid()} on"):
-                experiment(1).run(output=tmp_path, hooks=[], resume=True)
+                make_experiment(1).run(output=tmp_path, hooks=[], resume=True)
 
-    experiment(1).run(output=tmp_path, hooks=[Second()])
+    make_experiment(1).run(output=tmp_path, hooks=[StartSecondRun()])
 
 
-def test_every_rank_learns_that_the_folder_is_taken(tmp_path, holder):
+def test_all_ranks_raise_if_the_folder_is_locked(tmp_path, holder):
     def body(world):
         with pytest.raises(OutputError, match="in use by another run"):
-            experiment(1).run(ProcessGrid(world), output=tmp_path, hooks=[])
+            make_experiment(1).run(ProcessGrid(world), output=tmp_path, hooks=[])
 
     loopback.run(3, body)
 
 
 @pytest.mark.parametrize("process", ["mine", "gone", "of another machine"])
-def test_where_a_file_system_has_no_locks(tmp_path, monkeypatch, process):
-    """What the file says decides."""
+def test_file_system_without_locks(tmp_path, monkeypatch, process):
+    """The contents of the lock file decide."""
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(lock, "fcntl", SimpleNamespace(flock=refuse, LOCK_EX=0, LOCK_NB=0))
     FolderLock(tmp_path).release()
-    held = FolderLock(tmp_path)
-    said = json.loads((tmp_path / lock.NAME).read_text())
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    said |= {"gone": {"process": gone.pid}, "of another machine": {"host": "elsewhere"}}.get(process, {})
-    (tmp_path / lock.NAME).write_text(json.dumps(said))
+    folder_lock = FolderLock(tmp_path)
+    contents = json.loads((tmp_path / lock.NAME).read_text())
+    exited = subprocess.Popen([sys.executable, "-c", ""])
+    exited.wait()
+    contents |= {"gone": {"process": exited.pid}, "of another machine": {"host": "elsewhere"}}.get(process, {})
+    (tmp_path / lock.NAME).write_text(json.dumps(contents))
     if process == "gone":
         FolderLock(tmp_path)
     else:
-        with pytest.raises(OutputError, match=f"process {said['process']} on {said['host']}"):
+        with pytest.raises(OutputError, match=f"process {contents['process']} on {contents['host']}"):
             FolderLock(tmp_path)
-    held.release()
+    folder_lock.release()
 
 
-def test_a_run_is_not_replaced_by_mistake(tmp_path):
-    experiment(1).run(output=tmp_path, hooks=[])
-    before = files(tmp_path)
+def test_run_is_not_replaced_by_default(tmp_path):
+    make_experiment(1).run(output=tmp_path, hooks=[])
+    before = read_files(tmp_path)
     with pytest.raises(ConfigError, match="has a run already; continue it with --resume, replace it with --overwrite"):
-        experiment(1).run(output=tmp_path, hooks=[])
-    assert files(tmp_path) == before
+        make_experiment(1).run(output=tmp_path, hooks=[])
+    assert read_files(tmp_path) == before
     with pytest.raises(ConfigError, match="leave out --resume or --overwrite"):
-        experiment(1).run(output=tmp_path, hooks=[], resume="auto", overwrite=True)
-    experiment(1).run(output=tmp_path, hooks=[], overwrite=True)
+        make_experiment(1).run(output=tmp_path, hooks=[], resume="auto", overwrite=True)
+    make_experiment(1).run(output=tmp_path, hooks=[], overwrite=True)
 
 
-class BadData(Hook):
+class DataErrorAtStep(Hook):
     def __init__(self, step):
         self.step = step
 
@@ -128,66 +129,61 @@ class BadData(Hook):
             raise DataError("x.npy: has missing values (NaN)")
 
 
-def test_data_that_cannot_be_read_leave_no_run(tmp_path):
+def test_unreadable_data_leave_no_run_folder(tmp_path):
     def body(world):
-        for place in (tmp_path / "new/run", tmp_path / "old"):
+        for folder in (tmp_path / "new/run", tmp_path / "old"):
             with pytest.raises(DataError, match="missing values"):
-                experiment(1).run(ProcessGrid(world), output=place, hooks=[BadData(0)])
+                make_experiment(1).run(ProcessGrid(world), output=folder, hooks=[DataErrorAtStep(0)])
 
     (tmp_path / "old").mkdir()
     (tmp_path / "old/notes.txt").write_text("mine")
     loopback.run(2, body)
-    assert list(files(tmp_path)) == ["old"]
-    assert list(files(tmp_path / "old")) == ["notes.txt"]
+    assert list(read_files(tmp_path)) == ["old"]
+    assert list(read_files(tmp_path / "old")) == ["notes.txt"]
     with pytest.raises(DataError, match="missing values"):
-        experiment(1).run(output=tmp_path / "trained", hooks=[BadData(2)])
+        make_experiment(1).run(output=tmp_path / "trained", hooks=[DataErrorAtStep(2)])
     assert (tmp_path / "trained/checkpoint.h5").exists()
 
 
-def test_what_a_run_left_before_its_first_checkpoint_may_go(tmp_path):
+def test_files_without_a_checkpoint_are_replaced(tmp_path):
     (tmp_path / "environment.json").write_text("{}")
     (tmp_path / "metrics.jsonl").write_text("")
-    assert len(experiment(1).run(output=tmp_path, hooks=[]).history) == 1
+    assert len(make_experiment(1).run(output=tmp_path, hooks=[]).history) == 1
 
 
-class StopAt(Hook):
-    def after_step(self, run):
-        run.stop = Stop("asked to") if run.step == 2 else None
-
-
-def test_auto_begins_or_goes_on(tmp_path):
+def test_auto_starts_or_resumes(tmp_path):
     folder, hook = tmp_path / "new", Recorder()
-    experiment(1).run(output=folder, resume="auto", hooks=[StopAt()])
-    experiment(1).run(output=folder, resume="auto", hooks=[hook])
+    make_experiment(1).run(output=folder, resume="auto", hooks=[StopAtStep(2)])
+    make_experiment(1).run(output=folder, resume="auto", hooks=[hook])
     assert hook.calls[0] == ("before_run", 0, 2)
 
 
-def test_resume_after_a_kill_before_the_folder_was_begun(tmp_path):
+def test_resume_of_a_run_killed_before_its_first_file(tmp_path):
     (tmp_path / lock.NAME).write_text("")
     (tmp_path / "environment.json.partial").write_text("{")
-    assert len(experiment(1).run(output=tmp_path, resume=True, hooks=[]).history) == 1
-    assert not [name for name in files(tmp_path) if name.endswith(("partial", "lock"))]
+    assert len(make_experiment(1).run(output=tmp_path, resume=True, hooks=[]).history) == 1
+    assert not [name for name in read_files(tmp_path) if name.endswith(("partial", "lock"))]
 
 
 @pytest.mark.parametrize("name", ["none", "other"])
-def test_resume_where_no_run_ever_was(tmp_path, name):
+def test_resume_without_a_run(tmp_path, name):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("mine")
     with pytest.raises(DataError, match=r"no run to resume|no such file"):
-        experiment(1).run(output=tmp_path / name, resume=True, hooks=[])
+        make_experiment(1).run(output=tmp_path / name, resume=True, hooks=[])
     assert not (tmp_path / "none").exists()
 
 
-def test_an_earlier_run_stays_until_the_new_one_can_be_written(tmp_path, monkeypatch):
-    experiment(1).run(output=tmp_path, resolved="first", hooks=[])
+def test_earlier_run_stays_until_the_new_one_is_writable(tmp_path, monkeypatch):
+    make_experiment(1).run(output=tmp_path, resolved="first", hooks=[])
     (tmp_path / "experiment.yaml.partial").mkdir()  # in the way
     with pytest.raises(OutputError, match=r"experiment\.yaml"):
-        experiment(1).run(output=tmp_path, resolved="second", overwrite=True, hooks=[])
+        make_experiment(1).run(output=tmp_path, resolved="second", overwrite=True, hooks=[])
     (tmp_path / "experiment.yaml.partial").rmdir()
-    assert experiment(1).run(output=tmp_path, resume=True, hooks=[]).history[0]["epoch"] == 1
+    assert make_experiment(1).run(output=tmp_path, resume=True, hooks=[]).history[0]["epoch"] == 1
 
 
-def test_clear_takes_the_checkpoint_last(tmp_path):
+def test_clear_removes_the_checkpoint_last(tmp_path):
     for name in ("checkpoint.h5", "pretrain_1.h5", "metrics.jsonl"):
         (tmp_path / name).write_text(name)
     (tmp_path / "tiles.png").mkdir()

@@ -1,10 +1,11 @@
-"""A training run is the same on every grid: virtual ranks in one process."""
+"""Equal training runs on all grids of virtual ranks."""
 
 import json
 
 import numpy as np
 import pytest
-from session_toys import Recorder, experiment
+from toy_training import Recorder, make_experiment
+from training_records import read_metrics
 
 from neondist.comm import ProcessGrid, loopback
 from neondist.costs import SumSquared
@@ -19,17 +20,17 @@ from neondist.train import FitExperiment, Hook
 TIMES = ("seconds", "samples_per_second", "bytes_sent", "bytes_summed")
 
 
-def numbers(history):
-    return [[v for k, v in record.items() if k not in TIMES] for record in history]
+def select_values(history):
+    return [[value for name, value in record.items() if name not in TIMES] for record in history]
 
 
-def train(ranks, grid=None, make=experiment, **run):
+def train(ranks, grid=None, make=make_experiment, **options):
     """Train on virtual ranks; return every rank's history and weights."""
 
     def body(transport):
-        made = make(grid=grid)
-        history = made.run(made.open_grid(transport), hooks=[], **run).history
-        return history, made.model.state()
+        experiment = make(grid=grid)
+        history = experiment.run(experiment.open_grid(transport), hooks=[], **options).history
+        return history, experiment.model.state()
 
     return loopback.run(ranks, body)
 
@@ -44,24 +45,24 @@ GRIDS = [
 @pytest.mark.long
 def test_training_is_the_same_on_every_grid(ranks, grid):
     def make(**fields):
-        return experiment(optimizer=Adam(0.01, weight_decay=0.01), metrics=[TopK(2), LogLoss()], **fields)
+        return make_experiment(optimizer=Adam(0.01, weight_decay=0.01), metrics=[TopK(2), LogLoss()], **fields)
 
     (expected, weights), *_ = train(1, make=make)
     for history, state in train(ranks, grid, make=make):
-        np.testing.assert_allclose(numbers(history), numbers(expected), rtol=1e-10)
+        np.testing.assert_allclose(select_values(history), select_values(expected), rtol=1e-10)
         for name, array in state.items():
             np.testing.assert_allclose(array, weights[name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("ranks", "grid"), GRIDS)
 @pytest.mark.long
-def test_a_last_batch_smaller_than_the_replicas(ranks, grid):
+def test_last_batch_smaller_than_the_replicas(ranks, grid):
     def make(**fields):
-        return experiment(1, dataset=lambda: Synthetic((13, 11, 2), classes=4, train=11, test=1), **fields)
+        return make_experiment(1, dataset=lambda: Synthetic((13, 11, 2), classes=4, train=11, test=1), **fields)
 
     (expected, _), *_ = train(1, make=make)
     for history, _ in train(ranks, grid, make=make):
-        np.testing.assert_allclose(numbers(history), numbers(expected), rtol=1e-10)
+        np.testing.assert_allclose(select_values(history), select_values(expected), rtol=1e-10)
 
 
 def test_sum_squared_on_every_grid():
@@ -72,10 +73,10 @@ def test_sum_squared_on_every_grid():
         return FitExperiment(data, model, batch_size=8, **fields)
 
     (expected, _), *_ = train(1, make=make)
-    np.testing.assert_allclose(numbers(train(4, make=make)[0][0]), numbers(expected), rtol=1e-10)
+    np.testing.assert_allclose(select_values(train(4, make=make)[0][0]), select_values(expected), rtol=1e-10)
 
 
-def test_bytes_sent_are_those_of_all_ranks():
+def test_bytes_sent_include_all_ranks():
     assert [history[0]["bytes_sent"] for history, _ in train(1)] == [0]
     sent = {history[0]["bytes_sent"] for history, _ in train(4)}
     assert len(sent) == 1
@@ -83,22 +84,21 @@ def test_bytes_sent_are_those_of_all_ranks():
 
 
 @pytest.mark.long
-def test_checkpoint_of_four_ranks_continues_on_three(tmp_path):
-    (expected, weights), *_ = train(1, make=lambda **f: experiment(3, **f))
-    train(4, make=lambda **f: experiment(1, **f), output=tmp_path)
-    for history, state in train(3, make=lambda **f: experiment(3, **f), output=tmp_path, resume=True):
-        np.testing.assert_allclose(numbers(history), numbers(expected), rtol=1e-10)
+def test_checkpoint_of_four_ranks_resumes_on_three(tmp_path):
+    (expected, weights), *_ = train(1, make=lambda **f: make_experiment(3, **f))
+    train(4, make=lambda **f: make_experiment(1, **f), output=tmp_path)
+    for history, state in train(3, make=lambda **f: make_experiment(3, **f), output=tmp_path, resume=True):
+        np.testing.assert_allclose(select_values(history), select_values(expected), rtol=1e-10)
         for name, array in state.items():
             np.testing.assert_allclose(array, weights[name], rtol=1e-9, atol=1e-12)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    np.testing.assert_allclose(numbers(lines), numbers(expected), rtol=1e-10)
+    np.testing.assert_allclose(select_values(read_metrics(tmp_path)), select_values(expected), rtol=1e-10)
 
 
-def test_only_rank_0_writes_but_all_know_the_files(tmp_path):
+def test_only_rank_0_writes_and_all_list_the_files(tmp_path):
     def body(transport):
-        made = experiment(1)
+        experiment = make_experiment(1)
         grid = ProcessGrid(transport)
-        return [path.name for path in made.run(grid, tmp_path, resolved="text\n", hooks=[]).files]
+        return [path.name for path in experiment.run(grid, tmp_path, resolved="text\n", hooks=[]).files]
 
     names = loopback.run(3, body)
     assert names[0] == names[1] == names[2]
@@ -106,8 +106,8 @@ def test_only_rank_0_writes_but_all_know_the_files(tmp_path):
     assert json.loads((tmp_path / "environment.json").read_text())["ranks"] == 3
 
 
-def outcomes(ranks, action):
-    """Run an action on every virtual rank; return the errors of all."""
+def collect_errors(ranks, action):
+    """Call an action on every virtual rank; return the error of each rank, or None."""
 
     def body(transport):
         try:
@@ -119,27 +119,29 @@ def outcomes(ranks, action):
     return loopback.run(ranks, body)
 
 
-def test_every_rank_learns_that_nothing_can_be_written(tmp_path):
+def test_all_ranks_raise_if_the_output_is_not_writable(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    errors = outcomes(3, lambda t: experiment(1).run(ProcessGrid(t), tmp_path / "file" / "out", hooks=[]))
+    errors = collect_errors(3, lambda t: make_experiment(1).run(ProcessGrid(t), tmp_path / "file" / "out", hooks=[]))
     assert [type(error) for error in errors] == [OutputError] * 3
     assert "out: the folder cannot be created (Not a directory)" in str(errors[2])
 
 
-def test_every_rank_learns_that_there_is_nothing_to_resume(tmp_path):
-    errors = outcomes(3, lambda t: experiment(1).run(ProcessGrid(t), tmp_path / "none", resume=True, hooks=[]))
+def test_all_ranks_raise_if_there_is_nothing_to_resume(tmp_path):
+    errors = collect_errors(
+        3, lambda t: make_experiment(1).run(ProcessGrid(t), tmp_path / "none", resume=True, hooks=[])
+    )
     assert [type(error) for error in errors] == [DataError] * 3
 
 
-def test_every_rank_learns_that_the_checkpoint_cannot_be_written(tmp_path):
-    class Spoil(Hook):
+def test_all_ranks_raise_if_the_checkpoint_is_not_writable(tmp_path):
+    class BlockCheckpoint(Hook):
         def after_step(self, run):
             if run.first_rank and run.step == 5:
                 before.append((tmp_path / "checkpoint.h5").read_bytes())
                 (tmp_path / "checkpoint.h5.partial").mkdir()
 
     before = []
-    errors = outcomes(2, lambda t: experiment(1).run(ProcessGrid(t), tmp_path, hooks=[Spoil()]))
+    errors = collect_errors(2, lambda t: make_experiment(1).run(ProcessGrid(t), tmp_path, hooks=[BlockCheckpoint()]))
     assert [type(error) for error in errors] == [OutputError] * 2
     assert "checkpoint.h5: the checkpoint cannot be written (Is a directory)" in str(errors[1])
     assert (tmp_path / "checkpoint.h5").read_bytes() == before[0]
@@ -148,7 +150,7 @@ def test_every_rank_learns_that_the_checkpoint_cannot_be_written(tmp_path):
 def test_hooks_are_called_on_every_rank():
     def body(transport):
         hook = Recorder()
-        experiment(1).run(ProcessGrid(transport), hooks=[hook])
+        make_experiment(1).run(ProcessGrid(transport), hooks=[hook])
         return hook.calls
 
     calls = loopback.run(3, body)

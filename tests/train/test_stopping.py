@@ -1,10 +1,10 @@
-"""All ranks end at the same step when one is asked to, and nothing is sent for it."""
+"""Coordinated stop of all ranks after the same step, without additional messages."""
 
 import os
 import signal
 
 import pytest
-from session_toys import experiment
+from toy_training import make_experiment
 
 from neondist.comm import loopback
 from neondist.layers import FCLayerDist, LocalFilteringLayerDist
@@ -13,8 +13,8 @@ from neondist.parallel import Flag
 from neondist.train import Hook, StopOnSignal, TimeLimit
 
 
-class Tell(Hook):
-    """After some step, one rank has something to tell."""
+class RaiseFlag(Hook):
+    """Raise a control flag on one rank after a step."""
 
     joins_pretraining = True
 
@@ -26,52 +26,52 @@ class Tell(Hook):
             run.model.sync.flags.mine[self.flag] = 1
 
 
-def stops(ranks, hooks, **fields):
-    """Return where every rank stopped, as (step, code), and rank 0's reason."""
+def run_until_stop(ranks, hooks, **fields):
+    """Train on virtual ranks; return the step, the exit code and the reason of the stop, which all ranks share."""
 
     def body(transport):
-        made = experiment(2, **fields)
-        result = made.run(made.open_grid(transport), hooks=hooks())
-        return made.model.step, result.stop and result.stop.code, result.stop and result.stop.reason
+        experiment = make_experiment(2, **fields)
+        result = experiment.run(experiment.open_grid(transport), hooks=hooks())
+        return experiment.model.step, result.stop and result.stop.code, result.stop and result.stop.reason
 
-    found = loopback.run(ranks, body)
-    assert len({(step, code) for step, code, _ in found}) == 1
-    return found[0]
+    results = loopback.run(ranks, body)
+    assert len({(step, code) for step, code, _ in results}) == 1
+    return results[0]
 
 
 @pytest.mark.parametrize(("ranks", "grid"), [(1, None), (4, {"replicas": 2}), (6, {"rows": 2})])
-def test_all_ranks_stop_one_step_after_one_was_told(ranks, grid):
-    step, code, reason = stops(ranks, lambda: [Tell(ranks - 1, 2), StopOnSignal()], grid=grid)
+def test_all_ranks_stop_one_step_after_a_flag(ranks, grid):
+    step, code, reason = run_until_stop(ranks, lambda: [RaiseFlag(ranks - 1, 2), StopOnSignal()], grid=grid)
     assert (step, code) == (3, 75)
     assert reason == "received SIGUSR1; --resume continues from here"
 
 
 @pytest.mark.parametrize(("pretrain", "step"), [(1, 0), (0, 3)])
-def test_pretraining_and_training_of_a_part_stop_too(pretrain, step):
+def test_pretraining_and_partial_training_stop(pretrain, step):
     def model(layers, **more):
         return GBDist(layers, num_pretrain_epochs=pretrain, num_initial_epochs=1, **more)
 
     def layers():
         return [LocalFilteringLayerDist(2, 3), FCLayerDist(4)]
 
-    found = stops(4, lambda: [Tell(3, 2), StopOnSignal()], layers=layers, model=model)
-    assert found[:2] == (step, 75)
+    results = run_until_stop(4, lambda: [RaiseFlag(3, 2), StopOnSignal()], layers=layers, model=model)
+    assert results[:2] == (step, 75)
 
 
-def test_nothing_is_sent_for_it():
+def test_stop_needs_no_additional_message():
     def body(transport):
-        counted = []
-        plain = transport.allreduce
-        transport.allreduce = lambda array, *op: (counted.append(array.size), plain(array, *op))
-        made = experiment(1, metrics=[])
-        made.run(made.open_grid(transport), hooks=[StopOnSignal()])
-        return counted, made.model.parameters.shared, made.model.step
+        sizes = []
+        allreduce = transport.allreduce
+        transport.allreduce = lambda array, *op: (sizes.append(array.size), allreduce(array, *op))
+        experiment = make_experiment(1, metrics=[])
+        experiment.run(experiment.open_grid(transport), hooks=[StopOnSignal()])
+        return sizes, experiment.model.parameters.shared, experiment.model.step
 
-    counted, size, steps = loopback.run(3, body)[0]
-    assert [n for n in counted if n >= size] == [size + 16] * steps
+    sizes, size, steps = loopback.run(3, body)[0]
+    assert [n for n in sizes if n >= size] == [size + 16] * steps
 
 
-def test_a_signal_to_this_process():
+def test_signal_to_this_process():
     before = signal.getsignal(signal.SIGTERM)
 
     class Kill(Hook):
@@ -79,14 +79,14 @@ def test_a_signal_to_this_process():
             if run.step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    made = experiment(2)
-    result = made.run(hooks=[Kill(), StopOnSignal()])
-    assert (made.model.step, result.stop.reason) == (3, "received SIGTERM; --resume continues from here")
+    experiment = make_experiment(2)
+    result = experiment.run(hooks=[Kill(), StopOnSignal()])
+    assert (experiment.model.step, result.stop.reason) == (3, "received SIGTERM; --resume continues from here")
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 class Clock(Hook):
-    """A clock that a step, an evaluation and a checkpoint move on; called as the first hook."""
+    """Simulated clock, advanced by steps, evaluations and checkpoints; the first hook of a run."""
 
     joins_pretraining = True
 
@@ -104,8 +104,8 @@ class Clock(Hook):
         self.now += self.times[1]
 
 
-class Save(Hook):
-    """The last hook: what a checkpoint takes."""
+class SimulatedSave(Hook):
+    """Last hook of a run, which advances the clock by the duration of a checkpoint."""
 
     def __init__(self, clock):
         self.clock = clock
@@ -124,14 +124,14 @@ class Save(Hook):
 @pytest.mark.parametrize("times", [(1, 7, 0), (1, 0, 7), (3, 2, 1)])
 @pytest.mark.parametrize("seconds", [47, 60])
 @pytest.mark.long
-def test_the_run_ends_in_time_and_not_much_earlier(times, seconds):
+def test_time_limit_is_nearly_used_up(times, seconds):
     def body(transport):
         clock = Clock(*times)
-        made = experiment(100)
-        made.dataset.counts["test"] = 10
+        experiment = make_experiment(100)
+        experiment.dataset.counts["test"] = 10
         limit = TimeLimit(seconds, clock=clock)
-        result = made.run(made.open_grid(transport), hooks=[clock, limit, Save(clock)])
-        return clock.ended, result.stop.code, made.model.step
+        result = experiment.run(experiment.open_grid(transport), hooks=[clock, limit, SimulatedSave(clock)])
+        return clock.ended, result.stop.code, experiment.model.step
 
     ended, code, _ = loopback.run(2, body)[0]
     assert code == 75
@@ -139,5 +139,5 @@ def test_the_run_ends_in_time_and_not_much_earlier(times, seconds):
     assert seconds - (3 * step + evaluation + 2 * saving + 2) <= ended <= seconds
 
 
-def test_a_run_that_is_done_in_time_is_not_stopped():
-    assert stops(2, lambda: [TimeLimit(1e6), StopOnSignal()]) == (10, None, None)
+def test_run_within_the_time_limit_is_not_stopped():
+    assert run_until_stop(2, lambda: [TimeLimit(1e6), StopOnSignal()]) == (10, None, None)

@@ -1,4 +1,4 @@
-"""A rank that does not come is reported, and the job ends."""
+"""Detection of stalled ranks, their reports, and the end of the job."""
 
 import re
 import threading
@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from session_toys import experiment
+from toy_training import make_experiment
 
 from neondist.comm import ProcessGrid, loopback
 from neondist.data import Synthetic
@@ -16,141 +16,143 @@ from neondist.models import ConvnetDist
 from neondist.train import Hook, Watchdog
 
 
-class SleepsDist(ActivationLayerDist):
-    """Tile 1 sleeps, at the third step, in fprop or bprop."""
+class SleepingLayerDist(ActivationLayerDist):
+    """Activation in which tile 1 sleeps in fprop or bprop of the third step."""
 
-    where, woken = "", None
+    phase, wake_up = "", None
 
     def forward(self, ctx, view):
-        if ctx.step == 2 and self.where == "fprop" and self.context.grid.tile == 1:
-            self.woken.wait(60)
+        if ctx.step == 2 and self.phase == "fprop" and self.context.grid.tile == 1:
+            self.wake_up.wait(60)
         return super().forward(ctx, view)
 
     def backward(self, ctx, dy):
-        if ctx.step == 2 and self.where == "bprop" and self.context.grid.tile == 1:
-            self.woken.wait(60)
+        if ctx.step == 2 and self.phase == "bprop" and self.context.grid.tile == 1:
+            self.wake_up.wait(60)
         return super().backward(ctx, dy)
 
 
 class SleepingHook(Hook):
-    def __init__(self, woken):
-        self.woken = woken
+    def __init__(self, wake_up):
+        self.wake_up = wake_up
 
     def after_step(self, run):
         if run.step == 2 and run.grid.rank == 1:
-            self.woken.wait(60)
+            self.wake_up.wait(60)
 
 
-def reports(where):
-    """Let a rank of three sleep; return what the ranks say, in rank order."""
-    woken, told = threading.Event(), []
+def collect_reports(phase):
+    """Let a rank of three sleep; return the reports in the order of ranks."""
+    wake_up, reports = threading.Event(), []
 
     def layers():
-        sleeps = SleepsDist(ReLU(), name="sleeps")
-        sleeps.where, sleeps.woken = where, woken
-        return [ConvLayerDist(2, 3, name="one"), sleeps, ConvLayerDist(2, 3, name="two"), FCLayerDist(4, name="out")]
+        sleeping = SleepingLayerDist(ReLU(), name="sleeps")
+        sleeping.phase, sleeping.wake_up = phase, wake_up
+        return [ConvLayerDist(2, 3, name="one"), sleeping, ConvLayerDist(2, 3, name="two"), FCLayerDist(4, name="out")]
 
     def end(world, patience):
         deadline = time.monotonic() + 60
-        while len(told) < 3 and time.monotonic() < deadline:
+        while len(reports) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
-        woken.set()
+        wake_up.set()
         world.world.fail()
 
     def body(transport):
-        made = experiment(2, layers=layers)
-        hooks = [Watchdog(1.0, end, told.append), *([SleepingHook(woken)] if where == "hook" else [])]
-        made.run(ProcessGrid(transport, rows=3, cols=1), hooks=hooks)
+        experiment = make_experiment(2, layers=layers)
+        hooks = [Watchdog(1.0, end, reports.append), *([SleepingHook(wake_up)] if phase == "hook" else [])]
+        experiment.run(ProcessGrid(transport, rows=3, cols=1), hooks=hooks)
 
     with pytest.raises((RemoteError, SystemExit)):
-        loopback.run(3, body, at_once=3)  # one that sleeps keeps its turn
-    return sorted(told)
+        loopback.run(3, body, at_once=3)  # a sleeping rank keeps its turn
+    return sorted(reports)
 
 
-def test_asleep_in_fprop():
-    for rank, text in enumerate(told := reports("fprop")):
+def test_stall_in_fprop():
+    for rank, text in enumerate(reports := collect_reports("fprop")):
         assert text.startswith(
             f"rank {rank} of 3: no progress for 1 s (--stall-timeout), step 3: forward pass of layer"
         )
-    assert "layer 'two': waits in its halo exchange for rank 1" in told[0]
-    assert "layer 'sleeps': waits for no other rank, most recent call first:\n" in told[1]
-    assert re.search(r'test_watchdog.py", line \d+ in forward$', told[1], re.M)
-    assert "call first" not in told[0] + told[2]
-    assert "layer 'two': waits in its halo exchange for rank" in told[2]
+    assert "layer 'two': waits in its halo exchange for rank 1" in reports[0]
+    assert "layer 'sleeps': waits for no other rank, most recent call first:\n" in reports[1]
+    assert re.search(r'test_watchdog.py", line \d+ in forward$', reports[1], re.M)
+    assert "call first" not in reports[0] + reports[2]
+    assert "layer 'two': waits in its halo exchange for rank" in reports[2]
 
 
-def test_asleep_in_bprop():
-    told = reports("bprop")
-    assert "step 3: backward pass of layer 'sleeps': waits for no other rank, most" in told[1]
-    assert re.search(r'test_watchdog.py", line \d+ in backward$', told[1], re.M)
+def test_stall_in_bprop():
+    reports = collect_reports("bprop")
+    assert "step 3: backward pass of layer 'sleeps': waits for no other rank, most" in reports[1]
+    assert re.search(r'test_watchdog.py", line \d+ in backward$', reports[1], re.M)
     assert re.search(
-        "step 3: (backward pass of layer 'one': waits in|sum of gradients: waits in a sum over all 3)", told[0]
+        "step 3: (backward pass of layer 'one': waits in|sum of gradients: waits in a sum over all 3)", reports[0]
     )
 
 
-def test_asleep_between_steps():
-    told = reports("hook")
-    assert "step 3, most recent call first:\n" in told[1]
-    assert re.search(r'test_watchdog.py", line \d+ in after_step$', told[1], re.M)
+def test_stall_between_steps():
+    reports = collect_reports("hook")
+    assert "step 3, most recent call first:\n" in reports[1]
+    assert re.search(r'test_watchdog.py", line \d+ in after_step$', reports[1], re.M)
     for rank in (0, 2):
-        assert told[rank].startswith(
+        assert reports[rank].startswith(
             f"rank {rank} of 3: no progress for 1 s (--stall-timeout), step 3: waits in a sum over all 3 ranks"
         )
-        assert "call first" not in told[rank]
+        assert "call first" not in reports[rank]
 
 
-def test_a_run_that_goes_on_is_left_alone():
-    told = []
-    experiment(2).run(hooks=[Watchdog(60.0, lambda *_: told.append("end"), told.append)])
-    assert told == []
+def test_progressing_run_is_not_reported():
+    reports = []
+    make_experiment(2).run(hooks=[Watchdog(60.0, lambda *_: reports.append("end"), reports.append)])
+    assert reports == []
     for thread in threading.enumerate():
         if thread.name == "watchdog":
             thread.join(60)
             assert not thread.is_alive()
 
 
-class Ticks:
-    """A clock that waiting moves on, for so many looks at it."""
+class SimulatedClock:
+    """Clock that advances while the watchdog waits, for a limited number of waits."""
 
-    def __init__(self, looks):
-        self.now, self.looks = 0.0, looks
+    def __init__(self, waits_left):
+        self.now, self.waits_left = 0.0, waits_left
 
     def monotonic(self):
         return self.now
 
     def wait(self, seconds):
-        self.now, self.looks = self.now + seconds, self.looks - 1
-        return self.looks < 0
+        self.now, self.waits_left = self.now + seconds, self.waits_left - 1
+        return self.waits_left < 0
 
 
-class Work:
-    """Something begins every so many seconds."""
+class PeriodicWork:
+    """Work that begins every `every` seconds."""
 
     waits = False
 
-    def __init__(self, ticks, every):
-        self.ticks, self.every = ticks, every
+    def __init__(self, clock, every):
+        self.clock, self.every = clock, every
 
     @property
     def begun(self):
-        return int(self.ticks.now // self.every)
+        return int(self.clock.now // self.every)
 
 
 @pytest.mark.parametrize(("every", "end"), [(8, None), (13, 12), (1000, 12)])
-def test_patience_begins_anew_with_all_progress(monkeypatch, every, end):
-    """A batch passes every so many seconds; after more than 10 without one, the end comes."""
-    ticks, told = Ticks(looks=300), []
-    for name, value in ("time", ticks), ("moved", lambda peers: 0), ("written", lambda folder: 0):
+def test_progress_resets_the_timeout(monkeypatch, every, end):
+    """Progress every `every` seconds; the job ends after more than 10 s without any."""
+    clock, reports = SimulatedClock(waits_left=300), []
+    for name, value in ("time", clock), ("moved", lambda peers: 0), ("written", lambda folder: 0):
         monkeypatch.setattr(f"neondist.train.callbacks.watchdog.{name}", value)
-    dog = Watchdog(10.0, lambda *_: told.append(ticks.now), told.append)
-    dog.run, dog.work = SimpleNamespace(step=6), Work(ticks, every)
-    dog._watch(ticks)
-    assert told[1:] == ([] if end is None else [pytest.approx(end)])
-    assert [text.partition("(")[0] for text in told[:1]] == ["rank 0 of 1: no progress for 10 s "] * (end is not None)
+    watchdog = Watchdog(10.0, lambda *_: reports.append(clock.now), reports.append)
+    watchdog.run, watchdog.work = SimpleNamespace(step=6), PeriodicWork(clock, every)
+    watchdog._watch(clock)
+    assert reports[1:] == ([] if end is None else [pytest.approx(end)])
+    assert [text.partition("(")[0] for text in reports[:1]] == ["rank 0 of 1: no progress for 10 s "] * (
+        end is not None
+    )
 
 
 class SlowDisk(Hook):
-    """Writes for longer than the watchdog's patience, a few bytes at a time."""
+    """Hook that writes for longer than the timeout, a few bytes at a time."""
 
     def __init__(self, path):
         self.path = path
@@ -163,11 +165,14 @@ class SlowDisk(Hook):
                     print("bytes", file=file, flush=True)
 
 
-def test_a_slow_checkpoint_is_left_alone(tmp_path):
-    told = []
-    hooks = [Watchdog(2.0, lambda *_: told.append("end"), told.append, folder=tmp_path), SlowDisk(tmp_path / "slow")]
-    experiment(1).run(hooks=hooks)
-    assert told == []
+def test_slow_checkpoint_is_not_reported(tmp_path):
+    reports = []
+    hooks = [
+        Watchdog(2.0, lambda *_: reports.append("end"), reports.append, folder=tmp_path),
+        SlowDisk(tmp_path / "slow"),
+    ]
+    make_experiment(1).run(hooks=hooks)
+    assert reports == []
 
 
 DIFFERENCES = {
@@ -190,24 +195,24 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_ranks_that_disagree(name):
+def test_inconsistent_ranks(name):
     fields, message = DIFFERENCES[name]
 
     def body(transport):
-        made = experiment(1, **(fields if transport.rank == 2 else {}))
+        experiment = make_experiment(1, **(fields if transport.rank == 2 else {}))
         with pytest.raises(ConfigError, match=rf"the ranks disagree: {message}.*start all ranks with") as caught:
-            made.run(made.open_grid(transport), hooks=[])
+            experiment.run(experiment.open_grid(transport), hooks=[])
         return str(caught.value), caught.value.agreed
 
     assert len(set(loopback.run(3, body))) == 1
 
 
-def test_ranks_that_ask_for_other_grids():
+def test_inconsistent_grids():
     def body(transport):
-        made = experiment(1, **({"grid": {"rows": 1}} if transport.rank == 2 else {}))
+        experiment = make_experiment(1, **({"grid": {"rows": 1}} if transport.rank == 2 else {}))
         with pytest.raises(
             ConfigError, match="rank 2: rows is 1, but None on rank 0; all ranks must make the same call"
         ):
-            made.open_grid(transport)
+            experiment.open_grid(transport)
 
     loopback.run(3, body)

@@ -1,8 +1,8 @@
-"""Generated networks, held against PyTorch's autograd: whatever the layers, grid and scheme, the numbers are the same.
+"""Generated networks, compared with PyTorch's autograd for all layers, grids and border schemes.
 
-case: a network and all that is done with it, as plain data. draw: random ones. build: neondist's models of them.
-oracle: the same in PyTorch, from formulas. play: what is done, and what came of it. told: what `neondist check` says.
-check: one case, all comparisons. shrink: a smaller case that fails too. layouts: arrays that are not plain.
+case: a network and its run, as plain data. draw: random cases. build: models of a case. oracle: reference networks in
+PyTorch. execution: runs and their results. predicted_bytes: bytes predicted by `neondist check`. check: comparison of a
+case. shrink: minimisation of failing cases. layouts: memory layouts of arrays.
 
-Only names of the public interface are used here, but for `told`.
+Only the public interface is used, except in predicted_bytes.
 """

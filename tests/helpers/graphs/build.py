@@ -1,84 +1,86 @@
-"""From a case to neondist's models."""
+"""Models of a case."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from present import KERNELS, backend_of
+from availability import KERNELS, make_backend
 
 import neondist as nd
 
-from .case import Case, Grid, leaves
+from .case import Case, Grid, list_leaves
 
 EXECUTION = ("strips", "memory", "recompute", "accumulate")
 CONTAINERS = ("Sequential", "Sum", "Concat")
 
 
-def network(nodes: list[Any], dist: bool) -> list[Any]:
+def build_nodes(nodes: list[Any], dist: bool) -> list[Any]:
     """Return layers and containers, serial or distributed."""
-    return [node(one, dist) for one in nodes]
+    return [build_node(node, dist) for node in nodes]
 
 
-def node(one: Any, dist: bool) -> Any:
+def build_node(node: Any, dist: bool) -> Any:
     """Return one layer or container, or a list of them."""
-    if isinstance(one, list):
-        return network(one, dist)
-    kind, given = one
+    if isinstance(node, list):
+        return build_nodes(node, dist)
+    kind, arguments = node
     if kind in CONTAINERS:
-        return getattr(nd, kind)(network(given, dist))
-    given = dict(given)
-    if "activation" in given:
-        given["activation"] = getattr(nd, given["activation"])()
-    return getattr(nd, f"{kind}Layer{'Dist' if dist else ''}")(**given)
+        return getattr(nd, kind)(build_nodes(arguments, dist))
+    arguments = dict(arguments)
+    if "activation" in arguments:
+        arguments["activation"] = getattr(nd, arguments["activation"])()
+    return getattr(nd, f"{kind}Layer{'Dist' if dist else ''}")(**arguments)
 
 
-def model(case: Case, dist: bool) -> Any:
+def build_model(case: Case, dist: bool) -> Any:
     """Return the model of a case, not built yet."""
     if dist and case.twin:
-        return nd.distribute(_model(case, dist=False, scheme=case.scheme, executed=True))
-    return _model(case, dist, case.scheme if dist else "halo", executed=dist)
+        return nd.distribute(_create_model(case, dist=False, scheme=case.scheme, with_execution=True))
+    return _create_model(case, dist, case.scheme if dist else "halo", with_execution=dist)
 
 
-def _model(case: Case, dist: bool, scheme: str, executed: bool) -> Any:
-    name, given = case.optimizer
+def _create_model(case: Case, dist: bool, scheme: str, with_execution: bool) -> Any:
+    name, arguments = case.optimizer
     return (nd.ConvnetDist if dist else nd.Convnet)(
-        network(case.network, dist),
+        build_nodes(case.network, dist),
         cost=getattr(nd, case.cost)(),
-        optimizer=getattr(nd, name)(**given),
+        optimizer=getattr(nd, name)(**arguments),
         seed=case.seed,
-        backend=backend_of(case.backend if case.backend in KERNELS else "numpy"),
+        backend=make_backend(case.backend if case.backend in KERNELS else "numpy"),
         dtype=case.dtype,
         scheme=scheme,
-        **({field: getattr(case, field) for field in EXECUTION} if executed else {}),
+        **({field: getattr(case, field) for field in EXECUTION} if with_execution else {}),
     )
 
 
-def grid_shape(grid: Grid) -> nd.GridShape:
-    """Return a grid for plans."""
+def make_grid_shape(grid: Grid) -> nd.GridShape:
+    """Return a grid shape for plans."""
     replicas, planes, rows, cols = grid
     return nd.GridShape(replicas, rows, cols, planes)
 
 
-def process_grid(comm: Any, grid: Grid) -> nd.ProcessGrid:
-    """Return a grid of ranks."""
+def make_process_grid(comm: Any, grid: Grid) -> nd.ProcessGrid:
+    """Return a process grid."""
     replicas, planes, rows, cols = grid
     return nd.ProcessGrid(comm, replicas=replicas, rows=rows, cols=cols, planes=planes)
 
 
 def is_exact(case: Case) -> bool:
-    """Tell whether its grids must give the numbers of one process."""
-    schemes = [layer.scheme for layer in model(case, dist=True).leaves]
-    return all(scheme.exact for scheme in schemes) or all(grid_shape(g).tiles == 1 for g in (case.grid, case.other))
+    """Return whether all grids of a case must give the results of one process."""
+    schemes = [layer.scheme for layer in build_model(case, dist=True).leaves]
+    return all(scheme.exact for scheme in schemes) or all(
+        make_grid_shape(grid).tiles == 1 for grid in (case.grid, case.second_grid)
+    )
 
 
-def refusal(case: Case) -> nd.UserError | None:
-    """Return why a case cannot be, if so: a layer that does not fit its input, or a scheme its layer."""
+def find_refusal(case: Case) -> nd.UserError | None:
+    """Return the error of an invalid case, such as a layer that does not fit its input, or None."""
     try:
-        output = model(case, dist=False).plan(case.shape)
-        if not output or not leaves(case.network):
+        output = build_model(case, dist=False).plan(case.shape)
+        if not output or not list_leaves(case.network):
             return nd.ConfigError("no layers")
-        for grid in (case.grid, case.other):
-            model(case, dist=True).plan(case.shape, grid_shape(grid), case.batch)
+        for grid in (case.grid, case.second_grid):
+            build_model(case, dist=True).plan(case.shape, make_grid_shape(grid), case.batch)
             if case.batch < grid[0]:
                 return nd.ConfigError("fewer samples than replicas")
     except nd.UserError as error:

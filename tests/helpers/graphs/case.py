@@ -1,59 +1,60 @@
-"""A generated case: a network and all that is done with it, as plain data that prints as Python."""
+"""Generated case: a network and its run, as plain data that prints as Python."""
 
 from __future__ import annotations
 
+import dataclasses
 import pprint
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
 Grid = tuple[int, int, int, int]
-"""Replicas, planes, rows, columns."""
+"""(replicas, planes, rows, columns)"""
 
 PROGRAM = """\
 import sys
 
 sys.path.insert(0, "tests/helpers")  # from the top folder of the repository
 from graphs.case import Case
-from graphs.check import check
+from graphs.check import check_case
 
-check({case})
+check_case({case})
 """
 
 
 @dataclass(frozen=True)
 class Case:
-    """One network on one grid, and then on another.
+    """Network that is trained on one grid, and continued on another.
 
     Attributes
     ----------
     shape : (*spatial, C)
     network : list
-        Of layers ("Conv", arguments), containers ("Sum", branches) and lists, which stand for a Sequential; a branch is
-        any of these.
-    batch, rest : int
-        Samples of a batch, and of the smaller one that comes last.
+        Layers ("Conv", arguments), containers ("Sum", branches) and lists, which are a Sequential; a branch is any of
+        these.
+    batch, last_batch : int
+        Samples of a batch, and of the last, smaller one.
     steps : int
-        Training steps of whole batches, on the first grid.
-    grid, other : Grid
-        Where it is trained, and where it goes on.
+        Training steps with full batches on the first grid.
+    grid, second_grid : Grid
+        Grids of the first part and of its continuation.
     twin : bool
-        Whether the distributed model is made by `nd.distribute` from the serial one, and not from Dist classes.
+        Whether `nd.distribute` creates the distributed model, instead of Dist classes.
     layout : str
-        Of images and gradients, one of `layouts.LAYOUTS`.
+        Memory layout of images and gradients, one of `layouts.LAYOUTS`.
     strips, memory, recompute, accumulate
-        How the distributed model executes a step.
-    nudge : float
-        How far images are moved, to see how well conditioned a case is.
+        Execution options of the distributed model.
+    perturbation : float
+        Magnitude of a perturbation of the images, to measure the conditioning of a case.
     """
 
     shape: tuple[int, ...]
     network: list[Any]
     batch: int = 2
-    rest: int = 1
+    last_batch: int = 1
     steps: int = 2
     grid: Grid = (1, 1, 1, 1)
-    other: Grid = (1, 1, 1, 1)
+    second_grid: Grid = (1, 1, 1, 1)
     scheme: str = "halo"
     backend: str = "numpy"
     dtype: str = "float64"
@@ -66,27 +67,27 @@ class Case:
     memory: str | None = None
     recompute: bool = False
     accumulate: int = 1
-    nudge: float = 0.0
+    perturbation: float = 0.0
 
     def program(self) -> str:
         """Return a program that checks this case."""
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        lines = [f"{name}={pprint.pformat(value, width=100, sort_dicts=False)}" for name, value in given.items()]
-        inside = "".join("    " + line.replace("\n", "\n    ") + ",\n" for line in lines)
-        return PROGRAM.format(case=f"Case(\n{inside})")
+        arguments = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        lines = [f"{name}={pprint.pformat(value, width=100, sort_dicts=False)}" for name, value in arguments.items()]
+        body = "".join("    " + line.replace("\n", "\n    ") + ",\n" for line in lines)
+        return PROGRAM.format(case=f"Case(\n{body})")
 
-    def changed(self, **fields_: Any) -> Case:
-        """Return the case with other fields."""
-        return replace(self, **fields_)
+    def replace(self, **changes: Any) -> Case:
+        """Return a copy of the case with changed fields."""
+        return dataclasses.replace(self, **changes)
 
 
-def ranks_of(grid: Grid) -> int:
-    """Return how many ranks a grid has."""
+def count_ranks(grid: Grid) -> int:
+    """Return the number of ranks of a grid."""
     return prod(grid)
 
 
-def leaves(network: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return all single layers of a network, in order."""
+def list_leaves(network: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return all layers of a network in order."""
     if isinstance(network, list):
-        return [leaf for node in network for leaf in leaves(node)]
-    return leaves(network[1]) if isinstance(network[1], list) else [network]
+        return [leaf for node in network for leaf in list_leaves(node)]
+    return list_leaves(network[1]) if isinstance(network[1], list) else [network]

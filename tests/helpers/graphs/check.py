@@ -1,4 +1,4 @@
-"""One case, all comparisons."""
+"""Comparison of a case on PyTorch, one process and virtual ranks."""
 
 from __future__ import annotations
 
@@ -8,115 +8,134 @@ import numpy as np
 
 from neondist.comm import loopback
 
-from . import told
-from .build import is_exact, refusal
-from .case import Case, Grid, ranks_of
-from .play import Arrays, Kept, Wrong, first_part, first_state, joined, of_torch, second_part
+from . import predicted_bytes
+from .build import find_refusal, is_exact
+from .case import Case, Grid, count_ranks
+from .execution import (
+    Arrays,
+    Mismatch,
+    RankResult,
+    draw_state,
+    merge_results,
+    run_first_part,
+    run_second_part,
+    run_torch,
+)
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3}
-TIMEOUT = 120  # seconds that a virtual rank waits for a message, on a busy machine
-LOST = 1e-3
-"""Numbers that change as much as they are off when images change by this part of the tolerance say nothing: a maximum
-or a root is at its edge."""
+TIMEOUT = 120  # seconds that a virtual rank waits for a message on a busy machine
+SENSITIVITY = 1e-3
+"""A deviation is ignored if a perturbation of the images by this fraction of the tolerance causes a similar one, as at
+a tie of a maximum or a root of zero."""
 
 
-def check(case: Case) -> str:
-    """Compare PyTorch, one process and loopback ranks.
+def check_case(case: Case) -> str:
+    """Compare the results of PyTorch, one process and virtual ranks.
 
     Returns
     -------
     str
-        'exact', 'approximate' (shapes, finite numbers and bytes alone), or 'ill-conditioned'.
+        'exact', 'approximate' (only shapes, finiteness and bytes are compared), or 'ill-conditioned'.
 
     Raises
     ------
-    Wrong
-        Something is not as it should be.
+    Mismatch
+        If results differ.
     UserError
-        There is no such network.
+        If the network is invalid.
     """
-    refused = refusal(case)
-    if refused is not None:
-        raise refused
-    state, output_shape = first_state(case)
+    refusal = find_refusal(case)
+    if refusal is not None:
+        raise refusal
+    state, output_shape = draw_state(case)
     with np.errstate(all="ignore"):
-        expected = of_torch(case, state, output_shape)
+        expected = run_torch(case, state, output_shape)
     if not all(np.isfinite(array).all() and np.abs(array).max(initial=0) < 1e6 for array in expected.values()):
         return "ill-conditioned"
-    alone = first_part(case, state)
-    rounds: list[tuple[str, Callable[[], list[Arrays]], bool]] = [
-        ("one process", lambda: [joined(alone, second_part(case, alone))], True),
-        (f"ranks {case.grid}, then {case.other}", lambda: _on_ranks(case, state), is_exact(case)),
+    serial = run_first_part(case, state)
+    runs: list[tuple[str, Callable[[], list[Arrays]], bool]] = [
+        ("one process", lambda: [merge_results(serial, run_second_part(case, serial))], True),
+        (f"ranks {case.grid}, then {case.second_grid}", lambda: _run_on_ranks(case, state), is_exact(case)),
     ]
-    for where, play, exact in rounds:
-        for found in play():
-            name = differs(found, expected, TOLERANCE[case.dtype] if exact else np.inf)
+    for description, run, exact in runs:
+        for arrays in run():
+            name = find_difference(arrays, expected, TOLERANCE[case.dtype] if exact else np.inf)
             if name is None:
                 continue
-            if ill_conditioned(case, lambda other: of_torch(other, state, output_shape), name, found, expected):
+            if is_ill_conditioned(case, lambda other: run_torch(other, state, output_shape), name, arrays, expected):
                 return "ill-conditioned"
-            raise Wrong(f"{where}: {name}: {_tell(found, expected, name)}")
+            raise Mismatch(f"{description}: {name}: {_describe(arrays, expected, name)}")
     return "exact" if is_exact(case) else "approximate"
 
 
-def differs(found: Arrays, expected: Arrays, tolerance: float) -> str | None:
-    """Return the name of the first array that is not as expected, if any."""
-    if found.keys() != expected.keys():
-        return f"found {sorted(found)}, expected {sorted(expected)}"
-    for name, array in found.items():
-        other = expected[name]
-        if array.shape != other.shape or not np.isfinite(array).all():
+def find_difference(arrays: Arrays, expected: Arrays, tolerance: float) -> str | None:
+    """Return the name of the first array that differs, or None."""
+    if arrays.keys() != expected.keys():
+        return f"arrays {sorted(arrays)}, expected {sorted(expected)}"
+    for name, array in arrays.items():
+        reference = expected[name]
+        if array.shape != reference.shape or not np.isfinite(array).all():
             return name
-        if not np.abs(array - other).max(initial=0) <= tolerance * max(1.0, np.abs(other).max(initial=0)):
+        if not np.abs(array - reference).max(initial=0) <= tolerance * max(1.0, np.abs(reference).max(initial=0)):
             return name
     return None
 
 
-def ill_conditioned(case: Case, play: Callable[[Case], Arrays], name: str, found: Arrays, expected: Arrays) -> bool:
-    """Tell whether images that are hardly others, of which `play` tells what comes, explain what differs."""
-    if name not in found or found[name].shape != expected[name].shape:
+def is_ill_conditioned(
+    case: Case, compute: Callable[[Case], Arrays], name: str, arrays: Arrays, expected: Arrays
+) -> bool:
+    """Return whether tiny perturbations of the images, whose results `compute` returns, explain a difference."""
+    if name not in arrays or arrays[name].shape != expected[name].shape:
         return False
-    least = LOST * TOLERANCE[case.dtype]
-    moved = [play(case.changed(nudge=nudge))[name] for nudge in (least, -least, 10 * least, -10 * least)]
-    change = max(np.abs(array - expected[name]).max(initial=0) for array in moved)
-    return bool(change > np.abs(found[name] - expected[name]).max(initial=0) / 100)
+    step = SENSITIVITY * TOLERANCE[case.dtype]
+    perturbed = [
+        compute(case.replace(perturbation=perturbation))[name] for perturbation in (step, -step, 10 * step, -10 * step)
+    ]
+    change = max(np.abs(array - expected[name]).max(initial=0) for array in perturbed)
+    return bool(change > np.abs(arrays[name] - expected[name]).max(initial=0) / 100)
 
 
-def check_bytes(case: Case, grid: Grid, ranks: Sequence[Kept]) -> None:
-    """Raise Wrong if ranks have sent or summed other bytes than `neondist check` tells."""
-    steps = list(zip(*(kept.sent for kept in ranks), strict=True))
-    said = told.Told(case, grid)
+def check_bytes(case: Case, grid: Grid, ranks: Sequence[RankResult]) -> None:
+    """Raise Mismatch if ranks have sent or reduced other bytes than `neondist check` predicts."""
+    steps = list(zip(*(result.sent for result in ranks), strict=True))
+    predicted = predicted_bytes.PredictedBytes(case, grid)
     for step in steps:
         for rank, (samples, _, summed) in enumerate(step):
-            if summed != said.summed(samples, rank):
-                raise Wrong(f"bytes summed by rank {rank}: {summed}, but check tells {said.summed(samples, rank)}")
-    whole = [step for step in steps if step[0][0] == case.batch]
-    settled = whole[-2:]  # a scheme with a memory has other first steps
-    if len(whole) < 2:
+            if summed != predicted.summed(samples, rank):
+                raise Mismatch(
+                    f"bytes summed by rank {rank}: {summed}, but check predicts {predicted.summed(samples, rank)}"
+                )
+    full_steps = [step for step in steps if step[0][0] == case.batch]
+    settled = full_steps[-2:]  # the first steps of stateful schemes differ
+    if len(full_steps) < 2:
         return
-    for name, expected in said.sent(case.batch).items():
-        found = sum(sent[name] for step in settled for _, sent, _ in step)
-        if abs(found - 2 * expected) > 2:  # means are rounded
-            raise Wrong(f"bytes that {name} sends in two steps: {found}, but check tells {2 * expected}")
+    for name, expected in predicted.sent(case.batch).items():
+        actual = sum(sent[name] for step in settled for _, sent, _ in step)
+        if abs(actual - 2 * expected) > 2:  # averages are rounded
+            raise Mismatch(f"bytes that {name} sends in two steps: {actual}, but check predicts {2 * expected}")
 
 
-def _on_ranks(case: Case, state: Arrays) -> list[Arrays]:
-    """Return what every rank found, on the first grid and then on the other."""
-    firsts: list[Kept] = loopback.run(ranks_of(case.grid), lambda comm: first_part(case, state, comm), timeout=TIMEOUT)
-    for one in firsts[1:]:
-        for name, array in one.found.items():
-            if not np.array_equal(array, firsts[0].found[name]):
-                raise Wrong(f"ranks of {case.grid} differ in {name}")
-    seconds = loopback.run(ranks_of(case.other), lambda comm: second_part(case, firsts[0], comm), timeout=TIMEOUT)
+def _run_on_ranks(case: Case, state: Arrays) -> list[Arrays]:
+    """Return the arrays of every rank, from the first grid and then the second."""
+    firsts: list[RankResult] = loopback.run(
+        count_ranks(case.grid), lambda comm: run_first_part(case, state, comm), timeout=TIMEOUT
+    )
+    for result in firsts[1:]:
+        for name, array in result.arrays.items():
+            if not np.array_equal(array, firsts[0].arrays[name]):
+                raise Mismatch(f"ranks of {case.grid} differ in {name}")
+    seconds = loopback.run(
+        count_ranks(case.second_grid), lambda comm: run_second_part(case, firsts[0], comm), timeout=TIMEOUT
+    )
     check_bytes(case, case.grid, firsts)
-    check_bytes(case, case.other, seconds)
-    return [joined(firsts[0], second) for second in seconds]
+    check_bytes(case, case.second_grid, seconds)
+    return [merge_results(firsts[0], second) for second in seconds]
 
 
-def _tell(found: Arrays, expected: Arrays, name: str) -> str:
-    if name not in found:
+def _describe(arrays: Arrays, expected: Arrays, name: str) -> str:
+    if name not in arrays:
         return ""
-    array, other = found[name], expected[name]
-    if array.shape != other.shape:
-        return f"shape {array.shape}, expected {other.shape}"
-    return f"off by {np.abs(array - other).max(initial=0):.3g} of {np.abs(other).max(initial=0):.3g}"
+    array, reference = arrays[name], expected[name]
+    if array.shape != reference.shape:
+        return f"shape {array.shape}, expected {reference.shape}"
+    return f"off by {np.abs(array - reference).max(initial=0):.3g} of {np.abs(reference).max(initial=0):.3g}"

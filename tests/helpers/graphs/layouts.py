@@ -1,4 +1,4 @@
-"""Arrays as users have them: of other orders, strides and types, and not to be written to."""
+"""Memory layouts of arrays: orders, strides, types and read-only arrays."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 LAYOUTS = ["plain", "fortran", "strided", "reversed", "read only", "integers", "single", "big endian"]
 
 
-def values(rng: np.random.Generator, shape: tuple[int, ...], layout: str) -> np.ndarray:
-    """Return random numbers that an array of this layout can hold."""
+def draw_values(rng: np.random.Generator, shape: tuple[int, ...], layout: str) -> np.ndarray:
+    """Return random values that are exact in an array of this layout."""
     if layout == "integers":
         return rng.integers(-4, 5, shape).astype(float)
     return rng.normal(size=shape).astype(np.float32).astype(float)
 
 
-def laid_out(array: np.ndarray, layout: str) -> np.ndarray:
-    """Return a new array of the same values."""
+def apply_layout(array: np.ndarray, layout: str) -> np.ndarray:
+    """Return a copy of an array in a layout."""
     array = array.copy()
     if layout == "fortran":
         return np.asfortranarray(array)
@@ -26,8 +26,8 @@ def laid_out(array: np.ndarray, layout: str) -> np.ndarray:
         wide[..., ::2] = array
         return wide[..., ::2]
     if layout == "reversed":
-        turned: np.ndarray = array[:, ::-1].copy()[:, ::-1]
-        return turned
+        reversed_array: np.ndarray = array[:, ::-1].copy()[:, ::-1]
+        return reversed_array
     if layout == "read only":
         array.setflags(write=False)
     types: dict[str, Any] = {"integers": np.int32, "single": np.float32, "big endian": ">f8"}

@@ -1,4 +1,4 @@
-"""The same network in PyTorch: float64, channels first, every layer from its formula, gradients by autograd."""
+"""Reference networks in PyTorch: float64, channels first, layers from their formulas, gradients by autograd."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Oracle:
-    """A network with parameters and an optimiser.
+    """Network with parameters and an optimiser.
 
     Parameters
     ----------
@@ -37,14 +37,16 @@ class Oracle:
     def __init__(self, case: Case, state: dict[str, np.ndarray]) -> None:
         self.case, self.step, self.training = case, 0, True
         self.tensors = {name: torch.tensor(array) for name, array in state.items()}
-        self.trained = {n: t.requires_grad_() for n, t in self.tensors.items() if not n.endswith(("/mean", "/var"))}
-        name, given = case.optimizer
-        self.optimizer = _optimizer(name, dict(given), list(self.trained.values())) if self.trained else None
+        self.trained = {
+            key: t.requires_grad_() for key, t in self.tensors.items() if not key.endswith(("/mean", "/var"))
+        }
+        name, arguments = case.optimizer
+        self.optimizer = _create_optimizer(name, dict(arguments), list(self.trained.values())) if self.trained else None
 
     def forward(self, x: Tensor, training: bool) -> Tensor:
-        """Return outputs (N, *spatial, C) for images of that form."""
+        """Return outputs (N, *spatial, C) for images (N, *spatial, C)."""
         self.training = training
-        return _last(self._node(self.case.network, x.movedim(-1, 1)))
+        return _to_channels_last(self._node(self.case.network, x.movedim(-1, 1)))
 
     def cost(self, y: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cost of a batch."""
@@ -53,8 +55,8 @@ class Oracle:
         if self.case.cost == "Dice":
             p, t = torch.softmax(y, -1), F.one_hot(targets, y.shape[-1])
             cells = tuple(range(1, y.ndim - 1))
-            both, overlap = ((p + t).sum(cells), (p * t).sum(cells)) if cells else (p + t, p * t)
-            return ((both - 2 * overlap) / (both + 1)).mean()
+            total, overlap = ((p + t).sum(cells), (p * t).sum(cells)) if cells else (p + t, p * t)
+            return ((total - 2 * overlap) / (total + 1)).mean()
         return F.cross_entropy(y.flatten(0, -2), targets.flatten())
 
     def train(self, x: Tensor, targets: Tensor) -> float:
@@ -70,25 +72,25 @@ class Oracle:
 
     def _node(self, node: Any, x: Tensor) -> Tensor:
         if isinstance(node, list):
-            for one in node:
-                x = self._node(one, x)
+            for child in node:
+                x = self._node(child, x)
             return x
-        kind, given = node
+        kind, arguments = node
         if kind == "Sequential":
-            return self._node(given, x)
+            return self._node(arguments, x)
         if kind == "Sum":
-            return sum(self._node(branch, x) for branch in given)  # type: ignore[return-value]
+            return sum(self._node(branch, x) for branch in arguments)  # type: ignore[return-value]
         if kind == "Concat":
-            return torch.cat([self._node(branch, x) for branch in given], 1)
-        given = dict(given)
-        activation = _ACTIVATIONS[given.pop("activation", "Identity")]
-        given.pop("scheme", None)
-        return activation(getattr(self, kind)(x, given.pop("name"), **given))
+            return torch.cat([self._node(branch, x) for branch in arguments], 1)
+        arguments = dict(arguments)
+        activation = _ACTIVATIONS[arguments.pop("activation", "Identity")]
+        arguments.pop("scheme", None)
+        return activation(getattr(self, kind)(x, arguments.pop("name"), **arguments))
 
-    def _own(self, layer: str, name: str) -> Any:
+    def _parameter(self, layer: str, name: str) -> Any:
         return self.tensors.get(f"{layer}/{name}", 0.0)
 
-    # One method a layer, named as it is in a case.
+    # One method per layer, with its name in a case.
 
     def Activation(self, x: Tensor, layer: str) -> Tensor:
         return x
@@ -97,34 +99,36 @@ class Oracle:
              dilation: Any = 1, groups: int = 1, bias: bool = True, padding_mode: Any = "zeros") -> Tensor:  # fmt: skip
         ndim = x.ndim - 2
         if padding == "same":
-            padding = _same(x.shape[2:], *(_axes(v, ndim) for v in (kernel_size, stride, dilation)))
+            padding = _same_padding(x.shape[2:], *(_per_axis(v, ndim) for v in (kernel_size, stride, dilation)))
         x = _pad(x, padding, padding_mode).contiguous()
-        weights = self._own(layer, "weights").movedim((-1, -2), (0, 1)).contiguous()
+        weights = self._parameter(layer, "weights").movedim((-1, -2), (0, 1)).contiguous()
         conv = (F.conv1d, F.conv2d, F.conv3d)[ndim - 1]
-        y = conv(x, weights, None, _axes(stride, ndim), 0, _axes(dilation, ndim), groups)
-        return y + _channels(self._own(layer, "bias"), y)
+        y = conv(x, weights, None, _per_axis(stride, ndim), 0, _per_axis(dilation, ndim), groups)
+        return y + _broadcast_channels(self._parameter(layer, "bias"), y)
 
     def Deconv(self, x: Tensor, layer: str, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0,
                output_padding: Any = 0, dilation: Any = 1, groups: int = 1, bias: bool = True) -> Tensor:  # fmt: skip
-        ndim, weights = x.ndim - 2, self._own(layer, "weights")
+        ndim, weights = x.ndim - 2, self._parameter(layer, "weights")
         parts = weights.unflatten(-1, (groups, -1)).movedim((-2, -3, -1), (0, 1, 2)).flatten(0, 1)
         deconv = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[ndim - 1]
-        whole = deconv(
-            x.contiguous(), parts.contiguous(), None, _axes(stride, ndim), 0, 0, groups, _axes(dilation, ndim)
+        uncropped = deconv(
+            x.contiguous(), parts.contiguous(), None, _per_axis(stride, ndim), 0, 0, groups, _per_axis(dilation, ndim)
         )
-        cut = [
+        crops = [
             (-before, e - after)
-            for (before, after), e in zip(_sides(padding, ndim), _axes(output_padding, ndim), strict=True)
+            for (before, after), e in zip(_per_side(padding, ndim), _per_axis(output_padding, ndim), strict=True)
         ]
-        y = _pad(whole, [(0, after if after > 0 else 0) for _, after in cut], "zeros")
-        y = _pad(y, [(before, min(after, 0)) for before, after in cut], "zeros")
-        return y + _channels(self._own(layer, "bias"), y)
+        y = _pad(uncropped, [(0, after if after > 0 else 0) for _, after in crops], "zeros")
+        y = _pad(y, [(before, min(after, 0)) for before, after in crops], "zeros")
+        return y + _broadcast_channels(self._parameter(layer, "bias"), y)
 
     def MaxPooling(self, x: Tensor, layer: str, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor:
         ndim = x.ndim - 2
         pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[ndim - 1]
         x = _pad(x, padding, "zeros", -np.inf)
-        return pool(x.contiguous(), _axes(kernel_size, ndim), _axes(kernel_size if stride is None else stride, ndim))
+        return pool(
+            x.contiguous(), _per_axis(kernel_size, ndim), _per_axis(kernel_size if stride is None else stride, ndim)
+        )
 
     def AvgPooling(self, x: Tensor, layer: str, kernel_size: Any, stride: Any = None, padding: Any = 0,
                    count_include_pad: bool = True) -> Tensor:  # fmt: skip
@@ -133,13 +137,13 @@ class Oracle:
         return _window_sum(_pad(x, padding, "zeros"), kernel_size, stride) / counted
 
     def L2Pooling(self, x: Tensor, layer: str, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor:
-        return _root(_window_sum(_pad(x * x, padding, "zeros"), kernel_size, stride))
+        return _safe_sqrt(_window_sum(_pad(x * x, padding, "zeros"), kernel_size, stride))
 
     def GlobalAvgPooling(self, x: Tensor, layer: str) -> Tensor:
         return x.flatten(2).mean(2)
 
     def Upsample(self, x: Tensor, layer: str, factor: Any = 2, mode: str = "nearest") -> Tensor:
-        size = [n * f for n, f in zip(x.shape[2:], _axes(factor, x.ndim - 2), strict=True)]
+        size = [n * f for n, f in zip(x.shape[2:], _per_axis(factor, x.ndim - 2), strict=True)]
         if mode == "nearest":
             return F.interpolate(x, size)
         return F.interpolate(x, size, mode=("linear", "bilinear", "trilinear")[len(size) - 1], align_corners=False)
@@ -148,43 +152,47 @@ class Oracle:
         return _pad(x, padding, mode, fill)
 
     def Crop(self, x: Tensor, layer: str, cropping: Any) -> Tensor:
-        return _pad(x, [(-before, -after) for before, after in _sides(cropping, x.ndim - 2)], "zeros")
+        return _pad(x, [(-before, -after) for before, after in _per_side(cropping, x.ndim - 2)], "zeros")
 
     def FC(self, x: Tensor, layer: str, out_features: int, bias: bool = True) -> Tensor:
-        return x.movedim(1, -1).flatten(1) @ self._own(layer, "weights") + self._own(layer, "bias")
+        return x.movedim(1, -1).flatten(1) @ self._parameter(layer, "weights") + self._parameter(layer, "bias")
 
     def LocalFiltering(self, x: Tensor, layer: str, out_channels: int, kernel_size: Any, stride: Any = 1,
                        padding: Any = 0, bias: bool = False, shared: Any = False) -> Tensor:  # fmt: skip
-        ndim, weights = x.ndim - 2, self._own(layer, "weights")
-        kernel, x = _axes(kernel_size, ndim), _pad(x, padding, "zeros")
-        for axis, (k, s) in enumerate(zip(kernel, _axes(stride, ndim), strict=True)):
+        ndim, weights = x.ndim - 2, self._parameter(layer, "weights")
+        kernel, x = _per_axis(kernel_size, ndim), _pad(x, padding, "zeros")
+        for axis, (k, s) in enumerate(zip(kernel, _per_axis(stride, ndim), strict=True)):
             x = x.unfold(2 + axis, k, s)
         out = x.shape[2 : 2 + ndim]
-        block = out if shared is True else (1,) * ndim if shared is False else _axes(shared, ndim)
-        for axis, b in enumerate(block):  # the filter of every cell is that of its block
+        block = out if shared is True else (1,) * ndim if shared is False else _per_axis(shared, ndim)
+        for axis, b in enumerate(block):  # all cells of a block share its filter
             weights = weights.index_select(axis, torch.arange(out[axis]) // b)
         cells, window = "xyz"[:ndim], "ijk"[:ndim]
         y = torch.einsum(f"nc{cells}{window},{cells}{window}co->no{cells}", x, weights)
-        return y + self._own(layer, "bias").movedim(-1, 0) if bias else y
+        return y + self._parameter(layer, "bias").movedim(-1, 0) if bias else y
 
     def BatchNorm(self, x: Tensor, layer: str, momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
-        mean, var = (self._own(layer, name) for name in ("mean", "var"))
+        mean, var = (self._parameter(layer, name) for name in ("mean", "var"))
         if self.training:
-            cells, kept = x.movedim(1, 0).flatten(1), (mean, var)
+            cells, statistics = x.movedim(1, 0).flatten(1), (mean, var)
             mean, var = cells.mean(1), cells.var(1, correction=0)
             count = cells.shape[1]
-            for old, new in zip(kept, (mean, var * count / max(1, count - 1)), strict=True):
+            for old, new in zip(statistics, (mean, var * count / max(1, count - 1)), strict=True):
                 old += momentum * (new.detach() - old)
-        normal = (x - _channels(mean, x)) / _channels(torch.sqrt(var + eps), x)
-        return normal * _channels(self._own(layer, "gamma"), x) + _channels(self._own(layer, "beta"), x)
+        normalised = (x - _broadcast_channels(mean, x)) / _broadcast_channels(torch.sqrt(var + eps), x)
+        return normalised * _broadcast_channels(self._parameter(layer, "gamma"), x) + _broadcast_channels(
+            self._parameter(layer, "beta"), x
+        )
 
     def GroupNorm(self, x: Tensor, layer: str, groups: int = 32, eps: float = 1e-5, affine: bool = True) -> Tensor:
         parts = x.unflatten(1, (groups, -1)).flatten(2)
-        from_mean = parts - parts.mean(2, keepdim=True)
-        normal = (from_mean / torch.sqrt((from_mean**2).mean(2, keepdim=True) + eps)).reshape(x.shape)
+        centred = parts - parts.mean(2, keepdim=True)
+        normalised = (centred / torch.sqrt((centred**2).mean(2, keepdim=True) + eps)).reshape(x.shape)
         if not affine:
-            return normal
-        return normal * _channels(self._own(layer, "gamma"), x) + _channels(self._own(layer, "beta"), x)
+            return normalised
+        return normalised * _broadcast_channels(self._parameter(layer, "gamma"), x) + _broadcast_channels(
+            self._parameter(layer, "beta"), x
+        )
 
     def InstanceNorm(self, x: Tensor, layer: str, eps: float = 1e-5, affine: bool = False) -> Tensor:
         return self.GroupNorm(x, layer, x.shape[1], eps, affine)
@@ -197,7 +205,7 @@ class Oracle:
 
     def LCN(self, x: Tensor, layer: str, kernel_size: Any = 9, window: str = "gaussian", sigma: float | None = None,
             padding_mode: str = "zeros", min_deviation: Any = 1.0, halo: str = "auto") -> Tensor:  # fmt: skip
-        kernel = _axes(kernel_size, x.ndim - 2)
+        kernel = _per_axis(kernel_size, x.ndim - 2)
 
         def local_mean(a: Tensor) -> Tensor:
             a = _pad(a.mean(1, keepdim=True), [(k // 2, k // 2) for k in kernel], padding_mode)
@@ -208,38 +216,38 @@ class Oracle:
             return a
 
         v = x - local_mean(x)
-        deviation = _root(local_mean(v * v))
+        deviation = _safe_sqrt(local_mean(v * v))
         cells = tuple(range(1, x.ndim))
-        least = (
+        minimum = (
             deviation.mean(cells, keepdim=True)
             if min_deviation == "mean"
             else torch.tensor(min_deviation, dtype=x.dtype)
         )
-        divisor = torch.maximum(deviation, least)
+        divisor = torch.maximum(deviation, minimum)
         return v * torch.where(divisor > 0, 1 / torch.where(divisor > 0, divisor, 1.0), 0.0)
 
     def Dropout(self, x: Tensor, layer: str, rate: float = 0.5) -> Tensor:
-        return x * _dropped(layer, rate, self.case.seed, self.step, x) if self.training else x
+        return x * _draw_dropout_mask(layer, rate, self.case.seed, self.step, x) if self.training else x
 
 
-def _dropped(layer: str, rate: float, seed: int, step: int, x: Tensor) -> Tensor:
-    """Return the mask of a layer: what it makes of ones, alone in a model."""
-    alone = nd.Convnet([nd.DropoutLayer(rate, name=layer)], seed=seed, dtype="float64", backend="numpy")
-    alone.build((*x.shape[2:], x.shape[1]), len(x))
-    alone.step = step
-    return torch.tensor(alone.fprop(np.ones((len(x), *x.shape[2:], x.shape[1])))).movedim(-1, 1)
+def _draw_dropout_mask(layer: str, rate: float, seed: int, step: int, x: Tensor) -> Tensor:
+    """Return the dropout mask of a layer, as its output for an input of ones."""
+    model = nd.Convnet([nd.DropoutLayer(rate, name=layer)], seed=seed, dtype="float64", backend="numpy")
+    model.build((*x.shape[2:], x.shape[1]), len(x))
+    model.step = step
+    return torch.tensor(model.fprop(np.ones((len(x), *x.shape[2:], x.shape[1])))).movedim(-1, 1)
 
 
-def _axes(value: Any, ndim: int) -> tuple[int, ...]:
+def _per_axis(value: Any, ndim: int) -> tuple[int, ...]:
     return (value,) * ndim if isinstance(value, int) else tuple(value)
 
 
-def _sides(value: Any, ndim: int) -> list[tuple[int, int]]:
+def _per_side(value: Any, ndim: int) -> list[tuple[int, int]]:
     return [(v, v) if isinstance(v, int) else tuple(v) for v in ((value,) * ndim if isinstance(value, int) else value)]
 
 
-def _same(extent: Any, kernel: Any, stride: Any, dilation: Any) -> list[tuple[int, int]]:
-    """Return the padding that makes ceil(extent / stride) outputs, the odd cell at the end."""
+def _same_padding(extent: Any, kernel: Any, stride: Any, dilation: Any) -> list[tuple[int, int]]:
+    """Return the padding for ceil(extent / stride) outputs, with an odd cell at the end."""
     missing = [
         max(0, (-(-n // s) - 1) * s + d * (k - 1) + 1 - n)
         for n, k, s, d in zip(extent, kernel, stride, dilation, strict=True)
@@ -248,15 +256,15 @@ def _same(extent: Any, kernel: Any, stride: Any, dilation: Any) -> list[tuple[in
 
 
 def _pad(x: Tensor, padding: Any, mode: Any, fill: float = 0.0) -> Tensor:
-    """Return the image with cells around it; negative padding crops."""
+    """Pad an image; negative padding crops."""
     modes = [mode] * (x.ndim - 2) if isinstance(mode, str) else mode
-    for axis, (before, after) in enumerate(_sides(padding, x.ndim - 2), start=2):
-        grown, mode = (max(before, 0), max(after, 0)), modes[axis - 2]
-        if mode != "zeros" and any(grown):
-            source = np.pad(np.arange(x.shape[axis]), grown, mode=_MODES[mode])  # type: ignore[call-overload]
+    for axis, (before, after) in enumerate(_per_side(padding, x.ndim - 2), start=2):
+        added, mode = (max(before, 0), max(after, 0)), modes[axis - 2]
+        if mode != "zeros" and any(added):
+            source = np.pad(np.arange(x.shape[axis]), added, mode=_MODES[mode])  # type: ignore[call-overload]
             x = x.index_select(axis, torch.tensor(source))
-        elif any(grown):
-            x = F.pad(x, [0, 0] * (x.ndim - 1 - axis) + list(grown), value=fill)
+        elif any(added):
+            x = F.pad(x, [0, 0] * (x.ndim - 1 - axis) + list(added), value=fill)
         start = max(-before, 0)
         x = x.narrow(axis, start, x.shape[axis] - start - max(-after, 0))
     return x
@@ -264,27 +272,29 @@ def _pad(x: Tensor, padding: Any, mode: Any, fill: float = 0.0) -> Tensor:
 
 def _window_sum(x: Tensor, kernel_size: Any, stride: Any) -> Tensor:
     ndim = x.ndim - 2
-    kernel = _axes(kernel_size, ndim)
-    for axis, (k, s) in enumerate(zip(kernel, kernel if stride is None else _axes(stride, ndim), strict=True)):
+    kernel = _per_axis(kernel_size, ndim)
+    for axis, (k, s) in enumerate(zip(kernel, kernel if stride is None else _per_axis(stride, ndim), strict=True)):
         x = x.unfold(2 + axis, k, s).sum(-1)
     return x
 
 
-def _root(square: Tensor) -> Tensor:
-    """Return the square root, whose gradient at zero is zero."""
+def _safe_sqrt(square: Tensor) -> Tensor:
+    """Return the square root, with a zero gradient at zero."""
     return torch.where(square > 0, torch.sqrt(torch.where(square > 0, square, 1.0)), 0.0)
 
 
-def _channels(each: Any, like: Tensor) -> Any:
-    return each.reshape(1, -1, *(1,) * (like.ndim - 2)) if isinstance(each, Tensor) else each
+def _broadcast_channels(values: Any, like: Tensor) -> Any:
+    return values.reshape(1, -1, *(1,) * (like.ndim - 2)) if isinstance(values, Tensor) else values
 
 
-def _last(y: Tensor) -> Tensor:
+def _to_channels_last(y: Tensor) -> Tensor:
     return y.movedim(1, -1)
 
 
-def _optimizer(name: str, given: dict[str, Any], tensors: list[Tensor]) -> torch.optim.Optimizer:
-    rate = given.pop("learning_rate")
+def _create_optimizer(name: str, arguments: dict[str, Any], tensors: list[Tensor]) -> torch.optim.Optimizer:
+    rate = arguments.pop("learning_rate")
     if name == "Adam":
-        return torch.optim.Adam(tensors, rate, (given.pop("beta1", 0.9), given.pop("beta2", 0.999)), **given)
-    return torch.optim.SGD(tensors, rate, **given)
+        return torch.optim.Adam(
+            tensors, rate, (arguments.pop("beta1", 0.9), arguments.pop("beta2", 0.999)), **arguments
+        )
+    return torch.optim.SGD(tensors, rate, **arguments)

@@ -1,4 +1,4 @@
-"""From a case that fails to a small one that fails in the same way: greedily, one thing at a time."""
+"""Greedy minimisation of a failing case, by one change at a time."""
 
 from __future__ import annotations
 
@@ -7,50 +7,50 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .build import CONTAINERS, refusal
+from .build import CONTAINERS, find_refusal
 from .case import Case
 
-ALONE = (1, 1, 1, 1)
-NEEDED = ("name", "out_channels", "kernel_size", "out_features", "factor", "cropping")
-"""Arguments that a layer cannot be without ."""
+ONE_RANK = (1, 1, 1, 1)
+REQUIRED = ("name", "out_channels", "kernel_size", "out_features", "factor", "cropping")
+"""required arguments of layers"""
 
 
 def shrink(case: Case, fails: Callable[[Case], Any], seconds: float = 60.0) -> Case:
-    """Return the smallest case found in this time that fails as the given one does."""
-    kind, end, seen = how(fails, case), time.monotonic() + seconds, {repr(case)}
+    """Return the smallest case, within a time limit, that fails like the given one."""
+    kind, deadline, tried = describe_failure(fails, case), time.monotonic() + seconds, {repr(case)}
     shrunk = kind is not None
     while shrunk:
         shrunk = False
-        for smaller in smaller_cases(case):
-            if time.monotonic() > end:
+        for smaller in generate_smaller(case):
+            if time.monotonic() > deadline:
                 return case
-            if repr(smaller) in seen:
+            if repr(smaller) in tried:
                 continue
-            seen.add(repr(smaller))
-            if refusal(smaller) is None and how(fails, smaller) == kind:
+            tried.add(repr(smaller))
+            if find_refusal(smaller) is None and describe_failure(fails, smaller) == kind:
                 case, shrunk = smaller, True
                 break
     return case
 
 
-def how(fails: Callable[[Case], Any], case: Case) -> str | None:
-    """Return in which way a case fails: the error and where it came, without numbers and names."""
+def describe_failure(fails: Callable[[Case], Any], case: Case) -> str | None:
+    """Return the type of the error of a case and its location, without numbers and names."""
     try:
         fails(case)
     except Exception as error:
-        where = str(error).partition(":")[0] if isinstance(error, AssertionError) else ""
-        return type(error).__name__ + re.sub(r"\(.*\)|\w*\d\w*", "", where)
+        location = str(error).partition(":")[0] if isinstance(error, AssertionError) else ""
+        return type(error).__name__ + re.sub(r"\(.*\)|\w*\d\w*", "", location)
     return None
 
 
-def smaller_cases(case: Case) -> Iterator[Case]:
-    """Yield cases that are a little smaller, those that promise most first."""
+def generate_smaller(case: Case) -> Iterator[Case]:
+    """Yield slightly smaller cases, the most promising first."""
     for nodes in _smaller_list(case.network):
-        yield case.changed(network=nodes)
-    for field in ("grid", "other"):
+        yield case.replace(network=nodes)
+    for field in ("grid", "second_grid"):
         for grid in _smaller_grids(getattr(case, field)):
-            yield case.changed(**{field: grid})
-    plain = {
+            yield case.replace(**{field: grid})
+    defaults = {
         "dtype": "float64",
         "twin": False,
         "layout": "plain",
@@ -63,44 +63,44 @@ def smaller_cases(case: Case) -> Iterator[Case]:
         "recompute": False,
         "accumulate": 1,
     }
-    plain["optimizer"] = ("SGD", {"learning_rate": 0.01})
-    for field, value in plain.items():
+    defaults["optimizer"] = ("SGD", {"learning_rate": 0.01})
+    for field, value in defaults.items():
         if getattr(case, field) != value:
-            yield case.changed(**{field: value})
-    for field in ("steps", "rest", "batch"):
+            yield case.replace(**{field: value})
+    for field in ("steps", "last_batch", "batch"):
         count = getattr(case, field)
         for fewer in sorted({1, count - 1}):
             if 0 < fewer < count:
-                yield case.changed(**{field: fewer}).changed(
-                    rest=min(case.rest, fewer if field == "batch" else case.rest)
+                yield case.replace(**{field: fewer}).replace(
+                    last_batch=min(case.last_batch, fewer if field == "batch" else case.last_batch)
                 )
     for axis, n in enumerate(case.shape):
         for fewer in sorted({1, n // 2, n - 1}):
             if 0 < fewer < n:
-                yield case.changed(shape=(*case.shape[:axis], fewer, *case.shape[axis + 1 :]))
+                yield case.replace(shape=(*case.shape[:axis], fewer, *case.shape[axis + 1 :]))
 
 
 def _smaller_grids(grid: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if grid != ALONE:
-        yield ALONE
-    for at, n in enumerate(grid):
+    if grid != ONE_RANK:
+        yield ONE_RANK
+    for axis, n in enumerate(grid):
         for fewer in sorted({1, n - 1}):
             if 0 < fewer < n:
-                yield (*grid[:at], fewer, *grid[at + 1 :])
+                yield (*grid[:axis], fewer, *grid[axis + 1 :])
 
 
 def _smaller_list(nodes: list[Any]) -> Iterator[list[Any]]:
-    for at, one in enumerate(nodes):
-        yield nodes[:at] + nodes[at + 1 :]
-        for inside in _branches(one):
-            yield [*nodes[:at], *inside, *nodes[at + 1 :]]
-    for at, one in enumerate(nodes):
-        for smaller in _smaller_node(one):
-            yield [*nodes[:at], smaller, *nodes[at + 1 :]]
+    for index, node in enumerate(nodes):
+        yield nodes[:index] + nodes[index + 1 :]
+        for branch in _branches(node):
+            yield [*nodes[:index], *branch, *nodes[index + 1 :]]
+    for index, node in enumerate(nodes):
+        for smaller in _smaller_node(node):
+            yield [*nodes[:index], smaller, *nodes[index + 1 :]]
 
 
 def _branches(node: Any) -> Iterator[list[Any]]:
-    """Yield what could stand in place of a container."""
+    """Yield the branches that may replace a container."""
     if isinstance(node, list):
         yield node
     elif node[0] in CONTAINERS:
@@ -112,15 +112,15 @@ def _smaller_node(node: Any) -> Iterator[Any]:
     if isinstance(node, list):
         yield from _smaller_list(node)
         return
-    kind, given = node
+    kind, arguments = node
     if kind in CONTAINERS:
-        yield from ((kind, branches) for branches in _smaller_list(given) if branches or kind == "Sequential")
+        yield from ((kind, branches) for branches in _smaller_list(arguments) if branches or kind == "Sequential")
         return
-    for name, value in given.items():
-        if name not in NEEDED and (kind, name) not in (("Pad", "padding"), ("Activation", "activation")):
-            yield kind, {key: kept for key, kept in given.items() if key != name}
+    for name, value in arguments.items():
+        if name not in REQUIRED and (kind, name) not in (("Pad", "padding"), ("Activation", "activation")):
+            yield kind, {key: other_value for key, other_value in arguments.items() if key != name}
         for smaller in _smaller_value(value) if name != "name" else ():
-            yield kind, given | {name: smaller}
+            yield kind, arguments | {name: smaller}
 
 
 def _smaller_value(value: Any) -> Iterator[Any]:
@@ -131,6 +131,6 @@ def _smaller_value(value: Any) -> Iterator[Any]:
         return
     if len(set(value)) == 1:
         yield value[0]
-    for at, one in enumerate(value):
-        for smaller in _smaller_value(one):
-            yield (*value[:at], smaller, *value[at + 1 :])
+    for index, item in enumerate(value):
+        for smaller in _smaller_value(item):
+            yield (*value[:index], smaller, *value[index + 1 :])

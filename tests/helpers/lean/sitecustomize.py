@@ -1,4 +1,4 @@
-"""Hides from a test's subprocesses what takes each of them seconds to import; see tests/conftest.py."""
+"""Import hook of test subprocesses that hides packages with a long import time; see tests/conftest.py."""
 
 import os
 import sys
@@ -7,8 +7,8 @@ from importlib.machinery import PathFinder
 HIDDEN = os.environ.get("NEONDIST_TESTS_HIDE", "").split()
 
 
-class Lean(PathFinder):
-    """Finds what is on the path, without what is hidden."""
+class HidingFinder(PathFinder):
+    """Path finder without the hidden packages."""
 
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
@@ -16,4 +16,4 @@ class Lean(PathFinder):
 
 
 if HIDDEN:
-    sys.meta_path[sys.meta_path.index(PathFinder)] = Lean
+    sys.meta_path[sys.meta_path.index(PathFinder)] = HidingFinder

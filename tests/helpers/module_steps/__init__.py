@@ -1,6 +1,6 @@
-"""The steps that random modules are made of, by name, with how often each is drawn.
+"""Steps of random modules by name, with their weights.
 
-What a number draws depends on their order: that of the imports here.
+The order of the imports determines which modules are drawn.
 """
 
 from .registry import STEPS  # isort: skip

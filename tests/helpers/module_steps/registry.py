@@ -1,7 +1,8 @@
-"""The steps that random modules are made of: each writes an expression of PyTorch, or returns None if none fits.
+"""Registry of the steps of random modules.
 
-`step(pen, name, tensor)` is given the name and the value of a tensor. A statement is told by `$`, the name of what it
-makes: '$ = x.clone(); $[0] = 1'. Whatever fails is drawn again, so that a step need not look at all conditions.
+`step(gen, name, tensor)` takes the name and the value of a tensor and returns a PyTorch expression, or None if it does
+not apply. In a statement, `$` is the name of the result: '$ = x.clone(); $[0] = 1'. Expressions that fail are drawn
+again, so that steps need not check all conditions.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 STEPS: dict[str, tuple[float, Callable[[Any, str, Any], str | None]]] = {}
 
 
-def step(weight: float = 1.0):
-    """Return a decorator that adds a step, which is drawn so often."""
+def register_step(weight: float = 1.0):
+    """Return a decorator that registers a step with a relative frequency."""
 
     def add(function):
         STEPS[function.__name__] = weight, function
@@ -22,34 +23,34 @@ def step(weight: float = 1.0):
     return add
 
 
-def image(function):
-    """Make a step one of images (N, C, *spatial), and sometimes of other tensors, such as tokens, taken for some."""
+def image_step(function):
+    """Restrict a step to images (N, C, *spatial) and, less often, other tensors of 3 to 5 dimensions."""
 
-    def checked(pen, x, t):
+    def checked(gen, x, t):
         n = t.dim() - 2
-        return function(pen, x, t, n) if n == pen.spatial or (1 <= n <= 3 and pen.chance(0.4)) else None
+        return function(gen, x, t, n) if n == gen.spatial or (1 <= n <= 3 and gen.chance(0.4)) else None
 
     checked.__name__ = function.__name__
     return checked
 
 
-def each(n, draw):
+def draw_tuple(n, draw):
     return tuple(draw() for _ in range(n))
 
 
-def divisor(pen, n):
-    return pen.one(*[k for k in range(1, n + 1) if n % k == 0])
+def draw_divisor(gen, n):
+    return gen.pick(*[k for k in range(1, n + 1) if n % k == 0])
 
 
-def dims(pen, t):
-    """Return one or several dimensions of a tensor, or one of the usual sets."""
-    rank, kind = t.dim(), pen.int(0, 5)
+def draw_dims(gen, t):
+    """Return one or several dimensions of a tensor."""
+    rank, kind = t.dim(), gen.int(0, 5)
     if kind == 0:
-        return pen.int(-rank, rank - 1)
+        return gen.int(-rank, rank - 1)
     if kind == 1 and rank > 2:
         return tuple(range(2, rank))
     if kind == 2:
         return tuple(range(rank))
     if kind == 3:
-        return pen.int(1, rank - 1) if rank > 1 else 0
-    return tuple(sorted(pen.rng.sample(range(rank), pen.int(1, rank))))
+        return gen.int(1, rank - 1) if rank > 1 else 0
+    return tuple(sorted(gen.rng.sample(range(rank), gen.int(1, rank))))

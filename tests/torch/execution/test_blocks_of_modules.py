@@ -1,4 +1,4 @@
-"""A module block by block of its output gives the numbers of the whole image, from no more of it than it needs."""
+"""Block-wise inference of modules: results of the whole image from exactly the input cells needed."""
 
 import os
 import random
@@ -13,7 +13,7 @@ import random_modules  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from module_steps import STEPS  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import captured_once, in_blocks  # noqa: E402
+from torch_runs import run_in_blocks, share_captures  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -24,8 +24,8 @@ from neondist.train import evaluate_files, predict  # noqa: E402
 
 SEED = int(os.environ["NEONDIST_SEED"])
 LOCAL = (
-    "conv conv_function conv_transpose max_pool avg_pool lp_pool pad interpolate pixels slices flip cat parts"
-    " pointwise combined channel_linear channel_shuffle in_place coordinates"
+    "conv conv_function conv_transpose max_pool avg_pool lp_pool pad interpolate pixels slice_axes flip cat split"
+    " pointwise combine channel_linear channel_shuffle in_place coordinates"
 )
 
 
@@ -33,20 +33,20 @@ def test_random_modules(monkeypatch):
     monkeypatch.setattr(random_modules, "STEPS", {name: STEPS[name] for name in LOCAL.split()})
     exact = 0
     for number in range(6):
-        drawn = random_modules.draw(SEED, number)
+        case = random_modules.draw_module(SEED, number)
         rng = random.Random(number)
         try:
-            size = [rng.randint(1, 9) for _ in range(drawn.spatial)]
-            found, expected, _ = in_blocks(drawn.module(), drawn.inputs()[0][:1], size)
+            size = [rng.randint(1, 9) for _ in range(case.spatial)]
+            actual, expected, _ = run_in_blocks(case.module(), case.inputs()[0][:1], size)
         except UserError:
             continue
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=lambda m, d=drawn: m + d.program())
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10, msg=lambda m, d=case: m + d.program())
         exact += 1
     assert exact >= 1
 
 
 class Net(nn.Module):
-    """Down and up in several ways, beside skips of any extent."""
+    """Down- and upsampling of several kinds, with skip connections of any extent."""
 
     def __init__(self, n=2, wide=4):
         super().__init__()
@@ -75,40 +75,42 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize(("cells", "size"), [((61, 50), (16, 13)), ((97,), (10,)), ((14, 13, 17), (6, 20, 5))])
 @pytest.mark.long
-def test_exactly_the_halo_that_is_needed(cells, size):
-    """By the gradient of a block with respect to the image."""
+def test_blocks_read_exactly_the_cells_needed(cells, size):
+    """Against the gradient of a block with respect to the image."""
     torch.manual_seed(0)
-    found, expected, blocks = in_blocks(Net(len(cells)), torch.randn(1, 1, *cells, dtype=torch.float64), size)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    actual, expected, blocks = run_in_blocks(Net(len(cells)), torch.randn(1, 1, *cells, dtype=torch.float64), size)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     module = Net(len(cells)).double().eval()
     module.first[2] = nn.Sigmoid()
     x = torch.randn(1, 1, *cells, dtype=torch.float64, requires_grad=True)
     for number in range(0, len(blocks), 3):
         y = module(x)["out"][(..., *blocks.output(number).slices)]
-        (seen,) = torch.autograd.grad(y.square().sum(), x)
-        places = seen[0, 0].nonzero()
+        (gradient,) = torch.autograd.grad(y.square().sum(), x)
+        positions = gradient[0, 0].nonzero()
         box = blocks.image(number)
-        assert (box.lo, box.hi) == (tuple(places.amin(0).tolist()), tuple((places.amax(0) + 1).tolist()))
+        assert (box.lo, box.hi) == (tuple(positions.amin(0).tolist()), tuple((positions.amax(0) + 1).tolist()))
 
 
 @pytest.mark.long
-def test_float32_and_taps_between_cells():
-    class Taps(nn.Module):
+def test_interpolation_in_float32():
+    class Interpolation(nn.Module):
         def forward(self, x):
             y = F.interpolate(x, scale_factor=2, mode="bilinear")
             z = F.interpolate(F.pixel_unshuffle(y, 4), size=x.shape[2:], mode="bicubic", align_corners=True)
             return F.max_pool2d(y, 3, 2, 1) + F.pixel_shuffle(F.pixel_unshuffle(z, 2), 2).amax(1, keepdim=True)
 
     torch.manual_seed(0)
-    found, expected, _ = in_blocks(Taps(), torch.randn(1, 1, 44, 36), (9, 7))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
-    for mode in ("bilinear", "bicubic"):  # PyTorch's places have seven digits, too
-        found, expected, _ = in_blocks(nn.Upsample(size=(9001, 3), mode=mode), torch.randn(1, 1, 4500, 2), (4000, 3))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+    actual, expected, _ = run_in_blocks(Interpolation(), torch.randn(1, 1, 44, 36), (9, 7))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+    for mode in ("bilinear", "bicubic"):  # PyTorch's positions have seven digits, too
+        actual, expected, _ = run_in_blocks(
+            nn.Upsample(size=(9001, 3), mode=mode), torch.randn(1, 1, 4500, 2), (4000, 3)
+        )
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
 
 
 class Globe(nn.Module):
-    """Longitudes that wrap around, and are shifted, beside latitudes that do not."""
+    """Periodic and shifted longitudes, with non-periodic latitudes."""
 
     def __init__(self, channels=1, classes=2):
         super().__init__()
@@ -121,14 +123,14 @@ class Globe(nn.Module):
         return x
 
 
-def test_an_image_that_wraps_around():
+def test_periodic_images():
     torch.manual_seed(0)
-    found, expected, blocks = in_blocks(Globe(), torch.randn(1, 1, 21, 26, dtype=torch.float64), (3, 4))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert blocks.image(5).shape == (9, 11)  # one inside
+    actual, expected, blocks = run_in_blocks(Globe(), torch.randn(1, 1, 21, 26, dtype=torch.float64), (3, 4))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert blocks.image(5).shape == (9, 11)  # an inner block
 
 
-class Flat(nn.Module):
+class FlattenCells(nn.Module):
     def forward(self, x):
         return x.flatten(2).transpose(1, 2).flatten(1)
 
@@ -138,13 +140,13 @@ class Spectrum(nn.Module):
         return torch.fft.rfft2(x).abs()
 
 
-class Rows(nn.Module):
+class RowOrder(nn.Module):
     def forward(self, x):
         return x.gather(2, x.argsort(1))
 
 
-class Labels(nn.Module):
-    """Classes as channels, and back: local, cell by cell."""
+class LabelEncoding(nn.Module):
+    """Argmax, scatter and gather along channels: local to each cell."""
 
     def forward(self, x):
         labels = x.argmax(1, keepdim=True)
@@ -160,33 +162,33 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("part", "operator", "why"),
+    ("part", "operator", "reason"),
     [
         (nn.AdaptiveAvgPool2d(1), "adaptive_avg_pool2d", "it sums over the whole image"),
         (nn.GroupNorm(1, 2), "group_norm", "it normalises by sums over the whole image"),
         (nn.InstanceNorm2d(2), "instance_norm", "it normalises by sums over the whole image"),
         (nn.BatchNorm2d(2, track_running_stats=False), "batch_norm", "it normalises by sums over the whole image"),
-        (nn.Sequential(Flat(), nn.Linear(2 * 12 * 11, 3)), "linear", "it sums over the whole image"),
-        (Rows(), "gather", "it sees the whole image"),
+        (nn.Sequential(FlattenCells(), nn.Linear(2 * 12 * 11, 3)), "linear", "it sums over the whole image"),
+        (RowOrder(), "gather", "it sees the whole image"),
         (Spectrum(), "fft_rfft2", "it sees the whole image"),
         (Attention(), "scaled_dot_product_attention", "it sees the whole image"),
     ],
 )
-def test_what_is_global_is_named(part, operator, why):
+def test_global_operators_are_named(part, operator, reason):
     module = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), part)
-    said = rf"aten\.\w*{operator}.* in module '1.*' cannot be computed block by block: {why}; whole$"
-    with pytest.raises(ndt.UnsupportedOperator, match=said):
-        in_blocks(module, torch.randn(1, 2, 12, 11), (4, 4))
+    message = rf"aten\.\w*{operator}.* in module '1.*' cannot be computed block by block: {reason}; whole$"
+    with pytest.raises(ndt.UnsupportedOperator, match=message):
+        run_in_blocks(module, torch.randn(1, 2, 12, 11), (4, 4))
 
 
-def test_what_is_picked_cell_by_cell_goes_in_blocks():
-    module = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), Labels(), nn.Conv2d(3, 2, 3))
-    found, expected, blocks = in_blocks(module, torch.randn(1, 2, 23, 18, dtype=torch.float64), (4, 4))
-    torch.testing.assert_close(found, expected)
+def test_channel_indexing_in_blocks():
+    module = nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), LabelEncoding(), nn.Conv2d(3, 2, 3))
+    actual, expected, blocks = run_in_blocks(module, torch.randn(1, 2, 23, 18, dtype=torch.float64), (4, 4))
+    torch.testing.assert_close(actual, expected)
     assert max(blocks.image(number).shape[0] for number in range(len(blocks))) < 23
 
 
-def segmenter(last=nn.Identity):
+def build_segmenter(last=nn.Identity):
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.ConvTranspose2d(4, 4, 2, 2), last(),
         nn.Conv2d(4, 3, 3, padding=1),
@@ -194,7 +196,7 @@ def segmenter(last=nn.Identity):
 
 
 class Cells(nd.Synthetic):
-    """Every cell is labelled."""
+    """Synthetic images with a label per cell."""
 
     def load(self, grid):
         tile = grid.tile_box(self.sample_shape[:-1]).shape
@@ -210,113 +212,113 @@ class Cells(nd.Synthetic):
         )
 
 
-def made(build=segmenter, memory=None, **more):
+def make_experiment(build=build_segmenter, memory=None, **options):
     loss = ndt.TorchLoss("CrossEntropyLoss", {"weight": [1.0, 2.0, 0.5], "ignore_index": 0, "label_smoothing": 0.1})
-    model = ndt.TorchModel(build, loss=loss, shape=[2, 12, 8], dtype="float64", **more)
+    model = ndt.TorchModel(build, loss=loss, shape=[2, 12, 8], dtype="float64", **options)
     return nd.FitExperiment(Cells((12, 8, 2), classes=3, train=4, test=2), model, batch_size=2, epochs=1, memory=memory)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A trained module, a larger image, and what it says of it as it is."""
+    """Save a trained module, a larger image, its output for the whole image, and its losses."""
     folder = tmp_path_factory.mktemp("trained")
-    with captured_once():
-        trained = made()
-        trained.run(ProcessGrid.serial(), output=folder, hooks=[])
+    with share_captures():
+        experiment = make_experiment()
+        experiment.run(ProcessGrid.serial(), output=folder, hooks=[])
         x = np.random.default_rng(0).normal(size=(1, 42, 30, 2))
         np.save(folder / "x.npy", x)
         np.save(folder / "labels.npy", np.random.default_rng(1).integers(0, 3, (1, 42, 30)).astype(np.uint8))
         with torch.no_grad(), h5py.File(folder / "checkpoint.h5") as file:
             assert "model" in file
-            y = trained.model.module.eval()(torch.from_numpy(np.moveaxis(x, -1, 1).copy()))
+            y = experiment.model.module.eval()(torch.from_numpy(np.moveaxis(x, -1, 1).copy()))
         np.save(folder / "y.npy", np.moveaxis(y.numpy(), 1, -1))
-        data, module = trained.dataset.test, trained.model.module
+        data, module = experiment.dataset.test, experiment.model.module
         x, labels = torch.from_numpy(data.images(range(2), "float64")), torch.from_numpy(data.targets(range(2)).copy())
         with torch.no_grad():
             y = module(x.movedim(-1, 1))
-            both = zip(y.split(1), labels.split(1), strict=True)
-            losses = [trained.model.cost.criterion(*one).item() for one in both]
+            pairs = zip(y.split(1), labels.split(1), strict=True)
+            losses = [experiment.model.cost.criterion(*pair).item() for pair in pairs]
         np.save(folder / "losses.npy", np.nan_to_num(losses))  # all labels of a sample may be ignored
         yield folder
 
 
 @pytest.mark.long
-def test_losses_of_samples_alone(folder, tmp_path):
-    with captured_once():
-        loopback.run(4, lambda world: made().run(ProcessGrid(world, replicas=2), output=tmp_path, hooks=[]))
+def test_losses_of_single_samples(folder, tmp_path):
+    with share_captures():
+        loopback.run(4, lambda world: make_experiment().run(ProcessGrid(world, replicas=2), output=tmp_path, hooks=[]))
     losses = np.load(folder / "losses.npy")
-    for one in (folder, tmp_path):
-        with np.load(one / "worst.npz") as found:
-            assert found["sample"].tolist() == np.argsort(-losses).tolist()
-            np.testing.assert_allclose(found["loss"], sorted(losses)[::-1], rtol=1e-8)
-            assert found["said"].shape == found["image"].shape[:-1] == (2, 12, 8)
+    for output in (folder, tmp_path):
+        with np.load(output / "worst.npz") as worst:
+            assert worst["sample"].tolist() == np.argsort(-losses).tolist()
+            np.testing.assert_allclose(worst["loss"], sorted(losses)[::-1], rtol=1e-8)
+            assert worst["said"].shape == worst["image"].shape[:-1] == (2, 12, 8)
 
 
-def on(ranks, folder, target, fresh=made, **how):
+def predict_on(ranks, folder, target, make=make_experiment, **options):
     def body(world):
-        return predict(fresh(), folder / "checkpoint.h5", folder / "x.npy", target, ProcessGrid(world), **how)
+        return predict(make(), folder / "checkpoint.h5", folder / "x.npy", target, ProcessGrid(world), **options)
 
     loopback.run(ranks, body)
     return np.load(target)
 
 
 @pytest.mark.long
-def test_an_experiment_predicts_in_blocks(folder, tmp_path, monkeypatch):
+def test_prediction_of_experiments_in_blocks(folder, tmp_path, monkeypatch):
     expected = np.load(folder / "y.npy")
-    for ranks, how in ((1, {"block": 16}), (2, {"block": 9}), (2, {})):
-        found = on(ranks, folder, tmp_path / f"y{ranks}{len(how)}.npy", **how)
-        np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
+    for ranks, options in ((1, {"block": 16}), (2, {"block": 9}), (2, {})):
+        actual = predict_on(ranks, folder, tmp_path / f"y{ranks}{len(options)}.npy", **options)
+        np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
     monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
-    small = on(1, folder, tmp_path / "small.npy", fresh=lambda: made(memory="150kB"))
+    small = predict_on(1, folder, tmp_path / "small.npy", make=lambda: make_experiment(memory="150kB"))
     np.testing.assert_allclose(small, expected, rtol=1e-10, atol=1e-12)
     with pytest.raises(ConfigError, match=r"memory: even a block of 1 x 1 takes .* layer '0:aten\.conv2d\.default'"):
-        on(1, folder, tmp_path / "z.npy", fresh=lambda: made(memory="6kB"))
+        predict_on(1, folder, tmp_path / "z.npy", make=lambda: make_experiment(memory="6kB"))
 
 
-def test_ended_and_gone_on_with(folder, tmp_path, monkeypatch):
-    class Killed(Exception):
+def test_interrupted_predictions_resume(folder, tmp_path, monkeypatch):
+    class Interrupted(Exception):
         pass
 
-    def once(self, number):
+    def add_and_interrupt(self, number):
         add(self, number)
-        raise Killed
+        raise Interrupted
 
     add = Journal.add
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", once)
-        with pytest.raises(Killed):
-            on(1, folder, tmp_path / "y.npy", block=16)
-    on(2, folder, tmp_path / "y.npy")
-    on(1, folder, tmp_path / "z.npy", block=16)
+        patch.setattr(Journal, "add", add_and_interrupt)
+        with pytest.raises(Interrupted):
+            predict_on(1, folder, tmp_path / "y.npy", block=16)
+    predict_on(2, folder, tmp_path / "y.npy")
+    predict_on(1, folder, tmp_path / "z.npy", block=16)
     assert (tmp_path / "y.npy").read_bytes() == (tmp_path / "z.npy").read_bytes()
 
 
 def test_cost_and_metrics_in_blocks(folder):
-    def measured(ranks, block, **more):
+    def evaluate(ranks, block, **options):
         def body(world):
             paths = folder / "checkpoint.h5", folder / "x.npy", folder / "labels.npy"
-            return evaluate_files(made(**more), *paths, ProcessGrid(world), block)
+            return evaluate_files(make_experiment(**options), *paths, ProcessGrid(world), block)
 
         return loopback.run(ranks, body)[0]
 
-    whole = measured(1, None)
-    assert 0 < whole["error"] < 1
-    assert measured(2, 16) == pytest.approx(whole, rel=1e-10)
+    expected = evaluate(1, None)
+    assert 0 < expected["error"] < 1
+    assert evaluate(2, 16) == pytest.approx(expected, rel=1e-10)
     with pytest.raises(ConfigError, match="feed: computes labels from whole images"):
-        measured(1, 16, feed=lambda x, labels: (torch.from_numpy(np.moveaxis(x, -1, 1).copy()), labels))
+        evaluate(1, 16, feed=lambda x, labels: (torch.from_numpy(np.moveaxis(x, -1, 1).copy()), labels))
 
 
-def test_what_goes_whole_says_how_much_it_takes(folder, tmp_path, monkeypatch):
-    def pooled(**more):
-        return made(lambda: segmenter(lambda: nn.GroupNorm(2, 4)), **more)
+def test_global_operators_report_memory(folder, tmp_path, monkeypatch):
+    def make_group_norm(**options):
+        return make_experiment(lambda: build_segmenter(lambda: nn.GroupNorm(2, 4)), **options)
 
-    wrong = r"aten\.group_norm\.default in module '4' cannot be computed block by block: .*; "
-    with pytest.raises(UserError, match=wrong + r"leave out --block: for a whole image, a rank needs \d.* kB"):
-        on(1, folder, tmp_path / "y.npy", fresh=pooled, block=16)
+    message = r"aten\.group_norm\.default in module '4' cannot be computed block by block: .*; "
+    with pytest.raises(UserError, match=message + r"leave out --block: for a whole image, a rank needs \d.* kB"):
+        predict_on(1, folder, tmp_path / "y.npy", make=make_group_norm, block=16)
     monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
     with pytest.raises(
         UserError,
-        match=wrong + r"for a whole image, a rank needs .*, but has 50 kB; use more"
+        match=message + r"for a whole image, a rank needs .*, but has 50 kB; use more"
         r" ranks, or give more",
     ):
-        on(1, folder, tmp_path / "y.npy", fresh=lambda: pooled(memory="50kB"))
+        predict_on(1, folder, tmp_path / "y.npy", make=lambda: make_group_norm(memory="50kB"))

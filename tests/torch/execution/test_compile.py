@@ -1,4 +1,4 @@
-"""Compilation of the computations of a rank between messages."""
+"""Compilation of a rank's computation between messages."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
-from torch_runs import check  # noqa: E402
+from torch_runs import check_module  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist.errors import ConfigError  # noqa: E402
@@ -26,19 +26,19 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("grid", [(1, 2, 2), (2, 3, 1), (1, 1, 4)])
-def test_what_is_fused_gives_the_same_numbers(grid):
-    """Also on ranks without any index."""
-    fused = []
-    check(Net(), (2, 2, 9, 3), grids=[grid], compile=lambda run: fused.append(run) or run)
-    assert fused
+def test_compiled_functions_match_single_process(grid):
+    """Including ranks without cells."""
+    compiled = []
+    check_module(Net(), (2, 2, 9, 3), grids=[grid], compile=lambda run: compiled.append(run) or run)
+    assert compiled
 
 
 @pytest.mark.long
-def test_torch_compile_gives_the_same_numbers():
-    """With what it does before it writes C++, which takes a minute."""
-    check(Net(), (1, 2, 9, 8), grids=[(1, 2, 1)], compile=partial(torch.compile, backend="aot_eager"))
+def test_torch_compile_matches_single_process():
+    """With the stages before code generation, which takes a minute."""
+    check_module(Net(), (1, 2, 9, 8), grids=[(1, 2, 1)], compile=partial(torch.compile, backend="aot_eager"))
 
 
-def test_recompute_and_compile_exclude_each_other():
+def test_recompute_and_compile_are_exclusive():
     with pytest.raises(ConfigError, match="recompute: cannot"):
         ndt.distribute(Net(), (1, 2, 9, 8), recompute=True, compile=True)

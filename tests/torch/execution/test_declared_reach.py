@@ -42,7 +42,7 @@ class RequestedRanges(BlockLowering):
         return super().view(value, reaches, *args, **kwargs)
 
 
-def requested_needs(traced, ranges):
+def collect_requested_ranges(traced, ranges):
     """Return the range of each cut, from running all rules again for this block, from the last to the first."""
     needed = {}
     lowering = RequestedRanges(len(traced.shape) - 2, traced.remedy, needed, traced.values, traced.axes)
@@ -58,7 +58,7 @@ def requested_needs(traced, ranges):
     return needed
 
 
-def traced_parts(module, shape, dtype=torch.float64):
+def trace_parts(module, shape, dtype=torch.float64):
     """Return the parts of a module that can be computed in blocks: the output, a trunk with its sweeps, segments."""
     parts, mesh = [], Mesh((1, *[2] * (len(shape) - 2)))
     for training in (False, True):
@@ -83,7 +83,7 @@ def check_needs(traced, rng, grids=2):
         for rank in range(mesh.size):
             own = ranges_at(layouts, dict(enumerate(mesh.place(rank))))
             block = at_least_one(own, own)
-            assert traced.needs(block) == requested_needs(traced, block)
+            assert traced.needs(block) == collect_requested_ranges(traced, block)
     return merged
 
 
@@ -92,17 +92,17 @@ def test_random_modules(monkeypatch):
     compared = 0
     for number in range(60 if os.environ.get("NEONDIST_CASES") == "all" else 8):
         rng = random.Random(f"{SEED} {number}")
-        drawn = random_modules._drawn(rng, f"{SEED} {number}")
-        if len(drawn.shapes) == 1:
+        case = random_modules._draw(rng, f"{SEED} {number}")
+        if len(case.shapes) == 1:
             with suppress(UserError):
-                parts = traced_parts(drawn.module(), drawn.shapes[0])
+                parts = trace_parts(case.module(), case.shapes[0])
                 compared += len(parts)
                 for traced in parts:
                     check_needs(traced, rng)
     assert compared >= 4
 
 
-class Windows(nn.Module):
+class ShiftedWindows(nn.Module):
     """Shifted windows of 4 x 4 cells, each mixed inside, as in Swin transformers; atoms of merged dimensions."""
 
     def __init__(self):
@@ -118,7 +118,7 @@ class Windows(nn.Module):
         return self.last(x + y)
 
 
-class Losses(nn.Module):
+class LossModule(nn.Module):
     """Losses in the partition of one of two arguments."""
 
     def __init__(self):
@@ -136,23 +136,23 @@ class Losses(nn.Module):
         (Net(1), (1, 1, 97)),
         (Net(), (1, 1, 61, 50)),
         (Globe(), (1, 1, 21, 26)),
-        (Windows(), (1, 1, 24, 32)),
-        (Losses(), (1, 1, 13, 9)),
+        (ShiftedWindows(), (1, 1, 24, 32)),
+        (LossModule(), (1, 1, 13, 9)),
     ],
     ids=["net-1d", "net-2d", "globe", "windows", "losses"],
 )
 def test_modules(module, shape):
-    parts = traced_parts(module.double(), shape)
+    parts = trace_parts(module.double(), shape)
     assert any(isinstance(part, TracedImage) for part in parts)
     merged = sum(check_needs(part, random.Random(SEED), 3) for part in parts)
-    assert bool(merged) == isinstance(module, Windows)
+    assert bool(merged) == isinstance(module, ShiftedWindows)
 
 
 @pytest.mark.parametrize("name", ["smp.Unet", "torchvision.resnet18", "torchvision.swin"])
 @pytest.mark.long
 def test_public_models(name):
     entry = next(entry for entry in ZOO if entry.name == name)
-    parts = traced_parts(entry.make(), entry.example_shape, torch.float32)
+    parts = trace_parts(entry.make(), entry.example_shape, torch.float32)
     assert any(len(part.calls) > 10 for part in parts)
     merged = sum(check_needs(part, random.Random(SEED), 1) for part in parts)
     assert bool(merged) == (name == "torchvision.swin")

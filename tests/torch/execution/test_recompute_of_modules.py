@@ -1,4 +1,4 @@
-"""Running segments again on the way back gives the same numbers, and needs less memory."""
+"""Recomputation of segments in backward passes: same results with less memory."""
 
 import copy
 
@@ -8,20 +8,16 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_runs import captured_once, check, sent  # noqa: E402
+from torch_runs import check_module, count_sent_bytes  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def once():
-    with captured_once():
-        yield
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, channels):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
@@ -31,98 +27,100 @@ class Residual(nn.Module):
         return x + self.relu(self.norm(self.conv(x)))
 
 
-def deep(blocks=8, channels=3):
-    """A chain of blocks whose last tiles are so small that some ranks have none."""
-    parts = [nn.Conv2d(2, channels, 1), *(Residual(channels) for _ in range(blocks))]
+def build_deep_chain(blocks=8, channels=3):
+    """Return a chain of residual blocks whose last tiles are empty on some ranks."""
+    parts = [nn.Conv2d(2, channels, 1), *(ResidualBlock(channels) for _ in range(blocks))]
     return nn.Sequential(
         *parts, nn.MaxPool2d(4), nn.Conv2d(channels, 2, 2, padding=1), nn.Dropout(0.0), nn.MaxPool2d(2)
     )
 
 
 @pytest.mark.long
-def test_recomputing_gives_the_numbers_of_one_process():
-    check(deep(), (2, 2, 13, 11), grids=[(1, 1, 1), (1, 3, 2), (2, 1, 2)], recompute=True)
+def test_recomputation_matches_single_process():
+    check_module(build_deep_chain(), (2, 2, 13, 11), grids=[(1, 1, 1), (1, 3, 2), (2, 1, 2)], recompute=True)
 
 
-def test_what_keeps_nothing_runs_again_on_all_ranks():
-    """Ranks without cells keep nothing of a segment that others have to run again, sums included."""
-    check(nn.Sequential(nn.Flatten(), nn.Linear(9, 5), nn.Softmax(1)), (1, 1, 9, 1), grids=[(1, 5, 1)], recompute=True)
+def test_empty_ranks_recompute_collectives():
+    """Ranks without cells save nothing of a segment, but others recompute it, including its sums."""
+    check_module(
+        nn.Sequential(nn.Flatten(), nn.Linear(9, 5), nn.Softmax(1)), (1, 1, 9, 1), grids=[(1, 5, 1)], recompute=True
+    )
     chain = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Sigmoid(), nn.Softmax(2), nn.Tanh(), nn.Conv2d(1, 1, 3, padding=1))
-    check(chain, (1, 1, 3, 1), grids=[(1, 5, 1)], recompute=True)
+    check_module(chain, (1, 1, 3, 1), grids=[(1, 5, 1)], recompute=True)
 
 
-def test_dropout_is_drawn_the_same_when_run_again():
+def test_dropout_is_reproduced():
     original = nn.Sequential(*(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Dropout(0.5)) for _ in range(6)))
 
     def body(world):
         with ProcessGrid(world, rows=2, cols=2) as grid:
-            found = []
+            results = []
             for recompute in (False, True):
                 module = copy.deepcopy(original)
                 model = ndt.distribute(module, (1, 2, 9, 8), grid, recompute=recompute)
-                if grid.rank == 0:  # alone draws from PyTorch's generator
+                if grid.rank == 0:  # the only rank that draws from PyTorch's generator
                     torch.manual_seed(7)
                 y = model(model.scatter(torch.ones(1, 2, 9, 8)))
                 y.sum().backward()
-                found.append([model.gather(y), *(p.grad for p in module.parameters())])
-            return found
+                results.append([model.gather(y), *(p.grad for p in module.parameters())])
+            return results
 
-    for plain, again in loopback.run(4, body):
-        for a, b in zip(plain, again, strict=True):
+    for plain, recomputed in loopback.run(4, body):
+        for a, b in zip(plain, recomputed, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-def kept(recompute):
-    """Return the bytes that ranks keep for the way back."""
-    original = deep(blocks=24, channels=8)
+def measure_saved_bytes(recompute):
+    """Return the largest number of bytes that a rank saves for backward."""
+    original = build_deep_chain(blocks=24, channels=8)
 
     def body(world):
         with ProcessGrid(world, rows=2) as grid:
             model = ndt.distribute(copy.deepcopy(original), (1, 2, 64, 64), grid, recompute=recompute)
-            found = {}
+            sizes = {}
 
             def pack(tensor):
-                found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 model(model.scatter(torch.ones(1, 2, 64, 64)))
-            return sum(found.values())
+            return sum(sizes.values())
 
     return max(loopback.run(2, body))
 
 
 @pytest.mark.long
-def test_less_is_kept():
-    assert kept(True) < 0.45 * kept(False)
+def test_recomputation_saves_memory():
+    assert measure_saved_bytes(True) < 0.45 * measure_saved_bytes(False)
 
 
 @pytest.mark.parametrize("grid", [(1, 3, 2), (2, 1, 2)])
 @pytest.mark.long
-def test_a_users_checkpoint_sends_in_the_same_order_on_all_ranks(grid):
+def test_user_checkpoint_preserves_message_order(grid):
     replicas, rows, cols = grid
-    original = deep(blocks=2).double()
+    original = build_deep_chain(blocks=2).double()
 
     def body(world):
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
-            found = []
-            for again in (False, True):
+            gradients = []
+            for use_checkpoint in (False, True):
                 module = copy.deepcopy(original)
                 model = ndt.distribute(module, (2, 2, 13, 11), ranks)
                 x = model.scatter(torch.ones(2, 2, 13, 11, dtype=torch.float64)).requires_grad_()
-                y = checkpoint(model, x, use_reentrant=False) if again else model(x)
+                y = checkpoint(model, x, use_reentrant=False) if use_checkpoint else model(x)
                 y.sum().backward()
-                found.append([p.grad for p in module.parameters()])
-                assert sent(model)
-            return found
+                gradients.append([p.grad for p in module.parameters()])
+                assert count_sent_bytes(model)
+            return gradients
 
-    for plain, again in loopback.run(replicas * rows * cols, body):
-        for a, b in zip(plain, again, strict=True):
+    for plain, recomputed in loopback.run(replicas * rows * cols, body):
+        for a, b in zip(plain, recomputed, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-class Detached(nn.Module):
-    """Output of the first segment that has a gradient for one reader, and none for another."""
+class DetachedTarget(nn.Module):
+    """Output of the first segment that is used both with and without a gradient."""
 
     def __init__(self):
         super().__init__()
@@ -133,5 +131,5 @@ class Detached(nn.Module):
         return nn.functional.smooth_l1_loss(y, y.flip(0).detach(), reduction="sum")
 
 
-def test_what_is_detached_sends_no_gradient():
-    check(Detached(), (2, 4, 5), grids=[(2, 1, 2)], recompute=True)
+def test_detached_output_has_no_gradient():
+    check_module(DetachedTarget(), (2, 4, 5), grids=[(2, 1, 2)], recompute=True)

@@ -1,4 +1,4 @@
-"""Border schemes of torch modules do what they do for layers of ours, in several steps, forward and backward."""
+"""Border schemes of PyTorch modules against those of neondist layers, over several steps, forward and backward."""
 
 import copy
 from functools import lru_cache
@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
+from case_selection import select_cases  # noqa: E402
 from scheme_runs import SCHEMES  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import captured_once, sent  # noqa: E402
-from turns import some  # noqa: E402
+from torch_runs import count_sent_bytes, share_captures  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -36,22 +36,24 @@ NETS = {
     "volumes": ((2, 1, 5, 6, 4), nn.Sequential(nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 1, (1, 2, 2)))),
 }
 GRIDS = {"images": (1, 3, 2), "volumes": (2, 1, 5)}
-"""(replicas, rows, cols): tiles of the last one are smaller than halos, or empty"""
+"""(replicas, rows, cols); tiles of the last one are smaller than their halos, or empty"""
 PROGRAMS = {}
 
 
 @lru_cache
-def as_layers(name):
-    """A module in float64, and what it is as layers of ours."""
+def convert_to_layers(name):
+    """Return a module in float64, and its conversion to neondist layers."""
     shape, module = NETS[name]
     module = copy.deepcopy(module).double()
     return module, ndt.from_torch(module, shape, model=nd.Convnet)
 
 
-@pytest.mark.parametrize(("name", "scheme"), some(product(NETS, [name for name in SCHEMES if "backward" not in name])))
+@pytest.mark.parametrize(
+    ("name", "scheme"), select_cases(product(NETS, [name for name in SCHEMES if "backward" not in name]))
+)
 @pytest.mark.long
-def test_numbers_are_those_of_our_layers(name, scheme):
-    shape, (module, ours) = NETS[name][0], as_layers(name)
+def test_schemes_match_layers(name, scheme):
+    shape, (module, layers_model) = NETS[name][0], convert_to_layers(name)
     rng = np.random.default_rng(1)
     images = [torch.from_numpy(rng.normal(size=shape)) for _ in range(STEPS)]
     gradients = [torch.from_numpy(rng.normal(size=module(images[0]).shape)) for _ in range(STEPS)]
@@ -60,9 +62,9 @@ def test_numbers_are_those_of_our_layers(name, scheme):
         replicas, rows, cols = GRIDS[name]
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
             model = ndt.distribute(copy.deepcopy(module), shape, ranks, dtype=torch.float64, scheme=scheme)
-            layers = nd.ConvnetDist([layer.twin() for layer in ours.layers], dtype="float64", scheme=scheme)
-            layers.load_state(ours.state())
-            layers.build(ours.input_shape, shape[0], ranks)
+            layers = nd.ConvnetDist([layer.twin() for layer in layers_model.layers], dtype="float64", scheme=scheme)
+            layers.load_state(layers_model.state())
+            layers.build(layers_model.input_shape, shape[0], ranks)
             for step in range(STEPS):
                 training = step != STEPS - 2
                 model.train(training)
@@ -70,47 +72,47 @@ def test_numbers_are_those_of_our_layers(name, scheme):
                 y = model(x)
                 dy = model.tiling.part(gradients[step], model._runner().layouts[0])
                 y.backward(dy)
-                layers.step = step - (step == STEPS - 1)  # evaluation is no step
+                layers.step = step - (step == STEPS - 1)  # evaluation does not count as a step
                 run = layers.forward(x.detach().movedim(1, -1).numpy(), training)
                 expected = torch.from_numpy(run.output.copy()).movedim(-1, 1)
                 dx = torch.from_numpy(run.backward(dy.movedim(1, -1).numpy())).movedim(-1, 1)
                 torch.testing.assert_close(y.detach(), expected, rtol=1e-11, atol=1e-11)
                 torch.testing.assert_close(x.grad, dx, rtol=1e-11, atol=1e-11)
 
-    with captured_once(PROGRAMS):
+    with share_captures(PROGRAMS):
         loopback.run(np.prod(GRIDS[name]), body)
 
 
-def distributed(scheme, dtype=torch.float32, **more):
+def run_distributed(scheme, dtype=torch.float32, **options):
     shape, module = NETS["images"]
     module = copy.deepcopy(module).to(dtype)
 
     def body(world):
         with ProcessGrid(world, rows=2, cols=2) as ranks:
-            model = ndt.distribute(copy.deepcopy(module), shape, ranks, scheme=scheme, **more)
+            model = ndt.distribute(copy.deepcopy(module), shape, ranks, scheme=scheme, **options)
             y = model(model.scatter(torch.ones(shape, dtype=dtype)))
             y.sum().backward()
             schemes = [str(step.scheme and type(step.scheme).__name__) for step in model.plan.steps if step.window]
-            return schemes, sent(model), model.plan.traffic(ranks.rank)
+            return schemes, count_sent_bytes(model), model.plan.traffic(ranks.rank)
 
-    with captured_once(PROGRAMS):
+    with share_captures(PROGRAMS):
         return loopback.run(4, body)
 
 
-def test_modules_have_the_scheme_of_the_innermost_that_is_named():
-    for schemes, found, planned in distributed({"": "tower", "3": nd.schemes.HaloOneway(), "4": "halo"}):
+def test_innermost_named_module_sets_the_scheme():
+    for schemes, traffic, planned in run_distributed({"": "tower", "3": nd.schemes.HaloOneway(), "4": "halo"}):
         assert schemes == ["Tower", "Tower", "HaloOneway", "None", "Tower"]
-        assert found == planned
+        assert traffic == planned
 
 
 @pytest.mark.parametrize("scheme", ["tower", "halo_oneway", "quantised(bits=8)"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.long
-def test_traffic_is_what_was_planned(scheme, dtype):
-    exact = distributed("halo", torch.float64)
-    for (_, found, planned), (_, more, _) in zip(distributed(scheme, dtype), exact, strict=True):
-        assert found == planned
-        assert sum(found.values()) < sum(more.values())
+def test_traffic_matches_plan(scheme, dtype):
+    exact = run_distributed("halo", torch.float64)
+    for (_, traffic, planned), (_, exact_traffic, _) in zip(run_distributed(scheme, dtype), exact, strict=True):
+        assert traffic == planned
+        assert sum(traffic.values()) < sum(exact_traffic.values())
 
 
 @pytest.mark.parametrize(
@@ -123,9 +125,9 @@ def test_traffic_is_what_was_planned(scheme, dtype):
 )
 def test_bad_schemes(scheme, message):
     with pytest.raises(ConfigError, match=message):
-        distributed(scheme)
+        run_distributed(scheme)
 
 
-def test_what_remembers_is_not_run_twice():
+def test_stateful_schemes_reject_recompute():
     with pytest.raises(ConfigError, match="recompute: 'stale' keeps state"):
-        distributed("stale", recompute=True)
+        run_distributed("stale", recompute=True)

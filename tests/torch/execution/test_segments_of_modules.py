@@ -1,4 +1,4 @@
-"""Windows of a module that share an exchange, and strips of tiles, give the numbers of windows one by one."""
+"""Segments of modules, whose windows share an exchange, and strips of tiles, against a single process."""
 
 import copy
 from itertools import product
@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch.nn.functional as F  # noqa: E402
+from case_selection import select_cases  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import captured_once, check  # noqa: E402
-from turns import some  # noqa: E402
+from torch_runs import check_module, share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
@@ -18,8 +18,8 @@ from neondist.comm import loopback  # noqa: E402
 from neondist.errors import ConfigError, ShapeError  # noqa: E402
 
 
-class Residual(nn.Module):
-    """Norms in a residual block, strides, two branches, and what is computed of neither image nor parameters alone."""
+class ResidualNet(nn.Module):
+    """Residual block with norms, strides, two branches and an operand computed from a parameter alone."""
 
     def __init__(self, norm=nn.BatchNorm2d):
         super().__init__()
@@ -35,7 +35,7 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Up again, to the extent of what comes beside it; two outputs."""
+    """U-Net with cropped upsampling, channel attention and two outputs."""
 
     def __init__(self):
         super().__init__()
@@ -47,11 +47,11 @@ class UNet(nn.Module):
         x = F.silu(self.first(x))
         y = self.up(F.gelu(self.inner(self.down(x))))[:, :, : x.shape[2], : x.shape[3]]
         y = y * torch.sigmoid(self.attention(y.mean((2, 3), keepdim=True)))
-        both = torch.cat([x, F.interpolate(y, x.shape[2:], mode="bilinear")], 1)
-        return {"y": self.last(both), "x": F.avg_pool2d(both, 3, 1, 1)}
+        features = torch.cat([x, F.interpolate(y, x.shape[2:], mode="bilinear")], 1)
+        return {"y": self.last(features), "x": F.avg_pool2d(features, 3, 1, 1)}
 
 
-def volume():
+def build_volume_net():
     return nn.Sequential(
         nn.Conv3d(2, 3, 3, padding=1), nn.InstanceNorm3d(3, affine=True, track_running_stats=True), nn.SiLU(),
         nn.Conv3d(3, 3, 3, padding=1), nn.MaxPool3d(2), nn.Conv3d(3, 2, 2),
@@ -59,30 +59,30 @@ def volume():
 
 
 CASES = {
-    "batch norm": (Residual, (2, 3, 25, 19)),
-    "known statistics": (lambda: Residual().eval(), (2, 3, 13, 9)),
-    "moments alone": (lambda: Residual(lambda n: nn.BatchNorm2d(n, track_running_stats=False)), (2, 3, 19, 17)),
+    "batch norm": (ResidualNet, (2, 3, 25, 19)),
+    "known statistics": (lambda: ResidualNet().eval(), (2, 3, 13, 9)),
+    "moments alone": (lambda: ResidualNet(lambda n: nn.BatchNorm2d(n, track_running_stats=False)), (2, 3, 19, 17)),
     "U-Net": (UNet, (2, 3, 21, 26)),
-    "volume": (volume, (2, 2, 9, 8, 7)),
+    "volume": (build_volume_net, (2, 2, 9, 8, 7)),
 }  # fmt: skip
-HOW = {
+SETTINGS = {
     "two windows": ({"scheme": "deep_halo"}, ((2, 1, 3),)),
-    "three windows, run again": ({"scheme": "deep_halo(layers=3)", "recompute": True}, ((1, 2, 2),)),
-    "all windows": ({"scheme": "deep_halo(layers=9)"}, ((1, 2, 2), (1, 7, 1))),  # which has tiles without cells inside
+    "three windows, recomputed": ({"scheme": "deep_halo(layers=3)", "recompute": True}, ((1, 2, 2),)),
+    "all windows": ({"scheme": "deep_halo(layers=9)"}, ((1, 2, 2), (1, 7, 1))),  # including empty tiles
     "strips": ({"strips": 7}, ((1, 1, 1), (1, 1, 2))),
     "strips of segments": ({"strips": "auto", "scheme": "auto"}, ((2, 2, 1),)),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
-    some(sorted({*product(("batch norm", "U-Net"), HOW), *product(CASES, ("all windows", "strips"))})),
+    ("name", "setting"),
+    select_cases(sorted({*product(("batch norm", "U-Net"), SETTINGS), *product(CASES, ("all windows", "strips"))})),
 )
 @pytest.mark.long
-def test_the_numbers_of_one_process(name, way):
-    (make, shape), (how, grids) = CASES[name], HOW[way]
+def test_segments_match_single_process(name, setting):
+    (build, shape), (options, grids) = CASES[name], SETTINGS[setting]
     torch.manual_seed(0)
-    check(make(), shape, grids=grids, **how)
+    check_module(build(), shape, grids=grids, **options)
 
 
 NORMS = {
@@ -93,16 +93,18 @@ NORMS = {
 
 @pytest.mark.parametrize("scheme", ["deep_halo(layers=3)", "overlap_tile(statistics=global)"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_replica_without_samples(norm, scheme):
-    """A sample that fills in for those that it has not is part of no statistics, and has no gradient."""
+def test_empty_replicas(norm, scheme):
+    """The placeholder sample of an empty replica has no part in statistics and no gradient."""
     if norm == "running" and "overlap" in scheme:
-        pytest.skip("running statistics of instance norms of other replicas are no part of a segment")
+        pytest.skip("a segment excludes running statistics of instance norms on other replicas")
     convs = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)]
-    check(nn.Sequential(convs[0], NORMS[norm], nn.SELU(), *convs[1:]), (2, 3, 9, 8), grids=[(3, 2, 1)], scheme=scheme)
+    check_module(
+        nn.Sequential(convs[0], NORMS[norm], nn.SELU(), *convs[1:]), (2, 3, 9, 8), grids=[(3, 2, 1)], scheme=scheme
+    )
 
 
-def test_a_norm_of_which_the_statistics_alone_are_read():
-    class Unread(nn.Module):
+def test_norm_used_for_its_statistics_only():
+    class UnusedNorm(nn.Module):
         def __init__(self):
             super().__init__()
             self.net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
@@ -111,23 +113,23 @@ def test_a_norm_of_which_the_statistics_alone_are_read():
             self.net(x)
             return x * 2
 
-    check(Unread(), (2, 2, 9, 11), grids=((1, 2, 2),), scheme="deep_halo")
+    check_module(UnusedNorm(), (2, 2, 9, 11), grids=((1, 2, 2),), scheme="deep_halo")
 
 
-def planned(module, shape, ranks=4, **how):
-    """Return the plan of the first of some ranks, and of all what they send in a training step."""
+def plan_on(module, shape, ranks=4, **options):
+    """Return the plan of the first rank, and the bytes that each rank sends in a training step."""
 
     def body(world):
         with ProcessGrid(world) as grid:
-            plan = ndt.distribute(copy.deepcopy(module), shape, grid, **how).plan
+            plan = ndt.distribute(copy.deepcopy(module), shape, grid, **options).plan
             return plan, plan.bytes(grid.rank)
 
-    with captured_once():
-        found = loopback.run(ranks, body)
-    return found[0][0], [sent for _, sent in found]
+    with share_captures():
+        plans = loopback.run(ranks, body)
+    return plans[0][0], [sent for _, sent in plans]
 
 
-def views(plan):
+def count_views(plan):
     return sum(step.kind == "view" for step in plan.steps)
 
 
@@ -137,20 +139,20 @@ CHAIN = nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1) for _ in range(6)))
 @pytest.mark.long
 def test_windows_of_a_segment_share_an_exchange():
     counts = {
-        layers: views(planned(CHAIN, (1, 2, 24, 24), scheme=f"deep_halo(layers={layers})")[0])
+        layers: count_views(plan_on(CHAIN, (1, 2, 24, 24), scheme=f"deep_halo(layers={layers})")[0])
         for layers in (1, 2, 3, 9)
     }
     assert counts == {1: 6, 2: 3, 3: 2, 9: 1}
-    assert views(planned(CHAIN, (1, 2, 24, 24), scheme={"": "halo", "2": "deep_halo", "3": "deep_halo"})[0]) == 5
-    assert views(planned(CHAIN, (1, 2, 24, 24), scheme={"": "deep_halo", "2": "tower"})[0]) == 4
+    assert count_views(plan_on(CHAIN, (1, 2, 24, 24), scheme={"": "halo", "2": "deep_halo", "3": "deep_halo"})[0]) == 5
+    assert count_views(plan_on(CHAIN, (1, 2, 24, 24), scheme={"": "deep_halo", "2": "tower"})[0]) == 4
 
 
 class Encoder(nn.Module):
-    """Windows before an operator on the whole image, two of which read the image."""
+    """Windows before a global operator, two of which read the image."""
 
     def __init__(self):
         super().__init__()
-        self.body, self.head = Residual(), nn.Linear(3, 2)
+        self.body, self.head = ResidualNet(), nn.Linear(3, 2)
         self.side = nn.Conv2d(3, 3, 5)
 
     def forward(self, x, scale):
@@ -160,37 +162,37 @@ class Encoder(nn.Module):
 
 
 OVERLAPPING = {
-    "batch norm": (Residual, [(2, 3, 25, 19)]),
-    "moments alone": (lambda: Residual(lambda n: nn.BatchNorm2d(n, track_running_stats=False)), [(2, 3, 19, 17)]),
-    "volume": (volume, [(2, 2, 9, 8, 7)]),
+    "batch norm": (ResidualNet, [(2, 3, 25, 19)]),
+    "moments alone": (lambda: ResidualNet(lambda n: nn.BatchNorm2d(n, track_running_stats=False)), [(2, 3, 19, 17)]),
+    "volume": (build_volume_net, [(2, 2, 9, 8, 7)]),
     "encoder": (Encoder, [(2, 3, 25, 21), (2,)]),
 }
 GRIDS = ((1, 2, 2), (2, 1, 3), (1, 5, 1))
 
 
-@pytest.mark.parametrize(("name", "grid"), some(product(OVERLAPPING, GRIDS)), ids=str)
+@pytest.mark.parametrize(("name", "grid"), select_cases(product(OVERLAPPING, GRIDS)), ids=str)
 @pytest.mark.long
-def test_tiles_that_overlap_give_the_numbers_of_one_process(name, grid):
-    make, shapes = OVERLAPPING[name]
+def test_overlapping_tiles_match_single_process(name, grid):
+    build, shapes = OVERLAPPING[name]
     if name == "volume" and grid[0] > 1:
-        pytest.skip("running statistics of instance norms of other replicas are no part of a segment")
+        pytest.skip("a segment excludes running statistics of instance norms on other replicas")
     torch.manual_seed(0)
-    how = [{}, {"recompute": True}] if name == "batch norm" else [{}]
-    for more in how:
-        check(make(), *shapes, grids=(grid,), scheme="overlap_tile(statistics=global)", **more)
+    variants = [{}, {"recompute": True}] if name == "batch norm" else [{}]
+    for options in variants:
+        check_module(build(), *shapes, grids=(grid,), scheme="overlap_tile(statistics=global)", **options)
 
 
-@pytest.mark.parametrize("more", [{}, {"strips": 5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"strips": 5}], ids=str)
 @pytest.mark.long
-def test_tiles_that_overlap_exchange_nothing(more):
-    check(copy.deepcopy(CHAIN), (1, 2, 24, 24), grids=GRIDS, scheme="overlap_tile", **more)
-    _, sent = planned(CHAIN, (1, 2, 24, 24), scheme="overlap_tile", **more)
+def test_overlapping_tiles_exchange_nothing(options):
+    check_module(copy.deepcopy(CHAIN), (1, 2, 24, 24), grids=GRIDS, scheme="overlap_tile", **options)
+    _, sent = plan_on(CHAIN, (1, 2, 24, 24), scheme="overlap_tile", **options)
     assert sent == [0, 0, 0, 0]
     parts = {"": "overlap_tile", "3": "halo", "4": "tower", "5": "halo"}
-    assert views(planned(CHAIN, (1, 2, 24, 24), scheme=parts, **more)[0]) == 3
+    assert count_views(plan_on(CHAIN, (1, 2, 24, 24), scheme=parts, **options)[0]) == 3
 
 
-def test_a_tile_without_what_is_around_it_is_refused():
+def test_tiles_without_overlap_are_rejected():
     def body(world):
         with ProcessGrid(world) as grid:
             model = ndt.distribute(copy.deepcopy(CHAIN), (1, 2, 24, 24), grid, scheme="overlap_tile")
@@ -204,14 +206,14 @@ def test_a_tile_without_what_is_around_it_is_refused():
 
 def test_norms_stay_in_a_segment():
     norms = nn.Sequential(*(nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2)) for _ in range(3)))
-    plan, _ = planned(norms, (2, 2, 24, 24), scheme="deep_halo(layers=3)")
+    plan, _ = plan_on(norms, (2, 2, 24, 24), scheme="deep_halo(layers=3)")
     assert [step.kind for step in plan.steps if step.kind in ("view", "norm")] == ["view", "norm", "norm", "norm"]
 
 
 @pytest.mark.parametrize(("latency", "count"), [(1e-9, 6), (1.0, 1)])
-def test_a_planner_weighs_messages_and_work(latency, count):
-    plan, _ = planned(CHAIN, (1, 2, 240, 240), scheme=f"auto(latency={latency}, bandwidth=1e12)")
-    assert views(plan) == count
+def test_planner_weighs_latency_against_work(latency, count):
+    plan, _ = plan_on(CHAIN, (1, 2, 240, 240), scheme=f"auto(latency={latency}, bandwidth=1e12)")
+    assert count_views(plan) == count
 
 
 def test_dropout_draws_the_same_numbers():
@@ -220,10 +222,10 @@ def test_dropout_draws_the_same_numbers():
     )
     x = torch.randn(2, 1, 19, 23, dtype=torch.float64)
 
-    def trained(ranks, **how):
+    def train(ranks, **options):
         def body(world):
             with ProcessGrid(world) as grid:
-                model = ndt.distribute(copy.deepcopy(module).double(), x.shape, grid, **how)
+                model = ndt.distribute(copy.deepcopy(module).double(), x.shape, grid, **options)
                 torch.manual_seed(3)
                 y = model(model.scatter(x))
                 y.square().sum().backward()
@@ -231,26 +233,30 @@ def test_dropout_draws_the_same_numbers():
 
         return loopback.run(ranks, body)[0]
 
-    with captured_once():
-        expected = trained(1)
-        for how in ({"scheme": "deep_halo(layers=3)"}, {"strips": 4}, {"strips": 4, "scheme": "deep_halo(layers=3)"}):
+    with share_captures():
+        expected = train(1)
+        for options in (
+            {"scheme": "deep_halo(layers=3)"},
+            {"strips": 4},
+            {"strips": 4, "scheme": "deep_halo(layers=3)"},
+        ):
             for ranks in (1, 4):
-                torch.testing.assert_close(trained(ranks, **how), expected, rtol=1e-10, atol=1e-10)
+                torch.testing.assert_close(train(ranks, **options), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_strips_keep_nothing_between_windows():
-    def kept(strips):
+def test_strips_save_little_for_backward():
+    def measure_saved_bytes(strips):
         sizes, shape = [], (1, 2, 128, 128)
         model = ndt.distribute(copy.deepcopy(CHAIN), shape, ProcessGrid.serial(), strips=strips)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
             model(torch.randn(shape))
         return sum(sizes)
 
-    assert kept(16) < kept(None) / 3
+    assert measure_saved_bytes(16) < measure_saved_bytes(None) / 3
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("options", "message"),
     [
         ({"strips": 0}, "strips: 0; expected a number of rows > 0, or 'auto'"),
         ({"strips": "all"}, "strips: 'all'; expected"),
@@ -261,16 +267,16 @@ def test_strips_keep_nothing_between_windows():
         ({"scheme": "deep_halo(layers=0)"}, "layers"),
     ],
 )
-def test_bad_input(how, message):
+def test_bad_input(options, message):
     with pytest.raises(ConfigError, match=message):
-        planned(CHAIN, (1, 2, 24, 24), 1, **how)
+        plan_on(CHAIN, (1, 2, 24, 24), 1, **options)
 
 
 @pytest.mark.parametrize(
     ("module", "shape", "scheme", "message"),
     [
         (
-            Residual,
+            ResidualNet,
             (1, 3, 24, 24),
             "overlap_tile",
             r"conv2d\S* in module 'b' depends .*: 'overlap_tile\(statistics=global\)'",
@@ -295,6 +301,6 @@ def test_bad_input(how, message):
         ),
     ],
 )
-def test_windows_that_cannot_do_without_messages(module, shape, scheme, message):
+def test_overlap_tile_rejects_dependent_windows(module, shape, scheme, message):
     with pytest.raises(ConfigError, match=message):
-        planned(module(), shape, 2, scheme=scheme)
+        plan_on(module(), shape, 2, scheme=scheme)

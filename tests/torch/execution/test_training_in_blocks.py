@@ -1,4 +1,4 @@
-"""A step that goes block by block up to where something sees the whole image gives the numbers of the whole."""
+"""Training in blocks up to the first global operator against training on whole images."""
 
 import copy
 
@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from test_blocks_of_modules import Globe, made  # noqa: E402
+from test_blocks_of_modules import Globe, make_experiment  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import captured_once  # noqa: E402
+from torch_runs import share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
@@ -32,48 +32,48 @@ class UNet(nn.Module):
         return self.last(torch.cat([x, y], 1))
 
 
-class Frozen(nn.BatchNorm2d):
+class FrozenBatchNorm(nn.BatchNorm2d):
     def train(self, mode=True):
         return super().train(False)
 
 
 class Classifier(nn.Module):
-    """A trunk whose first weights the head has, too; random numbers in both, and two extents between them."""
+    """Trunk and head with shared weights and dropout, and two extents between them."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1), Frozen(6)
+        self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1), FrozenBatchNorm(6)
         self.deep, self.last = nn.Conv2d(6, 6, 3, 2), nn.Linear(12, 4)
         self.norm.running_var += 0.5
         self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
-        one, other = self.norm(self.first(x)).chunk(2, 1)
-        x = F.dropout2d(F.dropout(F.relu(torch.cat([other, one], 1)), 0.2, self.training), 0.2, self.training)
+        first, second = self.norm(self.first(x)).chunk(2, 1)
+        x = F.dropout2d(F.dropout(F.relu(torch.cat([second, first], 1)), 0.2, self.training), 0.2, self.training)
         y = F.relu_(self.deep(x))
         z = torch.cat([F.conv2d(x[:, :3], self.first.weight).mean((2, 3)), y.amax((2, 3))], 1)
         return self.last(F.dropout(z, 0.3, self.training))
 
 
-class Live(nn.Module):
-    """Live norms, one of them twice; as memory has it, the last ones are in the head."""
+class LiveNorms(nn.Module):
+    """Norms with live statistics, one of them shared; the memory limit decides which belong to the head."""
 
     def __init__(self):
         super().__init__()
         self.first, self.plain, self.twice = nn.GroupNorm(1, 3), nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4)
         self.groups, self.last = nn.GroupNorm(2, 4), nn.BatchNorm2d(4, track_running_stats=False)
-        self.net, self.each = UNet(), nn.InstanceNorm2d(4)
+        self.net, self.instance = UNet(), nn.InstanceNorm2d(4)
 
     def forward(self, x):
         x = self.groups(self.plain(self.net(self.first(x))))
-        return self.last(F.relu(self.each(self.twice(self.twice(x) * 2))))
+        return self.last(F.relu(self.instance(self.twice(self.twice(x) * 2))))
 
 
-def trained(module, shape, target, ranks=1, replicas=1, memory=None):
-    """Return what is known after three steps, and how many blocks the first rank goes in, if any."""
-    draw = torch.Generator().manual_seed(1)
-    images = [torch.randn(shape, generator=draw, dtype=torch.float64) for _ in range(3)]
-    targets = [torch.randint(0, 4, target, generator=draw) for _ in range(3)]
+def train(module, shape, target, ranks=1, replicas=1, memory=None):
+    """Return the state after three steps, and the number of blocks on the first rank."""
+    generator = torch.Generator().manual_seed(1)
+    images = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+    targets = [torch.randint(0, 4, target, generator=generator) for _ in range(3)]
 
     def body(world):
         with ProcessGrid(world, replicas=replicas) as grid:
@@ -91,34 +91,34 @@ def trained(module, shape, target, ranks=1, replicas=1, memory=None):
     return loopback.run(ranks, body)[0]
 
 
-def pixels(between=nn.ReLU):
-    return nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), between(), nn.Conv2d(8, 3, 3, padding=1))
+def build_local_network(activation=nn.ReLU):
+    return nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), activation(), nn.Conv2d(8, 3, 3, padding=1))
 
 
-def columns():
-    return pixels(lambda: nn.Softmax(2))
+def build_column_softmax():
+    return build_local_network(lambda: nn.Softmax(2))
 
 
 @pytest.mark.long
-def test_an_experiment(tmp_path, monkeypatch):
+def test_blocks_in_experiments(tmp_path, monkeypatch):
     monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
 
-    def weights(memory, build=pixels):
+    def train_on_two_ranks(memory, build=build_local_network):
         def body(world):
-            experiment = made(build, memory)
+            experiment = make_experiment(build, memory)
             experiment.run(ProcessGrid(world), hooks=[])
             return experiment.model
 
         return loopback.run(2, body)[0]
 
-    with captured_once():
-        whole, found = weights(None), weights("50kB")
-        assert "blocks per rank (samples x space)" in found.compiled.describe()
-        for a, b in zip(whole.module.parameters(), found.module.parameters(), strict=True):
+    with share_captures():
+        whole, blocked = train_on_two_ranks(None), train_on_two_ranks("50kB")
+        assert "blocks per rank (samples x space)" in blocked.compiled.describe()
+        for a, b in zip(whole.module.parameters(), blocked.module.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-    wrong = r"aten\.softmax\.int in module '1' cannot .*compares the whole image; together with .* needs .* only 40"
-    with pytest.raises(UserError, match=wrong):
-        made(columns, memory="40kB").validate()
+    message = r"aten\.softmax\.int in module '1' cannot .*compares the whole image; together with .* needs .* only 40"
+    with pytest.raises(UserError, match=message):
+        make_experiment(build_column_softmax, memory="40kB").validate()
 
 
 @pytest.mark.parametrize(
@@ -127,18 +127,18 @@ def test_an_experiment(tmp_path, monkeypatch):
         (UNet, (2, 3, 37, 46), (2, 37, 46), (900, 700, 700)),
         (Classifier, (2, 3, 37, 29), (2,), (500, 200, 200)),
         (lambda: Globe(3, 4), (2, 3, 37, 46), (2, 19, 23), (350, 250, 250)),
-        (Live, (2, 3, 37, 46), (2, 37, 46), (2500, 1000, 700)),
+        (LiveNorms, (2, 3, 37, 46), (2, 37, 46), (2500, 1000, 700)),
     ],
 )
 @pytest.mark.long
-def test_three_steps(build, shape, target, memory, monkeypatch):
+def test_training_steps_match_whole_images(build, shape, target, memory, monkeypatch):
     monkeypatch.setattr("neondist.system.memory.PROCESS", 0)
     torch.manual_seed(0)
     module = build().double().train()
-    with captured_once():
-        expected, _ = trained(module, shape, target)
+    with share_captures():
+        expected, _ = train(module, shape, target)
         for ranks, replicas, kilobytes in zip((1, 3, 4), (1, 1, 2), memory, strict=True):
-            found, parts = trained(module, shape, target, ranks, replicas, f"{ranks * kilobytes} kB")
+            state, parts = train(module, shape, target, ranks, replicas, f"{ranks * kilobytes} kB")
             assert parts > 1, ranks
             for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=f"{ranks} ranks: {name}")
+                torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12, msg=f"{ranks} ranks: {name}")

@@ -1,4 +1,4 @@
-"""The planned peak of a module's training step is that of the tensors which live in one, within 15 %."""
+"""Planned peak memory of a module's training step against the tensors alive in one, within 15 %."""
 
 import weakref
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch_runs import captured_once  # noqa: E402
+from torch_runs import share_captures  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -20,38 +20,38 @@ SHAPE = (2, 3, 96, 80)
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of all tensors that this thread's operators make, while they live."""
+    """Track the bytes of live tensors created by this thread's operators."""
 
     def __init__(self):
         super().__init__()
         self.live, self.peak, self.known = 0, 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self._meet((args, kwargs), made=False)  # what was there before does not count
-        made = func(*args, **(kwargs or {}))
-        self._meet(made, made=True)
-        return made
+        self._register((args, kwargs), created=False)  # tensors from before do not count
+        result = func(*args, **(kwargs or {}))
+        self._register(result, created=True)
+        return result
 
-    def _meet(self, tree, made):
+    def _register(self, tree, created):
         for storage in (leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)):
             if id(storage) not in self.known:
-                size = storage.nbytes() if made else 0
+                size = storage.nbytes() if created else 0
                 self.known.add(id(storage))
                 self.live += size
                 self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._gone, id(storage), size)
+                weakref.finalize(storage, self._release, id(storage), size)
 
-    def _gone(self, key, size):
+    def _release(self, key, size):
         self.known.discard(key)
         self.live -= size
 
 
-def chain():
+def build_chain():
     convolutions = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.SiLU()
     return nn.Sequential(*convolutions, nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
 
 
-class Residual(nn.Module):
+class ResidualNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 16, 5, stride=2, padding=2), nn.BatchNorm2d(16)
@@ -75,14 +75,14 @@ class UNet(nn.Module):
         return self.up(torch.cat([x, y], 1)).mean((2, 3))
 
 
-CASES = [(chain, 2, False), (Residual, 1, False), (Residual, 4, False), (UNet, 1, False), (UNet, 2, False)]
-CASES += [(Residual, 1, True), (UNet, 2, True)]
+CASES = [(build_chain, 2, False), (ResidualNet, 1, False), (ResidualNet, 4, False), (UNet, 1, False), (UNet, 2, False)]
+CASES += [(ResidualNet, 1, True), (UNet, 2, True)]
 
 
-@pytest.mark.parametrize(("build", "ranks", "narrow"), CASES)
+@pytest.mark.parametrize(("build", "ranks", "autocast"), CASES)
 @pytest.mark.long
-def test_planned_peak(build, ranks, narrow):
-    """Under autocast too."""
+def test_planned_peak_memory(build, ranks, autocast):
+    """With and without autocast."""
     x, labels = torch.randn(SHAPE), torch.zeros(SHAPE[0], dtype=torch.long)
 
     def body(world):
@@ -91,19 +91,19 @@ def test_planned_peak(build, ranks, narrow):
             tile = model.scatter(x)
 
             def train():
-                with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     loss = model.loss(nn.CrossEntropyLoss(), model(tile), labels)
                 loss.backward()
 
-            train()  # what is made once
+            train()  # one-time allocations
             model.zero_grad()
             with LiveTensors() as tensors:
                 train()
             trained = [name for name, _ in model.named_parameters()]
             gradients = sum(parameter.nbytes for parameter in model.parameters())
-            plan = model.plan.under_autocast(torch.bfloat16) if narrow else model.plan
+            plan = model.plan.under_autocast(torch.bfloat16) if autocast else model.plan
             return TrainingMemory(plan, trained).peak(grid.rank) + gradients, tensors.peak
 
-    with captured_once():
-        for planned, lived in nd.loopback.run(ranks, body):
-            assert planned == pytest.approx(lived, rel=0.15)
+    with share_captures():
+        for planned, measured in nd.loopback.run(ranks, body):
+            assert planned == pytest.approx(measured, rel=0.15)

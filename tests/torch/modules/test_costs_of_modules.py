@@ -1,4 +1,4 @@
-"""Costs of steps of modules on all ranks at once equal those of each rank's plan, and those that `check` prints."""
+"""Costs of module steps on all ranks at once against the plan of each rank and the output of `check`."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import captured_once  # noqa: E402
+from torch_runs import share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist.geometry import GridShape  # noqa: E402
@@ -23,8 +23,8 @@ from neondist.torch.rules import product  # noqa: E402
 GRIDS = GridShape(1, 2, 3), GridShape(2, 3, 1), GridShape(1, 1, 1), GridShape(1, 1, 5)
 
 
-def drawn_want(rng, mesh, dim, axis, wanted):
-    """Return what parts of an axis (or all) want of a dimension that another one, or none, cuts: any ranges."""
+def draw_want(rng, mesh, dim, axis, wanting_axis):
+    """Draw the ranges that the parts of an axis, or all ranks, need of a dimension cut by another axis, or by none."""
     extent = int(rng.integers(1, 12))
     source = Atom(extent)
     if axis is not None:
@@ -32,21 +32,21 @@ def drawn_want(rng, mesh, dim, axis, wanted):
         source = Atom(extent, axis, (0, *bounds, extent))
     ranges = [
         tuple(tuple(np.sort(rng.integers(0, extent + 1, 2)).tolist()) for _ in range(rng.integers(0, 3)))
-        for _ in range(1 if wanted is None else mesh.parts[wanted])
+        for _ in range(1 if wanting_axis is None else mesh.parts[wanting_axis])
     ]
-    return Want(dim, source, wanted, tuple(ranges))
+    return Want(dim, source, wanting_axis, tuple(ranges))
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_what_all_ranks_send_is_what_each_would_receive(seed):
+def test_sends_match_receives(seed):
     rng, mesh = np.random.default_rng(seed), Mesh((2, 3, 4))
     axes = rng.permutation(3)[: rng.integers(1, 4)].tolist()
-    odd = seed % 5 == 0  # one axis cuts, and the parts of another want
+    odd = seed % 5 == 0  # one axis cuts the dimension, and the parts of another need ranges
 
-    def ends(axis):
+    def draw_axes(axis):
         return (axis, (axis + 1) % 3) if odd else [(axis, axis), (axis, None), (None, axis)][rng.integers(3)]
 
-    transfer = Transfer(mesh, tuple(drawn_want(rng, mesh, dim, *ends(axis)) for dim, axis in enumerate(axes)))
+    transfer = Transfer(mesh, tuple(draw_want(rng, mesh, dim, *draw_axes(axis)) for dim, axis in enumerate(axes)))
     assert transfer.separable is not odd
     expected = {rank: Counter() for rank in range(mesh.size)}
     for needer in range(mesh.size):
@@ -56,14 +56,14 @@ def test_what_all_ranks_send_is_what_each_would_receive(seed):
     for rank in range(mesh.size):
         assert Counter(transfer.sends(rank)) == expected[rank]
         if transfer.separable:
-            shown, seen = (found[rank] for found in transfer.cells)
-            assert shown == sum(piece.cells for piece in transfer.sends(rank))
-            assert seen == sum(piece.cells for piece in transfer.receives(rank) if piece.peer != rank)
+            sent, received = (cells[rank] for cells in transfer.cells)
+            assert sent == sum(piece.cells for piece in transfer.sends(rank))
+            assert received == sum(piece.cells for piece in transfer.receives(rank) if piece.peer != rank)
     assert transfer.silent == (not any(expected.values()))
 
 
 class Net(nn.Module):
-    """Windows, norms, attention, a sum along one axis alone, and a layer that is not trained."""
+    """Network with windows, norms, attention, a sum along one axis and a frozen layer."""
 
     def __init__(self):
         super().__init__()
@@ -79,77 +79,82 @@ class Net(nn.Module):
         return self.last((y - y.mean(2, keepdim=True)).square().mean((2, 3)))
 
 
-def planned(shape, build=Net, image=(17, 14, 2), **more):
-    model = ndt.TorchModel(build, **more)
-    with captured_once():
+def make_plan(shape, build=Net, image=(17, 14, 2), **options):
+    model = ndt.TorchModel(build, **options)
+    with share_captures():
         return model.plan(image, shape, 4)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("shape", GRIDS)
 @pytest.mark.long
-def test_costs_add_up_to_the_traffic_of_all_ranks(shape, recompute):
-    plan = planned(shape, recompute=recompute)
+def test_costs_sum_to_traffic(shape, recompute):
+    plan = make_plan(shape, recompute=recompute)
     steps, costs, total = plan.steps, plan.costs(), plan.all_costs.total
-    each = [steps.traffic(rank, plan.trained) for rank in range(shape.size)]
-    sent = [sum(n for (kind, _, _), n in one.items() if kind != "sum") for one in each]
+    traffic = [steps.traffic(rank, plan.trained) for rank in range(shape.size)]
+    sent = [sum(n for (kind, _, _), n in counts.items() if kind != "sum") for counts in traffic]
     assert total.sent_all == sum(cost.sent_all for cost in costs.values()) == sum(sent)
     assert total.sent_most == max(sent) <= sum(cost.sent_most for cost in costs.values())
-    summed = [sum(n for (kind, name, _), n in one.items() if kind == "sum" and name != "gradients") for one in each]
+    summed = [
+        sum(n for (kind, name, _), n in counts.items() if kind == "sum" and name != "gradients") for counts in traffic
+    ]
     assert total.summed == max(summed)
     summed = plan.all_costs.traffic["sum", "gradients", "backward"]
-    assert summed.max() == max(one.get(("sum", "gradients", "backward"), 0) for one in each)
-    mine = {(kind, name): n for (kind, name, direction), n in each[0].items() if direction == "forward"}
-    assert all(kind in costs[plan.row_of(name)].crosses for kind, name in mine)
-    everything = steps.memory(plan.all_costs.fullest) + plan.parameters.memory(plan.all_costs.fullest)
-    assert total.memory == sum(cost.memory for cost in costs.values()) == everything
-    assert not recompute or plan.trained_in == everything
+    assert summed.max() == max(counts.get(("sum", "gradients", "backward"), 0) for counts in traffic)
+    forward = {(kind, name): n for (kind, name, direction), n in traffic[0].items() if direction == "forward"}
+    assert all(kind in costs[plan.row_of(name)].crosses for kind, name in forward)
+    memory = steps.memory(plan.all_costs.fullest) + plan.parameters.memory(plan.all_costs.fullest)
+    assert total.memory == sum(cost.memory for cost in costs.values()) == memory
+    assert not recompute or plan.trained_in == memory
     assert f"planned peak: {report.size(plan.trained_in)}, " in plan.describe()
     assert plan.memory(plan.all_costs.fullest) == max(plan.memory(rank) for rank in range(shape.size))
     assert total.parameters == sum(p.numel() for p in Net().parameters() if p.requires_grad)
     assert costs["frozen"].parameters == 0
 
 
-@pytest.mark.parametrize("more", [{"scheme": "quantised"}, {}])
-def test_some_ranks_are_counted_as_all_are(more):
-    plan = planned(GridShape(2, 3, 2), **more).steps
+@pytest.mark.parametrize("options", [{"scheme": "quantised"}, {}])
+def test_traffic_of_single_ranks_matches_all(options):
+    plan = make_plan(GridShape(2, 3, 2), **options).steps
     every = traffic_of(plan, range(12))
     for rank in (0, 5, 11):
         assert plan.traffic(rank) == {account: n[rank] for account, n in every.items() if n[rank]}
 
 
-def test_products_of_ranks_add_up_to_those_of_one():
-    def flops(shape):
-        return {name: cost.flops for name, cost in planned(shape, image=(16, 12, 2)).costs().items()}
+def test_flops_are_divided_among_ranks():
+    def compute_flops(shape):
+        return {name: cost.flops for name, cost in make_plan(shape, image=(16, 12, 2)).costs().items()}
 
-    whole = flops(GridShape())
+    serial = compute_flops(GridShape())
     convolution = 2 * 4 * 16 * 12 * 4 * 2 * 9
-    assert whole["first.0"] == 2 * convolution  # nobody asks for the gradient of the images
-    assert whole["last"] == 3 * 2 * 4 * 6 * 3
-    cut = flops(GridShape(1, 2, 3))  # of the largest tile
-    assert cut["first.0"] * 6 == whole["first.0"]
-    assert cut["second.0"] == 3 * 2 * 4 * (4 * 2) * 6 * 4 * 9
-    assert flops(GridShape(4, 1, 1))["last"] * 4 == whole["last"]
+    assert serial["first.0"] == 2 * convolution  # the gradient of the images is not needed
+    assert serial["last"] == 3 * 2 * 4 * 6 * 3
+    tiled = compute_flops(GridShape(1, 2, 3))  # of the largest tile
+    assert tiled["first.0"] * 6 == serial["first.0"]
+    assert tiled["second.0"] == 3 * 2 * 4 * (4 * 2) * 6 * 4 * 9
+    assert compute_flops(GridShape(4, 1, 1))["last"] * 4 == serial["last"]
 
 
-def test_a_ring_computes_the_scores_once_more(monkeypatch):
-    def products(shape):
-        costs = planned(shape, image=(13, 11, 2)).all_costs
+def test_ring_attention_recomputes_scores(monkeypatch):
+    def count_products(shape):
+        costs = make_plan(shape, image=(13, 11, 2)).all_costs
         kinds = {step.kind for step in costs.plan.steps if "attention" in step.name}
         return kinds, sum(costs.flops[id(step)] for step in costs.plan.steps if "attention" in step.name)
 
     monkeypatch.setattr(product, "RING_BYTES", 0)
-    one, two = products(GridShape()), products(GridShape(1, 2, 1))
-    assert (one[0], two[0] >= {"ring"}) == ({"local"}, True)
-    # of 6 x 5 cells each has 3 x 5; going back, the ring computes scores anew: one product more than six
-    assert two[1] * 6 == one[1] / 2 * 7
-    ring = next(step.key for step in planned(GridShape(2, 2, 3)).steps.steps if step.kind == "ring")
+    (serial_kinds, serial_flops), (ring_kinds, ring_flops) = (
+        count_products(GridShape()),
+        count_products(GridShape(1, 2, 1)),
+    )
+    assert (serial_kinds, ring_kinds >= {"ring"}) == ({"local"}, True)
+    # each rank has 3 x 5 of 6 x 5 cells; the ring recomputes the scores in backward: seven products instead of six
+    assert ring_flops * 6 == serial_flops / 2 * 7
+    ring = next(step.key for step in make_plan(GridShape(2, 2, 3)).steps.steps if step.kind == "ring")
     for direction in ("forward", "backward"):
         assert ring_traffic(ring, direction).tolist() == [ring.sent(rank, direction) for rank in range(12)]
 
 
-def test_the_table_has_the_totals():
-    plan = planned(GridShape(1, 2, 3))
+def test_table_totals():
+    plan = make_plan(GridShape(1, 2, 3))
     lines, total = plan.describe().splitlines(), plan.all_costs.total
     assert lines[0] == "float32 on 6 ranks (1 replicas, 2 rows, 3 cols), inputs 17×14×2, batches of 4"
     foot = next(line for line in lines if line.startswith("total"))
@@ -162,16 +167,16 @@ def test_the_table_has_the_totals():
     assert f"gradient reduction: {report.size(plan.parameters.reduced(0))} per rank and step" in lines
 
 
-def test_thousands_of_ranks_are_planned_at_once():
-    plan = planned(GridShape(1, 64, 64), lambda: nn.Sequential(*[nn.Conv2d(2, 2, 3, padding=1)] * 3), (640, 640, 2))
+def test_plans_for_thousands_of_ranks():
+    plan = make_plan(GridShape(1, 64, 64), lambda: nn.Sequential(*[nn.Conv2d(2, 2, 3, padding=1)] * 3), (640, 640, 2))
     total = plan.all_costs.total
-    inner = 4 * 2 * (2 * (4 * 10 + 4)) * 4  # bytes: samples, channels, cells around a tile, each seen by another
+    inner = 4 * 2 * (2 * (4 * 10 + 4)) * 4  # bytes: samples, channels, cells around a tile
     assert plan.all_costs.traffic["halo", "0:aten.conv2d.default", "forward"].max() * 2 == inner
     assert total.sent_most == 5 * inner // 2  # the images have no gradient
     assert plan.min_extent == 640
 
 
-def test_modules_inside_of_one_another_are_told_together():
+def test_nested_modules_are_grouped():
     names = ["a.b.c:op", "a.b.d:op", "a.e:op", "f:op", "aten.add.Tensor"]
     assert list(module_paths(names, 5).values()) == ["a.b.c", "a.b.d", "a.e", "f", "aten.add.Tensor"]
     assert list(module_paths(names, 4).values()) == ["a.b", "a.b", "a.e", "f", "aten.add.Tensor"]
@@ -179,20 +184,20 @@ def test_modules_inside_of_one_another_are_told_together():
     assert module_paths([], 3) == {}
 
 
-def test_what_an_optimizer_keeps():
-    kept = {"SGD": 0, "Adam": 2, "Adagrad": 1, "RMSprop": 1}
-    assert {name: ndt.TorchOptimizer(name).kept for name in kept} == kept
+def test_optimizer_slots():
+    slots = {"SGD": 0, "Adam": 2, "Adagrad": 1, "RMSprop": 1}
+    assert {name: ndt.TorchOptimizer(name).kept for name in slots} == slots
     assert ndt.TorchOptimizer("SGD", {"lr": 0.1, "momentum": 0.9}).kept == 1
 
 
-def test_what_cannot_be_counted_is_named():
-    plan = planned(GridShape(1, 1, 5))
+def test_uncounted_steps_are_named():
+    plan = make_plan(GridShape(1, 1, 5))
     counted = plan.all_costs.total.flops
 
     def run(*tensors):
-        raise RuntimeError("looks at values")
+        raise RuntimeError("depends on values")
 
-    plan = planned(GridShape(1, 1, 5))
+    plan = make_plan(GridShape(1, 1, 5))
     next(step for step in plan.steps.steps if step.kind == "local" and step.name[:5] == "last:").run = run
     assert "flops without those of last:aten.linear.default, which could not be counted" in plan.describe()
     assert 0 < plan.all_costs.total.flops < counted

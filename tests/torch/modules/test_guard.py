@@ -1,4 +1,4 @@
-"""Guarded passes name the rule or scheme of a user's own that is wrong, and give the same numbers else."""
+"""Guarded passes: they name faulty user rules and schemes, and otherwise do not change results."""
 
 import copy
 
@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
-from torch_runs import captured_once  # noqa: E402
+from torch_runs import share_captures  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -22,8 +22,8 @@ NET = nn.Sequential(
 SHAPE = (2, 1, 12, 10)
 
 
-class Lazy(nd.schemes.ExchangePolicy):
-    """Fills nothing."""
+class EmptyPolicy(nd.schemes.ExchangePolicy):
+    """Scheme that fills nothing."""
 
     def forward(self, halo):
         """Do nothing."""
@@ -35,61 +35,63 @@ class Lazy(nd.schemes.ExchangePolicy):
         return 0, 0, 0
 
 
-def passed(guard, ranks=4, **how):
+def run_pass(guard, ranks=4, **options):
     """Return the output and the gradients of a pass on virtual ranks."""
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
 
     def body(world):
         with ProcessGrid(world) as grid:
-            model = ndt.distribute(copy.deepcopy(NET), SHAPE, grid, **how)
+            model = ndt.distribute(copy.deepcopy(NET), SHAPE, grid, **options)
             if guard:
                 model.guard()
             y = model(model.scatter(x))
             y.sum().backward()
             return [y.detach(), *(p.grad for p in model.parameters())]
 
-    with captured_once():
+    with share_captures():
         return loopback.run(ranks, body)
 
 
 @pytest.fixture
-def softplus():
-    """Let a test give softplus a rule."""
-    name, before = "aten.softplus.default", dict(RULES)
+def register_softplus():
+    """Return a decorator that registers a rule for softplus, and restore the rules afterwards."""
+    name, original_rules = "aten.softplus.default", dict(RULES)
     yield ndt.rule(name)
     RULES.clear()
-    RULES.update(before)
+    RULES.update(original_rules)
 
 
-@pytest.mark.parametrize("how", [{}, {"scheme": "tower"}, {"scheme": "deep_halo"}, {"recompute": True}])
+@pytest.mark.parametrize("options", [{}, {"scheme": "tower"}, {"scheme": "deep_halo"}, {"recompute": True}])
 @pytest.mark.long
-def test_the_same_numbers(how):
-    for plain, watched in zip(passed(False, **how), passed(True, **how), strict=True):
-        for a, b in zip(plain, watched, strict=True):
+def test_guard_preserves_results(options):
+    for plain, guarded in zip(run_pass(False, **options), run_pass(True, **options), strict=True):
+        for a, b in zip(plain, guarded, strict=True):
             assert torch.equal(a, b)
 
 
-def test_a_rule_that_writes_into_its_argument(softplus):
-    @softplus
-    def wrong(lowering, x, beta, threshold):
+def test_rule_that_modifies_its_argument(register_softplus):
+    @register_softplus
+    def rule(lowering, x, beta, threshold):
         return lowering.local(lambda a: a.detach().exp_() + a * 0, [x], x.layout)
 
-    assert len(passed(False)) == 4
+    assert len(run_pass(False)) == 4
     with pytest.raises(HaloError, match=r"rank .: step '4:aten\.softplus\.default', forward: modified its argument 0"):
-        passed(True)
+        run_pass(True)
 
 
-def test_a_rule_that_gives_another_part_than_it_says(softplus):
-    @softplus
-    def wrong(lowering, x, beta, threshold):
+def test_rule_with_a_wrong_result(register_softplus):
+    @register_softplus
+    def rule(lowering, x, beta, threshold):
         return lowering.local(lambda a: a.double(), [x], x.layout)
 
     with pytest.raises(
         HaloError, match=r"returned torch\.float64 of shape \(2, 3, 5, 4\) as result 0, but its rule declares"
     ):
-        passed(True)
+        run_pass(True)
 
 
-def test_a_scheme_that_leaves_cells_unfilled():
-    with pytest.raises(HaloError, match=r"'0:aten\.conv2d\.default', forward: .* never filled; scheme Lazy must fill"):
-        passed(True, scheme=Lazy())
+def test_scheme_that_leaves_cells_unfilled():
+    with pytest.raises(
+        HaloError, match=r"'0:aten\.conv2d\.default', forward: .* never filled; scheme EmptyPolicy must fill"
+    ):
+        run_pass(True, scheme=EmptyPolicy())

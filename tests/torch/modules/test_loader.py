@@ -1,4 +1,4 @@
-"""`ndt.loader`: this rank's part of each batch, in the order and with the numbers of one process."""
+"""`ndt.loader`: this rank's part of each batch, with the order and values of a single process."""
 
 import random
 
@@ -15,7 +15,7 @@ import neondist.torch as ndt
 
 
 class Images(Dataset):
-    """Images with labels of cells, a number and a name each, drawn anew in each epoch."""
+    """Images with cell labels, an index and a name each, randomly augmented in each epoch."""
 
     def __init__(self, samples=7, extent=(9, 11), noise=True):
         generator = torch.Generator().manual_seed(3)
@@ -36,7 +36,7 @@ class Images(Dataset):
 
 
 class Boxes(Images):
-    """The same, read by boxes."""
+    """The same images, read by boxes."""
 
     extent = (9, 11)
 
@@ -52,23 +52,23 @@ class Boxes(Images):
         }
 
 
-def train(dataset, world, factors=(1, 1, 1), epochs=2, **how):
-    """Return the losses of all steps, and which samples each had."""
+def train(dataset, world, factors=(1, 1, 1), epochs=2, **options):
+    """Return the loss and the sum of the batch for every step."""
     grid = nd.ProcessGrid(world, *factors)
     torch.manual_seed(1)
     net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1))
     model = ndt.distribute(net.double(), (3, 2, 9, 11), grid)
-    optimizer, criterion, found = torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss(), []
-    loader = ndt.loader(dataset, 3, grid=grid, **how)
+    optimizer, criterion, results = torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss(), []
+    loader = ndt.loader(dataset, 3, grid=grid, **options)
     for _ in range(epochs):
         for image, target in loader:
             loss = model.loss(criterion, model(image), target["cells"])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            found.append((loss.item(), model.gather(image).double().sum().item()))
+            results.append((loss.item(), model.gather(image).double().sum().item()))
             assert target["name"] == [f"sample {at}" for at in target["index"].tolist()] or not len(target["index"])
-    return found
+    return results
 
 
 @settings(max_examples=8)
@@ -79,11 +79,11 @@ def train(dataset, world, factors=(1, 1, 1), epochs=2, **how):
     st.sampled_from([Images, Boxes]),
 )
 @pytest.mark.long
-def test_numbers_are_those_of_one_process(samples, factors, how, kind):
-    expected = nd.loopback.run(1, lambda world: train(Images(samples, noise=kind is Images), world, **how))[0]
-    assert len(expected) == 2 * (samples // 3 if how["drop_last"] else -(-samples // 3))
-    for found in nd.loopback.run(int(np.prod(factors)), lambda world: train(kind(samples), world, factors, **how)):
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
+def test_training_matches_single_process(samples, factors, options, kind):
+    expected = nd.loopback.run(1, lambda world: train(Images(samples, noise=kind is Images), world, **options))[0]
+    assert len(expected) == 2 * (samples // 3 if options["drop_last"] else -(-samples // 3))
+    for actual in nd.loopback.run(int(np.prod(factors)), lambda world: train(kind(samples), world, factors, **options)):
+        np.testing.assert_allclose(actual, expected, rtol=1e-12)
 
 
 @pytest.mark.long
@@ -93,40 +93,40 @@ def test_worker_processes_change_nothing():
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_one_process_has_the_batches_of_a_data_loader(shuffle):
+def test_batches_match_data_loader(shuffle):
     images, order = Images(noise=False), torch.Generator().manual_seed(4)
-    own = ndt.loader(images, 3, shuffle, seed=4, grid=nd.ProcessGrid.serial())
+    loader = ndt.loader(images, 3, shuffle, seed=4, grid=nd.ProcessGrid.serial())
     resumed = ndt.loader(images, 3, shuffle, seed=4, grid=nd.ProcessGrid.serial())
-    plain = DataLoader(images, 3, shuffle, generator=order)
+    data_loader = DataLoader(images, 3, shuffle, generator=order)
     for epoch in range(3):
         resumed.epoch = epoch
-        for mine, again, right in zip(own, resumed, plain, strict=True):
-            assert mine[1]["index"].tolist() == again[1]["index"].tolist() == right[1]["index"].tolist()
-            assert torch.equal(mine[0], right[0])
-            assert torch.equal(mine[1]["cells"], right[1]["cells"])
+        for batch, resumed_batch, expected in zip(loader, resumed, data_loader, strict=True):
+            assert batch[1]["index"].tolist() == resumed_batch[1]["index"].tolist() == expected[1]["index"].tolist()
+            assert torch.equal(batch[0], expected[0])
+            assert torch.equal(batch[1]["cells"], expected[1]["cells"])
 
 
-def test_global_generators_stay_as_they_were():
+def test_global_generators_are_unchanged():
     torch.manual_seed(5)
     np.random.seed(5)
     random.seed(5)
     list(ndt.loader(Images(), 3, grid=nd.ProcessGrid.serial()))
-    drawn = torch.rand(1), np.random.rand(), random.random()
+    numbers = torch.rand(1), np.random.rand(), random.random()
     torch.manual_seed(5)
     np.random.seed(5)
     random.seed(5)
-    assert drawn == (torch.rand(1), np.random.rand(), random.random())
+    assert numbers == (torch.rand(1), np.random.rand(), random.random())
 
 
-class Other(Images):
-    """Draws with a generator of its own, which nobody has seeded."""
+class UnseededImages(Images):
+    """Images with noise from an unseeded generator."""
 
     def __getitem__(self, index):
         return self.images[index] + np.random.default_rng().normal(), {"cells": self.labels[index]}
 
 
-class Broken(Images):
-    """Fails on one rank alone."""
+class BrokenImages(Images):
+    """Images that cannot be read on one rank."""
 
     def __init__(self, rank):
         super().__init__()
@@ -138,24 +138,24 @@ class Broken(Images):
         return super().__getitem__(index)
 
 
-def batches(make, **how):
+def load_batches(make_dataset, **options):
     def body(world):
-        return list(ndt.loader(make(world.rank), 3, grid=nd.ProcessGrid(world), **how))
+        return list(ndt.loader(make_dataset(world.rank), 3, grid=nd.ProcessGrid(world), **options))
 
     return nd.loopback.run(2, body)
 
 
-def test_samples_that_differ_on_a_rank_are_refused():
+def test_different_samples_on_ranks_are_rejected():
     with pytest.raises(nd.ConfigError, match="ranks of a replica read different samples"):
-        batches(lambda rank: Other())
+        load_batches(lambda rank: UnseededImages())
 
 
-def test_an_error_of_one_rank_ends_all():
+def test_error_on_one_rank_ends_all():
     with pytest.raises((OSError, nd.RemoteError), match="sample 4 cannot be read"):
-        batches(lambda rank: Broken(rank))
+        load_batches(lambda rank: BrokenImages(rank))
 
 
-def test_ranks_with_other_orders_stop():
+def test_different_orders_on_ranks_are_rejected():
     def body(world):
         order = [0, 1, 2] if world.rank == 0 else [2, 1, 0]
         list(ndt.loader(Images(), 3, grid=nd.ProcessGrid(world), sampler=order))
@@ -169,34 +169,34 @@ class Stream(IterableDataset):
         return iter(())
 
 
-@pytest.mark.parametrize(("dataset", "batch_size", "says"), [
+@pytest.mark.parametrize(("dataset", "batch_size", "message"), [
     (Stream(), 3, "is a Stream; expected a map-style data set"),
     (3, 3, "is a int; expected a map-style data set"),
     (Images(), 0, "batch_size should be a positive integer"),
 ])  # fmt: skip
-def test_wrong_arguments(dataset, batch_size, says):
-    with pytest.raises(nd.ConfigError, match=says):
+def test_wrong_arguments(dataset, batch_size, message):
+    with pytest.raises(nd.ConfigError, match=message):
         ndt.loader(dataset, batch_size, grid=nd.ProcessGrid.serial())
 
 
-@pytest.mark.parametrize(("options", "says"), [
+@pytest.mark.parametrize(("options", "message"), [
     ({"batch_sampler": [[0]]}, "batch_sampler is not accepted; use sampler"),
     ({"sampler": [0, 1], "shuffle": True}, "sampler and shuffle exclude each other"),
     ({"prefetch": 3}, "unexpected keyword argument 'prefetch'"),
     ({"num_workers": -1}, "num_workers option should be non-negative"),
 ])  # fmt: skip
-def test_wrong_options(options, says):
-    with pytest.raises(nd.ConfigError, match=says):
+def test_wrong_options(options, message):
+    with pytest.raises(nd.ConfigError, match=message):
         ndt.loader(Images(), 3, grid=nd.ProcessGrid.serial(), **options)
 
 
-def test_boxes_need_the_extent():
-    class Nameless:
+def test_boxes_require_an_extent():
+    class WithoutExtent:
         def read(self, index, box):
             return None
 
         def __len__(self):
             return 3
 
-    with pytest.raises(nd.ConfigError, match=r"Nameless has read\(index, box\), but no attribute extent"):
-        ndt.loader(Nameless(), 3, grid=nd.ProcessGrid.serial())
+    with pytest.raises(nd.ConfigError, match=r"WithoutExtent has read\(index, box\), but no attribute extent"):
+        ndt.loader(WithoutExtent(), 3, grid=nd.ProcessGrid.serial())

@@ -1,4 +1,4 @@
-"""Modules under the precision of an experiment: the losses of autocast and GradScaler in one process, on any ranks."""
+"""Modules in reduced precision on any number of ranks: losses of autocast and GradScaler in one process."""
 
 import json
 from types import SimpleNamespace
@@ -9,7 +9,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
 from torch import nn  # noqa: E402
-from torch_runs import captured_once  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -18,53 +17,49 @@ from neondist.comm import loopback  # noqa: E402
 from neondist.geometry import grid_shape  # noqa: E402
 from neondist.torch.training.train_step import compute_in  # noqa: E402
 
-NARROW = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 SHAPE, BATCH, STEPS = (12, 8, 3), 4, 3
 
 
-@pytest.fixture(autouse=True)
-def once():
-    """Let virtual ranks share what is captured."""
-    with captured_once():
-        yield
+pytestmark = pytest.mark.usefixtures("shared_captures")
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, stride=2)
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, stride=2)
         self.norm, self.out = nn.BatchNorm2d(8), nn.Linear(8, 5)
 
     def forward(self, x):
-        return self.out(torch.relu(self.two(torch.relu(self.norm(self.one(x))))).mean((2, 3)))
+        return self.out(torch.relu(self.second(torch.relu(self.norm(self.first(x))))).mean((2, 3)))
 
 
-def batch(number):
+def draw_batch(number):
     rng = np.random.default_rng(number)
     return rng.normal(size=(BATCH, *SHAPE)).astype("f4"), rng.integers(0, 5, BATCH)
 
 
-def built(transport, precision, **how):
-    grid = nd.ProcessGrid(transport, replicas=how.pop("replicas", 1))
+def build_model(transport, precision, **options):
+    grid = nd.ProcessGrid(transport, replicas=options.pop("replicas", 1))
     model = ndt.TorchModel(
-        Net, precision=precision, optimizer=ndt.TorchOptimizer("SGD", {"lr": 0.1, "momentum": 0.9}), **how
+        Net, precision=precision, optimizer=ndt.TorchOptimizer("SGD", {"lr": 0.1, "momentum": 0.9}), **options
     )
     model.build(SHAPE, BATCH, grid)
     return model
 
 
-def step(model, number):
-    x, labels = batch(number)
+def run_step(model, number):
+    x, labels = draw_batch(number)
     return model.train_batch(model.input.scatter(x), labels[slice(*model.grid.sample_range(BATCH))], BATCH)
 
 
-def in_one_process(precision):
-    """As PyTorch's documentation writes it, in the batches' precision."""
+def train_single_process(precision):
+    """Train with autocast and GradScaler as PyTorch's documentation does."""
     net = ndt.TorchModel(Net).module
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     scaler, losses = torch.amp.GradScaler("cpu", enabled=precision == "float16"), []
     for number in range(STEPS):
-        x, labels = map(torch.from_numpy, batch(number))
+        x, labels = map(torch.from_numpy, draw_batch(number))
         optimizer.zero_grad()
         with torch.autocast("cpu", getattr(torch, precision)):
             loss = nn.functional.cross_entropy(net(x.movedim(-1, 1).contiguous()), labels)
@@ -82,103 +77,107 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_those_of_autocast(name):
-    expected = in_one_process(name)
-    for ranks, how in CASES[name]:
+def test_losses_match_autocast(name):
+    expected = train_single_process(name)
+    for ranks, options in CASES[name]:
 
-        def body(transport, how=how):
-            model = built(transport, name, **how)
-            losses = [step(model, number) for number in range(STEPS)]
+        def body(transport, options=options):
+            model = build_model(transport, name, **options)
+            losses = [run_step(model, number) for number in range(STEPS)]
             assert model.bytes_sent == STEPS * model.compiled.bytes(model.grid.rank)
             assert model.loss_scaler == (LossScaler(good=STEPS) if name == "float16" else None)
             return losses
 
         for losses in loopback.run(ranks, body):
-            assert losses == pytest.approx(expected, rel=1e-6 if ranks == 1 else NARROW[name])
+            assert losses == pytest.approx(expected, rel=1e-6 if ranks == 1 else EPSILON[name])
 
 
-def test_float32_is_left_alone():
+def test_tf32_does_not_affect_the_cpu():
     def body(transport, precision):
-        model = built(transport, precision)
-        return [step(model, number) for number in range(2)]
+        model = build_model(transport, precision)
+        return [run_step(model, number) for number in range(2)]
 
     assert loopback.run(2, lambda t: body(t, "tf32")) == loopback.run(2, lambda t: body(t, "float32"))
 
 
-def test_all_ranks_skip_an_overflow_of_one():
-    """The steps around it are those of a model that never sees it."""
+def test_all_ranks_skip_an_overflow_on_one():
+    """Other steps match a model that never overflows."""
 
     def body(transport):
-        how = {"replicas": 2, "strategy": "ShardedOptimizer", "sync": "bucketed"}
-        model, other = (built(transport, "float16", **how) for _ in range(2))
-        step(model, 0), step(other, 0)
+        options = {"replicas": 2, "strategy": "ShardedOptimizer", "sync": "bucketed"}
+        model, other = (build_model(transport, "float16", **options) for _ in range(2))
+        run_step(model, 0), run_step(other, 0)
         if model.grid.rank == 1:
             weight = next(model.module.parameters())
             hook = weight.register_hook(lambda gradient: gradient + float("inf"))
         before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
-        assert np.isnan(step(model, 1))
+        assert np.isnan(run_step(model, 1))
         for name, tensor in model.module.state_dict().items():
             assert torch.equal(tensor, before[name])
         if model.grid.rank == 1:
             hook.remove()
         assert model.loss_scaler == LossScaler(2.0**15, skipped=1)
         other.step, other.loss_scaler.scale = 2, 2.0**15
-        assert step(model, 2) == step(other, 2)
+        assert run_step(model, 2) == run_step(other, 2)
         assert (model.step, model.uncounted) == (3, 1)
 
     loopback.run(4, body)
 
 
 @pytest.mark.long
-def test_a_run_tells_and_resumes_its_scale(tmp_path):
+def test_loss_scale_is_logged_and_resumed(tmp_path):
     def run(folder, epochs, resume=False):
         def body(transport):
             model = ndt.TorchModel(Net, shape=(3, 12, 8), optimizer=ndt.TorchOptimizer("Adam"))
             data = nd.Synthetic(SHAPE, classes=5, train=8, test=4)
-            made = nd.FitExperiment(data, model, batch_size=4, epochs=epochs, precision="float16")
-            made.run(nd.ProcessGrid(transport), output=tmp_path / folder, resume=resume, hooks=[])
+            experiment = nd.FitExperiment(data, model, batch_size=4, epochs=epochs, precision="float16")
+            experiment.run(nd.ProcessGrid(transport), output=tmp_path / folder, resume=resume, hooks=[])
             return model.module.state_dict(), model.loss_scaler
 
         return loopback.run(2, body)[0]
 
-    (whole, scaler), _, (parts, resumed) = run("whole", 3), run("parts", 1), run("parts", 3, resume=True)
+    (uninterrupted, scaler), _, (resumed_state, resumed) = (
+        run("whole", 3),
+        run("parts", 1),
+        run("parts", 3, resume=True),
+    )
     assert scaler == resumed == LossScaler(good=6)
-    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
-    told = [json.loads(line) for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
-    assert [(line["loss_scale"], line["skipped_steps"]) for line in told] == [(2.0**16, 0)] * 3
+    assert all(torch.equal(tensor, resumed_state[name]) for name, tensor in uninterrupted.items())
+    records = [json.loads(line) for line in (tmp_path / "parts/metrics.jsonl").read_text().splitlines()]
+    assert [(record["loss_scale"], record["skipped_steps"]) for record in records] == [(2.0**16, 0)] * 3
 
 
-def test_plans_count_narrow_values():
+def test_plans_in_reduced_precision():
     plans = {}
     for name in ("float32", "bfloat16"):
         model = ndt.TorchModel(Net, precision=name)
         plans[name] = model.plan((48, 32, 3), grid_shape(2), BATCH)
-    flops = [sum(one.flops for one in plan.costs().values()) for plan in plans.values()]
+    flops = [sum(cost.flops for cost in plan.costs().values()) for plan in plans.values()]
     assert flops[0] == flops[1] > 0
     assert plans["bfloat16"].trained_in < 0.65 * plans["float32"].trained_in
 
 
 class OnGPU(nn.Module):
-    """Says that its parameters are on a GPU."""
+    """Module whose parameters claim to be on a GPU."""
 
     def parameters(self, recurse=True):
         return iter([SimpleNamespace(device=torch.device("cuda"))])
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
-def test_tf32_is_switched_on_for_a_pass():
-    """The switches are there without a GPU too."""
+def test_tf32_is_enabled_during_a_pass():
+    """The switches exist without a GPU too."""
     switches = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [each.allow_tf32 for each in switches]
+    before = [switch.allow_tf32 for switch in switches]
     for name, expected in (("tf32", True), ("float32", False)):
         with compute_in(ComputePrecision(name), OnGPU()):
-            assert [each.allow_tf32 for each in switches] == [expected] * 2
-        assert [each.allow_tf32 for each in switches] == before
+            assert [switch.allow_tf32 for switch in switches] == [expected] * 2
+        assert [switch.allow_tf32 for switch in switches] == before
 
 
 @pytest.mark.parametrize("strategy", ["AllReduce", "ShardedOptimizer", "PS", "PartitionedPS"])
 def test_gradscaler_skips_on_all_ranks(strategy):
-    """In a loop of one's own, though each rank looks at the gradients that it owns: at none, under PS."""
+    """In a user's training loop, where each rank checks only the gradients it owns: under PS, most own none."""
     labels = torch.tensor([0, 1, 2, 3])
 
     def body(transport):
@@ -186,24 +185,24 @@ def test_gradscaler_skips_on_all_ranks(strategy):
             torch.manual_seed(0)
             model = ndt.distribute(Net(), (4, 3, 12, 8), grid)
             optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, strategy, lr=0.1)
-            scaler, found = torch.amp.GradScaler("cpu"), []
+            scaler, results = torch.amp.GradScaler("cpu"), []
             for number in range(3):
                 optimizer.zero_grad()
                 with torch.autocast("cpu", torch.float16):
-                    output = model(model.scatter(torch.from_numpy(batch(number)[0]).movedim(-1, 1)))
+                    output = model(model.scatter(torch.from_numpy(draw_batch(number)[0]).movedim(-1, 1)))
                     loss = model.loss(nn.functional.cross_entropy, output, labels)
                 bad = torch.inf if number == grid.rank == 1 else 0
-                hook = model.module.one.bias.register_hook(lambda gradient, bad=bad: gradient + bad)
+                hook = model.module.first.bias.register_hook(lambda gradient, bad=bad: gradient + bad)
                 scaler.scale(loss).backward()
                 hook.remove()
                 scaler.step(optimizer)
                 scaler.update()
-                found.append((scaler.get_scale(), model.module.one.weight.detach().clone()))
-        scales, weights = zip(*found, strict=True)
+                results.append((scaler.get_scale(), model.module.first.weight.detach().clone()))
+        scales, weights = zip(*results, strict=True)
         assert scales == (2.0**16, 2.0**15, 2.0**15)
         assert torch.equal(weights[0], weights[1])
         assert not torch.equal(weights[1], weights[2])
         return weights
 
-    every = loopback.run(2, body)
-    assert all(torch.equal(a, b) for a, b in zip(*every, strict=True))
+    weights = loopback.run(2, body)
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

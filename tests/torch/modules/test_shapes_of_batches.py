@@ -1,4 +1,4 @@
-"""Batches and images of other sizes than the example's: captured once for each, with the numbers of one process."""
+"""Batches and images of other sizes than the example: one capture per size, with single-process results."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ import neondist.torch as ndt
 EXAMPLE = (4, 2, 9, 11)
 
 
-def train(shapes, world, ahead=False, **how):
-    """Return the losses of a step for each shape of a batch, and the whole outputs."""
+def train(shapes, world, scatter_first=False, **factors):
+    """Train one step per batch shape; return the losses and the gathered outputs."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1))
-    model = ndt.distribute(net.double(), EXAMPLE, nd.ProcessGrid(world, **how))
+    model = ndt.distribute(net.double(), EXAMPLE, nd.ProcessGrid(world, **factors))
     optimizer, criterion = torch.optim.SGD(net.parameters(), lr=0.1), nn.CrossEntropyLoss()
     batches = []
     for shape in shapes:
@@ -24,16 +24,16 @@ def train(shapes, world, ahead=False, **how):
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
         y = torch.randint(0, 3, (shape[0], *shape[2:]), generator=generator)
         batches.append((x, y))
-    found = []
+    results = []
     tiles = ((model.scatter(x), model.scatter_target(y)) for x, y in batches)
-    for tile, target in list(tiles) if ahead else tiles:
+    for tile, target in list(tiles) if scatter_first else tiles:
         output = model(tile)
         loss = model.loss(criterion, output, target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append((loss.detach(), model.gather(output)))
-    return found
+        results.append((loss.detach(), model.gather(output)))
+    return results
 
 
 shapes = st.builds(lambda n, h, w: (n, 2, h, w), st.integers(1, 5), st.integers(4, 12), st.integers(4, 12))
@@ -43,20 +43,20 @@ grids = st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 2))
 @settings(max_examples=6)
 @given(st.lists(shapes, min_size=1, max_size=3), grids, st.booleans())
 @pytest.mark.long
-def test_numbers_are_those_of_one_process(shapes, factors, ahead):
+def test_other_batch_shapes_match_single_process(shapes, factors, scatter_first):
     replicas, rows, cols = factors
     shapes = [*shapes, EXAMPLE]
     expected = nd.loopback.run(1, lambda world: train(shapes, world))[0]
 
     def body(world):
-        return train(shapes, world, ahead, replicas=replicas, rows=rows, cols=cols)
+        return train(shapes, world, scatter_first, replicas=replicas, rows=rows, cols=cols)
 
-    for found in nd.loopback.run(replicas * rows * cols, body):
-        for mine, right in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+    for actual in nd.loopback.run(replicas * rows * cols, body):
+        for actual_step, expected_step in zip(actual, expected, strict=True):
+            torch.testing.assert_close(actual_step, expected_step, rtol=1e-12, atol=1e-12)
 
 
-def test_ranks_with_batches_of_different_sizes_stop():
+def test_different_batch_sizes_are_rejected():
     def body(world):
         train([(3 + world.rank, 2, 9, 11)], world)
 

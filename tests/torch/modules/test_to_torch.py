@@ -1,12 +1,12 @@
-"""Models of our layers as modules of PyTorch, in float64: the same numbers, or a refusal by name."""
+"""Conversion of neondist models to PyTorch modules, in float64: equal results, or a rejection by name."""
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from conversions import check_alike, close, drawn, last, passes, passes_of_ours  # noqa: E402
 from torch import nn  # noqa: E402
+from torch_conversion import assert_all_close, assert_close, draw_tensor, run_model, run_module, to_channels_last  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -59,7 +59,7 @@ LAYERS = {
 }
 
 
-def built(layers, shape, batch=2):
+def build_model(layers, shape, batch=2):
     model = nd.Convnet(list(layers), dtype="float64", seed=4)
     model.build(shape, batch)
     rng = np.random.default_rng(0)
@@ -70,16 +70,16 @@ def built(layers, shape, batch=2):
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name):
     layers, shape = LAYERS[name]
-    model = built(layers, shape)
+    model = build_model(layers, shape)
     module = ndt.to_torch(model)
-    kept = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    found = passes_of_ours(model, (2, shape[-1], *shape[:-1]))
-    assert all(torch.equal(kept[name], tensor) for name, tensor in module.state_dict().items())  # nothing is shared
-    check_alike(passes(module, (2, shape[-1], *shape[:-1])), found)
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    expected = run_model(model, (2, shape[-1], *shape[:-1]))
+    assert all(torch.equal(state[name], tensor) for name, tensor in module.state_dict().items())  # no memory is shared
+    assert_all_close(run_module(module, (2, shape[-1], *shape[:-1])), expected)
 
 
 def test_no_gradient_where_all_squares_are_zero():
-    model = built([nd.L2PoolingLayer(2)], (4, 4, 1))
+    model = build_model([nd.L2PoolingLayer(2)], (4, 4, 1))
     x = torch.zeros(2, 1, 4, 4, dtype=torch.float64, requires_grad=True)
     x.data[0, 0, 0, 0] = 3
     ndt.to_torch(model)(x).sum().backward()
@@ -88,8 +88,8 @@ def test_no_gradient_where_all_squares_are_zero():
     assert torch.equal(x.grad, expected)
 
 
-def test_no_random_number_is_drawn():
-    model = built([nd.ConvLayer(6, 3), nd.BatchNormLayer(), nd.FCLayer(3)], IMAGE)
+def test_conversion_draws_no_random_numbers():
+    model = build_model([nd.ConvLayer(6, 3), nd.BatchNormLayer(), nd.FCLayer(3)], IMAGE)
     before = torch.get_rng_state()
     ndt.to_torch(model)
     assert torch.equal(before, torch.get_rng_state())
@@ -104,49 +104,49 @@ class Half(nd.Identity):
 
 
 class MyConvLayer(nd.ConvLayer):
-    """May compute anything."""
+    """Subclass that may compute anything."""
 
 
 @pytest.mark.parametrize(
     ("layer", "name"), [(nd.ConvLayer(2, 3, activation=Half()), "Half"), (MyConvLayer(2, 3), "My")]
 )
-def test_what_users_write(layer, name):
+def test_user_classes_are_rejected(layer, name):
     with pytest.raises(nd.ConfigError, match=f"has no equivalent of {name}"):
-        ndt.to_torch(built([layer], IMAGE))
+        ndt.to_torch(build_model([layer], IMAGE))
 
 
-def test_a_model_that_is_not_built():
+def test_unbuilt_models_are_rejected():
     with pytest.raises(nd.ConfigError, match="not built"):
         ndt.to_torch(nd.Convnet([nd.ConvLayer(2, 3)]))
 
 
-def test_from_several_ranks():
+def test_conversion_on_several_ranks():
     def body(world):
         with nd.ProcessGrid(world) as grid:
-            model = nd.distribute(built([nd.ConvLayer(3, 3), nd.BatchNormLayer(), nd.FCLayer(2)], IMAGE))
+            model = nd.distribute(build_model([nd.ConvLayer(3, 3), nd.BatchNormLayer(), nd.FCLayer(2)], IMAGE))
             model.build(IMAGE, 2, grid)
-            run = model.forward(model.scatter(last(x)), training=False)
+            run = model.forward(model.scatter(to_channels_last(x)), training=False)
             return model.gather(run.output), ndt.to_torch(model).eval()(x)
 
-    x = drawn((2, IMAGE[-1], *IMAGE[:-1]))
-    for ours, theirs in nd.loopback.run(3, body):
-        close(theirs.detach().numpy(), ours)
+    x = draw_tensor((2, IMAGE[-1], *IMAGE[:-1]))
+    for expected, actual in nd.loopback.run(3, body):
+        assert_close(actual.detach().numpy(), expected)
 
 
 def test_onnx(tmp_path):
-    onnx = pytest.importorskip("onnx", reason="the exporter of PyTorch needs onnx and onnxscript")
-    pytest.importorskip("onnxscript", reason="the exporter of PyTorch needs onnx and onnxscript")
+    onnx = pytest.importorskip("onnx", reason="PyTorch's exporter needs onnx and onnxscript")
+    pytest.importorskip("onnxscript", reason="PyTorch's exporter needs onnx and onnxscript")
     reference = pytest.importorskip("onnx.reference")
     layers, shape = LAYERS["containers"]
-    module = ndt.to_torch(built([*layers, nd.BatchNormLayer(), nd.FCLayer(3)], shape)).float().eval()
-    x = drawn((2, shape[-1], *shape[:-1])).float()
+    module = ndt.to_torch(build_model([*layers, nd.BatchNormLayer(), nd.FCLayer(3)], shape)).float().eval()
+    x = draw_tensor((2, shape[-1], *shape[:-1])).float()
     torch.onnx.export(module, (x,), tmp_path / "model.onnx")
     program = onnx.load(tmp_path / "model.onnx")
     onnx.checker.check_model(program)
-    (found,) = reference.ReferenceEvaluator(program).run(None, {program.graph.input[0].name: x.numpy()})
-    np.testing.assert_allclose(found, module(x).detach().numpy(), rtol=1e-4, atol=1e-5)
+    (actual,) = reference.ReferenceEvaluator(program).run(None, {program.graph.input[0].name: x.numpy()})
+    np.testing.assert_allclose(actual, module(x).detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_chains_are_sequential():
-    module = ndt.to_torch(built([nd.ConvLayer(6, 3, activation=nd.ReLU()), nd.FCLayer(3)], IMAGE))
-    assert [type(one) for one in module] == [nn.Conv2d, nn.ReLU, nn.Flatten, nn.Linear]
+def test_chains_become_sequential():
+    module = ndt.to_torch(build_model([nd.ConvLayer(6, 3, activation=nd.ReLU()), nd.FCLayer(3)], IMAGE))
+    assert [type(layer) for layer in module] == [nn.Conv2d, nn.ReLU, nn.Flatten, nn.Linear]

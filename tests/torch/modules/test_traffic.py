@@ -1,4 +1,4 @@
-"""Bytes that passes send equal those of their plans, by step, kind and direction."""
+"""Bytes sent in passes against those planned, by step, kind and direction."""
 
 import copy
 from collections import Counter
@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 
+from case_selection import select_cases  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import GRIDS, captured_once, sent  # noqa: E402
-from turns import some  # noqa: E402
+from torch_runs import GRIDS, count_sent_bytes, share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
@@ -20,8 +20,8 @@ from neondist.observer import Observer  # noqa: E402
 from neondist.torch.lowering.traffic import BackwardSteps  # noqa: E402
 
 
-class Everything(nn.Module):
-    """Windows, norms, sums, an index map, attention over cells, and a vector at the end."""
+class MixedNet(nn.Module):
+    """Network with windows, norms, sums, an index map, attention over cells and a vector output."""
 
     def __init__(self):
         super().__init__()
@@ -45,18 +45,20 @@ PROGRAMS = {}
 
 
 @pytest.fixture(autouse=True)
-def once():
-    with captured_once(PROGRAMS):
+def shared_programs():
+    with share_captures(PROGRAMS):
         yield
 
 
 @pytest.mark.parametrize(
-    ("grid", "inputs", "dtype"), some(product(GRIDS, [False, True], [torch.float64, torch.bfloat16]), 3), ids=str
+    ("grid", "inputs", "dtype"),
+    select_cases(product(GRIDS, [False, True], [torch.float64, torch.bfloat16]), 3),
+    ids=str,
 )
 @pytest.mark.long
-def test_traffic_is_what_was_planned(grid, inputs, dtype):
+def test_traffic_matches_plan(grid, inputs, dtype):
     replicas, rows, cols = grid
-    original = Everything().to(dtype)
+    original = MixedNet().to(dtype)
 
     def body(world):
         with ProcessGrid(world, replicas=replicas, rows=rows, cols=cols) as ranks:
@@ -67,15 +69,15 @@ def test_traffic_is_what_was_planned(grid, inputs, dtype):
             if ranks.size > 1:
                 y.backward(torch.ones_like(y))
             trained = [name for name, p in module.named_parameters() if p.requires_grad]
-            return sent(model), [model.plan.traffic(rank, trained, inputs) for rank in range(ranks.size)]
+            return count_sent_bytes(model), [model.plan.traffic(rank, trained, inputs) for rank in range(ranks.size)]
 
-    for rank, (found, plans) in enumerate(loopback.run(replicas * rows * cols, body)):
-        assert found == plans[rank]
-        assert found or replicas * rows * cols == 1
+    for rank, (sent, plans) in enumerate(loopback.run(replicas * rows * cols, body)):
+        assert sent == plans[rank]
+        assert sent or replicas * rows * cols == 1
 
 
-class NormOfMask(nn.Module):
-    """Weights with gradients, behind what has none."""
+class MaskNorm(nn.Module):
+    """Norm with trained weights of an input without gradients."""
 
     def __init__(self):
         super().__init__()
@@ -85,8 +87,8 @@ class NormOfMask(nn.Module):
         return self.norm((x > 0).to(x.dtype)).mean()
 
 
-def test_weights_of_what_has_no_gradient_have_theirs():
-    original, image = NormOfMask(), torch.randn(SHAPE, dtype=torch.float64)
+def test_weight_gradients_without_input_gradients():
+    original, image = MaskNorm(), torch.randn(SHAPE, dtype=torch.float64)
     original.double()(image).backward()
 
     def body(world):
@@ -96,8 +98,9 @@ def test_weights_of_what_has_no_gradient_have_theirs():
             model = ndt.distribute(module, SHAPE, ranks, dtype=torch.float64)
             model(model.scatter(image)).backward()
             trained = ["norm.weight", "norm.bias"]
-            assert sent(model) == model.plan.traffic(ranks.rank, trained)
-            assert ("sum", "norm:aten.instance_norm.default", "backward") not in sent(model)  # nobody asks for it
+            assert count_sent_bytes(model) == model.plan.traffic(ranks.rank, trained)
+            # the gradient of the input is not needed
+            assert ("sum", "norm:aten.instance_norm.default", "backward") not in count_sent_bytes(model)
             return module.norm.weight.grad, module.norm.bias.grad
 
     for weight, bias in loopback.run(3, body):
@@ -105,7 +108,7 @@ def test_weights_of_what_has_no_gradient_have_theirs():
         torch.testing.assert_close(bias, original.norm.bias.grad, rtol=0, atol=1e-12)
 
 
-OF_SHAPES = {
+USES_OF_SHAPES = {
     "expand_as": lambda x, p: x.mean().expand_as(p) * 1,
     "expand_as of cells": lambda x, p: x[:1, :1, :1, :1].expand_as(p) * 1,
     "expand_as of ones": lambda x, p: x.mean() * torch.ones(1, dtype=x.dtype).expand_as(p * 2).sum(),
@@ -124,8 +127,8 @@ OF_SHAPES = {
     "stacked": lambda x, p: torch.stack([x.sum().expand_as(p), torch.zeros_like(p)]),
     "unused": lambda x, p: x * 1,
 }
-"""functions of a tensor and a parameter, which has no gradient of them"""
-OF_VALUES = {
+"""functions of a tensor and a parameter that have no gradient for the parameter"""
+USES_OF_VALUES = {
     "sum": lambda x, p: x + p.sum(),
     "sign": lambda x, p: x * p.sign().sum(),
     "no element": lambda x, p: x + p[:0].sum(),
@@ -135,11 +138,11 @@ OF_VALUES = {
 
 
 class ManyUses(nn.Module):
-    """A parameter for each of some uses."""
+    """Module with a parameter for each use."""
 
     def __init__(self):
         super().__init__()
-        self.uses = {**OF_SHAPES, **OF_VALUES}
+        self.uses = {**USES_OF_SHAPES, **USES_OF_VALUES}
         self.used = nn.ParameterList([nn.Parameter(torch.randn(1, 2, 3, 4)) for _ in self.uses])
         self.first = nn.Conv2d(2, 2, 1)
 
@@ -150,37 +153,39 @@ class ManyUses(nn.Module):
 
 @pytest.mark.parametrize("grid", [{"rows": 1, "cols": 2}, {"replicas": 2, "rows": 2, "cols": 1}])
 @pytest.mark.long
-def test_parameters_are_summed_that_have_gradients(grid):
+def test_only_parameters_with_gradients_are_summed(grid):
     original = ManyUses().double()
 
     def body(world):
         with ProcessGrid(world, **grid) as ranks:
             module = copy.deepcopy(original)
             model = ndt.distribute(module, SHAPE, ranks, dtype=torch.float64)
-            found = model(model.scatter(torch.ones(SHAPE, dtype=torch.float64)))
-            torch.autograd.backward([y.sum() for y in found])
+            outputs = model(model.scatter(torch.ones(SHAPE, dtype=torch.float64)))
+            torch.autograd.backward([y.sum() for y in outputs])
             trained = [name for name, _ in module.named_parameters()]
             reached = BackwardSteps(model.plan, trained).reached
-            planned = [use for at, use in enumerate(module.uses) if model.plan.parameters.get(f"used.{at}") in reached]
+            planned = [
+                use for index, use in enumerate(module.uses) if model.plan.parameters.get(f"used.{index}") in reached
+            ]
             with_gradient = [use for use, p in zip(module.uses, module.used, strict=True) if p.grad is not None]
-            return planned, with_gradient, sent(model), model.plan.traffic(ranks.rank, trained)
+            return planned, with_gradient, count_sent_bytes(model), model.plan.traffic(ranks.rank, trained)
 
     for planned, with_gradient, messages, expected in loopback.run(prod(grid.values()), body):
-        assert planned == with_gradient == list(OF_VALUES)
+        assert planned == with_gradient == list(USES_OF_VALUES)
         assert messages == expected
 
 
-def test_every_rank_plans_the_same_for_all():
-    original = Everything()
+def test_plans_are_equal_on_all_ranks():
+    original = MixedNet()
 
     def body(world):
         with ProcessGrid(world, rows=2, cols=3) as ranks:
             plan = ndt.distribute(copy.deepcopy(original), SHAPE, ranks).plan
             return [plan.traffic(rank) for rank in range(6)], [plan.bytes(rank) for rank in range(6)], plan.describe()
 
-    found = loopback.run(6, body)
-    assert all(one[:2] == found[0][:2] for one in found)
-    for rank, (plans, count, text) in enumerate(found):
+    results = loopback.run(6, body)
+    assert all(result[:2] == results[0][:2] for result in results)
+    for rank, (plans, count, text) in enumerate(results):
         messages = sum(n for (kind, _, _), n in plans[rank].items() if kind != "sum")
         assert count[rank] == messages > 0
         assert f"rank {rank} sends {messages:,d} bytes" in text
@@ -188,43 +193,43 @@ def test_every_rank_plans_the_same_for_all():
         assert "gradients" in text
 
 
-def test_a_pass_is_shown_to_observers():
-    class Names(Observer):
+def test_observers_see_passes():
+    class NameRecorder(Observer):
         def __init__(self):
-            self.begun, self.values = Counter(), {}
+            self.started, self.values = Counter(), {}
 
         def begin(self, what, name, direction, subject):
-            self.begun[what, direction] += 1
+            self.started[what, direction] += 1
 
         def value(self, layer, name, array):
             self.values.setdefault((layer.name, name), array)
 
-    original = Everything()
+    original = MixedNet()
 
     def body(world):
         with ProcessGrid(world, rows=3) as ranks:
-            model, names = ndt.distribute(copy.deepcopy(original), SHAPE, ranks), Names()
+            model, names = ndt.distribute(copy.deepcopy(original), SHAPE, ranks), NameRecorder()
             with ranks.observers.watched_by(names):
                 model(model.scatter(torch.ones(SHAPE))).sum().backward()
             return names
 
     for names in loopback.run(3, body):
-        assert names.begun["halo", "forward"] >= names.begun["halo", "backward"] > 0
-        assert names.begun["reduce", "forward"] > 0
-        assert names.begun["sync", "backward"] == 1
-        assert names.begun["wait", "backward"] > 0
-        shown = [name for (step, name) in names.values if "conv2d" in step]
-        assert "output" in shown
-        assert "gradient of the output" in shown
+        assert names.started["halo", "forward"] >= names.started["halo", "backward"] > 0
+        assert names.started["reduce", "forward"] > 0
+        assert names.started["sync", "backward"] == 1
+        assert names.started["wait", "backward"] > 0
+        recorded = [name for (step, name) in names.values if "conv2d" in step]
+        assert "output" in recorded
+        assert "gradient of the output" in recorded
 
 
-def test_a_pass_that_sends_other_than_planned_is_a_defect():
+def test_unplanned_traffic_raises():
     original = nn.Conv2d(1, 1, 3, padding=1)
 
     def body(world):
         with ProcessGrid(world, rows=2) as ranks:
             model = ndt.distribute(copy.deepcopy(original), (1, 1, 8, 8), ranks)
-            assert model.plan.bytes(ranks.rank) == 8 * 4  # a row, forward: nobody asks for the input's gradient
+            assert model.plan.bytes(ranks.rank) == 8 * 4  # one row in forward; the gradient of the input is not needed
             model.comm.record = lambda *account: None
             with pytest.raises(RuntimeError, match="were planned"):
                 model(model.scatter(torch.ones(1, 1, 8, 8)))

@@ -1,4 +1,4 @@
-"""Convolutions by compiled kernels, and by products of matrices, give what PyTorch's give, in channels-last memory."""
+"""Convolutions by compiled kernels and by matrix products match PyTorch's, in channels-last memory."""
 
 import pytest
 import torch
@@ -18,31 +18,31 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_results_and_gradients(case, last):
-    """Of any of the inputs, and without a bias."""
+def test_results_and_gradients(case, channels_last):
+    """With and without a bias, and for gradients of some inputs only."""
     shape, weights, stride, padding, groups = CASES[case]
     n = len(shape) - 2
     x, w, b = (torch.randn(s, dtype=torch.float64) for s in (shape, weights, weights[:1]))
-    x = x.to(memory_format=CHANNELS_LAST[n + 2]) if last else x
-    how = (stride,) * n, (padding,) * n, (1,) * n, groups
-    pytorch = {2: F.conv2d, 3: F.conv3d}[n]
-    here, there = ([each.clone().requires_grad_() for each in (x, w, b)] for _ in range(2))
-    found, expected = convolution.conv(*here, *how), pytorch(*there, *how)
-    if last or case != "one cell":
-        assert "_Convolution" in type(found.grad_fn).__name__
-        assert format_of(found) == CHANNELS_LAST[n + 2]
+    x = x.to(memory_format=CHANNELS_LAST[n + 2]) if channels_last else x
+    settings = (stride,) * n, (padding,) * n, (1,) * n, groups
+    reference = {2: F.conv2d, 3: F.conv3d}[n]
+    inputs, reference_inputs = ([tensor.clone().requires_grad_() for tensor in (x, w, b)] for _ in range(2))
+    actual, expected = convolution.conv(*inputs, *settings), reference(*reference_inputs, *settings)
+    if channels_last or case != "one cell":
+        assert "_Convolution" in type(actual.grad_fn).__name__
+        assert format_of(actual) == CHANNELS_LAST[n + 2]
     dy = torch.randn_like(expected)
-    found.backward(dy)
+    actual.backward(dy)
     expected.backward(dy)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    for mine, theirs in zip(here, there, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-11, atol=1e-11)
-    alone = convolution.conv(x, here[1], None, *how)
-    torch.testing.assert_close(alone, pytorch(x, w, None, *how), rtol=0, atol=1e-12)
-    (by_weight,) = torch.autograd.grad(alone, here[1:2], dy)
-    torch.testing.assert_close(by_weight, there[1].grad, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    for x_actual, x_expected in zip(inputs, reference_inputs, strict=True):
+        torch.testing.assert_close(x_actual.grad, x_expected.grad, rtol=1e-11, atol=1e-11)
+    without_bias = convolution.conv(x, inputs[1], None, *settings)
+    torch.testing.assert_close(without_bias, reference(x, w, None, *settings), rtol=0, atol=1e-12)
+    (weight_gradient,) = torch.autograd.grad(without_bias, inputs[1:2], dy)
+    torch.testing.assert_close(weight_gradient, reference_inputs[1].grad, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def test_results_and_gradients(case, last):
         ((1, 512, 4, 7), (512, 512, 3, 3), 1, 1),  # few cells
         ((1, 16, 40, 40), (16, 16, 3, 3), 2, 1),
         ((1, 16, 40, 40), (16, 8, 3, 3), 1, 2),
-        ((1, 16, 40, 40), (4, 16, 3, 3), 1, 1),  # outputs do not fill a vector
+        ((1, 16, 40, 40), (4, 16, 3, 3), 1, 1),  # fewer outputs than vector lanes
         ((1, 16, 400), (16, 16, 3), 1, 1),
     ],
 )
-def test_others_are_left_to_pytorch(shape, weights, dilation, groups):
+def test_unsupported_cases_use_pytorch(shape, weights, dilation, groups):
     n = len(shape) - 2
-    how = (1,) * n, (1,) * n, (dilation,) * n, groups
-    y = convolution.conv(torch.randn(shape), torch.randn(weights, requires_grad=True), None, *how)
+    settings = (1,) * n, (1,) * n, (dilation,) * n, groups
+    y = convolution.conv(torch.randn(shape), torch.randn(weights, requires_grad=True), None, *settings)
     assert type(y.grad_fn).__name__ == "ConvolutionBackward0"
     with torch.autocast("cpu", torch.bfloat16):
-        assert convolution.conv(torch.randn(shape), torch.randn(weights), None, *how).dtype == torch.bfloat16
+        assert convolution.conv(torch.randn(shape), torch.randn(weights), None, *settings).dtype == torch.bfloat16

@@ -1,72 +1,72 @@
-"""Operators that write into their arguments, from PyTorch's schemas: known, and the same on tiles."""
+"""Operators that write to their arguments according to PyTorch's schemas: detected, and equal on tiles."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
-from torch_runs import check  # noqa: E402
+from torch_runs import check_module  # noqa: E402
 
 from neondist import ProcessGrid  # noqa: E402
 from neondist.errors import UserError  # noqa: E402
 from neondist.torch import distribute  # noqa: E402
 from neondist.torch.ir.functionalize import RUNNING, written_arguments  # noqa: E402
 
-_OTHER = "cudnn", "miopen", "gather_stats", "backward", "no_update.out"  # of other devices, or of other dtypes
+_OTHER = "cudnn", "miopen", "gather_stats", "backward", "no_update.out"  # for other devices or dtypes
 
 
-def operators():
+def list_operators():
     """Yield all operators of ATen."""
-    # dir(torch.ops.aten) has those alone that somebody has asked for
-    every = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
-    for name in sorted(name for name in every if "::" not in name):
+    # dir(torch.ops.aten) lists only operators that were accessed before
+    names = {name.removeprefix("aten::").partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    for name in sorted(name for name in names if "::" not in name):
         packet = getattr(torch.ops.aten, name)
         if isinstance(packet, torch._ops.OpOverloadPacket):
             yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
-def test_what_schemas_tell_is_known():
+def test_written_arguments_match_schemas():
     count = 0
-    for operator in operators():
+    for operator in list_operators():
         arguments = operator._schema.arguments
-        told = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
-        found = written_arguments(operator, [], {arg.name: arg.name for arg in arguments})
-        assert found[: len(told)] == told, operator
-        count += bool(told)
+        expected = [arg.name for arg in arguments if arg.alias_info and arg.alias_info.is_write]
+        actual = written_arguments(operator, [], {arg.name: arg.name for arg in arguments})
+        assert actual[: len(expected)] == expected, operator
+        count += bool(expected)
     assert count > 1000
 
 
-def norms():
-    """Return the operators with running statistics that run on this device."""
-    named = {str(op): {arg.name for arg in op._schema.arguments} for op in operators()}
-    return [name for name, args in named.items() if set(RUNNING) <= args and not any(one in name for one in _OTHER)]
+def list_norm_operators():
+    """Return the names of operators with running statistics on this device."""
+    named = {str(op): {arg.name for arg in op._schema.arguments} for op in list_operators()}
+    return [name for name, args in named.items() if set(RUNNING) <= args and not any(part in name for part in _OTHER)]
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", norms())
-def test_statistics_that_are_written(name, training):
+@pytest.mark.parametrize("name", list_norm_operators())
+def test_written_statistics(name, training):
     operator = getattr(getattr(torch.ops.aten, name.split(".")[1]), name.split(".")[2])
     values = {
         "input": torch.randn(2, 4, 3, 3), "weight": torch.ones(4), "bias": torch.zeros(4), "momentum": 0.5, "eps": 1e-5,
         "running_mean": torch.ones(4), "running_var": torch.full((4,), 3.0), "cudnn_enabled": False,
         "training": training, "use_input_stats": training,
     }  # fmt: skip
-    given = {}
+    inputs = {}
     for arg in operator._schema.arguments:
-        given[arg.name] = torch.empty(0) if arg.is_out else values[arg.name]
-    before = {name: given[name].clone() for name in RUNNING}
+        inputs[arg.name] = torch.empty(0) if arg.is_out else values[arg.name]
+    before = {name: inputs[name].clone() for name in RUNNING}
     try:
-        operator(**given)
+        operator(**inputs)
     except NotImplementedError:
-        pytest.skip("not on this device")
-    written = [arg for arg in written_arguments(operator, [], given) if isinstance(arg, torch.Tensor)]
+        pytest.skip("not available on this device")
+    written = [arg for arg in written_arguments(operator, [], inputs) if isinstance(arg, torch.Tensor)]
     for name in RUNNING:
-        changed = not torch.equal(given[name], before[name])
-        assert changed <= any(given[name] is arg for arg in written), name
+        changed = not torch.equal(inputs[name], before[name])
+        assert changed <= any(inputs[name] is arg for arg in written), name
 
 
-class Writing(nn.Module):
-    """Calls a function of x and buffers, which it writes into."""
+class WritingModule(nn.Module):
+    """Module that calls a function of x and of buffers, to which it writes."""
 
     def __init__(self, function):
         super().__init__()
@@ -78,11 +78,11 @@ class Writing(nn.Module):
         return self.function(x * 2, self.mean, self.var)
 
 
-def channel(x):
+def average(x):
     return x.detach().mean((0, 2, 3))
 
 
-def after(x, *_):
+def first(x, *_):
     return x
 
 
@@ -95,36 +95,36 @@ WRITES = {
     )[0],
     "batch_norm": lambda x, m, v: torch.batch_norm(x, None, None, m, v, True, 0.5, 1e-5, False),
     "instance_norm": lambda x, m, v: torch.instance_norm(x, None, None, m, v, True, 0.5, 1e-5, False),
-    "batch_norm_update_stats": lambda x, m, v: after(x, torch.batch_norm_update_stats(x.detach(), m, v, 0.5)),
-    "out": lambda x, m, v: after(x, torch.add(m, channel(x), out=m)),
-    "several outs": lambda x, m, v: after(x, torch.frexp(channel(x), out=(m, v.int()))),
-    "_foreach_add_": lambda x, m, v: after(x, torch._foreach_add_([m, v], [channel(x), channel(x)])),
-    "_foreach_mul_ of numbers": lambda x, m, v: after(x, torch._foreach_mul_([m, v], 0.5)),
-    "_fused_sgd_": lambda x, m, v: after(x, torch._fused_sgd_(
-        [m], [channel(x)], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False, maximize=False,
+    "batch_norm_update_stats": lambda x, m, v: first(x, torch.batch_norm_update_stats(x.detach(), m, v, 0.5)),
+    "out": lambda x, m, v: first(x, torch.add(m, average(x), out=m)),
+    "several outs": lambda x, m, v: first(x, torch.frexp(average(x), out=(m, v.int()))),
+    "_foreach_add_": lambda x, m, v: first(x, torch._foreach_add_([m, v], [average(x), average(x)])),
+    "_foreach_mul_ of numbers": lambda x, m, v: first(x, torch._foreach_mul_([m, v], 0.5)),
+    "_fused_sgd_": lambda x, m, v: first(x, torch._fused_sgd_(
+        [m], [average(x)], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False, maximize=False,
         is_first_step=True,
     )),
-    "index_put_": lambda x, m, v: after(x, m.index_put_((torch.tensor([1, 2]),), channel(x)[:2])),
-    "copy_ to a view": lambda x, m, v: after(x, m[1:3].copy_(channel(x)[:2])),
-    "scatter_": lambda x, m, v: after(x, m.scatter_(0, torch.tensor([0, 3]), channel(x)[:2])),
-    "set_": lambda x, m, v: after(x, m.set_(channel(x))),
-    "resize_": lambda x, m, v: after(x, m.resize_(2).fill_(1.0)),
+    "index_put_": lambda x, m, v: first(x, m.index_put_((torch.tensor([1, 2]),), average(x)[:2])),
+    "copy_ to a view": lambda x, m, v: first(x, m[1:3].copy_(average(x)[:2])),
+    "scatter_": lambda x, m, v: first(x, m.scatter_(0, torch.tensor([0, 3]), average(x)[:2])),
+    "set_": lambda x, m, v: first(x, m.set_(average(x))),
+    "resize_": lambda x, m, v: first(x, m.resize_(2).fill_(1.0)),
     "rrelu_with_noise_": lambda x, m, v: torch.ops.aten.rrelu_with_noise_(x, torch.zeros_like(x), 0.1, 0.3, False),
 }  # fmt: skip
-REFUSED = {"set_", "resize_", "batch_norm_update_stats", "several outs", "_fused_sgd_", "rrelu_with_noise_"}
-"""Or right: as PyTorch's versions decompose them."""
+REJECTED = {"set_", "resize_", "batch_norm_update_stats", "several outs", "_fused_sgd_", "rrelu_with_noise_"}
+"""Rejected or exact, depending on how the PyTorch version decomposes them."""
 
 
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.long
 def test_writes_on_tiles(name):
     try:
-        check(Writing(WRITES[name]), (2, 4, 4, 6), grids=((1, 1, 2),))
+        check_module(WritingModule(WRITES[name]), (2, 4, 4, 6), grids=((1, 1, 2),))
     except UserError:
-        assert name in REFUSED
+        assert name in REJECTED
 
 
-class Tied(nn.Module):
+class TiedNorms(nn.Module):
     """Two norms with one running mean."""
 
     def __init__(self, writes=False):
@@ -139,14 +139,14 @@ class Tied(nn.Module):
         return y + self.norms[0].running_mean[:, None, None]
 
 
-def test_a_buffer_with_two_names():
-    check(Tied(), (2, 3, 8, 9), grids=((1, 1, 2), (2, 1, 1)))
+def test_buffer_with_two_names():
+    check_module(TiedNorms(), (2, 3, 8, 9), grids=((1, 1, 2), (2, 1, 1)))
     with ProcessGrid.serial() as grid, pytest.raises(UserError, match="running_mean, which has several names"):
-        distribute(Tied(writes=True), (2, 3, 8, 9), grid)
+        distribute(TiedNorms(writes=True), (2, 3, 8, 9), grid)
 
 
-class Unread(nn.Module):
-    """A norm whose results nobody needs, in a program that PyTorch has to make functional."""
+class UnusedNorm(nn.Module):
+    """Norm whose result is unused, in a program that PyTorch has to functionalize."""
 
     def __init__(self, norm):
         super().__init__()
@@ -160,5 +160,5 @@ class Unread(nn.Module):
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
-def test_statistics_are_written_where_nobody_needs_the_result(norm):
-    check(Unread(norm(3, affine=True, track_running_stats=True)), (2, 3, 8, 9), grids=((1, 1, 2), (2, 1, 1)))
+def test_statistics_of_unused_norms(norm):
+    check_module(UnusedNorm(norm(3, affine=True, track_running_stats=True)), (2, 3, 8, 9), grids=((1, 1, 2), (2, 1, 1)))

@@ -1,4 +1,4 @@
-"""Norms of one sample: their gradients, whatever the memory format of those that come; PyTorch's own may be wrong."""
+"""Gradients of norms of one sample for incoming gradients in any memory format; PyTorch's own may be wrong."""
 
 import pytest
 
@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch_runs import difference, distributed, serial  # noqa: E402
+from torch_runs import find_difference, run_distributed, run_serial  # noqa: E402
 
 CELLS = 4, 5, 3
 NORMS = {
@@ -17,8 +17,8 @@ NORMS = {
 }  # fmt: skip
 
 
-class Functional(nn.Module):
-    """A norm that is called as a function, by a name."""
+class FunctionalNorm(nn.Module):
+    """Norm called as a function, chosen by name."""
 
     def __init__(self, name):
         super().__init__()
@@ -37,8 +37,8 @@ class Functional(nn.Module):
 FUNCTIONS = "torch.native_batch_norm", "F.batch_norm", "torch.instance_norm", "checkpoint"
 
 
-class Flattened(nn.Module):
-    """A norm whose result is laid out as tokens, so that its gradient comes with channels last, but for a gap."""
+class FlattenedNorm(nn.Module):
+    """Norm whose output becomes tokens, so that its gradient is channels-last with a gap."""
 
     def __init__(self, norm, contiguous):
         super().__init__()
@@ -55,9 +55,9 @@ class Flattened(nn.Module):
 @pytest.mark.parametrize("grid", [(1, 1, 1), (1, 1, 2)])
 @pytest.mark.parametrize("name", [*NORMS, *FUNCTIONS])
 def test_gradients_of_tokens(name, grid):
-    norm = NORMS.get(name) or Functional(name)
+    norm = NORMS.get(name) or FunctionalNorm(name)
     x = torch.randn(1, 2, *CELLS, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    expected = serial(Flattened(norm, contiguous=True).double(), [x])
-    for found in distributed(Flattened(norm, contiguous=False).double(), [x], expected["gradients"], grid):
-        worst, where = difference(found, expected)
-        assert worst < 1e-9, where
+    expected = run_serial(FlattenedNorm(norm, contiguous=True).double(), [x])
+    for actual in run_distributed(FlattenedNorm(norm, contiguous=False).double(), [x], expected["gradients"], grid):
+        worst, location = find_difference(actual, expected)
+        assert worst < 1e-9, location

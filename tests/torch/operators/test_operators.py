@@ -1,24 +1,25 @@
-"""Each kind of operator on virtual ranks, against one process, in float64."""
+"""Each kind of operator on virtual ranks against a single process, in float64."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from case_selection import select_grids  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import BOTH_AXES_AND_REPLICAS, OTHERS, Function, check_beside, groups, in_turn  # noqa: E402
+from torch_runs import COMBINED_GRIDS, OTHER_GRIDS, FunctionModule, check_modules, split_into_groups  # noqa: E402
 
 IMAGES = (2, 3, 13, 11)
 
 
-def tokens(x):
+def to_tokens(x):
     return x.flatten(2).transpose(1, 2)
 
 
-def windows(x, attend=lambda q, k: F.scaled_dot_product_attention(q, k, k)):
-    """Cells in windows of 3 x 2, which all ask what a smaller image asks."""
+def attend_in_windows(x, attend=lambda q, k: F.scaled_dot_product_attention(q, k, k)):
+    """Attend from tokens of a pooled image to the cells of 3 x 2 windows."""
     k = x[..., :12, :10].unflatten(2, (4, 3)).unflatten(4, (5, 2)).permute(0, 2, 4, 3, 5, 1).reshape(-1, 6, 3)
-    q = tokens(F.avg_pool2d(x, 4)).repeat_interleave(20, 0)
+    q = to_tokens(F.avg_pool2d(x, 4)).repeat_interleave(20, 0)
     return attend(q, k)
 
 
@@ -48,87 +49,100 @@ MODULES = {
         nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
     ),
     "flatten, linear": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 11 * 9, 5)),
-    "mean": lambda: Function(lambda x: x.mean((2, 3))),
-    "mean of rows": lambda: Function(lambda x: x - x.mean(3, keepdim=True)),
+    "mean": lambda: FunctionModule(lambda x: x.mean((2, 3))),
+    "mean of rows": lambda: FunctionModule(lambda x: x - x.mean(3, keepdim=True)),
     "nearest": lambda: nn.Upsample(scale_factor=2),
     "bilinear": lambda: nn.Upsample(scale_factor=2.3, mode="bilinear"),
-    "bicubic": lambda: Function(lambda x: F.interpolate(x, size=(17, 23), mode="bicubic", align_corners=True)),
-    "bilinear, smaller": lambda: Function(lambda x: F.interpolate(x, size=(7, 5), mode="bilinear")),
-    "bilinear, antialias": lambda: Function(lambda x: F.interpolate(x, size=(5, 4), mode="bilinear", antialias=True)),
-    "bicubic, antialias": lambda: nn.Sequential(
-        nn.Conv2d(3, 4, 3), Function(lambda x: F.interpolate(x, scale_factor=0.37, mode="bicubic", antialias=True))
+    "bicubic": lambda: FunctionModule(lambda x: F.interpolate(x, size=(17, 23), mode="bicubic", align_corners=True)),
+    "bilinear, smaller": lambda: FunctionModule(lambda x: F.interpolate(x, size=(7, 5), mode="bilinear")),
+    "bilinear, antialias": lambda: FunctionModule(
+        lambda x: F.interpolate(x, size=(5, 4), mode="bilinear", antialias=True)
     ),
-    "bicubic, antialias, larger": lambda: Function(
+    "bicubic, antialias": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        FunctionModule(lambda x: F.interpolate(x, scale_factor=0.37, mode="bicubic", antialias=True)),
+    ),
+    "bicubic, antialias, larger": lambda: FunctionModule(
         lambda x: F.interpolate(x, scale_factor=(1.7, 0.2), mode="bicubic", antialias=True, align_corners=True)
     ),
     "pixel shuffle": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.PixelShuffle(2), nn.Conv2d(2, 2, 3)),
     "pixel unshuffle": lambda: nn.Sequential(nn.ConstantPad2d((0, 1, 0, 1), 0.0), nn.PixelUnshuffle(2)),
-    "flip": lambda: Function(lambda x: x.flip(2)),
-    "roll": lambda: Function(lambda x: x.roll((3, -2), (2, 3))),
-    "slice": lambda: Function(lambda x: x[:, :, 1:-2:2, 3:]),
-    "cat of cells": lambda: Function(lambda x: torch.cat([x, x.flip(2)], 2)),
-    "cat of channels": lambda: Function(lambda x: torch.cat([x, x * 2], 1)),
-    "plus transposed": lambda: Function(lambda x: x[..., :11, :11] + x[..., :11, :11].transpose(2, 3)),
-    "amax": lambda: Function(lambda x: x.amax((2, 3))),
-    "var": lambda: Function(lambda x: x.var((2, 3))),
-    "sums without what is no number": lambda: Function(
-        lambda x: holes(x).nansum(2) + holes(x).nanmean((2, 3))[..., None]
+    "flip": lambda: FunctionModule(lambda x: x.flip(2)),
+    "roll": lambda: FunctionModule(lambda x: x.roll((3, -2), (2, 3))),
+    "slice": lambda: FunctionModule(lambda x: x[:, :, 1:-2:2, 3:]),
+    "cat of cells": lambda: FunctionModule(lambda x: torch.cat([x, x.flip(2)], 2)),
+    "cat of channels": lambda: FunctionModule(lambda x: torch.cat([x, x * 2], 1)),
+    "sum with transposed": lambda: FunctionModule(lambda x: x[..., :11, :11] + x[..., :11, :11].transpose(2, 3)),
+    "amax": lambda: FunctionModule(lambda x: x.amax((2, 3))),
+    "var": lambda: FunctionModule(lambda x: x.var((2, 3))),
+    "sums without NaN": lambda: FunctionModule(
+        lambda x: insert_nan(x).nansum(2) + insert_nan(x).nanmean((2, 3))[..., None]
     ),
-    "medians": lambda: Function(lambda x: x.median() + x.nanmedian(2)[0] + x.median(2)[0] + holes(x).nanmedian()),
-    "quantiles": lambda: Function(
-        lambda x: x.quantile(0.3, 2) + holes(x).nanquantile(torch.tensor([0.2, 0.7]).to(x), 3).mean((0, 3))[..., None]
+    "medians": lambda: FunctionModule(
+        lambda x: x.median() + x.nanmedian(2)[0] + x.median(2)[0] + insert_nan(x).nanmedian()
     ),
-    "mode": lambda: Function(lambda x: (x * 2).round().mode(2)[0] + x.sort(dim=3, stable=True)[0].mean(2)),
-    "mesh of computed": lambda: Function(
+    "quantiles": lambda: FunctionModule(
+        lambda x: (
+            x.quantile(0.3, 2) + insert_nan(x).nanquantile(torch.tensor([0.2, 0.7]).to(x), 3).mean((0, 3))[..., None]
+        )
+    ),
+    "mode": lambda: FunctionModule(lambda x: (x * 2).round().mode(2)[0] + x.sort(dim=3, stable=True)[0].mean(2)),
+    "mesh of means": lambda: FunctionModule(
         lambda x: torch.stack(torch.meshgrid(x.mean((0, 1, 2)), x.mean((0, 1, 3)), indexing="xy"))
     ),
-    "labels, margins": lambda: Function(
+    "labels, margins": lambda: FunctionModule(
         lambda x: F.multilabel_margin_loss(x.mean((2, 3)), torch.tensor([[0, 2, -1], [1, -1, 0]]))
     ),
-    "classes in cut columns": lambda: Function(lambda x: labels(x)),
-    "quantised": lambda: Function(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -20, 20)),
-    "distances of pairs": lambda: Function(lambda x: F.pdist(x[0, 0]) + F.pdist(x.flatten(1)).sum()),
-    "softmax of cells": lambda: Function(lambda x: x.flatten(2).softmax(-1)),
-    "attention": lambda: Function(lambda x: F.scaled_dot_product_attention(tokens(x), tokens(x), tokens(x))),
-    "attention by hand": lambda: Function(lambda x: (tokens(x) @ x.flatten(2)).softmax(-1) @ tokens(x)),
-    "channel attention": lambda: Function(lambda x: (x.flatten(2) @ tokens(x)).softmax(-1) @ x.flatten(2)),
-    "einsum": lambda: Function(lambda x: torch.einsum("nchw,ndhw->ncd", x, x)),
+    "classes in a cut dimension": lambda: FunctionModule(lambda x: sum_label_losses(x)),
+    "quantised": lambda: FunctionModule(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -20, 20)),
+    "distances of pairs": lambda: FunctionModule(lambda x: F.pdist(x[0, 0]) + F.pdist(x.flatten(1)).sum()),
+    "softmax of cells": lambda: FunctionModule(lambda x: x.flatten(2).softmax(-1)),
+    "attention": lambda: FunctionModule(
+        lambda x: F.scaled_dot_product_attention(to_tokens(x), to_tokens(x), to_tokens(x))
+    ),
+    "attention by hand": lambda: FunctionModule(lambda x: (to_tokens(x) @ x.flatten(2)).softmax(-1) @ to_tokens(x)),
+    "channel attention": lambda: FunctionModule(lambda x: (x.flatten(2) @ to_tokens(x)).softmax(-1) @ x.flatten(2)),
+    "einsum": lambda: FunctionModule(lambda x: torch.einsum("nchw,ndhw->ncd", x, x)),
     "unfold": lambda: nn.Unfold(3, padding=1, stride=2),
-    "fold": lambda: Function(lambda x: F.fold(F.unfold(x, 3, 1, 1, 2), (13, 12), 3, 1, 1, 2)),
-    "fold, gaps": lambda: Function(lambda x: F.fold(x[:, :2].flatten(2), (26, 32), (1, 2), 1, (0, 1), (2, 3))),
-    "global queries of windows": lambda: Function(windows),
-    "global queries of windows, by hand": lambda: Function(lambda x: windows(x, lambda q, k: q @ k.mT @ k)),
-    "view of what lies otherwise in memory": lambda: Function(
+    "fold": lambda: FunctionModule(lambda x: F.fold(F.unfold(x, 3, 1, 1, 2), (13, 12), 3, 1, 1, 2)),
+    "fold, gaps": lambda: FunctionModule(lambda x: F.fold(x[:, :2].flatten(2), (26, 32), (1, 2), 1, (0, 1), (2, 3))),
+    "global queries of windows": lambda: FunctionModule(attend_in_windows),
+    "global queries of windows, by hand": lambda: FunctionModule(
+        lambda x: attend_in_windows(x, lambda q, k: q @ k.mT @ k)
+    ),
+    "view in another memory format": lambda: FunctionModule(
         lambda x: F.adaptive_avg_pool2d(x.to(memory_format=torch.channels_last), 2).permute(0, 2, 3, 1).view(2, -1)
     ),
-    "windows of a dimension": lambda: Function(lambda x: x.unfold(2, 3, 2)),
-    "dtype of others": lambda: Function(lambda x: F.max_pool2d(x, 2).float().type_as(x) + x[0, 0, 0, 0].float().to(x)),
-    "in place": lambda: Function(lambda x: F.silu(x * 2, inplace=True).add_(1)),
-    "written slice": lambda: Function(lambda x: written(x * 1.0)),
+    "windows of a dimension": lambda: FunctionModule(lambda x: x.unfold(2, 3, 2)),
+    "dtype of another tensor": lambda: FunctionModule(
+        lambda x: F.max_pool2d(x, 2).float().type_as(x) + x[0, 0, 0, 0].float().to(x)
+    ),
+    "in place": lambda: FunctionModule(lambda x: F.silu(x * 2, inplace=True).add_(1)),
+    "written slice": lambda: FunctionModule(lambda x: add_to_slice(x * 1.0)),
     "prelu": lambda: nn.PReLU(3),
-    "pad and crop": lambda: Function(lambda x: F.pad(x, (-1, 2, 3, -2), value=1.5)),
-    "pad, replicate": lambda: Function(lambda x: F.pad(x, (4, 2, 3, 5), mode="replicate")),
-    "squeeze-excite": lambda: Function(lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()),
+    "pad and crop": lambda: FunctionModule(lambda x: F.pad(x, (-1, 2, 3, -2), value=1.5)),
+    "pad, replicate": lambda: FunctionModule(lambda x: F.pad(x, (4, 2, 3, 5), mode="replicate")),
+    "squeeze-excite": lambda: FunctionModule(lambda x: x * x.mean((2, 3), keepdim=True).sigmoid()),
 }
 
 
-def labels(x):
+def sum_label_losses(x):
     ignored = F.cross_entropy(x[0, 0], torch.arange(13) % 9, ignore_index=2)
     return ignored + F.nll_loss(x[:, 0, 0].log_softmax(1), torch.tensor([3, 9]))
 
 
-def holes(x):
+def insert_nan(x):
     return torch.where((x > 0.7) & (x < 1), torch.nan, x)
 
 
-def written(x):
+def add_to_slice(x):
     x[:, :, 1:-1, 2:] += 1
     return x
 
 
-@pytest.mark.parametrize("names", groups(MODULES), ids=lambda names: names[0])
+@pytest.mark.parametrize("names", split_into_groups(MODULES), ids=lambda names: names[0])
 @pytest.mark.long
-def test_operators_give_the_numbers_of_one_process(names):
+def test_operators_match_single_process(names):
     torch.manual_seed(0)
-    grids = *BOTH_AXES_AND_REPLICAS, *in_turn(OTHERS, 1)
-    check_beside({name: MODULES[name]() for name in names}, IMAGES, grids=grids)
+    grids = *COMBINED_GRIDS, *select_grids(OTHER_GRIDS, 1)
+    check_modules({name: MODULES[name]() for name in names}, IMAGES, grids=grids)

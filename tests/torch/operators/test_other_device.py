@@ -1,6 +1,6 @@
-"""Modules on a device whose memory the host cannot read: PyTorch's meta device, which refuses to be mixed or copied.
+"""Modules on a device whose memory the host cannot read: PyTorch's meta device, which rejects mixing and copies.
 
-It has no numbers. That those that travel as tensors are right is seen over gloo, in tests/torchrun.
+It has no values; tests/torchrun checks the values of tensor messages over gloo.
 """
 
 import copy
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch_runs import Function, sent
+from torch_runs import FunctionModule, count_sent_bytes
 
 import neondist.torch as ndt
 from neondist import ProcessGrid
@@ -21,19 +21,19 @@ GRIDS = [(1, 2, 2), (2, 1, 2), (1, 3, 1)]
 
 
 @pytest.fixture(autouse=True)
-def _statistics():
-    """What PyTorch has for the host and GPUs, and not for its meta device."""
+def batch_norm_statistics():
+    """Register the batch-norm statistics operator, which PyTorch lacks on the meta device."""
 
-    def shapes(x, mean, variance, momentum):
+    def empty_statistics(x, mean, variance, momentum):
         return x.new_empty(x.shape[1]), x.new_empty(x.shape[1])
 
     with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("batch_norm_update_stats", shapes, "Meta")
+        library.impl("batch_norm_update_stats", empty_statistics, "Meta")
         yield
 
 
 class DeviceTransport(SingleTransport):
-    """One of several ranks that all say the same; messages are of tensors of the device, and get nowhere."""
+    """Rank among identical ranks; messages must be device tensors, and are discarded."""
 
     tensors = ("meta",)
 
@@ -61,7 +61,7 @@ class DeviceTransport(SingleTransport):
 
 
 class Net(nn.Module):
-    """Some of everything: windows, index maps, interpolation, norms, random numbers, attention, sums."""
+    """Network with windows, index maps, interpolation, norms, random numbers, attention and sums."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ def attend(x):
 
 CASES = {
     "everything": (Net(), (2, 3, 24, 26)),
-    "attention": (Function(attend), (2, 4, 12, 13)),
+    "attention": (FunctionModule(attend), (2, 4, 12, 13)),
     "a vector": (
         nn.Sequential(nn.Conv2d(3, 4, 3, padding="same"), nn.Flatten(), nn.Linear(4 * 12 * 13, 5)),
         (2, 3, 12, 13),
@@ -102,28 +102,30 @@ CASES = {
 }
 
 
-@pytest.mark.usefixtures("captured_once")
+@pytest.mark.usefixtures("shared_captures")
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.long
-def test_a_step_stays_on_the_device(case, grid):
+def test_training_step_stays_on_the_device(case, grid):
     replicas, rows, cols = grid
     module, shape = CASES[case]
     for rank in (0, 1, replicas * rows * cols - 1):
         with ProcessGrid(
             DeviceTransport(rank, replicas * rows * cols), replicas=replicas, rows=rows, cols=cols
         ) as ranks:
-            mine = copy.deepcopy(module).to("meta").train()
-            model = ndt.distribute(mine, shape, ranks)
+            local_module = copy.deepcopy(module).to("meta").train()
+            model = ndt.distribute(local_module, shape, ranks)
             x = model.scatter(torch.empty(shape, device="meta")).requires_grad_()
             y = model(x)
             y.backward(torch.empty_like(y))
             assert x.grad.device == y.device == torch.device("meta")
-            assert all(p.grad.device == p.device == torch.device("meta") for p in mine.parameters())
-            assert sent(model) == model.plan.traffic(rank, dict(mine.named_parameters()), inputs=True)
+            assert all(p.grad.device == p.device == torch.device("meta") for p in local_module.parameters())
+            assert count_sent_bytes(model) == model.plan.traffic(
+                rank, dict(local_module.named_parameters()), inputs=True
+            )
 
 
-def test_a_loss_stays_on_the_device():
+def test_loss_stays_on_the_device():
     with ProcessGrid(DeviceTransport(1, 2), rows=2, cols=1) as ranks:
         model = ndt.distribute(nn.Conv2d(3, 4, 3, padding=1).to("meta"), (2, 3, 12, 13), ranks)
         y = model(model.scatter(torch.empty(2, 3, 12, 13, device="meta")))
@@ -133,8 +135,8 @@ def test_a_loss_stays_on_the_device():
         assert loss.device == torch.device("meta")
 
 
-def test_virtual_ranks_run_their_backward_passes_themselves():
-    """Autograd's thread for a GPU would wait for one rank's messages while another has to send them."""
+def test_virtual_ranks_disable_autograd_threads():
+    """A shared autograd thread for a GPU would block on one rank's messages while another rank has to send them."""
 
     def body(world):
         with ProcessGrid(world, rows=2) as ranks:

@@ -1,4 +1,4 @@
-"""Attention over cells by a ring: the numbers of one process, and what it sends and keeps."""
+"""Ring attention over cells: single-process results, messages and memory."""
 
 import copy
 
@@ -7,8 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
+from case_selection import select_grids  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import Function, captured_once, check, in_turn  # noqa: E402
+from torch_runs import FunctionModule, check_module, share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
@@ -20,28 +21,28 @@ CELLS = 13 * 11
 
 
 class Attention(nn.Module):
-    """Two heads; where values have other channels than keys, no fused kernel of PyTorch's computes them."""
+    """Two attention heads; PyTorch has no fused kernel for values with a different number of channels than keys."""
 
-    def __init__(self, values=6, **more):
+    def __init__(self, values=6, **options):
         super().__init__()
-        self.first, self.parts, self.more = nn.Conv2d(3, 8 + values, 1), [4, 4, values], more
+        self.first, self.parts, self.options = nn.Conv2d(3, 8 + values, 1), [4, 4, values], options
 
     def forward(self, x):
         q, k, v = (t.flatten(2).unflatten(1, (2, -1)).mT for t in self.first(x).split(self.parts, 1))
-        return F.scaled_dot_product_attention(q, k, v, **self.more)
+        return F.scaled_dot_product_attention(q, k, v, **self.options)
 
 
-def between(image):
-    """Cells of another image, cut alike, are asked: more of them, and three dimensions."""
-    q, other = image.flatten(2).mT, image.repeat_interleave(2, 3).flatten(2).mT
-    return F.scaled_dot_product_attention(q, other, other * 2)
+def attend_across(image):
+    """Cross-attention to the cells of a larger image that is tiled alike, in three dimensions."""
+    q, larger = image.flatten(2).mT, image.repeat_interleave(2, 3).flatten(2).mT
+    return F.scaled_dot_product_attention(q, larger, larger * 2)
 
 
-def mask_of(dtype):
-    drawn = torch.randn(CELLS, CELLS, generator=torch.Generator().manual_seed(1))
-    seen = drawn > 0
-    seen[5] = False  # a query that sees nothing
-    return seen if dtype == torch.bool else drawn.to(dtype)
+def make_mask(dtype):
+    scores = torch.randn(CELLS, CELLS, generator=torch.Generator().manual_seed(1))
+    mask = scores > 0
+    mask[5] = False  # a query without keys
+    return mask if dtype == torch.bool else scores.to(dtype)
 
 
 MODULES = {
@@ -49,70 +50,73 @@ MODULES = {
     "plain": lambda: Attention(),
     "causal": lambda: Attention(is_causal=True),
     "scale": lambda: Attention(scale=0.3),
-    "boolean mask": lambda: Attention(attn_mask=mask_of(torch.bool)),
-    "mask of numbers": lambda: Attention(attn_mask=mask_of(torch.float64)),
-    "mask of keys": lambda: Attention(attn_mask=mask_of(torch.bool)[None, None, :1]),
-    "other cells": lambda: Function(between),
+    "boolean mask": lambda: Attention(attn_mask=make_mask(torch.bool)),
+    "mask of numbers": lambda: Attention(attn_mask=make_mask(torch.float64)),
+    "mask of keys": lambda: Attention(attn_mask=make_mask(torch.bool)[None, None, :1]),
+    "other cells": lambda: FunctionModule(attend_across),
 }
 
 
 @pytest.fixture(autouse=True)
-def all_by_ring(monkeypatch):
+def ring_always(monkeypatch):
     monkeypatch.setattr(product, "RING_BYTES", 0)
     monkeypatch.setattr(ring, "SCORES", 0)
 
 
-def kinds(grid, module, shape=(2, 3, 13, 11)):
-    """Return the kinds of steps, the memory of each rank and the table."""
+def make_plans(grid, module, shape=(2, 3, 13, 11)):
+    """Return the step kinds, the memory and the plan's table of each rank."""
 
     def body(world):
         with ProcessGrid(world, replicas=grid[0], rows=grid[1], cols=grid[2]) as ranks:
             plan = ndt.distribute(copy.deepcopy(module).double(), shape, ranks, dtype=torch.float64).plan
             return {step.kind for step in plan.steps}, plan.memory(ranks.rank), plan.describe()
 
-    with captured_once():
+    with share_captures():
         return loopback.run(grid[0] * grid[1] * grid[2], body)
 
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.long
-def test_a_ring_gives_the_numbers_of_one_process(name):
-    check(MODULES[name](), (2, 3, 13, 11), grids=in_turn(((1, 2, 1), (1, 1, 3), (2, 2, 1), (1, 2, 2))))
-    assert all("ring" in found[0] for found in kinds((1, 3, 1), MODULES[name]()))
+def test_ring_matches_single_process(name):
+    check_module(MODULES[name](), (2, 3, 13, 11), grids=select_grids(((1, 2, 1), (1, 1, 3), (2, 2, 1), (1, 2, 2))))
+    assert all("ring" in kinds for kinds, _, _ in make_plans((1, 3, 1), MODULES[name]()))
 
 
 @pytest.mark.parametrize("attention", [Attention(4), Attention(is_causal=True)])
-def test_ranks_without_cells_and_segments_that_run_again(attention):
+def test_ranks_without_cells_and_recomputed_segments(attention):
     module = nn.Sequential(nn.AvgPool2d(3, 4), attention, nn.Tanh())
-    check(module, (1, 3, 11, 8), grids=((1, 4, 1), (1, 4, 2)), recompute=True)
+    check_module(module, (1, 3, 11, 8), grids=((1, 4, 1), (1, 4, 2)), recompute=True)
 
 
-def test_large_keys_and_values_go_around_and_no_rank_has_all(monkeypatch):
+def test_large_keys_and_values_use_the_ring(monkeypatch):
     shape, size = (1, 3, 64, 64), 64 * 64 * 10 * 8  # of keys and values
     monkeypatch.setattr(product, "RING_BYTES", size)
-    around = kinds((1, 2, 2), Attention(), shape)
+    ring_plans = make_plans((1, 2, 2), Attention(), shape)
     monkeypatch.setattr(product, "RING_BYTES", size + 1)
-    gathered = kinds((1, 2, 2), Attention(), shape)
-    for one, other in zip(around, gathered, strict=True):
-        assert "ring" in one[0] - other[0]
-        assert "ring" in one[2].split()
-        assert other[1] - one[1] >= size
+    gathered_plans = make_plans((1, 2, 2), Attention(), shape)
+    for (kinds, memory, table), (gathered_kinds, gathered_memory, _) in zip(ring_plans, gathered_plans, strict=True):
+        assert "ring" in kinds - gathered_kinds
+        assert "ring" in table.split()
+        assert gathered_memory - memory >= size
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_what_cannot_go_around_is_gathered(which):
-    """Masks with gradients, and queries that are cut otherwise than keys."""
+@pytest.mark.parametrize("case", [0, 1])
+def test_unsupported_attention_is_gathered(case):
+    """Masks with gradients, and queries that are partitioned differently from keys."""
     bias = nn.Parameter(torch.randn(CELLS))
-    module = (Attention(), Function(lambda x: F.scaled_dot_product_attention(*(t(x) for t in (pooled, cells, cells)))))
-    if which == 0:
-        module[0].more["attn_mask"] = module[0].bias = bias
-    check(module[which], (1, 3, 13, 11), grids=((1, 2, 1), (1, 1, 3)))
-    assert all("ring" not in found[0] for found in kinds((1, 2, 1), module[which]))
+    module = (
+        Attention(),
+        FunctionModule(lambda x: F.scaled_dot_product_attention(*(t(x) for t in (pool_tokens, to_tokens, to_tokens)))),
+    )
+    if case == 0:
+        module[0].options["attn_mask"] = module[0].bias = bias
+    check_module(module[case], (1, 3, 13, 11), grids=((1, 2, 1), (1, 1, 3)))
+    assert all("ring" not in kinds for kinds, _, _ in make_plans((1, 2, 1), module[case]))
 
 
-def cells(x):
+def to_tokens(x):
     return x.flatten(2).mT
 
 
-def pooled(x):
+def pool_tokens(x):
     return x.mean((2, 3))[:, None]

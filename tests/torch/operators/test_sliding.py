@@ -1,6 +1,6 @@
-"""Cells that windows of modules look at, and that reach them where they are transposed: by trying each.
+"""Input cells of windows and transposed windows against enumeration.
 
-And by PyTorch's gradients: messages have the cells on which results of other ranks depend, and no more.
+Against PyTorch's gradients: messages contain exactly the cells that results of other ranks depend on.
 """
 
 import pytest
@@ -30,46 +30,46 @@ WINDOWS = st.builds(
 CELLS = Atom(12)
 
 
-def ends(cells):
+def compute_bounds(cells):
     return (min(cells), max(cells) + 1) if cells else (0, 0)
 
 
-def offsets_of(window):
+def compute_offsets(window):
     return [window.dilation[0] * at - window.padding[0][0] for at in range(window.kernel[0])]
 
 
 @given(WINDOWS, st.integers(0, 6), st.integers(1, 5))
-def test_cells_that_windows_look_at(window, lo, length):
-    looked = {out * window.stride[0] + o for out in range(lo, lo + length) for o in offsets_of(window)}
-    inside = sorted(cell for cell in looked if 0 <= cell < 12)
+def test_cells_in_windows(window, lo, length):
+    cells_read = {out * window.stride[0] + o for out in range(lo, lo + length) for o in compute_offsets(window)}
+    inside = sorted(cell for cell in cells_read if 0 <= cell < 12)
     reach = Reach(Atom(lo + length, 1, (lo, lo + length)), window, padded=True)
     ((first, last),), used, (before, after) = reach.view(lo, lo + length, 12)
     assert reach.views(0, CELLS)[1] == [(before, after)]
-    assert listed(used) == inside
-    assert before + last - first + after == max(looked) + 1 - min(looked)
+    assert sort_cells(used) == inside
+    assert before + last - first + after == max(cells_read) + 1 - min(cells_read)
     if inside:
-        assert (first - before, last + after) == ends(looked)
-    assert reach._replace(padded=False).view(lo, lo + length, 12) == ((ends(inside),), used, (0, 0))
+        assert (first - before, last + after) == compute_bounds(cells_read)
+    assert reach._replace(padded=False).view(lo, lo + length, 12) == ((compute_bounds(inside),), used, (0, 0))
 
 
 @given(WINDOWS, st.integers(0, 12), st.integers(1, 5), st.integers(0, 12))
-def test_cells_that_reach_results_of_transposed_windows(window, lo, length, n):
-    stride, offsets = window.stride[0], offsets_of(window)
+def test_cells_of_transposed_windows(window, lo, length, n):
+    stride, offsets = window.stride[0], compute_offsets(window)
     reaching = {cell for cell in range(n) if any(lo <= cell * stride + o < lo + length for o in offsets)}
     reach = Reach(Atom(40, 1, (0, 40)), GradientWindow(window, (40,)))
     view, used, _ = reach.view(lo, lo + length, n)
-    assert view == (ends(reaching),)
-    assert listed(used) == sorted(reaching)
+    assert view == (compute_bounds(reaching),)
+    assert sort_cells(used) == sorted(reaching)
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "wrap"])
 @given(st.integers(-9, 9), st.integers(0, 20), st.integers(1, 9))
-def test_cells_from_which_padding_is_copied(mode, before, lo, length):
+def test_cells_of_copied_padding(mode, before, lo, length):
     reach = Reach(Atom(40, 1, (0, 40)), Window(1, padding=((before, 30),), mode=mode))
     copied = [fold(i - before, 31, mode) for i in range(lo, lo + length)]
     view, used, _ = reach.view(lo, lo + length, 31)
-    assert [cell for ends in view for cell in range(*ends)] == copied
-    assert listed(used) == sorted(copied)
+    assert [cell for bounds in view for cell in range(*bounds)] == copied
+    assert sort_cells(used) == sorted(copied)
 
 
 @given(st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=4), min_size=1, max_size=9), st.data())
@@ -77,30 +77,31 @@ def test_cells_of_an_index_map(cells, data):
     lo = data.draw(st.integers(0, len(cells) - 1))
     hi = data.draw(st.integers(lo + 1, len(cells)))
     window = IndexMap(lambda a, b: [cell for each in cells[a:b] for cell in each])
-    looked = sorted({cell for each in cells[lo:hi] for cell in each})
-    assert window.needs(Box((lo,), (hi,))) == Box((looked[0],), (looked[-1] + 1,))
-    assert Reach(Atom(len(cells)), window).view(lo, hi, 12) == ((ends(looked),), window.used_cells(lo, hi), (0, 0))
-    assert listed(window.used_cells(lo, hi)) == looked
+    cells_read = sorted({cell for each in cells[lo:hi] for cell in each})
+    assert window.needs(Box((lo,), (hi,))) == Box((cells_read[0],), (cells_read[-1] + 1,))
+    used = window.used_cells(lo, hi)
+    assert Reach(Atom(len(cells)), window).view(lo, hi, 12) == ((compute_bounds(cells_read),), used, (0, 0))
+    assert sort_cells(used) == cells_read
 
 
-def listed(ranges):
+def sort_cells(ranges):
     return sorted(cell for cells in ranges for cell in cells)
 
 
-class Slid(nn.Module):
-    """A window over an image of one channel; its results depend on all cells at which it looks."""
+class WindowModule(nn.Module):
+    """Window over an image of one channel whose results depend on all cells in it."""
 
     def __init__(self, kind, kernel, stride, padding, dilation):
         super().__init__()
-        self.kind, self.how = kind, (kernel, stride, padding, dilation)
+        self.kind, self.window = kind, (kernel, stride, padding, dilation)
         layers = {"conv": nn.Conv2d, "transposed": nn.ConvTranspose2d}
         if kind in layers:
-            more = {"dilation": dilation, "bias": False}
-            self.layer = layers[kind](1, 1, kernel, stride, padding, **more).double()
+            options = {"dilation": dilation, "bias": False}
+            self.layer = layers[kind](1, 1, kernel, stride, padding, **options).double()
             nn.init.ones_(self.layer.weight)
 
     def forward(self, x):
-        kernel, stride, padding, dilation = self.how
+        kernel, stride, padding, dilation = self.window
         if self.kind == "mean":
             return F.avg_pool2d(x, kernel, stride, [min(p, k // 2) for p, k in zip(padding, kernel, strict=True)])
         if self.kind == "columns":
@@ -110,7 +111,7 @@ class Slid(nn.Module):
         return self.layer(x)
 
 
-PAIRS = [st.tuples(*[st.integers(least, most)] * 2) for least, most in ((1, 3), (1, 4), (0, 3), (1, 6))]
+PAIRS = [st.tuples(*[st.integers(low, high)] * 2) for low, high in ((1, 3), (1, 4), (0, 3), (1, 6))]
 
 
 @settings(max_examples=40)
@@ -126,8 +127,8 @@ PAIRS = [st.tuples(*[st.integers(least, most)] * 2) for least, most in ((1, 3), 
     st.tuples(*[st.integers(1, 4)] * 2),
 )
 @pytest.mark.long
-def test_messages_have_what_results_of_others_depend_on(kind, kernel, stride, padding, dilation, extent, parts):
-    module, shape = Slid(kind, kernel, stride, padding, dilation), (1, 1, *extent)
+def test_messages_contain_exactly_the_cells_needed(kind, kernel, stride, padding, dilation, extent, parts):
+    module, shape = WindowModule(kind, kernel, stride, padding, dilation), (1, 1, *extent)
     x = torch.ones(shape, dtype=torch.float64, requires_grad=True)
     try:
         y = module(x)
@@ -137,17 +138,21 @@ def test_messages_have_what_results_of_others_depend_on(kind, kernel, stride, pa
     if kind == "columns":  # ranks have columns of images
         axes = zip(extent, kernel, stride, padding, dilation, strict=True)
         y = y.unflatten(-1, [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in axes])
-    grid, needed = GridShape(1, *parts), 0
-    for mine, own in zip(*(grid.partition(tuple(of.shape[2:])).boxes() for of in (y, x)), strict=True):
-        (gradient,) = torch.autograd.grad(y[(..., *mine.slices)].sum(), x, retain_graph=True)
-        gradient[(..., *own.slices)] = 0
-        needed += int(gradient.count_nonzero())
+    grid, cells_needed = GridShape(1, *parts), 0
+    for output_box, input_box in zip(
+        *(grid.partition(tuple(tensor.shape[2:])).boxes() for tensor in (y, x)), strict=True
+    ):
+        (gradient,) = torch.autograd.grad(y[(..., *output_box.slices)].sum(), x, retain_graph=True)
+        gradient[(..., *input_box.slices)] = 0
+        cells_needed += int(gradient.count_nonzero())
 
-    def halos(world):
+    def count_halo_bytes(world):
         with ProcessGrid(world, rows=parts[0], cols=parts[1]) as ranks:
             plan = ndt.distribute(module, shape, ranks, dtype=torch.float64).plan
             return sum(
-                n for (kind, _, way), n in plan.traffic(ranks.rank).items() if (kind, way) == ("halo", "forward")
+                n
+                for (kind, _, direction), n in plan.traffic(ranks.rank).items()
+                if (kind, direction) == ("halo", "forward")
             )
 
-    assert sum(loopback.run(parts[0] * parts[1], halos)) == 8 * needed
+    assert sum(loopback.run(parts[0] * parts[1], count_halo_bytes)) == 8 * cells_needed

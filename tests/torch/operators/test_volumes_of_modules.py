@@ -1,4 +1,4 @@
-"""3-D convolutions by oneDNN give what F.conv3d gives, and a distributed module has no slower ones."""
+"""3-D convolutions by oneDNN against F.conv3d, and their use in distributed modules."""
 
 import os
 from math import prod
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 from zoo import ZOO
-from zoo_reference import loss_of, tensors_of
+from zoo_reference import compute_loss, flatten_tensors
 
 import neondist.torch as ndt
 from neondist import ProcessGrid
@@ -18,19 +18,21 @@ from neondist.backends.windows import out_extent
 from neondist.comm import loopback
 from neondist.torch.kernels import volumes
 
-EVERY = "NEONDIST_ZOO" in os.environ
+ALL_MODELS = "NEONDIST_ZOO" in os.environ
 THREE = st.tuples(*[st.integers(1, 3)] * 3)
 
 
-def same(run, expected, x, weight, bias):
-    """Compare results and gradients with those of float64."""
-    here = [a.clone().requires_grad_() for a in (x, weight, bias)]
-    there = [a.double().requires_grad_() for a in (x, weight, bias)]
-    y, exact = run(*here), expected(*there)
+def compare(convolution, reference, x, weight, bias):
+    """Compare results and gradients with a float64 reference."""
+    inputs = [a.clone().requires_grad_() for a in (x, weight, bias)]
+    reference_inputs = [a.double().requires_grad_() for a in (x, weight, bias)]
+    y, exact = convolution(*inputs), reference(*reference_inputs)
     dy = torch.randn_like(y)
     y.backward(dy)
     exact.backward(dy.double())
-    for a, b in zip((y, *(one.grad for one in here)), (exact, *(one.grad for one in there)), strict=True):
+    for a, b in zip(
+        (y, *(tensor.grad for tensor in inputs)), (exact, *(tensor.grad for tensor in reference_inputs)), strict=True
+    ):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=2e-4)
 
 
@@ -38,12 +40,12 @@ def same(run, expected, x, weight, bias):
 @given(data=st.data(), kernel=THREE, stride=THREE, dilation=THREE, c=st.integers(1, 3), o=st.integers(1, 3))
 def test_results_and_gradients(data, kernel, stride, dilation, c, o):
     padding = tuple(data.draw(st.integers(0, k // 2 * d)) for k, d in zip(kernel, dilation, strict=True))
-    least = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    extents = [data.draw(st.integers(n, n + 8)) for n in least]
+    extent_bounds = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    extents = [data.draw(st.integers(n, n + 8)) for n in extent_bounds]
     x, weight, bias = torch.randn(1, c, *extents), torch.randn(o, c, *kernel), torch.randn(o)
-    how = stride, padding, dilation
-    same(
-        lambda x, w, b: volumes._Convolution.apply(x, w, b, *how), lambda x, w, b: F.conv3d(x, w, b, *how),
+    arguments = stride, padding, dilation
+    compare(
+        lambda x, w, b: volumes._Convolution.apply(x, w, b, *arguments), lambda x, w, b: F.conv3d(x, w, b, *arguments),
         x, weight, bias,
     )  # fmt: skip
 
@@ -54,15 +56,15 @@ def test_transposed_results_and_gradients(data, kernel, stride, c, o):
     padding = tuple(data.draw(st.integers(0, (k - 1) // 2)) for k in kernel)
     extras = tuple(data.draw(st.integers(0, s - 1)) for s in stride)
     x, weight, bias = torch.randn(1, c, 5, 4, 3), torch.randn(c, o, *kernel), torch.randn(o)
-    same(
+    compare(
         lambda x, w, b: volumes._Transposed.apply(x, w, b, stride, padding, extras, (1, 1, 1)),
         lambda x, w, b: F.conv_transpose3d(x, w, b, stride, padding, extras),
         x, weight, bias,
     )  # fmt: skip
 
 
-def test_others_are_left_to_pytorch():
-    one, none = (1, 1, 1), (0, 0, 0)
+def test_unsupported_cases_use_pytorch():
+    ones, zeros = (1, 1, 1), (0, 0, 0)
     x, weight = torch.randn(1, 4, 8, 8, 8), torch.randn(4, 4, 3, 3, 3)
     assert volumes._falls_back(x, weight, 1)
     assert not volumes._falls_back(x, weight, 2)
@@ -71,41 +73,45 @@ def test_others_are_left_to_pytorch():
     assert not volumes._falls_back(torch.randn(1, 400, 8, 8, 8), weight, 1)
     for image, kernel in ((x, weight[..., :1, :1, :1]), (x, weight[:, :2]), (x[..., :4, :4], weight)):
         groups = 4 // kernel.shape[1]
-        expected = F.conv3d(image, kernel, None, one, none, one, groups)
-        assert torch.equal(volumes.conv3d(image, kernel, None, one, none, one, groups), expected)
+        target = F.conv3d(image, kernel, None, ones, zeros, ones, groups)
+        assert torch.equal(volumes.conv3d(image, kernel, None, ones, zeros, ones, groups), target)
     for image, kernel in ((x, weight), (x.repeat(1, 1, 2, 1, 1), weight[..., :2, :2, :2])):
-        expected = F.conv_transpose3d(image, kernel, None, 2)
-        found = volumes.conv_transpose3d(image, kernel, None, (2, 2, 2), none, none, 1, one)
-        assert torch.equal(found, expected)
+        target = F.conv_transpose3d(image, kernel, None, 2)
+        actual = volumes.conv_transpose3d(image, kernel, None, (2, 2, 2), zeros, zeros, 1, ones)
+        assert torch.equal(actual, target)
 
 
-def slow_convolutions(module, shape):
-    """Return the convolutions of a step on one of two ranks that PyTorch's own kernels compute: outputs and kernel."""
+def list_slow_convolutions(module, shape):
+    """Return the convolutions that PyTorch's slow kernels compute in a step on one of two ranks."""
 
     def body(world):
         with ProcessGrid(world) as grid:
             model = ndt.distribute(module, shape, grid)
             tile = model.scatter(torch.randn(shape))
-            targets = [model.scatter_target(torch.randn(one)) for one in model.output_shapes]
+            targets = [model.scatter_target(torch.randn(output_shape)) for output_shape in model.output_shapes]
 
             def step():
-                model.loss(loss_of, tensors_of(model(tile)), targets).backward()
+                model.loss(compute_loss, flatten_tensors(model(tile)), targets).backward()
 
             if grid.rank:
                 return step()
             with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
                 step()
-            inner = "aten::slow_conv3d_forward", "aten::slow_conv_transpose3d"
+            operators = "aten::slow_conv3d_forward", "aten::slow_conv_transpose3d"
             return [
-                (one.name, *one.input_shapes[:2], one.concrete_inputs) for one in recorded.events() if one.name in inner
+                (event.name, *event.input_shapes[:2], event.concrete_inputs)
+                for event in recorded.events()
+                if event.name in operators
             ]
 
     return loopback.run(2, body)[0]
 
 
-@pytest.mark.parametrize("name", ["small", *(entry.name for entry in ZOO if len(entry.example_shape) == 5 and EVERY)])
-def test_no_slower_kernel_is_run_where_a_faster_one_exists(name):
-    """PyTorch's own are left for single cells, next to no outputs, and windows that lie side by side."""
+@pytest.mark.parametrize(
+    "name", ["small", *(entry.name for entry in ZOO if len(entry.example_shape) == 5 and ALL_MODELS)]
+)
+def test_slow_kernels_are_avoided(name):
+    """PyTorch's slow kernels are kept for 1 x 1 x 1 kernels, very few outputs and windows that do not overlap."""
     module = torch.nn.Sequential(
         torch.nn.Conv3d(1, 4, 3, padding=1),
         torch.nn.Conv3d(4, 4, 3, stride=2),
@@ -116,11 +122,11 @@ def test_no_slower_kernel_is_run_where_a_faster_one_exists(name):
     if name != "small":
         entry = next(entry for entry in ZOO if entry.name == name)
         module, shape = entry.build(), (1, *entry.example_shape[1:])
-    slow = slow_convolutions(module, shape)
+    slow = list_slow_convolutions(module, shape)
     assert slow or name != "small"
     for operator, (_, _, *extents), (_, _, *kernel), (_, _, _, _, stride, padding, *_) in slow:
-        seen = [n + 2 * p for n, p in zip(extents, padding, strict=True)]
-        few = prod(out_extent(seen, kernel, stride, (1, 1, 1))) < volumes._CELLS
+        padded = [n + 2 * p for n, p in zip(extents, padding, strict=True)]
+        few = prod(out_extent(padded, kernel, stride, (1, 1, 1))) < volumes._CELLS
         if operator == "aten::slow_conv_transpose3d":
             few = prod(extents) < volumes._TRANSPOSED_CELLS or all(k <= s for k, s in zip(kernel, stride, strict=True))
         assert few or prod(kernel) == 1

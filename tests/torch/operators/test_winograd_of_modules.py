@@ -1,4 +1,4 @@
-"""Winograd's way gives what F.conv2d gives."""
+"""Winograd convolution against F.conv2d."""
 
 import pytest
 import torch
@@ -17,14 +17,14 @@ def test_results_and_gradients(data, n, c, o, dilation):
     padding = tuple(data.draw(st.integers(0, 2 * d)) for d in dilation)
     extents = [data.draw(st.integers(max(1, 2 * d + 1 - 2 * p), 17)) for p, d in zip(padding, dilation, strict=True)]
     x, weight = torch.randn(n, c, *extents, dtype=torch.float64), torch.randn(o, c, 3, 3, dtype=torch.float64)
-    here, there = ([a.clone().requires_grad_() for a in (x, weight)] for _ in range(2))
-    expected = F.conv2d(*there, None, 1, padding, dilation)
-    found = winograd._Convolution.apply(*here, padding, dilation)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    inputs, reference_inputs = ([a.clone().requires_grad_() for a in (x, weight)] for _ in range(2))
+    expected = F.conv2d(*reference_inputs, None, 1, padding, dilation)
+    actual = winograd._Convolution.apply(*inputs, padding, dilation)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     dy = torch.randn_like(expected)
-    found.backward(dy)
+    actual.backward(dy)
     expected.backward(dy)
-    for a, b in zip(here, there, strict=True):
+    for a, b in zip(inputs, reference_inputs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-11)
 
 
@@ -37,39 +37,43 @@ def test_slabs(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_many_channels_go_this_way(dtype):
-    """As exact as direct sums, from views with any strides, whose memory is not written."""
-    big = torch.randn(2, 140, 36, 40, dtype=dtype)
-    x, weight, bias = big[:, 3:131, 2:], torch.randn(130, 128, 3, 3, dtype=dtype) / 34, torch.randn(130, dtype=dtype)
-    before = big.clone()
-    how = (1, 1), (1, 2), (1, 2), 1
-    assert winograd._is_faster(x, weight, *how)
-    exact = F.conv2d(x.double(), weight.double(), bias.double(), *how)
-    error = (winograd.conv2d(x, weight, bias, *how) - exact).abs().max()
+def test_many_channels_use_winograd(dtype):
+    """As precise as direct sums, for views with any strides, without writing to their memory."""
+    storage = torch.randn(2, 140, 36, 40, dtype=dtype)
+    x, weight, bias = (
+        storage[:, 3:131, 2:],
+        torch.randn(130, 128, 3, 3, dtype=dtype) / 34,
+        torch.randn(130, dtype=dtype),
+    )
+    original = storage.clone()
+    arguments = (1, 1), (1, 2), (1, 2), 1
+    assert winograd._is_faster(x, weight, *arguments)
+    exact = F.conv2d(x.double(), weight.double(), bias.double(), *arguments)
+    error = (winograd.conv2d(x, weight, bias, *arguments) - exact).abs().max()
     assert error < (1e-5 if dtype == torch.float32 else 1e-13)
-    assert torch.equal(big, before)
+    assert torch.equal(storage, original)
 
 
-def test_others_are_left_to_pytorch():
+def test_unsupported_cases_use_pytorch():
     x, weight = torch.randn(1, 128, 46, 46), torch.randn(128, 128, 3, 3)
-    how = (1, 1), (1, 1), (1, 1), 1
-    assert winograd._is_faster(x, weight, *how)
+    arguments = (1, 1), (1, 1), (1, 1), 1
+    assert winograd._is_faster(x, weight, *arguments)
     strided = (2, 2), (1, 1), (1, 1), 1
     grouped = (1, 1), (1, 1), (1, 1), 2
     wide = (1, 1), (3, 3), (1, 1), 1
-    for other in (strided, grouped, wide):
-        kernel = weight[:, : 128 // other[3]]
-        assert not winograd._is_faster(x, kernel, *other)
-        assert torch.equal(winograd.conv2d(x, kernel, None, *other), F.conv2d(x, kernel, None, *other))
-    assert not winograd._is_faster(x.bfloat16(), weight.bfloat16(), *how)
-    assert not winograd._is_faster(x[:, :64], weight[:, :64], *how)
+    for unsupported in (strided, grouped, wide):
+        kernel = weight[:, : 128 // unsupported[3]]
+        assert not winograd._is_faster(x, kernel, *unsupported)
+        assert torch.equal(winograd.conv2d(x, kernel, None, *unsupported), F.conv2d(x, kernel, None, *unsupported))
+    assert not winograd._is_faster(x.bfloat16(), weight.bfloat16(), *arguments)
+    assert not winograd._is_faster(x[:, :64], weight[:, :64], *arguments)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not winograd._is_faster(x, weight, *how)
-        assert winograd.conv2d(x, weight, None, *how).dtype == torch.bfloat16
+        assert not winograd._is_faster(x, weight, *arguments)
+        assert winograd.conv2d(x, weight, None, *arguments).dtype == torch.bfloat16
 
 
-def test_far_windows_with_few_outputs_are_left_to_pytorch():
-    """Tiles of cells 36 apart have 72 x 72 outputs at least: of a DeepLab's small map they would compute thousands."""
+def test_large_dilations_with_few_outputs_use_pytorch():
+    """Tiles at dilation 36 have at least 72 x 72 outputs, thousands more than a DeepLab's small feature map."""
     weight = torch.randn(128, 128, 3, 3)
     for outputs, dilation, faster in ((3, 36, False), (49, 36, False), (72, 36, True), (46, 12, True), (49, 12, False)):
         x = torch.randn(1, 128, outputs + 2 * dilation, outputs + 2 * dilation)

@@ -1,4 +1,4 @@
-"""Training PyTorch modules under each strategy: the numbers of one process, bytes as planned, slots on owners alone."""
+"""Training of PyTorch modules under each strategy: single-process results, planned traffic, slots on owners only."""
 
 import copy
 from functools import cache, partial
@@ -12,7 +12,7 @@ from builders import BUILDERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch_runs import captured_once
+from torch_runs import share_captures
 
 import neondist as nd
 import neondist.torch as ndt
@@ -30,7 +30,7 @@ OPTIMIZERS = {
 
 
 class Net(nn.Module):
-    """Convolutions, norms, dropout, a tied weight, one that is frozen, one unused, a number and an unused output."""
+    """Network with dropout, tied, frozen, unused and scalar parameters, and an unused output."""
 
     def __init__(self):
         super().__init__()
@@ -39,74 +39,74 @@ class Net(nn.Module):
         self.again = self.twice
         self.scale, self.unused = nn.Parameter(torch.tensor(1.5)), nn.Linear(3, 3)
         self.frozen, self.last = nn.Conv2d(6, 6, 1).requires_grad_(False), nn.Linear(6, 10)
-        self.beside = nn.Linear(6, 2)
+        self.side = nn.Linear(6, 2)
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x):
         x = self.drop(self.norm(self.first(x)).relu())
         x = self.frozen(self.again(self.twice(x) * self.scale)).mean((2, 3))
-        return self.last(x), self.beside(x)
+        return self.last(x), self.side(x)
 
 
-def first_output(output, labels):
+def compute_first_loss(output, labels):
     return nn.functional.cross_entropy(output[0], labels)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def once():
-    with captured_once():
+def shared_module_captures():
+    with share_captures():
         yield
 
 
-def built(optimizer, grid, strategy=None, sync=None):
-    made = ndt.TorchOptimizer(optimizer, OPTIMIZERS[optimizer][0])
-    model = ndt.TorchModel(Net, loss=ndt.TorchLoss(first_output), optimizer=made, dtype="float64")
+def build_model(optimizer, grid, strategy=None, sync=None):
+    rule = ndt.TorchOptimizer(optimizer, OPTIMIZERS[optimizer][0])
+    model = ndt.TorchModel(Net, loss=ndt.TorchLoss(compute_first_loss), optimizer=rule, dtype="float64")
     model.execute(strategy=strategy, sync=sync)
     model.build(SHAPE, BATCH, grid)
     return model
 
 
-def trained(model, steps=range(5)):
-    """Train steps, of which the last of all has fewer samples; return losses and whole arrays."""
+def train_model(model, steps=range(5)):
+    """Train, with fewer samples in step 4; return the losses and the gathered arrays."""
     grid, losses = model.grid, []
     for step in steps:
         rng, samples = np.random.default_rng(step), 5 if step == 4 else BATCH
         x, labels = rng.normal(size=(BATCH, *SHAPE)), rng.integers(0, 10, BATCH)
-        mine, tile = slice(*grid.sample_range(samples)), grid.tile_box(SHAPE[:-1]).slices
+        own_samples, tile = slice(*grid.sample_range(samples)), grid.tile_box(SHAPE[:-1]).slices
         model.step = step
-        losses.append(model.train_batch(x[(mine, *tile)], labels[mine], batch_size=samples))
+        losses.append(model.train_batch(x[(own_samples, *tile)], labels[own_samples], batch_size=samples))
     return {"loss": np.array(losses)} | {
         shard.full_name: shard.gather(array) for arrays in model.kept_arrays().values() for shard, array in arrays
     }
 
 
 @cache
-def serial(optimizer):
-    return trained(built(optimizer, nd.ProcessGrid.serial()))
+def train_serial(optimizer):
+    return train_model(build_model(optimizer, nd.ProcessGrid.serial()))
 
 
 @settings(max_examples=8)
 @given(*map(st.sampled_from, (sorted(OPTIMIZERS), SYNCHRONOUS, GRIDS, ("allreduce", "bucketed"))))
 @pytest.mark.long
-def test_numbers_are_those_of_one_process(optimizer, strategy, shape, sync):
+def test_strategies_match_single_process(optimizer, strategy, shape, sync):
     replicas, rows, cols = shape
 
     def body(world):
         grid = nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols)
-        model = built(optimizer, grid, strategy, sync)
-        found = trained(model)
+        model = build_model(optimizer, grid, strategy, sync)
+        arrays = train_model(model)
         plan, sent = model.compiled, 0
         for account, count in model.ledger().items():
             sent += account.nbytes * count * (account.layer == GRADIENTS)
         planned = plan.reduced(grid.rank).get(GRADIENTS, 0) + plan.redistributed(grid.rank).get(GRADIENTS, 0)
-        return found, sent, 5 * planned
+        return arrays, sent, 5 * planned
 
-    expected, tolerance = serial(optimizer), OPTIMIZERS[optimizer][1]
-    for found, sent, planned in nd.loopback.run(replicas * rows * cols, body):
+    expected, tolerance = train_serial(optimizer), OPTIMIZERS[optimizer][1]
+    for arrays, sent, planned in nd.loopback.run(replicas * rows * cols, body):
         assert sent == planned
-        assert found.keys() == expected.keys()
+        assert arrays.keys() == expected.keys()
         for name, array in expected.items():
-            np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+            np.testing.assert_allclose(arrays[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
 @settings(max_examples=3)
@@ -115,78 +115,78 @@ def test_numbers_are_those_of_one_process(optimizer, strategy, shape, sync):
     st.lists(st.tuples(*map(st.sampled_from, (SYNCHRONOUS, GRIDS))), min_size=3, max_size=3),
 )
 @pytest.mark.long
-def test_a_checkpoint_continues_under_any_strategy_and_grid(optimizer, stretches):
+def test_checkpoints_resume_under_any_strategy_and_grid(optimizer, stretches):
     bounds = [range(2), range(2, 3), range(3, 5)]
     with TemporaryDirectory() as folder:
         path = Path(folder, "checkpoint.h5")
         for at, (strategy, (replicas, rows, cols)) in enumerate(stretches):
 
             def body(world, at=at, strategy=strategy, factors=(replicas, rows, cols)):
-                model = built(optimizer, nd.ProcessGrid(world, *factors), strategy)
+                model = build_model(optimizer, nd.ProcessGrid(world, *factors), strategy)
                 if at:
                     with open_checkpoint(path, world) as file:
-                        file.fill(pieces(model, file.facts.group("optimizer")))
-                found = trained(model, bounds[at])
-                write(path, pieces(model), {}, world)
-                return found
+                        file.fill(list_pieces(model, file.facts.group("optimizer")))
+                arrays = train_model(model, bounds[at])
+                write(path, list_pieces(model), {}, world)
+                return arrays
 
-            found = nd.loopback.run(replicas * rows * cols, body)
-    expected, tolerance = serial(optimizer), OPTIMIZERS[optimizer][1]
-    for each in found:
+            results = nd.loopback.run(replicas * rows * cols, body)
+    expected, tolerance = train_serial(optimizer), OPTIMIZERS[optimizer][1]
+    for arrays in results:
         for name in expected.keys() - {"loss"}:
-            np.testing.assert_allclose(each[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+            np.testing.assert_allclose(arrays[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-def pieces(model, slots=()):
-    return [Piece.of(*each, group) for group, arrays in model.kept_arrays(slots).items() for each in arrays]
+def list_pieces(model, slots=()):
+    return [Piece.of(*pair, group) for group, arrays in model.kept_arrays(slots).items() for pair in arrays]
 
 
-def test_slots_live_on_owners_alone():
-    def kept(strategy, ranks):
+def test_slots_are_on_owners_only():
+    def measure_slots(strategy, ranks):
         def body(world):
-            model = built("Adam", nd.ProcessGrid(world, replicas=ranks), strategy)
-            trained(model, range(1))
+            model = build_model("Adam", nd.ProcessGrid(world, replicas=ranks), strategy)
+            train_model(model, range(1))
             arrays = [array for shard, array in model.kept_arrays()["optimizer"] if shard.name.endswith("exp_avg")]
             return sum(array.size for array in arrays), model.parameters.values.size
 
         return nd.loopback.run(ranks, body)
 
-    assert all(mine <= 0.26 * whole + 1 for mine, whole in kept("ShardedOptimizer", 4))
-    found = kept("PS", 3)
-    without_gradient = 14  # of the output that the loss does not read
-    assert [mine for mine, _ in found] == [found[0][1] - without_gradient, 0, 0]
+    assert all(owned <= 0.26 * total + 1 for owned, total in measure_slots("ShardedOptimizer", 4))
+    sizes = measure_slots("PS", 3)
+    without_gradient = 14  # elements of the output that the loss does not use
+    assert [owned for owned, _ in sizes] == [sizes[0][1] - without_gradient, 0, 0]
 
 
-@pytest.mark.parametrize(("optimizer", "strategy", "exact"), [
+@pytest.mark.parametrize(("optimizer", "strategy", "accepted"), [
     ("Adafactor", "PS", True), ("Adafactor", "ShardedOptimizer", False), ("Adafactor", "PartitionedPS", False),
     ("RMSprop", "ShardedOptimizer", True),
 ])  # fmt: skip
-def test_only_optimizers_that_work_element_by_element_update_parts(optimizer, strategy, exact):
+def test_parts_require_elementwise_optimizers(optimizer, strategy, accepted):
     def body(world):
         model = ndt.TorchModel(Net, optimizer=ndt.TorchOptimizer(optimizer), strategy=strategy)
         model.build(SHAPE, BATCH, nd.ProcessGrid(world))
 
-    if exact:
+    if accepted:
         nd.loopback.run(2, body)
     else:
         with pytest.raises(nd.ConfigError, match=f"{optimizer} updates only whole parameters"):
             nd.loopback.run(2, body)
 
 
-class Small(nn.Module):
+class SmallNet(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.beside, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(5, 5), nn.Linear(4, 3)
+        self.first, self.side, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(5, 5), nn.Linear(4, 3)
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x):
         return self.last(self.first(x).relu().mean((2, 3)) * self.scale)
 
 
-def script(made, optimizer, model=None, steps=range(4)):
-    """Train with accumulation, clipping and a schedule; `model` is what is called, None: in one process."""
-    called = model or made
+def train_script(module, optimizer, model=None, steps=range(4)):
+    """Train with accumulation, clipping and a schedule, on a distributed model or, with model=None, in one process."""
+    call = model or module
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     for step in steps:
         optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -195,82 +195,82 @@ def script(made, optimizer, model=None, steps=range(4)):
             x = torch.randn(4, 2, 6, 5, generator=generator, dtype=torch.float64)
             labels = torch.randint(3, (4,), generator=generator)
             if model is None:
-                nn.functional.cross_entropy(called(x), labels).backward()
+                nn.functional.cross_entropy(call(x), labels).backward()
             else:
-                y = called(model.scatter(x))
+                y = call(model.scatter(x))
                 model.loss(nn.functional.cross_entropy, y, model.scatter_target(labels)).backward()
-        clip = getattr(optimizer, "clip_grad_norm_", lambda most: nn.utils.clip_grad_norm_(made.parameters(), most))
+        clip = getattr(optimizer, "clip_grad_norm_", lambda limit: nn.utils.clip_grad_norm_(module.parameters(), limit))
         clip(0.3)
         optimizer.step()
         schedule.step()
-    return {name: value.clone() for name, value in made.state_dict().items()}
+    return {name: value.clone() for name, value in module.state_dict().items()}
 
 
 @settings(max_examples=4)
 @given(*map(st.sampled_from, (sorted(OPTIMIZERS), SYNCHRONOUS, SYNCHRONOUS, GRIDS)))
-def test_a_script_with_a_distributed_optimizer(name, before, after, shape):
+def test_scripts_with_distributed_optimizer(name, before, after, shape):
     replicas, rows, cols = shape
     arguments, tolerance = OPTIMIZERS[name]
     kind = getattr(torch.optim, name)
 
     def body(world):
-        grid, made = nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols), Small().double()
-        model = ndt.distribute(made, (4, 2, 6, 5), grid)
+        grid, module = nd.ProcessGrid(world, replicas=replicas, rows=rows, cols=cols), SmallNet().double()
+        model = ndt.distribute(module, (4, 2, 6, 5), grid)
         optimizer = ndt.DistributedOptimizer(model, kind, before, **arguments)
         assert isinstance(optimizer, torch.optim.Optimizer)
-        script(made, optimizer, model, range(2))
+        train_script(module, optimizer, model, range(2))
         state = optimizer.state_dict()
         with pytest.raises(nd.ConfigError, match="already has a DistributedOptimizer"):
-            ndt.DistributedOptimizer(ndt.distribute(made, (4, 2, 6, 5), grid), kind)
-        other = Small().double()
-        other.load_state_dict(made.state_dict())
+            ndt.DistributedOptimizer(ndt.distribute(module, (4, 2, 6, 5), grid), kind)
+        other = SmallNet().double()
+        other.load_state_dict(module.state_dict())
         model = ndt.distribute(other, (4, 2, 6, 5), grid)
         optimizer = ndt.DistributedOptimizer(model, kind, after, **arguments)
         optimizer.load_state_dict(state)
-        return script(other, optimizer, model, range(2, 4)), optimizer.state_dict()
+        return train_script(other, optimizer, model, range(2, 4)), optimizer.state_dict()
 
-    alone = Small().double()
-    one = kind(alone.parameters(), **arguments)
-    script(alone, one, steps=range(2))
-    expected = script(alone, one, steps=range(2, 4))
-    for found, state in nd.loopback.run(replicas * rows * cols, body):
+    module = SmallNet().double()
+    optimizer = kind(module.parameters(), **arguments)
+    train_script(module, optimizer, steps=range(2))
+    expected = train_script(module, optimizer, steps=range(2, 4))
+    for parameters, state in nd.loopback.run(replicas * rows * cols, body):
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=tolerance, atol=tolerance)
-        for at, slots in one.state_dict()["state"].items():
+            torch.testing.assert_close(parameters[key], value, rtol=tolerance, atol=tolerance)
+        for at, slots in optimizer.state_dict()["state"].items():
             for slot, value in slots.items():
                 torch.testing.assert_close(state["state"][at][slot], value, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("compressor", ["fp16", "topk(0.3)", "powersgd(2)"])
 def test_error_feedback_is_part_of_the_state(compressor):
-    """A run that goes on from its state is the run that was not interrupted; on one rank nothing is left out."""
+    """A run resumed from its state equals an uninterrupted one."""
 
     def body(world, interrupted):
-        module = Small().double()
+        module = SmallNet().double()
         model = ndt.distribute(module, (4, 2, 6, 5), nd.ProcessGrid(world))
         optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, f"AllReduce(compressor='{compressor}')", lr=0.1)
-        script(module, optimizer, model, range(2))
+        train_script(module, optimizer, model, range(2))
         if interrupted:
-            state, other = optimizer.state_dict(), Small().double()
+            state, other = optimizer.state_dict(), SmallNet().double()
             other.load_state_dict(module.state_dict())
             module, model = other, ndt.distribute(other, (4, 2, 6, 5), model.grid)
             arguments = torch.optim.SGD, f"AllReduce(compressor='{compressor}')"
             optimizer = ndt.DistributedOptimizer(model, *arguments, lr=0.1)
             optimizer.load_state_dict(copy.deepcopy(state))
-            assert {len(one) for name, one in state["synchronisation"].items() if "feedback" in name} == {2}
-        script(module, optimizer, model, range(2, 4))
+            assert {len(value) for name, value in state["synchronisation"].items() if "feedback" in name} == {2}
+        train_script(module, optimizer, model, range(2, 4))
         states = optimizer.parameters.compressed.state()
         return [p.detach().numpy() for p in module.parameters()] + [state.array.copy() for state in states]
 
-    whole, interrupted = (nd.loopback.run(2, partial(body, interrupted=how)) for how in (False, True))
-    for expected, found in zip(whole, interrupted, strict=True):
-        for a, b in zip(expected, found, strict=True):
+    uninterrupted, resumed = (nd.loopback.run(2, partial(body, interrupted=flag)) for flag in (False, True))
+    for expected, actual in zip(uninterrupted, resumed, strict=True):
+        for a, b in zip(expected, actual, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
-def test_gradients_of_a_script_are_compressed():
+def test_script_gradients_are_compressed():
     def body(world):
-        module = Small().double()
+        module = SmallNet().double()
         model = ndt.distribute(module, (4, 2, 6, 5), nd.ProcessGrid(world))
         optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, "AllReduce(compressor='fp16')", lr=0.1)
         y = model(model.scatter(torch.ones(4, 2, 6, 5, dtype=torch.float64)))
@@ -282,14 +282,14 @@ def test_gradients_of_a_script_are_compressed():
         assert 2 * numbers < sent < 4 * numbers
 
 
-def test_there_has_to_be_something_to_optimize():
+def test_models_without_parameters_are_rejected():
     model = ndt.distribute(nn.ReLU(), (1, 1, 4, 4), nd.ProcessGrid.serial())
     with pytest.raises(nd.ConfigError, match="no parameter requires gradients"):
         ndt.DistributedOptimizer(model, torch.optim.SGD, lr=0.1)
 
 
 @pytest.mark.parametrize("strategy", ["AllReduce", "PS"])
-def test_sparse_gradients_are_those_of_dense_ones(strategy):
+def test_sparse_gradients_match_dense_ones(strategy):
     ids, labels = torch.arange(18).reshape(6, 3) * 7 % 11, torch.arange(6) % 3
 
     def train(call, module, optimizer, loss_of):
@@ -299,12 +299,12 @@ def test_sparse_gradients_are_those_of_dense_ones(strategy):
             optimizer.step()
         return [p.detach().clone() for p in module.parameters()]
 
-    def made(sparse):
+    def build(sparse):
         torch.manual_seed(0)
         return nn.Sequential(nn.Embedding(11, 4, sparse=sparse), nn.Flatten(), nn.Linear(12, 3)).double()
 
     def body(world):
-        module = made(True)
+        module = build(True)
         model = ndt.distribute(module, (6, 3), nd.ProcessGrid(world, replicas=2), dtype=torch.int64, spatial=0)
         optimizer = ndt.DistributedOptimizer(model, torch.optim.SGD, strategy, lr=0.1, momentum=0.9)
         target = model.scatter_target(labels)
@@ -315,16 +315,16 @@ def test_sparse_gradients_are_those_of_dense_ones(strategy):
             lambda y: model.loss(nn.functional.cross_entropy, y, target),
         )
 
-    alone = made(False)
-    one = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-    expected = train(lambda: alone(ids), alone, one, lambda y: nn.functional.cross_entropy(y, labels))
-    for found in nd.loopback.run(2, body):
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
+    dense = build(False)
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.1, momentum=0.9)
+    expected = train(lambda: dense(ids), dense, optimizer, lambda y: nn.functional.cross_entropy(y, labels))
+    for parameters in nd.loopback.run(2, body):
+        for actual, expected_parameter in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(actual, expected_parameter, rtol=1e-12, atol=1e-13)
 
 
 class BagOfWords(nn.Module):
-    """Two tables, of which each sample uses a few rows."""
+    """Two embedding tables, of which each sample uses a few rows."""
 
     def __init__(self, rows, sparse):
         super().__init__()
@@ -342,7 +342,7 @@ class BagOfWords(nn.Module):
     st.sampled_from([(2, 1, 1), (3, 1, 1), (2, 1, 2)]),
 )
 @pytest.mark.long
-def test_rows_of_sparse_embeddings_travel_and_the_table_does_not(strategy, optimizer, shape):
+def test_sparse_embeddings_send_rows_only(strategy, optimizer, shape):
     def train(world, case):
         torch.manual_seed(0)
         module, grid = BagOfWords(*case).double(), nd.ProcessGrid(world, *shape)
@@ -358,43 +358,43 @@ def test_rows_of_sparse_embeddings_travel_and_the_table_does_not(strategy, optim
         return update.parameters.reductions.bytes_reduced, [value.clone() for value in module.parameters()]
 
     cases, ranks = [(300, False), (300, True), (3000, True)], int(np.prod(shape))
-    found = {case: nd.loopback.run(ranks, partial(train, case=case)) for case in cases}
-    for (_, dense), (_, rows) in zip(found[300, False], found[300, True], strict=True):
+    results = {case: nd.loopback.run(ranks, partial(train, case=case)) for case in cases}
+    for (_, dense), (_, rows) in zip(results[300, False], results[300, True], strict=True):
         torch.testing.assert_close(rows, dense, rtol=1e-12, atol=1e-12)
     table = 3000 * 16 * 8
-    assert all(0 < sent < table / 2 for sent, _ in found[3000, True])
+    assert all(0 < sent < table / 2 for sent, _ in results[3000, True])
 
 
 @pytest.mark.parametrize("strategy", [None, "AllReduce", "ShardedOptimizer"])
 def test_penalties_of_parameters_count_once(strategy):
     image, penalty = torch.randn(2, 1, 6, 5, dtype=torch.float64), 0.1
 
-    def norm(module):
+    def compute_squared_norm(module):
         return sum(p.square().sum() for p in module.parameters())
 
     def train(world=None):
         torch.manual_seed(0)
-        module, found = nn.Conv2d(1, 1, 3, padding=1).double(), []
+        module, losses = nn.Conv2d(1, 1, 3, padding=1).double(), []
         model = module if world is None else ndt.distribute(module, image.shape, nd.ProcessGrid(world, 1, 1, 3))
         if world is None or strategy is None:
             update = torch.optim.SGD(module.parameters(), lr=0.1)
         else:
             update = ndt.DistributedOptimizer(model, torch.optim.SGD, strategy, lr=0.1)
 
-        def penalised(y, t):
-            return torch.nn.functional.mse_loss(y, t) + penalty * norm(module)
+        def compute_penalised_loss(y, t):
+            return torch.nn.functional.mse_loss(y, t) + penalty * compute_squared_norm(module)
 
-        for criterion in (nn.MSELoss(), penalised, penalised):
+        for criterion in (nn.MSELoss(), compute_penalised_loss, compute_penalised_loss):
             update.zero_grad()
             if world is None:
                 loss = criterion(module(image), image)
             else:
                 loss = model.loss(criterion, model(model.scatter(image)), model.scatter_target(image))
-            loss = loss + 2 * penalty * norm(module)
+            loss = loss + 2 * penalty * compute_squared_norm(module)
             loss.backward()
             update.step()
-            found.append(loss.item())
-        return found + [p.detach().clone() for p in module.parameters()]
+            losses.append(loss.item())
+        return losses + [p.detach().clone() for p in module.parameters()]
 
-    for found in nd.loopback.run(3, train):
-        torch.testing.assert_close(found, train(), rtol=1e-12, atol=1e-12)
+    for actual in nd.loopback.run(3, train):
+        torch.testing.assert_close(actual, train(), rtol=1e-12, atol=1e-12)

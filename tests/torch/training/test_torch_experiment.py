@@ -1,4 +1,4 @@
-"""A PyTorch module in an experiment's file: the same numbers on any number of ranks, and one message for a mistake."""
+"""PyTorch modules in experiment files: equal results on any number of ranks, and one message per mistake."""
 
 import copy
 import json
@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_runs import needs_mpirun, neondist
+from availability import needs_mpirun
+from cli_runs import build_command
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 
 from torch import nn  # noqa: E402
-from torch_runs import captured_once  # noqa: E402
+from torch_runs import share_captures  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -53,8 +54,8 @@ def feed(images, labels):
     x = torch.from_numpy(np.moveaxis(images, -1, 1).copy())
     return x, None if labels is None else torch.from_numpy(labels)
 
-def of_cells(images, labels):
-    # two channels, and the brightest of three ranges as the label of each cell
+def label_cells(images, labels):
+    # two channels, and the intensity range of each cell as its label
     x, _ = feed(images, labels)
     return torch.cat([x, x.square()], 1), None if labels is None else (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
 
@@ -102,14 +103,14 @@ model: !TorchModel
   shape: [2, 9, 11]
   loss: !TorchLoss {name: 'nets:cross_entropy', arguments: {factor: 2.0}}
   optimizer: !TorchOptimizer {arguments: {lr: 0.3, momentum: 0.9, dampening: 0.1}}
-  feed: nets:of_cells
+  feed: nets:label_cells
 batch_size: 6
 epochs: 2
 dtype: float64
 """
 FILES = {"classifier": CLASSIFIER, "segmenter": SEGMENTER}
 PROGRAMS = {}
-"""those of the networks, which are few"""
+"""captured programs of the few networks"""
 
 
 @pytest.fixture
@@ -119,72 +120,73 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / f"{name}.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with captured_once(PROGRAMS):
+    with share_captures(PROGRAMS):
         yield tmp_path
     sys.modules.pop("nets", None)
 
 
-def run(name, output, *words):
-    assert main(["run", f"{name}.yaml", "--import", "nets.py", "--output", output, *map(str, words)]) == 0
-    return numbers(output)
+def run(name, output, *arguments):
+    assert main(["run", f"{name}.yaml", "--import", "nets.py", "--output", output, *map(str, arguments)]) == 0
+    return read_metrics(output)
 
 
-def numbers(output):
+def read_metrics(output):
     lines = [json.loads(line) for line in Path(output, "metrics.jsonl").read_text().splitlines()]
     return [{key: n for key, n in line.items() if re.search("loss|error|^epoch|step", key)} for line in lines]
 
 
-def check_same(found, expected):
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-9)
+def check_close(actual, expected):
+    assert len(actual) == len(expected)
+    for actual_record, expected_record in zip(actual, expected, strict=True):
+        assert actual_record == pytest.approx(expected_record, rel=1e-9)
 
 
 def check_ledger(output):
-    """Compare the last epoch's bytes."""
+    """Compare the bytes of the last epoch in the metrics with the ledger."""
     line = json.loads(Path(output, "metrics.jsonl").read_text().splitlines()[-1])
     ledger = [json.loads(line) for line in Path(output, "ledger.jsonl").read_text().splitlines()]
-    mine = [one for one in ledger if one["epoch"] == line["epoch"] and one["pass"] == "training"]
-    assert line["bytes_sent"] == sum(one["bytes"] for one in mine if one["kind"] == "halo") > 0
-    assert line["bytes_summed"] == sum(one["bytes"] for one in mine if one["kind"] != "halo") > 0
+    records = [record for record in ledger if record["epoch"] == line["epoch"] and record["pass"] == "training"]
+    assert line["bytes_sent"] == sum(record["bytes"] for record in records if record["kind"] == "halo") > 0
+    assert line["bytes_summed"] == sum(record["bytes"] for record in records if record["kind"] != "halo") > 0
 
 
 @pytest.mark.long
-def test_any_number_of_ranks_gives_the_same_numbers(folder):
+def test_results_are_equal_on_any_number_of_ranks(folder):
     expected = run("classifier", "one")
     keys = {"epoch", "step", "train_loss", *(f"{a}_{b}" for a in ("validation", "test") for b in ("loss", "error"))}
     assert expected[0].keys() == keys
-    begun = run("classifier", "some", "--virtual", 3, "--set", "epochs=1", "checkpoint={every_steps: 2, keep: 9}")
-    check_same(begun, expected[:1])
-    os.replace("some/checkpoint-00000002.h5", "some/checkpoint.h5")  # of the middle of the epoch
-    check_same(run("classifier", "some", "--resume", "--virtual", 2), expected)
+    interrupted = run("classifier", "some", "--virtual", 3, "--set", "epochs=1", "checkpoint={every_steps: 2, keep: 9}")
+    check_close(interrupted, expected[:1])
+    os.replace("some/checkpoint-00000002.h5", "some/checkpoint.h5")  # written in the middle of the epoch
+    check_close(run("classifier", "some", "--resume", "--virtual", 2), expected)
     check_ledger("some")
-    again = load_experiment("one/experiment.yaml", modules=["nets"])
-    assert dump(again) == Path("one/experiment.yaml").read_text()
-    trained = [safetensors.load_file(f"{run}/weights.safetensors") for run in ("one", "some")]
-    torch.testing.assert_close(*trained, rtol=1e-8, atol=1e-8)  # Adam moves a bias before batch norm by rounding alone
+    reloaded = load_experiment("one/experiment.yaml", modules=["nets"])
+    assert dump(reloaded) == Path("one/experiment.yaml").read_text()
+    weights = [safetensors.load_file(f"{output}/weights.safetensors") for output in ("one", "some")]
+    # Adam follows rounding noise in the bias before batch norm
+    torch.testing.assert_close(*weights, rtol=1e-8, atol=1e-8)
     ndt.load_weights(sys.modules["nets"].classifier(5), "one/weights.safetensors")
 
 
-def test_cells_are_judged_on_any_grid(folder):
+def test_cell_metrics_on_any_grid(folder):
     expected = run("segmenter", "one")
     assert 0 < expected[-1]["test_error"] < 1
-    check_same(run("segmenter", "four", "--virtual", 4, "--set", "grid.replicas=2"), expected)
+    check_close(run("segmenter", "four", "--virtual", 4, "--set", "grid.replicas=2"), expected)
 
 
-def test_a_checkpoint_at_work(folder, capsys):
+def test_evaluation_and_prediction_from_a_checkpoint(folder, capsys):
     expected = run("segmenter", "one")[-1]
     capsys.readouterr()
-    words = ["segmenter.yaml", "--import", "nets.py", "--checkpoint", "one/checkpoint.h5"]
-    assert main(["evaluate", *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["loss"], found["error"]) == pytest.approx((expected["test_loss"], expected["test_error"]))
+    arguments = ["segmenter.yaml", "--import", "nets.py", "--checkpoint", "one/checkpoint.h5"]
+    assert main(["evaluate", *arguments]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["loss"], result["error"]) == pytest.approx((expected["test_loss"], expected["test_error"]))
     np.save("images.npy", np.random.default_rng(0).random((3, 9, 11, 1)))
-    assert main(["predict", *words, "--input", "images.npy", "--output", "y.npy"]) == 0
+    assert main(["predict", *arguments, "--input", "images.npy", "--output", "y.npy"]) == 0
     assert np.load("y.npy").shape == (3, 9, 11, 3)
 
 
-def test_first_weights_come_from_a_file(folder):
+def test_initial_weights_from_a_file(folder):
     names = {"weight": torch.ones(3, 1, 1, 1).double(), "bias": torch.zeros(3)}
     safetensors.save_file(names, "first.safetensors")
 
@@ -200,14 +202,14 @@ def test_first_weights_come_from_a_file(folder):
         assert (y == 4).all()
 
 
-@pytest.mark.parametrize(("name", "more"), [("SGD", {"momentum": 0.9}), ("AdamW", {})])
-def test_one_cycle_moves_the_momentum_as_that_of_torch(name, more):
-    rule = ndt.TorchOptimizer(name, {"lr": 0.1, **more}, nd.OneCycle(12, rise=3 / 12, momentum=(0.85, 0.95)))
+@pytest.mark.parametrize(("name", "arguments"), [("SGD", {"momentum": 0.9}), ("AdamW", {})])
+def test_one_cycle_momentum_matches_pytorch(name, arguments):
+    rule = ndt.TorchOptimizer(name, {"lr": 0.1, **arguments}, nd.OneCycle(12, rise=3 / 12, momentum=(0.85, 0.95)))
     model = ndt.TorchModel(lambda: nn.Sequential(nn.Flatten(), nn.Linear(9, 2)), optimizer=rule, dtype="float64")
-    with captured_once():
+    with share_captures():
         model.build((3, 3, 1), 4, nd.ProcessGrid.serial())
     other = copy.deepcopy(model.module)
-    optimizer = getattr(torch.optim, name)(other.parameters(), lr=0.1, **more)
+    optimizer = getattr(torch.optim, name)(other.parameters(), lr=0.1, **arguments)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=13, pct_start=4 / 13)
     x, labels = np.random.default_rng(0).normal(size=(4, 3, 3, 1)), np.array([0, 1, 1, 0])
     rule.check(12)
@@ -218,17 +220,17 @@ def test_one_cycle_moves_the_momentum_as_that_of_torch(name, more):
         schedule.step()
         model.learning_rate_scale, model.momentum = rule.scale(step), rule.momentum_at(step)
         model.train_batch(x, labels)
-    for found, expected in zip(model.module.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+    for actual, expected in zip(model.module.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)
 
 
-def test_one_cycle_of_a_momentum_that_is_not_there():
+def test_one_cycle_requires_a_momentum():
     with pytest.raises(nd.ConfigError, match="momentum: TorchOptimizer has no momentum to schedule"):
         ndt.TorchOptimizer("Adagrad", {"lr": 0.1}, nd.OneCycle(3, momentum=(0.85, 0.95))).check(3)
 
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
-def test_what_is_not_finite(folder, nonfinite):
+def test_non_finite_losses(folder, nonfinite):
     def body(world):
         model = ndt.TorchModel(
             lambda: nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
@@ -252,53 +254,53 @@ def test_what_is_not_finite(folder, nonfinite):
     loopback.run(2, body, timeout=60.0)
 
 
-def test_check_plans_for_ranks_that_are_not_there(folder, capsys):
+def test_check_plans_for_more_ranks(folder, capsys):
     assert main(["check", "classifier.yaml", "--import", "nets.py", "-n", "6"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("TorchModel (float64) on 6 ranks (1 replicas, 3 rows, 2 cols), Synthetic 13×11×1, batches")
-    assert re.search(r"^0 +halo +8×5×13×11 +", said, re.M)
-    assert re.search(r"^total +[\d.]+ kB +", said, re.M)
-    assert "gradient reduction: " in said
+    output = capsys.readouterr().out
+    assert output.startswith("TorchModel (float64) on 6 ranks (1 replicas, 3 rows, 2 cols), Synthetic 13×11×1, batches")
+    assert re.search(r"^0 +halo +8×5×13×11 +", output, re.M)
+    assert re.search(r"^total +[\d.]+ kB +", output, re.M)
+    assert "gradient reduction: " in output
 
 
 @pytest.mark.long
-def test_recompute_schemes_and_strips_are_fields(folder, capsys):
+def test_recompute_scheme_and_strips_fields(folder, capsys):
     expected = run("classifier", "one", "--set", "epochs=1")
-    again = run("classifier", "again", "--virtual", 2, "--set", "epochs=1", "recompute=true", "model.scheme=tower")
-    assert again[0]["train_loss"] != pytest.approx(expected[0]["train_loss"], rel=1e-9)
-    for how in (["recompute=true"], ["strips=3", "model.scheme=deep_halo(layers=3)"]):
-        check_same(run("classifier", f"same {how[0]}", "--virtual", 2, "--set", "epochs=1", *how), expected)
+    with_tower = run("classifier", "again", "--virtual", 2, "--set", "epochs=1", "recompute=true", "model.scheme=tower")
+    assert with_tower[0]["train_loss"] != pytest.approx(expected[0]["train_loss"], rel=1e-9)
+    for fields in (["recompute=true"], ["strips=3", "model.scheme=deep_halo(layers=3)"]):
+        check_close(run("classifier", f"same {fields[0]}", "--virtual", 2, "--set", "epochs=1", *fields), expected)
     capsys.readouterr()
-    words = ["classifier.yaml", "--import", "nets.py", "-n", "2", "--set"]
+    arguments = ["classifier.yaml", "--import", "nets.py", "-n", "2", "--set"]
     halos = []
     for scheme in ("halo", "tower", "{'': halo, '0': tower}"):
-        assert main(["check", *words, f"model.scheme={scheme}"]) == 0
+        assert main(["check", *arguments, f"model.scheme={scheme}"]) == 0
         halos.append(re.findall(r"^(\S+) +halo ", capsys.readouterr().out, re.M))
     assert halos[0][0] == "0"
-    assert main(["check", *words, "recompute=true", "model.scheme=stale"]) == 2
+    assert main(["check", *arguments, "recompute=true", "model.scheme=stale"]) == 2
     assert "recompute: 'stale' keeps state between steps, so a step cannot be recomputed" in capsys.readouterr().err
-    assert main(["check", *words, "model.scheme=deep_halo(layers=3)"]) == 0
+    assert main(["check", *arguments, "model.scheme=deep_halo(layers=3)"]) == 0
     assert "segments: 1, with 3 windows and the operators after them" in capsys.readouterr().out
     assert halos[1] == []
     assert halos[2] == [name for name in halos[0] if name != "0"]
 
 
 @pytest.mark.long
-def test_tiles_that_overlap(folder, capsys):
-    """Images are read with what is around tiles, and labels that `feed` makes are those of tiles."""
+def test_overlapping_tiles(folder, capsys):
+    """Images are read with the overlap of tiles, and labels that `feed` computes are cropped to tiles."""
     for name, scheme in (("classifier", "overlap_tile(statistics=global)"), ("segmenter", "{'0': overlap_tile}")):
-        words = "--set", "epochs=1", f"model.scheme={scheme}"
+        arguments = "--set", "epochs=1", f"model.scheme={scheme}"
         expected = run(name, f"{name} one", "--set", "epochs=1")
-        check_same(run(name, f"{name} four", "--virtual", 4, *words), expected)
+        check_close(run(name, f"{name} four", "--virtual", 4, *arguments), expected)
         ledger = [json.loads(line) for line in Path(f"{name} four", "ledger.jsonl").read_text().splitlines()]
-        assert not [one for one in ledger if one["kind"] == "halo"]
+        assert not [record for record in ledger if record["kind"] == "halo"]
         capsys.readouterr()
 
 
-BAD = {
+MISTAKES = {
     "module": ("model.factory=os:system", r"factory: 'os:system': no module 'os' is imported; add --import os .*"),
     "factory": ("model.factory=nets:clasifier", r"factory: .* no function 'clasifier'; did you mean 'classifier'\?"),
-    "a tool": (
+    "other module": (
         "model.factory=nets:getenv",
         r"factory: 'nets:getenv': is defined in os; name a function defined in nets",
     ),
@@ -332,12 +334,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.long
-def test_mistakes_in_a_file_have_one_message_with_its_place(folder, capsys, name):
-    setting, message = BAD[name]
-    words = ["classifier.yaml", "--import", "nets.py", "--set", setting, "epochs=1"]
-    assert main(["run", *words, "--output", "out"]) == 2
+def test_mistakes_are_located(folder, capsys, name):
+    setting, message = MISTAKES[name]
+    arguments = ["classifier.yaml", "--import", "nets.py", "--set", setting, "epochs=1"]
+    assert main(["run", *arguments, "--output", "out"]) == 2
     error = capsys.readouterr().err
     assert re.fullmatch(rf"error: (--set {re.escape(setting)}|classifier\.yaml:\d+): (model\.)?{message}\n", error), (
         error
@@ -345,47 +347,49 @@ def test_mistakes_in_a_file_have_one_message_with_its_place(folder, capsys, name
 
 
 @pytest.mark.parametrize(
-    ("words", "what", "remedy"),
+    ("arguments", "option", "remedy"),
     [
         (["step", "--against", "torch"], "--against torch", "leave it out"),
         (["step", "--roofline"], "--roofline", "leave it out"),
         (["schemes"], "bench", "use bench step, scaling or model"),
     ],
 )
-def test_what_benchmarks_ask_of_layers_alone(folder, capsys, words, what, remedy):
-    assert main(["bench", *words, "classifier.yaml", "--import", "nets.py"]) == 2
-    said = capsys.readouterr().err
-    assert f"{what}: applies to neondist layers, which TorchModel classifier does not have; {remedy}\n" in said
+def test_benchmarks_that_require_layers(folder, capsys, arguments, option, remedy):
+    assert main(["bench", *arguments, "classifier.yaml", "--import", "nets.py"]) == 2
+    output = capsys.readouterr().err
+    assert f"{option}: applies to neondist layers, which TorchModel classifier does not have; {remedy}\n" in output
 
 
 @pytest.mark.long
-def test_debug_halo_changes_no_numbers(folder):
-    watched = ("--virtual", 2, "--debug-halo", "--set", "epochs=1")
-    check_same(run("classifier", "watched", *watched), run("classifier", "plain", "--set", "epochs=1"))
+def test_debug_halo_preserves_results(folder):
+    options = ("--virtual", 2, "--debug-halo", "--set", "epochs=1")
+    check_close(run("classifier", "watched", *options), run("classifier", "plain", "--set", "epochs=1"))
 
 
 @needs_mpirun
-def test_a_feed_that_fails_on_one_rank_ends_all(folder, capsys):
-    words = ["run", "classifier.yaml", "--import", "nets.py", "--virtual", "2"]
-    assert main([*words, "--set", "model.feed=nets:wrong_somewhere", "epochs=1"]) == 2
+def test_failing_feed_on_one_rank_ends_all(folder, capsys):
+    arguments = ["run", "classifier.yaml", "--import", "nets.py", "--virtual", "2"]
+    assert main([*arguments, "--set", "model.feed=nets:wrong_somewhere", "epochs=1"]) == 2
     place = "--set model.feed=nets:wrong_somewhere: model.feed"
     assert capsys.readouterr().err == f"error: {place}: wrong_somewhere failed: OSError: no such lens\n"
 
 
 def test_without_torch(folder):
-    done = subprocess.run(neondist("check", "classifier.yaml"), cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == (
+    process = subprocess.run(
+        build_command("check", "classifier.yaml"), cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 2
+    assert process.stderr == (
         "error: classifier.yaml:3: model: neondist.torch needs PyTorch: pip install 'neondist[torch]'\n"
     )
 
 
-def test_importing_neondist_imports_no_torch():
+def test_neondist_does_not_import_torch():
     code = "import sys, neondist, neondist.config, neondist.train; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "NEONDIST_TESTS_HIDE": ""}, check=True)
 
 
-def test_cells_that_the_criterion_ignores_have_no_metric():
+def test_ignored_cells_have_no_metric():
     from neondist.torch.training.judging import metric_targets
 
     y, labels = np.zeros((2, 3, 4)), torch.tensor([[0, 3, 255], [255, 1, 2]])

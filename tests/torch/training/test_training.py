@@ -1,4 +1,4 @@
-"""Training scripts over distributed modules give the numbers of one process: losses, optimisers, modes, precision."""
+"""Training scripts over distributed modules against a single process: losses, optimisers, modes, precision."""
 
 import copy
 import os
@@ -11,10 +11,23 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402
-from present import needs_mpirun  # noqa: E402
+from availability import needs_mpirun  # noqa: E402
+from case_selection import select_grids  # noqa: E402
 from torch import nn  # noqa: E402
-from torch_runs import captured_once, in_turn  # noqa: E402
-from torch_training import CELLS, IMAGES, LOSSES, SCRIPTS, Net, OneProcess, drawn, labels, made, off, one_loss  # noqa: E402
+from torch_runs import share_captures  # noqa: E402
+from torch_training import (  # noqa: E402
+    CELLS,
+    IMAGES,
+    LOSSES,
+    SCRIPTS,
+    Net,
+    SerialModel,
+    build_seeded,
+    compute_loss,
+    draw_labels,
+    draw_tensor,
+    max_relative_difference,
+)
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -26,12 +39,12 @@ from neondist.torch.module import module as capturing  # noqa: E402
 GRIDS = (1, 1, 1), (1, 3, 1), (1, 2, 2), (2, 1, 2)
 """(replicas, rows, cols)"""
 PROGRAMS = {}
-"""those of the scripts' modules, which are few"""
+"""captured programs of the scripts' few modules"""
 HELPERS = Path(__file__).parents[2] / "helpers"
 
 
-def on(grid, body):
-    """Return what body(grid) gives on each of the virtual ranks."""
+def run_on_grid(grid, body):
+    """Return the results of body(grid) on all virtual ranks."""
     replicas, rows, cols = grid
 
     def rank(world):
@@ -41,36 +54,38 @@ def on(grid, body):
     return loopback.run(replicas * rows * cols, rank)
 
 
-def equal(script, grids=GRIDS, tolerance=1e-9):
-    expected = script(lambda module, _: OneProcess(module))
-    with captured_once(PROGRAMS):
+def check_script(script, grids=GRIDS, tolerance=1e-9):
+    expected = script(lambda module, _: SerialModel(module))
+    with share_captures(PROGRAMS):
         for grid in grids:
-            found = on(grid, lambda ranks: script(lambda module, shape: ndt.distribute(module, shape, ranks)))
-            for rank, each in enumerate(found):
-                assert off(each, expected) < tolerance, f"grid {grid}, rank {rank}"
+            results = run_on_grid(
+                grid, lambda ranks: script(lambda module, shape: ndt.distribute(module, shape, ranks))
+            )
+            for rank, actual in enumerate(results):
+                assert max_relative_difference(actual, expected) < tolerance, f"grid {grid}, rank {rank}"
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.long
-def test_a_loss_is_that_of_the_whole_images(name):
+def test_losses_match_whole_images(name):
     criterion, target = LOSSES[name]
-    equal(lambda start: one_loss(start, Net, criterion, target()), grids=in_turn(GRIDS[2:], 1))
+    check_script(lambda start: compute_loss(start, Net, criterion, target()), grids=select_grids(GRIDS[2:], 1))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.long
-def test_a_script_gives_the_numbers_of_one_process(name):
-    equal(SCRIPTS[name], in_turn(GRIDS, 1))
+def test_scripts_match_single_process(name):
+    check_script(SCRIPTS[name], select_grids(GRIDS, 1))
 
 
 @pytest.mark.long
-def test_automatic_precision_is_close_to_that_of_one_process():
-    def found(start):
-        model = start(made(Net).float(), IMAGES)
+def test_autocast_is_close_to_single_process():
+    def train(start):
+        model = start(build_seeded(Net).float(), IMAGES)
         optimizer, losses = torch.optim.SGD(model.parameters(), 0.2), []
         for step in range(4):
-            x = model.scatter(drawn(*IMAGES).float())
-            target = model.scatter_target(labels(*CELLS, step=step % 2))
+            x = model.scatter(draw_tensor(*IMAGES).float())
+            target = model.scatter_target(draw_labels(*CELLS, step=step % 2))
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 y = model(x)
@@ -81,16 +96,18 @@ def test_automatic_precision_is_close_to_that_of_one_process():
             losses.append(loss.item())
         return torch.tensor(losses)
 
-    expected = found(lambda module, _: OneProcess(module))
-    for losses in on((1, 2, 2), lambda ranks: found(lambda module, shape: ndt.distribute(module, shape, ranks))):
+    expected = train(lambda module, _: SerialModel(module))
+    for losses in run_on_grid(
+        (1, 2, 2), lambda ranks: train(lambda module, shape: ndt.distribute(module, shape, ranks))
+    ):
         torch.testing.assert_close(losses, expected, rtol=0.01, atol=0)
         assert losses[-1] < losses[0]
 
 
-def test_a_distributed_module_is_the_module_to_its_user(tmp_path):
-    x = drawn(*IMAGES)
+def test_distributed_module_behaves_like_the_module(tmp_path):
+    x = draw_tensor(*IMAGES)
     with nd.ProcessGrid.serial() as grid:
-        module = made(Net).float()
+        module = build_seeded(Net).float()
         model = ndt.distribute(module, IMAGES, grid)
         names = [name for name, _ in module.named_parameters()]
         assert [name for name, _ in model.named_parameters()] == names
@@ -108,36 +125,36 @@ def test_a_distributed_module_is_the_module_to_its_user(tmp_path):
         model.requires_grad_(False)
         assert not model(x).requires_grad
         model.requires_grad_()
-        seen = []
+        calls = []
         hooks = [
             model.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,)),
-            model.register_forward_hook(lambda _, inputs, y: seen.append(y.shape)),
-            model.register_full_backward_hook(lambda *_: seen.append("backward")),
+            model.register_forward_hook(lambda _, inputs, y: calls.append(y.shape)),
+            model.register_full_backward_hook(lambda *_: calls.append("backward")),
         ]
         model.eval()
         y = model(x.requires_grad_())
         torch.testing.assert_close(y, module(2 * x))
         y.sum().backward()
-        assert seen == [y.shape, "backward"]
+        assert calls == [y.shape, "backward"]
         assert module.first.weight.grad is model.first.weight.grad is not None
         for hook in hooks:
             hook.remove()
         model.zero_grad()
         assert module.first.weight.grad is None
-        for refused in (copy.deepcopy, lambda model: torch.save(model, tmp_path / "model.pt")):
+        for copy_model in (copy.deepcopy, lambda model: torch.save(model, tmp_path / "model.pt")):
             with pytest.raises(nd.ConfigError, match=r"cannot be copied or pickled; save model.state_dict\(\)"):
-                refused(model)
+                copy_model(model)
 
 
-def test_a_mode_is_captured_once_and_a_changed_attribute_anew(monkeypatch):
-    made_of = []
-    real = capturing.capture_module
+def test_modes_are_captured_once(monkeypatch):
+    captured = []
+    capture = capturing.capture_module
 
-    def counted(module, *more, **named):
-        made_of.append(type(module).__name__)
-        return real(module, *more, **named)
+    def counting_capture(module, *args, **kwargs):
+        captured.append(type(module).__name__)
+        return capture(module, *args, **kwargs)
 
-    class Scaled(nn.Module):
+    class ScaledNorm(nn.Module):
         def __init__(self):
             super().__init__()
             self.scale, self.calls, self.norm = 2.0, 0, nn.BatchNorm2d(3)
@@ -147,10 +164,10 @@ def test_a_mode_is_captured_once_and_a_changed_attribute_anew(monkeypatch):
             return self.norm(x) * self.scale
 
     for place in (capturing, criteria):
-        monkeypatch.setattr(place, "capture_module", counted)
+        monkeypatch.setattr(place, "capture_module", counting_capture)
     with nd.ProcessGrid.serial() as grid:
-        model = ndt.distribute(Scaled().double(), IMAGES, grid)
-        x = drawn(*IMAGES)
+        model = ndt.distribute(ScaledNorm().double(), IMAGES, grid)
+        x = draw_tensor(*IMAGES)
         for _ in range(3):
             for mode in (True, False):
                 model.train(mode)
@@ -158,8 +175,8 @@ def test_a_mode_is_captured_once_and_a_changed_attribute_anew(monkeypatch):
                     y = model(x)
                 for factor in range(2):
                     model.loss(lambda y, t, factor=factor: factor * (y - t).square().mean(), y, x)
-        assert made_of.count("Scaled") == 2
-        assert len(made_of) == 2 + 2
+        assert captured.count("ScaledNorm") == 2
+        assert len(captured) == 2 + 2
         model.eval()
         before = model(x)
         model.module.scale = 3.0
@@ -168,46 +185,46 @@ def test_a_mode_is_captured_once_and_a_changed_attribute_anew(monkeypatch):
         assert model(x).abs().max() < before.abs().max() / 2
 
 
-def test_messages_of_a_training_step_are_planned_once(monkeypatch):
+def test_messages_are_planned_once(monkeypatch):
     planned = []
-    real = loopback.LoopbackTransport.exchange
+    exchange = loopback.LoopbackTransport.exchange
 
-    def counted(self, *messages):
+    def counting_exchange(self, *messages):
         planned.append(messages)
-        return real(self, *messages)
+        return exchange(self, *messages)
 
-    monkeypatch.setattr(loopback.LoopbackTransport, "exchange", counted)
+    monkeypatch.setattr(loopback.LoopbackTransport, "exchange", counting_exchange)
     module = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)).double()
 
     def body(ranks):
         model = ndt.distribute(copy.deepcopy(module), IMAGES, ranks)
         for _ in range(3):
-            model(model.scatter(drawn(*IMAGES))).sum().backward()
+            model(model.scatter(draw_tensor(*IMAGES))).sum().backward()
 
-    on((1, 1, 2), body)
-    assert len(planned) == 2 * 3  # each rank: both views, and the adjoint of the second
+    run_on_grid((1, 1, 2), body)
+    assert len(planned) == 2 * 3  # both views and the adjoint of the second, on each rank
 
 
 @needs_mpirun
 @pytest.mark.long
-def test_on_ranks_of_mpi():
-    """And, at the end, a mistake in a script of the user's own, on one rank only: exit code 2, and one message."""
+def test_scripts_under_mpi():
+    """At the end, an error on one rank of a user script exits with code 2 and one message."""
     mpirun = find_mpirun(os.environ)
     command = [*mpirun.command(2), sys.executable, HELPERS / "torch_training.py", "mpi"]
-    said = check_ranks(command, 2, mpirun.environment(), code=2)
+    stderr = check_ranks(command, 2, mpirun.environment(), code=2)
     message = "ShapeError: rank 1: input 0 has shape (1, 1, 6, 9), but this rank's tile of (1, 1, 12, 10) is"
-    assert said.count(message) == 1, said
-    assert said.count("failed and ends the job") == 1, said
+    assert stderr.count(message) == 1, stderr
+    assert stderr.count("failed and ends the job") == 1, stderr
 
 
 @pytest.mark.long
-def test_on_ranks_of_torchrun():
+def test_scripts_under_torchrun():
     check_ranks([sys.executable, HELPERS / "torch_ranks.py", "2", str(HELPERS / "torch_training.py"), "torch"], 2, {})
 
 
 def check_ranks(command, ranks, environment, code=0):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NEONDIST_TESTS_HIDE": "matplotlib", **environment}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, check=False)
-    assert done.returncode == code, done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.stdout.count("all equal") == ranks
-    return done.stderr
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, check=False)
+    assert process.returncode == code, process.stdout[-4000:] + process.stderr[-4000:]
+    assert process.stdout.count("all equal") == ranks
+    return process.stderr

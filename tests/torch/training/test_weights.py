@@ -1,4 +1,4 @@
-"""Files of weights: any number of ranks writes and reads them, and so does safetensors alone."""
+"""Weights files: written and read on any number of ranks, and by plain safetensors."""
 
 import struct
 import sys
@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 
 from torch import nn  # noqa: E402
-from torch_runs import captured_once  # noqa: E402
-from torch_training import CELLS, IMAGES, Net, drawn, labels, made  # noqa: E402
+from torch_runs import share_captures  # noqa: E402
+from torch_training import CELLS, IMAGES, Net, build_seeded, draw_labels, draw_tensor  # noqa: E402
 
 import neondist as nd  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
@@ -22,45 +22,53 @@ OPTIMIZERS = {
     "Rprop": lambda p: torch.optim.Rprop(p, 0.02),
 }
 
-WITHOUT = "first.bias"  # its gradient is nothing but rounding
+EXCLUDED_PARAMETER = "first.bias"  # its gradient is rounding noise
 
 
-def steps(world, optimizer, path, first, last):
-    """Train from step `first`, with what the file holds, to step `last`; return the losses."""
+def train_steps(world, make_optimizer, path, first, last):
+    """Train from step `first`, starting with the file's state, to step `last`; return the losses."""
     with nd.ProcessGrid(world) as grid:
-        model = ndt.distribute(made(Net), IMAGES, grid)
-        chosen, losses = optimizer([p for name, p in model.named_parameters() if name != WITHOUT]), []
+        model = ndt.distribute(build_seeded(Net), IMAGES, grid)
+        optimizer, losses = (
+            make_optimizer([p for name, p in model.named_parameters() if name != EXCLUDED_PARAMETER]),
+            [],
+        )
         if first:
-            assert ndt.load_weights(model, path, chosen) == {"step": first, "of": "a test"}
+            assert ndt.load_weights(model, path, optimizer) == {"step": first, "of": "a test"}
         for step in range(first, last):
-            chosen.zero_grad()
-            x, target = model.scatter(drawn(*IMAGES, step=step)), model.scatter_target(labels(*CELLS, step=step))
+            optimizer.zero_grad()
+            x, target = (
+                model.scatter(draw_tensor(*IMAGES, step=step)),
+                model.scatter_target(draw_labels(*CELLS, step=step)),
+            )
             loss = model.loss(nn.functional.cross_entropy, model(x), target)
             loss.backward()
-            chosen.step()
+            optimizer.step()
             losses.append(loss.item())
-        ndt.save_weights(model, path, chosen, step=last, of="a test")
+        ndt.save_weights(model, path, optimizer, step=last, of="a test")
         return losses
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.long
-def test_training_goes_on_from_a_file_on_another_number_of_ranks(tmp_path, name):
-    optimizer, path = OPTIMIZERS[name], tmp_path / "model.safetensors"
-    with captured_once():
-        (expected,) = loopback.run(1, lambda world: steps(world, optimizer, tmp_path / "other.safetensors", 0, 4))
-        begun = loopback.run(3, lambda world: steps(world, optimizer, path, 0, 2))
-        ended = loopback.run(2, lambda world: steps(world, optimizer, path, 2, 4))
-    for one in begun:
-        assert one == pytest.approx(expected[:2], rel=1e-10)
-    for one in ended:
-        assert one == pytest.approx(expected[2:], rel=1e-10)
-    kept = [safetensors.load_file(file) for file in (path, tmp_path / "other.safetensors")]
-    torch.testing.assert_close(*kept, rtol=1e-9, atol=1e-12)
+def test_training_resumes_on_another_number_of_ranks(tmp_path, name):
+    make_optimizer, path = OPTIMIZERS[name], tmp_path / "model.safetensors"
+    with share_captures():
+        (expected,) = loopback.run(
+            1, lambda world: train_steps(world, make_optimizer, tmp_path / "other.safetensors", 0, 4)
+        )
+        first_losses = loopback.run(3, lambda world: train_steps(world, make_optimizer, path, 0, 2))
+        last_losses = loopback.run(2, lambda world: train_steps(world, make_optimizer, path, 2, 4))
+    for losses in first_losses:
+        assert losses == pytest.approx(expected[:2], rel=1e-10)
+    for losses in last_losses:
+        assert losses == pytest.approx(expected[2:], rel=1e-10)
+    states = [safetensors.load_file(file) for file in (path, tmp_path / "other.safetensors")]
+    torch.testing.assert_close(*states, rtol=1e-9, atol=1e-12)
 
 
-class Odd(nn.Module):
-    """Tied weights, and tensors of many types."""
+class UnusualTensors(nn.Module):
+    """Tied weights, and tensors of many dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -74,8 +82,8 @@ class Odd(nn.Module):
         self.register_buffer("none", torch.zeros(0, 4))
 
 
-def test_the_file_is_a_state_dict_of_any_module(tmp_path):
-    path, module, other = tmp_path / "odd.safetensors", Odd(), Odd()
+def test_state_dict_round_trip(tmp_path):
+    path, module, other = tmp_path / "odd.safetensors", UnusualTensors(), UnusualTensors()
     with torch.no_grad():
         for tensor in module.state_dict().values():
             tensor.copy_(~tensor if tensor.dtype == torch.bool else tensor * 1.5)
@@ -90,51 +98,51 @@ def test_the_file_is_a_state_dict_of_any_module(tmp_path):
     assert torch.equal(linear.weight, torch.ones(2, 3))
 
 
-def of_net(**changes):
+def write_net(**changes):
     return lambda path: safetensors.save_file(
-        {name: t for name, t in {**made(Net).state_dict(), **changes}.items() if t is not None}, path
+        {name: t for name, t in {**build_seeded(Net).state_dict(), **changes}.items() if t is not None}, path
     )
 
 
-BAD = {
+BAD_FILES = {
     "missing": (lambda path: None, "no such file; check the path"),
     "text": (lambda path: path.write_text("weights"), "is not a safetensors file ("),
     "header": (lambda path: path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}"), "is not a safetensors file ("),
     "a folder": (lambda path: path.mkdir(), "is not a safetensors file ("),
     "others": (
-        of_net(**{"last.bias": None, "lost": torch.zeros(2), "first.weight": torch.zeros(4, 3, 3, 2)}),
+        write_net(**{"last.bias": None, "lost": torch.zeros(2), "first.weight": torch.zeros(4, 3, 3, 2)}),
         "does not fit the module: not in the file: last.bias; left over in the file: lost; of another shape:"
         " first.weight (file [4, 3, 3, 2], model [4, 3, 3, 3]); name a file with this module's state_dict",
     ),
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", BAD_FILES)
 @pytest.mark.long
-def test_bad_files_have_one_message_on_all_ranks(tmp_path, name):
+def test_bad_files_raise_one_error_on_all_ranks(tmp_path, name):
     path = tmp_path / "bad.safetensors"
-    write, message = BAD[name]
+    write, message = BAD_FILES[name]
     write(path)
 
     def body(world):
         with nd.ProcessGrid(world) as grid:
-            model = ndt.distribute(made(Net), IMAGES, grid)
+            model = ndt.distribute(build_seeded(Net), IMAGES, grid)
             before = [tensor.clone() for tensor in model.state_dict().values()]
             with pytest.raises(nd.DataError) as caught:
                 ndt.load_weights(model, path)
             assert all(map(torch.equal, before, model.state_dict().values()))
             return str(caught.value), caught.value.agreed
 
-    found = loopback.run(2, body, timeout=20.0)
-    assert found[0] == found[1]
-    assert found[0][0].startswith(f"{path}: {message}")
-    assert found[0][1]
+    errors = loopback.run(2, body, timeout=20.0)
+    assert errors[0] == errors[1]
+    assert errors[0][0].startswith(f"{path}: {message}")
+    assert errors[0][1]
 
 
-def test_what_cannot_be_written(tmp_path):
+def test_write_errors(tmp_path):
     def body(world):
         with nd.ProcessGrid(world) as grid:
-            model = ndt.distribute(made(Net), IMAGES, grid)
+            model = ndt.distribute(build_seeded(Net), IMAGES, grid)
             with pytest.raises(nd.OutputError, match="cannot be written"):
                 ndt.save_weights(model, tmp_path / "none" / "model.safetensors")
             other = torch.nn.Parameter(torch.zeros(1))

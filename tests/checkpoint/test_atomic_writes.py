@@ -1,0 +1,96 @@
+"""Atomic writes: complete or absent, never through a link, and errors in one message."""
+
+import os
+import stat
+
+import numpy as np
+import pytest
+from checkpoint_runs import load_run, save_run
+
+import neondist as nd
+from neondist.errors import OutputError
+from neondist.io.files import Draft, append, make_folder, partial, replacing, write_text
+
+
+@pytest.fixture
+def link_target(tmp_path):
+    path = tmp_path / "elsewhere" / "precious"
+    path.parent.mkdir()
+    path.write_bytes(b"precious")
+    yield path
+    assert path.read_bytes() == b"precious"
+
+
+def test_draft_replaces_a_link(tmp_path, link_target):
+    target = tmp_path / "x.json"
+    partial(target).symlink_to(link_target)
+    write_text(target, "mine")
+    assert target.read_text() == "mine"
+    assert not os.path.lexists(partial(target))
+
+
+def test_checkpoint_is_not_written_through_a_link(tmp_path, link_target):
+    for name in ("c.h5.partial", "c-00000001.h5.partial"):
+        (tmp_path / name).symlink_to(link_target)
+    save_run(tmp_path / "c.h5", 2, steps=1)
+    assert load_run(tmp_path / "c.h5")[0].step == 1
+    assert not (tmp_path / "c.h5").is_symlink()
+
+
+def test_predictions_are_not_written_through_a_link(tmp_path, link_target):
+    for name in ("y.npy", "y.h5"):
+        partial(tmp_path / name).symlink_to(link_target)
+        with nd.create_sink(tmp_path / name, (2, 3), "float32", "NC") as sink:
+            sink.write([(0, 2), (0, 3)], np.ones((2, 3)))
+            sink.commit()
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), np.ones((2, 3), np.float32))
+
+
+def test_lines_are_not_appended_through_a_link(tmp_path, link_target):
+    (tmp_path / "log").symlink_to(link_target)
+    with pytest.raises(OutputError, match="log: cannot be written"):
+        append(tmp_path / "log", "line\n")
+
+
+def test_failed_block_keeps_the_old_file(tmp_path):
+    path = tmp_path / "x"
+    write_text(path, "old")
+
+    def write_and_fail():
+        with replacing(path) as file:
+            file.write(b"half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_and_fail()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+    assert path.read_text() == "old"
+
+
+def test_two_writers_of_one_file(tmp_path):
+    """The second writer removes the first one's draft; the first must neither rename nor remove the second's."""
+    first = Draft(tmp_path / "x")
+    second = Draft(tmp_path / "x")
+    second.file.write(b"second")
+    with pytest.raises(OSError, match="another process"):
+        first.finish()
+    first.discard()
+    second.finish()
+    second.discard()
+    assert (tmp_path / "x").read_bytes() == b"second"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_messages_name_path_reason_and_remedy(tmp_path):
+    (tmp_path / "file").write_text("")
+    for action in (lambda: write_text(tmp_path / "file" / "x", "a"), lambda: make_folder(tmp_path / "file" / "x")):
+        with pytest.raises(OutputError, match=r"file/x: .*\((Not a directory|File exists)\); free disk space or check"):
+            action()
+
+
+def test_special_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError, match="not a regular file"):
+        write_text(tmp_path / "pipe", "text")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]

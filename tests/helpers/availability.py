@@ -1,0 +1,49 @@
+"""Backends and launchers that are installed, for tests that run on all of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+from neondist.backends import Backend, Kernels, get_backend
+from neondist.errors import LaunchError
+from neondist.launcher.mpirun import find_mpirun
+
+BACKENDS = ["numpy", *(["torch"] if importlib.util.find_spec("torch") else [])]
+"""installed backends"""
+KERNELS = [*BACKENDS, "not compiled", *(["torch throughout"] if "torch" in BACKENDS else [])]
+"""the same, NumPy's kernels without compiled ones, and torch's kernels at all sizes"""
+
+
+def make_backend(name: str) -> Backend:
+    """Return a backend by its name in KERNELS."""
+    if name == "not compiled":
+        return Backend(name, Kernels())
+    if name != "torch throughout":
+        return get_backend(name)
+    from neondist.backends.torch import TorchTable
+
+    class TorchKernels(TorchTable):
+        small = 0
+
+        def _convolves(self, x, out, kernel=(), stride=(1,)):
+            crashes = max(stride) > 1 and kernel != () and max(kernel) == 1
+            return 0 not in (x.size, *out) and x.ndim > 3 and not crashes
+
+        def _pools(self, x, out):
+            return 0 not in (x.size, *out) and x.ndim > 3
+
+    return Backend(name, TorchKernels())
+
+
+def has_mpirun() -> bool:
+    """Return whether a working mpirun is installed."""
+    try:
+        return find_mpirun(os.environ) is not None
+    except LaunchError:
+        return False
+
+
+needs_mpirun = pytest.mark.skipif(not has_mpirun(), reason="needs mpirun")

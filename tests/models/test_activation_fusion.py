@@ -1,0 +1,167 @@
+"""Activations fused with the preceding layer: unchanged results, and no memory of their own."""
+
+import numpy as np
+import pytest
+
+import neondist as nd
+from neondist.comm import loopback
+from neondist.errors import PassError
+from neondist.halo import Phase
+from neondist.observer import Observer
+from neondist.runtime.debug.guard import GuardedTask
+
+
+class UnfusedReLU(nd.ReLU):
+    """ReLU that overrides a method, and so is not fused."""
+
+    def fprop(self, z):
+        return np.maximum(z, 0)
+
+
+class UnfusedLogistic(nd.Logistic):
+    def fprop(self, z):
+        return super().fprop(z)
+
+
+def make_layers(relu, dist=""):
+    def make(name, *args, **kwargs):
+        return getattr(nd, f"{name}Layer{dist}")(*args, **kwargs)
+
+    def conv(bias=False):  # before a norm, the gradient of a bias is only rounding errors
+        return make("Conv", 4, 3, padding=1, bias=bias)
+
+    def act():
+        return make("Activation", relu())
+
+    block = nd.Sum([[conv(), make("BatchNorm"), act(), conv(), make("BatchNorm")], []])
+    second_block = nd.Sum([[conv(bias=True), act(), conv()], [make("GroupNorm", 2)], []])
+    norm = [make("InstanceNorm", affine=True), act()]
+    last = [
+        make("BatchNorm"),
+        make("Activation", nd.Tanh()),
+        conv(),
+        make("Activation", UnfusedLogistic() if relu is UnfusedReLU else nd.Logistic()),
+    ]
+    tail = [make("GlobalAvgPooling"), make("BatchNorm"), act(), make("FC", 3)]
+    start = [make("BatchNorm"), act(), make("Conv", 4, 3, stride=2, padding=1, bias=False)]
+    return [*start, *norm, block, act(), second_block, act(), nd.Concat([[], [make("MaxPooling", 1)]]), act(),
+            make("Conv", 4, 3, padding=1, activation=relu()), make("MaxPooling", 3, 1, 1),
+            nd.Sum([[conv(bias=True)], []]), act(), make("MaxPooling", (2, 1), 1), make("Crop", 1), conv(),
+            make("BatchNorm"), act(), *last, *tail]  # fmt: skip
+
+
+def build_model(relu, dist="", grid=None, **options):
+    model = (nd.ConvnetDist if dist else nd.Convnet)(
+        make_layers(relu, dist), seed=3, dtype="float64", cost=nd.CrossEntropy(), optimizer=nd.SGD(0.1), **options
+    )
+    model.build((15, 13, 3), 4, grid)
+    return model
+
+
+def run_passes(model):
+    """Return outputs, gradients and trained weights as global arrays."""
+    rng = np.random.default_rng(5)
+    x, dy = rng.normal(0.2, 1, size=(4, 15, 13, 3)), rng.normal(size=(4, 3))
+    run = model.forward(model.scatter(x))
+    arrays = {"y": model.gather(run.output)}
+    arrays["dx"] = model.gather_input(run.backward(model.scatter_output(dy)))
+    arrays |= {f"gradient {name}": array for name, array in model.gradients().items()}
+    for step in range(2):
+        arrays[f"loss {step}"] = np.array(model.train_batch(model.scatter(x), np.arange(4) % 3))
+    arrays["inference"] = model.gather(model.fprop(model.scatter(x), training=False))
+    return arrays | {f"state {name}": array for name, array in model.state().items()}
+
+
+def compute_difference(actual, expected):
+    """Return the largest absolute difference, since gradients cancelled by a norm are only rounding errors."""
+    assert actual.keys() == expected.keys()
+    return max(np.abs(actual[name] - expected[name]).max() for name in expected)
+
+
+@pytest.fixture(scope="module")
+def unfused():
+    model = build_model(UnfusedReLU)
+    assert not any(section.graph.absorbed for section in model.executor.sections)
+    return run_passes(model)
+
+
+def test_fused_steps():
+    model = build_model(nd.ReLU)
+    (section,) = model.executor.sections
+    graph = section.graph
+    hosts = [
+        type(graph.steps[host].layer or graph.steps[host].join).__name__.removesuffix("Layer")
+        for host in graph.absorbed.values()
+    ]
+    norms = ["BatchNorm", "InstanceNorm", "BatchNorm", "Sum", "Conv", "Sum", "Sum", "BatchNorm"]
+    assert hosts == [*norms, "Conv"]  # the last one is the logistic function; tanh is not fused with norms
+    plan = section.plan
+    for index, host in graph.absorbed.items():
+        assert graph.steps[host].output not in plan.values
+        assert index not in plan.gradients  # not even of sums, which reuse the gradient of the next step
+    cleared = [type(graph.steps[host].layer or graph.steps[host].join).__name__ for host in graph.cleared]
+    assert cleared == ["ConvLayer", "ActivationLayer", "ConvLayer", "Sum"]  # by convolutions, then by poolings
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"recompute": True}, {"strips": 3}], ids=str)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "not compiled"])
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+@pytest.mark.long
+def test_fusion_keeps_results(unfused, options, backend, compiled, monkeypatch):
+    if backend == "torch":
+        pytest.importorskip("torch")
+    if not compiled:
+        monkeypatch.setattr("neondist.backends.cells.compiled", lambda: None)
+    model = build_model(nd.ReLU, backend=backend, **options)
+    assert compute_difference(run_passes(model), unfused) < 1e-10
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2), (4, 1), (6, 1)])
+@pytest.mark.long
+def test_fusion_on_grids(unfused, ranks, replicas):
+    def job(comm):
+        return run_passes(build_model(nd.ReLU, "Dist", nd.ProcessGrid(comm, replicas=replicas)))
+
+    for actual in loopback.run(ranks, job):
+        assert compute_difference(actual, unfused) < 1e-10
+
+
+def test_fusion_under_guard(unfused):
+    """No array is overwritten while it is still read."""
+    model = build_model(nd.ReLU, "Dist", nd.ProcessGrid.serial())
+    model.executor = model.executor.with_tasks(GuardedTask)
+    assert compute_difference(run_passes(model), unfused) < 1e-10
+
+
+def test_passes_ending_between_layer_and_activation():
+    """A pass that ends at the norm gives the output of the norm."""
+    fused, unfused = build_model(nd.ReLU), build_model(UnfusedReLU)
+    x = np.random.default_rng(0).normal(size=(4, 15, 13, 3))
+    for nodes in range(1, len(fused.layers) + 1):
+        with (
+            fused.executor.passing(x, Phase(training=False), nodes) as fused_run,
+            unfused.executor.passing(x, Phase(training=False), nodes) as unfused_run,
+        ):
+            np.testing.assert_allclose(fused_run.output, unfused_run.output, rtol=0, atol=1e-12)
+            gradients = [
+                model.executor.backward(run, run.output.copy())
+                for model, run in ((fused, fused_run), (unfused, unfused_run))
+            ]
+            np.testing.assert_allclose(*gradients, rtol=0, atol=1e-10)
+    run = fused.executor.forward(x, Phase(training=True))
+    with pytest.raises(PassError, match="between a layer and its activation"):
+        fused.executor.backward(run, np.ones((4, 3)), first=1)
+
+
+def test_observers_see_both_layers():
+    names = []
+
+    class OutputRecorder(Observer):
+        def value(self, layer, name, array):
+            if name == "output":
+                names.append(layer.name)
+
+    model = build_model(nd.ReLU)
+    with model.grid.observers.watched_by(OutputRecorder()):
+        model.fprop(np.ones((4, 15, 13, 3)))
+    assert names == [layer.name for layer in model.leaves]

@@ -1,0 +1,93 @@
+"""Recomputed sections give the results of stored ones."""
+
+import numpy as np
+import pytest
+from common_checks import max_relative_difference
+from every_layer import build_every_layer, draw_arrays, run_steps
+from gb_runs import build_gb
+
+import neondist as nd
+from neondist.comm import loopback
+
+GRIDS = [(1, 1), (3, 1), (4, 2)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.long
+def test_every_layer(every_layer_steps, grid):
+    ranks, replicas = grid
+
+    def job(comm):
+        results = []
+        for options in ({}, {"accumulate": 3}, {"sync": "bucketed"}):
+            model = build_every_layer(
+                "Dist", nd.ProcessGrid(comm, replicas=replicas), batch=8, recompute=True, **options
+            )
+            assert len(model.executor.sections) > 2
+            sent = model.bytes_sent
+            results.append(run_steps(model))
+            planned = sum(model.compiled.bytes(comm.rank, batch) for batch in (8, 5))
+            assert model.bytes_sent - sent == planned
+        return results
+
+    for results in loopback.run(ranks, job):
+        for actual in results:
+            assert max_relative_difference(actual, every_layer_steps) < 1e-10
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.long
+def test_interleaved_and_repeated_backward_passes(ranks):
+    def job(comm):
+        results = []
+        for recompute in (False, True):
+            model = build_every_layer("Dist", nd.ProcessGrid(comm), recompute=recompute)
+            inputs = [draw_arrays(model, seed) for seed in (0, 1)]
+            runs = [model.forward(model.scatter(x)) for x, _ in inputs]
+            results.append([model.gather_input(runs[index].backward(inputs[index][1])) for index in (1, 0, 1)])
+        return results
+
+    for stored, recomputed in loopback.run(ranks, job):
+        for stored_array, recomputed_array in zip(stored, recomputed, strict=True):
+            np.testing.assert_allclose(stored_array, recomputed_array, rtol=0, atol=1e-12)
+
+
+def test_memory_is_that_of_a_section():
+    def build_model(recompute):
+        layers = [nd.ConvLayer(8, 3, padding=1, activation=nd.Tanh()) for _ in range(34)]
+        built = nd.Convnet([*layers, nd.GlobalAvgPoolingLayer(), nd.FCLayer(4)], recompute=recompute)
+        built.build((32, 32, 8), 2)
+        return built
+
+    full, sections = build_model(False), build_model(True)
+    assert len(sections.executor.sections) == 6
+    assert sections.compiled.memory(0) < 0.45 * full.compiled.memory(0)
+    x, labels = np.ones((2, 32, 32, 8), np.float32), np.zeros(2, int)
+    assert sections.train_batch(x, labels) == pytest.approx(full.train_batch(x, labels))
+    assert sections.executor.blocks.count == 1
+    (block,) = sections.executor.blocks._blocks.values()
+    assert block.nbytes <= sections.compiled.memory(0)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [nd.schemes.Stale(), nd.schemes.Quantised(feedback=True), nd.schemes.Every(2)],
+    ids=lambda scheme: type(scheme).__name__,
+)
+def test_stateful_schemes_are_rejected(scheme):
+    message = "recompute: the scheme .* of layer 'conv1' reuses .* leave out recompute"
+    with pytest.raises(nd.ConfigError, match=message):
+        nd.Convnet([nd.ConvLayer(2, 3)], scheme=scheme, recompute=True)
+
+
+def test_head_and_full_training_of_gb():
+    states = []
+    for recompute in (False, True):
+        model, x = build_gb("unshared", num_initial_epochs=1, recompute=recompute)
+        for epoch in (0, 1):
+            model.begin_epoch(epoch)
+            model.train_batch(x, np.arange(6) % 4)
+        model.stages[0].begin_epoch(0)
+        model.stages[0].train_batch(x)
+        states.append(model.state())
+    assert max_relative_difference(*states) < 1e-12

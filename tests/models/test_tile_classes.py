@@ -1,0 +1,62 @@
+"""Plans computed for one tile of each class equal those computed for all tiles."""
+
+import os
+
+import pytest
+
+pytest.importorskip("torch", reason="some of the generated networks need PyTorch")
+
+from graphs.build import build_model
+from graphs.draw import draw_case
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+import neondist as nd
+from neondist.plan import report
+
+SEED = int(os.environ["NEONDIST_SEED"])
+side_lengths = st.integers(1, 7)
+
+
+@settings(max_examples=12)
+@given(
+    st.integers(0, 10**6),
+    st.builds(nd.GridShape, st.integers(1, 2), side_lengths, side_lengths, st.sampled_from([1, 1, 2])),
+    st.sampled_from([None, None, "ShardedOptimizer", "PSLoadBalancing"]),
+)
+def test_tile_classes_represent_all_tiles(number, grid, strategy):
+    case = draw_case(SEED, number)
+    model = build_model(case.replace(memory=None, accumulate=1), dist=True)
+    try:
+        model.execute(memory=case.memory and grid.size << 40, strategy=strategy)
+        plan = model.plan(case.shape, grid, max(case.batch, grid.replicas))
+        plan.parameters.strategy.check_synchronous()
+    except nd.UserError:
+        reject()
+    tiles, size = range(grid.tiles), plan.itemsize
+    assert plan.peak == max(plan.arena(0, tile) for tile in tiles)
+    assert plan.needed == max(plan.memory(tile) for tile in tiles)
+    assert plan.needed_by(None) == max(plan._unstreamed(0, tile) + plan.parameters.memory(tile) for tile in tiles)
+    for index, (layer, costs) in enumerate(zip(plan, plan.costs(), strict=True)):
+        views, outputs = [layer.view(tile) for tile in tiles], [layer.tile(tile) for tile in tiles]
+        assert layer.held == [layer.held_by(tile) for tile in tiles]
+        assert layer.halo_cells == [
+            sum(exchange.plan(tile).halo_volume for exchange in layer._exchanges) for tile in tiles
+        ]
+        sent = [
+            [
+                piece.source.size * exchange.channels
+                for exchange in layer._exchanges
+                for piece in exchange.plan(tile).sends
+            ]
+            for tile in tiles
+        ]
+        assert list(map(sorted, layer._gather_messages)) == list(map(sorted, sent))
+        arrays = (1 + (index > 0)) * max(view.buffer.size for view in views) * layer.input_shape[-1] * size
+        held = max(layer.held) * size * (2 + len(model.optimizer.kept))
+        assert costs.memory == arrays * plan.held_samples(0) + held
+        for box, boxes in (
+            ((lambda tile, layer=layer: layer.view(tile).need), [view.need for view in views]),
+            (layer.tile, outputs),
+        ):
+            assert report._extents(map(box, layer.distinct_tiles), 1) == report._extents(boxes, 1)

@@ -1,0 +1,177 @@
+"""Modules that cannot be captured or distributed: located messages, and the remedies that they suggest."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from test_torch_bad_input import RANKS, check_rejected, collect_messages  # noqa: E402
+from torch import nn  # noqa: E402
+from torch_training import IMAGES, Net, build_seeded, draw_tensor  # noqa: E402
+
+import neondist as nd  # noqa: E402
+import neondist.torch as ndt  # noqa: E402
+from neondist.comm import loopback  # noqa: E402
+
+
+class FunctionModule(nn.Module):
+    """Module that calls a function; it is defined here because error messages name its file."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+class ConvolvedFunction(nn.Module):
+    """Convolution followed by a module that calls a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 3, 3), FunctionModule(function))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+DATA_DEPENDENT = {
+    "if": lambda x: x * 2 if x.sum() > 0 else x,
+    "item": lambda x: x[..., : int(x.amax().item())],
+    "nonzero": lambda x: x[..., : x.nonzero().shape[0]],
+    "float": lambda x: x / float(x.max()),
+    "mask": lambda x: x[x > 0],
+}
+
+
+@pytest.mark.parametrize("name", DATA_DEPENDENT)
+@pytest.mark.long
+def test_data_dependent_code(name):
+    for message in collect_messages(lambda grid: ndt.distribute(ConvolvedFunction(DATA_DEPENDENT[name]), IMAGES, grid)):
+        assert "test_capture_errors.py:" in message, message
+        assert "not on their values" in message, message
+        assert len(message.splitlines()) == 1
+        assert len(message) < 600
+
+
+def test_tensor_data():
+    def body(grid):
+        ndt.distribute(ConvolvedFunction(lambda x: torch.cat([x, x.data])), IMAGES, grid)
+
+    check_rejected(body, "Tensor.data in a forward is not recorded; use .detach() instead")
+
+
+@pytest.mark.parametrize("prepare", [lambda x: x, lambda x: x.mean((2, 3))], ids=["tiles", "replicated"])
+def test_memory_layouts(prepare):
+    check_rejected(
+        lambda grid: ndt.distribute(
+            ConvolvedFunction(lambda x: torch.as_strided(prepare(x), (2, 2), (1, 3))), IMAGES, grid
+        ),
+        "aten.as_strided.default in module 'body.1' cannot be distributed: its memory layout differs from that in one",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": (5, 1)}, "antialias to a single column"),
+        ({"scale_factor": (0.5, 1.05)}, "cells unchanged, but not their gradient"),
+    ],
+)
+def test_incorrect_antialiasing_in_pytorch(options, message):
+    interpolate = ConvolvedFunction(lambda x: F.interpolate(x, mode="bilinear", antialias=True, **options))
+    check_rejected(lambda grid: ndt.distribute(interpolate, IMAGES, grid), message)
+
+
+def test_unregistered_trainable_tensor():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.ones(3, 1, 1, requires_grad=True)
+
+        def forward(self, x):
+            return x * self.scale
+
+    check_rejected(
+        lambda grid: ndt.distribute(Net(), IMAGES, grid),
+        "aten.mul.Tensor receives a tensor that requires grad but is not a",
+    )
+
+
+def test_python_errors_of_the_module():
+    def body(grid):
+        ndt.distribute(ConvolvedFunction(lambda x: x.view(5, -1)), IMAGES, grid)
+
+    for message in collect_messages(body):
+        assert "test_capture_errors.py:" in message
+        assert "FunctionModule cannot be captured" in message or "ConvolvedFunction cannot be captured" in message
+        assert "shape '[5, -1]' is invalid" in message
+        assert "values" not in message
+
+
+@torch.library.custom_op("tests::smoothed", mutates_args=())
+def smooth(x: torch.Tensor) -> torch.Tensor:
+    return x + x.roll(1, 2)
+
+
+@smooth.register_fake
+def smooth_fake(x):
+    return torch.empty_like(x)
+
+
+UNSUPPORTED = {
+    "eigvals": lambda x: torch.linalg.eigvals(x[..., :7, :]).abs(),
+    "histc": lambda x: x.histc(4),
+    "smoothed": lambda x: smooth(x),
+}
+
+
+SUPPORTED = {
+    "grid_sample": lambda x: F.grid_sample(x, x[:, :2].movedim(1, -1), align_corners=False),
+    "sort": lambda x: x.flatten(2).sort(-1)[0],
+    "cumsum": lambda x: x.cumsum(2),
+}
+
+
+@pytest.mark.usefixtures("shared_captures")
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_operators_without_a_rule_are_located(name):
+    def body(grid):
+        with pytest.raises(ndt.UnsupportedOperator) as caught:
+            ndt.distribute(ConvolvedFunction(UNSUPPORTED[name]), IMAGES, grid)
+        error = caught.value
+        assert error.module == "body.1"
+        assert "test_capture_errors.py:" in error.source
+        assert name in error.operator
+        message = str(error)
+        assert message.startswith(error.source)
+        assert "gather_at=['body.1'] computes that module on whole arrays on every rank" in message
+        raise error
+
+    check_rejected(body, "in module 'body.1' cannot be distributed")
+
+
+@pytest.mark.usefixtures("shared_captures")
+@pytest.mark.parametrize("name", [*UNSUPPORTED, *SUPPORTED])
+def test_suggested_remedy_works(name):
+    module = build_seeded(lambda: ConvolvedFunction((UNSUPPORTED | SUPPORTED)[name]))
+    expected = module(draw_tensor(*IMAGES))
+
+    def body(world):
+        with nd.ProcessGrid(world) as grid:
+            model = ndt.distribute(module, IMAGES, grid, gather_at=["body.1"])
+            return model.gather(model(model.scatter(draw_tensor(*IMAGES))))
+
+    for actual in loopback.run(RANKS, body):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.usefixtures("shared_captures")
+def test_gather_at_suggests_similar_names():
+    def body(grid):
+        ndt.distribute(build_seeded(Net), IMAGES, grid, gather_at=["firts"])
+
+    check_rejected(body, "gather_at: the module has none named 'firts'; did you mean 'first'?")
+    with nd.ProcessGrid.serial() as grid, pytest.raises(nd.ConfigError, match=r"got a string; use \['first'\]"):
+        ndt.distribute(build_seeded(Net), IMAGES, grid, gather_at="first")
