@@ -29,7 +29,7 @@ from .errors import (
     UserError,
 )
 from .formats import TileSink, TileSource, create_sink, open_source
-from .geometry import Box, GridShape, HaloPlan, RepartitionPlan, Window, split
+from .geometry import Box, GridShape, HaloPlan, RepartitionPlan, Window, part_range
 from .halo import GlobalArray, PaddedArray, schemes
 from .initializers import Constant, FanInNormal, FanInUniform, Gaussian, GlorotUniform, Initializer, Uniform
 from .layers import (
@@ -317,10 +317,10 @@ __all__ = [
     "get_backend",
     "loopback",
     "open_source",
+    "part_range",
     "pretrain",
     "schemes",
     "scope",
-    "split",
     "strategies",
 ]
 

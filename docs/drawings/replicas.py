@@ -2,7 +2,7 @@
 
 from svg import FILLS, INK, LINES, Picture
 
-from neondist.geometry import GridShape, split
+from neondist.geometry import GridShape, part_range
 
 SIDE, TOP = 210, 104
 UNDER = "Ranks of one replica share each of their samples; replicas share the batch."
@@ -15,7 +15,7 @@ def draw() -> Picture:
     picture.heading(30, title, UNDER)
     lefts = [90, 480]
     for replica, left in enumerate(lefts):
-        lo, hi = split(6, shape.replicas, replica)
+        lo, hi = part_range(6, shape.replicas, replica)
         name = f"replica {replica}: samples {lo} to {hi - 1}"
         picture.text(left + SIDE / 2, TOP - 12, name, 14, INK, "middle", bold=True)
         for behind in range(hi - lo - 1, 0, -1):

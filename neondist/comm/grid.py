@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ..errors import ConfigError
-from ..geometry import Box, GridShape, Partition, grid_shape, split
+from ..geometry import Box, GridShape, Partition, grid_shape, part_range
 from ..observer import Observers
 from ..registry.arguments import checked
 from . import mpi
@@ -188,7 +188,7 @@ class ProcessGrid:
 
     def sample_range(self, batch: int) -> tuple[int, int]:
         """Return the half-open range of a batch's samples on this rank's replica."""
-        return split(batch, self.replicas, self.replica)
+        return part_range(batch, self.replicas, self.replica)
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(repr(self))}</pre>"

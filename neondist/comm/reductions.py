@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.namespace import HostTwin, namespace, to_host, wait_for
-from ..geometry import split
+from ..geometry import part_range
 from .grid import ProcessGrid
 from .transport import CompletedRequest, ReduceOp, Request, Transport
 
@@ -126,7 +126,7 @@ class Reductions:
             Codes of the whole sum; this rank's slice of it, and the encoding error in the slice.
         """
         transport = self._record(group, codes)
-        bounds = [split(codes.size, transport.size, rank) for rank in range(transport.size)]
+        bounds = [part_range(codes.size, transport.size, rank) for rank in range(transport.size)]
         lo, hi = bounds[transport.rank]
         with self.grid.observers.during("wait", "", self.direction, group):
             shares = transport.all_to_all([codes[start:stop] for start, stop in bounds], [(hi - lo,)] * len(bounds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil, log, prod
 
-from ..geometry import split
+from ..geometry import part_range
 
 _LEAST, _MOST = 1 << 14, 1 << 20  # bytes of a chunk: small ones cost overhead, large ones excess reads
 _PIECES = 256  # chunks of an image between these bounds
@@ -30,7 +30,7 @@ def chunk_shape(spatial: Sequence[int], channels: int, itemsize: int) -> tuple[i
 def cells_read(n: int, chunk: int, parts: int) -> int:
     """Return the total number of cells that `parts` tiles of an axis of n cells read from chunks of `chunk` cells."""
     total = 0
-    for lo, hi in (split(n, parts, part) for part in range(parts)):
+    for lo, hi in (part_range(n, parts, part) for part in range(parts)):
         if hi > lo:
             total += min(n, ceil(hi / chunk) * chunk) - lo // chunk * chunk
     return total

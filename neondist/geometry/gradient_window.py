@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .box import Box
 from .lattice import Cells, clip_ranges, hull_of, outputs_using
-from .split import Partition, split
+from .partition import Partition, part_range
 from .window import Window
 
 
@@ -70,8 +70,8 @@ def halo_volume(partition: Partition, window: Window) -> int:
     for axis, (n, out, parts) in enumerate(zip(partition.extent, outputs, partition.parts, strict=True)):
         axis_window, needs, keeps = window.along(axis), 0, 0
         for part in range(parts):
-            seen = axis_window.used_cells(*split(out, parts, part))
+            seen = axis_window.used_cells(*part_range(out, parts, part))
             needs += sum(map(len, clip_ranges(seen, 0, n)))
-            keeps += sum(map(len, clip_ranges(seen, *split(n, parts, part))))
+            keeps += sum(map(len, clip_ranges(seen, *part_range(n, parts, part))))
         needed, kept = needed * needs, kept * keeps
     return needed - kept

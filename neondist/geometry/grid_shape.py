@@ -8,8 +8,8 @@ from functools import lru_cache
 from math import prod
 
 from ..errors import ConfigError, GridError
+from .partition import Partition, factorisations, part_range
 from .regions import Overlapping
-from .split import Partition, factorisations, split
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _partition_strips(grid: StripGrid, extent: tuple[int, ...]) -> Partition:
         return Partition((), (), grid.tiles)
     ranges = [tuple(tiles.range(axis, part) for part in range(parts)) for axis, parts in enumerate(tiles.parts)]
     empty = 0 if grid.last is None else grid.strips - grid.last
-    cut = [[split(hi - lo, grid.strips, at) for at in range(grid.strips)] for lo, hi in ranges[0]]
+    cut = [[part_range(hi - lo, grid.strips, at) for at in range(grid.strips)] for lo, hi in ranges[0]]
     cut = [[(strips[empty][0],) * 2] * empty + strips[empty:] for strips in cut]
     ranges[0] = tuple((lo + a, lo + b) for (lo, _), strips in zip(ranges[0], cut, strict=True) for a, b in strips)
     return Overlapping(extent, grid.parts(len(extent)), grid.tiles, tuple(ranges))

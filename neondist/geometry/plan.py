@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from .box import Box
 from .lattice import Cells, Lattice, as_ranges, clip_ranges, shift_range
-from .split import Partition
+from .partition import Partition
 from .window import Window
 
 Level: TypeAlias = Literal["messages", "extents", "all"]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .box import Box
+from .partition import Partition
 from .plan import needs_along, sources_within
-from .split import Partition
 from .window import Window
 
 Range = tuple[int, int]

@@ -11,7 +11,7 @@ from ..arrays.namespace import to_host
 from ..backends import Backend, get_backend
 from ..comm import CALL, Exchange, ProcessGrid, Reductions, check_alike, group_of
 from ..errors import GridError, ShapeError
-from ..geometry import Box, HaloPlan, Partition, Window, split
+from ..geometry import Box, HaloPlan, Partition, Window, part_range
 from ..registry.arguments import checked
 from .buffer import HaloBuffer, Slots
 from .exchange import WHOLE, HaloExchange, Phase
@@ -225,7 +225,7 @@ class GlobalArray:
         self.grid.check("redistribute", {"the shape of samples": shape, "the replicas": len(replicas)})
 
         def boxes(samples: int) -> list[Box]:
-            return boxes_of((split(samples, len(replicas), at) for at in replicas), other.tiles, other.channels)
+            return boxes_of((part_range(samples, len(replicas), at) for at in replicas), other.tiles, other.channels)
 
         return self._redistribute(tile, other, boxes)
 

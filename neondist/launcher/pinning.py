@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..geometry import split
+from ..geometry import part_range
 from ..system import threads
 from ..system.job import Job
 
@@ -58,7 +58,7 @@ def pin(job: Job, env: Mapping[str, str]) -> None:
     cpus = shared_cpus(env)
     if not cpus or job.rank is None or not job.size:
         return
-    lo, hi = split(len(cpus), job.size, job.rank)
+    lo, hi = part_range(len(cpus), job.size, job.rank)
     for task in Path("/proc/self/task").iterdir():  # libraries may have started threads already
         with contextlib.suppress(OSError):  # the thread has ended, or cores were removed
             os.sched_setaffinity(int(task.name), cpus[lo:hi])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp, prod
 from typing import Any
 
-from ..geometry import Box, GridShape, Window, split
+from ..geometry import Box, GridShape, Window, part_range
 from ..halo import Phase
 from .layout import Shape
 
@@ -68,7 +68,7 @@ def halo_volume(extent: Shape, window: Window, grid: GridShape) -> int:
     """
     needed = 1
     for n, parts, (reach, _) in zip(extent, grid.parts(len(extent)), window.padding, strict=True):
-        ranges = [split(n, parts, part) for part in range(parts)]
+        ranges = [part_range(n, parts, part) for part in range(parts)]
         needed *= sum(min(hi + reach, n) - max(lo - reach, 0) for lo, hi in ranges if lo < hi)
     return needed - prod(extent)
 

@@ -9,7 +9,7 @@ from math import inf
 
 from ..errors import ConfigError
 from ..geometry import GridShape
-from ..geometry.split import split
+from ..geometry.partition import part_range
 from ..halo import as_scheme, scheme_text
 from ..layers import Layer, Node
 from ..system.machine import Figures, Machine
@@ -62,7 +62,7 @@ def figures_on(
     cell_seconds : mapping of str to float, optional
         Measured times, as in `Figures`.
     """
-    samples = max(1, split(batch_size, grid.replicas, 0)[1])
+    samples = max(1, part_range(batch_size, grid.replicas, 0)[1])
     return replace(
         machine.figures(grid.tiles), samples=samples, itemsize=itemsize, cell_seconds=dict(cell_seconds or {})
     )

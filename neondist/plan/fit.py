@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from ..errors import ConfigError, UserError
-from ..geometry import GridShape, split
+from ..geometry import GridShape, part_range
 from ..layers import Layer, Sequential
 from ..system.memory import words
 from .graph import Graph, Lowering, name_layer_error
@@ -43,7 +43,7 @@ def compile_plan(
         A layer is invalid; the message names it, and `subject` is the layer.
     """
     graph = Lowering(chain.layers, input_shape).graph
-    samples = None if batch_size is None else max(1, split(batch_size, grid.replicas, 0)[1])
+    samples = None if batch_size is None else max(1, part_range(batch_size, grid.replicas, 0)[1])
     with _name_layer(chain):
         regions = find_regions(chain, graph, grid, samples)
 

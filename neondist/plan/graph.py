@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..errors import ShapeError, UserError
-from ..geometry import split
+from ..geometry import part_range
 from ..layers import Branches, Layer, Node, Shard, declared_with
 
 Shape = tuple[int, ...]
@@ -45,7 +45,7 @@ class Cut(NamedTuple):
 
     def sent(self, tiles: int, tile: int) -> int:
         """Return the elements per sample that the rank of a tile sends."""
-        lo, hi = split(self.features, tiles, tile)
+        lo, hi = part_range(self.features, tiles, tile)
         return self.features - (hi - lo) if self.adds else (tiles - 1) * (hi - lo)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..comm import group_of
 from ..costs import Cost
 from ..costs.mean import parts_of
-from ..geometry import GridShape, Level, Partition, split
+from ..geometry import GridShape, Level, Partition, part_range
 from ..optim import Optimizer
 from ..registry import serial_class
 from ..strategies import Strategy, StrategyBuilder
@@ -334,7 +334,7 @@ class Plan(Sequence[LayerPlan]):
         start = 0 if self.stream is None else self.stream.nodes
         nodes = len(self.graph.ends) - 1 - start
         count = max(1, isqrt(nodes)) if self.training.recompute else 1
-        cuts = [start + split(nodes, count, at)[0] for at in range(1, count)]
+        cuts = [start + part_range(nodes, count, at)[0] for at in range(1, count)]
         ends = self.graph.ends  # nodes without steps are not a section of their own
         cuts = [at for at in cuts if ends[at][1] not in self.graph.shards and ends[at] != ends[start]]
         cuts = [start, *cuts, start + nodes]
@@ -388,7 +388,7 @@ class Plan(Sequence[LayerPlan]):
 
     def samples(self, replica: int, batch_size: int | None = None) -> int:
         """Return the number of samples of a batch on a replica."""
-        lo, hi = split(self.batch_size if batch_size is None else batch_size, self.grid.replicas, replica)
+        lo, hi = part_range(self.batch_size if batch_size is None else batch_size, self.grid.replicas, replica)
         return hi - lo
 
     def table(self) -> Any:
@@ -438,7 +438,7 @@ class Plan(Sequence[LayerPlan]):
 def micro_batches(samples: int, accumulate: int) -> list[tuple[int, int]]:
     """Return the ranges of a rank's samples in each micro-batch."""
     count = max(1, min(accumulate, samples))
-    return [split(samples, count, at) for at in range(count)]
+    return [part_range(samples, count, at) for at in range(count)]
 
 
 def largest_of(batches: Sequence[tuple[int, int]]) -> int:

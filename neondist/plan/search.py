@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError, UserError
 from ..geometry import GridShape, grid_shape
-from ..geometry.split import factorisations
+from ..geometry.partition import factorisations
 from ..strategies import ParameterSpec, Strategy, StrategyBuilder
 from ..strategies.auto import SyncCosts, sync_costs
 from ..strategies.builder import Resources

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..geometry import split
+from ..geometry import part_range
 from .parameter_spec import ParameterSpec
 
 Partition = tuple[int, list[int]]
@@ -25,7 +25,7 @@ def partition(spec: ParameterSpec, axis: int, parts: int) -> Partition | None:
     """Return a balanced partition of one axis into `parts` parts, larger ones first; None for a single part."""
     if axis >= len(spec.shape) or parts < 2:
         return None
-    bounds = (split(spec.shape[axis], parts, part) for part in range(parts))
+    bounds = (part_range(spec.shape[axis], parts, part) for part in range(parts))
     return axis, [hi - lo for lo, hi in bounds]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..geometry import Box, split
+from ..geometry import Box, part_range
 from .strategy import ParameterStrategy, Strategy
 
 Shape = tuple[int, ...]
@@ -51,7 +51,7 @@ def shares_of(strategy: Strategy, ranks: int, names: Iterable[str] | None = None
     for name, entry in chosen.items():
         size, shape = strategy.specs[name].size, tuple(strategy.specs[name].shape) or (1,)
         if name in starts:
-            bounds = [split(ends[-1], len(entry.owners), part) for part in range(len(entry.owners))]
+            bounds = [part_range(ends[-1], len(entry.owners), part) for part in range(len(entry.owners))]
             ranges = [(max(0, lo - starts[name]), min(size, hi - starts[name])) for lo, hi in bounds]
             parts = {holders[owner]: Box((lo,), (hi,)) for owner, (lo, hi) in zip(entry.owners, ranges, strict=True)}
             shares[name] = _share((size,), parts, ranks)

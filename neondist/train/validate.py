@@ -14,7 +14,7 @@ from ..costs.mean import parts_of
 from ..data import Dataset
 from ..data.augment import Transform
 from ..errors import ConfigError, GridError, UserError
-from ..geometry import GridShape, grid_shape, split
+from ..geometry import GridShape, grid_shape, part_range
 from ..metrics import Metric
 from ..models import TrainableModel
 from ..plan import Plan
@@ -104,7 +104,7 @@ def validate(experiment: Experiment, ranks: int, grid: GridShape | None = None, 
 def _check_room_for_batches(dataset: Dataset, shape: GridShape, batch_size: int, itemsize: int) -> None:
     """Raise DataError if a batch's tile does not fit in the memory of this machine."""
     extent, channels = dataset.sample_shape[:-1], dataset.sample_shape[-1]
-    samples = split(batch_size, shape.replicas, 0)[1]
+    samples = part_range(batch_size, shape.replicas, 0)[1]
     cells = shape.partition(extent).box(0).size * channels  # the first tile is the largest
     needed = _BATCHES * samples * cells * itemsize
     require_room(needed, f"a rank's tile of {samples} samples", "use more ranks, or smaller batches")

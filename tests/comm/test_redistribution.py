@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from neondist.comm import ProcessGrid, Redistribution, Reductions, loopback
 from neondist.geometry import Box
-from neondist.geometry.split import factorisations
+from neondist.geometry.partition import factorisations
 
 
 @st.composite

@@ -56,7 +56,7 @@ def test_tiles_of_a_replica_share_a_shard(replicas, tiles, after_open, by_rank, 
 
     images = raw_cells(open_dataset(nd.Synthetic((4, 3, 1), train=n, test=2)).train)
     for replica, row, tile in loopback.run(replicas * tiles, body):
-        lo, hi = nd.split(4, tiles, row)
+        lo, hi = nd.part_range(4, tiles, row)
         assert np.array_equal(tile, images[replica::replicas, lo:hi])
 
 

@@ -22,7 +22,7 @@ def split_into_boxes(shape, counts):
     """Return disjoint boxes of unequal sizes that cover an array."""
     spans = []
     for n, parts in zip(shape, counts, strict=False):
-        spans.append([nd.split(n, min(parts, n), part) for part in range(min(parts, n))])
+        spans.append([nd.part_range(n, min(parts, n), part) for part in range(min(parts, n))])
     spans += [[(0, n)] for n in shape[len(counts) :]]
     boxes = [()]
     for pairs in spans:

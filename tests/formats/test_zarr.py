@@ -67,7 +67,7 @@ def test_ranks_write_a_pyramid(tmp_path, ome, ranks):
     def write_rows(grid):
         options = {"chunks": (256, 128, 2), "grid": grid, "ome": ome}
         with nd.create_sink(tmp_path / "a.ome.zarr", array.shape, "uint8", "YXC", **options) as sink:
-            rows = slice(*nd.split(1100, grid.size, grid.rank))
+            rows = slice(*nd.part_range(1100, grid.size, grid.rank))
             sink.write([rows, slice(0, 700), slice(0, 2)], array[rows])
             sink.commit()
 

@@ -26,16 +26,16 @@ from neondist.geometry import (
     fold,
     grid_shape,
     halo_volume,
+    part_range,
     same_padding,
-    split,
 )
 
 partitions_3d = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
-def test_split_is_a_balanced_partition(n, parts):
-    ranges = [split(n, parts, i) for i in range(parts)]
+def test_parts_are_balanced(n, parts):
+    ranges = [part_range(n, parts, i) for i in range(parts)]
     assert [lo for lo, _ in ranges] == [0, *(hi for _, hi in ranges[:-1])]
     assert ranges[-1][1] == n
     sizes = [hi - lo for lo, hi in ranges]
@@ -45,7 +45,7 @@ def test_split_is_a_balanced_partition(n, parts):
 
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(-10, 70), st.integers(-10, 70))
 def test_owners_are_the_parts_overlapping_a_range(n, parts, lo, hi):
-    ranges = ((part, *split(n, parts, part)) for part in range(parts))
+    ranges = ((part, *part_range(n, parts, part)) for part in range(parts))
     expected = [(part, max(a, lo), min(b, hi)) for part, a, b in ranges if max(a, lo) < min(b, hi)]
     assert Partition((n,), (parts,)).owners(0, lo, hi) == expected
 

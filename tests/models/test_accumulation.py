@@ -10,7 +10,7 @@ import neondist as nd
 from neondist.comm import loopback
 from neondist.data import Synthetic
 from neondist.errors import NonFiniteError
-from neondist.geometry import split
+from neondist.geometry import part_range
 from neondist.train import evaluate
 
 
@@ -29,7 +29,7 @@ def test_every_layer_in_micro_batches(every_layer_steps, grid):
     for rank, results in enumerate(loopback.run(ranks, job)):
         for parts, (actual, workspaces) in zip((1, 2, 3, 5), results, strict=True):
             assert max_relative_difference(actual, every_layer_steps) < 1e-10
-            lo, hi = split(8, replicas, rank // (ranks // replicas))
+            lo, hi = part_range(8, replicas, rank // (ranks // replicas))
             assert workspaces == min(parts, hi - lo)  # all at once, for batch statistics
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...geometry import GridShape, grid_shape
-from ...geometry.split import factorisations
+from ...geometry.partition import factorisations
 from ...models import Model
 from ...plan.choices import choose, figures_on, put_schemes
 from ...system.machine import Machine

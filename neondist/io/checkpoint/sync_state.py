@@ -12,7 +12,7 @@ import numpy as np
 
 from ...comm import Transport
 from ...errors import DataError
-from ...geometry import Box, split
+from ...geometry import Box, part_range
 from ...parallel import SyncState
 from .pieces import Piece
 from .read import CheckpointReader
@@ -55,7 +55,7 @@ def restore_sync(file: CheckpointReader, states: Sequence[SyncState], world: Tra
                 f" {['ranks', *state.array.shape]}, so name another file, or run without --resume"
             )
         writers = 0 if shape is None else shape[0]
-        lo, hi = split(writers, world.size, world.rank)
+        lo, hi = part_range(writers, world.size, world.rank)
         part = np.zeros((hi - lo, *state.array.shape), state.array.dtype)
         if writers:
             file.fill([_piece(state, part, world, writers)])
@@ -68,6 +68,6 @@ def _piece(state: SyncState, array: np.ndarray, world: Transport, writers: int |
     if state.replicated:
         return Piece(f"{GROUP}/{state.name}", shape, array, [Box.of(shape)])
     total, nothing = world.size if writers is None else writers, (0,) * len(shape)
-    bounds = (split(total, world.size, rank) for rank in range(world.size))
+    bounds = (part_range(total, world.size, rank) for rank in range(world.size))
     boxes = [Box((lo, *nothing), (hi, *shape)) for lo, hi in bounds]
     return Piece(f"{GROUP}/{state.name}", (total, *shape), array, boxes)

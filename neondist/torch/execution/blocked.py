@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...comm import ProcessGrid
-from ...geometry import split
+from ...geometry import part_range
 from ..exchange.functions import Moments
 from ..exchange.mesh_comm import MeshComm
 from ..ir.graph import has_gradients
@@ -222,5 +222,5 @@ def at_least_one(own: AxisRanges, whole: AxisRanges) -> AxisRanges:
 def _part_of(lo: int, hi: int, parts: Sequence[int], place: Sequence[int], axis: int | None) -> Range:
     if axis is None:
         return lo, hi
-    a, b = split(hi - lo, parts[axis], place[axis])
+    a, b = part_range(hi - lo, parts[axis], place[axis])
     return lo + a, lo + b

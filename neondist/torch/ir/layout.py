@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import gcd, prod
 from typing import Any, NamedTuple
 
-from ...geometry import GridShape, split
+from ...geometry import GridShape, part_range
 
 Shape = tuple[int, ...]
 
@@ -109,7 +109,7 @@ class Mesh:
         if axis is None or self.parts[axis] == 1:
             return Atom(extent)
         parts = self.parts[axis]
-        return Atom(extent, axis, (*(split(extent, parts, part)[0] for part in range(parts)), extent))
+        return Atom(extent, axis, (*(part_range(extent, parts, part)[0] for part in range(parts)), extent))
 
     def image(self, shape: Sequence[int]) -> Layout:
         """Return the layout of a batch of images (N, C, *spatial): all dimensions but C are partitioned."""

@@ -11,7 +11,7 @@ import torch
 
 from ...comm import all_or_none
 from ...errors import ConfigError
-from ...geometry import split
+from ...geometry import part_range
 from ...io.checkpoint.sync_state import GROUP as SYNCHRONISATION
 from ...parallel import Flag, ParameterShard, SyncState
 from ...strategies import Strategy, StrategyBuilder
@@ -205,7 +205,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"state_dict: {SYNCHRONISATION}: '{state.name}' does not match this model: {data.shape}")
         if not state.replicated:
             data = np.zeros((0, *shape)) if data is None else data
-            lo, hi = split(len(data), self.grid.size, self.grid.rank)
+            lo, hi = part_range(len(data), self.grid.size, self.grid.rank)
             state.array[...] = data[lo:hi].sum(axis=0)
         elif data is not None:
             state.array[...] = data

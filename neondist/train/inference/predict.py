@@ -16,7 +16,7 @@ from ...data import ClimateFiles
 from ...errors import ConfigError, DataError, OutputError
 from ...formats import TileSink, create_sink
 from ...formats.draft import is_published
-from ...geometry import split
+from ...geometry import part_range
 from ...io.files import make_folder
 from ...io.files import partial as unfinished
 from ...io.journal import Journal
@@ -173,7 +173,7 @@ def _write_outputs(
 def compute(route: Route, parts: Sequence[int], grid: ProcessGrid, sink: Any, progress: Progress | None = None) -> None:
     """Compute parts and pass the outputs to `sink`, reading and writing in the background."""
     parts = route.ordered(parts)
-    mine = parts if route.collective else parts[slice(*split(len(parts), grid.size, grid.rank))]
+    mine = parts if route.collective else parts[slice(*part_range(len(parts), grid.size, grid.rank))]
     others = 1 if route.collective else grid.size
     with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as pool:
         prefetched = reader.submit(route.read, mine[0]) if mine else None

@@ -144,7 +144,7 @@ def test_changing_image_sizes():
             image = draw_tensor(1, 1, extent, 4)
             view = ndt.halo(cut_tile(image, grid), window, grid)
             padded = F.pad(image, (1, 1, 1, 1))
-            lo, hi = nd.split(extent, 2, grid.row)
+            lo, hi = nd.part_range(extent, 2, grid.row)
             torch.testing.assert_close(view, padded[:, :, lo : hi + 2])
 
     run_on_grid((1, 2, 1), body)

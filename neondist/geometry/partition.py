@@ -1,4 +1,4 @@
-"""Balanced splitting of cells over tiles."""
+"""Balanced partitions of cells into tiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 from .box import Box
 
 
-def split(n: int, parts: int, i: int) -> tuple[int, int]:
+def part_range(n: int, parts: int, i: int) -> tuple[int, int]:
     """Return the half-open range of part i of n cells in `parts` parts; the first n % parts have one cell more."""
     base, extra = divmod(n, parts)
     lo = i * base + min(i, extra)
@@ -56,7 +56,7 @@ class Partition:
 
     def range(self, axis: int, part: int) -> tuple[int, int]:
         """Return the half-open range of one part of an axis."""
-        return split(self.extent[axis], self.parts[axis], part)
+        return part_range(self.extent[axis], self.parts[axis], part)
 
     @property
     def largest(self) -> int:
@@ -75,7 +75,7 @@ class Partition:
         if lo >= hi:
             return []
         holders = range(part_of(n, parts, lo), part_of(n, parts, hi - 1) + 1)
-        ranges = ((part, *split(n, parts, part)) for part in holders)
+        ranges = ((part, *part_range(n, parts, part)) for part in holders)
         return [(part, max(a, lo), min(b, hi)) for part, a, b in ranges]
 
 
