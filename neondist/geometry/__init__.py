@@ -1,9 +1,9 @@
 """Integer geometry of tiles, windows and halos; it imports neither MPI nor arrays.
 
-box: a half-open box of cells. partition: balanced partitions. window: the window of a layer. gradient_window: its adjoint,
-the outputs that depend on a cell. index_map: a window whose position depends on the output. lattice: cells at equal
-distances, as in strided windows. plan: the cells that each tile sends and receives. regions: overlapping tiles.
-Distributed tests presuppose the tests of this package.
+box: a half-open box of cells. partition: balanced partitions. window: the window of a layer. gradient_window: its
+adjoint, the outputs that depend on a cell. index_map: a window whose position depends on the output. lattice: cells
+at equal distances, as in strided windows. plan: the cells that each tile sends and receives. regions: overlapping
+tiles. Distributed tests presuppose the tests of this package.
 """
 
 from .box import Box
