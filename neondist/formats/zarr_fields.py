@@ -57,7 +57,7 @@ def variable(place: Path, array: Any) -> Variable:
 
 
 def auxiliary_variables(place: Path, array: Any) -> tuple[list[AuxiliaryVariable], list[str]]:
-    """Return the variables that an array refers to, itself as '', and the names load those that cannot be read."""
+    """Return the variables that an array refers to, itself as '', and the names of those that cannot be read."""
     lost = list[str]()
 
     def load(name: str) -> AuxiliaryVariable:

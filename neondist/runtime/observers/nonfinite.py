@@ -83,11 +83,11 @@ class _FiniteLog(Observer):
         self.notes: dict[str, bool] = {}
 
     def record(self, name: str, array: Any) -> None:
-        """Record whether an array is finite."""
+        """Record whether an array has non-finite values."""
         self.notes[name] = self.notes.get(name, False) or (array is not None and not finite(array))
 
     def value(self, layer: Layer | None, name: str, array: Any) -> None:
-        """Record whether an array of a layer, or the cost, is finite."""
+        """Record whether an array of a layer, or the cost, has non-finite values."""
         self.record(f"the {name}" if layer is None else f"the {name} of layer '{layer.name}'", array)
 
 

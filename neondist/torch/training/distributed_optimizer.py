@@ -215,7 +215,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Parameters
         ----------
-        own : list of tensors
+        contributions : list of tensors
             Contributions of passes on this rank's tile. The rest, such as of a parameter penalty in the loss, is the
             same on all ranks.
         is_first : bool
