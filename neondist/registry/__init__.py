@@ -33,8 +33,6 @@ class _ConstructorSignature:
             return inspect.Signature()
         own = list(_signature(cls.__init__).parameters.values())[1:]
         named = [parameter for parameter in own if parameter.kind is not parameter.VAR_KEYWORD]
-        if len(named) == len(own):
-            return inspect.Signature(named)
         names = {parameter.name for parameter in named}
         inherited = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.hint)

@@ -12,8 +12,12 @@ def permanent_objects() -> Iterator[None]:
     """Exempt the objects that the block creates, such as modules that it imports, from garbage collection for ever.
 
     The collector would traverse PyTorch's million objects repeatedly during the import, a fifth of its time, and again
-    in each forked process, where that copies the pages it writes to. Use it once in a process, in its main thread.
+    in each forked process, where that copies the pages it writes to. Only the first block of a process has this effect:
+    after it, objects of earlier work, such as large arrays in reference cycles, would never be collected.
     """
+    if gc.get_freeze_count():
+        yield
+        return
     enabled = gc.isenabled()
     gc.disable()
     try:

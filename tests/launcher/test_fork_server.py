@@ -1,5 +1,6 @@
 """Processes forked from a server that has imported the package."""
 
+import gc
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from processes import communicate, is_alive, kill
 from waiting import wait_until
 
 from neondist.launcher.fork_server import open_fork_server
+from neondist.system.collector import permanent_objects
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 
@@ -118,3 +120,12 @@ def test_no_server_with_threads_or_failed_imports():
         finished.set()
         assert server is None
     thread.join()
+
+
+def test_objects_of_later_blocks_are_collected():
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with permanent_objects():
+        assert gc.isenabled()
+        created = [[] for _ in range(1000)]
+    assert gc.get_freeze_count() <= frozen < frozen + len(created)
