@@ -6,6 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from bench_reports import make_report  # noqa: E402
+
 from neondist.bench.module_profile import classify  # noqa: E402
 from neondist.bench.module_report import KINDS, module_markdown, module_table  # noqa: E402
 from neondist.bench.module_step import default_shape  # noqa: E402
@@ -159,23 +161,7 @@ def test_tables():
 
     sides = ["ranks", "eager", "compile"]
     rows = list(bench_suite(["a", "b"], sides, measure, 2))
-    environment = {
-        "started": "2026-01-01T00:00",
-        "processor": "P",
-        "cores": 2,
-        "python": "3",
-        "versions": {"numpy": "2"},
-    }
-    report = {
-        "ranks": 2,
-        "threads": 1,
-        "cores": 2,
-        "rounds": 2,
-        "sides": sides,
-        "environment": environment,
-        "networks": rows,
-    }
-    report |= {"notes": [], "means": means(rows, {"CNN": ["a"]})}
+    report = make_report(rows, sides, 2, means(rows, {"CNN": ["a"]}))
     page = module_markdown(report)
     assert "| a | 1×3×8×8 | 1 s | 4 s | 2 s* | 0.50 (0.50 to 0.50) | 3 B | 4 B | 0.75 | 3 s | 3 s | 3 s |" in page
     assert "| a | a rank | 200 ms | 200 ms | 200 ms | 200 ms | 200 ms | mm 100 ms |" in page

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from bench_reports import make_report
 
 from neondist.bench import suite
 from neondist.bench.networks import GROUPS, NETWORKS
@@ -78,25 +79,10 @@ def test_rounds_measure_every_side():
     assert means([row], {"a": ["a"], "both": ["a", "b"]}) == {"a": {"ranks": 0.75, "one": 1, "memory": 0.5}}
 
 
-def make_report(sides, networks=("a", "b")):
+def make_suite_report(sides, networks=("a", "b")):
     rows = list(bench_suite(networks, sides, FakeMeasurements(), 3))
-    environment = {
-        "started": "2026-01-01T00:00",
-        "processor": "P",
-        "cores": 2,
-        "python": "3",
-        "versions": {"numpy": "2"},
-    }
-    report = {
-        "ranks": 2,
-        "threads": 1,
-        "cores": 2,
-        "rounds": 3,
-        "sides": sides,
-        "environment": environment,
-        "networks": rows,
-    }
-    return report | {"notes": ["a note"], "means": means(rows, {"all": list(networks)}), "compared": "warm" in sides}
+    report = make_report(rows, sides, 3, means(rows, {"all": list(networks)}))
+    return report | {"notes": ["a note"], "compared": "warm" in sides}
 
 
 @pytest.mark.parametrize("sides", [[*TIMES, "compile"], ["ranks", "one"]])
@@ -104,7 +90,7 @@ def make_report(sides, networks=("a", "b")):
 def test_tables_and_picture(sides, tmp_path):
     from rich.console import Console
 
-    report = make_report(sides)
+    report = make_suite_report(sides)
     page = suite_markdown(report)
     if "warm" in sides:
         assert "| a | 2×4×5×1 | 3 s | 4 s | 9 s | 4 s* | - | 0.75 (0.50 to 2.00) | 1.00 (1.00 to 2.00) |" in page
