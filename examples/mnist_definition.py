@@ -28,7 +28,7 @@ def loss(labels, predictions):
     return nn.functional.cross_entropy(predictions, labels.reshape(-1))
 
 
-def optimizer(parameters, lr=0.002):
+def optimizer(parameters, lr=0.001):
     return torch.optim.Adam(parameters, lr)
 
 

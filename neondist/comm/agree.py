@@ -49,13 +49,22 @@ def checksum_of(array: np.ndarray, start: int = 0) -> int:
 
 
 @contextmanager
-def all_or_none(world: Transport) -> Iterator[None]:
-    """Run a block without communication, then raise on all ranks if any rank raised; collective."""
+def all_or_none(world: Transport, root_only: bool = False) -> Iterator[None]:
+    """Run a block without communication, then raise on all ranks if any rank raised; collective.
+
+    Parameters
+    ----------
+    world : Transport
+    root_only : bool
+        Whether only rank 0 works in the block, possibly for long: the others wait without occupying a core.
+    """
     error: Exception | None = None
     try:
         yield
     except Exception as problem:
         error = problem
+    if root_only:
+        world.wait_for_root()
     agree(world, error)
 
 

@@ -51,6 +51,10 @@ class DebugTransport(Transport):
         """Record the call that begins."""
         self.inner.begin(call)
 
+    def wait_for_root(self) -> None:
+        """Wait until rank 0 makes this call."""
+        self.inner.wait_for_root()
+
     def close(self) -> None:
         """Close the wrapped group."""
         super().close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,6 +23,8 @@ from .large_counts import MOST, box_type, chunks
 from .segments import tidy_start, unlink_segments
 from .transport import CLOSED, CompletedRequest, Exchange, Message, ReduceOp, Request, Transport
 
+SHORTEST_PAUSE, LONGEST_PAUSE = 2e-5, 1e-3
+"""Seconds between tests for the end of a wait, at its begin and after a while."""
 WITHOUT_MPI = (
     "under torchrun use nd.ProcessGrid(ndt.world()) or ndt.distribute(..., transport='torch'), where ndt is"
     " neondist.torch"
@@ -145,6 +148,16 @@ class MPITransport(Transport):
         groups: Any = super().cut(tiles)
         cuts[tiles] = [group.part for group in groups]
         return groups
+
+    def wait_for_root(self) -> None:
+        """Wait until rank 0 makes this call, without occupying a core for long; collective.
+
+        Blocking calls of MPI poll, and would take the core from the processes on which rank 0 waits.
+        """
+        request, pause = self.comm.Ibcast(bytearray(1)), SHORTEST_PAUSE
+        while not request.Test():
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     @property
     def ended(self) -> bool:

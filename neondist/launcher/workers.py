@@ -25,6 +25,7 @@ from .fork_server import ForkServer, Process, open_fork_server
 from .job_nodes import JobNode, JobNodes, NodeLostError, find_places, open_nodes
 from .launch import rank_args
 from .members import WAIT
+from .mpirun import YIELDING
 from .parent_watch import end_with_parent
 from .scaling import Scaling, open_scaling
 from .service_process import ServiceProcess
@@ -219,8 +220,8 @@ def _run_job(
     def start(index: int, node: str, again: bool) -> Process:
         place = WorkerPlace(index, addresses, master.address, token, arguments.update_rule)
         command = _worker_words(arguments, index, shape.tiles, again or bool(arguments.resume))
-        output = subprocess.DEVNULL if index else None
-        return stack.enter_context(nodes.process(node, command, secret | place.environment, f"worker {index}", output))
+        output, variables = subprocess.DEVNULL if index else None, secret | place.environment | YIELDING
+        return stack.enter_context(nodes.process(node, command, variables, f"worker {index}", output))
 
     workers = WorkerProcesses(
         start,

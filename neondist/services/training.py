@@ -135,7 +135,7 @@ class ServerUpdate(RemoteUpdate):
         self._values = self._gather(parameters.values)
         self._client: ParameterClient | None = None
         self.version = 0
-        with all_or_none(world):
+        with all_or_none(world, root_only=True):
             if world.rank == 0:
                 self._client = ParameterClient(worker.servers, layouts, worker.token, worker.name, patience=PATIENCE)
                 client, rule = self._client, worker.rule or _update_rule(self.strategy)
@@ -148,7 +148,7 @@ class ServerUpdate(RemoteUpdate):
     def update(self, scale: float) -> None:
         """Push this worker's gradients, wait for slower workers within the staleness bound, and pull new values."""
         gradients, tasks = self._gather(self._parameters.grads), self._tasks
-        with all_or_none(self._world):
+        with all_or_none(self._world, root_only=True):
             if self._client is not None:
                 samples, credit = (1, None) if tasks is None else (tasks.samples, tasks.credit)
                 refused = self._client.push(gradients, samples, credit, scale).stale
@@ -164,7 +164,7 @@ class ServerUpdate(RemoteUpdate):
     def wait_for_others(self, workers: int, patience: float) -> None:
         """Leave the job; on the first worker, wait up to `patience` seconds until all `workers` have left."""
         end = time.monotonic() + patience
-        with all_or_none(self._world):
+        with all_or_none(self._world, root_only=True):
             if self._client is not None:
                 self._client.leave()
                 while not self._worker.index and self._client.left() < workers and time.monotonic() < end:
@@ -190,7 +190,7 @@ class ServerUpdate(RemoteUpdate):
         }
 
     def _pull(self) -> None:
-        with all_or_none(self._world):
+        with all_or_none(self._world, root_only=True):
             if self._client is not None:
                 self._client.pull(self._values)
                 self.version = self._client.versions[0]

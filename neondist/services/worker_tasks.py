@@ -74,7 +74,7 @@ class WorkerTasks:
         self.interrupted = False
         self._idle: Callable[[], object] = lambda: None
         self._blank: Callable[[], object] = lambda: None
-        with all_or_none(world):
+        with all_or_none(world, root_only=True):
             if world.rank == 0:
                 self._master = ServiceClient(address, Master.name, token, patience=PATIENCE)
                 self._master.hello()
@@ -122,7 +122,7 @@ class WorkerTasks:
         """
         assert self._task is not None
         credited, fields = True, {"task_id": self._task.id}
-        with all_or_none(self.world):
+        with all_or_none(self.world, root_only=True):
             if self._master is not None:
                 progress = {"upto": self._upto, "updated": self.updated, "credit": list(self.credit)}
                 credited = not self.refused and self._master.call("applied", {**fields, **progress}).flag("credited")
@@ -147,7 +147,7 @@ class WorkerTasks:
     def _wait_for_task(self, stops: Callable[[], bool]) -> Task | None:
         """Wait for the next task and return it; None if all are done or the wait was interrupted."""
         task = None
-        with all_or_none(self.world):
+        with all_or_none(self.world, root_only=True):
             if self._master is not None:
                 task = self._request_task(self._master, stops)
         task, self.interrupted = self.world.bcast((task, self.interrupted))

@@ -2,14 +2,15 @@
 
 import gc
 import sys
+import time
 
 import pytest
 from many_grids import train_on_grids
 from mpi4py import MPI
 
 import neondist as nd
-from neondist.comm import DebugTransport, mpi
-from neondist.errors import GridError
+from neondist.comm import DebugTransport, all_or_none, mpi
+from neondist.errors import ConfigError, GridError
 from neondist.geometry import factorisations
 
 world = MPI.COMM_WORLD
@@ -35,6 +36,22 @@ def test_many_grids_and_models_leave_no_communicator(closed):
     assert create_handle() - before <= (0 if closed else 2 * SHAPES)
     comm.Free()
     assert create_handle() <= before
+
+
+@pytest.mark.parametrize("wrap", [lambda transport: transport, DebugTransport])
+def test_ranks_sleep_while_only_the_root_works(wrap):
+    transport = wrap(mpi.MPITransport(world))
+
+    @all_or_none(transport, root_only=True)
+    def fail_late():
+        if world.rank == 0:
+            time.sleep(0.5)
+            raise ConfigError("from rank 0")
+
+    before = time.process_time()
+    with pytest.raises(ConfigError, match="from rank 0"):
+        fail_late()
+    assert time.process_time() - before < 0.25
 
 
 def test_grids_of_one_shape_share_communicators():
