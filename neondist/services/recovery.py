@@ -9,16 +9,18 @@ restart of servers or of the master at any moment. Gradients of an earlier incar
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, ServiceError, ServiceUnavailableError
+from ..errors import ServiceError, ServiceUnavailableError, UserError
 from ..terminal.console import say
 from .checkpoint import is_complete
 from .group import ServerGroup, UnequalServersError
@@ -137,10 +139,13 @@ class ServerRecovery(Service):
                 failures = 0
             except (ServiceUnavailableError, UnequalServersError):  # processes restart, and minibatches are recomputed
                 pass
-            except (ServiceError, ConfigError) as error:
+            except UserError as error:
                 failures += 1
                 if failures == _FAILURES:  # workers would wait silently
                     say(f"warning: servers can be neither saved nor restored: {error}; it is tried again", sys.stderr)
+            except Exception:  # end the master, and thereby the job: workers would wait forever
+                traceback.print_exc()
+                os._exit(1)
 
     def _read_versions(self) -> list[int] | None:
         """Return the versions of the servers; None if they do not agree with the queue."""

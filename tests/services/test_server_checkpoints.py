@@ -231,25 +231,34 @@ def test_stopped_job_keeps_the_checkpoint_before_a_partial_gradient(tmp_path, mo
         assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-000000000"]
 
 
-def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsys):
-    """Start servers without a folder for checkpoints."""
+@pytest.mark.parametrize("obstacle", ["servers without a folder", "unwritable status"])
+def test_obstacles_to_checkpoints_are_reported_once(tmp_path, monkeypatch, capsys, obstacle):
     monkeypatch.setattr("neondist.services.recovery.POLL", 0.001)
-    steps = threading.Semaphore(0)
+    monkeypatch.setattr("neondist.services.recovery.REPORT", 0.0)
+    steps, problem = threading.Semaphore(0), "has no checkpoint folder; start it with --checkpoint-dir"
 
     class CountingRecovery(ServerRecovery):
         def step(self):
             steps.release()
             super().step()
 
-    with Servers(1) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
+    folder, servers_folder = tmp_path, []
+    if obstacle == "unwritable status":
+        folder, servers_folder, problem = (
+            tmp_path / "removed",
+            [tmp_path],
+            "status.json: cannot be written (No such file or directory)",
+        )
+    with Servers(1, *servers_folder) as job, closing(Master(path=tmp_path / "tasks.sqlite")) as master:
         client = connect(job)
         client.initialize(draw_arrays(0), OPTIMIZER, UpdateRule(sync=False))
         master.report_training_params(Message(FACTS))
-        with CountingRecovery(client._group, tmp_path, master):
+        with CountingRecovery(client._group, folder, master):
             assert all(steps.acquire(timeout=20) for _ in range(30))
     error = capsys.readouterr().err
     assert error.count("warning: servers can be neither saved nor restored: ") == error.count("\n") == 1
-    assert "has no checkpoint folder; start it with --checkpoint-dir; it is tried again" in error
+    assert problem in error
+    assert error.endswith("; it is tried again\n")
 
 
 @pytest.mark.parametrize("fault", ["missing", "damaged", "mixed", "none", "optimizer", "model", "outside"])
