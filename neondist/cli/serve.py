@@ -54,10 +54,12 @@ def add(commands: Any) -> None:
 
 def serve_parameters(arguments: argparse.Namespace) -> int:
     """Run a parameter server until the process is terminated."""
+    from ..backends.allocator import keep_freed_memory
     from ..services.server import ParameterServer
     from ..services.wire import ServiceHost, read_token
 
     token = read_token(os.environ)
+    keep_freed_memory()  # each message needs as much as the last one
     with ServiceHost([ParameterServer(arguments.checkpoint_dir)], arguments.address, token) as host:
         say(f"PServer at {host.address}")
         host.wait()

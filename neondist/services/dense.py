@@ -59,9 +59,9 @@ class DenseParameters:
         for dtype, array in values.items():
             self.values[dtype][...] = array
 
-    def snapshot(self) -> dict[str, np.ndarray]:
-        """Return copies of the values, with array names of messages."""
-        return {PREFIX + dtype: array.copy() for dtype, array in self.values.items()}
+    def named_values(self) -> dict[str, np.ndarray]:
+        """Return the values, with array names of messages."""
+        return {PREFIX + dtype: array for dtype, array in self.values.items()}
 
     def update(self, grads: Mapping[str, np.ndarray], step: int, scale: float) -> None:
         """Apply gradients, which are overwritten."""

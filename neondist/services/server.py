@@ -13,10 +13,10 @@ from pathlib import Path
 from ..cluster import TaskSpecDef
 from ..errors import ConfigError, ServiceUnavailableError
 from .checkpoint import load_state, read_configuration, save_state
-from .message import Arrays, Message, MessageError
+from .message import Message, MessageError, encode
 from .progress import Credits, StalenessBound, rate_factor
 from .state import PushedGradient, ServerState, UpdateRule
-from .wire import Method, Service, ServiceHost, read_token
+from .wire import Method, Reply, Service, ServiceHost, read_token
 
 LONGEST_WAIT = 60.0
 """Seconds after which a waiting call returns; clients repeat it."""
@@ -47,7 +47,7 @@ class ParameterServer(Service):
         self._pending: list[PushedGradient] = []
         self._counted = 0
         self._pushed: dict[str, int] = {}
-        self._copies: tuple[int, dict[str, Arrays]] | None = None
+        self._encoded: tuple[int, list[bytes]] | None = None
         self._held_until, self._admitted, self._saving = 0.0, Credits(), 0
         self._refused, self._left = 0, set[str]()
 
@@ -91,7 +91,7 @@ class ParameterServer(Service):
                 self._check_model(request)
             return Message({"initialized": self._state is not None, "taken": taken})
 
-    def pull_variable(self, request: Message) -> Message:
+    def pull_variable(self, request: Message) -> Reply:
         """Wait for a version, then return all dense values if they are newer than those of the caller."""
         version, at_least = request.integer("version"), request.integer("at_least")
         incarnation = request.text("incarnation")
@@ -102,9 +102,9 @@ class ParameterServer(Service):
             fields = {"version": state.version, "incarnation": self._incarnation}
             if incarnation == self._incarnation and version >= state.version:
                 return Message(fields)
-            if self._copies is None or self._copies[0] != state.version:
-                self._copies = state.version, {**state.dense.snapshot()}
-            return Message(fields, self._copies[1])
+            if self._encoded is None or self._encoded[0] != state.version:
+                self._encoded = state.version, list(encode(Message(fields, state.dense.named_values())))
+            return self._encoded[1]
 
     def pull_embedding_vector(self, request: Message) -> Message:
         """Return rows of a table by ids, created at their first use."""
@@ -265,7 +265,7 @@ class ParameterServer(Service):
         self._state, self._rule = state, rule
         self._bound = StalenessBound(None if rule.sync else rule.staleness)
         self._incarnation = secrets.token_hex(8)
-        self._pending, self._counted, self._pushed, self._copies = [], 0, {}, None
+        self._pending, self._counted, self._pushed, self._encoded = [], 0, {}, None
         self._held_until = 0.0
 
     def _require_state(self) -> ServerState:

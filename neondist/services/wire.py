@@ -78,7 +78,9 @@ _CLIENT = [
 _UNAVAILABLE = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 _RETRIABLE = *_UNAVAILABLE, grpc.StatusCode.ABORTED
 
-Method = Callable[[Message], Message]
+Reply = Message | list[bytes]
+"""Reply of a method, or its chunks if several callers receive the same."""
+Method = Callable[[Message], Reply]
 
 
 class Service(ABC):
@@ -375,7 +377,8 @@ class _StreamHandler(grpc.RpcMethodHandler):
         if remaining is None or remaining > LONGEST_CALL:
             context.abort(code, f"a deadline of at most {LONGEST_CALL:g} s is needed")
         try:
-            reply = encode(self._method(decode(requests, self._limit)))
+            reply = self._method(decode(requests, self._limit))
+            chunks = encode(reply) if isinstance(reply, Message) else reply
         except ProtocolError as error:
             code = grpc.StatusCode.FAILED_PRECONDITION
             text = f"{error}; install the same version of neondist everywhere"
@@ -392,4 +395,4 @@ class _StreamHandler(grpc.RpcMethodHandler):
             code, text = grpc.StatusCode.INTERNAL, "failed; see its output"
         if text:
             context.abort(code, text[:_DETAILS])
-        yield from reply
+        yield from chunks
