@@ -2,24 +2,28 @@
 
 box: a half-open box of cells. partition: balanced partitions. window: the window of a layer. gradient_window: its
 adjoint, the outputs that depend on a cell. index_map: a window whose position depends on the output. lattice: cells
-at equal distances, as in strided windows. plan: the cells that each tile sends and receives. regions: overlapping
-tiles. Distributed tests presuppose the tests of this package.
+at equal distances, as in strided windows. transfer: the cells that each rank needs of each owner. plan: those of tiles
+for a window, and of ranks for other boxes. regions: overlapping tiles. Distributed tests presuppose the tests of this
+package.
 """
 
 from .box import Box
-from .gradient_window import GradientWindow, halo_volume
+from .gradient_window import GradientWindow
 from .grid_shape import GridShape, StripGrid, grid_shape
 from .index_map import IndexMap
-from .lattice import Cells, Lattice, as_ranges, clip_ranges, hull_of, shift_range, to_slice
-from .partition import Partition, factorisations, part_range
-from .plan import HaloPlan, Kinds, Level, Piece, RepartitionPlan, TransferPlan, fold, sources_within
+from .lattice import Cells, Lattice, Range, as_ranges, clip_ranges, hull_of, shift_range, to_slice
+from .partition import Atom, Partition, coords_of, factorisations, index_of, part_range
+from .plan import HaloPlan, Kinds, Level, RepartitionPlan, TransferPlan, fold, halo_volume, sources_within
 from .regions import Overlapping, hulls, joined, sources, view_cells
+from .transfer import DimRequest, Piece, Transfer
 from .upsampling import Upsampling
 from .window import Window, same_padding
 
 __all__ = [
+    "Atom",
     "Box",
     "Cells",
+    "DimRequest",
     "GradientWindow",
     "GridShape",
     "HaloPlan",
@@ -30,19 +34,23 @@ __all__ = [
     "Overlapping",
     "Partition",
     "Piece",
+    "Range",
     "RepartitionPlan",
     "StripGrid",
+    "Transfer",
     "TransferPlan",
     "Upsampling",
     "Window",
     "as_ranges",
     "clip_ranges",
+    "coords_of",
     "factorisations",
     "fold",
     "grid_shape",
     "halo_volume",
     "hull_of",
     "hulls",
+    "index_of",
     "joined",
     "part_range",
     "same_padding",

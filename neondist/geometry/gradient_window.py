@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .box import Box
-from .lattice import Cells, clip_ranges, hull_of, outputs_using
-from .partition import Partition, part_range
+from .lattice import Cells, hull_of, outputs_using
 from .window import Window
 
 
@@ -58,20 +57,3 @@ class GradientWindow(Window):
 
     def check(self, extent: Sequence[int]) -> None:
         """Accept every extent."""
-
-
-def halo_volume(partition: Partition, window: Window) -> int:
-    """Return the total number of cells that tiles receive for a window of mode 'zeros'.
-
-    Tiles and their views are products of ranges, so this does not iterate over the tiles.
-    """
-    outputs = window.output_extent(partition.extent)
-    needed = kept = 1
-    for axis, (n, out, parts) in enumerate(zip(partition.extent, outputs, partition.parts, strict=True)):
-        axis_window, needs, keeps = window.along(axis), 0, 0
-        for part in range(parts):
-            seen = axis_window.used_cells(*part_range(out, parts, part))
-            needs += sum(map(len, clip_ranges(seen, 0, n)))
-            keeps += sum(map(len, clip_ranges(seen, *part_range(n, parts, part))))
-        needed, kept = needed * needs, kept * keeps
-    return needed - kept

@@ -9,6 +9,8 @@ from math import prod
 
 from .box import Box
 
+Range = tuple[int, int]
+"""Half-open range [lo, hi) of cells of one axis."""
 Cells = tuple[range, ...]
 """Cells of one axis: disjoint ranges with steps, ordered by their first cells."""
 
@@ -74,7 +76,7 @@ def clip_ranges(cells: Iterable[range], lo: int, hi: int) -> Iterator[range]:
             yield part
 
 
-def hull_of(cells: Cells) -> tuple[int, int]:
+def hull_of(cells: Cells) -> Range:
     """Return the smallest range that contains all cells."""
     return (cells[0].start, max(each[-1] for each in cells) + 1) if cells else (0, 0)
 

@@ -2,24 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from math import prod
+from typing import Any, NamedTuple
 
 from .box import Box
+from .lattice import Range
 
 
-def part_range(n: int, parts: int, i: int) -> tuple[int, int]:
+def part_range(n: int, parts: int, i: int) -> Range:
     """Return the half-open range of part i of n cells in `parts` parts; the first n % parts have one cell more."""
     base, extra = divmod(n, parts)
     lo = i * base + min(i, extra)
     return lo, lo + base + (i < extra)
 
 
-def part_of(n: int, parts: int, cell: int) -> int:
-    """Return the part that holds a cell of [0, n)."""
-    base, extra = divmod(n, parts)
-    larger = extra * (base + 1)
-    return cell // (base + 1) if cell < larger else extra + (cell - larger) // base
+def coords_of(parts: Sequence[int], index: int) -> tuple[int, ...]:
+    """Return the position, in a grid of parts[a] places on every axis a, of a number in row-major order."""
+    place = []
+    for count in reversed(parts):
+        index, at = divmod(index, count)
+        place.append(at)
+    return tuple(reversed(place))
+
+
+def index_of(parts: Sequence[int], place: Sequence[int]) -> int:
+    """Return the number of a position of a grid, in row-major order."""
+    index = 0
+    for count, at in zip(parts, place, strict=True):
+        index = index * count + at
+    return index
+
+
+class Atom(NamedTuple):
+    """A range of cells, whole on every rank or partitioned: part p of `axis` has [bounds[p], bounds[p + 1]).
+
+    If a block is computed on its own (blocks.py), `origin` is the cut that these bounds come from, and their ratio.
+    """
+
+    extent: int
+    axis: int | None = None
+    bounds: tuple[int, ...] | None = None
+    origin: tuple[Any, int] | None = None
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def even(extent: int, axis: int, parts: int) -> Atom:
+        """Return a range of cells split evenly: the first extent % parts parts have one more."""
+        return Atom(extent, axis, (*(part_range(extent, parts, part)[0] for part in range(parts)), extent))
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """Half-open range of each part; a single range of all cells if the atom is whole."""
+        return ((0, self.extent),) if self.bounds is None else tuple(pairwise(self.bounds))
+
+    def range(self, place: Sequence[int]) -> Range:
+        """Return the half-open range of the rank at a place of the mesh."""
+        if self.axis is None or self.bounds is None:
+            return 0, self.extent
+        return self.bounds[place[self.axis]], self.bounds[place[self.axis] + 1]
+
+    def scaled(self, factor: int) -> Atom:
+        """Return the atom with every cell replaced by `factor` consecutive ones."""
+        bounds = None if self.bounds is None else tuple(b * factor for b in self.bounds)
+        origin = None if self.origin is None else (self.origin[0], self.origin[1] * factor)
+        return Atom(self.extent * factor, self.axis, bounds, origin)
 
 
 @dataclass(frozen=True)
@@ -43,40 +93,33 @@ class Partition:
 
     def coords(self, tile: int) -> tuple[int, ...]:
         """Return the tile's position in the grid of tiles."""
-        place = []
-        for parts in reversed(self.parts if self.extent else ()):
-            tile, at = divmod(tile, parts)
-            place.append(at)
-        return tuple(reversed(place))
+        return coords_of(self.parts if self.extent else (), tile)
 
     def box(self, tile: int) -> Box:
         """Return the tile's cells."""
         ranges = [self.range(axis, part) for axis, part in enumerate(self.coords(tile))]
         return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
 
-    def range(self, axis: int, part: int) -> tuple[int, int]:
+    def range(self, axis: int, part: int) -> Range:
         """Return the half-open range of one part of an axis."""
         return part_range(self.extent[axis], self.parts[axis], part)
+
+    def ranges_along(self, axis: int) -> list[Range]:
+        """Return the half-open range of every part of an axis."""
+        return [self.range(axis, part) for part in range(self.parts[axis])]
+
+    def atom(self, axis: int) -> Atom:
+        """Return the partition of one axis, if tiles do not overlap."""
+        return Atom.even(self.extent[axis], axis, self.parts[axis])
 
     @property
     def largest(self) -> int:
         """Number of cells of the largest tile."""
-        ranges = ([self.range(axis, part) for part in range(parts)] for axis, parts in enumerate(self.parts))
-        return prod(max(max(0, hi - lo) for lo, hi in axis) for axis in ranges) if self.extent else 1
+        return prod(max(max(0, hi - lo) for lo, hi in self.ranges_along(axis)) for axis in range(len(self.extent)))
 
     def boxes(self) -> list[Box]:
         """Return the cells of all tiles."""
         return [self.box(tile) for tile in range(self.tiles)]
-
-    def owners(self, axis: int, lo: int, hi: int) -> list[tuple[int, int, int]]:
-        """Return (part, lo, hi) of every part of the axis that intersects [lo, hi)."""
-        n, parts = self.extent[axis], self.parts[axis]
-        lo, hi = max(lo, 0), min(hi, n)
-        if lo >= hi:
-            return []
-        holders = range(part_of(n, parts, lo), part_of(n, parts, hi - 1) + 1)
-        ranges = ((part, *part_range(n, parts, part)) for part in holders)
-        return [(part, max(a, lo), min(b, hi)) for part, a, b in ranges]
 
 
 def factorisations(n: int, axes: int) -> list[tuple[int, ...]]:

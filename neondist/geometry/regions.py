@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .box import Box
+from .lattice import Range
 from .partition import Partition
 from .plan import needs_along, sources_within
 from .window import Window
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, prod
+from math import exp
 from typing import Any
 
-from ..geometry import Box, GridShape, Window, part_range
+from ..geometry import Box, GridShape, Window, halo_volume
 from ..halo import Phase
 from .layout import Shape
 
@@ -55,22 +55,10 @@ class LocalWindow:
         with one channel it does if tiles are so narrow that the image's border cuts the wide halo.
         """
         elements = {
-            method: sum(shape[-1] * halo_volume(shape[:-1], window, grid) for shape, window in halos)
+            method: sum(shape[-1] * halo_volume(grid.partition(shape[:-1]), window) for shape, window in halos)
             for method, halos in self.methods(input_shape).items()
         }
         return min(elements, key=elements.__getitem__)
-
-
-def halo_volume(extent: Shape, window: Window, grid: GridShape) -> int:
-    """Return the cells that all tiles together receive for a centred window of stride 1.
-
-    Tiles and their input regions are products of ranges, so this needs no loop over the tiles.
-    """
-    needed = 1
-    for n, parts, (reach, _) in zip(extent, grid.parts(len(extent)), window.padding, strict=True):
-        ranges = [part_range(n, parts, part) for part in range(parts)]
-        needed *= sum(min(hi + reach, n) - max(lo - reach, 0) for lo, hi in ranges if lo < hi)
-    return needed - prod(extent)
 
 
 class LocalView:

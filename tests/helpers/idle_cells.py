@@ -49,11 +49,11 @@ class _PerturbingRunner(Runner):
             inputs = [*tensors[:index], perturbed, *tensors[index + 1 :]]
             return not any(_differs(step.run(*inputs), result) for _ in map(cells.fill_, FILLS))
 
-        needs = {need.dim: k for k, need in enumerate(self.channels[id(view)].transfer.wants)}
+        needs = {request.dim: k for k, request in enumerate(self.channels[id(view)].transfer.requests)}
         for dim in range(2, tensors[index].dim()) if pieces else ():
             all_lines = range(tensors[index].shape[dim])  # of an axis that is not tiled
             for line in {
-                line for piece in pieces for line in (piece.target[needs[dim]] if dim in needs else all_lines)
+                line for piece in pieces for line in (piece.target.ranges[needs[dim]] if dim in needs else all_lines)
             }:
                 perturbed = tensors[index].clone()
                 if is_idle(perturbed.select(dim, line + padding.get(dim, 0)), perturbed):

@@ -18,8 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from neondist import ProcessGrid
 from neondist.comm import loopback
 from neondist.torch.execution.blocks import TracedImage
-from neondist.torch.ir.layout import shape_of
-from neondist.torch.ir.transfer import at_place
+from neondist.torch.ir.layout import at_place, shape_of
 from neondist.torch.module import criteria
 from neondist.torch.module import module as capturing
 from neondist.torch.training import factory

@@ -6,6 +6,7 @@ Operators take tensors and numbers: a grid is passed as its handle, a window as 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,10 +16,9 @@ from torch.library import custom_op
 from ...comm import ProcessGrid
 from ...comm.agree import CALL, agree, check_alike
 from ...errors import ConfigError, GridError, ShapeError, UserError
-from ...geometry import Window
+from ...geometry import Transfer, Window
 from ..ir.layout import local_shape, shape_of
 from ..ir.reach import Reach
-from ..ir.transfer import Transfer
 from .functions import announce, recompute
 from .mesh_comm import Channel, MeshComm, format_of
 
@@ -267,14 +267,15 @@ class _GridState:
         return self._views[key]
 
     def _plan_view(self, window: Window, extent: tuple[int, ...]) -> _View:
-        mesh, wants, pads = self.comm.mesh, [], []
+        mesh, requests, pads = self.comm.mesh, [], []
         for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
             own, reach = mesh.atom(n, axis + 1), Reach(mesh.atom(out, axis + 1), window.along(axis), padded=True)
-            want, around = reach.views(axis + 2, own)
-            wants.append(want._replace(used=None))  # code of users may read every cell
-            pads.append((axis + 2, *around[want.part(self.comm.place)]))
+            request, around = reach.views(axis + 2, own)
+            requests.append(replace(request, used=None))  # code of users may read every cell
+            pads.append((axis + 2, *around[request.part(self.comm.place)]))
         padded = {dim for dim, before, after in pads if before or after}
-        transfer = Transfer(mesh, tuple(want for want in wants if want.dim in padded or not want.own))
+        moved = tuple(request for request in requests if request.dim in padded or not request.is_own)
+        transfer = Transfer(mesh.parts, moved)
         return _View(Channel(self.comm, "halo", transfer, "halo"), tuple(pad for pad in pads if pad[0] in padded))
 
 

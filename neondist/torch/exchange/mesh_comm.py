@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -13,13 +14,12 @@ import numpy as np
 import torch
 
 from ...comm import DebugTransport, Message, ProcessGrid, Transport
-from ...geometry import to_slice
+from ...geometry import Lattice, Piece, Transfer, to_slice
 from ...halo.exchange import WHOLE
 from ...observer import ObservedEvent
 from ...runtime.observers.ledger import Account, Ledger
 from ..ir.graph import GRADIENTS, WIDER
 from ..ir.layout import Mesh
-from ..ir.transfer import Piece, Transfer
 
 _AS_INTEGERS = {torch.bfloat16: torch.int16}  # dtypes that NumPy lacks are sent as bits
 
@@ -110,7 +110,7 @@ class MeshComm:
         """Return the exchange of flat tensors, keyed by the peer's rank; `first` as of `group_of`."""
         return StagedExchange(self, group, out, back, first)
 
-    def group_of(self, axes: Collection[int | None]) -> tuple[Transport, int]:
+    def group_of(self, axes: Collection[int]) -> tuple[Transport, int]:
         """Return the transport for messages along axes, and the rank of its first member; not collective."""
         grid = self.grid  # its world may be the caller's communicator, with messages of its own; its tiles are not
         return (grid.world, 0) if 0 in axes else (grid.tile_comm, grid.rank - grid.tile)
@@ -204,14 +204,15 @@ class Channel:
 
     def __init__(self, comm: MeshComm, name: str, transfer: Transfer, kind: str) -> None:
         self.comm, self.name, self.transfer, self.kind = comm, name, transfer, kind
-        rank = comm.grid.rank
-        pieces = transfer.receives(rank)
-        self.own = [piece for piece in pieces if piece.peer == rank]
-        self.arriving = _by_peer(piece for piece in pieces if piece.peer != rank)
-        self.leaving = _by_peer(transfer.sends(rank))
-        self.silent = transfer.silent
-        self.group, self.first = comm.group_of({at for w in transfer.wants for at in (w.axis, w.source.axis)})
-        self._moved = {want.dim for want in transfer.wants}
+        rank, part = comm.grid.rank, [-request.source.range(comm.place)[0] for request in transfer.requests]
+        self.own, leaving = (  # in coordinates of this rank's part
+            [replace(piece, source=piece.source.shift(part)) for piece in pieces]
+            for pieces in (transfer.local(rank), transfer.sends(rank))
+        )
+        self.arriving = _by_peer(piece for piece in transfer.receives(rank) if piece.peer != rank)
+        self.leaving = _by_peer(leaving)
+        self.group, self.first = comm.group_of({axis for request in transfer.requests for axis in request.axes})
+        self._moved = {request.dim for request in transfer.requests}
         self._planned: dict[Any, Any] = {}
 
     def during(self, direction: str) -> ObservedEvent:
@@ -246,11 +247,11 @@ class Channel:
         """Yield the parts of a view around the rank's own one, if they may have indices that are not received."""
         if not self.transfer.has_unused:
             return
-        own = [piece.target for piece in self.own]
-        for at, want in enumerate(self.transfer.wants):
+        own = [piece.target.ranges for piece in self.own]
+        for at, request in enumerate(self.transfer.requests):
             lo, hi = (own[0][at].start, own[0][at].stop) if own else (0, 0)
-            yield view.narrow(want.dim, 0, lo)
-            yield view.narrow(want.dim, hi, view.shape[want.dim] - hi)
+            yield view.narrow(request.dim, 0, lo)
+            yield view.narrow(request.dim, hi, view.shape[request.dim] - hi)
 
     def empty_view(self, tensor: torch.Tensor, pads: Sequence[tuple[int, int, int]] = ()) -> torch.Tensor:
         """Return an uninitialised tensor of the shape of `view`'s result."""
@@ -291,15 +292,15 @@ class Channel:
             self._at(part, piece.source).add_(cells)
         return part
 
-    def _at(self, tensor: torch.Tensor, indices: Sequence[range]) -> torch.Tensor:
+    def _at(self, tensor: torch.Tensor, indices: Lattice) -> torch.Tensor:
         slices = [slice(None)] * tensor.dim()
-        for want, cells in zip(self.transfer.wants, indices, strict=True):
-            slices[want.dim] = to_slice(cells)
+        for request, cells in zip(self.transfer.requests, indices.ranges, strict=True):
+            slices[request.dim] = to_slice(cells)
         return tensor[tuple(slices)]
 
     def _start(self, direction: str, tensor: torch.Tensor) -> _Buffers | None:
         """Start sending parts of a tensor, or of its views; return a handle to wait on; None: no rank sends."""
-        if self.silent:
+        if self.transfer.needs_no_messages:
             return None
         sizes = tuple(n for dim, n in enumerate(tensor.shape) if dim not in self._moved)
         key = direction, (tensor.dtype, tensor.device), sizes
@@ -328,14 +329,14 @@ class _Buffers:
     """
 
     def __init__(self, channel: Channel, like: torch.Tensor, forward: bool) -> None:
-        def allocate(pieces: _Pieces, own: bool) -> tuple[Flats, list[tuple[Piece, torch.Tensor]]]:
+        def allocate(pieces: _Pieces) -> tuple[Flats, list[tuple[Piece, torch.Tensor]]]:
             flats, places = dict[int, torch.Tensor](), list[tuple[Piece, torch.Tensor]]()
             for peer, parts in pieces.items():
                 shapes = []
                 for piece in parts:
                     shape = list(like.shape)
-                    for want, cells in zip(channel.transfer.wants, piece.source if own else piece.target, strict=True):
-                        shape[want.dim] = len(cells)
+                    for request, length in zip(channel.transfer.requests, piece.source.shape, strict=True):
+                        shape[request.dim] = length
                     shapes.append(shape)
                 sizes = list(map(prod, shapes))
                 flats[peer] = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
@@ -344,8 +345,8 @@ class _Buffers:
             return flats, places
 
         out, back = (channel.leaving, channel.arriving) if forward else (channel.arriving, channel.leaving)
-        leaving, self.leaving = allocate(out, forward)
-        arriving, self.arriving = allocate(back, not forward)
+        leaving, self.leaving = allocate(out)
+        arriving, self.arriving = allocate(back)
         self.staged = channel.comm.staged_exchange(channel.group, leaving, arriving, channel.first)
 
     def finish(self) -> list[tuple[Piece, torch.Tensor]]:

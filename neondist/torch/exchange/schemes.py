@@ -12,15 +12,13 @@ import torch
 from ...backends import Backend, get_backend
 from ...comm import Exchange, ProcessGrid
 from ...errors import ConfigError, HaloError
-from ...geometry import Box, HaloPlan, Lattice, Piece, Window, shift_range
+from ...geometry import Box, HaloPlan, Lattice, Piece, Range, Window, shift_range
 from ...halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
 from ...halo.buffer import HaloBuffer
 from ...observer import ObservedEvent
 from ...registry import suggest
 from ...runtime.debug import mark_buffer, unfilled
 from ..ir.graph import Step
-from ..ir.transfer import Piece as Indices
-from ..ir.transfer import Range
 from .mesh_comm import MeshComm
 
 Schemes: TypeAlias = ExchangePolicy | str | Mapping[str, ExchangePolicy | str]
@@ -106,25 +104,26 @@ class SchemeChannel:
     def _halo_plan(self, extent: tuple[int, ...], fill: float) -> HaloPlan:
         """Return the transfer as a HaloPlan of neondist layers: in cells of the image, along all of its axes."""
         grid, transfer = self.grid, self.transfer
-        first, place = grid.rank - grid.tile, transfer.mesh.place(grid.rank)
-        wants = {want.dim - 2: want for want in transfer.wants}
+        first, place = grid.rank - grid.tile, self.comm.place
+        requests = {request.dim - 2: request for request in transfer.requests}
         own, need, whole = ([(0, n) for n in extent] for _ in range(3))
-        for axis, want in wants.items():
-            own[axis], whole[axis] = want.source.range(place), (0, want.source.extent)
-            (need[axis],) = want.of(place)
+        for axis, request in requests.items():
+            own[axis], whole[axis] = request.source.range(place), (0, request.source.extent)
+            (need[axis],) = request.ranges[request.part(place)]
+        used = [(range(lo, hi),) for lo, hi in need]
+        for axis, request in requests.items():
+            if request.used is not None:
+                used[axis] = tuple(shift_range(cells, need[axis][0]) for cells in request.used[request.part(place)])
 
-        def piece(indices: Indices, owner: int) -> Piece:
-            owner_place = transfer.mesh.place(owner)
-            cells = [range(lo, hi) for lo, hi in own]
-            for (axis, want), part in zip(wants.items(), indices.source, strict=True):
-                start, _ = want.source.range(owner_place)
-                cells[axis] = shift_range(part, start)
-            return Piece(indices.peer - first, *[Lattice(tuple(cells))] * 2)
+        def in_image(piece: Piece) -> Piece:
+            """Return the piece in cells of the image at both ends: each view is one range."""
+            cells = {axis: range(lo, hi) for axis, (lo, hi) in enumerate(own)}
+            cells |= zip(requests, piece.source.ranges, strict=True)
+            return Piece(piece.peer - first, *[Lattice(tuple(cells.values()))] * 2)
 
-        received = transfer.receives(grid.rank)
-        receives = [piece(p, p.peer) for p in received if p.peer != grid.rank]
-        sends = [piece(p, grid.rank) for p in transfer.sends(grid.rank)]
-        local = [piece(p, grid.rank) for p in received if p.peer == grid.rank]
+        received, sends = ([*map(in_image, of(grid.rank))] for of in (transfer.receives, transfer.sends))
+        receives = [piece for piece in received if piece.peer != grid.tile]
+        local = [piece for piece in received if piece.peer == grid.tile]
         return HaloPlan(
             own=_box(own),
             need=_box(need),
@@ -132,9 +131,7 @@ class SchemeChannel:
             buffer=_box(own) if _box(need).empty else _box(need).hull(_box(own)),
             extent=tuple(n for _, n in whole),
             window=Window(1, padding=0, fill=fill, ndim=len(extent)),
-            used=tuple(
-                wants[axis].used_at(place) if axis in wants else (range(lo, hi),) for axis, (lo, hi) in enumerate(need)
-            ),
+            used=tuple(used),
         )
 
     def _record(self, owner: _Owner) -> None:

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...comm import ProcessGrid
-from ...geometry import part_range
+from ...geometry import Range, part_range
 from ..exchange.functions import Moments
 from ..exchange.mesh_comm import MeshComm
 from ..ir.graph import has_gradients
 from ..ir.layout import Shape
 from ..ir.once import once_differentiable
-from ..ir.transfer import Range
 from ..lowering.plan import TorchPlan
 from .in_blocks import AxisRanges, Traced, part_of_block
 from .run import Runner

@@ -8,12 +8,12 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from ...geometry import DimRequest, Range, Transfer
 from ...halo.fusion import Fusion
 from ...plan.planner import PASSES, best_cuts
 from ...system.machine import Figures
 from ..exchange.schemes import policy_of
 from ..ir.graph import Value
-from ..ir.transfer import Range, Transfer, Want
 from .blocked import at_least_one
 from .in_blocks import AxisRanges, ids_of
 from .program_lowering import laid, ranges_at
@@ -82,16 +82,16 @@ class _SegmentCuts:
     def _exchange_seconds(self, value: Value, ranges: tuple[Range, ...], ways: int) -> float:
         """Return the seconds in which the middle rank receives the cells of a value that it needs."""
         mesh = self.search.mesh
-        wants = []
+        requests = []
         for dim, ((atom,), needed) in enumerate(zip(value.layout, ranges, strict=True)):
             if atom.axis is not None:
                 ranges_by_part = [[own] for own in atom.ranges]
                 ranges_by_part[self.middle[atom.axis]] = [needed]
-                wants.append(Want(dim, atom, atom.axis, tuple(map(tuple, ranges_by_part))))
+                requests.append(DimRequest(dim, atom, atom.axis, tuple(map(tuple, ranges_by_part))))
         rank = mesh.rank(self.middle)
-        pieces = [piece for piece in Transfer(mesh, tuple(wants)).receives(rank) if piece.peer != rank]
+        pieces = [piece for piece in Transfer(mesh.parts, tuple(requests)).receives(rank) if piece.peer != rank]
         whole = prod(n for n, (atom,) in zip(value.shape, value.layout, strict=True) if atom.axis is None)
-        count = sum(piece.cells for piece in pieces) * whole * value.dtype.itemsize
+        count = sum(piece.source.size for piece in pieces) * whole * value.dtype.itemsize
         return ways * (len(pieces) * self.figures.latency + count / self.figures.bandwidth)
 
     def _redundant_share(self, segment: OperatorSegment, value: Value, outputs: AxisRanges) -> float:

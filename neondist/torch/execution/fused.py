@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...geometry import joined
+from ...geometry import Range, joined
 from ...halo import ExchangePolicy, Fusion
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import IN_PLACE, Step, Value
-from ..ir.layout import Layout, Mesh, axes_of, local_shape
-from ..ir.transfer import Range, Wanted, at_place
+from ..ir.layout import Layout, Mesh, NeededRanges, at_place, axes_of, local_shape
 from ..lowering.steps import Where
 from .blocked import Blocks, at_least_one
 from .choosing import segments_of
@@ -48,7 +47,7 @@ class FusedLowering(ProgramLowering):
 
     Attributes
     ----------
-    overlaps : list of Wanted
+    overlaps : list of NeededRanges
         Ranges of the inputs passed to each rank, where they exceed its tile.
     """
 
@@ -63,7 +62,7 @@ class FusedLowering(ProgramLowering):
         self._needed = {segment.first: self._input_ranges_of(segment) for segment in segments}
         self.overlaps = [self._widened_ranges(image) for image in images]
         self._waiting = iter(self.overlaps)
-        self._entered: dict[int, tuple[Value, Wanted]] = {}  # for tiles of images: the passed value and its ranges
+        self._entered: dict[int, tuple[Value, NeededRanges]] = {}  # for tiles: the passed value and its ranges
 
     @property
     def note(self) -> str:  # type: ignore[override]
@@ -94,38 +93,38 @@ class FusedLowering(ProgramLowering):
 
     def image(self, layout: Layout, dtype: torch.dtype) -> tuple[Value, Value]:
         """Return the value that a module's input is passed as, with cells around the tile if needed, and its tile."""
-        wants, axes = next(self._waiting), axes_of(layout)
-        if not wants:
+        needed, axes = next(self._waiting), axes_of(layout)
+        if not needed:
             return super().image(layout, dtype)
-        ranges = at_place(wants, self.place)
+        ranges = at_place(needed, self.place)
         own = {dim: layout[dim][0].range(self.place) for dim in ranges}
         self.where = Where("tile", "", "")
         passed = self._value(_cells(local_shape(layout, self.place), ranges), axes, dtype, "value")
         (tile,) = self._locals(partial(_narrow, ranges=own, held=ranges), [passed], [layout], [dtype], axes)
         self.steps[-1].key = None  # the same step on a rank without cells
-        self._entered[tile.id] = passed, wants
+        self._entered[tile.id] = passed, needed
         return passed, tile
 
-    def view_of(self, value: Value, wants: Wanted) -> Value:
+    def view_of(self, value: Value, needed: NeededRanges) -> Value:
         """Return this rank's view of a value: without messages if it was passed with the image."""
         passed, cells = self._entered.get(value.id, (value, {}))
-        if not (cells and all(_contains(cells[dim][1], needed) for dim, (_, needed) in wants.items())):
-            return super().view_of(value, wants)
-        ranges = at_place(wants, self.place)
+        if not (cells and all(_contains(cells[dim][1], ranges) for dim, (_, ranges) in needed.items())):
+            return super().view_of(value, needed)
+        ranges = at_place(needed, self.place)
         source = self.enter(passed, self.mesh.axes)
         view = self._value(_cells(source.local, ranges), self.mesh.axes, value.dtype, value.kind)
         run = partial(_narrow, ranges=ranges, held=at_place(cells, self.place))
         self._step("local", [source], [view], run=lambda x: (run(x),))
         return view
 
-    def _input_ranges_of(self, segment: OperatorSegment) -> list[Wanted]:
+    def _input_ranges_of(self, segment: OperatorSegment) -> list[NeededRanges]:
         """Return the ranges that ranks need of the inputs of a segment."""
         outputs, inputs = ([laid(v, self.mesh) for v in of] for of in (segment.traced.outputs, segment.traced.inputs))
         return self.input_ranges([segment.traced], [outputs], inputs)
 
-    def _widened_ranges(self, image: int) -> Wanted:
+    def _widened_ranges(self, image: int) -> NeededRanges:
         """Return the ranges of an image passed to each rank: its tile, and margins that segments read locally."""
-        widened: Wanted = {}
+        widened: NeededRanges = {}
         for segment in self._segments:
             if segment.wide and image in segment.inputs:
                 at = segment.inputs.index(image)

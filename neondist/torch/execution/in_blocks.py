@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
+from ...geometry import Atom, DimRequest, Range
 from ..exchange.functions import Moments
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Pads, Value
-from ..ir.layout import Atom, Layout, Mesh, is_box, shape_of, whole
+from ..ir.layout import Layout, Mesh, is_box, shape_of, whole
 from ..ir.trace import CutRanges, Dependence, extend, trace
-from ..ir.transfer import Range, Want
 from ..lowering.building import Reaches
 from ..lowering.lower import Lowering
 from ..lowering.plan import TorchPlan
@@ -178,16 +178,16 @@ class BlockLowering(Lowering):
         return super().view(value, reaches, context, fill)
 
     def transferred(
-        self, value: Value, wants: Sequence[Want], context: frozenset[int], pads: Pads = (), fill: float = 0.0
+        self, value: Value, requests: Sequence[DimRequest], context: frozenset[int], pads: Pads = (), fill: float = 0.0
     ) -> Value:
-        """Return the view of a value with the indices in `wants`, all of which the block has, and with padding."""
+        """Return the view of a value with the requested indices, all of which the block has, and with padding."""
         shape, narrowed, padding = list(value.local), [], [0] * (2 * len(value.local))
-        for want in wants:
-            first, last = want.source.range(self.place)
-            ranges = want.of(self.place)
+        for request in requests:
+            first, last = request.source.range(self.place)
+            ranges = request.ranges[request.part(self.place)]
             if ranges != ((first, last),):
-                narrowed.append((want.dim, [(lo - first if lo < hi else 0, hi - lo) for lo, hi in ranges]))
-            shape[want.dim] = want.extent(self.place)
+                narrowed.append((request.dim, [(lo - first if lo < hi else 0, hi - lo) for lo, hi in ranges]))
+            shape[request.dim] = request.extent(request.part(self.place))
         for dim, *around in pads:
             at = 2 * (len(shape) - 1 - dim)
             padding[at : at + 2] = around

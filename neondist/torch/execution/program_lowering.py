@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from ...geometry import joined
+from ...geometry import DimRequest, joined
 from ..ir.graph import Value
-from ..ir.layout import Layout, Mesh
-from ..ir.transfer import Want, Wanted, at_place
+from ..ir.layout import Layout, Mesh, NeededRanges, at_place
 from ..lowering.lower import Lowering
 from .blocked import at_least_one
 from .in_blocks import AxisRanges, Traced
@@ -59,18 +58,20 @@ class ProgramLowering(Lowering):
     def lower_program_call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Lower one operator of the program and return its values."""
 
-    def input_views(self, inputs: Sequence[Value], wanted: Sequence[Wanted]) -> tuple[list[Value], list[list[int]]]:
+    def input_views(
+        self, inputs: Sequence[Value], needed: Sequence[NeededRanges]
+    ) -> tuple[list[Value], list[list[int]]]:
         """Return this rank's views of the inputs, and the first indices of each view."""
         views, first = [], []
-        for value, wants in zip(inputs, wanted, strict=True):
-            views.append(self.view_of(value, wants))
-            ranges = at_place(wants, self.place)
+        for value, needed_ranges in zip(inputs, needed, strict=True):
+            views.append(self.view_of(value, needed_ranges))
+            ranges = at_place(needed_ranges, self.place)
             first.append([ranges[dim][0] if dim in ranges else 0 for dim in range(len(value.layout))])
         return views, first
 
     def input_ranges(
         self, traced: Sequence[Traced], layouts: Sequence[Sequence[Layout]], inputs: Sequence[Layout]
-    ) -> list[Wanted]:
+    ) -> list[NeededRanges]:
         """Return the ranges of each input that the parts of each axis need for their tiles of the outputs.
 
         Parameters
@@ -92,13 +93,13 @@ class ProgramLowering(Lowering):
             for at, layout in enumerate(inputs)
         ]
 
-    def view_of(self, value: Value, wants: Wanted) -> Value:
+    def view_of(self, value: Value, needed: NeededRanges) -> Value:
         """Return this rank's view of a value."""
         views = (
-            Want(dim, self.atom(value, dim), axis, tuple((indices,) for indices in ranges))
-            for dim, (axis, ranges) in sorted(wants.items())
+            DimRequest(dim, self.atom(value, dim), axis, tuple((indices,) for indices in ranges))
+            for dim, (axis, ranges) in sorted(needed.items())
         )
-        moved = [want for want in views if not want.own]
+        moved = [request for request in views if not request.is_own]
         return self.transferred(value, moved, self.mesh.axes) if moved else self.enter(value, self.mesh.axes)
 
     @staticmethod

@@ -60,7 +60,7 @@ class _Probe(ProgramLowering):
         start, context = len(self.steps), (target, args, kwargs, self.where, self.out, self.draws)
         result = self.lower_by_rule(target, args, kwargs)
         views = [step for step in self.steps[start:] if step.kind == "view"]
-        windows = any(step.transfer is not None and not step.transfer.silent for step in views)
+        windows = any(step.transfer is not None and not step.transfer.needs_no_messages for step in views)
         local = all(map(_is_window, views)) and all(step.kind in _KINDS for step in self.steps[start:])
         self.records.append(OperatorRecord(Call(self.number, *context, result), windows, local))
         return result
@@ -89,11 +89,11 @@ def _is_window(step: Step) -> bool:
     """Return whether each rank's view is a range around its own cells along each partitioned image axis."""
     assert step.transfer is not None
     return all(
-        (want.axis is not None or want.used is not None)
-        and want.axis == want.source.axis
-        and want.dim > 1
-        and all(len(r) == 1 for r in want.ranges)
-        for want in step.transfer.wants
+        (request.axis is not None or request.used is not None)
+        and request.axis == request.source.axis
+        and request.dim > 1
+        and all(len(r) == 1 for r in request.ranges)
+        for request in step.transfer.requests
     )
 
 

@@ -10,8 +10,7 @@ import torch
 
 from ...errors import ShapeError
 from ..exchange.mesh_comm import MeshComm
-from ..ir.layout import Layout, axes_of, cut, local_shape, shape_of, whole
-from ..ir.transfer import Wanted, at_place
+from ..ir.layout import Layout, NeededRanges, at_place, axes_of, cut, local_shape, shape_of, whole
 from ..lowering.building import Builder
 from ..lowering.plan import TorchPlan
 from ..lowering.steps import Where
@@ -71,7 +70,7 @@ class Tiling:
         reference, layout = self._layouts.get(id(tensor), (None, None))
         return layout if reference is not None and reference() is tensor else getattr(tensor, "neondist_layout", None)
 
-    def part(self, image: torch.Tensor, layout: Layout, ranges: Wanted | None = None) -> torch.Tensor:
+    def part(self, image: torch.Tensor, layout: Layout, ranges: NeededRanges | None = None) -> torch.Tensor:
         """Return this rank's part of a tensor replicated on every rank, or the larger ranges given for each axis."""
         if tuple(image.shape) != shape_of(layout):
             raise ShapeError(

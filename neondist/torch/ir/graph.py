@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...geometry import Transfer
 from ...halo import ExchangePolicy
 from .layout import Layout, Mesh, Shape, shape_of
-from .transfer import Transfer
 
 GRADIENTS = "gradients"
 """Name of the reduction of all parameters' gradients, in place of a step's name."""

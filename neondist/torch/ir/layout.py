@@ -8,46 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import gcd, prod
-from typing import Any, NamedTuple
 
-from ...geometry import GridShape, part_range
+from ...geometry import Atom, GridShape, Range, coords_of, index_of
 
 Shape = tuple[int, ...]
 
 
-class Atom(NamedTuple):
-    """A range of indices, whole on every rank or partitioned: part p of `axis` has [bounds[p], bounds[p + 1]).
-
-    If a block is computed on its own (blocks.py), `origin` is the cut that these bounds come from, and their ratio.
-    """
-
-    extent: int
-    axis: int | None = None
-    bounds: tuple[int, ...] | None = None
-    origin: tuple[Any, int] | None = None
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Half-open range of each part; a single range of all indices if the atom is whole."""
-        return ((0, self.extent),) if self.bounds is None else tuple(pairwise(self.bounds))
-
-    def range(self, place: Sequence[int]) -> tuple[int, int]:
-        """Return the half-open range of the rank at a place of the mesh."""
-        if self.axis is None or self.bounds is None:
-            return 0, self.extent
-        return self.bounds[place[self.axis]], self.bounds[place[self.axis] + 1]
-
-    def scaled(self, factor: int) -> Atom:
-        """Return the atom with every index replaced by `factor` consecutive ones."""
-        bounds = None if self.bounds is None else tuple(b * factor for b in self.bounds)
-        origin = None if self.origin is None else (self.origin[0], self.origin[1] * factor)
-        return Atom(self.extent * factor, self.axis, bounds, origin)
-
-
 Dim = tuple[Atom, ...]
 Layout = tuple[Dim, ...]
+NeededRanges = dict[int, tuple[int, list[Range]]]
+"""For each partitioned dimension: the axis of the mesh, and the range that each of its parts needs."""
+
+
+def at_place(needed: NeededRanges, place: Sequence[int]) -> dict[int, Range]:
+    """Return the range that the rank at a place needs along each of the dimensions."""
+    return {dim: ranges[place[axis]] for dim, (axis, ranges) in needed.items()}
 
 
 @dataclass(frozen=True)
@@ -84,18 +60,11 @@ class Mesh:
 
     def place(self, rank: int) -> tuple[int, ...]:
         """Return a rank's coordinates."""
-        coords = []
-        for parts in reversed(self.parts):
-            rank, at = divmod(rank, parts)
-            coords.append(at)
-        return tuple(reversed(coords))
+        return coords_of(self.parts, rank)
 
     def rank(self, place: Sequence[int]) -> int:
         """Return the rank at a place."""
-        rank = 0
-        for parts, at in zip(self.parts, place, strict=True):
-            rank = rank * parts + at
-        return rank
+        return index_of(self.parts, place)
 
     def sums(self, axes: frozenset[int]) -> list[frozenset[int]]:
         """Return the axes of each group of ranks in the successive reductions that make up a sum over `axes`."""
@@ -106,10 +75,7 @@ class Mesh:
 
     def atom(self, extent: int, axis: int | None) -> Atom:
         """Return a range of indices split evenly over an axis: the first extent % parts parts have one more."""
-        if axis is None or self.parts[axis] == 1:
-            return Atom(extent)
-        parts = self.parts[axis]
-        return Atom(extent, axis, (*(part_range(extent, parts, part)[0] for part in range(parts)), extent))
+        return Atom(extent) if axis is None or self.parts[axis] == 1 else Atom.even(extent, axis, self.parts[axis])
 
     def image(self, shape: Sequence[int]) -> Layout:
         """Return the layout of a batch of images (N, C, *spatial): all dimensions but C are partitioned."""

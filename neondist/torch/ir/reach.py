@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from ...geometry import Cells, Window, clip_ranges, fold, hull_of
-from .layout import Atom
-from .transfer import Range, Want, clipped
+from ...geometry import Atom, Cells, DimRequest, Range, Window, clip_ranges, fold, hull_of, shift_range
 
 SAME = Window.of_one(1)
 """Window of results that depend on the same index, or on all indices if they are whole."""
@@ -57,17 +56,24 @@ class Reach(NamedTuple):
             ranges = tuple(_runs(fold(i, n, mode) for i in range(*hull_of(cells))))
             return View(ranges, tuple(range(*run) for run in ranges), (0, 0))
         used = tuple(clip_ranges(cells, 0, n))
-        inside, around = clipped(*hull_of(cells), n) if self.padded else (hull_of(used), (0, 0))
-        return View((inside,), used, around)
+        first, last = hull_of(cells if self.padded else used)
+        inside = max(first, 0), min(last, n)
+        if inside[0] >= inside[1]:
+            return View(((0, 0),), used, (0, last - first))
+        return View((inside,), used, (inside[0] - first, last - inside[1]))
 
-    def views(self, dim: int, source: Atom) -> tuple[Want, list[Range]]:
+    def views(self, dim: int, source: Atom) -> tuple[DimRequest, Sequence[Range]]:
         """Return the views of a dimension that the parts of the results need, and the padding of each."""
-        n = source.extent
-        ranges, used, pads = zip(*(self.view(lo, hi, n) for lo, hi in self.out.ranges), strict=True)
+        ranges, used, pads, all_used = _views(
+            self._replace(out=self.out._replace(axis=None, origin=None)), source.extent
+        )
         if self.is_whole(source):
-            ranges = (((0, n),),)
-        all_used = self.window is SAME or all(map(_is_same, ranges, used))
-        return Want(dim, source, self.out.axis, ranges, None if all_used else used), list(pads)
+            ranges = (((0, source.extent),),)
+            all_used = _is_same(*ranges, *used)
+        if all_used or self.window is SAME:
+            return DimRequest(dim, source, self.out.axis, ranges), pads
+        places = (tuple(shift_range(run, -lo) for run in cells) for cells, ((lo, _),) in zip(used, ranges, strict=True))
+        return DimRequest(dim, source, self.out.axis, ranges, tuple(places)), pads
 
     def first(self, source: Atom, place: Sequence[int]) -> int:
         """Return the first index in the view of the rank at a place."""
@@ -76,6 +82,13 @@ class Reach(NamedTuple):
     def is_whole(self, source: Atom) -> bool:
         """Return whether every rank has all indices of the dimension and of the results; then the view has all, too."""
         return self.out.axis is source.axis is None and not self.padded
+
+
+@lru_cache(maxsize=256)  # many operators have the same windows, along equal dimensions
+def _views(reach: Reach, n: int) -> tuple[tuple[tuple[Range, ...], ...], tuple[Cells, ...], tuple[Range, ...], bool]:
+    """Return the ranges, used indices and padding of all parts of the results, and whether all indices are used."""
+    ranges, used, pads = zip(*(reach.view(lo, hi, n) for lo, hi in reach.out.ranges), strict=True)
+    return ranges, used, pads, all(map(_is_same, ranges, used))
 
 
 def _is_same(ranges: Sequence[Range], cells: Cells) -> bool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...geometry import joined
-from .layout import Atom
+from ...geometry import Atom, Range, joined
 from .reach import Reach
-from .transfer import Range
 
 Cut = tuple[int, int]
 """Number of a rule's call, and number of a cut requested by it."""

@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
+from ...geometry import Atom, DimRequest, Transfer
 from ..ir.graph import Pads, Value
-from ..ir.layout import (
-    Atom,
-    Dim,
-    Layout,
-    Mesh,
-    Unaligned,
-    axes_of,
-    local_shape,
-    reshaped,
-    shape_of,
-    whole_along,
-)
+from ..ir.layout import Dim, Layout, Mesh, Unaligned, axes_of, local_shape, reshaped, shape_of, whole_along
 from ..ir.reach import Reach
-from ..ir.transfer import Transfer, Want
 from .steps import StepList
 
 Reaches = Mapping[int, Reach]
@@ -55,27 +44,27 @@ class Builder(StepList):
         lost = axes_of(value.layout) - inside  # the result is replicated along these
         if lost:
             value = self.gathered(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
-        wants, pads, moves = [], [], []
+        requests, pads, moved = [], [], []
         for dim, reach in sorted(reaches.items()):
-            want, around = reach.views(dim, self.atom(value, dim))
-            wants.append(want)
-            pads.append((dim, *around[want.part(self.place)]))
-            if any(map(any, around)) or not want.own:
-                moves.append(want)
-        if not moves:
+            request, around = reach.views(dim, self.atom(value, dim))
+            requests.append(request)
+            pads.append((dim, *around[request.part(self.place)]))
+            if any(map(any, around)) or not request.is_own:
+                moved.append(request)
+        if not moved:
             return self.enter(value, inside)
-        wants = [want for want in wants if want in moves or want.used is not None]
-        view = self.transferred(value, wants, inside, tuple(pad for pad in pads if any(pad[1:])), fill)
-        if window and all(want.axis == want.source.axis and want.axis and want.dim > 1 for want in moves):
+        requests = [request for request in requests if request in moved or request.used is not None]
+        view = self.transferred(value, requests, inside, tuple(pad for pad in pads if any(pad[1:])), fill)
+        if window and all(each.axis == each.source.axis and each.axis and each.dim > 1 for each in moved):
             step = self.steps[-1]
-            step.window = step.transfer is not None and not step.transfer.silent
+            step.window = step.transfer is not None and not step.transfer.needs_no_messages
         return view
 
     def transferred(
-        self, value: Value, wants: Sequence[Want], context: frozenset[int], pads: Pads = (), fill: float = 0.0
+        self, value: Value, requests: Sequence[DimRequest], context: frozenset[int], pads: Pads = (), fill: float = 0.0
     ) -> Value:
-        """Return the view of a value with the indices in `wants`, and with padding on this rank."""
-        source, transfer = self.enter(value, context), Transfer(self.mesh, tuple(wants))
+        """Return the view of a value with the requested indices, and with padding on this rank."""
+        source, transfer = self.enter(value, context), Transfer(self.mesh.parts, tuple(requests))
         shape = list(transfer.shape(source.local, self.rank))
         for dim, before, after in pads:
             shape[dim] += before + after
@@ -91,14 +80,14 @@ class Builder(StepList):
         if not axes:
             return value
         expanded = self._atoms(value)
-        wants = tuple(
-            Want(at, atom, None, (((0, atom.extent),),))
+        requests = tuple(
+            DimRequest(at, atom, None, (((0, atom.extent),),))
             for at, (atom,) in enumerate(expanded.layout)
             if atom.axis in axes
         )
         rest = tuple((Atom(dim[0].extent),) if dim[0].axis in axes else dim for dim in expanded.layout)
         result = self._value(local_shape(rest, self.place), value.axes - axes, value.dtype, value.kind, rest)
-        self._step("gather", [expanded], [result], transfer=Transfer(self.mesh, wants))
+        self._step("gather", [expanded], [result], transfer=Transfer(self.mesh.parts, requests))
         return self.shaped(result, whole_along(value.layout, chosen))
 
     def recut(self, value: Value, layout: Layout) -> Value:

@@ -16,9 +16,8 @@ from torch.utils import _pytree as pytree
 
 from ..ir.functionalize import is_simple, written_values
 from ..ir.graph import Value, axes_of_values
-from ..ir.layout import Mesh, axes_of, whole
+from ..ir.layout import Mesh, NeededRanges, axes_of, whole
 from ..ir.registry import POINTWISE, RULES, TRACING
-from ..ir.transfer import Wanted
 from .building import Builder
 from .steps import Where
 
@@ -38,13 +37,13 @@ class Lowering(Builder):
         Whether some of it is computed in parts of a tile, on one rank too.
     note : str
         Description of the operators that are executed as a group.
-    overlaps : sequence of Wanted
+    overlaps : sequence of NeededRanges
         Ranges of the inputs passed to each rank, where they exceed its tiles.
     """
 
     in_parts = False
     note = ""
-    overlaps: Sequence[Wanted] = ()
+    overlaps: Sequence[NeededRanges] = ()
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         super().__init__(mesh, rank)

@@ -119,10 +119,10 @@ class TorchPlan(TorchGraph):
         for step in self.steps:
             layouts = [self.values[out].layout_or_none for out in step.outputs]
             dtypes = [str(self.values[out].dtype) for out in step.outputs]
-            wants = step.transfer.wants if step.transfer else ()
+            moved = step.transfer.requests if step.transfer else ()
             scheme = "" if step.scheme is None else scheme_text(step.scheme)
             axes = sorted(step.axes)
-            text.append(repr((step.kind, step.name, step.inputs, step.outputs, axes, wants, layouts, dtypes, scheme)))
+            text.append(repr((step.kind, step.name, step.inputs, step.outputs, axes, moved, layouts, dtypes, scheme)))
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
 

@@ -8,19 +8,12 @@ from typing import Any
 
 import torch
 
+from ...geometry import Atom
 from ..exchange.functions import Moments
 from ..exchange.ring import Ring
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Step, Value, axes_of_values, has_gradients
-from ..ir.layout import (
-    Atom,
-    Layout,
-    Mesh,
-    Shape,
-    axes_of,
-    local_shape,
-    whole,
-)
+from ..ir.layout import Layout, Mesh, Shape, axes_of, local_shape, whole
 
 
 class StepList:

@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 import torch
 
+from ...geometry import Transfer
 from ..exchange.ring import Ring
 from ..ir.graph import GRADIENTS, WIDER, Step, TorchGraph, Value
 from ..ir.layout import Mesh, axes_of
@@ -40,6 +41,15 @@ class Ranks:
         for atom in (atom for dim in dims for atom in value.layout[dim]):
             extents *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[self.places[atom.axis]]
         return extents
+
+    def moved_cells(self, transfer: Transfer) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers of cells that the ranks send to and receive from others, if a transfer is separable."""
+        counts = np.ones((3, len(self.numbers)), int)
+        for request in transfer.requests:
+            parts = next((self.places[axis] for axis in request.axes), 0)
+            counts *= np.array(request.counts)[:, parts].reshape(3, -1)
+        sent, received, own = counts
+        return sent - own, received - own
 
     def nbytes(self, value: Value, wide: bool = False) -> np.ndarray:
         """Return the bytes of the ranks' parts; `wide`: in the dtype of sums over ranks."""
@@ -115,14 +125,14 @@ class _Traffic:
         """Return the bytes of messages; for border schemes the mean over many steps."""
         transfer, value = step.transfer, self.plan.values[step.inputs[0]]
         assert transfer is not None
-        moved = {want.dim for want in transfer.wants}
+        moved = {request.dim for request in transfer.requests}
         others = self.ranks.extents(value, (dim for dim in range(len(value.local)) if dim not in moved))
         if step.scheme is None and transfer.separable:
-            return transfer.cells[direction == "backward"][self.ranks.numbers] * others * value.dtype.itemsize
+            return self.ranks.moved_cells(transfer)[direction == "backward"] * others * value.dtype.itemsize
         sent, size = [], value.dtype.itemsize
         for rank, count in zip(self.ranks.numbers.tolist(), others.tolist(), strict=True):
             pieces = transfer.sends(rank) if direction == "forward" else transfer.receives(rank)
-            numbers = [piece.cells * count for piece in pieces if piece.peer != rank]
+            numbers = [piece.source.size * count for piece in pieces if piece.peer != rank]
             if step.scheme is not None:
                 size = 4 if value.dtype == torch.bfloat16 else size  # bfloat16, which NumPy lacks
                 sent.append(round(step.scheme.mean_bytes(numbers, size, direction)))

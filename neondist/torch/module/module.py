@@ -26,8 +26,7 @@ from ..execution.execution import Execution
 from ..execution.run import Runner
 from ..execution.tiling import Tiling
 from ..ir.graph import autocast
-from ..ir.layout import Layout, shape_of
-from ..ir.transfer import Wanted
+from ..ir.layout import Layout, NeededRanges, shape_of
 from ..lowering.norm_gradients import ContiguousNormGradients, has_single_sample_norm
 from ..lowering.plan import TorchPlan
 from .criteria import Criteria, owner_of
@@ -46,7 +45,7 @@ class _CompiledState:
         Whether a forward may change the module's own attributes.
     targets : dict of shape to Layout
         Layouts of targets by shape.
-    overlaps : sequence of Wanted
+    overlaps : sequence of NeededRanges
         Ranges of the inputs that ranks receive, if larger than their tiles.
     single_sample_norm : bool
         Whether a norm sees a single sample, whose gradients need a workaround.
@@ -58,7 +57,7 @@ class _CompiledState:
     digest: str
     in_parts: bool
     dtypes: list[torch.dtype]
-    overlaps: Sequence[Wanted]
+    overlaps: Sequence[NeededRanges]
     single_sample_norm: bool
     changes: bool = True
     targets: dict[tuple[int, ...], Layout] = field(default_factory=dict)

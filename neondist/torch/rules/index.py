@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from ...geometry import GradientWindow, IndexMap, Window, fold
+from ...geometry import Atom, GradientWindow, IndexMap, Window, fold
 from ..ir.graph import Value
-from ..ir.layout import Atom, axes_of, local_shape, replaced, whole
+from ..ir.layout import axes_of, local_shape, replaced, whole
 from ..ir.reach import Reach
 from ..ir.registry import rule
 from ..lowering.lower import Lowering

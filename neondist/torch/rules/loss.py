@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...geometry import Atom
 from ..ir.graph import Value
-from ..ir.layout import Atom, axes_of
+from ..ir.layout import axes_of
 from ..ir.registry import CAPTURED_AS, rule
 from ..lowering.lower import Lowering
 

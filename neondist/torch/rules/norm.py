@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...geometry import Atom
 from ..exchange.functions import Moments
 from ..exchange.mesh_comm import format_of
 from ..ir.graph import Value
-from ..ir.layout import Atom, axes_of
+from ..ir.layout import axes_of
 from ..ir.registry import rule
 from ..lowering.lower import Lowering
 from ..lowering.norm_gradients import pass_contiguous

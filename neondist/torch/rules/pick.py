@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...geometry import Atom
 from ..ir.graph import Value
-from ..ir.layout import Atom, axes_of, replaced, shape_of, whole, whole_along
+from ..ir.layout import axes_of, replaced, shape_of, whole, whole_along
 from ..ir.registry import rule
 from ..lowering.lower import Lowering
 from .index import first_of, slices

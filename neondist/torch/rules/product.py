@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...geometry import Atom
 from ..exchange.ring import Ring
 from ..ir.graph import Value
-from ..ir.layout import Atom, Dim, Layout, axes_of, indices, whole
+from ..ir.layout import Dim, Layout, axes_of, indices, whole
 from ..ir.registry import rule
 from ..lowering.lower import Lowering
 

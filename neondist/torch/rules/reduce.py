@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from ...geometry import Atom
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
-from ..ir.layout import Atom, Layout, axes_of, shape_of
+from ..ir.layout import Layout, axes_of, shape_of
 from ..ir.registry import rule
 from ..lowering.lower import Lowering
 

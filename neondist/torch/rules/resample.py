@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from math import ceil, floor
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ...geometry import IndexMap
+from ...geometry import Atom, IndexMap
 from ..ir.graph import Value
-from ..ir.layout import Atom, axes_of, replaced
+from ..ir.layout import axes_of, replaced
 from ..ir.reach import Reach
 from ..ir.registry import rule
 from ..lowering.lower import Lowering
@@ -27,7 +28,8 @@ class Taps(NamedTuple):
     @property
     def window(self) -> IndexMap:
         """The cells that contribute to the results, by their indices."""
-        return IndexMap(lambda lo, hi: self.cells[lo:hi].unique().tolist())
+        cells = self.cells.tolist()
+        return IndexMap(lambda lo, hi: chain(*cells[lo:hi]))
 
 
 def interpolate(lowering: Lowering, x: Value, taps: dict[int, Taps], axes: dict[int, Any]) -> Any:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from ...geometry import Atom
 from ..ir.errors import UnsupportedOperator
 from ..ir.graph import Value
-from ..ir.layout import Atom, axes_of, local_shape
+from ..ir.layout import axes_of, local_shape
 from ..ir.registry import rule
 from ..lowering.lower import Lowering
 from .index import remapped, rotated

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...geometry import Atom
 from ..ir.graph import Value
-from ..ir.layout import Atom, replaced
+from ..ir.layout import replaced
 from ..ir.registry import rule
 from ..lowering.lower import Lowering
 

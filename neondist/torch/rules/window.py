@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...geometry import Box, GradientWindow, Window, same_padding
+from ...geometry import Atom, Box, GradientWindow, Window, same_padding
 from ..ir.graph import Value
-from ..ir.layout import Atom, Layout, local_shape, replaced
+from ..ir.layout import Layout, local_shape, replaced
 from ..ir.reach import Reach
 from ..ir.registry import rule
 from ..kernels import volumes

@@ -23,8 +23,7 @@ from ...plan.parameters import ParameterPlan
 from ...strategies import Strategy, StrategyBuilder
 from ..execution.execution import Execution
 from ..ir.graph import GRADIENTS, Value
-from ..ir.layout import Mesh, cut
-from ..ir.transfer import Wanted
+from ..ir.layout import Mesh, NeededRanges, cut
 from ..lowering.costs import PlanCosts, StepCosts, module_paths, output_shape_of
 from ..lowering.plan import TorchPlan, Traffic
 from ..lowering.traffic import BackwardSteps
@@ -265,7 +264,7 @@ class ModulePlan:
         return "-" if shape is None else report.by(shape) or "1"
 
 
-def _wide_tiles(overlaps: Sequence[Wanted], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:
+def _wide_tiles(overlaps: Sequence[NeededRanges], extent: tuple[int, ...], mesh: Mesh) -> Partition | None:
     """Return the tiles of images that ranks read, if larger than their own."""
     if not overlaps or not overlaps[0]:
         return None

@@ -37,7 +37,8 @@ class RequestedRanges(BlockLowering):
     def view(self, value, reaches, *args, **kwargs):
         for dim, reach in reaches.items():
             atom = self.atom(value, dim)
-            for indices in reach.views(dim, atom)[0].of(self.place):
+            request, _ = reach.views(dim, atom)
+            for indices in request.ranges[request.part(self.place)]:
                 extend(self.cuts.ranges, atom, *indices)
         return super().view(value, reaches, *args, **kwargs)
 

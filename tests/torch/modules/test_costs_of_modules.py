@@ -1,6 +1,7 @@
 """Costs of module steps on all ranks at once against the plan of each rank and the output of `check`."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,18 +13,17 @@ from torch import nn  # noqa: E402
 from torch_runs import share_captures  # noqa: E402
 
 import neondist.torch as ndt  # noqa: E402
-from neondist.geometry import GridShape  # noqa: E402
+from neondist.geometry import Atom, DimRequest, GridShape, Transfer  # noqa: E402
 from neondist.plan import report  # noqa: E402
-from neondist.torch.ir.layout import Atom, Mesh  # noqa: E402
-from neondist.torch.ir.transfer import Transfer, Want  # noqa: E402
+from neondist.torch.ir.layout import Mesh  # noqa: E402
 from neondist.torch.lowering.costs import module_paths  # noqa: E402
-from neondist.torch.lowering.traffic import ring_traffic, traffic_of  # noqa: E402
+from neondist.torch.lowering.traffic import Ranks, ring_traffic, traffic_of  # noqa: E402
 from neondist.torch.rules import product  # noqa: E402
 
 GRIDS = GridShape(1, 2, 3), GridShape(2, 3, 1), GridShape(1, 1, 1), GridShape(1, 1, 5)
 
 
-def draw_want(rng, mesh, dim, axis, wanting_axis):
+def draw_request(rng, mesh, dim, axis, needing_axis):
     """Draw the ranges that the parts of an axis, or all ranks, need of a dimension cut by another axis, or by none."""
     extent = int(rng.integers(1, 12))
     source = Atom(extent)
@@ -32,9 +32,9 @@ def draw_want(rng, mesh, dim, axis, wanting_axis):
         source = Atom(extent, axis, (0, *bounds, extent))
     ranges = [
         tuple(tuple(np.sort(rng.integers(0, extent + 1, 2)).tolist()) for _ in range(rng.integers(0, 3)))
-        for _ in range(1 if wanting_axis is None else mesh.parts[wanting_axis])
+        for _ in range(1 if needing_axis is None else mesh.parts[needing_axis])
     ]
-    return Want(dim, source, wanting_axis, tuple(ranges))
+    return DimRequest(dim, source, needing_axis, tuple(ranges))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -46,20 +46,23 @@ def test_sends_match_receives(seed):
     def draw_axes(axis):
         return (axis, (axis + 1) % 3) if odd else [(axis, axis), (axis, None), (None, axis)][rng.integers(3)]
 
-    transfer = Transfer(mesh, tuple(draw_want(rng, mesh, dim, *draw_axes(axis)) for dim, axis in enumerate(axes)))
+    transfer = Transfer(
+        mesh.parts, tuple(draw_request(rng, mesh, dim, *draw_axes(axis)) for dim, axis in enumerate(axes))
+    )
     assert transfer.separable is not odd
     expected = {rank: Counter() for rank in range(mesh.size)}
     for needer in range(mesh.size):
         for piece in transfer.receives(needer):
             if piece.peer != needer:
-                expected[piece.peer][piece._replace(peer=needer)] += 1
+                expected[piece.peer][replace(piece, peer=needer)] += 1
     for rank in range(mesh.size):
         assert Counter(transfer.sends(rank)) == expected[rank]
         if transfer.separable:
-            sent, received = (cells[rank] for cells in transfer.cells)
-            assert sent == sum(piece.cells for piece in transfer.sends(rank))
-            assert received == sum(piece.cells for piece in transfer.receives(rank) if piece.peer != rank)
-    assert transfer.silent == (not any(expected.values()))
+            sent, received = (cells.item() for cells in Ranks(mesh, [rank]).moved_cells(transfer))
+            assert sent == sum(piece.source.size for piece in transfer.sends(rank))
+            assert received == sum(piece.source.size for piece in transfer.receives(rank) if piece.peer != rank)
+    assert transfer.volume == sum(piece.source.size for pieces in expected.values() for piece in pieces.elements())
+    assert transfer.needs_no_messages == (not any(expected.values()))
 
 
 class Net(nn.Module):

@@ -15,8 +15,15 @@ from torch.nn import functional as F  # noqa: E402
 import neondist.torch as ndt  # noqa: E402
 from neondist import ProcessGrid  # noqa: E402
 from neondist.comm import loopback  # noqa: E402
-from neondist.geometry import Box, GradientWindow, GridShape, IndexMap, Window, fold  # noqa: E402
-from neondist.torch.ir.layout import Atom  # noqa: E402
+from neondist.geometry import (  # noqa: E402
+    Atom,
+    Box,
+    GradientWindow,
+    GridShape,
+    IndexMap,
+    Window,
+    fold,
+)
 from neondist.torch.ir.reach import Reach  # noqa: E402
 
 WINDOWS = st.builds(

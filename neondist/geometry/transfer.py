@@ -1,0 +1,255 @@
+"""Transfers: the cells that each rank needs of each owner, as products of overlaps along single dimensions.
+
+Halo plans of layers and views of PyTorch modules are both made of them. Ranks are numbered row-major in a mesh.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from .lattice import Cells, Lattice, Range, clip_ranges, shift_range
+from .partition import Atom, coords_of, index_of
+
+
+class AxisOverlap(NamedTuple):
+    """Cells along one dimension that one part has and another (or the same) needs.
+
+    Attributes
+    ----------
+    part : int
+        The part at the other end.
+    cells : range
+    offset : int
+        Position of a cell in the view of the part that needs it, minus its position in the tensor.
+    """
+
+    part: int
+    cells: range
+    offset: int
+
+
+@dataclass(frozen=True)
+class DimRequest:
+    """Cells of one dimension that the parts of a mesh axis need.
+
+    Attributes
+    ----------
+    dim : int
+    source : Atom
+        Partition of the dimension.
+    axis : int or None
+        None: all ranks need the same, `ranges[0]`.
+    ranges : for each part, its ranges [lo, hi)
+        Inside of the tensor; consecutive in the part's view. The same cell may occur more than once.
+    used : for each part, the positions in its view that results depend on; None: all
+        Others are not sent; they have a place in the view, with undefined values.
+    first : for each part, the first position in its view; None: 0
+    """
+
+    dim: int
+    source: Atom
+    axis: int | None
+    ranges: tuple[tuple[Range, ...], ...]
+    used: tuple[Cells, ...] | None = None
+    first: tuple[int, ...] | None = None
+
+    def part(self, place: Sequence[int]) -> int:
+        """Return the part of the rank at a place, as an index of `ranges`."""
+        return 0 if self.axis is None else place[self.axis]
+
+    def extent(self, part: int) -> int:
+        """Return the number of cells in the view of a part."""
+        return sum(hi - lo for lo, hi in self.ranges[part])
+
+    @property
+    def is_own(self) -> bool:
+        """Whether every rank needs exactly its own cells."""
+        return self.axis == self.source.axis and all(
+            ranges == (own,) or (own[0] == own[1] and not self.extent(part))
+            for part, (ranges, own) in enumerate(zip(self.ranges, self.source.ranges, strict=True))
+        )
+
+    @property
+    def axes(self) -> frozenset[int]:
+        """Axes that it depends on: the one that partitions the dimension, and `axis`."""
+        return frozenset({self.axis, self.source.axis} - {None})  # type: ignore[arg-type]
+
+    def overlaps(self, part: int, include_unused: bool = False) -> Iterator[AxisOverlap]:
+        """Yield the cells that a part needs, by owner, in the order of its view.
+
+        Parameters
+        ----------
+        include_unused : bool
+            Whether to include cells that no result depends on.
+        """
+        at, bounds = 0 if self.first is None else self.first[part], self.source.bounds or (0, self.source.extent)
+        for lo, hi in self.ranges[part]:
+            offset = at - lo
+            at += hi - lo
+            used = (range(lo + offset, at),) if include_unused or self.used is None else self.used[part]
+            for owner in range(bisect_right(bounds, lo) - 1, bisect_left(bounds, hi)) if lo < hi else ():
+                first, end = max(lo, bounds[owner]), min(hi, bounds[owner + 1])
+                for cells in clip_ranges(used, first + offset, end + offset):
+                    yield AxisOverlap(owner, shift_range(cells, -offset), offset)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether a part needs cells of another; for at most one axis."""
+        return self.source.axis is not None and any(part != overlap.part for part, overlap in self._needs)
+
+    @cached_property
+    def sent(self) -> list[list[AxisOverlap]]:
+        """Cells that each part has and others (or itself) need, by the part that needs them; for at most one axis."""
+        sent: list[list[AxisOverlap]] = [[] for _ in range(self._parts)]
+        for part, overlap in self._needs:
+            owner = part if self.source.axis is None else overlap.part  # a whole dimension is on every rank
+            sent[owner].append(overlap._replace(part=part))
+        return sent
+
+    @cached_property
+    def counts(self) -> tuple[list[int], list[int], list[int]]:
+        """Numbers of cells that each part sends to all, receives of all, and receives of itself; for at most one axis.
+
+        The cost of gathering is not quadratic in the number of parts.
+        """
+        sent, received, own = ([0] * self._parts for _ in range(3))
+        for part in range(len(self.ranges)):
+            for owner, cells, _ in self.overlaps(part):
+                owner = part if self.source.axis is None else owner
+                sent[owner] += len(cells)
+                received[part] += len(cells)
+                own[owner] += len(cells) if owner == part or self.axis is None else 0
+        if self.axis is None:  # all parts receive the same
+            sent, received = [count * self._parts for count in sent], received[:1] * self._parts
+        return sent, received, own
+
+    @property
+    def empty(self) -> bool:
+        """Whether no part needs any cell."""
+        return not any(self._needs)
+
+    @property
+    def _needs(self) -> Iterator[tuple[int, AxisOverlap]]:
+        """Each part, and the cells that it needs; for at most one axis."""
+        for part in range(self._parts):
+            for overlap in self.overlaps(part if self.axis is not None else 0):
+                yield part, overlap
+
+    @property
+    def _parts(self) -> int:
+        return max(len(self.ranges), len(self.source.ranges))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Cells that one rank has and another (or the same) needs.
+
+    `source` is in coordinates of the tensor, or of the image; `target` is the position in the receiver's view.
+    """
+
+    peer: int
+    source: Lattice
+    target: Lattice
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Views of a tensor that all ranks of a mesh need; among ranks with the same data, the nearest one sends.
+
+    Attributes
+    ----------
+    parts : tuple of int
+        Number of parts along each axis of the mesh.
+    requests : tuple of DimRequest
+        One for each dimension along which ranks need other cells than their own. The lattices of pieces have these
+        dimensions, in this order.
+    """
+
+    parts: tuple[int, ...]
+    requests: tuple[DimRequest, ...]
+
+    def receives(self, rank: int) -> list[Piece]:
+        """Return the pieces that a rank needs, by owner, itself included."""
+        place = coords_of(self.parts, rank)
+        needed = [list(request.overlaps(request.part(place))) for request in self.requests]
+        return self._pieces(place, needed)
+
+    def local(self, rank: int) -> list[Piece]:
+        """Return the pieces of a rank's view that are its own, including cells that it does not use."""
+        place, own = coords_of(self.parts, rank), []
+        for request in self.requests:
+            axis, overlaps = request.source.axis, request.overlaps(request.part(place), include_unused=True)
+            own.append([overlap for overlap in overlaps if axis is None or overlap.part == place[axis]])
+        return self._pieces(place, own)
+
+    def sends(self, rank: int) -> list[Piece]:
+        """Return the pieces that other ranks need of a rank."""
+        if not self.separable:
+            return self._sends.get(rank, [])
+        place = coords_of(self.parts, rank)
+        sent = [request.sent[next((place[axis] for axis in request.axes), 0)] for request in self.requests]
+        return sorted((p for p in self._pieces(place, sent) if p.peer != rank), key=lambda piece: piece.peer)
+
+    def _pieces(self, place: Sequence[int], overlaps: Sequence[Sequence[AxisOverlap]]) -> list[Piece]:
+        """Return the products of overlaps, in the same order at both ends of a message."""
+        pieces, axes = [], [request.source.axis for request in self.requests]
+        for combination in product(*overlaps):
+            peer = list(place)
+            for axis, overlap in zip(axes, combination, strict=True):
+                if axis is not None:
+                    peer[axis] = overlap.part
+            source = Lattice(tuple(overlap.cells for overlap in combination))
+            target = source.shift([overlap.offset for overlap in combination])
+            pieces.append(Piece(index_of(self.parts, peer), source, target))
+        return pieces
+
+    @property
+    def has_unused(self) -> bool:
+        """Whether views may have unused cells, which are not sent."""
+        return any(request.used is not None for request in self.requests)
+
+    @cached_property
+    def separable(self) -> bool:
+        """Whether each dimension depends on at most one axis, and no two on the same: pieces are products."""
+        axes = [axis for request in self.requests for axis in request.axes]
+        return all(len(request.axes) < 2 for request in self.requests) and len(axes) == len(set(axes))
+
+    @property
+    def volume(self) -> int:
+        """Total number of cells that ranks receive from others, along these dimensions."""
+        if not self.separable:
+            return sum(piece.source.size for pieces in self._sends.values() for piece in pieces)
+        axes = {axis for request in self.requests for axis in request.axes}
+        meshes = prod(parts for axis, parts in enumerate(self.parts) if axis not in axes)
+        _, received, own = (prod(map(sum, counts)) for counts in zip(*(r.counts for r in self.requests), strict=True))
+        return meshes * (received - own)
+
+    @cached_property
+    def needs_no_messages(self) -> bool:
+        """Whether no rank needs anything of another."""
+        if not self.separable:
+            return not self._sends
+        return not any(each.crosses for each in self.requests) or any(each.empty for each in self.requests)
+
+    @cached_property
+    def _sends(self) -> dict[int, list[Piece]]:
+        """Pieces sent by each rank, collected from the needs of all ranks."""
+        result: dict[int, list[Piece]] = {}
+        for needer in range(prod(self.parts)):
+            for piece in self.receives(needer):
+                if piece.peer != needer:
+                    result.setdefault(piece.peer, []).append(replace(piece, peer=needer))
+        return result
+
+    def shape(self, local: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's view from that of its part of the tensor."""
+        place, shape = coords_of(self.parts, rank), list(local)
+        for request in self.requests:
+            shape[request.dim] = request.extent(request.part(place))
+        return tuple(shape)
