@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -18,6 +18,12 @@ class Box:
     def of(cls, extent: Sequence[int]) -> Box:
         """Return the box of a whole array of the given extent."""
         return cls((0,) * len(extent), tuple(extent))
+
+    @classmethod
+    def from_ranges(cls, ranges: Iterable[tuple[int, int]]) -> Box:
+        """Return the box of a range [lo, hi) along every axis."""
+        ends = tuple(ranges)
+        return cls(tuple(lo for lo, _ in ends), tuple(hi for _, hi in ends))
 
     @property
     def ndim(self) -> int:

@@ -36,8 +36,7 @@ class GradientWindow(Window):
 
     def needs(self, out: Box) -> Box:
         """Return the box of output cells of the window that depend on the input cells `out`."""
-        hulls = [hull_of(self.along(axis).used_cells(*cells)) for axis, cells in enumerate(out.axes())]
-        return Box(tuple(lo for lo, _ in hulls), tuple(hi for _, hi in hulls))
+        return Box.from_ranges(hull_of(self.along(axis).used_cells(*cells)) for axis, cells in enumerate(out.axes()))
 
     def used_cells(self, lo: int, hi: int) -> Cells:
         """Return the outputs of a window of one axis that depend on the input cells [lo, hi)."""

@@ -89,7 +89,7 @@ def _partition_strips(grid: StripGrid, extent: tuple[int, ...]) -> Partition:
     tiles = grid.whole.partition(extent)
     if not extent:
         return Partition((), (), grid.tiles)
-    ranges = [tuple(tiles.range(axis, part) for part in range(parts)) for axis, parts in enumerate(tiles.parts)]
+    ranges = [tuple(tiles.ranges_along(axis)) for axis in range(len(extent))]
     empty = 0 if grid.last is None else grid.strips - grid.last
     cut = [[part_range(hi - lo, grid.strips, at) for at in range(grid.strips)] for lo, hi in ranges[0]]
     cut = [[(strips[empty][0],) * 2] * empty + strips[empty:] for strips in cut]

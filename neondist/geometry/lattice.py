@@ -44,8 +44,7 @@ class Lattice:
     @property
     def hull(self) -> Box:
         """The smallest box around the cells."""
-        ends = [(cells[0], cells[-1] + 1) if cells else (cells.start,) * 2 for cells in self.ranges]
-        return Box(tuple(lo for lo, _ in ends), tuple(hi for _, hi in ends))
+        return Box.from_ranges((cells[0], cells[-1] + 1) if cells else (cells.start,) * 2 for cells in self.ranges)
 
     def shift(self, offset: Sequence[int]) -> Lattice:
         """Return the cells moved by `offset`."""

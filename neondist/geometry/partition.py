@@ -97,8 +97,7 @@ class Partition:
 
     def box(self, tile: int) -> Box:
         """Return the tile's cells."""
-        ranges = [self.range(axis, part) for axis, part in enumerate(self.coords(tile))]
-        return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
+        return Box.from_ranges(self.range(axis, part) for axis, part in enumerate(self.coords(tile)))
 
     def range(self, axis: int, part: int) -> Range:
         """Return the half-open range of one part of an axis."""

@@ -104,7 +104,7 @@ class HaloPlan(TransferPlan):
             return []
         if self.window.mode != "zeros":  # along other axes cells are copied, also outside this one
             axes = zip(modes, kept.axes(), self.buffer.axes(), strict=True)
-            kept = Box(*zip(*(inner if mode == "zeros" else whole for mode, inner, whole in axes), strict=True))
+            kept = Box.from_ranges(inner if mode == "zeros" else whole for mode, inner, whole in axes)
         return self.buffer.outside(kept)
 
     @classmethod
@@ -119,10 +119,8 @@ class HaloPlan(TransferPlan):
         """
         axes = _axes(partition, window, outputs)
         own, places = partition.box(tile), list(zip(axes, partition.coords(tile), strict=True))
-        need, seen = (
-            Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
-            for ranges in ([axis.needs[at] for axis, at in places], [axis.sources[at] for axis, at in places])
-        )
+        need = Box.from_ranges(axis.needs[at] for axis, at in places)
+        seen = Box.from_ranges(axis.sources[at] for axis, at in places)
 
         def pieces() -> tuple[list[Piece], list[Piece], list[Piece]]:
             if partition.overlaps or not axes:  # overlapping tiles have all cells that they need; so do vectors
@@ -152,7 +150,9 @@ class HaloPlan(TransferPlan):
 
 def halo_volume(partition: Partition, window: Window) -> int:
     """Return the total number of cells that tiles receive for a window; does not iterate over the tiles."""
-    return Transfer(partition.parts, tuple(axis.request for axis in _axes(partition, window))).volume
+    counts = zip(*(axis.request.counts for axis in _axes(partition, window)), strict=True)
+    _, received, own = (prod(map(sum, of_axes)) for of_axes in counts)
+    return received - own
 
 
 class Kinds(NamedTuple):

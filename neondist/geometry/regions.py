@@ -39,10 +39,8 @@ class Overlapping(Partition):
 
 def hulls(first: Partition, other: Partition) -> Overlapping:
     """Return the hull of each part over two partitions."""
-    ranges = tuple(
-        tuple(joined(first.range(axis, part), other.range(axis, part)) for part in range(parts))
-        for axis, parts in enumerate(first.parts)
-    )
+    axes = range(len(first.parts))
+    ranges = tuple(tuple(map(joined, first.ranges_along(axis), other.ranges_along(axis))) for axis in axes)
     return Overlapping(first.extent, first.parts, first.copies, ranges)
 
 

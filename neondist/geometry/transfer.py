@@ -92,22 +92,25 @@ class DimRequest:
         for lo, hi in self.ranges[part]:
             offset = at - lo
             at += hi - lo
-            used = (range(lo + offset, at),) if include_unused or self.used is None else self.used[part]
+            used = None if include_unused or self.used is None else self.used[part]
             for owner in range(bisect_right(bounds, lo) - 1, bisect_left(bounds, hi)) if lo < hi else ():
                 first, end = max(lo, bounds[owner]), min(hi, bounds[owner + 1])
-                for cells in clip_ranges(used, first + offset, end + offset):
-                    yield AxisOverlap(owner, shift_range(cells, -offset), offset)
+                if used is None:
+                    yield AxisOverlap(owner, range(first, end), offset)
+                else:
+                    for cells in clip_ranges(used, first + offset, end + offset):
+                        yield AxisOverlap(owner, shift_range(cells, -offset), offset)
 
     @property
     def crosses(self) -> bool:
         """Whether a part needs cells of another; for at most one axis."""
-        return self.source.axis is not None and any(part != overlap.part for part, overlap in self._needs)
+        return self.source.axis is not None and any(part != overlap.part for part, overlap in self.needs)
 
     @cached_property
     def sent(self) -> list[list[AxisOverlap]]:
         """Cells that each part has and others (or itself) need, by the part that needs them; for at most one axis."""
         sent: list[list[AxisOverlap]] = [[] for _ in range(self._parts)]
-        for part, overlap in self._needs:
+        for part, overlap in self.needs:
             owner = part if self.source.axis is None else overlap.part  # a whole dimension is on every rank
             sent[owner].append(overlap._replace(part=part))
         return sent
@@ -130,12 +133,7 @@ class DimRequest:
         return sent, received, own
 
     @property
-    def empty(self) -> bool:
-        """Whether no part needs any cell."""
-        return not any(self._needs)
-
-    @property
-    def _needs(self) -> Iterator[tuple[int, AxisOverlap]]:
+    def needs(self) -> Iterator[tuple[int, AxisOverlap]]:
         """Each part, and the cells that it needs; for at most one axis."""
         for part in range(self._parts):
             for overlap in self.overlaps(part if self.axis is not None else 0):
@@ -220,22 +218,12 @@ class Transfer:
         axes = [axis for request in self.requests for axis in request.axes]
         return all(len(request.axes) < 2 for request in self.requests) and len(axes) == len(set(axes))
 
-    @property
-    def volume(self) -> int:
-        """Total number of cells that ranks receive from others, along these dimensions."""
-        if not self.separable:
-            return sum(piece.source.size for pieces in self._sends.values() for piece in pieces)
-        axes = {axis for request in self.requests for axis in request.axes}
-        meshes = prod(parts for axis, parts in enumerate(self.parts) if axis not in axes)
-        _, received, own = (prod(map(sum, counts)) for counts in zip(*(r.counts for r in self.requests), strict=True))
-        return meshes * (received - own)
-
     @cached_property
     def needs_no_messages(self) -> bool:
         """Whether no rank needs anything of another."""
         if not self.separable:
             return not self._sends
-        return not any(each.crosses for each in self.requests) or any(each.empty for each in self.requests)
+        return not any(each.crosses for each in self.requests) or not all(any(each.needs) for each in self.requests)
 
     @cached_property
     def _sends(self) -> dict[int, list[Piece]]:

@@ -71,10 +71,7 @@ def classes_of(tiles: int, kinds: Iterable[Kinds], extra_keys: Sequence[np.ndarr
 @lru_cache(maxsize=256)
 def cells_kinds(cells: Partition) -> Kinds:
     """Return the extent of each part along each axis, and the ends of the image that it touches."""
-    axes = [
-        [(hi - lo, lo == 0, hi == n) for lo, hi in (cells.range(axis, part) for part in range(cells.parts[axis]))]
-        for axis, n in enumerate(cells.extent)
-    ]
+    axes = [[(hi - lo, lo == 0, hi == n) for lo, hi in cells.ranges_along(a)] for a, n in enumerate(cells.extent)]
     return Kinds(cells.parts[: len(axes)], axes)
 
 

@@ -91,7 +91,7 @@ class Stream:
         """Number of rows, or slabs, of the largest tile of the last map."""
         shapes = [shape for shape in self.graph.shapes if len(shape) > 1]
         last = self.grid.whole.partition(shapes[-1][:-1])
-        return max(hi - lo for lo, hi in (last.range(0, part) for part in range(last.parts[0])))
+        return max(hi - lo for lo, hi in last.ranges_along(0))
 
     @property
     def work(self) -> float:
@@ -122,8 +122,8 @@ class Stream:
             if len(graph.shapes[step.output]) < 2:
                 continue
             cells = self.cells[step.output]
-            lengths = ([cells.range(axis, part) for part in range(parts)] for axis, parts in enumerate(cells.parts))
-            computed = prod(sum(max(0, hi - lo) for lo, hi in axis) for axis in lengths)
+            axes = range(len(cells.parts))
+            computed = prod(sum(max(0, hi - lo) for lo, hi in cells.ranges_along(axis)) for axis in axes)
             total += count * (computed * effort(graph, at) + share * prod(cells.parts) * START)
         return total
 
@@ -190,13 +190,13 @@ class Stream:
         own = self.grid.partition(extent)
         if self.wide is None:
             return own
-        ranges = [[self.wide.range(axis, part) for part in range(parts)] for axis, parts in enumerate(self.wide.parts)]
+        ranges = [self.wide.ranges_along(axis) for axis in range(len(self.wide.parts))]
         count, rows = self.grid.strips, list[tuple[int, int]]()
         first = count - (self.grid.last or count)
         for tile, (lo, hi) in enumerate(ranges[0]):
             inner = [min(max(own.range(0, tile * count + at)[0], lo), hi) for at in range(first + 1, count)]
             rows += [(lo, lo)] * first + list(pairwise((lo, *inner, hi)))
-        return Overlapping(extent, own.parts, own.copies, (tuple(rows), *(tuple(axis) for axis in ranges[1:])))
+        return Overlapping(extent, own.parts, own.copies, (tuple(rows), *map(tuple, ranges[1:])))
 
     def output(self, tile: int) -> Box | None:
         """Return a tile's cells of the output; None for a vector."""
@@ -293,15 +293,13 @@ class Stream:
 
     def _of_tiles(self, cells: Partition, last: int | None = None) -> Overlapping:
         """Return the union of the cells of each tile's strips, or of its `last` ones."""
-        ranges = [[cells.range(axis, part) for part in range(parts)] for axis, parts in enumerate(cells.parts)]
+        ranges = [cells.ranges_along(axis) for axis in range(len(cells.parts))]
         count = self.grid.strips
         parts = [ranges[0][at + count - (last or count) : at + count] for at in range(0, len(ranges[0]), count)]
         filled = [[(lo, hi) for lo, hi in strips if lo < hi] or strips[:1] for strips in parts]
         ranges[0] = [(min(lo for lo, _ in strips), max(hi for _, hi in strips)) for strips in filled]
         whole = self.grid.whole
-        return Overlapping(
-            cells.extent, whole.parts(len(cells.extent)), whole.tiles, tuple(tuple(axis) for axis in ranges)
-        )
+        return Overlapping(cells.extent, whole.parts(len(cells.extent)), whole.tiles, tuple(map(tuple, ranges)))
 
     def strips(self, tile: int) -> list[int]:
         """Return a tile's strips with cells of the output or of a reduction."""

@@ -12,13 +12,12 @@ import numpy as np
 
 from ...arrays import rng
 from ...errors import ConfigError
-from ...geometry import Box
+from ...geometry import Box, Range
 from ...registry import Registered
 from ...registry.ranges import between
 
 Axis: TypeAlias = Literal["depth", "height", "width"]
 Probability: TypeAlias = Annotated[float, between(0, 1)]
-Range: TypeAlias = tuple[int, int]
 AXES = ("depth", "height", "width")
 NUMBERS = 4  # random numbers of a transform per sample: whether it applies, and one for each axis
 
@@ -96,11 +95,6 @@ def axis_numbers(transform: Transform, axes: Sequence[str], shape: Sequence[int]
     return [names.index(name) for name in axes]
 
 
-def box_of(ranges: Sequence[Range]) -> Box:
-    """Return the box of the ranges of all axes."""
-    return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
-
-
 def along_axes(box: Box, extent: Sequence[int], change: Callable[[int, int, int], Range]) -> Box:
     """Return the box of change(lo, hi, n) for each axis of a box in an image of `extent`."""
-    return box_of([change(lo, hi, n) for (lo, hi), n in zip(box.axes(), extent, strict=True)])
+    return Box.from_ranges([change(lo, hi, n) for (lo, hi), n in zip(box.axes(), extent, strict=True)])

@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 
 from ...errors import ConfigError
-from ...geometry import Box, fold, sources_within
+from ...geometry import Box, Range, fold, sources_within
 from ...registry.ranges import Count
-from .base import Axis, Draw, Probability, Range, Transform, along_axes, axis_numbers, box_of
+from .base import Axis, Draw, Probability, Transform, along_axes, axis_numbers
 
 
 class Flip(Transform):
@@ -102,7 +102,7 @@ class QuarterTurns(Transform):
         for _ in range(turns):
             ranges = list(box.axes())
             ranges[a], ranges[b] = ranges[b], _mirror(ranges[a], extent[b])
-            box = box_of(ranges)
+            box = Box.from_ranges(ranges)
         return box
 
 
@@ -176,4 +176,4 @@ def _mirror_box(box: Box, axes: Sequence[int], extent: Sequence[int]) -> Box:
     ranges = list(box.axes())
     for axis in axes:
         ranges[axis] = _mirror(ranges[axis], extent[axis])
-    return box_of(ranges)
+    return Box.from_ranges(ranges)

@@ -18,7 +18,7 @@ from ...comm.agree import CALL, agree, check_alike
 from ...errors import ConfigError, GridError, ShapeError, UserError
 from ...geometry import Transfer, Window
 from ..ir.layout import local_shape, shape_of
-from ..ir.reach import Reach
+from ..ir.reach import Reach, views_of
 from .functions import announce, recompute
 from .mesh_comm import Channel, MeshComm, format_of
 
@@ -270,7 +270,7 @@ class _GridState:
         mesh, requests, pads = self.comm.mesh, [], []
         for axis, (n, out) in enumerate(zip(extent, window.output_extent(extent), strict=True)):
             own, reach = mesh.atom(n, axis + 1), Reach(mesh.atom(out, axis + 1), window.along(axis), padded=True)
-            request, around = reach.views(axis + 2, own)
+            request, around = views_of(reach, axis + 2, own)
             requests.append(replace(request, used=None))  # code of users may read every cell
             pads.append((axis + 2, *around[request.part(self.comm.place)]))
         padded = {dim for dim, before, after in pads if before or after}

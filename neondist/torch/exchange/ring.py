@@ -15,7 +15,7 @@ import torch
 
 from ...observer import ObservedEvent
 from ..ir.graph import WIDER, Step
-from ..ir.layout import Dim, Mesh, axes_of, indices, local_atoms
+from ..ir.layout import Dim, Mesh, axes_of, indices
 from ..ir.once import once_differentiable
 from .mesh_comm import MeshComm, StagedExchange
 
@@ -49,13 +49,6 @@ class Ring(NamedTuple):
         others = [coord for axis, coord in enumerate(place) if axis not in axes]
         places = ((peer, self.mesh.place(peer)) for peer in range(self.mesh.size))
         return [r for r, at in places if [coord for axis, coord in enumerate(at) if axis not in axes] == others]
-
-    def sent(self, rank: int, direction: str) -> int:
-        """Return the number of keys that a rank sends in a pass, with their values, or with the gradients of both."""
-        ring = self.ranks(rank)
-        length = {peer: prod(local_atoms(self.keys, self.mesh.place(peer))) for peer in ring}
-        total, following = sum(length.values()), length[ring[(ring.index(rank) + 1) % len(ring)]]
-        return total - following if direction == "forward" else 2 * total - following
 
 
 class RingChannel:

@@ -12,7 +12,7 @@ import torch
 from ...backends import Backend, get_backend
 from ...comm import Exchange, ProcessGrid
 from ...errors import ConfigError, HaloError
-from ...geometry import Box, HaloPlan, Lattice, Piece, Range, Window, shift_range
+from ...geometry import Box, Cells, HaloPlan, Lattice, Piece, Window, shift_range
 from ...halo import ExchangePolicy, Fusion, Halo, as_scheme, scheme_text
 from ...halo.buffer import HaloBuffer
 from ...observer import ObservedEvent
@@ -107,11 +107,10 @@ class SchemeChannel:
         first, place = grid.rank - grid.tile, self.comm.place
         requests = {request.dim - 2: request for request in transfer.requests}
         own, need, whole = ([(0, n) for n in extent] for _ in range(3))
+        used: dict[int, Cells] = {}
         for axis, request in requests.items():
             own[axis], whole[axis] = request.source.range(place), (0, request.source.extent)
             (need[axis],) = request.ranges[request.part(place)]
-        used = [(range(lo, hi),) for lo, hi in need]
-        for axis, request in requests.items():
             if request.used is not None:
                 used[axis] = tuple(shift_range(cells, need[axis][0]) for cells in request.used[request.part(place)])
 
@@ -121,17 +120,18 @@ class SchemeChannel:
             cells |= zip(requests, piece.source.ranges, strict=True)
             return Piece(piece.peer - first, *[Lattice(tuple(cells.values()))] * 2)
 
+        tile, view = Box.from_ranges(own), Box.from_ranges(need)
         received, sends = ([*map(in_image, of(grid.rank))] for of in (transfer.receives, transfer.sends))
         receives = [piece for piece in received if piece.peer != grid.tile]
         local = [piece for piece in received if piece.peer == grid.tile]
         return HaloPlan(
-            own=_box(own),
-            need=_box(need),
+            own=tile,
+            need=view,
             pieces=lambda: (receives, sends, local),
-            buffer=_box(own) if _box(need).empty else _box(need).hull(_box(own)),
+            buffer=tile if view.empty else view.hull(tile),
             extent=tuple(n for _, n in whole),
             window=Window(1, padding=0, fill=fill, ndim=len(extent)),
-            used=tuple(used),
+            used=tuple(used.get(axis, (range(lo, hi),)) for axis, (lo, hi) in enumerate(need)),
         )
 
     def _record(self, owner: _Owner) -> None:
@@ -186,10 +186,6 @@ def policy_of(module: str, schemes: Mapping[str, ExchangePolicy]) -> ExchangePol
     paths = [path for path in schemes if not path or f"{module}.".startswith(f"{path}.")]
     policy = schemes[max(paths, key=len)] if paths else None
     return None if type(policy) is Halo else policy
-
-
-def _box(ranges: Sequence[Range]) -> Box:
-    return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
 
 
 def _channels_last(tensor: torch.Tensor) -> np.ndarray:

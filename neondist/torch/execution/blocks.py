@@ -81,8 +81,7 @@ class ModuleBlocks(OutputBlocks):
 
     def image(self, number: int) -> Box:
         """Return the cells of the image that a block depends on."""
-        ranges = self.traced.image(self.traced.ranges_of(self.output(number)))[2:]
-        return Box(tuple(lo for lo, _ in ranges), tuple(hi for _, hi in ranges))
+        return Box.from_ranges(self.traced.image(self.traced.ranges_of(self.output(number)))[2:])
 
     def run(
         self, number: int, x: torch.Tensor, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]

@@ -81,13 +81,8 @@ class _SegmentCuts:
 
     def _exchange_seconds(self, value: Value, ranges: tuple[Range, ...], ways: int) -> float:
         """Return the seconds in which the middle rank receives the cells of a value that it needs."""
-        mesh = self.search.mesh
-        requests = []
-        for dim, ((atom,), needed) in enumerate(zip(value.layout, ranges, strict=True)):
-            if atom.axis is not None:
-                ranges_by_part = [[own] for own in atom.ranges]
-                ranges_by_part[self.middle[atom.axis]] = [needed]
-                requests.append(DimRequest(dim, atom, atom.axis, tuple(map(tuple, ranges_by_part))))
+        mesh, dims = self.search.mesh, enumerate(zip(value.layout, ranges, strict=True))
+        requests = (DimRequest(dim, atom, None, ((cells,),)) for dim, ((atom,), cells) in dims if atom.axis is not None)
         rank = mesh.rank(self.middle)
         pieces = [piece for piece in Transfer(mesh.parts, tuple(requests)).receives(rank) if piece.peer != rank]
         whole = prod(n for n, (atom,) in zip(value.shape, value.layout, strict=True) if atom.axis is None)

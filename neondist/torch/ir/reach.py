@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class Reach(NamedTuple):
             return View(((lo, hi),), (range(lo, hi),), (0, 0))
         cells, (mode, *_) = self.window.used_cells(lo, hi), self.window.modes
         if mode != "zeros":
-            ranges = tuple(_runs(fold(i, n, mode) for i in range(*hull_of(cells))))
+            ranges = _runs(fold(i, n, mode) for i in range(*hull_of(cells)))
             return View(ranges, tuple(range(*run) for run in ranges), (0, 0))
         used = tuple(clip_ranges(cells, 0, n))
         first, last = hull_of(cells if self.padded else used)
@@ -61,19 +61,6 @@ class Reach(NamedTuple):
         if inside[0] >= inside[1]:
             return View(((0, 0),), used, (0, last - first))
         return View((inside,), used, (inside[0] - first, last - inside[1]))
-
-    def views(self, dim: int, source: Atom) -> tuple[DimRequest, Sequence[Range]]:
-        """Return the views of a dimension that the parts of the results need, and the padding of each."""
-        ranges, used, pads, all_used = _views(
-            self._replace(out=self.out._replace(axis=None, origin=None)), source.extent
-        )
-        if self.is_whole(source):
-            ranges = (((0, source.extent),),)
-            all_used = _is_same(*ranges, *used)
-        if all_used or self.window is SAME:
-            return DimRequest(dim, source, self.out.axis, ranges), pads
-        places = (tuple(shift_range(run, -lo) for run in cells) for cells, ((lo, _),) in zip(used, ranges, strict=True))
-        return DimRequest(dim, source, self.out.axis, ranges, tuple(places)), pads
 
     def first(self, source: Atom, place: Sequence[int]) -> int:
         """Return the first index in the view of the rank at a place."""
@@ -84,11 +71,17 @@ class Reach(NamedTuple):
         return self.out.axis is source.axis is None and not self.padded
 
 
-@lru_cache(maxsize=256)  # many operators have the same windows, along equal dimensions
-def _views(reach: Reach, n: int) -> tuple[tuple[tuple[Range, ...], ...], tuple[Cells, ...], tuple[Range, ...], bool]:
-    """Return the ranges, used indices and padding of all parts of the results, and whether all indices are used."""
+@lru_cache(maxsize=256)  # many operators have the same windows
+def views_of(reach: Reach, dim: int, source: Atom) -> tuple[DimRequest, Sequence[Range]]:
+    """Return the views of a dimension that the parts of the results need, and the padding of each."""
+    n, axis = source.extent, reach.out.axis
     ranges, used, pads = zip(*(reach.view(lo, hi, n) for lo, hi in reach.out.ranges), strict=True)
-    return ranges, used, pads, all(map(_is_same, ranges, used))
+    if reach.is_whole(source):
+        ranges = (((0, n),),)
+    if reach.window is SAME or all(map(_is_same, ranges, used)):
+        return DimRequest(dim, source, axis, ranges), pads
+    places = (tuple(shift_range(run, -lo) for run in cells) for cells, ((lo, _),) in zip(used, ranges, strict=True))
+    return DimRequest(dim, source, axis, ranges, tuple(places)), pads
 
 
 def _is_same(ranges: Sequence[Range], cells: Cells) -> bool:
@@ -96,14 +89,12 @@ def _is_same(ranges: Sequence[Range], cells: Cells) -> bool:
     return sum(hi - lo for lo, hi in ranges) == sum(map(len, cells))
 
 
-def _runs(indices: Iterable[int]) -> Iterator[Range]:
-    """Yield ranges of consecutive indices."""
-    start = end = -1
+def _runs(indices: Iterable[int]) -> tuple[Range, ...]:
+    """Return the ranges of consecutive indices."""
+    runs: list[Range] = []
     for i in indices:
-        if i != end:
-            if start < end:
-                yield start, end
-            start = i
-        end = i + 1
-    if start < end:
-        yield start, end
+        if runs and i == runs[-1][1]:
+            runs[-1] = runs[-1][0], i + 1
+        else:
+            runs.append((i, i + 1))
+    return tuple(runs)

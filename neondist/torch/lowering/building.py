@@ -8,7 +8,7 @@ from math import prod
 from ...geometry import Atom, DimRequest, Transfer
 from ..ir.graph import Pads, Value
 from ..ir.layout import Dim, Layout, Mesh, Unaligned, axes_of, local_shape, reshaped, shape_of, whole_along
-from ..ir.reach import Reach
+from ..ir.reach import Reach, views_of
 from .steps import StepList
 
 Reaches = Mapping[int, Reach]
@@ -46,7 +46,7 @@ class Builder(StepList):
             value = self.gathered(value, [dim for dim, cut in enumerate(value.layout) if axes_of((cut,)) & lost])
         requests, pads, moved = [], [], []
         for dim, reach in sorted(reaches.items()):
-            request, around = reach.views(dim, self.atom(value, dim))
+            request, around = views_of(reach, dim, self.atom(value, dim))
             requests.append(request)
             pads.append((dim, *around[request.part(self.place)]))
             if any(map(any, around)) or not request.is_own:

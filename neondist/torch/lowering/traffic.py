@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import torch
 
-from ...geometry import Transfer
+from ...geometry import Atom, Transfer
 from ..exchange.ring import Ring
 from ..ir.graph import GRADIENTS, WIDER, Step, TorchGraph, Value
 from ..ir.layout import Mesh, axes_of
@@ -35,12 +35,16 @@ class Ranks:
 
         For a view these are the extents on the plan's own rank.
         """
-        extents = np.ones(len(self.numbers), int)
         if value.layout_or_none is None:
-            return extents * prod(value.local[dim] for dim in dims)
-        for atom in (atom for dim in dims for atom in value.layout[dim]):
-            extents *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[self.places[atom.axis]]
-        return extents
+            return self.lengths(()) * prod(value.local[dim] for dim in dims)
+        return self.lengths(atom for dim in dims for atom in value.layout[dim])
+
+    def lengths(self, atoms: Iterable[Atom]) -> np.ndarray:
+        """Return the product of the ranks' numbers of indices of some atoms."""
+        lengths = np.ones(len(self.numbers), int)
+        for atom in atoms:
+            lengths *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[self.places[atom.axis]]
+        return lengths
 
     def moved_cells(self, transfer: Transfer) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of cells that the ranks send to and receive from others, if a transfer is separable."""
@@ -193,12 +197,9 @@ class BackwardSteps:
 
 
 def ring_traffic(ring: Ring, direction: str) -> np.ndarray:
-    """Return `ring.sent` of each rank, as (size,)."""
+    """Return the number of keys that each rank sends in a pass, with values, or with gradients of both, as (size,)."""
     axes = sorted(axes_of([ring.keys]))
-    ranks = Ranks.all(ring.mesh)
-    length = np.ones(ring.mesh.size, int)
-    for atom in ring.keys:
-        length *= atom.extent if atom.axis is None else np.diff(atom.bounds or ())[ranks.places[atom.axis]]
+    length = Ranks.all(ring.mesh).lengths(ring.keys)
     # the ranks of each ring last, in their order
     ends = range(len(ring.mesh.parts) - len(axes), len(ring.mesh.parts))
     rings = np.moveaxis(length.reshape(ring.mesh.parts), axes, ends)

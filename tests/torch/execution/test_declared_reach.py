@@ -25,6 +25,7 @@ from neondist.torch.execution.program_lowering import laid, ranges_at  # noqa: E
 from neondist.torch.execution.segments import Search  # noqa: E402
 from neondist.torch.execution.trunk import Trunk  # noqa: E402
 from neondist.torch.ir.layout import Mesh  # noqa: E402
+from neondist.torch.ir.reach import views_of  # noqa: E402
 from neondist.torch.ir.trace import extend  # noqa: E402
 
 CAPTURE = importlib.import_module("neondist.torch.capture.capture")
@@ -37,7 +38,7 @@ class RequestedRanges(BlockLowering):
     def view(self, value, reaches, *args, **kwargs):
         for dim, reach in reaches.items():
             atom = self.atom(value, dim)
-            request, _ = reach.views(dim, atom)
+            request, _ = views_of(reach, dim, atom)
             for indices in request.ranges[request.part(self.place)]:
                 extend(self.cuts.ranges, atom, *indices)
         return super().view(value, reaches, *args, **kwargs)

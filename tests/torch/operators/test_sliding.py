@@ -24,7 +24,7 @@ from neondist.geometry import (  # noqa: E402
     Window,
     fold,
 )
-from neondist.torch.ir.reach import Reach  # noqa: E402
+from neondist.torch.ir.reach import Reach, views_of  # noqa: E402
 
 WINDOWS = st.builds(
     Window,
@@ -51,7 +51,7 @@ def test_cells_in_windows(window, lo, length):
     inside = sorted(cell for cell in cells_read if 0 <= cell < 12)
     reach = Reach(Atom(lo + length, 1, (lo, lo + length)), window, padded=True)
     ((first, last),), used, (before, after) = reach.view(lo, lo + length, 12)
-    assert reach.views(0, CELLS)[1] == [(before, after)]
+    assert views_of(reach, 0, CELLS)[1] == [(before, after)]
     assert sort_cells(used) == inside
     assert before + last - first + after == max(cells_read) + 1 - min(cells_read)
     if inside:
