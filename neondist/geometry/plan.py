@@ -150,9 +150,8 @@ class HaloPlan(TransferPlan):
 
 def halo_volume(partition: Partition, window: Window) -> int:
     """Return the total number of cells that tiles receive for a window; does not iterate over the tiles."""
-    counts = zip(*(axis.request.counts for axis in _axes(partition, window)), strict=True)
-    _, received, own = (prod(map(sum, of_axes)) for of_axes in counts)
-    return received - own
+    counts = [axis.request.counts for axis in _axes(partition, window)]
+    return prod(sum(received) for _, received, _ in counts) - prod(sum(own) for *_, own in counts)
 
 
 class Kinds(NamedTuple):
@@ -231,16 +230,15 @@ class _Axis:
     def request(self) -> DimRequest:
         """Cells that outputs of each part depend on; positions in views are coordinates of the image."""
         source, n, used = self.partition.atom(self.axis), self.n, self.used
-        ranges, first = tuple((cells,) for cells in self.sources), tuple(lo for lo, _ in self.sources)
+        ranges: tuple[tuple[Range, ...], ...] = tuple((cells,) for cells in self.sources)
         if self.mode == "wrap":
-            turns = (range(lo // n, -(-hi // n)) if lo < hi else () for lo, hi in self.sources)
             ranges = tuple(
-                tuple((max(lo - turn * n, 0), min(hi - turn * n, n)) for turn in turns_of_part)
-                for (lo, hi), turns_of_part in zip(self.sources, turns, strict=True)
+                tuple((max(lo - turn * n, 0), min(hi - turn * n, n)) for turn in range(lo // n, -(-hi // n)))
+                for lo, hi in self.sources
             )
         elif self.mode != "zeros":
             used = [self._folded(part) for part in range(len(used))]
-        return DimRequest(self.axis, source, self.axis, ranges, tuple(used), first)
+        return DimRequest(self.axis, source, self.axis, ranges, tuple(used), tuple(lo for lo, _ in self.sources))
 
     def _folded(self, part: int) -> Cells:
         """Return the cells inside the image from which the cells that outputs of a part depend on are filled."""

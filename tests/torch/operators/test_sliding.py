@@ -51,7 +51,7 @@ def test_cells_in_windows(window, lo, length):
     inside = sorted(cell for cell in cells_read if 0 <= cell < 12)
     reach = Reach(Atom(lo + length, 1, (lo, lo + length)), window, padded=True)
     ((first, last),), used, (before, after) = reach.view(lo, lo + length, 12)
-    assert views_of(reach, 0, CELLS)[1] == [(before, after)]
+    assert views_of(reach, 0, CELLS)[1] == ((before, after),)
     assert sort_cells(used) == inside
     assert before + last - first + after == max(cells_read) + 1 - min(cells_read)
     if inside:
