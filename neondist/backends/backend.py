@@ -115,6 +115,12 @@ def get_backend(name: str | Backend = "auto") -> Backend:
     raise ConfigError(f"backend '{name}' is unknown{suggest(name, ['auto', *_MAKERS])}")
 
 
+def backend_name(name: str | Backend) -> str:
+    """Return the name of a backend, without creating its kernels if possible."""
+    name = _preferred() if name == "auto" else name
+    return name if isinstance(name, str) and name in _MAKERS else get_backend(name).name
+
+
 def check_backend(name: str | Backend) -> Callable[[int], int | None]:
     """Return a function of the number of ranks on this machine: bytes that each may use for arrays, None if unknown.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..arrays.precision import ComputePrecision, PrecisionName
-from ..backends import get_backend, precision_note
+from ..backends import backend_name, get_backend, precision_note
 from ..comm import ProcessGrid, all_or_none
 from ..data import Dataset
 from ..data.augment import Transform
@@ -361,7 +361,7 @@ def _begin(
 
     model = experiment.model
     kinds = {"dtype": str(model.dtype), "precision": model.precision.name}
-    facts = environment(grid, backend=get_backend(model.backend).name, **kinds, seed=model.seed)
+    facts = environment(grid, backend=backend_name(model.backend), **kinds, seed=model.seed)
     with all_or_none(grid.world):
         if grid.rank == 0:
             tidy(folder)
